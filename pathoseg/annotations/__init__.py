@@ -1,0 +1,1 @@
+"""Outlines and masks that pathologists drew, from every tool they use."""

@@ -1,0 +1,71 @@
+"""An outlined region with its class, the table of classes, and the Labels protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from shapely import MultiPolygon, Polygon
+
+from pathoseg.geometry import Box, Frame
+
+BACKGROUND = 0
+IGNORE = 255
+
+Colour = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Annotation:
+    """A region in level-0 pixels of its slide's frame.
+
+    Attributes:
+        geometry: A valid polygon or multi-polygon; holes count.
+        class_name: Its class, or None where the file gives none.
+        colour: The class's colour as the file has it.
+    """
+
+    geometry: Polygon | MultiPolygon
+    class_name: str | None
+    colour: Colour | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ClassTable:
+    """The classes of a model: index 0 is background, `names[i]` has index i + 1."""
+
+    names: tuple[str, ...]
+    colours: tuple[Colour, ...]
+
+    def index(self, name: str) -> int:
+        return self.names.index(name) + 1
+
+    def __len__(self) -> int:
+        """Number of classes with background."""
+        return len(self.names) + 1
+
+
+class Labels(Protocol):
+    """What is known of a slide's pixels, from polygons or from an index mask."""
+
+    @property
+    def path(self) -> Path: ...
+
+    def classes(self) -> Mapping[str, Colour | None]:
+        """Names in use with their colours, without ignored ones."""
+        ...
+
+    def rasterise(self, box: Box, frame: Frame, classes: ClassTable) -> NDArray[np.uint8]:
+        """Class indices of `box` (pixels of `frame`) by pixel centres.
+
+        Returns:
+            Array of shape (height, width): 0 background, 255 ignored or outside the slide.
+
+        Raises:
+            PathosegError: A class is not in `classes`.
+        """
+        ...

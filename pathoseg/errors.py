@@ -1,0 +1,23 @@
+"""The one error a user meets: what is wrong with which file, and how to mend it."""
+
+
+class PathosegError(Exception):
+    """Bad input or a machine's limit, told in two sentences instead of a traceback.
+
+    Args:
+        problem: What is wrong, naming the file, key or value.
+        mend: What the user can do about it.
+    """
+
+    def __init__(self, problem: str, mend: str) -> None:
+        super().__init__(f"{problem} {mend}")
+        self.problem = problem
+        self.mend = mend
+
+    def __reduce__(self) -> tuple[type["PathosegError"], tuple[str, str]]:
+        # Exception pickles its args (the joined text), which does not fit __init__.
+        return type(self), (self.problem, self.mend)
+
+
+class UnreadableError(PathosegError):
+    """Pixels that a slide holds but cannot deliver: *unread*, never white."""

@@ -1,0 +1,125 @@
+"""Sizes, boxes and resolutions: the one place where microns become pixels."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pathoseg.errors import PathosegError
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Width and height in pixels."""
+
+    width: int
+    height: int
+
+    @property
+    def pixels(self) -> int:
+        return self.width * self.height
+
+    def rounded_up(self, multiple: int) -> Size:
+        """The smallest size not below this one whose sides are multiples of `multiple`."""
+        return Size(-(-self.width // multiple) * multiple, -(-self.height // multiple) * multiple)
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangle of whole pixels: left, top, width, height. May reach outside its image."""
+
+    x: int
+    y: int
+    width: int
+    height: int
+
+    @property
+    def right(self) -> int:
+        return self.x + self.width
+
+    @property
+    def bottom(self) -> int:
+        return self.y + self.height
+
+    @property
+    def size(self) -> Size:
+        return Size(self.width, self.height)
+
+    def intersection(self, other: Box) -> Box | None:
+        """The common rectangle, or None where the two do not overlap."""
+        x, y = max(self.x, other.x), max(self.y, other.y)
+        right, bottom = min(self.right, other.right), min(self.bottom, other.bottom)
+        if right <= x or bottom <= y:
+            return None
+        return Box(x, y, right - x, bottom - y)
+
+
+@dataclass(frozen=True, slots=True)
+class Mpp:
+    """Resolution in microns per pixel, across and down.
+
+    Raises:
+        PathosegError: A side is not a positive, finite number.
+    """
+
+    x: float
+    y: float
+
+    def __post_init__(self) -> None:
+        if not (0 < self.x < math.inf and 0 < self.y < math.inf):
+            raise PathosegError(
+                f"A resolution of {self.x} × {self.y} µm per pixel is impossible.",
+                "Give a positive number, for example 0.25 for a 40× scan.",
+            )
+
+    @property
+    def mean(self) -> float:
+        """The geometric mean, so that `mean**2` is a pixel's area in µm²."""
+        return math.sqrt(self.x * self.y)
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One stored resolution of a slide: its size, and level-0 pixels per pixel (exact, ≥ 1)."""
+
+    size: Size
+    downsample: float
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A slide's extent in pixels of one resolution, and where those pixels lie on level 0.
+
+    Attributes:
+        size: Pixels at this resolution, rounded up so that all of the slide is inside.
+        scale_x: Level-0 pixels per frame pixel, across.
+        scale_y: The same, down.
+        mpp: Microns per frame pixel.
+    """
+
+    size: Size
+    scale_x: float
+    scale_y: float
+    mpp: Mpp
+
+    @classmethod
+    def at(cls, level0: Size, native: Mpp, mpp: float) -> Frame:
+        """The frame of a slide of `level0` pixels at `native` resolution, seen at `mpp`."""
+        scale_x, scale_y = mpp / native.x, mpp / native.y
+        # 1e-9: 1000 × 0.25 / 0.5 must be 500 pixels, not 501, whatever the rounding.
+        width = max(1, math.ceil(level0.width / scale_x - 1e-9))
+        height = max(1, math.ceil(level0.height / scale_y - 1e-9))
+        return cls(Size(width, height), scale_x, scale_y, Mpp(mpp, mpp))
+
+    @property
+    def pixel_area_mm2(self) -> float:
+        return self.mpp.x * self.mpp.y * 1e-6
+
+    def to_level0(self, box: Box) -> tuple[float, float, float, float]:
+        """Left, top, width and height of `box` in level-0 pixels (pixel edges, not centres)."""
+        return (
+            box.x * self.scale_x,
+            box.y * self.scale_y,
+            box.width * self.scale_x,
+            box.height * self.scale_y,
+        )

@@ -1,0 +1,1 @@
+"""Networks, losses, metrics and the bundle a trained model travels in."""

@@ -1,0 +1,1 @@
+"""From predictions to files that QuPath opens."""

@@ -1,0 +1,1 @@
+"""Models as plain graphs of layers."""

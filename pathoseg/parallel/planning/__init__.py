@@ -1,0 +1,1 @@
+"""What layers cost and how to cut a model by it."""

@@ -1,0 +1,1 @@
+"""Orders of work on every rank, as data."""

@@ -1,0 +1,1 @@
+"""Whole-slide images: readers of one shape for many formats."""

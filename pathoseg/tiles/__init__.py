@@ -1,0 +1,1 @@
+"""From slides and labels to seeded batches of tiles."""

@@ -1,0 +1,1 @@
+"""The flows that join the wings: train, infer, evaluate, cache."""

@@ -1,0 +1,172 @@
+"""Keeps the house in order: who imports whom, no circles, file sizes, first lines, names."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "pathoseg"
+LONGEST_FILE = 350
+
+# part -> the parts it may import; `.` is the package's own __init__ (the version alone)
+WALLS: dict[str, set[str]] = {
+    ".": set(),
+    "errors": set(),
+    "geometry": {"errors"},
+    "slides": {"geometry", "errors"},
+    "annotations": {"geometry", "errors"},
+    "tiles": {"slides", "annotations", "geometry", "errors"},
+    "models": {"errors", "."},
+    "outputs": {"tiles.grid", "annotations", "geometry", "errors"},
+    "parallel": {"errors"},
+    "parallel.graph": {"errors"},
+    "parallel.schedule": {"errors"},
+    "parallel.planning": {"parallel.graph", "parallel.schedule", "errors"},
+    "parallel.runtime": {"parallel.graph", "parallel.schedule", "errors"},
+    "parallel.fit": {
+        "parallel.graph",
+        "parallel.schedule",
+        "parallel.planning",
+        "parallel.runtime",
+        "errors",
+    },
+    "workflows": {"slides", "annotations", "tiles", "models", "outputs", "geometry", "errors", "."},
+    "cli": {"workflows", "errors", "."},
+    "__main__": {"cli", "errors"},
+}
+ENTER_PARALLEL = {"workflows/train.py", "workflows/plan.py", "workflows/calibrate.py"}
+ENTER_PARALLEL.add("workflows/batch.py")
+
+# library -> the files that are its door
+DOORS: dict[str, set[str]] = {
+    "openslide": {"slides/openslide_reader.py"},
+    "zarr": {"tiles/cache.py"},
+    "tifffile": {"slides/tiff_reader.py", "outputs/mask_tiff.py"},
+    "mpi4py": {"parallel/runtime/mpi.py"},
+    "torch.distributed": {"parallel/runtime/torch_dist.py"},
+    "torch.fx": {"parallel/graph/trace.py"},
+    "sklearn": {"parallel/planning/cost.py", "models/metrics.py"},
+    "scipy.optimize": {"parallel/planning/memory.py"},
+    "typer": {"cli.py", "__main__.py"},
+    "rich": {"cli.py", "workflows/progress.py"},
+}
+
+
+def _files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """Every module that a file imports, `from a import b` as both `a` and `a.b`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _module(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def _part(module: str) -> str:
+    """The room that a module (without the leading `pathoseg.`) belongs to."""
+    pieces = module.split(".")
+    if pieces[0] == "parallel" and len(pieces) > 1:
+        return ".".join(pieces[:2])
+    return pieces[0] or "."
+
+
+def _our_imports(path: Path) -> set[str]:
+    """Modules of ours that a file imports, without the leading `pathoseg.`, '' for the package."""
+    modules = {_module(file) for file in _files()}
+    found = set()
+    for name in _imports(path):
+        if name == "pathoseg":
+            continue
+        if name.startswith("pathoseg."):
+            inner = name.removeprefix("pathoseg.")
+            if inner in modules:
+                found.add(inner)
+            elif inner == "__version__":
+                found.add("")
+    return found
+
+
+@pytest.mark.parametrize("path", _files(), ids=_module)
+def test_imports_stay_within_the_walls(path: Path) -> None:
+    me = _module(path)
+    part = _part(me)
+    assert part in WALLS, f"{me} belongs to no room of the design"
+    for module in _our_imports(path):
+        other = _part(module)
+        if other == part or module in WALLS[part] or other in WALLS[part]:
+            continue
+        relative = path.relative_to(PACKAGE).as_posix()
+        if other.startswith("parallel") and relative in ENTER_PARALLEL:
+            continue
+        pytest.fail(f"{me} may not import {module}")
+
+
+@pytest.mark.parametrize("path", _files(), ids=_module)
+def test_libraries_enter_by_their_door(path: Path) -> None:
+    relative = path.relative_to(PACKAGE).as_posix()
+    for name in _imports(path):
+        for library, doors in DOORS.items():
+            if name == library or name.startswith(f"{library}."):
+                assert relative in doors, f"{relative} imports {name}"
+        if relative.startswith(("parallel/schedule/", "parallel/graph/")):
+            allowed = relative == "parallel/graph/trace.py"
+            assert allowed or name.split(".")[0] != "torch", f"{relative} imports torch"
+
+
+def test_no_circles() -> None:
+    graph = {_module(path): _our_imports(path) - {""} for path in _files()}
+    for module, found in graph.items():
+        found.discard(module)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as circle:
+        pytest.fail(f"imports in a circle: {circle.args[1]}")
+
+
+def _python_files() -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return [ROOT / name for name in listed.stdout.split() if (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize("path", _python_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_are_short_and_say_their_job(path: Path) -> None:
+    text = path.read_text()
+    lines = text.splitlines()
+    if path.is_relative_to(PACKAGE):
+        assert len(lines) <= LONGEST_FILE, f"{len(lines)} lines: one noun, one file"
+    first = lines[0]
+    assert first.startswith('"""'), "the first line says the file's job"
+    assert first.rstrip('"').endswith("."), "the first line is one whole clause"
+    assert path.stem not in {"utils", "util", "misc", "helpers", "helper", "common"}
+
+
+def test_nothing_large_is_tracked() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    files = [ROOT / name for name in listed.stdout.split("\0") if name]
+    large = [str(file) for file in files if file.exists() and file.stat().st_size > 2_000_000]
+    assert not large
