@@ -1,0 +1,47 @@
+"""Replaces a file whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Lends a new path beside `path`; what is written there takes its place when the block ends.
+
+    The file is on disk (fsync) before it is renamed. An error in the block leaves `path` as it
+    was and no other file behind. The lent name ends as `path` does, so a suffix keeps its meaning.
+
+    Raises:
+        OSError: The folder cannot be written, or the disk is full.
+    """
+    draft = path.with_name(f".{uuid4().hex[:8]}-{path.name}")
+    try:
+        yield draft
+        _sync(draft, os.O_RDWR)
+        draft.replace(path)
+        _sync(path.parent, os.O_RDONLY)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces `path` with `text` in UTF-8.
+
+    Raises:
+        OSError: The folder cannot be written, or the disk is full.
+    """
+    with replaced(path) as draft:
+        draft.write_text(text, encoding="utf-8", newline="")
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,60 @@
+"""A file is replaced whole or stays as it was, and no draft is left behind."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pathoseg.outputs.atomic import replaced, write_text
+
+
+def test_the_new_text_takes_the_place_of_the_old(tmp_path: Path) -> None:
+    path = tmp_path / "summary.csv"
+    write_text(path, "old\n")
+    write_text(path, "µ\n")
+    assert path.read_bytes() == "µ\n".encode()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_until_the_block_ends_readers_see_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "regions.geojson.gz"
+    path.write_text("old")
+    with replaced(path) as draft:
+        draft.write_text("new")
+        assert path.read_text() == "old"
+        assert draft.suffixes == path.suffixes
+    assert path.read_text() == "new"
+
+
+def test_an_error_leaves_the_old_file_and_no_draft(tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    path.write_text("old")
+    with pytest.raises(OSError, match="full"), replaced(path) as draft:  # noqa: PT012 the block is what fails
+        draft.write_text("half")
+        raise OSError("full")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_data_is_on_disk_before_the_name_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "last.pt"
+    seen = []
+
+    def fsync(descriptor: int) -> None:
+        seen.append((str(Path(f"/proc/self/fd/{descriptor}").readlink()), path.exists()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with replaced(path) as draft:
+        draft.write_text("new")
+    assert seen == [(str(draft), False), (str(tmp_path), True)]
+
+
+def test_permissions_are_those_of_any_new_file(tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.write_text("")
+    write_text(tmp_path / "replaced", "")
+    assert (tmp_path / "replaced").stat().st_mode == plain.stat().st_mode
