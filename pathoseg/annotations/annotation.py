@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from shapely import MultiPolygon, Polygon
 
+from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame
 
 BACKGROUND = 0
@@ -35,6 +36,24 @@ class Annotation:
 
 
 @dataclass(frozen=True, slots=True)
+class AnnotationOptions:
+    """How annotation files are understood.
+
+    Attributes:
+        frame: What (0, 0) is in files of outlines: the corner of the slide's "bounds", as QuPath
+            counts, or of the "full" scan, as ASAP and ImageScope count. "auto" takes the habit of
+            the program that wrote the file. Only slides with bounds (MRXS) tell them apart.
+        exclude: ASAP groups, in any case, that are cut out of all other regions.
+        mask: What the values of a mask image are: "indices" of classes (255 is ignored), or
+            "binary", where whatever is above 0 is class 1 (a map of instances counts as such).
+    """
+
+    frame: Literal["auto", "bounds", "full"] = "auto"
+    exclude: tuple[str, ...] = ("exclusion", "_2")
+    mask: Literal["indices", "binary"] = "indices"
+
+
+@dataclass(frozen=True, slots=True)
 class ClassTable:
     """The classes of a model: index 0 is background, `names[i]` has index i + 1."""
 
@@ -43,6 +62,22 @@ class ClassTable:
 
     def index(self, name: str) -> int:
         return self.names.index(name) + 1
+
+    def indices(self, names: Iterable[str], path: Path) -> dict[str, int]:
+        """The index of each of the classes that `path` uses.
+
+        Raises:
+            PathosegError: The table lacks one of them.
+        """
+        names = set(names)
+        if unknown := sorted(names.difference(self.names)):
+            raise PathosegError(
+                f"{path} has regions of class {_quoted(unknown)}, which is not among the classes "
+                f"of this run: {_quoted(self.names)}.",
+                "Add it to the config's `classes`, or rename it in the annotation program: a name "
+                "that ends in * is ignored.",
+            )
+        return {name: self.index(name) for name in names}
 
     def __len__(self) -> int:
         """Number of classes with background."""
@@ -69,3 +104,7 @@ class Labels(Protocol):
             PathosegError: A class is not in `classes`.
         """
         ...
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)

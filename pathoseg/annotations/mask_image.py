@@ -1,0 +1,198 @@
+"""Labels from a mask image, whose pixels are class indices."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL.ImageFile import ImageFile
+from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import TiffImageFile
+
+from pathoseg.annotations.annotation import BACKGROUND, IGNORE, ClassTable, Colour
+from pathoseg.annotations.centres import ignore_outside, pixel_centres
+from pathoseg.errors import PathosegError
+from pathoseg.geometry import Box, Frame, Size
+
+_LARGEST = 400_000_000
+_INDEX_MODES = {"1", "L", "P", "I", "I;16", "I;16B", "I;16L", "I;16N"}
+_NUMBERED = re.compile(r"class \d+")
+_BAND = 256
+
+
+class MaskLabels:
+    """A PNG or TIFF of class indices, of any size with the slide's aspect.
+
+    The header is checked at once; the pixels are decoded when they are first asked for and then
+    kept compressed. Value k is the class named "class k" if the run's classes are named like
+    that, and the k-th class otherwise.
+
+    Args:
+        path: The file.
+        slide_size: Level-0 pixels of the slide, all of which the mask covers.
+        values: "indices": 0 background, 1..254 classes, 255 ignored. "binary": class 1 where
+            a value is above 0.
+
+    Raises:
+        PathosegError: The file is no PNG or TIFF of one channel of whole numbers, is above 400
+            megapixels, or has another aspect than the slide.
+    """
+
+    def __init__(
+        self, path: Path, slide_size: Size, values: Literal["indices", "binary"] = "indices"
+    ) -> None:
+        self._path = path
+        self._slide_size = slide_size
+        self._values = values
+        with self._open() as image:
+            size, mode = Size(*image.size), image.mode
+        if size.pixels > _LARGEST:
+            raise PathosegError(
+                f"{path} has {size.width} × {size.height} px; a mask may have {_LARGEST:,} pixels.",
+                "Save it smaller: any size with the slide's aspect will do.",
+            )
+        if mode not in _INDEX_MODES:
+            raise PathosegError(
+                f"{path} holds {mode} pixels, not one class index per pixel.",
+                "Save it as an 8- or 16-bit greyscale or palette image.",
+            )
+        if not _same_aspect(size, slide_size):
+            raise PathosegError(
+                f"{path} has {size.width} × {size.height} px, another shape than its slide "
+                f"({slide_size.width} × {slide_size.height} px).",
+                "Use the mask of this slide, covering all of it.",
+            )
+
+    @property
+    def path(self) -> Path:
+        return self._path
+
+    def classes(self) -> Mapping[str, Colour | None]:
+        """Names ("class 1"…) in use, with the colours of a palette."""
+        return {f"class {index}": colour for index, colour in self._pixels.colours.items()}
+
+    def rasterise(self, box: Box, frame: Frame, classes: ClassTable) -> NDArray[np.uint8]:
+        """Class indices of `box` (pixels of `frame`): of the mask's pixel under each centre.
+
+        Returns:
+            Array of shape (height, width): 0 background, 255 ignored or outside the slide.
+
+        Raises:
+            PathosegError: A class is not in `classes`, or the mask cannot be decoded.
+        """
+        pixels = self._pixels
+        x, y = pixel_centres(box, frame)
+        columns = np.floor(x * (pixels.size.width / self._slide_size.width)).astype(np.int64)
+        rows = np.floor(y * (pixels.size.height / self._slide_size.height)).astype(np.int64)
+        columns = columns.clip(0, pixels.size.width - 1)
+        rows = rows.clip(0, pixels.size.height - 1)
+        mask = self._table(classes)[pixels.read(rows)[:, columns]]
+        ignore_outside(mask, box, frame, self._slide_size)
+        return mask
+
+    def _table(self, classes: ClassTable) -> NDArray[np.uint8]:
+        """The class index of each value, shape (256,)."""
+        table = np.full(256, IGNORE, dtype=np.uint8)
+        table[0] = BACKGROUND
+        if any(_NUMBERED.fullmatch(name) for name in classes.names):
+            found = classes.indices(self.classes(), self._path)
+            for value in self._pixels.colours:
+                table[value] = found[f"class {value}"]
+            return table
+        if self._pixels.colours and max(self._pixels.colours) >= len(classes):
+            raise PathosegError(
+                f"{self._path} holds the value {max(self._pixels.colours)}, but the run has "
+                f"{len(classes) - 1} classes.",
+                "Name as many `classes` in the config as the mask has; 255 means ignored.",
+            )
+        table[1 : len(classes)] = np.arange(1, len(classes))
+        return table
+
+    @cached_property
+    def _pixels(self) -> _Pixels:
+        with self._open() as image:
+            palette = image.getpalette() or []
+            try:
+                values = np.asarray(image)
+            except Exception as error:  # Pillow's decoders raise nearly everything
+                raise _unreadable(self._path, error) from error
+        return _Pixels.of(self._indices(values), palette)
+
+    def _indices(self, values: NDArray[np.integer[Any]]) -> NDArray[np.uint8]:
+        if self._values == "binary":
+            return np.where(np.greater(values, 0), np.uint8(1), np.uint8(BACKGROUND))
+        low, high = int(values.min()), int(values.max())
+        if low < 0 or high > IGNORE:
+            raise PathosegError(
+                f"{self._path} holds the values {low} to {high}; class indices end at 254.",
+                'If it numbers instances, set `[annotations] mask = "binary"`.',
+            )
+        indices = values.astype(np.uint8)
+        if high == IGNORE and not ((indices > 0) & (indices < IGNORE)).any():
+            raise PathosegError(
+                f"{self._path} holds no class: all of it is 0 or 255, and 255 means ignored.",
+                'If 255 is the foreground, set `[annotations] mask = "binary"`.',
+            )
+        return indices
+
+    def _open(self) -> ImageFile:
+        # Not Image.open: its bound is a global, below ours, and it would try 40 other formats.
+        kind = PngImageFile if self._path.suffix.lower() == ".png" else TiffImageFile
+        try:
+            return kind(self._path)
+        except Exception as error:  # Pillow's parsers raise nearly everything
+            raise _unreadable(self._path, error) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Pixels:
+    """Rows of indices in compressed bands, for many slides' masks are held at a time."""
+
+    size: Size
+    colours: Mapping[int, Colour | None]
+    bands: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, indices: NDArray[np.uint8], palette: list[int]) -> _Pixels:
+        height, width = indices.shape
+        bands = [indices[top : top + _BAND] for top in range(0, height, _BAND)]
+        present = set().union(*(np.unique(band).tolist() for band in bands))
+        colours = {
+            value: _palette_colour(palette, value)
+            for value in sorted(present - {BACKGROUND, IGNORE})
+        }
+        packed = tuple(zlib.compress(band.tobytes(), 1) for band in bands)
+        return cls(Size(width, height), colours, packed)
+
+    def read(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """The rows (ascending, inside the mask), shape (len(rows), width)."""
+        first, last = int(rows[0]) // _BAND, int(rows[-1]) // _BAND
+        text = b"".join(map(zlib.decompress, self.bands[first : last + 1]))
+        pixels = np.frombuffer(text, dtype=np.uint8).reshape(-1, self.size.width)
+        return pixels[rows - first * _BAND]
+
+
+def _palette_colour(palette: list[int], value: int) -> Colour | None:
+    match palette[3 * value : 3 * value + 3]:
+        case [red, green, blue]:
+            return red, green, blue
+    return None
+
+
+def _same_aspect(mask: Size, slide: Size) -> bool:
+    """Whether one scale, with sides rounded up or down, takes the slide to the mask."""
+    return abs(mask.width * slide.height - mask.height * slide.width) <= slide.width + slide.height
+
+
+def _unreadable(path: Path, error: Exception) -> PathosegError:
+    return PathosegError(
+        f"{path} cannot be read as a mask: {type(error).__name__}: {error}.",
+        "Save it again as PNG or TIFF; values must be kept, so not as JPEG.",
+    )

@@ -1,0 +1,109 @@
+"""Outlines as people draw them, made into valid regions with an area."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import shapely
+from numpy.typing import ArrayLike, NDArray
+from shapely import MultiPolygon, Polygon
+
+from pathoseg.annotations.annotation import Annotation
+from pathoseg.errors import PathosegError
+
+# Level-0 pixels: well beyond any slide, and small enough that areas and products stay exact.
+_FARTHEST = 1e8
+
+
+def ring(points: ArrayLike) -> NDArray[np.float64] | None:
+    """The corners of a closed line.
+
+    Args:
+        points: (x, y), or more numbers, per corner; the first may be repeated at the end.
+
+    Returns:
+        Array of shape (n, 2), the first corner not repeated; None below three corners.
+
+    Raises:
+        ValueError: These are not pairs of finite numbers within reach of a slide.
+    """
+    try:
+        corners = np.asarray(points, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError("a ring is not a list of [x, y] pairs") from error
+    if corners.size == 0:
+        return None
+    if corners.ndim != 2 or corners.shape[1] < 2:
+        raise ValueError("a ring is not a list of [x, y] pairs")
+    corners = corners[:, :2]
+    if not (np.abs(corners) <= _FARTHEST).all():  # false for NaN
+        raise ValueError("a coordinate is not a pixel of any slide")
+    if (corners[0] == corners[-1]).all():
+        corners = corners[:-1]
+    return corners if len(corners) >= 3 else None
+
+
+def region(rings: Sequence[ArrayLike]) -> Polygon | MultiPolygon | None:
+    """The area inside the first ring and outside the others, or None where there is none.
+
+    Raises:
+        ValueError: A ring is not a list of corners.
+    """
+    corners = [ring(points) for points in rings]
+    if not corners or corners[0] is None:
+        return None
+    return mended(Polygon(corners[0], [hole for hole in corners[1:] if hole is not None]))
+
+
+def mended(geometry: Polygon | MultiPolygon) -> Polygon | MultiPolygon | None:
+    """A valid geometry that covers all that any of the outline's loops encloses.
+
+    A hand that crosses its own line has not drawn a hole there, so loops are united
+    ("structure"), and never taken by the even-odd rule.
+    """
+    if geometry.is_valid:
+        return areal(geometry)
+    return areal(shapely.make_valid(geometry, method="structure", keep_collapsed=False))
+
+
+def areal(geometry: shapely.Geometry) -> Polygon | MultiPolygon | None:
+    """What of a geometry has an area, or None."""
+    parts = [
+        part for part in shapely.get_parts(geometry) if isinstance(part, Polygon) and part.area > 0
+    ]
+    if not parts:
+        return None
+    return parts[0] if len(parts) == 1 else MultiPolygon(parts)
+
+
+def cut_out(
+    annotations: Sequence[Annotation], holes: Sequence[Polygon | MultiPolygon]
+) -> list[Annotation]:
+    """The annotations without what any of `holes` covers; the wholly covered are left out."""
+    tree = shapely.STRtree(holes)
+    remaining = []
+    for annotation in annotations:
+        touching = tree.query(annotation.geometry, predicate="intersects")
+        if not len(touching):
+            remaining.append(annotation)
+            continue
+        hole = shapely.union_all(tree.geometries[touching])
+        if rest := areal(annotation.geometry.difference(hole)):
+            remaining.append(replace(annotation, geometry=rest))
+    return remaining
+
+
+def refuse_without_area(path: Path, outlines: int, areas: int) -> None:
+    """Refuses a file of points and lines alone; an empty file is a slide without a finding.
+
+    Raises:
+        PathosegError: There are outlines, but none has an area.
+    """
+    if outlines and not areas:
+        raise PathosegError(
+            f"None of the {outlines} annotations in {path} encloses an area.",
+            "Draw regions; points, lines, rulers and TMA cores are not segmented.",
+        )

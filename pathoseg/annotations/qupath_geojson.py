@@ -1,0 +1,239 @@
+"""Reads and writes the GeoJSON of QuPath."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import math
+import uuid
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+import shapely
+from shapely import MultiPolygon, Polygon
+from shapely.errors import ShapelyError
+
+from pathoseg.annotations.annotation import Annotation, ClassTable, Colour
+from pathoseg.annotations.feature_stream import features
+from pathoseg.annotations.outline import mended, refuse_without_area, region
+from pathoseg.errors import PathosegError
+
+# QuPath's names of object types, those of versions before 0.3 (in `id`) last.
+_CONTAINERS = {"root", "tma_core", "PathRootObject", "TMACoreObject"}
+_TILES = {"tile", "PathTileObject"}
+
+_WITHOUT_AREA = {"Point", "MultiPoint", "LineString", "MultiLineString"}
+
+
+def read_geojson(path: Path) -> list[Annotation]:
+    """The regions of a GeoJSON file, gzipped or not, in pixels of the slide's bounds frame.
+
+    A region's class is its classification, None where it has none. In a file that classifies
+    nothing but names every region, the names are the classes. Points and lines have no area and
+    are passed over; so are TMA cores and unclassified tiles, which say where to look, not what is
+    there. An ellipse is the polygon that QuPath wrote for it.
+
+    Raises:
+        PathosegError: The file is no GeoJSON, malformed, a bomb, or holds objects but no region.
+    """
+    count = 0
+    objects: list[_Object] = []
+    try:
+        for feature in features(path):
+            count += 1
+            if found := _read_object(feature):
+                objects.append(found)
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError, ShapelyError) as error:
+        problem = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise PathosegError(
+            f"{path} cannot be read as GeoJSON: {problem} (object {count}).",
+            "Export it again from QuPath as GeoJSON; other programs' JSON is not understood.",
+        ) from error
+    refuse_without_area(path, count, len(objects))
+    if all(item.class_name is None and item.name for item in objects):
+        return [Annotation(item.region, item.name, item.colour) for item in objects]
+    return [Annotation(item.region, item.class_name, item.class_colour) for item in objects]
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    region: Polygon | MultiPolygon
+    class_name: str | None
+    class_colour: Colour | None
+    name: str | None
+    colour: Colour | None
+
+
+def _read_object(feature: Any) -> _Object | None:
+    feature = _mapping(feature, "a feature")
+    if feature.get("type") == "Feature":
+        geometry = feature.get("geometry")
+        properties = _mapping(feature.get("properties") or {}, "a feature's properties")
+    else:
+        geometry, properties = feature, {}
+    kind = str(properties.get("objectType", properties.get("object_type", feature.get("id"))))
+    class_name, class_colour = _classification(properties.get("classification"))
+    if kind in _CONTAINERS or (kind in _TILES and class_name is None) or geometry is None:
+        return None
+    parts = list(_polygons(geometry))
+    area = mended(MultiPolygon(parts)) if len(parts) > 1 else next(iter(parts), None)
+    if not area:
+        return None
+    return _Object(
+        area, class_name, class_colour, _text(properties.get("name")), _colour(properties)
+    )
+
+
+def _polygons(geometry: Any) -> Iterator[Polygon]:
+    geometry = _mapping(geometry, "a geometry")
+    kind = str(geometry.get("type"))
+    if kind == "GeometryCollection":
+        for part in _list(geometry.get("geometries"), "a GeometryCollection's geometries"):
+            yield from _polygons(part)
+    elif kind in ("Polygon", "MultiPolygon"):
+        coordinates = _list(geometry.get("coordinates"), f"a {kind}'s coordinates")
+        for rings in [coordinates] if kind == "Polygon" else coordinates:
+            if area := region(_list(rings, "a polygon")):
+                yield from shapely.get_parts(area)
+    elif kind not in _WITHOUT_AREA:
+        raise ValueError(f"it is neither feature nor geometry (its type: {kind[:40]})")
+
+
+def _classification(value: Any) -> tuple[str | None, Colour | None]:
+    """Name and colour; derived classes ("Tumor: Positive") may come as a list of `names`."""
+    if value is None or isinstance(value, str):
+        return _text(value), None
+    value = _mapping(value, "a classification")
+    names = value.get("names")
+    derived = ": ".join(map(str, names)) if isinstance(names, list) else None
+    return _text(value.get("name")) or _text(derived), _colour(value)
+
+
+def _colour(value: Mapping[str, Any]) -> Colour | None:
+    """The colour [r, g, b], or the older colorRGB, a signed integer of alpha, r, g, b."""
+    packed = value.get("colorRGB")
+    if isinstance(packed, int):
+        return packed >> 16 & 255, packed >> 8 & 255, packed & 255
+    match value.get("color"):
+        case [int(red), int(green), int(blue), *_] if all(
+            0 <= channel <= 255 for channel in (red, green, blue)
+        ):
+            return red, green, blue
+    return None
+
+
+def _text(value: Any) -> str | None:
+    return (value.strip() or None) if isinstance(value, str) else None
+
+
+def _mapping(value: Any, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is no JSON object")
+    return value
+
+
+def _list(value: Any, what: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{what} is no list")
+    return value
+
+
+class GeoJsonWriter:
+    """Writes regions one by one as QuPath's FeatureCollection, in constant memory.
+
+    Coordinates are level-0 pixels of the slide's bounds frame, which the file records as
+    `"frame": "bounds"`, with at most two decimals. Ids follow from content and order, so that the
+    same regions give the same file. A file that is left by an exception is not completed.
+
+    Args:
+        path: Where to write; gzipped where its name ends in .gz.
+        classes: Names and colours.
+        object_type: "annotation", or "detection", which QuPath draws faster in large numbers.
+
+    Raises:
+        OSError: The file cannot be written; any method may raise it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        classes: ClassTable,
+        object_type: Literal["annotation", "detection"] = "annotation",
+    ) -> None:
+        self._properties = {
+            # QuPath fails on a class with a name and no colour.
+            classes.index(name): f'"objectType":"{object_type}","classification":'
+            + _dump({"name": name, "color": colour})
+            for name, colour in zip(classes.names, classes.colours, strict=True)
+        }
+        self._count = 0
+        self._stack = ExitStack()
+        with self._stack:
+            file = self._stack.enter_context(path.open("wb"))
+            binary: Any = file
+            if path.suffix == ".gz":
+                # no name and no time in the header: the same regions give the same bytes
+                binary = gzip.GzipFile("", "wb", 6, file, mtime=0)
+                self._stack.enter_context(binary)
+            self._text = self._stack.enter_context(io.TextIOWrapper(binary, encoding="ascii"))
+            self._text.write('{"type":"FeatureCollection","frame":"bounds","features":[')
+            self._stack = self._stack.pop_all()
+
+    def add(
+        self,
+        geometry: Polygon | MultiPolygon,
+        class_index: int,
+        measurements: Mapping[str, float] | None = None,
+    ) -> None:
+        """Writes one region.
+
+        Args:
+            geometry: In level-0 pixels.
+            class_index: 1 to the number of classes.
+            measurements: Name to value, shown by QuPath; what is not finite is left out.
+        """
+        shape = _geometry_json(geometry)
+        identity = uuid.uuid5(uuid.NAMESPACE_OID, f"{self._count} {class_index} {shape}")
+        finite = {name: x for name, x in (measurements or {}).items() if math.isfinite(x)}
+        measured = f',"measurements":{_dump(finite)}' if finite else ""
+        self._text.write(
+            f'{"," if self._count else ""}\n{{"type":"Feature","id":"{identity}",'
+            f'"geometry":{shape},"properties":{{{self._properties[class_index]}{measured}}}}}'
+        )
+        self._count += 1
+
+    def close(self) -> None:
+        """Completes the file."""
+        with self._stack:
+            self._text.write("\n]}\n")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._stack.close()
+
+
+def _geometry_json(geometry: Polygon | MultiPolygon) -> str:
+    rounded = shapely.transform(geometry, lambda corners: np.round(corners, 2))
+    # whole numbers come as 12.0; without the .0 a file of pixel edges is a third smaller
+    return shapely.to_geojson(rounded).replace(".0,", ",").replace(".0]", "]")
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
