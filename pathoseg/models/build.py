@@ -1,0 +1,220 @@
+"""From a model's name and sizes to the network, and what a network asks of its tiles."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from pathoseg.errors import PathosegError
+from pathoseg.models.layers import Norm, Task
+from pathoseg.models.resnet_v2 import ResNetV2
+from pathoseg.models.unet import UNet
+
+Scalar = bool | int | float | str
+
+_UNET_WIDTHS = {"unet": 32, "unet64": 64}
+_RESNET_DEPTHS = range(11, 1002, 9)
+_KNOWN = "unet, unet64, resnet110_v2, resnet1001_v2 (any depth 9n + 2 up to 1001), module:factory"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What a network is, in plain values: enough to build it again without its weights.
+
+    Attributes:
+        name: `unet`, `unet64`, `resnet<9n+2>_v2`, or `module:factory` for the user's own code.
+        task: "segment" answers every pixel, "classify" every tile (ResNets and factories).
+        classes: Number of classes, background included; 255 means ignored, so at most 255.
+        width: Channels of the first block; None means what the name implies (ResNets: 16).
+        depth: Poolings of a U-Net; None means 4.
+        norm: Normalisation layer.
+        options: Keyword arguments of a factory.
+
+    Raises:
+        PathosegError: The name is unknown, a size is out of range, or a value has no meaning for
+            this model.
+    """
+
+    name: str
+    task: Task
+    classes: int
+    width: int | None = None
+    depth: int | None = None
+    norm: Norm = "batch"
+    options: Mapping[str, Scalar] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not (self.is_factory or self.name in _UNET_WIDTHS or _resnet_depth(self.name)):
+            raise PathosegError(f"There is no model {self.name!r}.", _nearest(self.name))
+        self._check_size("classes", self.classes, 255, smallest=2)
+        self._check_size("width", self.width, 1024)
+        self._check_size("depth", self.depth, 8)
+        if self.name in _UNET_WIDTHS and self.task == "classify":
+            self._refuse("cannot classify tiles", "Choose resnet110_v2, or task `segment`.")
+        if self.name not in _UNET_WIDTHS and self.depth is not None:
+            self._refuse("takes no depth", "Leave it out: a ResNet's depth stands in its name.")
+        if self.is_factory and (self.width is not None or self.norm != "batch"):
+            self._refuse("takes no width or norm", "Give them among its options.")
+        if not self.is_factory and self.options:
+            self._refuse("takes no options", "Leave them out; they are for module:factory.")
+
+    @property
+    def is_factory(self) -> bool:
+        """Whether the network comes from code that is not ours."""
+        return ":" in self.name
+
+    def _check_size(self, key: str, value: int | None, largest: int, smallest: int = 1) -> None:
+        if value is not None and not smallest <= value <= largest:
+            self._refuse(
+                f"cannot have {key} {value}", f"Choose a number from {smallest} to {largest}."
+            )
+
+    def _refuse(self, what: str, mend: str) -> None:
+        raise PathosegError(f"The model {self.name} {what}.", mend)
+
+
+def build_model(config: ModelConfig, factory: str | None = None) -> nn.Module:
+    """The network with fresh weights, drawn after the caller's `torch.manual_seed`.
+
+    Args:
+        config: What to build.
+        factory: The `module:factory` that the user named. Code of that name is imported only when
+            it equals `config.name`: a bundle alone makes nothing run. It is called as
+            `factory(in_channels=3, classes=n, **options)`.
+
+    Returns:
+        A module whose forward takes images (n, 3, h, w) to logits (n, classes, h, w), or to
+        (n, classes) where the task is "classify".
+
+    Raises:
+        PathosegError: The factory was not named by the user, fails, or gives another shape.
+    """
+    if factory is not None and factory != config.name:
+        raise PathosegError(
+            f"The model is {config.name}, not {factory}.", f"Name {config.name} instead."
+        )
+    if config.is_factory:
+        return _call_factory(config, factory)
+    if config.name in _UNET_WIDTHS:
+        width = config.width or _UNET_WIDTHS[config.name]
+        return UNet(config.classes, width, config.depth or 4, config.norm)
+    depth = _resnet_depth(config.name)
+    return ResNetV2(config.classes, config.task, depth, config.width or 16, config.norm)
+
+
+def tile_multiple(model: nn.Module) -> int:
+    """What the sides of a tile must be divisible by: the model's `multiple`, 1 where it has none.
+
+    Raises:
+        PathosegError: `multiple` is no positive whole number.
+    """
+    multiple: Any = getattr(model, "multiple", 1)
+    if not isinstance(multiple, int) or multiple < 1:
+        raise PathosegError(
+            f"{type(model).__name__}.multiple is {multiple!r}.",
+            "Set it to the whole number that tile sides must be divisible by.",
+        )
+    return multiple
+
+
+def edge_reach(model: nn.Module) -> int | None:
+    """Pixels from a tile's edge beyond which a larger tile would give the same logits.
+
+    None where there is no such distance (group or instance norm) or the model does not say
+    (attribute `reach`).
+    """
+    reach: Any = getattr(model, "reach", None)
+    return reach if isinstance(reach, int) else None
+
+
+def check_tile(model: nn.Module, tile: int) -> None:
+    """Refuses a tile side that the model cannot train on.
+
+    Raises:
+        PathosegError: It is not divisible by the model's multiple, or the deepest features would
+            be a single pixel, of which no norm can take statistics.
+    """
+    multiple = tile_multiple(model)
+    if tile % multiple or tile < 2 * multiple:
+        below = max(2, tile // multiple) * multiple
+        raise PathosegError(
+            f"Tiles of {tile} px do not fit this model, which needs multiples of {multiple} px, "
+            f"{2 * multiple} at least.",
+            f"Choose {below} or {below + multiple} px.",
+        )
+
+
+def _resnet_depth(name: str) -> int:
+    """The depth that a ResNet's name states, 0 where the name is none."""
+    match = re.fullmatch(r"resnet(\d{2,4})_v2", name)
+    depth = int(match[1]) if match else 0
+    return depth if depth in _RESNET_DEPTHS else 0
+
+
+def _nearest(name: str) -> str:
+    match = re.fullmatch(r"resnet(\d{1,4})_v2", name)
+    names = [*_UNET_WIDTHS, *(f"resnet{depth}_v2" for depth in _RESNET_DEPTHS)]
+    near = difflib.get_close_matches(name, names, n=1)
+    if match:
+        depth = min(_RESNET_DEPTHS, key=lambda depth: abs(depth - int(match[1])))
+        near = [f"resnet{depth}_v2"]
+    return (f"Did you mean {near[0]}? " if near else "") + f"Known are: {_KNOWN}."
+
+
+def _call_factory(config: ModelConfig, factory: str | None) -> nn.Module:
+    if factory is None:
+        raise PathosegError(
+            f"The model is made by the code {config.name}, which runs only if you ask for it.",
+            f"If you trust that code, name {config.name} on the command line.",
+        )
+    module, _, attribute = config.name.partition(":")
+    try:
+        make = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # whatever the user's code raises while it is imported
+        raise PathosegError(
+            f"{config.name} cannot be imported ({type(error).__name__}: {error}).",
+            "Check the name, and that its folder is installed or on PYTHONPATH.",
+        ) from error
+    try:
+        model = make(in_channels=3, classes=config.classes, **config.options)
+    except Exception as error:  # as above
+        raise PathosegError(
+            f"{config.name} failed ({type(error).__name__}: {error}).",
+            "It is called as factory(in_channels=3, classes=…, **options).",
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise PathosegError(
+            f"{config.name} returned {type(model).__name__}.", "Return a torch.nn.Module."
+        )
+    _check_logits(model, config)
+    return model
+
+
+def _check_logits(model: nn.Module, config: ModelConfig) -> None:
+    """Runs one small black tile through a model that is not ours and looks at the shape."""
+    multiple = tile_multiple(model)
+    side = multiple * max(2, -(-64 // multiple))
+    wanted = (1, config.classes, side, side) if config.task == "segment" else (1, config.classes)
+    was_training = model.training
+    try:
+        with torch.no_grad():
+            logits = model.eval()(torch.zeros(1, 3, side, side))
+    except Exception as error:  # as above
+        raise PathosegError(
+            f"{config.name} fails on a tile of {side} px ({type(error).__name__}: {error}).",
+            "Mend it, or set the model's attribute `multiple` to what tile sides must divide by.",
+        ) from error
+    model.train(was_training)
+    if not isinstance(logits, torch.Tensor) or logits.shape != wanted:
+        shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+        raise PathosegError(
+            f"{config.name} gives {shape} for one tile of {side} px, not {wanted}.",
+            f"To {config.task}, return logits of that shape.",
+        )
