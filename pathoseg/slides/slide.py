@@ -9,7 +9,11 @@ from typing import Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from pathoseg.errors import PathosegError, UnreadableError
 from pathoseg.geometry import Box, Level, Mpp, Size
+from pathoseg.slides.image_reader import ImageSlide, is_image
+from pathoseg.slides.openslide_reader import OpenSlideSlide, scanner_format
+from pathoseg.slides.tiff_reader import TiffSlide, is_tiff
 
 
 class Slide(Protocol):
@@ -61,3 +65,69 @@ class Slide(Protocol):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None: ...
+
+
+def open_slide(path: Path, assume_mpp: float | None = None) -> Slide:
+    """Opens a slide with the reader that its content asks for, whatever its name.
+
+    Args:
+        path: The file.
+        assume_mpp: Microns per level-0 pixel where the file states none; never overrules it.
+
+    Raises:
+        PathosegError: There is no such file, no reader fits, the file is damaged beyond reading
+            anything, or its resolution is unknown.
+    """
+    head = _head(path)
+    slide: Slide
+    if scanner_format(path) is not None:
+        slide = OpenSlideSlide(path, assume_mpp)
+    elif is_tiff(head):
+        slide = TiffSlide(path, assume_mpp)
+    elif is_image(head):
+        slide = ImageSlide(path, assume_mpp)
+    else:
+        raise PathosegError(
+            f"{path} is in no format that pathoseg reads.",
+            "Give a scanner's file (svs, ndpi, mrxs, scn, bif, DICOM…), a TIFF, PNG, JPEG or BMP.",
+        )
+    try:
+        _read_somewhere(slide)
+    except UnreadableError:
+        slide.close()
+        raise
+    return slide
+
+
+def _head(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            head = file.read(16)
+    except FileNotFoundError as error:
+        raise PathosegError(f"{path} does not exist.", "Check the path.") from error
+    except IsADirectoryError as error:
+        raise PathosegError(f"{path} is a directory.", "Name a slide in it.") from error
+    except OSError as error:
+        raise PathosegError(
+            f"{path} cannot be read: {error.strerror}.", "Check its permissions and its disk."
+        ) from error
+    if not head:
+        raise PathosegError(f"{path} is empty.", "Copy it again from where it came.")
+    return head
+
+
+def _read_somewhere(slide: Slide) -> None:
+    """Raises UnreadableError unless a pixel of the first, the middle or the last corner reads.
+
+    A file of which nothing decodes is thus refused when opened, not after hours of unread tiles.
+    """
+    width, height = slide.size.width, slide.size.height
+    spots = [(0, 0), (width // 2, height // 2), (width - 1, height - 1)]
+    while True:
+        try:
+            slide.read_level(0, Box(*spots.pop(0), 1, 1))
+        except UnreadableError:
+            if not spots:
+                raise
+        else:
+            return

@@ -1,0 +1,99 @@
+"""Plain PNG, JPEG and BMP images as slides of one level, held in memory whole."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL.BmpImagePlugin import BmpImageFile
+from PIL.Image import Image
+from PIL.ImageFile import ImageFile
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import PngImageFile
+
+from pathoseg.errors import PathosegError, UnreadableError
+from pathoseg.geometry import Box, Level, Size
+from pathoseg.slides.colour import on_white
+from pathoseg.slides.resolution import MICRONS_PER_INCH, slide_mpp, tagged_mpp
+from pathoseg.slides.slide_file import SlideFile
+
+# First bytes -> decoder. Decoders are called directly, not through PIL.Image.open, whose guard
+# against bombs is a global that refuses images well below ours.
+_DECODERS: dict[bytes, type[ImageFile]] = {
+    b"\x89PNG\r\n\x1a\n": PngImageFile,
+    b"\xff\xd8\xff": JpegImageFile,
+    b"BM": BmpImageFile,
+}
+_MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"}
+_MOST_PIXELS = 400_000_000
+_CROP_PIXELS = 64_000_000  # PIL warns of larger crops
+
+
+def is_image(head: bytes) -> bool:
+    """Whether a file that begins so is an image of a kind read here."""
+    return head.startswith(tuple(_DECODERS))
+
+
+class ImageSlide(SlideFile[Image]):
+    """A plain image, decoded when opened; one that cannot be decoded whole is refused.
+
+    Its pixels lie as they are stored. EXIF orientation turns nothing, because masks and outlines
+    are made on the stored pixels.
+    """
+
+    def _open(self) -> Image:
+        image = self._undecoded()
+        size = Size(*image.size)
+        if image.mode not in _MODES:
+            image.close()
+            raise PathosegError(
+                f"{self.path} holds {image.mode} pixels, which are neither 8-bit gray nor colour.",
+                "Export it as 8-bit RGB.",
+            )
+        if not 0 < size.pixels <= _MOST_PIXELS:
+            image.close()
+            raise PathosegError(
+                f"{self.path} claims {size.width} × {size.height} pixels; a plain image may have "
+                f"{_MOST_PIXELS / 1e6:.0f} megapixels.",
+                "Convert it to a tiled pyramid, for example OME-TIFF.",
+            )
+        try:
+            image.load()
+        # PIL's decoders raise whatever a malformed file makes them stumble over.
+        except Exception as error:
+            image.close()
+            raise UnreadableError(
+                f"{self.path} cannot be decoded: {error}.", "Copy it again from where it came."
+            ) from error
+        return image
+
+    def _undecoded(self) -> ImageFile:
+        try:
+            with self.path.open("rb") as file:
+                head = file.read(16)
+            decoder = next(kind for magic, kind in _DECODERS.items() if head.startswith(magic))
+            return decoder(self.path)
+        # As above: SyntaxError, struct.error, ValueError, OSError… for headers.
+        except Exception as error:
+            raise PathosegError(
+                f"{self.path} is no whole PNG, JPEG or BMP image: {error}.",
+                "Copy it again from where it came.",
+            ) from error
+
+    def _read_header(self, assume_mpp: float | None) -> None:
+        image = self._opened()
+        self.vendor = "image"
+        self.levels = (Level(Size(*image.size), 1.0),)
+        across, down = image.info.get("dpi", (None, None))
+        stated = tagged_mpp(across, down, MICRONS_PER_INCH)
+        self.mpp = slide_mpp(self.path, stated, None, assume_mpp)
+
+    def read_level(self, level: int, box: Box) -> NDArray[np.uint8]:
+        """See `Slide.read_level`."""
+        image = self._opened()
+        pixels = np.empty((box.height, box.width, 3), np.uint8)
+        rows = max(1, _CROP_PIXELS // box.width)
+        for top in range(0, box.height, rows):
+            bottom = min(top + rows, box.height)
+            part = image.crop((box.x, box.y + top, box.right, box.y + bottom))
+            pixels[top:bottom] = on_white(part)
+        return pixels

@@ -1,0 +1,273 @@
+"""TIFF of no scanner through tifffile: OME-TIFF, pyramids of tiles, images in strips."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tifffile import (
+    COMPRESSION,
+    PHOTOMETRIC,
+    PLANARCONFIG,
+    RESUNIT,
+    TiffFile,
+    TiffFileError,
+    TiffPage,
+    TiffPageSeries,
+)
+
+from pathoseg.errors import PathosegError, UnreadableError
+from pathoseg.geometry import Box, Mpp, Size
+from pathoseg.slides.codestream import announced_size
+from pathoseg.slides.colour import SampleLayout
+from pathoseg.slides.levels import exact_levels
+from pathoseg.slides.ome_xml import ome_magnification, ome_mpp
+from pathoseg.slides.resolution import (
+    MICRONS_PER_INCH,
+    MICRONS_PER_UNIT,
+    slide_mpp,
+    tagged_mpp,
+)
+from pathoseg.slides.slide_file import SlideFile
+
+_MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+_JPEG: set[int] = {COMPRESSION.OJPEG, COMPRESSION.JPEG, COMPRESSION.ALT_JPEG}
+_COMPRESSIONS: set[int] = {
+    *_JPEG,
+    COMPRESSION.NONE,
+    COMPRESSION.LZW,
+    COMPRESSION.ADOBE_DEFLATE,
+    COMPRESSION.DEFLATE,
+    COMPRESSION.PACKBITS,
+    COMPRESSION.LZMA,
+    COMPRESSION.ZSTD,
+    COMPRESSION.WEBP,
+    COMPRESSION.APERIO_JP2000_YCBC,
+    COMPRESSION.APERIO_JP2000_RGB,
+    COMPRESSION.JPEG_2000_LOSSY,
+    COMPRESSION.JPEG2000,
+}
+_MICRONS_PER_TAG_UNIT: dict[int, float] = {
+    RESUNIT.INCH: MICRONS_PER_INCH,
+    RESUNIT.CENTIMETER: 1e4,
+    RESUNIT.MILLIMETER: 1e3,
+    RESUNIT.MICROMETER: 1.0,
+}
+_MOST_SEGMENT_PIXELS = 400_000_000
+# Decoded tiles and strips kept for the next read. Strips span the image, so that a row of boxes
+# would decode the same ones again for each box.
+_KEPT_TILE_BYTES, _KEPT_STRIP_BYTES = 32 << 20, 256 << 20
+
+
+def is_tiff(head: bytes) -> bool:
+    """Whether a file that begins so is a TIFF."""
+    return head.startswith(_MAGIC)
+
+
+@contextmanager
+def _door(refusal: type[PathosegError], problem: str, mend: str) -> Iterator[None]:
+    """Lets tifffile's failures out as `refusal`, and its log nowhere: it tells them twice."""
+    log, silence = logging.getLogger("tifffile"), lambda record: False
+    log.addFilter(silence)
+    try:
+        yield
+    # tifffile and its codecs raise whatever a malformed file makes them stumble over: TypeError,
+    # IndexError, struct.error, DeflateError, MemoryError…
+    except Exception as error:
+        plain = isinstance(error, (ValueError, TiffFileError))
+        raise refusal(f"{problem}: {error if plain else repr(error)}.", mend) from error
+    finally:
+        log.removeFilter(silence)
+
+
+class _PyramidLevel:
+    """One stored resolution: a page whose tiles or strips decode one by one.
+
+    Raises:
+        ValueError: The page is no RGB image that can be read in such pieces.
+    """
+
+    def __init__(self, level: TiffPageSeries) -> None:
+        page, key = level.pages[0], level.keyframe
+        axes = dict(zip(level.axes, level.shape, strict=True))
+        planes = prod(count for axis, count in axes.items() if axis not in "YXS")
+        if page is None or planes != 1 or key.imagedepth != 1:
+            raise ValueError(f"it is a stack of {planes} planes (axes {level.axes}), not one image")
+        if key.compression not in _COMPRESSIONS:
+            raise ValueError(f"its compression ({key.compression}) is not read here")
+        if key.dtype is None or key.dtype.kind not in "bu":
+            raise ValueError(f"its {key.bitspersample}-bit values ({key.dtype}) are not colours")
+        self.size = Size(key.imagewidth, key.imagelength)
+        self.segment = (
+            Size(key.tilewidth, key.tilelength)
+            if key.is_tiled
+            else Size(key.imagewidth, min(key.rowsperstrip, key.imagelength))
+        )
+        if not (self.size.pixels and 0 < self.segment.pixels <= _MOST_SEGMENT_PIXELS):
+            raise ValueError(
+                f"{_text(self.size)} in pieces of {_text(self.segment)} cannot be held in memory"
+            )
+        self._columns = -(-self.size.width // self.segment.width)
+        self._per_plane = self._columns * -(-self.size.height // self.segment.height)
+        self._planes = key.samplesperpixel if key.planarconfig == PLANARCONFIG.SEPARATE else 1
+        promised = self._per_plane * self._planes
+        if min(len(page.dataoffsets), len(page.databytecounts)) < promised:
+            raise ValueError(f"it does not say where its {promised} tiles or strips lie")
+        self._layout = _layout(key)
+        self._page, self._key = page, key
+        self._raw_bytes = self.segment.pixels * key.samplesperpixel * key.dtype.itemsize
+
+    def decode(self, row: int, column: int) -> NDArray[np.uint8] | None:
+        """RGB pixels of one tile or strip, shape (height, width, 3); None if it was left out."""
+        first = row * self._columns + column
+        planes = [self._samples(first + plane * self._per_plane) for plane in range(self._planes)]
+        stored = [samples for samples in planes if samples is not None]
+        return self._layout.to_rgb(np.concatenate(stored, axis=-1)) if stored else None
+
+    def _samples(self, index: int) -> NDArray[Any] | None:
+        """Samples of one tile or strip of one plane, shape (height, width, samples)."""
+        offset, count = self._page.dataoffsets[index], self._page.databytecounts[index]
+        if count == 0:
+            return None
+        # Before anything is allocated: no codec here doubles what it encodes, and no stream in a
+        # tile is larger than the tile but by its padding.
+        if count > 2 * self._raw_bytes + 65_536:
+            raise ValueError(f"{count} bytes claim to encode {self._raw_bytes}")
+        file = self._page.parent.filehandle
+        file.seek(offset)
+        data = file.read(count)
+        if len(data) < count:
+            raise ValueError("the file ends before its pixels do")
+        announced = announced_size(data)
+        if announced is not None and announced.pixels > 4 * self.segment.pixels:
+            raise ValueError(f"{_text(announced)} claim to lie in {_text(self.segment)}")
+        decoded, _, _ = self._key.decode(
+            data, index, jpegtables=self._page.jpegtables, jpegheader=self._key.jpegheader
+        )
+        samples: NDArray[Any] = np.asarray(decoded)[0]  # of depth 1
+        return samples
+
+
+def _layout(key: TiffPage) -> SampleLayout:
+    """What the page's samples mean once tifffile has decoded them."""
+    becomes_rgb = (
+        key.photometric == PHOTOMETRIC.YCBCR
+        and key.compression in _JPEG
+        and key.planarconfig == PLANARCONFIG.CONTIG
+        and not key.extrasamples
+    )
+    return SampleLayout(
+        photometric=PHOTOMETRIC.RGB if becomes_rgb else key.photometric,
+        bits=key.bitspersample,
+        samples=key.samplesperpixel,
+        extra=key.extrasamples,
+        palette=key.colormap,
+    )
+
+
+class _OpenTiff:
+    """An open file, and the levels of the largest image in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = TiffFile(path)
+        try:
+            if not self.file.series:
+                raise ValueError("it holds no image")
+            image = max(self.file.series, key=lambda series: _pixels(series.keyframe))
+            self.key = image.keyframe
+            self.levels = [_PyramidLevel(level) for level in image.levels]
+        except BaseException:
+            self.file.close()
+            raise
+        kept = _KEPT_TILE_BYTES if self.key.is_tiled else _KEPT_STRIP_BYTES
+        largest = max(level.segment.pixels * 3 for level in self.levels)
+        self.segment = lru_cache(max(1, kept // largest))(self._segment)
+
+    def _segment(self, level: int, row: int, column: int) -> NDArray[np.uint8] | None:
+        return self.levels[level].decode(row, column)
+
+    def close(self) -> None:
+        self.segment.cache_clear()
+        self.file.close()
+
+
+def _text(size: Size) -> str:
+    return f"{size.width} × {size.height} px"
+
+
+def _pixels(page: TiffPage) -> int:
+    return page.imagewidth * page.imagelength
+
+
+class TiffSlide(SlideFile[_OpenTiff]):
+    """A TIFF of no scanner: the largest image in it, with the pyramid that belongs to it.
+
+    Tiles that a sparse file leaves out are white. The orientation tag turns nothing.
+    """
+
+    def _open(self) -> _OpenTiff:
+        with self._refusing():
+            return _OpenTiff(self.path)
+
+    def _read_header(self, assume_mpp: float | None) -> None:
+        tiff = self._opened()
+        with self._refusing():
+            xml = tiff.file.ome_metadata
+            self.vendor = "ome" if xml else "tiff"
+            self.levels = exact_levels([level.size for level in tiff.levels])
+            stated = (ome_mpp(xml, self.size) if xml else None) or _tagged(tiff)
+            magnification = ome_magnification(xml) if xml else None
+        self.mpp = slide_mpp(self.path, stated, magnification, assume_mpp)
+
+    def read_level(self, level: int, box: Box) -> NDArray[np.uint8]:
+        """See `Slide.read_level`."""
+        tiff = self._opened()
+        side = tiff.levels[level].segment
+        pixels = np.full((box.height, box.width, 3), 255, np.uint8)
+        with _door(
+            UnreadableError,
+            f"{self.path} cannot be read around ({box.x}, {box.y}) of level {level}",
+            "Copy the file again from where it came.",
+        ):
+            for row in range(box.y // side.height, -(-box.bottom // side.height)):
+                for column in range(box.x // side.width, -(-box.right // side.width)):
+                    segment = tiff.segment(level, row, column)
+                    if segment is not None:
+                        _paste(segment, column * side.width, row * side.height, pixels, box)
+        return pixels
+
+    def _refusing(self) -> AbstractContextManager[None]:
+        return _door(
+            PathosegError,
+            f"{self.path} cannot be read as a TIFF slide",
+            "Check that the copy is complete, or export it again as 8-bit RGB OME-TIFF.",
+        )
+
+
+def _paste(segment: NDArray[np.uint8], x: int, y: int, pixels: NDArray[np.uint8], box: Box) -> None:
+    """Copies what `pixels`, which show `box`, share with a segment whose corner is (x, y)."""
+    height, width = segment.shape[:2]
+    part = Box(x, y, width, height).intersection(box)
+    if part is not None:
+        rows, columns = slice(part.y - y, part.bottom - y), slice(part.x - x, part.right - x)
+        pixels[part.y - box.y : part.bottom - box.y, part.x - box.x : part.right - box.x] = segment[
+            rows, columns
+        ]
+
+
+def _tagged(tiff: _OpenTiff) -> Mpp | None:
+    """The resolution in the TIFF's tags, whose unit ImageJ writes elsewhere."""
+    across, down = tiff.key.resolution
+    imagej = tiff.file.imagej_metadata
+    if imagej is None:
+        unit = _MICRONS_PER_TAG_UNIT.get(tiff.key.resolutionunit)
+    else:
+        unit = MICRONS_PER_UNIT.get(str(imagej.get("unit")).replace("\\u00B5", "µ"))
+    return tagged_mpp(across, down, unit) if unit else None
