@@ -1,0 +1,194 @@
+"""Stitched bands equal a blend that holds everything, and tiles equal the whole."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import nn
+
+from pathoseg.errors import PathosegError
+from pathoseg.geometry import Size
+from pathoseg.outputs.stitch import Prediction, argmax, stitch
+from pathoseg.tiles.grid import TileGrid
+
+CLASSES = 3
+
+
+def identity(probabilities: NDArray[np.float32]) -> NDArray[np.float32]:
+    return probabilities
+
+
+def ramp(position: int, shared: int, margin: int) -> float:
+    """The weight of a tile `position` pixels from its edge, by the definition."""
+    if position < margin:
+        return 0
+    if position >= shared - margin:
+        return 1
+    part = (position + 0.5 - margin) / (shared - 2 * margin)
+    return 0.5 * (1 - np.cos(np.pi * part))
+
+
+def weights(tile: int, shared: int, margin: int, first: bool, last: bool) -> NDArray[np.float64]:
+    """A tile's weights in one direction, with a floor that only shows where nothing else is."""
+    result = np.ones(tile)
+    for position in range(tile):
+        if not first:
+            result[position] = ramp(position, shared, margin)
+        if not last:
+            result[position] = min(result[position], ramp(tile - 1 - position, shared, margin))
+    return np.maximum(result, 1e-6)
+
+
+def blend_of_everything(
+    grid: TileGrid, predictions: list[Prediction], margin: int
+) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_]]:
+    """Probabilities, which pixels a tile has read, and which a tile covers."""
+    padded = (grid.box(len(grid) - 1).bottom, grid.box(len(grid) - 1).right)
+    sums, total = np.zeros((CLASSES, *padded)), np.zeros(padded)
+    covered = np.zeros(padded, bool)
+    for index, probabilities, unread in predictions:
+        box = grid.box(index)
+        row, column = divmod(index, grid.columns)
+        window = np.outer(
+            weights(box.height, grid.overlap, margin, row == 0, row == grid.rows - 1),
+            weights(box.width, grid.overlap, margin, column == 0, column == grid.columns - 1),
+        )
+        if unread is not None:
+            window = np.where(unread, 0, window)
+        here = np.s_[box.y : box.bottom, box.x : box.right]
+        sums[:, *here] += probabilities * window
+        total[here] += window
+        covered[here] = True
+    crop = np.s_[: grid.extent.height, : grid.extent.width]
+    blended = sums / np.where(total > 0, total, 1)
+    return blended[:, *crop], (total > 0)[crop], covered[crop]
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> TileGrid:
+    extent = Size(draw(st.integers(1, 40)), draw(st.integers(1, 40)))
+    tile = draw(st.integers(1, 16))
+    return TileGrid.cover(extent, tile, draw(st.integers(0, tile - 1)))
+
+
+@given(grids(), st.data(), st.integers(0, 2**32 - 1))
+def test_bands_equal_the_blend_of_everything(
+    grid: TileGrid, data: st.DataObject, seed: int
+) -> None:
+    margin = data.draw(st.integers(0, grid.overlap // 2), "margin")
+    missing = data.draw(st.floats(0, 1), "share of missing tiles")
+    unread = data.draw(st.sampled_from([0.0, 0.1, 1.0]), "share of unread pixels")
+    rng = np.random.default_rng(seed)
+    shape = (grid.tile.height, grid.tile.width)
+    predictions: list[Prediction] = [
+        (
+            index,
+            rng.random((CLASSES, *shape), np.float32),
+            rng.random(shape) < unread if rng.random() < 0.5 else None,
+        )
+        for index in range(len(grid))
+        if rng.random() >= missing
+    ]
+    blended, read, covered = blend_of_everything(grid, predictions, margin)
+    bands = list(stitch(grid, predictions, CLASSES, margin, finish=identity))
+    assert len(bands) == grid.rows
+    result = np.concatenate(bands, axis=1)
+    assert result.shape == blended.shape
+    np.testing.assert_allclose(result[:, read], blended[:, read], atol=2e-6)
+    assert (result[:, covered & ~read] == 255).all()
+    assert (result[:, ~covered] == 0).all()
+
+    mask = np.concatenate(list(stitch(grid, predictions, CLASSES, margin)))
+    assert mask.dtype == np.uint8
+    np.testing.assert_array_equal(mask[read], result[:, read].argmax(axis=0))
+    assert (mask[covered & ~read] == 255).all()
+    assert (mask[~covered] == 0).all()
+
+
+@given(st.integers(1, 4), st.integers(0, 2**32 - 1))
+def test_argmax_is_that_of_numpy(classes: int, seed: int) -> None:
+    ties = np.random.default_rng(seed).integers(0, 3, (classes, 5, 7)).astype(np.float32)
+    np.testing.assert_array_equal(argmax(ties), ties.argmax(axis=0))
+
+
+@pytest.mark.parametrize(("tile", "overlap"), [(64, 32), (64, 24), (64, 48)])
+def test_tiles_of_a_network_equal_the_whole(tile: int, overlap: int) -> None:
+    """With pooling cells that coincide and no weight within reach of a tile's edge."""
+    torch.manual_seed(0)
+    network = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(4),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Upsample(scale_factor=4),
+        nn.Conv2d(8, CLASSES, 3, padding=1),
+        nn.Softmax(dim=1),
+    ).eval()
+    margin = 12  # 1 + 4 + 1 pixels of convolutions, and up to 4 of a pooling cell, rounded up
+    grid = TileGrid.cover(Size(190, 131), tile, overlap, multiple=4)
+    last = grid.box(len(grid) - 1)
+    image = torch.rand(1, 3, last.bottom, last.right)
+
+    def predict(pixels: torch.Tensor) -> NDArray[np.float32]:
+        with torch.inference_mode():
+            return np.asarray(network(pixels)[0])
+
+    tiles: Iterator[Prediction] = (
+        (index, predict(image[:, :, box.y : box.bottom, box.x : box.right]), None)
+        for index, box in enumerate(grid)
+    )
+    stitched = np.concatenate(list(stitch(grid, tiles, CLASSES, margin, finish=identity)), axis=1)
+    whole = predict(image)[:, : grid.extent.height, : grid.extent.width]
+    assert np.abs(stitched - whole).max() < 1e-5
+
+
+def test_a_band_is_done_before_the_next_row_is_asked_for() -> None:
+    grid = TileGrid.cover(Size(40, 40), 16, 4)
+    asked = []
+
+    def predictions() -> Iterator[Prediction]:
+        for index in range(len(grid)):
+            asked.append(index)
+            yield index, np.ones((2, 16, 16), np.float32), None
+
+    bands = stitch(grid, predictions(), 2, 1)
+    next(bands)
+    assert len(asked) == grid.columns
+
+
+def test_memory_is_that_of_the_overlap_and_one_band() -> None:
+    grid = TileGrid.cover(Size(8192, 20 * 96 + 32), 128, 32)
+    tile = np.full((2, 128, 128), 0.5, np.float32)
+    strip = grid.overlap * grid.extent.width * 3 * 4
+    band = grid.stride.height * grid.extent.width
+    few_tiles = 10 * 3 * 128 * 128 * 4
+    tracemalloc.start()
+    try:
+        for _ in stitch(grid, ((index, tile, None) for index in range(len(grid))), 2, 8):
+            pass
+        assert tracemalloc.get_traced_memory()[1] < strip + 2 * band + few_tiles
+    finally:
+        tracemalloc.stop()
+
+
+@given(grids(), st.integers(1, 10))
+def test_a_margin_beyond_half_the_overlap_is_refused(grid: TileGrid, excess: int) -> None:
+    assume(len(grid) > 1 and grid.overlap > 0)
+    with pytest.raises(PathosegError, match=r"overlap of at least \d+ px"):
+        list(stitch(grid, [], CLASSES, grid.overlap // 2 + excess))
+
+
+@pytest.mark.parametrize("order", [[1, 0], [0, 0], [4], [-1]])
+def test_predictions_out_of_order_are_an_error(order: list[int]) -> None:
+    grid = TileGrid.cover(Size(16, 16), 8)
+    predictions = [(index, np.zeros((2, 8, 8), np.float32), None) for index in order]
+    with pytest.raises(ValueError, match="out of order"):
+        list(stitch(grid, predictions, 2, 0))
