@@ -1,0 +1,201 @@
+"""Building by name: sizes, suggestions, and code of the user that runs only when asked for."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from pathoseg.errors import PathosegError
+from pathoseg.models.build import (
+    ModelConfig,
+    build_model,
+    check_tile,
+    edge_reach,
+    tile_multiple,
+)
+
+FACTORY = '''
+"""A network that is not ours."""
+from pathlib import Path
+from torch import nn
+
+Path(__file__).with_suffix(".imported").touch()
+
+def make(in_channels, classes, width=4):
+    return nn.Sequential(nn.Conv2d(in_channels, width, 3, padding=1), nn.Conv2d(width, classes, 1))
+
+def halved(in_channels, classes):
+    return nn.Conv2d(in_channels, classes, 2, stride=2)
+
+def picky(in_channels, classes):
+    model = nn.Sequential(nn.PixelUnshuffle(6), nn.PixelShuffle(6), nn.Conv2d(3, classes, 1))
+    model.multiple = 6
+    return model
+
+def unsaid(in_channels, classes):
+    return nn.Sequential(nn.PixelUnshuffle(6), nn.PixelShuffle(6), nn.Conv2d(3, classes, 1))
+
+def wrongly_said(in_channels, classes):
+    model = make(in_channels, classes)
+    model.multiple = 1.5
+    return model
+
+def nothing(in_channels, classes):
+    return None
+
+def frozen(in_channels, classes):
+    return make(in_channels, classes).eval()
+'''
+
+
+@pytest.fixture
+def factory_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "labs_network.py"
+    path.write_text(FACTORY)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "labs_network", raising=False)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "depth"),
+    [("unet", 32, 4), ("unet64", 64, 4)],
+)
+def test_names_imply_sizes(name: str, width: int, depth: int) -> None:
+    with torch.device("meta"):
+        model = build_model(ModelConfig(name, "segment", 3))
+    assert model.encoder[0].conv1.out_channels == width
+    assert tile_multiple(model) == 2**depth
+    assert model.head.out_channels == 3
+
+
+@pytest.mark.parametrize(("name", "units"), [("resnet110_v2", 12), ("resnet1001_v2", 111)])
+def test_a_resnets_name_states_its_depth(name: str, units: int) -> None:
+    with torch.device("meta"):
+        model = build_model(ModelConfig(name, "classify", 3))
+    assert [len(group) for group in model.groups] == [units] * 3
+    assert tile_multiple(model) == 4
+
+
+def test_sizes_and_norm_can_be_set() -> None:
+    model = build_model(ModelConfig("unet", "segment", 2, width=6, depth=2, norm="instance"))
+    assert model.encoder[0].conv1.out_channels == 6
+    assert tile_multiple(model) == 4
+    assert any(isinstance(m, nn.InstanceNorm2d) for m in model.modules())
+    assert edge_reach(model) is None
+    model = build_model(ModelConfig("resnet11_v2", "segment", 2, width=8, norm="group"))
+    assert model.stem.conv.out_channels == 8
+    assert any(isinstance(m, nn.GroupNorm) for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("unett", "Did you mean unet?"),
+        ("UNet64", "Did you mean unet64?"),
+        ("resnet100_v2", "Did you mean resnet101_v2?"),
+        ("resnet1010_v2", "Did you mean resnet1001_v2?"),
+        ("resnet110v2", "Did you mean resnet110_v2?"),
+        ("", "Known are: unet,"),
+        ("qqq", "Known are: unet,"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_nearest(name: str, hint: str) -> None:
+    with pytest.raises(PathosegError) as error:
+        ModelConfig(name, "segment", 2)
+    assert error.value.mend.startswith(hint)
+    assert repr(name) in error.value.problem
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        ({"classes": 1}, "classes 1"),
+        ({"classes": 256}, "classes 256"),
+        ({"width": 0}, "width 0"),
+        ({"width": 10**9}, "width 1000000000"),
+        ({"depth": 9}, "depth 9"),
+        ({"task": "classify"}, "classify"),
+        ({"options": {"width": 3}}, "options"),
+        ({"name": "resnet110_v2", "depth": 4}, "depth"),
+        ({"name": "a:b", "depth": 4}, "depth"),
+        ({"name": "a:b", "norm": "group"}, "norm"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(wrong: dict[str, object], what: str) -> None:
+    fields: dict[str, object] = {"name": "unet", "task": "segment", "classes": 2}
+    with pytest.raises(PathosegError, match=what):
+        ModelConfig(**{**fields, **wrong})
+
+
+def test_tiles_must_fit() -> None:
+    model = build_model(ModelConfig("unet", "segment", 2, width=2, depth=3))
+    check_tile(model, 64)
+    with pytest.raises(PathosegError, match=r"multiples of 8 px.*Choose 96 or 104 px"):
+        check_tile(model, 100)
+    with pytest.raises(PathosegError, match=r"16 at least.*Choose 16 or 24 px"):
+        check_tile(model, 8)
+
+
+def test_a_factory_is_called_when_named(factory_file: Path) -> None:
+    name = "labs_network:make"
+    model = build_model(ModelConfig(name, "segment", 3, options={"width": 7}), factory=name)
+    assert model[0].out_channels == 7
+    assert model.training
+    assert tile_multiple(model) == 1
+    assert edge_reach(model) is None
+
+
+def test_a_factory_is_not_imported_unless_named(factory_file: Path) -> None:
+    config = ModelConfig("labs_network:make", "segment", 3)
+    for named in (None, "labs_network:halved", "unet"):
+        with pytest.raises(PathosegError, match="labs_network:make"):
+            build_model(config, factory=named)
+    assert not factory_file.with_suffix(".imported").exists()
+    build_model(config, factory=config.name)
+    assert factory_file.with_suffix(".imported").exists()
+
+
+def test_a_factorys_multiple_is_respected(factory_file: Path) -> None:
+    name = "labs_network:picky"
+    model = build_model(ModelConfig(name, "segment", 2), factory=name)
+    assert tile_multiple(model) == 6
+
+
+def test_a_factorys_mode_is_kept(factory_file: Path) -> None:
+    name = "labs_network:frozen"
+    assert not build_model(ModelConfig(name, "segment", 2), factory=name).training
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("labs_network:absent", "AttributeError"),
+        ("no_such_network:make", "ModuleNotFoundError"),
+        (":make", "ValueError"),
+        ("labs_network:nothing", "returned NoneType"),
+        ("labs_network:halved", r"\(1, 2, 32, 32\).*not \(1, 2, 64, 64\)"),
+        ("labs_network:unsaid", "multiple"),
+        ("labs_network:wrongly_said", "multiple is 1.5"),
+    ],
+)
+def test_a_factory_that_fails_is_told_of(factory_file: Path, name: str, what: str) -> None:
+    with pytest.raises(PathosegError, match=what):
+        build_model(ModelConfig(name, "segment", 2), factory=name)
+
+
+def test_a_factorys_wrong_options_are_told_of(factory_file: Path) -> None:
+    name = "labs_network:make"
+    config = ModelConfig(name, "segment", 2, options={"wdith": 3})
+    with pytest.raises(PathosegError, match="wdith"):
+        build_model(config, factory=name)
+
+
+def test_a_factory_that_segments_cannot_classify(factory_file: Path) -> None:
+    name = "labs_network:make"
+    with pytest.raises(PathosegError, match=r"not \(1, 2\)"):
+        build_model(ModelConfig(name, "classify", 2), factory=name)
