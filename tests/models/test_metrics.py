@@ -1,0 +1,130 @@
+"""Metrics against scikit-learn, and boundary F1 on shapes whose answer is known."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+from numpy.typing import NDArray
+from sklearn.metrics import accuracy_score, confusion_matrix, f1_score, jaccard_score, roc_auc_score
+
+from pathoseg.models.losses import IGNORE
+from pathoseg.models.metrics import Confusion, accuracy_and_auc, boundary_f1
+
+CLASSES = 4
+Masks = tuple[NDArray[np.uint8], NDArray[np.uint8]]
+
+
+@st.composite
+def masks(draw: st.DrawFn) -> Masks:
+    """A prediction and a target of few classes, so that some are absent; some pixels ignored."""
+    shape = draw(npst.array_shapes(min_dims=1, max_dims=3, max_side=6))
+    used = draw(st.integers(1, CLASSES))
+    prediction = draw(npst.arrays(np.uint8, shape, elements=st.integers(0, used - 1)))
+    labels = st.integers(0, used - 1) | st.just(IGNORE)
+    return prediction, draw(npst.arrays(np.uint8, shape, elements=labels))
+
+
+@given(masks())
+def test_confusion_agrees_with_sklearn(pair: Masks) -> None:
+    prediction, target = pair
+    seen = Confusion(CLASSES)
+    seen.update(prediction, target)
+    valid = target != IGNORE
+    guess, truth = prediction[valid], target[valid]
+    every = list(range(CLASSES))
+    if truth.size:
+        assert np.array_equal(seen.matrix, confusion_matrix(truth, guess, labels=every))
+        dice = f1_score(truth, guess, labels=every[1:], average=None, zero_division=math.nan)
+        iou = jaccard_score(truth, guess, labels=every[1:], average=None, zero_division=0)
+        np.testing.assert_allclose(seen.dice, dice)
+        np.testing.assert_allclose(seen.iou, np.where(np.isnan(dice), math.nan, iou))
+    present = seen.dice[~np.isnan(seen.dice)]
+    if present.size:
+        assert seen.mean_dice == pytest.approx(present.mean())
+        assert seen.mean_iou == pytest.approx(np.nanmean(seen.iou))
+    else:
+        assert math.isnan(seen.mean_dice)
+        assert math.isnan(seen.mean_iou)
+
+
+@given(st.lists(masks(), max_size=4))
+def test_merging_is_seeing_all(pairs: list[Masks]) -> None:
+    whole, merged = Confusion(CLASSES), Confusion(CLASSES)
+    for prediction, target in pairs:
+        whole.update(prediction, target)
+        part = Confusion(CLASSES)
+        part.update(prediction, target)
+        merged.merge(part)
+    assert np.array_equal(whole.matrix, merged.matrix)
+    assert whole.matrix.dtype == np.int64
+
+
+def test_what_is_no_class_is_an_error() -> None:
+    seen = Confusion(2)
+    with pytest.raises(ValueError, match=r"0…1"):
+        seen.update(np.array([2]), np.array([0]))
+    with pytest.raises(ValueError, match=r"0…1"):
+        seen.update(np.array([0]), np.array([-1]))
+    with pytest.raises(ValueError, match="differ"):
+        seen.update(np.array([0, 1]), np.array([0]))
+    seen.update(np.array([IGNORE]), np.array([IGNORE]))
+    assert not seen.matrix.any()
+
+
+@given(st.integers(0, 2**32), st.integers(1, 30), st.integers(2, 4))
+def test_accuracy_and_auc_agree_with_sklearn(seed: int, tiles: int, classes: int) -> None:
+    rng = np.random.default_rng(seed)
+    probability = rng.dirichlet(np.ones(classes), tiles)
+    target = rng.integers(0, classes, tiles)
+    target[rng.random(tiles) < 0.2] = IGNORE
+    scores = accuracy_and_auc(target, probability)
+    valid = target != IGNORE
+    truth = target[valid]
+    if not truth.size:
+        assert math.isnan(scores.accuracy)
+    else:
+        assert scores.accuracy == accuracy_score(truth, probability[valid].argmax(1))
+    assert scores.auc.shape == (classes,)
+    for index, auc in enumerate(scores.auc):
+        if len(set(truth == index)) == 2:
+            assert auc == roc_auc_score(truth == index, probability[valid, index])
+        else:
+            assert math.isnan(auc)
+
+
+def _square(left: int, side: int = 20, size: int = 60) -> NDArray[np.uint8]:
+    mask = np.zeros((size, size), np.uint8)
+    mask[20 : 20 + side, left : left + side] = 1
+    return mask
+
+
+def test_equal_outlines_score_one() -> None:
+    assert boundary_f1(_square(20), _square(20), 2, tolerance=0) == [1]
+
+
+@pytest.mark.parametrize(("shift", "tolerance", "wanted"), [(2, 2, 1.0), (3, 2, 0.5), (25, 2, 0.0)])
+def test_a_shifted_outline_scores_by_the_tolerance(
+    shift: int, tolerance: int, wanted: float
+) -> None:
+    score = boundary_f1(_square(20), _square(20 + shift), 2, tolerance)
+    assert score[0] == pytest.approx(wanted, abs=0.1)
+
+
+def test_a_class_without_outline_scores_nan_or_zero() -> None:
+    empty = np.zeros((60, 60), np.uint8)
+    scores = boundary_f1(_square(20), empty, 3, tolerance=2)
+    assert scores[0] == 0
+    assert math.isnan(scores[1])
+
+
+def test_ignored_pixels_make_no_outline() -> None:
+    target = _square(20)
+    target[:, 30:] = IGNORE
+    prediction = _square(20)
+    prediction[:, 30:] = 0
+    assert boundary_f1(prediction, target, 2, tolerance=0) == [1]
