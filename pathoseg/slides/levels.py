@@ -9,18 +9,24 @@ from pathoseg.geometry import Level, Size
 
 def exact_levels(sizes: Sequence[Size]) -> tuple[Level, ...]:
     """The levels of these sizes, level 0 first."""
-    return tuple(Level(size, _exact_downsample(sizes[0], size)) for size in sizes)
+    return tuple(Level(size, _downsample(sizes[0], size)) for size in sizes)
 
 
-def _exact_downsample(level0: Size, level: Size) -> float:
-    """Level-0 pixels per pixel of a level.
+def whole_downsample(level0: Size, level: Size) -> int | None:
+    """The whole number of level-0 pixels per pixel of a level, None where there is none.
 
-    A level of 749 pixels made from 2999 by halving twice has pixels 4 wide, though
-    2999 / 749 is 4.004. Halving (or dividing by any factor) with rounding, down to any level,
-    stays within one pixel of the exact size, so a whole number that explains both sides to
-    within a pixel is the truth; elsewhere the mean of the two ratios is the best guess.
+    A level of 749 pixels made from 2999 by halving twice has pixels 4 wide, though 2999 / 749 is
+    4.004. Dividing by any factors with rounding, however often, stays within one pixel of the
+    exact size, so a whole number that explains both sides to within a pixel is the truth.
     """
-    ratio = (level0.width / level.width + level0.height / level.height) / 2
-    whole = max(1, round(ratio))
+    whole = max(1, round(_mean_ratio(level0, level)))
     off = max(abs(level0.width / whole - level.width), abs(level0.height / whole - level.height))
-    return float(whole) if off < 1 else max(1.0, ratio)
+    return whole if off < 1 else None
+
+
+def _downsample(level0: Size, level: Size) -> float:
+    return float(whole_downsample(level0, level) or max(1.0, _mean_ratio(level0, level)))
+
+
+def _mean_ratio(level0: Size, level: Size) -> float:
+    return (level0.width / level.width + level0.height / level.height) / 2

@@ -16,7 +16,7 @@ def ome_mpp(xml: str, size: Size) -> Mpp | None:
     Raises:
         ValueError, SyntaxError: The text is no XML, or declares entities.
     """
-    for pixels in ElementTree.fromstring(xml).iter("{*}Pixels"):
+    for pixels in ElementTree.fromstring(xml).iterfind(".//{*}Pixels"):
         if (pixels.get("SizeX"), pixels.get("SizeY")) == (str(size.width), str(size.height)):
             x, y = _microns(pixels, "PhysicalSizeX"), _microns(pixels, "PhysicalSizeY")
             return stated_mpp(x, y)

@@ -101,15 +101,15 @@ def _span(start: int, length: int, step: float) -> _Span:
 
 def _read_halves(slide: Slide, frame: Frame, box: Box) -> Region:
     """Reads a box in two parts: memory stays bounded where no level is coarse enough."""
-    x, y, width, height = box.x, box.y, box.width // 2, box.height // 2
-    if width > 0 and box.width * frame.scale_x >= box.height * frame.scale_y or height == 0:
-        axis = 1
-        first = Box(x, y, width, box.height)
-        second = Box(x + width, y, box.width - width, box.height)
+    wide = box.width * frame.scale_x >= box.height * frame.scale_y
+    if box.height == 1 or (wide and box.width > 1):
+        axis, half = 1, box.width // 2
+        first = Box(box.x, box.y, half, box.height)
+        second = Box(box.x + half, box.y, box.width - half, box.height)
     else:
-        axis = 0
-        first = Box(x, y, box.width, height)
-        second = Box(x, y + height, box.width, box.height - height)
+        axis, half = 0, box.height // 2
+        first = Box(box.x, box.y, box.width, half)
+        second = Box(box.x, box.y + half, box.width, box.height - half)
     regions = read_region(slide, frame, first), read_region(slide, frame, second)
     pixels = np.concatenate([region.pixels for region in regions], axis)
     if all(region.unread is None for region in regions):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from math import prod
@@ -27,7 +27,7 @@ from pathoseg.errors import PathosegError, UnreadableError
 from pathoseg.geometry import Box, Mpp, Size
 from pathoseg.slides.codestream import announced_size
 from pathoseg.slides.colour import SampleLayout
-from pathoseg.slides.levels import exact_levels
+from pathoseg.slides.levels import exact_levels, whole_downsample
 from pathoseg.slides.ome_xml import ome_magnification, ome_mpp
 from pathoseg.slides.resolution import (
     MICRONS_PER_INCH,
@@ -104,7 +104,7 @@ class _PyramidLevel:
             raise ValueError(f"its compression ({key.compression}) is not read here")
         if key.dtype is None or key.dtype.kind not in "bu":
             raise ValueError(f"its {key.bitspersample}-bit values ({key.dtype}) are not colours")
-        self.size = Size(key.imagewidth, key.imagelength)
+        self.size = _size(key)
         self.segment = (
             Size(key.tilewidth, key.tilelength)
             if key.is_tiled
@@ -180,9 +180,9 @@ class _OpenTiff:
         try:
             if not self.file.series:
                 raise ValueError("it holds no image")
-            image = max(self.file.series, key=lambda series: _pixels(series.keyframe))
-            self.key = image.keyframe
-            self.levels = [_PyramidLevel(level) for level in image.levels]
+            pyramid = _largest_pyramid(self.file.series)
+            self.key = pyramid[0].keyframe
+            self.levels = [_PyramidLevel(level) for level in pyramid]
         except BaseException:
             self.file.close()
             raise
@@ -202,8 +202,29 @@ def _text(size: Size) -> str:
     return f"{size.width} × {size.height} px"
 
 
-def _pixels(page: TiffPage) -> int:
-    return page.imagewidth * page.imagelength
+def _largest_pyramid(series: Sequence[TiffPageSeries]) -> list[TiffPageSeries]:
+    """The largest image and its reductions, largest first.
+
+    tifffile finds the levels of a pyramid where each is reduced by the same factor; the others
+    are found here among the remaining images, as those of the same make and a fitting size.
+    """
+    image = max(series, key=lambda image: _size(image.keyframe).pixels)
+    by_size = {_size(level.keyframe): level for level in image.levels}
+    for other in series:
+        for level in other.levels:
+            size = _size(level.keyframe)
+            if _make(level) == _make(image) and whole_downsample(_size(image.keyframe), size):
+                by_size.setdefault(size, level)
+    return sorted(by_size.values(), key=lambda level: -_size(level.keyframe).pixels)
+
+
+def _make(image: TiffPageSeries) -> tuple[object, ...]:
+    key = image.keyframe
+    return image.axes, key.dtype, key.photometric, key.is_tiled
+
+
+def _size(page: TiffPage) -> Size:
+    return Size(page.imagewidth, page.imagelength)
 
 
 class TiffSlide(SlideFile[_OpenTiff]):
