@@ -39,9 +39,10 @@ class Region:
 def read_region(slide: Slide, frame: Frame, box: Box) -> Region:
     """Reads `box`, given in pixels of `frame`, as if the slide lay on an endless white ground.
 
-    The coarsest level that is fine enough is sampled at the centres of the frame's pixels: by a
-    Hamming-windowed sinc as wide as they are where the level is finer, else linearly. A box reads
-    the same by itself and as part of a larger one.
+    The coarsest level that is fine enough is averaged over as many whole pixels as fit into one
+    of the frame's, on a grid that starts at the slide's corner, and what remains to the frame's
+    resolution (less than a factor of two) is resampled by a Hamming-windowed sinc, linearly where
+    the slide is coarser than the frame. So a box reads the same alone and as part of a larger one.
 
     Args:
         slide: The slide.
@@ -52,16 +53,15 @@ def read_region(slide: Slide, frame: Frame, box: Box) -> Region:
     downsample = slide.levels[index].downsample
     across = _span(box.x, box.width, frame.scale_x / downsample)
     down = _span(box.y, box.height, frame.scale_y / downsample)
-    source = Box(across.first, down.first, across.count, down.count)
+    source = Box(
+        across.first * across.cell,
+        down.first * down.cell,
+        across.count * across.cell,
+        down.count * down.cell,
+    )
     if source.size.pixels > _MOST_SOURCE_PIXELS and box.size.pixels > 1:
         return _read_halves(slide, frame, box)
-    region = _read_padded(slide, index, source)
-    if across.whole and down.whole:
-        return region
-    part = (across.low, down.low, across.high, down.high)
-    shrinks = across.high - across.low > box.width or down.high - down.low > box.height
-    kernel = Image.Resampling.HAMMING if shrinks else Image.Resampling.BILINEAR
-    return _resampled(region, box.size, part, kernel)
+    return _resampled(_read_padded(slide, index, source), box.size, across, down)
 
 
 def _level_for(levels: tuple[Level, ...], downsample: float) -> int:
@@ -72,31 +72,41 @@ def _level_for(levels: tuple[Level, ...], downsample: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """What one side of a box takes from a level, in the level's pixels.
+    """What one side of a box takes from a level.
 
     Attributes:
-        first: The first pixel to read.
-        count: How many.
-        low: Where the box begins in what is read.
+        cell: Pixels of the level that are averaged into one cell.
+        first: The first cell to read.
+        count: How many cells.
+        low: Where the box begins, in cells from the first.
         high: Where it ends.
-        whole: Whether the pixels read are those of the box.
+        rest: Cells per pixel of the frame.
     """
 
+    cell: int
     first: int
     count: int
     low: float
     high: float
-    whole: bool
+    rest: float
+
+    @property
+    def stored(self) -> bool:
+        """Whether the box consists of the level's own pixels."""
+        return self.cell == 1 and self.low == 0 and self.high == self.count
 
 
 def _span(start: int, length: int, step: float) -> _Span:
-    low, high = start * step, (start + length) * step
+    """What pixels `start` to `start + length` of a frame take, each `step` pixels of a level."""
+    cell = max(1, int(step * (1 + _TOLERANCE)))
+    rest = step / cell
+    low, high = start * rest, (start + length) * rest
     first = round(low)
     if abs(low - first) < _SAME and abs(high - first - length) < _SAME:
-        return _Span(first, length, 0.0, float(length), whole=True)
-    margin = math.ceil(max(step, 1.0)) + 1  # the filter's reach
+        return _Span(cell, first, length, 0.0, float(length), rest)
+    margin = math.ceil(max(rest, 1.0)) + 1  # the filter's reach
     first, last = math.floor(low) - margin, math.ceil(high) + margin
-    return _Span(first, last - first, low - first, high - first, whole=False)
+    return _Span(cell, first, last - first, low - first, high - first, rest)
 
 
 def _read_halves(slide: Slide, frame: Frame, box: Box) -> Region:
@@ -157,18 +167,22 @@ def _read_blocks(slide: Slide, index: int, inside: Box) -> Region:
     return Region(pixels, unread)
 
 
-def _resampled(
-    region: Region,
-    size: Size,
-    part: tuple[float, float, float, float],
-    kernel: Image.Resampling,
-) -> Region:
-    """`part` (left, top, right, bottom, in pixels) of a region, sampled at `size` points."""
-    shape = (size.width, size.height)
-    pixels = np.array(Image.fromarray(region.pixels).resize(shape, kernel, part))
-    if region.unread is None:
+def _resampled(source: Region, size: Size, across: _Span, down: _Span) -> Region:
+    """What was read for a box, averaged into cells and sampled at `size` points."""
+    if across.stored and down.stored:
+        return source
+    part = (across.low, down.low, across.high, down.high)
+    shrinks = max(across.rest, down.rest) > 1
+    kernel = Image.Resampling.HAMMING if shrinks else Image.Resampling.BILINEAR
+
+    def sample(image: Image.Image) -> Image.Image:
+        cells = image.reduce((across.cell, down.cell))
+        return cells.resize((size.width, size.height), kernel, part)
+
+    pixels = np.array(sample(Image.fromarray(source.pixels)))
+    if source.unread is None:
         return Region(pixels)
-    share = Image.fromarray(region.unread.astype(np.float32)).resize(shape, kernel, part)
+    share = sample(Image.fromarray(source.unread.astype(np.float32)))
     return Region(pixels, np.asarray(share) > _NEGLIGIBLE)
 
 
