@@ -1,0 +1,59 @@
+"""What tells that a slide's file has changed: its size, its time, and a hash of parts of it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from pathoseg.errors import PathosegError
+
+_PART = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """A file as it is now.
+
+    Attributes:
+        size: Bytes, with those of companion files.
+        modified: The latest time of change in nanoseconds.
+        digest: SHA-256 of the head, middle and tail (64 KiB each), hexadecimal.
+    """
+
+    size: int
+    modified: int
+    digest: str
+
+    @classmethod
+    def of(cls, path: Path) -> Fingerprint:
+        """The fingerprint of `path`; an MRXS file's is that of its folder of pixels, too.
+
+        Raises:
+            PathosegError: The file cannot be read.
+        """
+        try:
+            files = [path]
+            if path.suffix.lower() == ".mrxs":
+                files.extend(path.with_suffix("").iterdir())
+            states = [file.stat() for file in files]
+            with path.open("rb") as file:
+                digest = _quick_hash(file, states[0].st_size)
+        except OSError as error:
+            raise PathosegError(
+                f"{path} cannot be read ({error.strerror}).", "Check the file and its permissions."
+            ) from error
+        return cls(
+            sum(state.st_size for state in states),
+            max(state.st_mtime_ns for state in states),
+            digest,
+        )
+
+
+def _quick_hash(file: BinaryIO, size: int) -> str:
+    digest = hashlib.sha256()
+    for start in (0, (size - _PART) // 2, size - _PART):
+        file.seek(max(0, start))
+        digest.update(file.read(_PART))
+    return digest.hexdigest()

@@ -1,0 +1,55 @@
+"""Lends open slides to threads, so that few are open and none serves two threads at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+
+from pathoseg.slides.slide import Slide
+
+
+class SlidePool:
+    """Open slides that wait for the next reader.
+
+    Args:
+        open_slide: Opens a slide's file.
+        idle: Slides kept open while nobody reads them; each holds a decoder's cache.
+    """
+
+    def __init__(self, open_slide: Callable[[Path], Slide], idle: int = 32) -> None:
+        self._open, self._most = open_slide, idle
+        self._idle: list[Slide] = []  # the one used last at the end
+        self._lock = Lock()
+
+    @contextmanager
+    def borrow(self, path: Path) -> Iterator[Slide]:
+        """A slide for the caller alone, until the block ends.
+
+        Raises:
+            PathosegError: The slide cannot be opened.
+        """
+        with self._lock:
+            found = next((slide for slide in reversed(self._idle) if slide.path == path), None)
+            if found is not None:
+                self._idle.remove(found)
+        slide = found or self._open(path)
+        try:
+            yield slide
+        except BaseException:
+            slide.close()
+            raise
+        with self._lock:
+            self._idle.append(slide)
+            surplus = self._idle[: -self._most]
+            del self._idle[: -self._most]
+        for old in surplus:
+            old.close()
+
+    def close(self) -> None:
+        """Closes the slides that nobody reads."""
+        with self._lock:
+            slides, self._idle = self._idle, []
+        for slide in slides:
+            slide.close()
