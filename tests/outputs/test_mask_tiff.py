@@ -1,0 +1,178 @@
+"""A mask that is written in bands opens elsewhere as the same pyramid, from bounded memory."""
+
+from __future__ import annotations
+
+import resource
+import tracemalloc
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tifffile
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from openslide import OpenSlide
+
+from pathoseg.annotations.annotation import ClassTable
+from pathoseg.geometry import Mpp, Size
+from pathoseg.outputs.mask_tiff import _halved, write_mask
+
+CLASSES = ClassTable(("Tumör <&>", "stroma"), ((200, 0, 0), (0, 200, 0)))
+MPP = Mpp(0.5, 0.25)
+OME = "{http://www.openmicroscopy.org/Schemas/OME/2016-06}"
+
+
+def blobs(height: int, width: int, seed: int = 0) -> NDArray[np.uint8]:
+    """Regions of a few tens of pixels, of every value a mask may have."""
+    rng = np.random.default_rng(seed)
+    coarse = rng.choice(np.array([0, 0, 1, 2, 255], np.uint8), (height // 20 + 1, width // 20 + 1))
+    return np.kron(coarse, np.ones((20, 20), np.uint8))[:height, :width]
+
+
+def in_bands(mask: NDArray[np.uint8], rows: int) -> Iterator[NDArray[np.uint8]]:
+    return (mask[top : top + rows] for top in range(0, len(mask), rows))
+
+
+def write(path: Path, mask: NDArray[np.uint8], rows: int, mpp: Mpp = MPP) -> None:
+    write_mask(path, Size(mask.shape[1], mask.shape[0]), mpp, in_bands(mask, rows), CLASSES)
+
+
+def mode_of_four(mask: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Half the mask by counting; the first of equals is the one nearest the upper left."""
+    even = np.pad(mask, [(0, side % 2) for side in mask.shape], mode="edge")
+    four = np.stack([even[y::2, x::2] for y in (0, 1) for x in (0, 1)])
+    votes = (four[:, None] == four).sum(axis=0)
+    half: NDArray[np.uint8] = np.take_along_axis(four, votes.argmax(axis=0)[None], axis=0)[0]
+    return half
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (1, 700), (513, 1), (512, 512), (1025, 300), (2300, 2049)]
+)
+@pytest.mark.parametrize("rows", [100, 896])
+def test_every_level_reads_back(tmp_path: Path, shape: tuple[int, int], rows: int) -> None:
+    path = tmp_path / "mask.ome.tiff"
+    mask = blobs(*shape)
+    write(path, mask, rows)
+    with tifffile.TiffFile(path) as file:
+        assert file.is_ome
+        assert len(file.series) == 1
+        levels = file.series[0].levels
+        assert [max(level.shape) > 1024 for level in levels] == [True] * (len(levels) - 1) + [False]
+        expected = mask
+        for number, level in enumerate(levels):
+            page = level.keyframe
+            assert level.axes == "YX"
+            assert (page.tilewidth, page.tilelength) == (512, 512)
+            assert page.compression == tifffile.COMPRESSION.ADOBE_DEFLATE
+            assert page.predictor == 1
+            assert page.subfiletype == (1 if number else 0)
+            np.testing.assert_array_equal(level.asarray(), expected)
+            expected = mode_of_four(expected)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**32 - 1))
+def test_half_a_mask_is_the_mode_of_four(height: int, width: int, seed: int) -> None:
+    mask = np.random.default_rng(seed).integers(0, 4, (height, width), np.uint8)
+    np.testing.assert_array_equal(_halved(mask), mode_of_four(mask))
+
+
+def test_the_size_of_a_pixel_and_the_classes_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "mask.ome.tiff"
+    write(path, blobs(1500, 3000), 512)
+    with tifffile.TiffFile(path) as file:
+        root = ElementTree.fromstring(file.ome_metadata or "")
+        assert [page.get_resolution("MICROMETER") for page in file.series[0].levels[1].pages] == [
+            pytest.approx((1.0, 2.0), rel=1e-5)
+        ]
+    (image,) = root.findall(f"{OME}Image")
+    (pixels,) = image.findall(f"{OME}Pixels")
+    assert image.get("Name") == "mask.ome.tiff"
+    said = {key: pixels.get(key) for key in ("SizeX", "SizeY", "Type", "PhysicalSizeX")}
+    assert said == {"SizeX": "3000", "SizeY": "1500", "Type": "uint8", "PhysicalSizeX": "0.5"}
+    assert pixels.get("PhysicalSizeY") == "0.25"
+    assert pixels.get("PhysicalSizeXUnit") == pixels.get("PhysicalSizeYUnit") == "µm"
+    assert {entry.get("K"): entry.text for entry in root.iter(f"{OME}M")} == {
+        "0": "background",
+        "1": "Tumör <&>",
+        "2": "stroma",
+        "255": "unread",
+    }
+
+
+def test_openslide_opens_the_full_resolution(tmp_path: Path) -> None:
+    path = tmp_path / "mask.ome.tiff"
+    mask = blobs(1500, 2100)
+    write(path, mask, 300)
+    with OpenSlide(path) as slide:
+        assert slide.properties["openslide.vendor"] == "generic-tiff"
+        assert slide.level_dimensions == ((2100, 1500),)
+        assert float(slide.properties["openslide.mpp-x"]) == pytest.approx(0.5)
+        assert float(slide.properties["openslide.mpp-y"]) == pytest.approx(0.25)
+        read = np.asarray(slide.read_region((0, 0), 0, (2100, 1500)))
+    np.testing.assert_array_equal(read[:, :, 0], mask)
+
+
+@pytest.mark.parametrize("rows", [1023, 1025, 1024 + 512])
+def test_bands_of_another_height_are_an_error(tmp_path: Path, rows: int) -> None:
+    bands = in_bands(np.zeros((rows, 64), np.uint8), 100)
+    with pytest.raises(ValueError, match="1024"):
+        write_mask(tmp_path / "mask.ome.tiff", Size(64, 1024), Mpp(1, 1), bands, CLASSES)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_bands_run_to_their_very_end(tmp_path: Path) -> None:
+    ended = []
+
+    def bands() -> Iterator[NDArray[np.uint8]]:
+        yield np.zeros((512, 64), np.uint8)
+        ended.append(True)
+
+    write_mask(tmp_path / "mask.ome.tiff", Size(64, 512), Mpp(1, 1), bands(), CLASSES)
+    assert ended
+
+
+def test_a_full_disk_is_an_os_error_and_leaves_nothing(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (4096, 2048), np.uint8)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, hard))
+        with pytest.raises(OSError, match="File too large"):
+            write(tmp_path / "mask.ome.tiff", noise, 512)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_does_not_grow_with_the_height(tmp_path: Path) -> None:
+    path = tmp_path / "mask.ome.tiff"
+    band = blobs(500, 20_000)
+    bands = (np.roll(band, number * 7, axis=1) for number in range(40))
+    tracemalloc.start()
+    try:
+        write_mask(path, Size(20_000, 20_000), Mpp(0.5, 0.5), bands, CLASSES)
+        strip = 512 * 20_000
+        assert tracemalloc.get_traced_memory()[1] < 5 * strip  # the mask has 40
+    finally:
+        tracemalloc.stop()
+    with tifffile.TiffFile(path) as file:
+        lowest = file.series[0].levels[-1].asarray()
+        assert lowest.shape == (625, 625)
+        assert np.isin(lowest, [0, 1, 2, 255]).all()
+
+
+def test_what_may_pass_four_gigabytes_is_bigtiff(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "mask.ome.tiff"
+    write(path, blobs(600, 600), 300)
+    with tifffile.TiffFile(path) as file:
+        assert not file.is_bigtiff
+    monkeypatch.setattr("pathoseg.outputs.mask_tiff._CLASSIC_TIFF", 1_000_000)
+    write(path, blobs(600, 600), 300)
+    with tifffile.TiffFile(path) as file:
+        assert file.is_bigtiff
