@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from pathoseg.geometry import Level, Size
@@ -17,11 +18,15 @@ def whole_downsample(level0: Size, level: Size) -> int | None:
 
     A level of 749 pixels made from 2999 by halving twice has pixels 4 wide, though 2999 / 749 is
     4.004. Dividing by any factors with rounding, however often, stays within one pixel of the
-    exact size, so a whole number that explains both sides to within a pixel is the truth.
+    exact size, so a whole number that explains both sides to within a pixel is the truth. Of
+    several, which only tiny levels allow, powers of two go first.
     """
-    whole = max(1, round(_mean_ratio(level0, level)))
-    off = max(abs(level0.width / whole - level.width), abs(level0.height / whole - level.height))
-    return whole if off < 1 else None
+    ratio = _mean_ratio(level0, level)
+    for whole in (2 ** max(0, round(math.log2(ratio))), max(1, round(ratio))):
+        width, height = level0.width / whole, level0.height / whole
+        if max(abs(width - level.width), abs(height - level.height)) < 1:
+            return whole
+    return None
 
 
 def _downsample(level0: Size, level: Size) -> float:
