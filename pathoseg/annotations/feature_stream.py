@@ -104,22 +104,25 @@ class _Text:
 
     def expect(self, character: str) -> None:
         if not self.take(character):
-            raise ValueError(f"{self.peek()!r} stands where {character!r} should")
+            found = repr(self.peek()) if self.peek() else "the end"
+            raise ValueError(f"{found} comes where {character!r} should")
 
     def value(self) -> Any:
         """The next whole value."""
         self.peek()
+        all_read = False
         while True:
             try:
                 value, end = self._decoder.raw_decode(self._buffer, self._at)
             except json.JSONDecodeError as error:
-                if not self._fill():
+                if all_read:
                     raise ValueError(f"{error.msg}, or the file is cut short") from error
-                continue
-            # A number that ends with the buffer may have more digits.
-            if end < len(self._buffer) or not self._fill():
-                self._at = end
-                return value
+            else:
+                # Near the buffer's end a number may go on: 1 | 2, 1. | 5, 1e+ | 5.
+                if all_read or end + 3 <= len(self._buffer):
+                    self._at = end
+                    return value
+            all_read = not self._fill()
 
     def array(self) -> Iterator[Any]:
         """The elements of the array that comes next."""

@@ -118,9 +118,9 @@ class MaskLabels:
     @cached_property
     def _pixels(self) -> _Pixels:
         with self._open() as image:
-            palette = image.getpalette() or []
             try:
                 values = np.asarray(image)
+                palette = image.getpalette() or []
             except Exception as error:  # Pillow's decoders raise nearly everything
                 raise _unreadable(self._path, error) from error
         return _Pixels.of(self._indices(values), palette)

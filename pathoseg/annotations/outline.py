@@ -49,24 +49,46 @@ def ring(points: ArrayLike) -> NDArray[np.float64] | None:
 def region(rings: Sequence[ArrayLike]) -> Polygon | MultiPolygon | None:
     """The area inside the first ring and outside the others, or None where there is none.
 
+    A line that crosses itself encloses what it goes round (nonzero winding): a hand that strays
+    over its own line has not drawn a hole there, as the even-odd rule would have it.
+
     Raises:
         ValueError: A ring is not a list of corners.
     """
     corners = [ring(points) for points in rings]
     if not corners or corners[0] is None:
         return None
-    return mended(Polygon(corners[0], [hole for hole in corners[1:] if hole is not None]))
+    outer, holes = corners[0], [hole for hole in corners[1:] if hole is not None]
+    polygon = Polygon(outer, holes)
+    if polygon.is_valid:
+        return areal(polygon)
+    cut = shapely.union_all([_enclosed(hole) for hole in holes])
+    return areal(shapely.difference(_enclosed(outer), cut))
 
 
-def mended(geometry: Polygon | MultiPolygon) -> Polygon | MultiPolygon | None:
-    """A valid geometry that covers all that any of the outline's loops encloses.
+def united(parts: Sequence[Polygon]) -> Polygon | MultiPolygon | None:
+    """The parts as one region; where they overlap it counts once."""
+    together = MultiPolygon(parts)
+    return areal(together if together.is_valid else shapely.union_all(parts))
 
-    A hand that crosses its own line has not drawn a hole there, so loops are united
-    ("structure"), and never taken by the even-odd rule.
+
+def _enclosed(corners: NDArray[np.float64]) -> shapely.Geometry:
+    """The faces that a closed line makes with itself and goes round at least once.
+
+    The winding number of a face is that of a point in it: the edges that pass it upwards on its
+    right, less those that pass downwards (Sunday, "Inclusion of a point in a polygon", 2001).
     """
-    if geometry.is_valid:
-        return areal(geometry)
-    return areal(shapely.make_valid(geometry, method="structure", keep_collapsed=False))
+    (x0, y0), (x1, y1) = corners.T, np.roll(corners, -1, axis=0).T
+    faces = shapely.polygonize([shapely.unary_union(shapely.LinearRing(corners))])
+    inside = []
+    for face in shapely.get_parts(faces):
+        point = face.representative_point()
+        left_of_edge = (x1 - x0) * (point.y - y0) - (point.x - x0) * (y1 - y0)
+        upwards = (y0 <= point.y) & (point.y < y1) & (left_of_edge > 0)
+        downwards = (y1 <= point.y) & (point.y < y0) & (left_of_edge < 0)
+        if upwards.sum() != downwards.sum():
+            inside.append(face)
+    return shapely.union_all(inside)
 
 
 def areal(geometry: shapely.Geometry) -> Polygon | MultiPolygon | None:

@@ -22,7 +22,7 @@ from shapely.errors import ShapelyError
 
 from pathoseg.annotations.annotation import Annotation, ClassTable, Colour
 from pathoseg.annotations.feature_stream import features
-from pathoseg.annotations.outline import mended, refuse_without_area, region
+from pathoseg.annotations.outline import refuse_without_area, region, united
 from pathoseg.errors import PathosegError
 
 # QuPath's names of object types, those of versions before 0.3 (in `id`) last.
@@ -83,8 +83,7 @@ def _read_object(feature: Any) -> _Object | None:
     if kind in _CONTAINERS or (kind in _TILES and class_name is None) or geometry is None:
         return None
     parts = list(_polygons(geometry))
-    area = mended(MultiPolygon(parts)) if len(parts) > 1 else next(iter(parts), None)
-    if not area:
+    if not (area := united(parts)):
         return None
     return _Object(
         area, class_name, class_colour, _text(properties.get("name")), _colour(properties)

@@ -150,10 +150,11 @@ def class_table(labels: Iterable[Labels], wanted: tuple[str, ...] | None) -> Cla
             "Name those to learn in the config's `classes`. If the values of masks number "
             'instances, set `[annotations] mask = "binary"`.',
         )
-    if len(names) >= IGNORE or len(set(names)) < len(names):
+    most = IGNORE - 1
+    if len(names) > most or len(set(names)) < len(names):
         raise PathosegError(
-            f"The config names {len(names)} classes; a model has up to {IGNORE - 1} different ones.",
-            "Shorten the config's `classes`.",
+            f"The config names {len(names)} classes; {most} are possible, no two of one name.",
+            "Correct the config's `classes`.",
         )
     taken: list[Colour] = []
     for name in names:

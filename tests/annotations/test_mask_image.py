@@ -1,0 +1,251 @@
+"""Index masks: formats, sizes, names, instances, and what is refused."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from numpy.typing import NDArray
+from PIL import Image
+
+from pathoseg.annotations.annotation import IGNORE, ClassTable
+from pathoseg.annotations.mask_image import MaskLabels
+from pathoseg.errors import PathosegError
+from pathoseg.geometry import Box, Frame, Mpp, Size
+
+NATIVE = Mpp(0.25, 0.25)
+TABLE = ClassTable(("tumour", "stroma", "necrosis"), ((1, 0, 0), (2, 0, 0), (3, 0, 0)))
+PATTERN = np.array([[0, 1, 1, 2], [3, 255, 0, 0], [0, 0, 0, 1]], dtype=np.uint8)
+
+
+def _saved(tmp_path: Path, pixels: NDArray[np.generic], name: str = "s_mask.png") -> Path:
+    path = tmp_path / name
+    Image.fromarray(pixels).save(path)
+    return path
+
+
+def _whole(labels: MaskLabels, slide: Size, classes: ClassTable = TABLE) -> NDArray[np.uint8]:
+    frame = Frame.at(slide, NATIVE, 0.25)
+    return labels.rasterise(Box(0, 0, slide.width, slide.height), frame, classes)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("s_mask.png", np.uint8),
+        ("s_mask.png", np.uint16),
+        ("s_mask.tif", np.uint8),
+        ("s_mask.tif", np.uint16),
+        ("s_mask.TIFF", np.int32),
+    ],
+)
+def test_8_and_16_and_32_bits(tmp_path: Path, name: str, dtype: type[np.generic]) -> None:
+    labels = MaskLabels(_saved(tmp_path, PATTERN.astype(dtype), name), Size(4, 3))
+    np.testing.assert_array_equal(_whole(labels, Size(4, 3)), PATTERN)
+    assert dict(labels.classes()) == {"class 1": None, "class 2": None, "class 3": None}
+
+
+def test_palette_images_are_indices_with_colours(tmp_path: Path) -> None:
+    image = Image.fromarray(PATTERN)
+    image.putpalette([0, 0, 0, 10, 20, 30, 40, 50, 60] + [7] * 3 * 253)
+    path = tmp_path / "s_mask.png"
+    image.save(path)
+    labels = MaskLabels(path, Size(4, 3))
+    np.testing.assert_array_equal(_whole(labels, Size(4, 3)), PATTERN)
+    assert labels.classes()["class 2"] == (40, 50, 60)
+
+
+def test_bilevel_images_have_class_1(tmp_path: Path) -> None:
+    path = _saved(tmp_path, PATTERN == 1)
+    labels = MaskLabels(path, Size(4, 3))
+    np.testing.assert_array_equal(_whole(labels, Size(4, 3)), PATTERN == 1)
+
+
+@given(
+    mask=arrays(
+        np.uint8, st.tuples(st.integers(1, 30), st.integers(1, 30)), elements=st.integers(0, 3)
+    ),
+    scale=st.integers(1, 9),
+    mpp=st.floats(0.1, 3),
+    data=st.data(),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_size_at_any_mpp_by_pixel_centres(
+    tmp_path: Path, mask: NDArray[np.uint8], scale: int, mpp: float, data: st.DataObject
+) -> None:
+    height, width = mask.shape
+    slide = Size(width * scale, height * scale)
+    labels = MaskLabels(_saved(tmp_path, mask), slide)
+    frame = Frame.at(slide, NATIVE, mpp)
+    x, y = (data.draw(st.integers(-20, side)) for side in (frame.size.width, frame.size.height))
+    found = labels.rasterise(Box(x, y, 15, 11), frame, TABLE)
+    expected = np.full((11, 15), IGNORE)
+    for row, column in np.ndindex(11, 15):
+        level0_x = (x + column + 0.5) * frame.scale_x
+        level0_y = (y + row + 0.5) * frame.scale_y
+        if 0 <= level0_x < slide.width and 0 <= level0_y < slide.height:
+            expected[row, column] = mask[int(level0_y / scale), int(level0_x / scale)]
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_more_rows_than_a_band(tmp_path: Path) -> None:
+    mask = np.arange(1000, dtype=np.uint16)[:, None].repeat(3, axis=1) // 100
+    labels = MaskLabels(_saved(tmp_path, mask), Size(3, 1000))
+    table = ClassTable(tuple("abcdefghi"), ((0, 0, 0),) * 9)
+    frame = Frame.at(Size(3, 1000), NATIVE, 0.25)
+    found = labels.rasterise(Box(0, 250, 3, 600), frame, table)
+    np.testing.assert_array_equal(found, mask[250:850])
+
+
+@pytest.mark.parametrize("size", [Size(13196, 16866), Size(13200, 16880), Size(13199, 16881)])
+def test_a_thumbnail_of_rounded_size_fits_its_slide(tmp_path: Path, size: Size) -> None:
+    mask = np.zeros((16866 // 16, 13196 // 16), dtype=np.uint8)
+    MaskLabels(_saved(tmp_path, mask), size)
+
+
+@pytest.mark.parametrize("size", [Size(3, 4), Size(400, 200), Size(4000, 4000)])
+def test_another_shape_is_refused(tmp_path: Path, size: Size) -> None:
+    mask = np.zeros((300, 400), dtype=np.uint8)
+    with pytest.raises(PathosegError, match=r"s_mask\.png has 400 × 300 px, another shape"):
+        MaskLabels(_saved(tmp_path, mask), size)
+
+
+def test_names_of_the_run_go_by_number(tmp_path: Path) -> None:
+    labels = MaskLabels(_saved(tmp_path, PATTERN), Size(4, 3))
+    numbered = ClassTable(("a class", "class 3", "class 2", "class 1"), ((0, 0, 0),) * 4)
+    found = _whole(labels, Size(4, 3), numbered)
+    assert found[0].tolist() == [0, 4, 4, 3]
+    assert found[1, 0] == 2
+
+
+@pytest.mark.parametrize(
+    "names", [("tumour",), ("tumour", "stroma"), ("class 1", "class 2")], ids=["1", "2", "numbered"]
+)
+def test_values_beyond_the_classes_are_refused(tmp_path: Path, names: tuple[str, ...]) -> None:
+    labels = MaskLabels(_saved(tmp_path, PATTERN), Size(4, 3))
+    with pytest.raises(PathosegError, match=r"s_mask\.png.*3") as refused:
+        _whole(labels, Size(4, 3), ClassTable(names, ((0, 0, 0),) * len(names)))
+    assert "`classes`" in refused.value.mend
+
+
+@pytest.mark.parametrize("values", ["indices", "binary"])
+def test_a_mask_without_foreground_is_background(
+    tmp_path: Path, values: Literal["indices", "binary"]
+) -> None:
+    labels = MaskLabels(_saved(tmp_path, PATTERN * 0), Size(4, 3), values)
+    assert not _whole(labels, Size(4, 3)).any()
+    assert dict(labels.classes()) == {}
+
+
+def test_binary_takes_instances_and_255_as_class_1(tmp_path: Path) -> None:
+    instances = PATTERN.astype(np.uint16) * 255
+    for pixels in (PATTERN, instances):
+        labels = MaskLabels(_saved(tmp_path, pixels), Size(4, 3), "binary")
+        np.testing.assert_array_equal(_whole(labels, Size(4, 3)), PATTERN > 0)
+
+
+@pytest.mark.parametrize(
+    "pixels",
+    [
+        np.array([[0, 255]], dtype=np.uint8),
+        np.array([[255, 255]], dtype=np.uint8),
+        np.array([[0, 700]], dtype=np.uint16),
+        np.array([[0, 65535]], dtype=np.uint16),
+    ],
+)
+def test_what_is_no_index_is_refused_with_the_option_for_it(
+    tmp_path: Path, pixels: NDArray[np.generic]
+) -> None:
+    labels = MaskLabels(_saved(tmp_path, pixels), Size(2, 1))
+    with pytest.raises(PathosegError, match=r"s_mask\.png") as refused:
+        labels.classes()
+    assert '[annotations] mask = "binary"' in refused.value.mend
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "LA"])
+def test_colours_are_no_indices(tmp_path: Path, mode: str) -> None:
+    path = tmp_path / "s_mask.png"
+    Image.new(mode, (4, 3)).save(path)
+    with pytest.raises(PathosegError, match=rf"s_mask\.png holds {mode} pixels") as refused:
+        MaskLabels(path, Size(4, 3))
+    assert "palette" in refused.value.mend
+
+
+def test_real_numbers_are_no_indices(tmp_path: Path) -> None:
+    with pytest.raises(PathosegError, match="holds F pixels"):
+        MaskLabels(_saved(tmp_path, PATTERN.astype(np.float32), "s_mask.tif"), Size(4, 3))
+
+
+def _png(width: int, height: int, body: bytes) -> bytes:
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        whole = kind + content
+        return struct.pack(">I", len(content)) + whole + struct.pack(">I", zlib.crc32(whole))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    packed = zlib.compress(body)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", packed) + chunk(b"IEND", b"")
+    )
+
+
+def test_an_image_bomb_is_refused_undecoded(tmp_path: Path) -> None:
+    path = tmp_path / "s_mask.png"
+    path.write_bytes(_png(1_000_000, 1_000_000, b"\0"))
+    with pytest.raises(PathosegError, match="1000000 × 1000000 px; a mask may have"):
+        MaskLabels(path, Size(10, 10))
+
+
+def test_the_bound_is_ours_and_not_pillows(tmp_path: Path) -> None:
+    path = tmp_path / "s_mask.png"
+    path.write_bytes(_png(19_000, 19_000, b"\0"))  # 361 megapixels; the pixels are not asked for
+    MaskLabels(path, Size(19_000, 19_000))
+
+
+def test_a_truncated_mask_is_refused_when_it_is_decoded(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    path = _saved(tmp_path, rng.integers(0, 4, (64, 64), dtype=np.uint8))
+    path.write_bytes(path.read_bytes()[:-300])
+    labels = MaskLabels(path, Size(64, 64))
+    with pytest.raises(PathosegError, match=r"s_mask\.png cannot be read as a mask"):
+        labels.classes()
+
+
+@pytest.mark.parametrize("content", [b"", b"\x89PNG\r\n\x1a\n", b"II*\0", b"\xff\xd8\xff\xe0 JPEG"])
+@pytest.mark.parametrize("name", ["s_mask.png", "s_mask.tif"])
+def test_what_is_no_image_is_refused(tmp_path: Path, name: str, content: bytes) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(PathosegError, match=r"s_mask\.\w+ cannot be read as a mask"):
+        MaskLabels(path, Size(4, 3))
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PathosegError, match="No such file"):
+        MaskLabels(tmp_path / "none_mask.png", Size(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("folder", "size", "values", "files"),
+    [
+        ("tnbc/masks", Size(512, 512), "binary", 37),
+        ("monuseg-train/masks", Size(1000, 1000), "indices", 30),
+        ("dsb2018-stained/labels", Size(320, 256), "binary", 81),
+    ],
+)
+def test_real_masks_have_one_class(
+    shared_data: Path, folder: str, size: Size, values: Literal["indices", "binary"], files: int
+) -> None:
+    paths = sorted((shared_data / folder).glob("*.png"))
+    assert len(paths) == files
+    for path in paths[:10]:
+        labels = MaskLabels(path, size, values)
+        assert list(labels.classes()) == ["class 1"]
+        with Image.open(path) as image:
+            np.testing.assert_array_equal(_whole(labels, size), np.asarray(image) > 0)

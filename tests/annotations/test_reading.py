@@ -1,0 +1,256 @@
+"""From a slide to its labels: finding, dispatch, frames, strays, and the table of classes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from pathoseg.annotations.annotation import AnnotationOptions, ClassTable, Colour
+from pathoseg.annotations.mask_image import MaskLabels
+from pathoseg.annotations.raster import PolygonLabels
+from pathoseg.annotations.reading import class_table, find_annotation, read_labels
+from pathoseg.errors import PathosegError
+from pathoseg.geometry import Box, Frame, Mpp, Size
+
+SLIDE = Size(100, 100)
+ORIGIN = (1000, 500)
+TABLE = ClassTable(("tumour",), ((1, 2, 3),))
+
+
+def _square(left: float, top: float, side: float = 10, name: str = "tumour") -> dict[str, Any]:
+    right, bottom = left + side, top + side
+    corners = [[left, top], [right, top], [right, bottom], [left, bottom], [left, top]]
+    return {
+        "type": "Feature",
+        "geometry": {"type": "Polygon", "coordinates": [corners]},
+        "properties": {"classification": {"name": name, "color": [1, 2, 3]}},
+    }
+
+
+def _geojson(folder: Path, *features: dict[str, Any], name: str = "slide.geojson") -> Path:
+    path = folder / name
+    path.write_text(json.dumps(list(features)))
+    return path
+
+
+def _asap(folder: Path, left: float, top: float) -> Path:
+    path = folder / "slide.xml"
+    (corners,) = _square(left, top)["geometry"]["coordinates"]
+    lines = "".join(
+        f'<Coordinate Order="{order}" X="{x}" Y="{y}"/>' for order, (x, y) in enumerate(corners)
+    )
+    path.write_text(
+        '<ASAP_Annotations><Annotations><Annotation Type="Polygon" PartOfGroup="tumour">'
+        f"<Coordinates>{lines}</Coordinates></Annotation></Annotations></ASAP_Annotations>"
+    )
+    return path
+
+
+def _imagescope(folder: Path, left: float, top: float) -> Path:
+    path = folder / "slide.xml"
+    (corners,) = _square(left, top)["geometry"]["coordinates"]
+    lines = "".join(f'<Vertex X="{x}" Y="{y}"/>' for x, y in corners)
+    path.write_text(
+        '<Annotations><Annotation Name="tumour"><Regions><Region NegativeROA="0">'
+        f"<Vertices>{lines}</Vertices></Region></Regions></Annotation></Annotations>"
+    )
+    return path
+
+
+def _left_top(path: Path, options: AnnotationOptions) -> tuple[int, int]:
+    labels = read_labels(path, SLIDE, ORIGIN, options)
+    frame = Frame.at(SLIDE, Mpp(0.25, 0.25), 0.25)
+    rows, columns = np.nonzero(labels.rasterise(Box(0, 0, 100, 100), frame, TABLE))
+    return int(columns.min()), int(rows.min())
+
+
+@pytest.mark.parametrize("write", [_asap, _imagescope])
+@pytest.mark.parametrize("frame", ["auto", "full"])
+def test_xml_counts_from_the_corner_of_the_scan(
+    tmp_path: Path, write: Any, frame: Literal["auto", "full"]
+) -> None:
+    path = write(tmp_path, 1020, 530)
+    assert _left_top(path, AnnotationOptions(frame=frame)) == (20, 30)
+
+
+@pytest.mark.parametrize("frame", ["auto", "bounds"])
+def test_qupath_counts_from_the_corner_of_the_bounds(
+    tmp_path: Path, frame: Literal["auto", "bounds"]
+) -> None:
+    path = _geojson(tmp_path, _square(20, 30))
+    assert _left_top(path, AnnotationOptions(frame=frame)) == (20, 30)
+
+
+def test_the_frame_can_be_overruled(tmp_path: Path) -> None:
+    full = _geojson(tmp_path, _square(1020, 530))
+    assert _left_top(full, AnnotationOptions(frame="full")) == (20, 30)
+    bounds = _asap(tmp_path, 20, 30)
+    assert _left_top(bounds, AnnotationOptions(frame="bounds")) == (20, 30)
+
+
+@pytest.mark.parametrize(("frame", "other"), [("full", "bounds"), ("bounds", "full")])
+def test_the_wrong_frame_or_slide_is_noticed(
+    tmp_path: Path, frame: Literal["full", "bounds"], other: str
+) -> None:
+    where = (20, 30) if frame == "full" else (1020, 530)
+    path = _geojson(tmp_path, _square(*where))
+    with pytest.raises(PathosegError, match=r"1 of the 1 regions in .*slide\.geojson") as refused:
+        read_labels(path, SLIDE, ORIGIN, AnnotationOptions(frame=frame))
+    assert f'frame = "{other}"' in refused.value.mend
+
+
+def test_strays_and_regions_across_the_edge_are_let_be(tmp_path: Path) -> None:
+    path = _geojson(tmp_path, _square(-5, -5), _square(500, 500))
+    assert list(read_labels(path, SLIDE, (0, 0), AnnotationOptions()).classes()) == ["tumour"]
+
+
+def test_no_regions_are_no_strays(tmp_path: Path) -> None:
+    labels = read_labels(_geojson(tmp_path), SLIDE, (0, 0), AnnotationOptions())
+    assert dict(labels.classes()) == {}
+
+
+def test_options_reach_the_readers(tmp_path: Path) -> None:
+    path = _asap(tmp_path, 1020, 530)
+    labels = read_labels(path, SLIDE, ORIGIN, AnnotationOptions(exclude=("TUMOUR",)))
+    assert dict(labels.classes()) == {}
+    mask = tmp_path / "slide_mask.png"
+    Image.fromarray(np.full((100, 100), 255, dtype=np.uint8)).save(mask)
+    labels = read_labels(mask, SLIDE, ORIGIN, AnnotationOptions(mask="binary"))
+    assert isinstance(labels, MaskLabels)
+    assert list(labels.classes()) == ["class 1"]
+
+
+@pytest.mark.parametrize("name", ["slide.csv", "slide.tsv", "slide.jpg", "slide.gz", "slide"])
+def test_other_formats_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("x")
+    with pytest.raises(PathosegError, match=f"{name} is no annotation") as refused:
+        read_labels(tmp_path / name, SLIDE, (0, 0), AnnotationOptions())
+    assert "GeoJSON" in refused.value.mend
+
+
+def test_other_xml_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "slide.xml"
+    path.write_text("<html/>")
+    with pytest.raises(PathosegError, match=r"slide\.xml is XML, but .*<html>"):
+        read_labels(path, SLIDE, (0, 0), AnnotationOptions())
+
+
+def test_a_real_slide_with_its_real_annotation(shared_data: Path) -> None:
+    slide = shared_data / "slides" / "monusac_A9K0_1.svs"
+    path = find_annotation(slide, None)
+    assert path == slide.with_suffix(".xml")
+    size = Size(1307, 1153)
+    labels = read_labels(path, size, (0, 0), AnnotationOptions())
+    assert isinstance(labels, PolygonLabels)
+    table = class_table([labels], None)
+    assert table.names == ("Epithelial", "Macrophage")
+    assert table.colours == ((255, 0, 0), (0, 255, 0))
+    frame = Frame.at(size, Mpp(0.1945, 0.1945), 0.1945)
+    mask = labels.rasterise(Box(0, 0, size.width, size.height), frame, table)
+    assert set(np.unique(mask)) == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    "suffix",
+    [".geojson", ".geojson.gz", ".json", ".xml", "_mask.png", "_mask.tif", "_mask.tiff"],
+)
+def test_the_annotation_is_found_beside_the_slide_and_elsewhere(
+    tmp_path: Path, suffix: str
+) -> None:
+    name = f"a.b{suffix}"
+    slides, elsewhere = tmp_path / "slides", tmp_path / "elsewhere"
+    slides.mkdir()
+    elsewhere.mkdir()
+    slide = slides / "a.b.svs"
+    assert find_annotation(slide, None) is None
+    assert find_annotation(slide, elsewhere) is None
+    (elsewhere / name).touch()
+    assert find_annotation(slide, None) is None
+    assert find_annotation(slide, elsewhere) == elsewhere / name
+    (slides / name).touch()
+    assert find_annotation(slide, None) == slides / name
+
+
+def test_a_slide_is_never_its_own_mask(tmp_path: Path) -> None:
+    slide = tmp_path / "a.png"
+    slide.touch()
+    assert find_annotation(slide, None) is None
+    assert find_annotation(slide, tmp_path / "." / "") is None
+    masks = tmp_path / "masks"
+    masks.mkdir()
+    shutil.copy(slide, masks)
+    assert find_annotation(slide, masks) == masks / "a.png"
+
+
+def test_two_annotations_of_one_slide_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.xml").touch()
+    (tmp_path / "a_mask.png").touch()
+    with pytest.raises(PathosegError, match=r"a\.svs has several.*a\.xml.*a_mask\.png"):
+        find_annotation(tmp_path / "a.svs", None)
+
+
+class _Labels:
+    def __init__(self, **classes: Colour | None) -> None:
+        self.path = Path("x.geojson")
+        self._classes = classes
+
+    def classes(self) -> Mapping[str, Colour | None]:
+        return self._classes
+
+    def rasterise(self, box: Box, frame: Frame, classes: ClassTable) -> Any:
+        raise NotImplementedError
+
+
+RED, BLUE = (255, 0, 0), (0, 0, 255)
+
+
+def test_classes_are_sorted_with_numbers_by_value() -> None:
+    names = {f"class {number}": None for number in (10, 9, 1)}
+    assert class_table([_Labels(**names, b=None), _Labels(a=None)], None).names == (
+        "a",
+        "b",
+        "class 1",
+        "class 9",
+        "class 10",
+    )
+
+
+def test_wanted_classes_keep_their_order() -> None:
+    table = class_table([_Labels(a=RED, b=BLUE)], ("b", "z", "a"))
+    assert table.names == ("b", "z", "a")
+    assert (table.colours[0], table.colours[2]) == (BLUE, RED)
+
+
+def test_colours_come_from_files_and_are_all_different() -> None:
+    table = class_table([_Labels(a=None, b=RED), _Labels(a=BLUE, c=RED, d=None)], None)
+    assert table.colours[:2] == (BLUE, RED)
+    assert len(set(table.colours)) == 4
+    many = class_table([], tuple(map(str, range(254))))
+    assert len(set(many.colours)) == 254
+
+
+@pytest.mark.parametrize("wanted", [("a", "a"), tuple(map(str, range(255)))])
+def test_impossible_wishes_are_refused(wanted: tuple[str, ...]) -> None:
+    with pytest.raises(PathosegError, match=f"names {len(wanted)} classes"):
+        class_table([], wanted)
+
+
+def test_no_class_at_all_is_refused() -> None:
+    with pytest.raises(PathosegError, match="no region of any class"):
+        class_table([_Labels()], None)
+    with pytest.raises(PathosegError, match="no region of any class"):
+        class_table([_Labels(a=RED)], ())
+
+
+def test_instances_taken_for_classes_are_noticed() -> None:
+    instances = _Labels(**{f"class {number}": None for number in range(1, 72)})
+    with pytest.raises(PathosegError, match="71 classes, class 1 to class 71") as refused:
+        class_table([instances], None)
+    assert 'mask = "binary"' in refused.value.mend
