@@ -14,8 +14,8 @@ from shapely import MultiPolygon, Polygon
 from pathoseg.annotations.annotation import Annotation
 from pathoseg.errors import PathosegError
 
-# Level-0 pixels: well beyond any slide, and small enough that areas and products stay exact.
-_FARTHEST = 1e8
+# Level-0 pixels: twenty times the widest slide, and far from where float arithmetic gets coarse.
+_FARTHEST = 1e7
 
 
 def ring(points: ArrayLike) -> NDArray[np.float64] | None:
