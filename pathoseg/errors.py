@@ -21,3 +21,17 @@ class PathosegError(Exception):
 
 class UnreadableError(PathosegError):
     """Pixels that a slide holds but cannot deliver: *unread*, never white."""
+
+
+class StoppedError(Exception):
+    """The user (SIGINT) or the machine (SIGTERM) ended the work; all that was done is saved.
+
+    Args:
+        number: The signal.
+        advice: How to go on.
+    """
+
+    def __init__(self, number: int, advice: str) -> None:
+        super().__init__(advice)
+        self.exit_code = 128 + number
+        self.advice = advice

@@ -1,0 +1,248 @@
+"""The command line: parses, calls a workflow, prints; no logic."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from pathoseg import __version__
+from pathoseg.errors import PathosegError, StoppedError
+
+app = typer.Typer(
+    name="pathoseg",
+    help="Whole-slide-image segmentation: train on outlined slides, segment the next one.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def _seconds(text: str) -> float:
+    """Seconds of `90s`, `30m`, `1.5h` or `1h30m`; a bare number counts minutes."""
+    parts = re.findall(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip().lower())
+    if not parts or "".join(a + b for a, b in parts) != re.sub(r"\s", "", text.lower()):
+        raise typer.BadParameter(f"{text!r} is no duration; write for example 30m or 1h30m.")
+    return sum(float(number) * _UNITS[unit or "m"] for number, unit in parts)
+
+
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="TOML file with everything else.", metavar="FILE")
+]
+AssumeMpp = Annotated[
+    float | None,
+    typer.Option(help="Microns per pixel of slides that state none.", metavar="MPP"),
+]
+Seed = Annotated[int | None, typer.Option(help="Seed of all randomness. [default: 0]")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+Slides = Annotated[
+    Path | None, typer.Option(help="Folder of slides.", metavar="DIR", show_default=False)
+]
+Annotations = Annotated[
+    Path | None,
+    typer.Option(help="Folder of annotations. [default: beside the slides]", metavar="DIR"),
+]
+MppOption = Annotated[
+    float | None, typer.Option(help="Microns per pixel the model sees. [default: 0.5]")
+]
+TileOption = Annotated[int | None, typer.Option(help="Side of a tile in pixels. [default: 1024]")]
+ModelFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--model", help="Run or bundle. [default: the newest finished run]", metavar="RUN"
+    ),
+]
+Factory = Annotated[
+    str | None,
+    typer.Option(
+        help="Permit a bundle to import this network of your own.", metavar="MODULE:FACTORY"
+    ),
+]
+
+
+@app.callback(invoke_without_command=True)
+def _version(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"pathoseg {__version__}")
+        raise typer.Exit
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _flags(
+    data: dict[str, Any], tiles: dict[str, Any], seed: int | None, **more: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    return {"": {"seed": seed}, "data": data, "tiles": tiles, **more}
+
+
+@app.command(
+    epilog="Example: pathoseg train --slides slides/ --mpp 0.5 --tile 1024 --time-limit 2h"
+)
+def train(
+    slides: Slides = None,
+    annotations: Annotations = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the run. [default: runs/<date>-<time>]")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="unet, unet64, resnet110_v2, resnet1001_v2 or module:factory. [default: unet]",
+            metavar="NAME",
+        ),
+    ] = None,
+    mpp: MppOption = None,
+    tile: TileOption = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the tiles.")] = None,
+    time_limit: Annotated[
+        str | None,
+        typer.Option(help="Finish within this time, e.g. 30m or 2h.", metavar="DURATION"),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with --out, or the newest unfinished run.")
+    ] = False,
+    skip_bad_slides: Annotated[
+        bool, typer.Option("--skip-bad-slides", help="Leave out slides that cannot be read.")
+    ] = False,
+    config: ConfigFile = None,
+    seed: Seed = None,
+    assume_mpp: AssumeMpp = None,
+    debug: Debug = False,
+) -> None:
+    """Train a model from slides and their annotations."""
+    from pathoseg.workflows.train import train as run_training
+
+    run_training(
+        config,
+        _flags(
+            {
+                "slides": _text(slides),
+                "annotations": _text(annotations),
+                "assume_mpp": assume_mpp,
+                "skip_bad_slides": skip_bad_slides or None,
+            },
+            {"mpp": mpp, "tile": tile},
+            seed,
+            model={"name": model},
+            train={
+                "epochs": epochs,
+                "time_limit": None if time_limit is None else _seconds(time_limit),
+            },
+        ),
+        out,
+        resume,
+    )
+
+
+@app.command(epilog="Example: pathoseg infer slide.svs --model runs/latest --out results/")
+def infer(
+    slides: Annotated[
+        list[Path], typer.Argument(help="Slides, or folders of slides.", metavar="SLIDE|DIR...")
+    ],
+    model: ModelFolder = None,
+    out: Annotated[Path, typer.Option(help="Folder of the results.", metavar="DIR")] = Path(
+        "results"
+    ),
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Skip slides whose result is whole.")
+    ] = False,
+    factory: Factory = None,
+    config: ConfigFile = None,
+    assume_mpp: AssumeMpp = None,
+    debug: Debug = False,
+) -> None:
+    """Segment slides: mask, outlines for QuPath, overlay and areas."""
+    from pathoseg.workflows.infer import infer as run_inference
+
+    failed = run_inference(
+        slides, model, out, config, {"data": {"assume_mpp": assume_mpp}}, resume, factory
+    )
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Example: pathoseg evaluate --slides slides/ --split test")
+def evaluate(
+    slides: Slides = None,
+    annotations: Annotations = None,
+    model: ModelFolder = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of evaluation.csv. [default: the run's]")
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option(help="Only slides of this split: train, val or test.")
+    ] = None,
+    factory: Factory = None,
+    config: ConfigFile = None,
+    assume_mpp: AssumeMpp = None,
+    debug: Debug = False,
+) -> None:
+    """Compare a model's segmentation of whole slides with their annotations."""
+    from pathoseg.workflows.evaluate import evaluate as run_evaluation
+
+    data = {
+        "slides": _text(slides),
+        "annotations": _text(annotations),
+        "assume_mpp": assume_mpp,
+    }
+    run_evaluation(model, out, config, {"data": data}, split, factory)
+
+
+@app.command(epilog="Example: pathoseg cache --slides slides/ --mpp 0.5 --tile 1024 --out tiles/")
+def cache(
+    slides: Slides = None,
+    annotations: Annotations = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the cache (TOML: [tiles] cache).", metavar="DIR")
+    ] = None,
+    mpp: MppOption = None,
+    tile: TileOption = None,
+    config: ConfigFile = None,
+    assume_mpp: AssumeMpp = None,
+    debug: Debug = False,
+) -> None:
+    """Fill the tile cache ahead of training."""
+    from pathoseg.workflows.cache import fill_cache
+
+    data = {
+        "slides": _text(slides),
+        "annotations": _text(annotations),
+        "assume_mpp": assume_mpp,
+    }
+    fill_cache(config, _flags(data, {"mpp": mpp, "tile": tile, "cache": _text(out)}, None))
+
+
+def main() -> NoReturn:
+    """Runs the command line; every failure ends as one message and its exit code.
+
+    0 done, 1 some slides failed, 2 bad input, 130 Ctrl-C, 143 SIGTERM.
+    """
+    # albumentations asks the network for updates when it is imported.
+    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+    debug = "--debug" in sys.argv
+    try:
+        app(standalone_mode=True)
+    except PathosegError as error:
+        if debug:
+            raise
+        typer.secho(f"Error: {error.problem}", fg="red", err=True)
+        typer.echo(f"  {error.mend}", err=True)
+        sys.exit(2)
+    except StoppedError as stop:
+        typer.echo(f"Stopped. {stop.advice}", err=True)
+        sys.exit(stop.exit_code)
+    except KeyboardInterrupt:
+        typer.echo("Stopped.", err=True)
+        sys.exit(130)
+    sys.exit(0)

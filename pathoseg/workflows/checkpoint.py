@@ -1,0 +1,94 @@
+"""The state of a training run on disk: replaced whole, loaded without executing anything."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pathoseg.errors import PathosegError
+from pathoseg.outputs.atomic import replaced
+
+LAST = "last.pt"
+BEST = "best.pt"
+
+
+@dataclass
+class Progress:
+    """Where a run stands; plain numbers, so that it loads with `weights_only=True`.
+
+    Attributes:
+        epoch: Epochs finished.
+        epoch_step: Steps done in the epoch under way.
+        step: Steps done in all.
+        total_steps: Steps the learning rate is laid over; None until a time limit is translated.
+        loss_sum: Sum of per-sample losses of the epoch under way.
+        samples: Samples of the epoch under way.
+        skipped_steps: Steps left out because a gradient was not finite.
+        best: Best validation score so far.
+        best_epoch: The epoch it was reached in.
+        seconds: Time spent, all parts of the run together.
+        rows: Rows of metrics.csv so far.
+    """
+
+    epoch: int = 0
+    epoch_step: int = 0
+    step: int = 0
+    total_steps: int | None = None
+    loss_sum: float = 0.0
+    samples: int = 0
+    skipped_steps: int = 0
+    best: float = float("-inf")
+    best_epoch: int = 0
+    seconds: float = 0.0
+    rows: list[dict[str, float]] = field(default_factory=list)
+
+
+def save_checkpoint(
+    path: Path,
+    progress: Progress,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+) -> None:
+    """Replaces the checkpoint at `path`: after this returns, or a crash, one is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replaced(path) as partial:
+        torch.save(
+            {
+                "progress": asdict(progress),
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "scaler": scaler.state_dict(),
+            },
+            partial,
+        )
+
+
+def load_checkpoint(
+    path: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+) -> Progress:
+    """Restores what `save_checkpoint` wrote.
+
+    Raises:
+        PathosegError: The file is cut short, is no checkpoint, or belongs to another model.
+    """
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        scaler.load_state_dict(state["scaler"])
+        known = {entry.name for entry in fields(Progress)}
+        return Progress(**{key: value for key, value in state["progress"].items() if key in known})
+    except (OSError, EOFError, RuntimeError, KeyError, ValueError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise PathosegError(
+            f"The checkpoint {path} cannot be used ({reason}).",
+            f"Delete {path.parent} to start this run again; its bundle in model/ is untouched.",
+        ) from None

@@ -1,0 +1,248 @@
+"""What a run is asked to do: frozen, read from TOML and flags, written back as the run's record."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+import tomli_w
+from pydantic import TypeAdapter, ValidationError
+
+from pathoseg.annotations.annotation import AnnotationOptions
+from pathoseg.errors import PathosegError
+from pathoseg.models.build import ModelConfig
+from pathoseg.models.losses import LossConfig
+from pathoseg.tiles.tissue import TissueOptions
+from pathoseg.tiles.transform import AugmentOptions
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where slides and annotations come from.
+
+    Attributes:
+        slides: Folder of slides.
+        annotations: Folder of annotations; None means beside the slides.
+        table: CSV with the columns slide, patient, split; None means `slides.csv` in either folder.
+        classes: Names of the classes in order; None means all that the annotations name, sorted.
+        assume_mpp: Microns per pixel of slides that state none.
+        val_share: Share of patients held out for validation where no table splits them.
+        skip_bad_slides: Leave out slides that cannot be read instead of refusing to start.
+    """
+
+    slides: str | None = None
+    annotations: str | None = None
+    table: str | None = None
+    classes: tuple[str, ...] | None = None
+    assume_mpp: float | None = None
+    val_share: float = 0.2
+    skip_bad_slides: bool = False
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """How slides are cut for training.
+
+    Attributes:
+        mpp: Microns per pixel the model sees.
+        tile: Side of a tile in pixels.
+        overlap: Pixels that neighbouring training tiles share.
+        balance: "class" draws tiles so that every class is seen equally often, "none" takes all.
+        min_tissue: Least share of tissue in a tile without annotation.
+        cache: Folder of the tile cache; None reads slides directly.
+        codec: How cached tiles are compressed.
+        stain: Stain normalisation, fitted once per slide.
+        min_cover: (classify) least share of a tile's annotated pixels that its class must cover.
+    """
+
+    mpp: float = 0.5
+    tile: int = 1024
+    overlap: int = 0
+    balance: Literal["none", "class"] = "class"
+    min_tissue: float = 0.1
+    cache: str | None = None
+    codec: Literal["lossless", "lossy"] = "lossless"
+    stain: Literal["none", "macenko", "reinhard"] = "none"
+    min_cover: float = 0.5
+
+
+@dataclass(frozen=True)
+class NetConfig:
+    """The network; sizes left out take the values its name implies.
+
+    Attributes:
+        name: `unet`, `unet64`, `resnet110_v2`, `resnet1001_v2` or `module:factory`.
+        task: "segment" labels pixels, "classify" labels tiles.
+        width: Channels of the first block.
+        depth: (U-Net) number of poolings.
+        norm: Normalisation layer.
+        options: Keyword arguments of a `module:factory`.
+    """
+
+    name: str = "unet"
+    task: Literal["segment", "classify"] = "segment"
+    width: int | None = None
+    depth: int | None = None
+    norm: Literal["batch", "group", "instance"] = "batch"
+    options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+
+    def with_classes(self, classes: int) -> ModelConfig:
+        """The network for `classes` classes, background included."""
+        return ModelConfig(classes=classes, **{f.name: getattr(self, f.name) for f in fields(self)})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The training loop.
+
+    Attributes:
+        epochs: Passes over the samples; None means 50, or as many as the time limit holds.
+        time_limit: Seconds for the whole run, resumed parts counted together.
+        samples_per_epoch: Tiles drawn an epoch; None means as many as there are.
+        batch: Tiles a step.
+        microbatch: Tiles a forward pass; gradients accumulate over a step.
+        optimizer: AdamW, or SGD with Nesterov momentum 0.9.
+        lr: Highest learning rate.
+        weight_decay: Decoupled (adamw) or L2 (sgd); never on norms and biases.
+        schedule: Shape of the learning rate after the warm-up.
+        warmup: Share of all steps over which the learning rate rises.
+        clip: Largest global gradient norm; 0 leaves gradients alone.
+        amp: Arithmetic on CUDA; "auto" means bf16 where the device has it. CPUs use float32.
+        patience: Epochs without a better validation Dice before stopping; 0 never stops.
+        validate_every: Epochs between validations.
+        checkpoint_minutes: Minutes between checkpoints within an epoch.
+        readers: Threads that read and augment tiles.
+    """
+
+    epochs: int | None = None
+    time_limit: float | None = None
+    samples_per_epoch: int | None = None
+    batch: int = 4
+    microbatch: int | None = None
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    lr: float = 1e-3
+    weight_decay: float = 1e-2
+    schedule: Literal["cosine", "poly", "constant"] = "cosine"
+    warmup: float = 0.05
+    clip: float = 1.0
+    amp: Literal["auto", "none", "bf16", "fp16"] = "auto"
+    patience: int = 0
+    validate_every: int = 1
+    checkpoint_minutes: float = 10.0
+    readers: int = 2
+
+
+@dataclass(frozen=True)
+class InferConfig:
+    """Segmenting slides.
+
+    Attributes:
+        overlap: Pixels that neighbouring tiles share; None means a quarter of the tile.
+        margin: Outer pixels of a tile whose predictions get no weight; None means overlap // 4.
+        batch: Tiles a forward pass.
+        readers: Threads that read tiles ahead.
+        simplify: Tolerance of the outlines in pixels of the mask; 0 keeps pixel edges.
+        min_region_um2: Smaller regions are left out of the outlines (the mask keeps them).
+        compress_regions: Write `regions.geojson.gz`.
+        region_type: How QuPath shows regions; `detection` draws faster when there are many.
+    """
+
+    overlap: int | None = None
+    margin: int | None = None
+    batch: int = 1
+    readers: int = 2
+    simplify: float = 0.5
+    min_region_um2: float = 0.0
+    compress_regions: bool = False
+    region_type: Literal["annotation", "detection"] = "annotation"
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a run is told, one table of the TOML file each."""
+
+    seed: int = 0
+    data: DataConfig = field(default_factory=DataConfig)
+    annotations: AnnotationOptions = field(default_factory=AnnotationOptions)
+    tiles: TileConfig = field(default_factory=TileConfig)
+    tissue: TissueOptions = field(default_factory=TissueOptions)
+    model: NetConfig = field(default_factory=NetConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    augment: AugmentOptions = field(default_factory=AugmentOptions)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    infer: InferConfig = field(default_factory=InferConfig)
+
+
+def load_config(path: Path | None, flags: Mapping[str, Mapping[str, Any]] | None = None) -> Config:
+    """The configuration of `path` (TOML), overruled by `flags`.
+
+    Args:
+        path: TOML file, or None for the defaults.
+        flags: Section → key → value; None values are flags not given. Top-level keys stand
+            under the section "".
+
+    Raises:
+        PathosegError: The file cannot be read, a key is unknown, or a value does not fit.
+    """
+    table = _read(path) if path else {}
+    where = str(path) if path else "The options"
+    _refuse_unknown(Config, table, where, "")
+    for section, values in (flags or {}).items():
+        target = table.setdefault(section, {}) if section else table
+        target.update({key: value for key, value in values.items() if value is not None})
+    adapter = TypeAdapter(Config)
+    try:
+        return adapter.validate_python(table)
+    except ValidationError as wrong:
+        first = wrong.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise PathosegError(
+            f"{where}: {key} = {first['input']!r} does not fit ({first['msg']}).",
+            "See docs/configuration.md for the values it takes.",
+        ) from None
+
+
+def write_config(config: Config, path: Path) -> None:
+    """Writes `config` as TOML that `load_config` reads back equal; what is None is left out."""
+    path.write_text(tomli_w.dumps(_without_none(asdict(config))))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise PathosegError(
+            f"{path} cannot be read ({error.strerror}).", "Check the path given to --config."
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise PathosegError(f"{path} is not valid TOML: {error}.", "Mend that line.") from None
+
+
+def _refuse_unknown(cls: type, table: Mapping[str, Any], where: str, prefix: str) -> None:
+    known = get_type_hints(cls)
+    names = [entry.name for entry in fields(cls)]
+    for key, value in table.items():
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+            mend = f"Did you mean `{near[0]}`?" if near else f"Known here: {', '.join(names)}."
+            raise PathosegError(f"{where}: unknown key `{prefix}{key}`.", mend)
+        if is_dataclass(known[key]) and isinstance(known[key], type):
+            if not isinstance(value, dict):
+                raise PathosegError(
+                    f"{where}: `{prefix}{key}` is a table, not a value.",
+                    f"Write it as [{prefix}{key}] with keys below.",
+                )
+            _refuse_unknown(known[key], value, where, f"{prefix}{key}.")
+
+
+def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_none(value) if isinstance(value, Mapping) else value
+        for key, value in table.items()
+        if value is not None
+    }

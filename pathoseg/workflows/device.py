@@ -1,0 +1,69 @@
+"""The device that computes: choosing it, its arithmetic, and bringing uint8 pixels onto it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pathoseg.errors import PathosegError
+
+# ImageNet's channel statistics: what most published pathology models are scaled by.
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
+
+
+def pick_device() -> torch.device:
+    """The first CUDA device where there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def amp_dtype(
+    device: torch.device, wanted: Literal["auto", "none", "bf16", "fp16"]
+) -> torch.dtype | None:
+    """The reduced precision to compute in, or None for float32 (always on CPUs)."""
+    if device.type != "cuda" or wanted == "none":
+        return None
+    if wanted == "fp16":
+        return torch.float16
+    if wanted == "auto" and not torch.cuda.is_bf16_supported():
+        return torch.float16
+    return torch.bfloat16
+
+
+def to_input(
+    images: NDArray[np.uint8], mean: Sequence[float], std: Sequence[float], device: torch.device
+) -> torch.Tensor:
+    """Scales pixels to a network's input, on the device: uint8 travels, a quarter of float32.
+
+    Args:
+        images: (n, height, width, 3), RGB.
+        mean: Per channel, of pixels in 0…1.
+        std: Likewise.
+        device: Where the result lies.
+
+    Returns:
+        (n, 3, height, width), float32.
+    """
+    pixels = torch.from_numpy(images).to(device, non_blocking=True)
+    scale = torch.tensor(std, device=device) * 255
+    shift = torch.tensor(mean, device=device) * 255
+    return ((pixels - shift) / scale).permute(0, 3, 1, 2).contiguous()
+
+
+@contextmanager
+def memory_told(what: str, mend: str) -> Iterator[None]:
+    """Turns running out of device memory into an error that says what to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info()
+        raise PathosegError(
+            f"{what} does not fit on the GPU ({free / 2**30:.1f} of {total / 2**30:.1f} GiB "
+            f"are free): {str(error).splitlines()[0]}",
+            mend,
+        ) from None

@@ -1,0 +1,126 @@
+"""Compares a model's segmentation of whole annotated slides with their annotations."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pathoseg.annotations.annotation import ClassTable
+from pathoseg.errors import PathosegError
+from pathoseg.geometry import Box
+from pathoseg.models.bundle import Bundle, load_bundle
+from pathoseg.models.metrics import Confusion
+from pathoseg.outputs.atomic import replaced
+from pathoseg.workflows.config import load_config
+from pathoseg.workflows.device import pick_device
+from pathoseg.workflows.interruption import Interruption
+from pathoseg.workflows.progress import say
+from pathoseg.workflows.runs import SPLITS, bundle_of
+from pathoseg.workflows.segment import Segmenter, class_table_of
+from pathoseg.workflows.sources import Source, find_sources
+
+RESULT = "evaluation.csv"
+_UNSEEN = "unseen"
+
+
+def evaluate(
+    model: Path | None,
+    out: Path | None,
+    config_file: Path | None,
+    flags: Mapping[str, Mapping[str, Any]],
+    split: str | None,
+    factory: str | None,
+) -> Path:
+    """Writes Dice and IoU of every slide, and of all slides of a split taken together.
+
+    A slide's split is what the model's run recorded; one that the run never saw is `unseen`.
+    Figures of training slides therefore never mix with others.
+
+    Returns:
+        The table `slide,split,pixels,dice_<class>…,iou_<class>…`.
+
+    Raises:
+        PathosegError: The model, a slide or an annotation cannot be used, or no slide is left.
+    """
+    bundle = bundle_of(model)
+    net, card = load_bundle(bundle, factory)
+    config = load_config(config_file, flags)
+    config = replace(config, tiles=replace(config.tiles, mpp=card.mpp))
+    sources = find_sources(config, class_table_of(card))
+    splits = _recorded_splits(bundle.parent / SPLITS)
+    chosen = [
+        (source, splits.get(source.slide.name, _UNSEEN))
+        for source in sources.usable
+        if split in (None, splits.get(source.slide.name, _UNSEEN))
+    ]
+    if not chosen:
+        raise PathosegError(
+            f"No annotated slide in {config.data.slides} is of the split {split!r}.",
+            f"The model's run has these: {', '.join(sorted({*splits.values(), _UNSEEN}))}.",
+        )
+    segmenter = Segmenter(net.to(pick_device()), card, config)
+    rows, pooled = [], dict[str, Confusion]()
+    with Interruption() as interruption:
+        for source, part in chosen:
+            confusion = _compare(segmenter, source, class_table_of(card), interruption)
+            rows.append(_row(source.slide.name, part, confusion, card))
+            pooled.setdefault(part, Confusion(len(confusion.matrix))).merge(confusion)
+            say(_line(rows[-1]))
+    rows += [_row("all", part, confusion, card) for part, confusion in pooled.items()]
+    path = (out or bundle.parent) / RESULT
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replaced(path) as draft, draft.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    for row in rows[-len(pooled) :]:
+        say(_line(row))
+    say(f"Written to {path}")
+    return path
+
+
+def _compare(
+    segmenter: Segmenter, source: Source, classes: ClassTable, interruption: Interruption
+) -> Confusion:
+    confusion, top = Confusion(len(classes)), 0
+    for band in segmenter.bands(source.slide, interruption):
+        box = Box(0, top, band.shape[1], band.shape[0])
+        truth = source.labels.rasterise(box, source.frame, classes)
+        unread = band == 255
+        truth[unread], band[unread] = 255, 0
+        confusion.update(band, truth)
+        top += len(band)
+    return confusion
+
+
+def _recorded_splits(table: Path) -> dict[str, str]:
+    if not table.is_file():
+        return {}
+    with table.open(newline="") as file:
+        return {row["slide"]: row["split"] for row in csv.DictReader(file)}
+
+
+def _row(slide: str, split: str, confusion: Confusion, card: Bundle) -> dict[str, str | float]:
+    row: dict[str, str | float] = {
+        "slide": slide,
+        "split": split,
+        "pixels": int(confusion.matrix.sum()),
+        "dice_mean": confusion.mean_dice,
+        "iou_mean": confusion.mean_iou,
+    }
+    row |= {f"dice_{n}": float(v) for n, v in zip(card.class_names, confusion.dice, strict=True)}
+    row |= {f"iou_{n}": float(v) for n, v in zip(card.class_names, confusion.iou, strict=True)}
+    return row
+
+
+def _line(row: Mapping[str, str | float]) -> str:
+    each = "  ".join(
+        f"{key.removeprefix('dice_')} {value:.4f}"
+        for key, value in row.items()
+        if key.startswith("dice_") and isinstance(value, float) and not math.isnan(value)
+    )
+    return f"{row['slide']} ({row['split']})  Dice: {each}"

@@ -1,0 +1,60 @@
+"""Segments slides, one result folder each; a slide that fails stops no other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pathoseg.errors import PathosegError
+from pathoseg.models.bundle import load_bundle
+from pathoseg.workflows.config import load_config
+from pathoseg.workflows.device import pick_device
+from pathoseg.workflows.interruption import Interruption
+from pathoseg.workflows.progress import say
+from pathoseg.workflows.results import is_whole, result_folder, result_folders
+from pathoseg.workflows.runs import bundle_of
+from pathoseg.workflows.segment import Segmenter
+
+
+def infer(
+    inputs: Sequence[Path],
+    model: Path | None,
+    out: Path,
+    config_file: Path | None,
+    flags: Mapping[str, Mapping[str, Any]],
+    resume: bool,
+    factory: str | None,
+) -> int:
+    """Segments every slide of `inputs` (slides, or folders of slides) into `out`.
+
+    Returns:
+        How many slides of several failed; each stands in `out/failures.csv`.
+
+    Raises:
+        PathosegError: The model or the only slide cannot be used, or an input is missing.
+        StoppedError: A signal came; finished slides are kept.
+    """
+    config = load_config(config_file, flags)
+    net, card = load_bundle(bundle_of(model), factory)
+    slides = _slides(inputs)
+    folders = result_folders(out, slides)
+    segmenter = Segmenter(net.to(pick_device()), card, config)
+    failures: dict[Path, PathosegError] = {}
+    with Interruption() as interruption:
+        for slide, folder in folders.items():
+            if resume and is_whole(folder):
+                say(f"{slide.name}: already done, in {folder}")
+                continue
+            try:
+                with result_folder(folder) as partial:
+                    segmenter.run(slide, partial, interruption)
+            except PathosegError as error:
+                if len(slides) == 1:
+                    raise
+                failures[slide] = error
+                say(f"{slide.name}: failed. {error.problem} {error.mend}")
+            else:
+                say(f"{slide.name}: done, in {folder}")
+            _write_tables(out, folders, failures)
+            interruption.raise_if_asked(f"Go on with the same command and --resume; see {out}.")

@@ -1,0 +1,50 @@
+"""Ctrl-C and SIGTERM as a question that long work asks itself between two steps."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Self
+
+from pathoseg.errors import StoppedError
+
+
+class Interruption:
+    """While entered, holds back SIGINT and SIGTERM; a second SIGINT ends the work at once.
+
+    Handlers are process-wide, so only the main thread installs them.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._before: dict[int, signal._HANDLER] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def raise_if_asked(self, advice: str) -> None:
+        """Ends the work if a signal came.
+
+        Raises:
+            StoppedError: A signal came.
+        """
+        if self.number is not None:
+            raise StoppedError(self.number, advice)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.number is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.number = number

@@ -1,0 +1,94 @@
+"""What a run says of itself while it trains: metrics.csv, TensorBoard events, pictures."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from torch.utils.tensorboard import SummaryWriter
+
+from pathoseg.annotations.annotation import IGNORE, ClassTable
+from pathoseg.outputs.atomic import replaced
+
+COLUMNS = (
+    "epoch",
+    "step",
+    "train_loss",
+    "val_loss",
+    "val_dice_mean",
+    "val_iou_mean",
+    "tiles_per_s",
+)
+
+
+class Records:
+    """Writes one run's figures; a resumed run overwrites what it computes again.
+
+    Args:
+        run: The run's folder.
+        columns: Names of the figures of an epoch beyond `COLUMNS`.
+        step: The step the run goes on from; later events are purged.
+    """
+
+    def __init__(self, run: Path, columns: Sequence[str], step: int) -> None:
+        self._csv = run / "metrics.csv"
+        self._pictures = run / "predictions"
+        self._columns = (*COLUMNS, *columns)
+        self._events = SummaryWriter(str(run / "tensorboard"), purge_step=step)
+
+    def step(self, step: int, loss: float, rate: float) -> None:
+        self._events.add_scalar("train/step_loss", loss, step)
+        self._events.add_scalar("train/learning_rate", rate, step)
+
+    def epoch(self, rows: Sequence[dict[str, float]]) -> None:
+        """Rewrites metrics.csv with all epochs so far and logs the last one."""
+        with replaced(self._csv) as partial, partial.open("w", newline="") as file:
+            writer = csv.DictWriter(file, self._columns, restval="", lineterminator="\n")
+            writer.writeheader()
+            writer.writerows({key: _number(value) for key, value in row.items()} for row in rows)
+        last = rows[-1]
+        for name, value in last.items():
+            if name not in ("epoch", "step") and value == value:
+                self._events.add_scalar(f"epoch/{name}", value, int(last["step"]))
+        self._events.flush()
+
+    def picture(self, image: NDArray[np.uint8], epoch: int, step: int) -> None:
+        """Keeps an epoch's picture (h, w, 3) as `predictions/epoch-0001.png` and as an event."""
+        self._pictures.mkdir(exist_ok=True)
+        with replaced(self._pictures / f"epoch-{epoch:04d}.png") as partial:
+            Image.fromarray(image).save(partial)
+        self._events.add_image("image_truth_prediction", image, step, dataformats="HWC")
+
+    def close(self) -> None:
+        self._events.close()
+
+
+def comparison(
+    image: NDArray[np.uint8],
+    truth: NDArray[np.uint8],
+    prediction: NDArray[np.uint8],
+    classes: ClassTable,
+) -> NDArray[np.uint8]:
+    """Image, truth and prediction side by side, classes in their colours.
+
+    Args:
+        image: (h, w, 3).
+        truth: (h, w) class indices; 255 is drawn grey.
+        prediction: (h, w) class indices.
+        classes: Their colours.
+
+    Returns:
+        (h, 3 w, 3).
+    """
+    palette = np.zeros((256, 3), np.uint8)
+    palette[1 : len(classes)] = classes.colours
+    palette[IGNORE] = (128, 128, 128)
+    return np.concatenate([image, palette[truth], palette[prediction]], axis=1)
+
+
+def _number(value: float) -> str:
+    return repr(int(value)) if float(value).is_integer() else f"{value:.9g}"

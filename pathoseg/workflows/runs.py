@@ -1,0 +1,109 @@
+"""Where runs live: their folders, the newest finished one, the newest unfinished one."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pathoseg.errors import PathosegError
+from pathoseg.outputs.atomic import replaced
+
+RUNS = Path("runs")
+CONFIG = "config.toml"
+SPLITS = "splits.csv"
+_FINISHED = "summary.json"
+
+
+def new_run(out: Path | None) -> Path:
+    """Makes the folder of a new run and registers it in `runs/` (as a link if it lies elsewhere).
+
+    Raises:
+        PathosegError: The folder already holds a run, or cannot be made.
+    """
+    name = time.strftime("%Y-%m-%d-%H%M%S")
+    run = out or _free(RUNS / name)
+    if (run / CONFIG).exists():
+        raise PathosegError(
+            f"{run} already holds a run.", "Continue it with --resume, or choose another --out."
+        )
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        if run.resolve().parent != RUNS.resolve():
+            RUNS.mkdir(exist_ok=True)
+            _free(RUNS / name).symlink_to(run.resolve(), target_is_directory=True)
+    except OSError as error:
+        raise PathosegError(
+            f"The run's folder {run} cannot be made ({error.strerror}).",
+            "Give --out a folder on a disk that can be written.",
+        ) from None
+    return run
+
+
+def finish_run(run: Path, summary: Mapping[str, Any]) -> None:
+    """Marks `run` as finished and points `runs/latest` at it."""
+    with replaced(run / _FINISHED) as partial:
+        partial.write_text(json.dumps(summary, indent=2) + "\n")
+    RUNS.mkdir(exist_ok=True)
+    fresh = RUNS / f".latest-{os.getpid()}"
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(run.resolve(), target_is_directory=True)
+    fresh.replace(RUNS / "latest")
+
+
+def is_finished(run: Path) -> bool:
+    return (run / _FINISHED).exists()
+
+
+def newest_unfinished() -> Path:
+    """The run that `--resume` alone continues.
+
+    Raises:
+        PathosegError: There is none.
+    """
+    unfinished = [run for run in _known() if not is_finished(run)]
+    if not unfinished:
+        raise PathosegError(
+            f"There is no unfinished run in {RUNS.resolve()}.",
+            "Start one with `pathoseg train --slides DIR`, or name it with --out RUN --resume.",
+        )
+    return max(unfinished, key=lambda run: (run / CONFIG).stat().st_mtime)
+
+
+def bundle_of(model: Path | None) -> Path:
+    """The bundle's folder behind `--model`: a run, a bundle, or (None) the newest finished run.
+
+    Raises:
+        PathosegError: There is none.
+    """
+    given = model or RUNS / "latest"
+    for folder in (given / "model", given):
+        if (folder / "model.json").is_file():
+            return folder
+    if model is None:
+        raise PathosegError(
+            f"There is no finished run in {RUNS.resolve()}.",
+            "Train one with `pathoseg train --slides DIR`, or name a run with --model RUN.",
+        )
+    raise PathosegError(
+        f"{model} holds no model (no model.json in it or in its model/ folder).",
+        "Give --model the folder of a run or of a bundle.",
+    )
+
+
+def _known() -> Iterator[Path]:
+    if not RUNS.is_dir():
+        return
+    for entry in RUNS.iterdir():
+        if entry.name != "latest" and (entry / CONFIG).is_file():
+            yield entry.resolve()
+
+
+def _free(path: Path) -> Path:
+    candidate, number = path, 2
+    while candidate.exists() or candidate.is_symlink():
+        candidate, number = path.with_name(f"{path.name}-{number}"), number + 1
+    return candidate

@@ -1,0 +1,116 @@
+"""What a model is asked for, pixels or tiles: its targets and the judge of its predictions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pathoseg.annotations.annotation import ClassTable
+from pathoseg.models.metrics import Confusion, TileScores, accuracy_and_auc
+from pathoseg.tiles.tiles import tile_labels
+
+
+class Judge(Protocol):
+    """Gathers predictions and says how good they are."""
+
+    def add(self, logits: torch.Tensor, targets: torch.Tensor) -> None: ...
+    def figures(self) -> dict[str, float]: ...
+    def score(self) -> float:
+        """What the best epoch has most of."""
+        ...
+
+
+class Task(Protocol):
+    """Segmenting pixels or classifying tiles."""
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """Names of the judge's figures beyond the fixed columns of metrics.csv."""
+        ...
+
+    def targets(self, masks: NDArray[np.uint8]) -> NDArray[np.integer]:
+        """What the loss compares with, from masks (n, h, w): class indices, 255 ignored."""
+        ...
+
+    def judge(self) -> Judge: ...
+
+
+def make_task(kind: Literal["segment", "classify"], classes: ClassTable, min_cover: float) -> Task:
+    return _Segment(classes) if kind == "segment" else _Classify(classes, min_cover)
+
+
+class _Segment:
+    def __init__(self, classes: ClassTable) -> None:
+        self._classes = classes
+        self.columns = [f"val_{what}_{name}" for what in ("dice", "iou") for name in classes.names]
+
+    def targets(self, masks: NDArray[np.uint8]) -> NDArray[np.integer]:
+        return masks
+
+    def judge(self) -> Judge:
+        return _SegmentJudge(self._classes)
+
+
+class _SegmentJudge:
+    def __init__(self, classes: ClassTable) -> None:
+        self._classes = classes
+        self._confusion = Confusion(len(classes))
+
+    def add(self, logits: torch.Tensor, targets: torch.Tensor) -> None:
+        self._confusion.update(logits.argmax(1).cpu().numpy(), targets.cpu().numpy())
+
+    def figures(self) -> dict[str, float]:
+        seen = self._confusion
+        figures = {"val_dice_mean": seen.mean_dice, "val_iou_mean": seen.mean_iou}
+        for name, dice, iou in zip(self._classes.names, seen.dice, seen.iou, strict=True):
+            figures[f"val_dice_{name}"] = float(dice)
+            figures[f"val_iou_{name}"] = float(iou)
+        return figures
+
+    def score(self) -> float:
+        mean = self._confusion.mean_dice
+        return -math.inf if math.isnan(mean) else mean
+
+
+class _Classify:
+    def __init__(self, classes: ClassTable, min_cover: float) -> None:
+        self._classes, self._min_cover = classes, min_cover
+        self.columns = ["val_accuracy", *(f"val_auc_{name}" for name in classes.names)]
+
+    def targets(self, masks: NDArray[np.uint8]) -> NDArray[np.integer]:
+        indices = np.arange(len(self._classes))
+        counts = [(mask.reshape(-1, 1) == indices).sum(axis=0) for mask in masks]
+        return tile_labels(np.stack(counts), self._min_cover)
+
+    def judge(self) -> Judge:
+        return _ClassifyJudge(self._classes)
+
+
+class _ClassifyJudge:
+    def __init__(self, classes: ClassTable) -> None:
+        self._classes = classes
+        self._chances: list[NDArray[np.float32]] = []
+        self._labels: list[NDArray[np.int64]] = []
+
+    def add(self, logits: torch.Tensor, targets: torch.Tensor) -> None:
+        self._chances.append(logits.float().softmax(1).cpu().numpy())
+        self._labels.append(targets.cpu().numpy())
+
+    def figures(self) -> dict[str, float]:
+        scores = self._scores()
+        figures = {"val_accuracy": scores.accuracy}
+        for name, auc in zip(self._classes.names, scores.auc[1:], strict=True):
+            figures[f"val_auc_{name}"] = float(auc)
+        return figures
+
+    def score(self) -> float:
+        accuracy = self._scores().accuracy
+        return -math.inf if math.isnan(accuracy) else accuracy
+
+    def _scores(self) -> TileScores:
+        return accuracy_and_auc(np.concatenate(self._labels), np.concatenate(self._chances))

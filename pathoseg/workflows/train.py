@@ -1,0 +1,196 @@
+"""Trains a model from slides and annotations: one page from folder to bundle."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pathoseg.errors import PathosegError
+from pathoseg.models.build import build_model, check_tile, edge_reach, tile_multiple
+from pathoseg.models.bundle import Bundle
+from pathoseg.models.losses import build_loss
+from pathoseg.outputs.atomic import replaced
+from pathoseg.slides.slide import open_slide
+from pathoseg.tiles.dataset import TrainingSet
+from pathoseg.tiles.slide_pool import SlidePool
+from pathoseg.tiles.tiles import SlideTiles
+from pathoseg.tiles.transform import Augmentation
+from pathoseg.workflows.config import Config, load_config, write_config
+from pathoseg.workflows.cutting import cut_sources
+from pathoseg.workflows.device import MEAN, STD, pick_device
+from pathoseg.workflows.interruption import Interruption
+from pathoseg.workflows.loop import Loop
+from pathoseg.workflows.margins import default_overlap
+from pathoseg.workflows.progress import say
+from pathoseg.workflows.runs import (
+    CONFIG,
+    SPLITS,
+    finish_run,
+    is_finished,
+    new_run,
+    newest_unfinished,
+)
+from pathoseg.workflows.sources import Sources, find_sources
+from pathoseg.workflows.splits import Member, find_table, split_slides, write_splits
+from pathoseg.workflows.tasks import make_task
+from pathoseg.workflows.validation import Validation
+
+
+def train(
+    config_file: Path | None,
+    flags: Mapping[str, Mapping[str, Any]],
+    out: Path | None,
+    resume: bool,
+) -> Path:
+    """Trains until the epochs, the time limit or the patience end; returns the run's folder.
+
+    Raises:
+        PathosegError: Anything that keeps the run from starting or going on.
+        StoppedError: A signal came; `--resume` goes on.
+    """
+    started = time.monotonic()
+    run, config = _start(config_file, flags, out, resume)
+    if is_finished(run):
+        say(f"{run} is finished; its model is in {run / 'model'}.")
+        return run
+    sources = find_sources(config)
+    members = _split(config, sources)
+    write_splits(run / SPLITS, members.values())
+    torch.manual_seed(config.seed)
+    model = build_model(config.model.with_classes(len(sources.classes)), _factory(config))
+    check_tile(model, config.tiles.tile)
+    card = _card(config, sources, model)
+    _overview(sources, members, run)
+    pool = SlidePool(lambda path: open_slide(path, config.data.assume_mpp))
+    with Interruption() as interruption, closing(pool):
+        tiles = cut_sources(config, sources, members, pool, interruption)
+        task = make_task(config.model.task, sources.classes, config.tiles.min_cover)
+        batch, readers = config.train.microbatch or config.train.batch, config.train.readers
+        loop = Loop(
+            run,
+            config.train,
+            config.seed,
+            model.to(pick_device()),
+            card,
+            build_loss(config.loss, config.model.task),
+            task,
+            _training_set(config, tiles.train),
+            Validation(tiles.val, task, sources.classes, card, batch, readers),
+            started,
+        )
+        progress = loop.fit(interruption)
+    summary = {
+        "epochs": progress.epoch,
+        "steps": progress.step,
+        "seconds": round(progress.seconds, 1),
+        "best_epoch": progress.best_epoch,
+        "best_score": progress.best,
+        "skipped_steps": progress.skipped_steps,
+        "left_out": sources.left_out,
+    }
+    finish_run(run, summary)
+    say(
+        f"Best epoch: {progress.best_epoch}. Model: {run / 'model'}. Figures: {run / 'metrics.csv'}"
+    )
+    return run
+
+
+def _start(
+    config_file: Path | None,
+    flags: Mapping[str, Mapping[str, Any]],
+    out: Path | None,
+    resume: bool,
+) -> tuple[Path, Config]:
+    """A new run, or the one to go on with; a run that never began is begun by `--resume` too."""
+    if resume and out is None:
+        out = newest_unfinished()
+    if resume and out is not None and (out / CONFIG).is_file():
+        recorded = load_config(out / CONFIG)
+        _refuse_changes(out, recorded, load_config(config_file or out / CONFIG, flags))
+        return out, recorded
+    config = load_config(config_file, flags)
+    run = new_run(out)
+    with replaced(run / CONFIG) as draft:
+        write_config(config, draft)
+    return run, config
+
+
+def _refuse_changes(run: Path, recorded: Config, asked: Config) -> None:
+    """A resumed run goes on as it began: another configuration would be another run."""
+    before, now = asdict(recorded), asdict(asked)
+    for section, values in now.items():
+        if values != before[section]:
+            changed = (
+                [f"{section}.{key}" for key in values if values[key] != before[section][key]]
+                if isinstance(values, dict)
+                else [section]
+            )
+            raise PathosegError(
+                f"{run} was begun with other values of {', '.join(changed)}.",
+                "Leave these options out to go on, or start a new run without --resume.",
+            )
+
+
+def _split(config: Config, sources: Sources) -> dict[str, Member]:
+    data = config.data
+    table = find_table(data.table, _folder(data.slides), _folder(data.annotations))
+    names = [source.slide.name for source in sources.usable]
+    return split_slides(names, table, config.seed, data.val_share)
+
+
+def _folder(name: str | None) -> Path | None:
+    return None if name is None else Path(name)
+
+
+def _factory(config: Config) -> str | None:
+    """The user's own code, which naming it in the command or the configuration permits."""
+    return config.model.name if ":" in config.model.name else None
+
+
+def _training_set(config: Config, slides: Sequence[SlideTiles]) -> TrainingSet:
+    return TrainingSet(
+        slides,
+        config.train.batch,
+        config.seed,
+        config.train.samples_per_epoch,
+        config.tiles.balance,
+        config.tiles.min_cover if config.model.task == "classify" else None,
+        Augmentation(config.augment),
+        config.train.readers,
+    )
+
+
+def _card(config: Config, sources: Sources, model: torch.nn.Module) -> Bundle:
+    multiple = tile_multiple(model)
+    overlap = config.infer.overlap
+    if overlap is None:
+        overlap = default_overlap(config.tiles.tile, multiple, edge_reach(model))
+    return Bundle(
+        model=config.model.with_classes(len(sources.classes)),
+        class_names=sources.classes.names,
+        class_colours=sources.classes.colours,
+        mpp=config.tiles.mpp,
+        tile=config.tiles.tile,
+        overlap=overlap,
+        mean=MEAN,
+        std=STD,
+        multiple=multiple,
+        stain=None if config.tiles.stain == "none" else {"method": config.tiles.stain},
+        training={"slides": str(config.data.slides), "seed": config.seed},
+    )
+
+
+def _overview(sources: Sources, members: Mapping[str, Member], run: Path) -> None:
+    counts = Counter(member.split for member in members.values())
+    split = ", ".join(f"{counts[part]} {part}" for part in ("train", "val", "test"))
+    say(f"{len(members)} slides ({split}). Classes: {', '.join(sources.classes.names)}.")
+    for name, reason in sources.left_out.items():
+        say(f"Left out: {name}: {reason}")
+    say(f"Run: {run}")
