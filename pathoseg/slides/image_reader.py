@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 from numpy.typing import NDArray
 from PIL.BmpImagePlugin import BmpImageFile
@@ -18,10 +20,10 @@ from pathoseg.slides.slide_file import SlideFile
 
 # First bytes -> decoder. Decoders are called directly, not through PIL.Image.open, whose guard
 # against bombs is a global that refuses images well below ours.
-_DECODERS: dict[bytes, type[ImageFile]] = {
-    b"\x89PNG\r\n\x1a\n": PngImageFile,
-    b"\xff\xd8\xff": JpegImageFile,
-    b"BM": BmpImageFile,
+_DECODERS: dict[re.Pattern[bytes], type[ImageFile]] = {
+    re.compile(rb"\x89PNG\r\n\x1a\n"): PngImageFile,
+    re.compile(rb"\xff\xd8\xff"): JpegImageFile,
+    re.compile(rb"BM.{4}\0{4}", re.DOTALL): BmpImageFile,
 }
 _MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"}
 _MOST_PIXELS = 400_000_000
@@ -30,7 +32,11 @@ _CROP_PIXELS = 64_000_000  # PIL warns of larger crops
 
 def is_image(head: bytes) -> bool:
     """Whether a file that begins so is an image of a kind read here."""
-    return head.startswith(tuple(_DECODERS))
+    return _decoder(head) is not None
+
+
+def _decoder(head: bytes) -> type[ImageFile] | None:
+    return next((kind for magic, kind in _DECODERS.items() if magic.match(head)), None)
 
 
 class ImageSlide(SlideFile[Image]):
@@ -42,22 +48,12 @@ class ImageSlide(SlideFile[Image]):
 
     def _open(self) -> Image:
         image = self._undecoded()
-        size = Size(*image.size)
-        if image.mode not in _MODES:
-            image.close()
-            raise PathosegError(
-                f"{self.path} holds {image.mode} pixels, which are neither 8-bit gray nor colour.",
-                "Export it as 8-bit RGB.",
-            )
-        if not 0 < size.pixels <= _MOST_PIXELS:
-            image.close()
-            raise PathosegError(
-                f"{self.path} claims {size.width} × {size.height} pixels; a plain image may have "
-                f"{_MOST_PIXELS / 1e6:.0f} megapixels.",
-                "Convert it to a tiled pyramid, for example OME-TIFF.",
-            )
         try:
+            self._check(image)
             image.load()
+        except PathosegError:
+            image.close()
+            raise
         # PIL's decoders raise whatever a malformed file makes them stumble over.
         except Exception as error:
             image.close()
@@ -69,15 +65,31 @@ class ImageSlide(SlideFile[Image]):
     def _undecoded(self) -> ImageFile:
         try:
             with self.path.open("rb") as file:
-                head = file.read(16)
-            decoder = next(kind for magic, kind in _DECODERS.items() if head.startswith(magic))
+                decoder = _decoder(file.read(16))
+            if decoder is None:
+                raise ValueError("it begins like none of them")
             return decoder(self.path)
-        # As above: SyntaxError, struct.error, ValueError, OSError… for headers.
+        # As above: SyntaxError, struct.error, ValueError… for headers.
         except Exception as error:
             raise PathosegError(
                 f"{self.path} is no whole PNG, JPEG or BMP image: {error}.",
                 "Copy it again from where it came.",
             ) from error
+
+    def _check(self, image: Image) -> None:
+        """Refuses, before it is decoded, what has too many pixels or pixels of no clear colour."""
+        size = Size(*image.size)
+        if image.mode not in _MODES:
+            raise PathosegError(
+                f"{self.path} holds {image.mode} pixels, which are neither 8-bit gray nor colour.",
+                "Export it as 8-bit RGB.",
+            )
+        if not 0 < size.pixels <= _MOST_PIXELS:
+            raise PathosegError(
+                f"{self.path} claims {size.width} × {size.height} pixels; a plain image may have "
+                f"{_MOST_PIXELS / 1e6:.0f} megapixels.",
+                "Convert it to a tiled pyramid, for example OME-TIFF.",
+            )
 
     def _read_header(self, assume_mpp: float | None) -> None:
         image = self._opened()

@@ -1,0 +1,87 @@
+"""slides_in: what in a directory is a slide."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from pathoseg.errors import PathosegError
+from pathoseg.slides.folder import slides_in
+
+
+def _names(folder: Path) -> list[str]:
+    return [path.name for path in slides_in(folder)]
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Callable[[str], Path]:
+    def save(name: str) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        with path.open("wb") as file:
+            Image.new("RGB", (4, 4)).save(file, "png")
+        return path
+
+    return save
+
+
+def test_slides_sorted_by_name_without_the_rest(tmp_path: Path, image: Any) -> None:
+    for name in ("b.tif", "a.svs", "C.PNG", "noname", ".hidden.svs", "inner/d.svs"):
+        image(name)
+    for name in ("a.xml", "a.geojson", "a.geojson.gz", "slides.csv", "README.md", "Thumbs.db"):
+        (tmp_path / name).write_text("BMI,4\n<xml/>")
+    assert _names(tmp_path) == ["C.PNG", "a.svs", "b.tif", "noname"]
+    assert slides_in(tmp_path)[0] == tmp_path / "C.PNG"
+
+
+def test_masks_beside_their_slides_are_none(tmp_path: Path, image: Any) -> None:
+    for name in ("a.svs", "a_mask.png", "b.tif", "b_mask.TIF", "c_mask.png", "d_mask.jpg"):
+        image(name)
+    image("d.png")
+    assert _names(tmp_path) == ["a.svs", "b.tif", "c_mask.png", "d.png", "d_mask.jpg"]
+
+
+def test_a_damaged_slide_stays_in_the_list(tmp_path: Path) -> None:
+    (tmp_path / "empty.svs").touch()
+    (tmp_path / "text.ndpi").write_text("no slide")
+    assert _names(tmp_path) == ["empty.svs", "text.ndpi"]
+
+
+def _dicom(path: Path, series: str) -> None:
+    """The part of a DICOM header that names its series."""
+    uid = series.encode() + b"\0" * (len(series) % 2)
+    tag = b"\x20\x00\x0e\x00UI" + len(uid).to_bytes(2, "little") + uid
+    path.write_bytes(bytes(128) + b"DICM" + b"\x08\x00\x16\x00UI\x02\x001\0" + tag + bytes(64))
+
+
+def test_a_dicom_series_is_one_slide(tmp_path: Path) -> None:
+    for name, series in [("3", "1.2.3"), ("1.dcm", "1.2.3"), ("2.dcm", "1.2.34"), ("4.dcm", "9")]:
+        _dicom(tmp_path / name, series)
+    _dicom(tmp_path / "5.dcm", "9")
+    (tmp_path / "0.dcm").write_bytes(bytes(128) + b"DICM")  # names no series
+    assert _names(tmp_path) == ["0.dcm", "1.dcm", "2.dcm", "4.dcm"]
+
+
+@pytest.mark.parametrize("make", [lambda folder: None, Path.mkdir, Path.touch])
+def test_no_folder_or_no_slides(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    folder = tmp_path / "given"
+    make(folder)
+    with pytest.raises(PathosegError) as refusal:
+        slides_in(folder)
+    assert str(folder) in refusal.value.problem
+    assert refusal.value.mend
+
+
+def test_real_folder(shared_data: Path, tmp_path: Path) -> None:
+    names = _names(shared_data / "slides")
+    assert len(names) == 7
+    assert "monusac_A9K0_1.xml" not in names
+    source = shared_data / "slides" / "dicom_camelyon_1152x700.dcm"
+    shutil.copy(source, tmp_path / "a.dcm")
+    shutil.copy(source, tmp_path / "b")
+    assert _names(tmp_path) == ["a.dcm"]
