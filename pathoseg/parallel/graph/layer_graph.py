@@ -1,0 +1,337 @@
+"""A model as plain data: what its layers cost, read, save and send, and how it is cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from pathoseg.errors import PathosegError
+
+FORMAT = 1
+
+# What an attribute of a layer can be; sequences are tuples.
+Attribute = bool | int | float | str | tuple["Attribute", ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What a layer makes and others read: a tensor, or whole numbers taken from a shape.
+
+    Attributes:
+        shape: Sizes of a tensor; () or (how many,) of whole numbers.
+        dtype: Torch's name of it (`float32`); `int` for whole numbers.
+        bytes: Bytes of the elements alone; 8 for each whole number.
+        storage: Index into `LayerGraph.storages`: a view and its base share one. None where it
+            has none of its own (whole numbers, constants).
+        gradient: Whether a gradient flows back to it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    storage: int | None
+    gradient: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Memory that one or several values live in.
+
+    Attributes:
+        bytes: Its size.
+        layer: Position of the layer that makes it; -1 for an input of the model.
+    """
+
+    bytes: int
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """Memory that the backward of one layer leaves to that of an earlier one.
+
+    Attributes:
+        bytes: Its size.
+        until: Position of the layer whose backward frees it; -1 where none does.
+    """
+
+    bytes: int
+    until: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one pass (forward or backward) of a layer takes.
+
+    Attributes:
+        flops: Floating-point operations of convolutions and matrix products, a multiply-add
+            being two; all else counts by its bytes.
+        read: Bytes of the tensors that its kernels read, each kernel's counted.
+        written: Bytes that they write.
+        peak: Most bytes beyond those held when the pass began, whatever outlives it included.
+    """
+
+    flops: int = 0
+    read: int = 0
+    written: int = 0
+    peak: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One call of a module without traced inside, or of a function.
+
+    Attributes:
+        name: Unique in its graph.
+        kind: The ATen operator that does most of the work (`convolution`, `native_batch_norm`,
+            `relu`, `cat`…); of a layer without kernels, the function's name; of an opaque block or
+            a fold, the module's class.
+        attributes: The operator's arguments that are no tensors, by the names of its schema, with
+            the shapes of its first tensor (`input`) and, where it has one, `weight`.
+        scope: The calls of modules that it runs in, outermost first, its own last. A module's
+            second call is `path@1`.
+        inputs: Names of the layers and model inputs that it reads.
+        outputs: What it makes; not one where it returns nothing or several values.
+        sendable: Whether its output can travel to another stage (one tensor, or whole numbers).
+        parameters: Names of the parameters that it uses, as in `model.named_parameters()`.
+        buffers: Names of the buffers that it uses.
+        forward: Work of its forward.
+        backward: Work of its backward.
+        saved: Storages that it keeps for its backward, parameters and buffers aside.
+        gradients: Memory that its backward leaves to others, parameters' gradients aside.
+    """
+
+    name: str
+    kind: str
+    attributes: Mapping[str, Attribute]
+    scope: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[Value, ...]
+    sendable: bool
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    forward: Work
+    backward: Work
+    saved: tuple[int, ...]
+    gradients: tuple[Gradient, ...]
+
+    @property
+    def module(self) -> str:
+        """Path of the innermost module that it is part of; empty for the model itself."""
+        return self.scope[-1].partition("@")[0] if self.scope else ""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it runs no kernel: a view, or arithmetic with sizes."""
+        return not self.forward.written
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter's size in bytes, and whether it is trained."""
+
+    bytes: int
+    trained: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """Layers `first` to `last`, by position, which have to be on one stage, and why."""
+
+    first: int
+    last: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A value on its way from the layer that makes it (`source`) to one that reads it."""
+
+    source: str
+    target: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class LayerGraph:
+    """A model's layers in the order of execution, which is a topological one.
+
+    Attributes:
+        model: Name of the model's class.
+        inputs: The model's inputs by name.
+        layers: The layers; a layer's *position* is its index here.
+        outputs: Names of the layers (or inputs) whose values the model returns.
+        storages: Memory that the values live in.
+        parameters: Parameters by name, shared ones once.
+        buffers: Bytes of the buffers by name.
+        modules: Class of each module that runs, by path.
+        ties: What no cut may part.
+        notes: What the reader should know, such as blocks that could not be traced.
+    """
+
+    model: str
+    inputs: Mapping[str, Value]
+    layers: tuple[Layer, ...]
+    outputs: tuple[str, ...]
+    storages: tuple[Storage, ...]
+    parameters: Mapping[str, Parameter]
+    buffers: Mapping[str, int]
+    modules: Mapping[str, str]
+    ties: tuple[Tie, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def position(self) -> Mapping[str, int]:
+        """Position of each layer by name."""
+        return {layer.name: index for index, layer in enumerate(self.layers)}
+
+    @cached_property
+    def readers(self) -> Mapping[str, tuple[int, ...]]:
+        """Ascending positions of the layers that read each value; the caller of the model reads
+        its outputs at position `len(layers)`."""
+        found: dict[str, set[int]] = {}
+        for index, layer in enumerate(self.layers):
+            for name in layer.inputs:
+                found.setdefault(name, set()).add(index)
+        for name in self.outputs:
+            found.setdefault(name, set()).add(len(self.layers))
+        return {name: tuple(sorted(positions)) for name, positions in found.items()}
+
+    @property
+    def edges(self) -> Iterator[Edge]:
+        """The edges between layers, long skips included, by target."""
+        for layer in self.layers:
+            for name in dict.fromkeys(layer.inputs):
+                yield Edge(name, layer.name, sum(value.bytes for value in self.made_by(name)))
+
+    def made_by(self, name: str) -> tuple[Value, ...]:
+        """The values of a layer or model input."""
+        if name in self.inputs:
+            return (self.inputs[name],)
+        return self.layers[self.position[name]].outputs
+
+    def saved_bytes(self, first: int = 0, last: int | None = None) -> int:
+        """Bytes that layers `first` to before `last` keep for backward, each storage once."""
+        kept = {storage for layer in self.layers[first:last] for storage in layer.saved}
+        return sum(self.storages[storage].bytes for storage in kept)
+
+    def parameter_bytes(self, first: int = 0, last: int | None = None) -> int:
+        """Bytes of the parameters of layers `first` to before `last`, shared ones once."""
+        used = {name for layer in self.layers[first:last] for name in layer.parameters}
+        return sum(self.parameters[name].bytes for name in used)
+
+    def to_json(self) -> str:
+        """A text that `from_json` reads back."""
+        return json.dumps({"format": FORMAT, **asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> LayerGraph:
+        """The inverse of `to_json`.
+
+        Raises:
+            PathosegError: The text is no layer graph, or one of another version of pathoseg.
+        """
+        try:
+            data = json.loads(text)
+            version = data.pop("format")
+            if version == FORMAT:
+                return _graph(data)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise PathosegError(
+                f"This is no layer graph ({type(error).__name__}: {error}).",
+                "Trace the model again.",
+            ) from error
+        raise PathosegError(
+            f"This layer graph has format {version!r}, not {FORMAT}.", "Trace the model again."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StageEdge:
+    """A value that one stage sends to another, straight, however many stages lie between.
+
+    Attributes:
+        value: Name of the layer that makes it.
+        source: The stage that makes it.
+        target: The stage that reads it; the last one for an output of the model.
+        bytes: Bytes of one message.
+        gradient: Whether as many come back in the backward.
+    """
+
+    value: str
+    source: int
+    target: int
+    bytes: int
+    gradient: bool
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Stages, each an interval of the layers.
+
+    Attributes:
+        bounds: Position of the first layer of each stage, and the number of layers at the end.
+        edges: What the stages send each other, by source, target, then order of execution.
+        inputs: For each stage, the names of the model's inputs that it reads.
+        loads: For each stage, what the cut was balanced by.
+    """
+
+    bounds: tuple[int, ...]
+    edges: tuple[StageEdge, ...]
+    inputs: tuple[tuple[str, ...], ...]
+    loads: tuple[float, ...] = field(default=(), compare=False)
+
+    @property
+    def stages(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of all messages of one forward."""
+        return sum(edge.bytes for edge in self.edges)
+
+    def layers(self, stage: int) -> range:
+        """Positions of a stage's layers."""
+        return range(self.bounds[stage], self.bounds[stage + 1])
+
+
+def _graph(data: dict[str, Any]) -> LayerGraph:
+    return LayerGraph(
+        data["model"],
+        {name: _value(value) for name, value in data["inputs"].items()},
+        tuple(_layer(layer) for layer in data["layers"]),
+        tuple(data["outputs"]),
+        tuple(Storage(**storage) for storage in data["storages"]),
+        {name: Parameter(**parameter) for name, parameter in data["parameters"].items()},
+        data["buffers"],
+        data["modules"],
+        tuple(Tie(**tie) for tie in data["ties"]),
+        tuple(data["notes"]),
+    )
+
+
+def _layer(data: dict[str, Any]) -> Layer:
+    made: dict[str, Any] = {
+        key: _tuples(value) if isinstance(value, list | dict) else value
+        for key, value in data.items()
+    }
+    made["outputs"] = tuple(_value(value) for value in data["outputs"])
+    made["gradients"] = tuple(Gradient(**gradient) for gradient in data["gradients"])
+    made["forward"], made["backward"] = Work(**data["forward"]), Work(**data["backward"])
+    return Layer(**made)
+
+
+def _value(data: dict[str, Any]) -> Value:
+    return Value(**{**data, "shape": tuple(data["shape"])})
+
+
+def _tuples(data: Any) -> Any:
+    """JSON's lists as the tuples that they were."""
+    if isinstance(data, list):
+        return tuple(_tuples(item) for item in data)
+    if isinstance(data, dict):
+        return {key: _tuples(value) for key, value in data.items()}
+    return data

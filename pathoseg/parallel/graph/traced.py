@@ -1,0 +1,270 @@
+"""A model and the layers read from it: what each costs, and how to run any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from traceback import walk_tb
+from typing import Any
+
+from pathoseg.errors import PathosegError
+from pathoseg.parallel.graph import trace as fx
+from pathoseg.parallel.graph.kernel import Kernel
+from pathoseg.parallel.graph.layer_graph import Attribute, Layer, LayerGraph, Parameter, Value
+from pathoseg.parallel.graph.nodes import (
+    MODEL,
+    attribute,
+    call,
+    differences,
+    layer_nodes,
+    name_layers,
+    scope,
+)
+from pathoseg.parallel.graph.record import Recorder
+from pathoseg.parallel.graph.segment import Segment, Step, replay
+from pathoseg.parallel.graph.tape import Tape
+from pathoseg.parallel.graph.ties import find_ties
+
+
+def trace(model: fx.Module, example: Any) -> LayerGraph:
+    """The layers of a model, read without running it and without real memory: `Traced.graph`."""
+    return Traced(model, example).graph
+
+
+class Traced:
+    """A model and the layers that were read from it.
+
+    What torch.fx would lose without a word (branches on values or in Python's random numbers,
+    `no_grad`, `autocast`, `checkpoint`, custom autograd functions, tensors kept as attributes)
+    makes the module around it one opaque layer, which runs as it is and has a note.
+
+    Args:
+        model: Any module, on any device; `meta` will do. The graph is that of training; modules in
+            `eval` mode stay so where the model as a whole is in training mode.
+        example: A tensor, a sequence of positional arguments, or a mapping of keyword arguments.
+            Of tensors, only shape, dtype and `requires_grad` count.
+
+    Attributes:
+        graph: The layers, as plain data.
+
+    Raises:
+        PathosegError: The model fails on the example.
+    """
+
+    def __init__(self, model: fx.Module, example: Any) -> None:
+        self.model = model
+        with fx.mode(model, training=True):
+            with _failing(model, "cannot be called with this example"):
+                self._root = fx.Root(model, example)
+            self._root.lend(self._read)
+
+    def segment(self, layers: range) -> Segment:
+        """What runs the layers at these positions."""
+        model = self.model
+        return Segment(
+            self.graph, layers, self._steps, lambda: model.training, fx.to_tensor, fx.from_tensor
+        )
+
+    def assemble(self, values: Mapping[str, Any]) -> Any:
+        """What the model itself would return, of the values that `graph.outputs` names."""
+        numbers = {
+            name: fx.from_tensor(values[name])
+            for name in self.graph.outputs
+            if any(value.dtype == "int" for value in self.graph.made_by(name))
+        }
+        return self._ends[self.model.training].run({**values, **numbers})
+
+    def _read(self) -> None:
+        """Traces and measures, while the model has fake parameters."""
+        with _failing(self.model, "fails its own forward"):
+            whole = self._run_whole()
+        opaque: dict[str, str] = {}
+        while True:
+            graphs = {training: self._trace(training, opaque) for training in (True, False)}
+            odd = differences(graphs[True], graphs[False])
+            if not odd:
+                break
+            opaque.update(dict.fromkeys(odd, "it does something else in eval mode"))
+        self._steps = {
+            training: [self._step(node) for node in layer_nodes(graph)]
+            for training, graph in graphs.items()
+        }
+        self._ends = {
+            training: self._step(graph.output_node()) for training, graph in graphs.items()
+        }
+        with _failing(self.model, "fails when its layers run one by one"):
+            self.graph, parts = self._measure(layer_nodes(graphs[True]), opaque)
+        if whole != parts:
+            raise PathosegError(
+                f"{type(self.model).__name__} cannot be cut: its layers return {parts}, the model "
+                f"itself {whole}.",
+                "Train it on one rank, or give what is unusual in it a module of its own.",
+            )
+
+    def _trace(self, training: bool, opaque: dict[str, str]) -> Any:
+        with fx.mode(self.model, training):
+            graph = fx.Tracer(self._root, opaque).nodes()
+        for node, name in name_layers(graph).items():
+            node.meta["layer"] = name
+        return graph
+
+    def _step(self, node: Any) -> Step:
+        def run(values: Mapping[str, Any]) -> Any:
+            def look(source: Any) -> Any:
+                if source.op == "get_attr":
+                    return attribute(self._root, source)
+                return values[source.meta["layer"]]
+
+            return call(self._root, node, look)
+
+        reads = (source for source in node.all_input_nodes if source.op != "get_attr")
+        names = tuple(source.meta["layer"] for source in reads)
+        return Step(node.meta.get("layer", "output"), names, run)
+
+    def _run_whole(self) -> str:
+        """Runs the model as it is; says what it returns and saves."""
+        recorder = Recorder(Tape(0))
+        with fx.Listener(self._root.fake, recorder).forward():
+            for tensor in self._root.inputs:
+                recorder.watch(tensor)
+            made = recorder.values(self._root.run(*self._root.inputs))
+        return _summary(made, recorder.tape.saved_bytes())
+
+    def _measure(self, nodes: Sequence[Any], opaque: Mapping[str, str]) -> tuple[LayerGraph, str]:
+        """Runs the layers one by one, then their backward."""
+        root, steps, end = self._root, self._steps[True], self._ends[True]
+        tape = Tape(len(nodes))
+        recorder = Recorder(tape)
+        listener = fx.Listener(root.fake, recorder)
+        made: list[tuple[tuple[Value, ...], bool]] = []
+        with listener.forward():
+            for tensor in root.inputs:
+                recorder.watch(tensor)
+            values: dict[str, Any] = dict(zip(root.names, root.inputs, strict=True))
+            inputs = {name: recorder.values(value)[0] for name, value in values.items()}
+            replay(
+                steps,
+                values,
+                end.inputs,
+                listener.enter,
+                lambda value: made.append((recorder.values(value), _sendable(value))),
+            )
+            summary = _summary(recorder.values(end.run(values)), tape.saved_bytes())
+        storages = tuple(tape.storages)
+        listener.backward([values.pop(name) for name in end.inputs])
+        for parameter in root.parameters():
+            if parameter.grad is not None:
+                recorder.outlives(parameter.grad)
+        parameters = {id(p): _short(name) for name, p in root.named_parameters()}
+        buffers = {id(buffer): _short(name) for name, buffer in root.named_buffers()}
+        # A module may change its buffers without an operator that says so (batch norm does).
+        changing = {
+            buffers[id(buffer)]
+            for buffer in root.buffers()
+            if buffer.untyped_storage() in recorder.changed
+        }
+        layers = []
+        for position, (node, step, own) in enumerate(zip(nodes, steps, made, strict=True)):
+            modules, tensors = _used(root, node)
+            changing |= {buffers[id(buffer)] for module in modules for buffer in module.buffers()}
+            layers.append(
+                Layer(
+                    step.name,
+                    *_kind(step.name, modules, tape.main_kernel(position), node.target in opaque),
+                    scope(node),
+                    step.inputs,
+                    *own,
+                    tuple(parameters[id(t)] for t in tensors if id(t) in parameters),
+                    tuple(buffers[id(t)] for t in tensors if id(t) in buffers),
+                    tape.forward_of(position),
+                    tape.backward_of(position),
+                    tape.saved_by(position),
+                    tape.gradients_of(position),
+                )
+            )
+        graph = LayerGraph(
+            type(self.model).__name__,
+            inputs,
+            tuple(layers),
+            end.inputs,
+            storages,
+            {parameters[id(p)]: Parameter(p.nbytes, p.requires_grad) for p in root.parameters()},
+            {buffers[id(buffer)]: buffer.nbytes for buffer in root.buffers()},
+            {_short(path): type(module).__name__ for path, module in root.named_modules() if path},
+            notes=_notes(nodes, opaque, listener.guessed),
+        )
+        return replace(graph, ties=find_ties(graph, recorder.writes, changing)), summary
+
+
+def _used(root: fx.Root, node: Any) -> tuple[list[fx.Module], list[Any]]:
+    """The modules that a node runs, and the tensors of these and among its arguments."""
+    taken = [attribute(root, source) for source in node.all_input_nodes if source.op == "get_attr"]
+    modules = [item for item in taken if isinstance(item, fx.Module)]
+    tensors = [item for item in taken if not isinstance(item, fx.Module)]
+    if node.op == "call_module":
+        modules.append(root.get_submodule(node.target))
+    for module in modules:
+        tensors += [*module.parameters(), *module.buffers()]
+    return modules, tensors
+
+
+def _kind(
+    name: str, modules: Sequence[fx.Module], kernel: Kernel | None, opaque: bool
+) -> tuple[str, Mapping[str, Attribute]]:
+    """`Layer.kind` and `Layer.attributes`."""
+    if modules and (opaque or any(modules[0].children())):
+        return type(modules[0]).__name__, {}
+    if kernel:
+        return kernel.name, kernel.attributes
+    return name.rpartition(".")[2], {}
+
+
+def _sendable(made: Any) -> bool:
+    if isinstance(made, tuple):
+        return bool(made) and all(type(part) is int for part in made)
+    return type(made) is int or hasattr(made, "untyped_storage")
+
+
+def _short(name: str) -> str:
+    """A path below the model, of one below the root."""
+    return name.removeprefix(MODEL).removeprefix(".")
+
+
+def _notes(
+    nodes: Sequence[Any], opaque: Mapping[str, str], guessed: Sequence[int]
+) -> tuple[str, ...]:
+    blocks = [
+        f"{_short(node.target) or 'The model'} is one opaque layer: {opaque[node.target]}."
+        for node in nodes
+        if node.target in opaque
+    ]
+    asking = [
+        f"{nodes[position].meta['layer']} asks for values of tensors: it is priced as if branches "
+        "on them were not taken."
+        for position in sorted(set(guessed))
+    ]
+    return (*dict.fromkeys(blocks), *asking)
+
+
+def _summary(made: Sequence[Value], saved: int) -> str:
+    return f"{' and '.join(str(value.shape) for value in made)} and save {saved} bytes for backward"
+
+
+@contextmanager
+def _failing(model: fx.Module, what: str) -> Iterator[None]:
+    try:
+        yield
+    except PathosegError:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        names = {id(module): name for name, module in model.named_modules() if name}
+        frames = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
+        where = [names[id(module)] for module in frames if id(module) in names]
+        first = str(error).split("\n")[0]
+        raise PathosegError(
+            f"{type(model).__name__} {what}{f' in {where[-1]}' if where else ''} "
+            f"({type(error).__name__}: {first}).",
+            "Check its forward on one example: the number of inputs, their channels, and sides "
+            "that the model's strides divide.",
+        ) from error
