@@ -102,9 +102,8 @@ class TileCache:
         self._count = len(key.indices)
         self._a_shard = _tiles_a_shard(key)
         # Where all values are 0 (black glass) the file is to appear all the same.
-        self._pixels = zarr.open_array(
-            path / "pixels", mode="r+", config={"write_empty_chunks": True}
-        )
+        pixels = zarr.open_array(path / "pixels", mode="r+")
+        self._pixels = pixels.with_config({"write_empty_chunks": True})
         self._unread = zarr.open_array(path / "unread", mode="r+")
 
     @classmethod

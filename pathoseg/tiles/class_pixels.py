@@ -79,7 +79,7 @@ def count_tiles_once(
     except FileNotFoundError:
         counts = count_tiles(grid, frame, labels, classes)
         _write(path, counts)
-    except (OSError, ValueError) as error:
+    except (OSError, EOFError, ValueError) as error:
         raise PathosegError(
             f"{path} cannot be read ({error}).", "Delete it: it is counted again."
         ) from error

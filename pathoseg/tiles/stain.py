@@ -24,18 +24,33 @@ _FEWEST_PIXELS = 1000
 _SAMPLED_BOXES = 16
 _SAMPLED_EVERY = 4
 
-# Hematoxylin and eosin (columns) in optical density of red, green and blue, and the strengths
-# (99th percentiles) that slides are brought to: the reference of Macenko's published program.
-_MACENKO_STAINS = np.array([[0.5626, 0.2159], [0.7201, 0.8012], [0.4062, 0.5581]])
-_MACENKO_STRENGTHS = np.array([1.9705, 1.0308])
+# What slides are brought to. Macenko: hematoxylin and eosin in optical density of red, green and
+# blue, and their strengths (99th percentiles), as in the authors' published program. Reinhard:
+# medians over the tissue of MoNuSeg's 30 training images, which come from 18 hospitals.
+_REFERENCES: dict[Method, dict[str, float]] = {
+    "macenko": {
+        "hematoxylin_red": 0.5626,
+        "hematoxylin_green": 0.7201,
+        "hematoxylin_blue": 0.4062,
+        "eosin_red": 0.2159,
+        "eosin_green": 0.8012,
+        "eosin_blue": 0.5581,
+        "hematoxylin_strength": 1.9705,
+        "eosin_strength": 1.0308,
+    },
+    "reinhard": {
+        "mean_l": -1.33,
+        "mean_alpha": -0.12,
+        "mean_beta": 0.054,
+        "deviation_l": 0.56,
+        "deviation_alpha": 0.112,
+        "deviation_beta": 0.019,
+    },
+}
 
-# Light to the eye's cones, and the axes of their logarithms (Reinhard et al. 2001, eq. 4 and 5).
+# Light to the eye's cones, and the axes l, alpha, beta of their logarithms (Reinhard et al. 2001).
 _CONES = np.array([[0.3811, 0.5783, 0.0402], [0.1967, 0.7244, 0.0782], [0.0241, 0.1288, 0.8444]])
 _AXES = np.array([[1, 1, 1], [1, 1, -2], [1, -1, 0]]) / np.sqrt([[3], [6], [2]])
-# Mean and deviation along the axes: medians over the tissue of MoNuSeg's 30 training images,
-# which come from 18 hospitals.
-_REINHARD_MEAN = np.array([-1.33, -0.12, 0.054])
-_REINHARD_DEVIATION = np.array([0.56, 0.112, 0.019])
 
 # Hematoxylin, eosin and DAB (rows) in optical density (Ruifrok and Johnston 2001, table 1).
 _HED = np.array([[0.65, 0.70, 0.29], [0.07, 0.99, 0.11], [0.27, 0.57, 0.78]])
@@ -43,25 +58,48 @@ _HED /= np.linalg.norm(_HED, axis=1, keepdims=True)
 
 
 @dataclass(frozen=True, slots=True)
-class StainNormaliser:
-    """Brings one slide's stains to a fixed reference.
+class StainReference:
+    """The colours that all slides of a model are brought to.
 
     Attributes:
-        method: "macenko" moves the two stain vectors and their strengths (Macenko et al. 2009),
-            "reinhard" the mean and deviation of each axis of colour (Reinhard et al. 2001).
-        affine: Shape (3, 4), applied to logarithms of light, or of the light that cones see.
+        method: "macenko" moves the two stain vectors and their strengths (Macenko et al. 2009)
+            and leaves glass white; "reinhard" moves mean and deviation of each axis of colour
+            (Reinhard et al. 2001), those of glass as well.
+        values: The reference by name.
     """
 
     method: Method
-    affine: tuple[tuple[float, ...], ...]
+    values: Mapping[str, float]
 
     @classmethod
-    def fit(cls, pixels: NDArray[np.uint8], method: Method, path: Path) -> Self:
-        """The normaliser of the slide that `pixels` are of.
+    def of(cls, method: Method) -> Self:
+        """The reference this version trains with."""
+        return cls(method, _REFERENCES[method])
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The reference that `to_dict` gave.
+
+        Raises:
+            PathosegError: A value is missing or none is known by that name.
+        """
+        try:
+            names = _REFERENCES[values["method"]]
+            return cls(values["method"], {name: float(values[name]) for name in names})
+        except (KeyError, TypeError, ValueError) as error:
+            raise PathosegError(
+                f"The stain normalisation {dict(values)} cannot be understood ({error!r}).",
+                "Use a model as pathoseg wrote it.",
+            ) from error
+
+    def to_dict(self) -> dict[str, str | float]:
+        return {"method": self.method, **self.values}
+
+    def fit(self, pixels: NDArray[np.uint8], path: Path) -> StainNormaliser:
+        """What brings the slide that `pixels` are of to this reference.
 
         Args:
             pixels: RGB, shape (…, 3); glass among them is passed over.
-            method: How to normalise.
             path: The slide, for the error.
 
         Raises:
@@ -70,26 +108,34 @@ class StainNormaliser:
         logs = np.log((pixels.reshape(-1, 3).astype(np.float64) + 1) / 256)
         stained = logs[(logs < -_GLASS).all(axis=1)]
         if len(stained) >= _FEWEST_PIXELS:
-            affine = _macenko(stained) if method == "macenko" else _reinhard(stained)
+            values = np.array([self.values[name] for name in _REFERENCES[self.method]])
+            map_of, basis = (
+                (_macenko, np.eye(3)) if self.method == "macenko" else (_reinhard, _CONES)
+            )
+            affine = map_of(stained, values)
             if np.isfinite(affine).all():
-                return cls(method, tuple(map(tuple, affine.tolist())))
+                return StainNormaliser(affine, basis)
         raise PathosegError(
             f"{path} has too little stained tissue for stain normalisation.",
-            "Leave the slide out, or train without it ([tiles] stain).",
+            "Leave the slide out, or work without normalisation ([tiles] stain).",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class StainNormaliser:
+    """Brings the colours of one slide to a reference; made by `StainReference.fit`.
+
+    Attributes:
+        affine: Shape (3, 4), applied to the logarithms of light in `basis`.
+        basis: Shape (3, 3), applied to red, green and blue light.
+    """
+
+    affine: Matrix
+    basis: Matrix
 
     def apply(self, image: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """The image, shape (height, width, 3), in the colours of the reference."""
-        basis = _CONES if self.method == "reinhard" else np.eye(3)
-        return _map_logs(image, np.array(self.affine), basis)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values that JSON keeps exactly."""
-        return {"method": self.method, "affine": [list(row) for row in self.affine]}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        return cls(values["method"], tuple(tuple(row) for row in values["affine"]))
+        return _map_logs(image, self.affine, self.basis)
 
 
 def sample_pixels(slide: Slide, frame: Frame, boxes: Sequence[Box]) -> NDArray[np.uint8]:
@@ -142,29 +188,30 @@ def _map_logs(image: NDArray[np.uint8], affine: Matrix, basis: Matrix) -> NDArra
     return np.asarray(cv2.addWeighted(values, 1, values, 0, 0, dtype=cv2.CV_8U), dtype=np.uint8)
 
 
-def _macenko(logs: Matrix) -> Matrix:
-    """The map of the slide's two stains to those of the reference, shape (3, 4)."""
+def _macenko(logs: Matrix, reference: Matrix) -> Matrix:
+    """The map of a slide's two stains to those of the reference, shape (3, 4)."""
     density = -logs
     plane = np.linalg.eigh(np.cov(density.T))[1][:, :0:-1]
     plane *= np.where(plane.sum(axis=0) < 0, -1, 1)
     across, up = (density @ plane).T
     low, high = np.percentile(np.arctan2(up, across), [1, 99])
     stains = plane @ np.array([[np.cos(low), np.cos(high)], [np.sin(low), np.sin(high)]])
-    # Hematoxylin takes more of the red.
+    # Hematoxylin, which takes more of the red, comes first.
     stains = stains[:, np.argsort(-stains[0])]
     amounts = np.linalg.pinv(stains)
     strengths = np.percentile(density @ amounts.T, 99, axis=0)
     if (strengths <= 0).any() or np.linalg.matrix_rank(stains, tol=1e-3) < 2:
         return np.full((3, 4), np.nan)
-    scale = _MACENKO_STAINS @ np.diag(_MACENKO_STRENGTHS / strengths) @ amounts
+    scale = reference[:6].reshape(2, 3).T @ np.diag(reference[6:] / strengths) @ amounts
     return np.column_stack([scale, np.zeros(3)])
 
 
-def _reinhard(logs: Matrix) -> Matrix:
-    """The map of the slide's means and deviations to those of the reference, shape (3, 4)."""
+def _reinhard(logs: Matrix, reference: Matrix) -> Matrix:
+    """The map of a slide's means and deviations to those of the reference, shape (3, 4)."""
     seen = np.log(np.exp(logs) @ _CONES.T) @ _AXES.T
-    with np.errstate(divide="ignore"):
-        factors = _REINHARD_DEVIATION / seen.std(axis=0)
-    offsets = _REINHARD_MEAN - factors * seen.mean(axis=0)
-    with np.errstate(invalid="ignore"):
-        return np.column_stack([_AXES.T @ np.diag(factors) @ _AXES, _AXES.T @ offsets])
+    deviations = seen.std(axis=0)
+    if (deviations < 1e-6).any():
+        return np.full((3, 4), np.nan)
+    factors = reference[3:] / deviations
+    offsets = reference[:3] - factors * seen.mean(axis=0)
+    return np.column_stack([_AXES.T @ np.diag(factors) @ _AXES, _AXES.T @ offsets])

@@ -13,10 +13,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import IGNORE
+from pathoseg.errors import PathosegError
 from pathoseg.tiles.stain import jitter_stains
 
 Image = NDArray[np.uint8]
 
+_LARGEST = {
+    "warp": 1.0,
+    "scale": 0.9,
+    "rotate": 180.0,
+    "shift": 0.5,
+    "elastic": 32.0,
+    "stain": 0.9,
+    "colour": 0.9,
+    "blur": 1.0,
+    "noise": 1.0,
+}
 _BEND = 128  # pixels between the knots of elastic displacements
 
 
@@ -49,6 +61,15 @@ class AugmentOptions:
     colour: float = 0.1
     blur: float = 0.1
     noise: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name, largest in _LARGEST.items():
+            value = getattr(self, name)
+            if not 0 <= value <= largest:
+                raise PathosegError(
+                    f"[augment] {name} = {value} is not between 0 and {largest:g}.",
+                    "Set it to 0 to leave that step out.",
+                )
 
 
 class Augmentation:

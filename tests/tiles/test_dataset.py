@@ -1,0 +1,230 @@
+"""Batches follow from seed and epoch alone, on any number of ranks, from any step."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pathoseg.errors import PathosegError, UnreadableError
+from pathoseg.tiles.dataset import Batch, TrainingSet
+from pathoseg.tiles.tiles import SlideTiles, Tile
+from pathoseg.tiles.transform import Augmentation, AugmentOptions
+
+MakeBench = Callable[..., Any]
+
+
+class CountedTiles:
+    """As many tiles as given counts, with images that name their tile; of SlideTiles, what a
+    training set uses."""
+
+    def __init__(self, counts: Any, number: int = 0) -> None:
+        self.class_pixels = np.array(counts, dtype=np.int64)
+        self.grid = type("Grid", (), {"tile": type("Size", (), {"width": 2, "height": 2})})
+        self._number = number
+
+    def __len__(self) -> int:
+        return len(self.class_pixels)
+
+    def read(self, position: int) -> Tile:
+        pixels = np.full((2, 2, 3), 100 * self._number + position, np.uint8)
+        return Tile(pixels, pixels[..., 0], 0)
+
+
+def counted(*slides: Any) -> list[SlideTiles]:
+    return [CountedTiles(counts, n) for n, counts in enumerate(slides)]  # type: ignore[misc]
+
+
+def real(make_bench: MakeBench, **options: Any) -> TrainingSet:
+    slides = [make_bench(f"{name}.svs", seed).cut() for seed, name in enumerate("abc")]
+    augmentation = Augmentation(AugmentOptions())
+    return TrainingSet(slides, **{"batch": 6, "seed": 7, "augmentation": augmentation, **options})
+
+
+def equal(first: Batch, second: Batch) -> bool:
+    return (
+        bool((first.images == second.images).all())
+        and bool((first.masks == second.masks).all())
+        and first.samples == second.samples
+    )
+
+
+def alive() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("tiles")]
+
+
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any),
+    batch=st.integers(1, 7),
+    seed=st.integers(0, 2**63),
+    epoch=st.integers(0, 1000),
+)
+def test_an_epoch_draws_every_tile_in_full_batches(
+    sizes: list[int], batch: int, seed: int, epoch: int
+) -> None:
+    slides = counted(*(np.ones((size, 3)) for size in sizes))
+    training = TrainingSet(slides, batch, seed)
+    drawn = [(sample.slide, sample.tile) for sample in training.order(epoch)]
+    tiles = [(s, t) for s, size in enumerate(sizes) for t in range(size)]
+    assert len(drawn) == training.steps_per_epoch * batch
+    assert len(tiles) <= len(drawn) < len(tiles) + batch
+    assert sorted(drawn[: len(tiles)]) == tiles, "none again before all have come"
+    times = Counter(drawn).values()
+    assert max(times) - min(times) <= 1
+    assert [sample.position for sample in training.order(epoch)] == list(range(len(drawn)))
+
+
+def test_order_depends_on_seed_and_epoch() -> None:
+    slides = counted(np.ones((40, 2)))
+    orders = {
+        tuple(sample.tile for sample in TrainingSet(slides, 4, seed).order(epoch))
+        for seed in range(5)
+        for epoch in range(5)
+    }
+    assert len(orders) == 25
+
+
+@given(
+    tumor=st.integers(1, 8), stroma=st.integers(1, 30), bare=st.integers(0, 50),
+    samples=st.integers(30, 200), epoch=st.integers(0, 100),
+)  # fmt: skip
+def test_balance_draws_every_class_equally_often(
+    tumor: int, stroma: int, bare: int, samples: int, epoch: int
+) -> None:
+    counts = [[90, 10, 0]] * tumor + [[10, 0, 90]] * stroma + [[100, 0, 0]] * bare
+    training = TrainingSet(counted(counts), 5, 1, samples, balance="class")
+    drawn = Counter(sample.tile for sample in training.order(epoch))
+    ends = np.cumsum([0, tumor, stroma, bare])
+    groups = [sum(drawn[t] for t in range(a, b)) for a, b in pairwise(ends)]
+    present = [group for group in groups if group]
+    assert len(present) == (3 if bare else 2)
+    assert max(present) - min(present) <= 1
+    within = [drawn[tile] for tile in range(tumor)]
+    assert max(within) - min(within) <= 1, "the tiles of a class, too"
+
+
+def test_tiles_that_teach_nothing_are_left_out() -> None:
+    counts = [[4, 0, 0], [0, 0, 0], [2, 2, 0], [1, 2, 1], [0, 0, 0]]
+    for balance in ("none", "class"):
+        training = TrainingSet(counted(counts), 2, 0, 50, balance=balance)
+        assert {sample.tile for sample in training.order(0)} == {0, 2, 3}
+    classify = TrainingSet(counted(counts), 2, 0, 50, min_cover=0.6)
+    assert {sample.tile for sample in classify.order(0)} == {2, 3}
+    strict = TrainingSet(counted(counts), 2, 0, 50, balance="class", min_cover=0.9)
+    assert {sample.tile for sample in strict.order(0)} == {2}
+
+
+def test_without_tiles_there_is_no_set() -> None:
+    for slides in ([], counted(np.zeros((0, 3))), counted(np.zeros((5, 3)))):
+        with pytest.raises(PathosegError, match=f"tiles of {len(slides)} slides"):
+            TrainingSet(slides, 2, 0)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_batches_hold_the_samples_of_the_order(make_bench: MakeBench, threads: int) -> None:
+    training = real(make_bench, threads=threads)
+    batches = list(training.batches(3))
+    assert len(batches) == training.steps_per_epoch == 10
+    assert tuple(sample for batch in batches for sample in batch.samples) == training.order(3)
+    for batch in batches[::4]:
+        for image, mask, sample in zip(batch.images, batch.masks, batch.samples, strict=True):
+            expected = training.sample(3, sample)
+            assert (image == expected[0]).all()
+            assert (mask == expected[1]).all()
+    assert not alive()
+
+
+def test_an_epoch_goes_on_where_it_stopped(make_bench: MakeBench) -> None:
+    whole = list(real(make_bench, threads=3).batches(1))
+    for first in (0, 4, 9, 10):
+        rest = list(real(make_bench, threads=1).batches(1, first))
+        assert len(rest) == 10 - first
+        assert all(map(equal, rest, whole[first:]))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 6, 8])
+def test_the_ranks_together_have_the_batch_of_one(make_bench: MakeBench, ranks: int) -> None:
+    whole = list(real(make_bench).batches(2, 7))
+    parts = [list(real(make_bench).batches(2, 7, (rank, ranks))) for rank in range(ranks)]
+    for batch, *slices in zip(whole, *parts, strict=True):
+        images = np.concatenate([part.images for part in slices])
+        masks = np.concatenate([part.masks for part in slices])
+        samples = tuple(sample for part in slices for sample in part.samples)
+        assert equal(batch, Batch(images, masks, samples))
+
+
+@settings(max_examples=20)
+@given(batch=st.integers(1, 20), ranks=st.integers(1, 20))
+def test_the_ranks_share_evenly(batch: int, ranks: int) -> None:
+    training = TrainingSet(counted(np.ones((20, 2))), batch, 0)
+    sizes = [len(next(training.batches(0, 0, (rank, ranks))).samples) for rank in range(ranks)]
+    assert sum(sizes) == batch
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_an_unreadable_tile_stops_the_consumer_at_its_batch(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = real(make_bench, threads=3)
+    bad = training.order(0)[6 * 4 + 2]
+    read = SlideTiles.read
+
+    def failing(tiles: SlideTiles, position: int) -> Tile:
+        if tiles is training.slides[bad.slide] and position == bad.tile:
+            raise UnreadableError(f"{tiles.slide} is gone.", "Bring it back.")
+        return read(tiles, position)
+
+    monkeypatch.setattr(SlideTiles, "read", failing)
+    batches = training.batches(0)
+    assert [len(next(batches).samples) for _ in range(4)] == [6] * 4
+    with pytest.raises(UnreadableError, match="is gone"):
+        next(batches)
+    assert not alive()
+
+
+def test_closing_early_ends_the_threads(make_bench: MakeBench) -> None:
+    batches = real(make_bench, threads=4).batches(0)
+    next(batches)
+    assert alive()
+    batches.close()
+    assert not alive()
+
+
+def test_an_interrupt_ends_the_threads(make_bench: MakeBench) -> None:
+    batches = real(make_bench, threads=4).batches(0)
+    next(batches)
+    with pytest.raises(KeyboardInterrupt):
+        batches.throw(KeyboardInterrupt())
+    assert not alive()
+
+
+def test_reading_ahead_is_bounded() -> None:
+    slides = counted(np.ones((100, 2)))
+    reads: list[int] = []
+    tiles: Any = slides[0]
+    read = tiles.read
+    tiles.read = lambda position: reads.append(position) or read(position)
+    batches = TrainingSet(slides, 4, 0, threads=2).batches(0)
+    next(batches)
+    time.sleep(0.2)  # long enough for all that the threads are allowed
+    assert 4 <= len(reads) <= 4 * 4
+    batches.close()
+
+
+def test_the_cache_changes_no_batch(make_bench: MakeBench, tmp_path: Path) -> None:
+    def batches(cache: Path | None) -> list[Batch]:
+        slides = [make_bench(f"{n}.svs", seed).cut(cache=cache) for seed, n in enumerate("ab")]
+        return list(TrainingSet(slides, 4, 3, threads=3).batches(0))
+
+    expected = batches(None)
+    for _ in range(2):
+        assert all(map(equal, batches(tmp_path / "cache"), expected))

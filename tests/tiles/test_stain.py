@@ -1,0 +1,163 @@
+"""Stains move to the reference, in one affine map of logarithms that numpy can follow."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from pathoseg.errors import PathosegError
+from pathoseg.geometry import Box, Frame, Mpp, Size
+from pathoseg.tiles.stain import (
+    _CONES,
+    Method,
+    StainNormaliser,
+    StainReference,
+    jitter_stains,
+    sample_pixels,
+)
+
+METHODS: tuple[Method, ...] = ("macenko", "reinhard")
+
+
+def stained(stains: Any, strengths: Any, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """An image of two stains (columns: optical density of RGB) and a corner of glass."""
+    rng = np.random.default_rng(seed)
+    amounts = rng.beta(0.5, 0.7, (200, 200, 2)) * strengths
+    density = amounts @ np.asarray(stains).T
+    density[:40, :40] = 0
+    return np.clip(np.rint(256 * np.exp(-density) - 1), 0, 255).astype(np.uint8)
+
+
+def densities(image: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return -np.log((image.reshape(-1, 3).astype(float) + 1) / 256)
+
+
+@given(
+    values=st.lists(st.integers(0, 255), min_size=3, max_size=30),
+    numbers=st.lists(st.floats(-0.4, 0.4), min_size=12, max_size=12),
+    cones=st.booleans(),
+)
+def test_a_normaliser_does_what_numpy_does(
+    values: list[int], numbers: list[float], cones: bool
+) -> None:
+    image = np.resize(np.array(values, np.uint8), (2, 5, 3))
+    affine = np.eye(3, 4) + np.reshape(numbers, (3, 4))
+    basis = _CONES if cones else np.eye(3)
+    logs = np.log((image.astype(float) + 1) / 256 @ basis.T)
+    light = np.exp(logs @ affine[:, :3].T + affine[:, 3]) @ np.linalg.inv(basis).T
+    expected = np.clip(256 * light - 1, 0, 255)
+    found = StainNormaliser(affine, basis).apply(image)
+    assert found.dtype == np.uint8
+    assert np.abs(found - expected).max() < 0.51
+
+
+def test_macenko_brings_other_stains_together() -> None:
+    purple = [[0.60, 0.10], [0.70, 0.90], [0.35, 0.20]]
+    blue = [[0.70, 0.15], [0.55, 0.80], [0.20, 0.45]]
+    assert come_closer("macenko", stained(purple, [1.6, 0.9]), stained(blue, [1.1, 1.3])) < 1 / 3
+
+
+def test_reinhard_brings_other_exposures_together() -> None:
+    first = stained([[0.6, 0.2], [0.7, 0.8], [0.4, 0.5]], [1.0, 0.6])[50:]
+    first = np.minimum(first, 200)  # no glass, so that of both images all pixels count
+    darker = np.column_stack([1.3 * np.eye(3), [-0.1, -0.1, -0.1]])
+    assert come_closer("reinhard", first, StainNormaliser(darker, _CONES).apply(first)) < 1 / 10
+
+
+def come_closer(method: Method, *images: np.ndarray[Any, np.dtype[np.uint8]]) -> float:
+    """How far two images of one tissue are apart after normalisation, as a share of before."""
+    reference = StainReference.of(method)
+    before = np.subtract(*[image.astype(float) for image in images])
+    moved = [reference.fit(image, Path("a.svs")).apply(image).astype(float) for image in images]
+    return float(np.abs(np.subtract(*moved)).mean() / np.abs(before).mean())
+
+
+def test_macenko_finds_the_stains_that_were_mixed() -> None:
+    reference = StainReference.of("macenko")
+    v = reference.values
+    stains = np.array(
+        [[v[f"{stain}_{colour}"] for stain in ("hematoxylin", "eosin")] for colour in
+         ("red", "green", "blue")]
+    )  # fmt: skip
+    image = stained(stains, [1.9, 1.0])
+    found = reference.fit(image, Path("a.svs")).apply(image)
+    assert np.abs(found.astype(int) - image).mean() < 6, "an image like the reference stays"
+    assert (found[:40, :40] == 255).all(), "glass stays white"
+
+
+def test_reinhard_gives_the_reference_mean_and_deviation() -> None:
+    image = stained([[0.6, 0.2], [0.7, 0.8], [0.4, 0.5]], [1.0, 0.6])[50:]
+    reference = StainReference.of("reinhard")
+    found = reference.fit(image, Path("a.svs")).apply(image)
+    kept = (densities(image) > 0.15).all(axis=1)
+    logs = np.log(np.exp(-densities(found)[kept]) @ _CONES.T)
+    assert logs.sum(axis=1).mean() / 3**0.5 == pytest.approx(reference.values["mean_l"], abs=0.05)
+    spread = (logs.sum(axis=1) / 3**0.5).std()
+    assert spread == pytest.approx(reference.values["deviation_l"], abs=0.05)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_real_tissue_stays_tissue(method: Method, shared_data: Path) -> None:
+    paths = sorted((shared_data / "monuseg-train" / "images").glob("*.tif"))[:6]
+    images = [np.asarray(Image.open(path).convert("RGB"))[::2, ::2] for path in paths]
+    reference = StainReference.of(method)
+    moved = [reference.fit(i, p).apply(i) for i, p in zip(images, paths, strict=True)]
+    before = np.std([image.mean(axis=(0, 1)) for image in images], axis=0)
+    after = np.std([image.mean(axis=(0, 1)) for image in moved], axis=0)
+    assert (after < before * 0.75).all(), "the slides' colours come closer"
+    assert all(image.std() > 20 for image in moved)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_slides_without_tissue_are_refused(method: Method) -> None:
+    glass = np.full((100, 100, 3), 250, np.uint8)
+    flat = np.full((100, 100, 3), 120, np.uint8)
+    for image in (glass, flat):
+        with pytest.raises(PathosegError, match=r"bare\.svs has too little stained tissue"):
+            StainReference.of(method).fit(image, Path("bare.svs"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_reference_survives_json(method: Method) -> None:
+    reference = StainReference.of(method)
+    assert StainReference.from_dict(json.loads(json.dumps(reference.to_dict()))) == reference
+
+
+@pytest.mark.parametrize("values", [{}, {"method": "none"}, {"method": "macenko"}])
+def test_a_strange_reference_is_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(PathosegError, match="cannot be understood"):
+        StainReference.from_dict(values)
+
+
+def test_pixels_are_sampled_from_all_over_the_slide(make_bench: Any) -> None:
+    bench = make_bench()
+    frame = Frame.at(Size(300, 200), Mpp(0.5, 0.5), 0.5)
+    boxes = [Box(10 * x, 20, 10, 10) for x in range(30)]
+    with bench.open(bench.path) as slide:
+        found = sample_pixels(slide, frame, boxes)
+        assert found.shape == (16 * -(-100 // 16), 3)
+        assert (found[0] == bench.pixels[20, 0]).all()
+        assert (found[-7] == bench.pixels[20, 290]).all()
+    bench.broken = Box(0, 0, 300, 200)
+    with bench.open(bench.path) as slide:
+        assert sample_pixels(slide, frame, boxes).shape == (0, 3)
+
+
+def test_jitter_scales_and_shifts_the_three_stains() -> None:
+    image = stained([[0.6, 0.2], [0.7, 0.8], [0.4, 0.5]], [1.0, 0.6])
+    assert (jitter_stains(image, 0.0, np.random.default_rng(0)) == image).all()
+    hed = np.array([[0.65, 0.70, 0.29], [0.07, 0.99, 0.11], [0.27, 0.57, 0.78]])
+    hed /= np.linalg.norm(hed, axis=1, keepdims=True)
+    rng = np.random.default_rng(5)
+    factors, offsets = 1 + 0.2 * rng.uniform(-1, 1, 3), 0.2 * rng.uniform(-1, 1, 3)
+    amounts = densities(image) @ np.linalg.inv(hed) * factors + offsets
+    expected = np.clip(256 * np.exp(-amounts @ hed) - 1, 0, 255).reshape(image.shape)
+    found = jitter_stains(image, 0.2, np.random.default_rng(5))
+    assert np.abs(found - expected).max() < 0.51

@@ -1,0 +1,149 @@
+"""Augmentation follows from its generator, moves mask and image together, mixes no classes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pathoseg.errors import PathosegError
+from pathoseg.tiles.transform import Augmentation, AugmentOptions
+
+NOTHING = {
+    "flip": False,
+    "warp": 0.0,
+    "scale": 0.0,
+    "rotate": 0.0,
+    "shift": 0.0,
+    "elastic": 0.0,
+    "stain": 0.0,
+    "colour": 0.0,
+    "blur": 0.0,
+    "noise": 0.0,
+}
+Image = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def only(**options: Any) -> Augmentation:
+    return Augmentation(AugmentOptions(**{**NOTHING, **options}))
+
+
+def tile(height: int = 96, width: int = 96) -> tuple[Image, Image]:
+    """Discs of class 2 that are dark in the image."""
+    y, x = np.mgrid[:height, :width]
+    mask = (((x % 32 - 16) ** 2 + (y % 32 - 16) ** 2 < 100) * 2).astype(np.uint8)
+    mask[:8, :20] = 1
+    image = np.where(mask[..., None] > 0, 60, 220) * np.ones(3)
+    return image.astype(np.uint8), mask
+
+
+def run(augmentation: Augmentation, seed: int, shape: tuple[int, int] = (96, 96)) -> Any:
+    image, mask = tile(*shape)
+    return augmentation(image, mask, np.random.default_rng(seed))
+
+
+def test_equal_generators_give_equal_tiles_on_any_thread() -> None:
+    augmentation = Augmentation(AugmentOptions(warp=0.7, blur=0.5, noise=0.5))
+    alone = [run(augmentation, seed) for seed in range(24)]
+    with ThreadPoolExecutor(4) as threads:
+        together = list(threads.map(lambda seed: run(augmentation, seed), range(24)))
+    for (image, mask), (image2, mask2) in zip(alone, together, strict=True):
+        assert (image == image2).all()
+        assert (mask == mask2).all()
+    assert len({image.tobytes() for image, _ in alone}) == 24, "seeds differ"
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**32),
+    height=st.integers(1, 150),
+    width=st.integers(1, 150),
+)
+def test_shapes_stay_and_masks_hold_only_what_they_held(seed: int, height: int, width: int) -> None:
+    image, mask = run(Augmentation(AugmentOptions(warp=1.0)), seed, (height, width))
+    assert image.shape == (height, width, 3)
+    assert image.dtype == mask.dtype == np.uint8
+    assert mask.shape == (height, width)
+    assert set(np.unique(mask)) <= {0, 1, 2, 255}
+
+
+def test_nothing_changes_nothing() -> None:
+    image, mask = tile()
+    for augmentation in (only(), only(warp=1.0)):
+        found, labels = augmentation(image, mask, np.random.default_rng(0))
+        assert (found == image).all()
+        assert (labels == mask).all()
+
+
+def test_all_eight_flips_come_and_keep_image_and_mask_together() -> None:
+    rng = np.random.default_rng(0)
+    image = rng.integers(0, 256, (5, 5, 3), dtype=np.uint8)
+    seen = set()
+    for _ in range(200):
+        found, mask = only(flip=True)(image, image[..., 0], rng)
+        assert (found[..., 0] == mask).all()
+        seen.add(mask.tobytes())
+    turns = [np.rot90(image[..., 0], turn) for turn in range(4)]
+    assert seen == {flip.tobytes() for turn in turns for flip in (turn, turn[:, ::-1])}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"scale": 0.3}, {"rotate": 90.0}, {"shift": 0.2}, {"elastic": 5.0}],
+    ids=lambda options: next(iter(options)),
+)
+def test_a_warp_moves_image_and_mask_together(options: dict[str, float]) -> None:
+    moved = [run(only(warp=1.0, **options), seed) for seed in range(10)]
+    assert len({mask.tobytes() for _, mask in moved}) >= 8
+    for image, mask in moved:
+        dark = image[..., 0] < 140
+        inside = mask != 255
+        assert (dark == (mask > 0))[inside].mean() > 0.985
+        assert inside.mean() > 0.5
+
+
+def test_what_a_shift_uncovers_is_ignored() -> None:
+    rng = np.random.default_rng(3)
+    image, mask = tile(100, 100)
+    _, moved = only(warp=1.0, shift=0.5)(image, mask, rng)
+    uncovered = moved == 255
+    assert uncovered.any()
+    rows, columns = np.flatnonzero(~uncovered.all(axis=1)), np.flatnonzero(~uncovered.all(axis=0))
+    assert not uncovered[np.ix_(rows, columns)].any(), "a straight border"
+
+
+@pytest.mark.parametrize("name", ["stain", "colour", "blur", "noise"])
+def test_light_leaves_the_mask_alone(name: str) -> None:
+    image, mask = tile()
+    found, labels = only(**{name: 0.2 if name in ("stain", "colour") else 1.0})(
+        image, mask, np.random.default_rng(1)
+    )
+    assert (labels == mask).all()
+    assert (found != image).mean() > 0.1
+    assert np.abs(found.astype(int) - image).mean() < 60
+
+
+def test_a_tile_is_not_changed_in_place() -> None:
+    image, mask = tile()
+    kept = image.copy(), mask.copy()
+    for seed in range(8):
+        Augmentation(AugmentOptions(blur=1.0, noise=1.0))(image, mask, np.random.default_rng(seed))
+    assert (image == kept[0]).all()
+    assert (mask == kept[1]).all()
+
+
+@pytest.mark.parametrize("options", [{"warp": 1.5}, {"scale": -0.1}, {"colour": float("nan")}])
+def test_impossible_options_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(PathosegError, match=rf"\[augment\] {next(iter(options))}"):
+        AugmentOptions(**options)  # type: ignore[arg-type]  # flip is a bool
+
+
+def test_albumentations_is_imported_when_it_is_used() -> None:
+    code = "import sys, pathoseg.tiles.transform; assert 'albumentations' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
