@@ -1,0 +1,184 @@
+"""Traces the regions of a mask as polygons while its bands arrive."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
+import shapely
+from numpy.typing import NDArray
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+from shapely import Polygon
+
+from pathoseg.annotations.qupath_geojson import GeoJsonWriter
+from pathoseg.geometry import Frame
+from pathoseg.outputs.boundary import Boundary, Edges, polygons
+from pathoseg.outputs.runs import Indices, Runs
+
+_PIXELS_AT_ONCE = 2**22  # noise has a run every few pixels, at some hundred bytes each
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRegion:
+    """Pixels of one class that are connected by edges.
+
+    Attributes:
+        geometry: Their outline along pixel edges, or nearly so after simplification, in pixels.
+        class_index: Their value in the mask.
+        pixels: How many they are.
+    """
+
+    geometry: Polygon
+    class_index: int
+    pixels: int
+
+
+@dataclass(slots=True)
+class _OpenRegion:
+    """A region that reaches the last row so far: its edges in parts, and its pixels."""
+
+    parts: list[Edges] = field(default_factory=list)
+    pixels: int = 0
+
+    def joined(self, other: _OpenRegion) -> _OpenRegion:
+        # The shorter list moves, so that the parts of a region in many bands move few times.
+        long, short = sorted([self, other], key=lambda region: -len(region.parts))
+        long.parts.extend(short.parts)
+        long.pixels += short.pixels
+        return long
+
+
+class RegionTracer:
+    """Turns a mask into one polygon for each region of connected pixels.
+
+    Pixels are connected by edges, not by corners, across bands too. Polygons trace pixel edges: a
+    region's area is its number of pixels, and its neighbours share its boundary. Background and
+    unread pixels are not traced. Held are the boundaries of the regions that go on below the last
+    row.
+
+    Args:
+        simplify: Tolerance of Douglas and Peucker's simplification in pixels; 0 keeps all corners.
+        min_pixels: The smallest region that is traced.
+    """
+
+    def __init__(self, simplify: float = 0.0, min_pixels: int = 1) -> None:
+        self._simplify = simplify
+        self._min_pixels = min_pixels
+        self._top = 0
+        self._boundary = Boundary()
+        self._open: list[_OpenRegion] = []
+        # The last row's runs, and which open region each belongs to.
+        self._last_runs = Runs.of(np.zeros((1, 1), np.uint8), 0)
+        self._last_region = np.zeros(0, np.int64)
+
+    def add(self, band: NDArray[np.uint8]) -> Iterator[TracedRegion]:
+        """Takes the next rows, of shape (rows, width), and gives the regions that they complete."""
+        rows = max(1, _PIXELS_AT_ONCE // band.shape[1])
+        pieces = [band[top : top + rows] for top in range(0, len(band), rows)]
+        # A list: the band is traced whether or not the caller looks at the result.
+        return chain.from_iterable([self._traced(piece) for piece in pieces])
+
+    def close(self) -> Iterator[TracedRegion]:
+        """Gives the regions that reach the mask's last row."""
+        return self.add(np.zeros((1, 1), np.uint8))
+
+    def _traced(self, band: NDArray[np.uint8]) -> list[TracedRegion]:
+        rows, top = len(band), self._top
+        self._top += rows
+        runs = self._last_runs.followed_by(Runs.of(band, 1))
+        if not len(runs):
+            return []
+        count, region, earlier = self._numbered(runs)
+        edges = self._boundary.edges(runs, rows, top, region)
+        value = np.empty(count, np.int64)
+        value[region] = runs.value
+        own = np.where(runs.row > 0, runs.end - runs.start, 0)
+        pixels = np.bincount(region, own, count).astype(np.int64)
+
+        last = runs.row == rows
+        going_on = np.unique(region[last])
+        ended = self._joined(earlier, going_on, edges, pixels)
+        self._last_runs = runs.where(last).moved_to(0)
+        self._last_region = np.searchsorted(going_on, region[last])
+
+        within = np.ones(count, bool)
+        within[earlier] = within[going_on] = False
+        parts = [edges[within[edges["region"]]]]
+        for number, whole in ended.items():
+            pixels[number] = whole.pixels
+            for part in whole.parts:
+                part["region"] = number
+            parts.extend(whole.parts)
+        return self._regions(np.concatenate(parts), value, pixels)
+
+    def _numbered(self, runs: Runs) -> tuple[int, Indices, Indices]:
+        """How many regions there are, the number of each run's, and of each open region."""
+        lower, upper = runs.touching()
+        # An open region is a node too: one with its runs in the last row, which come first.
+        known = np.arange(len(self._last_region))
+        pairs = np.append(lower, known), np.append(upper, len(runs) + self._last_region)
+        nodes = len(runs) + len(self._open)
+        graph = coo_array((np.ones(len(pairs[0])), pairs), shape=(nodes, nodes))
+        count, number = connected_components(graph, directed=False)
+        return count, number[: len(runs)], number[len(runs) :]
+
+    def _joined(
+        self, earlier: Indices, going_on: Indices, edges: Edges, pixels: Indices
+    ) -> dict[int, _OpenRegion]:
+        """Adds a band to the open regions, and takes those from them that do not go on."""
+        joined: dict[int, _OpenRegion] = {}
+        for number, region in zip(earlier.tolist(), self._open, strict=True):
+            joined[number] = joined[number].joined(region) if number in joined else region
+        edges = edges[np.argsort(edges["region"], kind="stable")]
+        numbers = np.union1d(earlier, going_on)
+        starts = np.searchsorted(edges["region"], numbers)
+        ends = np.searchsorted(edges["region"], numbers, side="right")
+        for number, start, end in zip(numbers.tolist(), starts, ends, strict=True):
+            region = joined.setdefault(number, _OpenRegion())
+            region.pixels += int(pixels[number])
+            if end > start:
+                region.parts.append(edges[start:end].copy())  # a view would hold the whole band
+        self._open = [joined.pop(number) for number in going_on.tolist()]
+        return joined
+
+    def _regions(self, edges: Edges, value: Indices, pixels: Indices) -> list[TracedRegion]:
+        edges = edges[pixels[edges["region"]] >= self._min_pixels]
+        if not len(edges):
+            return []
+        outlines = polygons(edges)
+        if self._simplify > 0:
+            outlines = shapely.simplify(outlines, self._simplify, preserve_topology=True)
+        return [
+            TracedRegion(outline, int(value[number]), int(pixels[number]))
+            for number, outline in zip(np.unique(edges["region"]), outlines, strict=True)
+        ]
+
+
+def write_regions(
+    writer: GeoJsonWriter, regions: Iterable[TracedRegion], frame: Frame
+) -> Counter[int]:
+    """Writes regions in level-0 pixels of the slide's own frame, as QuPath counts them.
+
+    Args:
+        writer: An open file.
+        regions: In pixels of `frame`.
+        frame: Where the mask lies on the slide.
+
+    Returns:
+        How many regions of each class were written.
+
+    Raises:
+        OSError: The disk is full or cannot be written.
+    """
+    scale = np.array([frame.scale_x, frame.scale_y])
+    written: Counter[int] = Counter()
+    for region in regions:
+        outline = shapely.transform(region.geometry, lambda corners: corners * scale)
+        area = region.pixels * frame.mpp.x * frame.mpp.y
+        writer.add(outline, region.class_index, {"Area µm^2": area})
+        written[region.class_index] += 1
+    return written
