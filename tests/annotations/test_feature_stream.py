@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pathoseg.annotations import feature_stream
@@ -35,6 +35,7 @@ def _file(tmp_path: Path, text: str | bytes) -> Path:
     chunk=st.integers(1, 9),
     packed=st.booleans(),
 )
+@example(elements=[0.5, 1.25e-7, 1e22, -12], extra=0.0, indent=None, chunk=1, packed=False)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_elements_are_those_of_the_whole_document(
     tmp_path: Path, elements: list[Any], extra: Any, indent: int | None, chunk: int, packed: bool
@@ -84,7 +85,7 @@ def test_damaged_gzip_is_refused(tmp_path: Path, damage: Any) -> None:
         list(features(_file(tmp_path, damage(gzip.compress(text)))))
 
 
-@pytest.mark.parametrize("filler", [b" ", b"0", b'{"type":"Feature"},', b"["])
+@pytest.mark.parametrize("filler", [b" ", b"0", b'{"type":"Feature"},'])
 def test_a_gzip_bomb_meets_the_bound(
     tmp_path: Path, filler: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,7 +96,7 @@ def test_a_gzip_bomb_meets_the_bound(
         for _ in range(20):
             file.write(filler * ((1 << 20) // len(filler)))
     assert path.stat().st_size < 1 << 20
-    with pytest.raises((ValueError, RecursionError)):
+    with pytest.raises(ValueError, match="bound of 8 MiB"):
         for _ in features(path):
             pass
 

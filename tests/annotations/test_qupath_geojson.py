@@ -268,9 +268,7 @@ def test_coordinates_have_two_decimals_and_reruns_are_identical(
     assert len(set(ids)) == len(ids)
     _write(again, boxes)
     assert gzip.decompress(again.read_bytes()) == path.read_bytes()
-    packed = again.read_bytes()
-    _write(again, boxes)
-    assert again.read_bytes() == packed
+    assert again.read_bytes()[4:8] == bytes(4)  # no time of writing
 
 
 def test_a_writer_that_is_left_by_an_exception_leaves_no_whole_file(tmp_path: Path) -> None:
