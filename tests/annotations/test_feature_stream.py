@@ -85,7 +85,7 @@ def test_damaged_gzip_is_refused(tmp_path: Path, damage: Any) -> None:
         list(features(_file(tmp_path, damage(gzip.compress(text)))))
 
 
-@pytest.mark.parametrize("filler", [b" ", b"0", b'{"type":"Feature"},'])
+@pytest.mark.parametrize("filler", [b" ", b'{"type":"Feature"},'])
 def test_a_gzip_bomb_meets_the_bound(
     tmp_path: Path, filler: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
