@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import cv2
 import numpy as np
@@ -24,33 +24,18 @@ _FEWEST_PIXELS = 1000
 _SAMPLED_BOXES = 16
 _SAMPLED_EVERY = 4
 
-# What slides are brought to. Macenko: hematoxylin and eosin in optical density of red, green and
-# blue, and their strengths (99th percentiles), as in the authors' published program. Reinhard:
-# medians over the tissue of MoNuSeg's 30 training images, which come from 18 hospitals.
-_REFERENCES: dict[Method, dict[str, float]] = {
-    "macenko": {
-        "hematoxylin_red": 0.5626,
-        "hematoxylin_green": 0.7201,
-        "hematoxylin_blue": 0.4062,
-        "eosin_red": 0.2159,
-        "eosin_green": 0.8012,
-        "eosin_blue": 0.5581,
-        "hematoxylin_strength": 1.9705,
-        "eosin_strength": 1.0308,
-    },
-    "reinhard": {
-        "mean_l": -1.33,
-        "mean_alpha": -0.12,
-        "mean_beta": 0.054,
-        "deviation_l": 0.56,
-        "deviation_alpha": 0.112,
-        "deviation_beta": 0.019,
-    },
-}
+# What Macenko's method brings slides to: hematoxylin and eosin (columns) in optical density of
+# red, green and blue, and their strengths (99th percentiles), as in the authors' own program.
+_STAINS = np.array([[0.5626, 0.2159], [0.7201, 0.8012], [0.4062, 0.5581]])
+_STRENGTHS = np.array([1.9705, 1.0308])
 
 # Light to the eye's cones, and the axes l, alpha, beta of their logarithms (Reinhard et al. 2001).
 _CONES = np.array([[0.3811, 0.5783, 0.0402], [0.1967, 0.7244, 0.0782], [0.0241, 0.1288, 0.8444]])
 _AXES = np.array([[1, 1, 1], [1, 1, -2], [1, -1, 0]]) / np.sqrt([[3], [6], [2]])
+# What Reinhard's method brings slides to, along these axes: medians over the tissue of MoNuSeg's
+# 30 training images, which come from 18 hospitals.
+_MEANS = np.array([-1.33, -0.12, 0.054])
+_DEVIATIONS = np.array([0.56, 0.112, 0.019])
 
 # Hematoxylin, eosin and DAB (rows) in optical density (Ruifrok and Johnston 2001, table 1).
 _HED = np.array([[0.65, 0.70, 0.29], [0.07, 0.99, 0.11], [0.27, 0.57, 0.78]])
@@ -58,72 +43,8 @@ _HED /= np.linalg.norm(_HED, axis=1, keepdims=True)
 
 
 @dataclass(frozen=True, slots=True)
-class StainReference:
-    """The colours that all slides of a model are brought to.
-
-    Attributes:
-        method: "macenko" moves the two stain vectors and their strengths (Macenko et al. 2009)
-            and leaves glass white; "reinhard" moves mean and deviation of each axis of colour
-            (Reinhard et al. 2001), those of glass as well.
-        values: The reference by name.
-    """
-
-    method: Method
-    values: Mapping[str, float]
-
-    @classmethod
-    def of(cls, method: Method) -> Self:
-        """The reference this version trains with."""
-        return cls(method, _REFERENCES[method])
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The reference that `to_dict` gave.
-
-        Raises:
-            PathosegError: A value is missing or none is known by that name.
-        """
-        try:
-            names = _REFERENCES[values["method"]]
-            return cls(values["method"], {name: float(values[name]) for name in names})
-        except (KeyError, TypeError, ValueError) as error:
-            raise PathosegError(
-                f"The stain normalisation {dict(values)} cannot be understood ({error!r}).",
-                "Use a model as pathoseg wrote it.",
-            ) from error
-
-    def to_dict(self) -> dict[str, str | float]:
-        return {"method": self.method, **self.values}
-
-    def fit(self, pixels: NDArray[np.uint8], path: Path) -> StainNormaliser:
-        """What brings the slide that `pixels` are of to this reference.
-
-        Args:
-            pixels: RGB, shape (…, 3); glass among them is passed over.
-            path: The slide, for the error.
-
-        Raises:
-            PathosegError: The pixels hold too little tissue, or but one colour.
-        """
-        logs = np.log((pixels.reshape(-1, 3).astype(np.float64) + 1) / 256)
-        stained = logs[(logs < -_GLASS).all(axis=1)]
-        if len(stained) >= _FEWEST_PIXELS:
-            values = np.array([self.values[name] for name in _REFERENCES[self.method]])
-            map_of, basis = (
-                (_macenko, np.eye(3)) if self.method == "macenko" else (_reinhard, _CONES)
-            )
-            affine = map_of(stained, values)
-            if np.isfinite(affine).all():
-                return StainNormaliser(affine, basis)
-        raise PathosegError(
-            f"{path} has too little stained tissue for stain normalisation.",
-            "Leave the slide out, or work without normalisation ([tiles] stain).",
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class StainNormaliser:
-    """Brings the colours of one slide to a reference; made by `StainReference.fit`.
+    """Brings the colours of one slide to a reference that is the same for all slides.
 
     Attributes:
         affine: Shape (3, 4), applied to the logarithms of light in `basis`.
@@ -132,6 +53,32 @@ class StainNormaliser:
 
     affine: Matrix
     basis: Matrix
+
+    @classmethod
+    def fit(cls, pixels: NDArray[np.uint8], method: Method, path: Path) -> Self:
+        """The normaliser of the slide that `pixels` are of.
+
+        Args:
+            pixels: RGB, shape (…, 3); glass among them is passed over.
+            method: "macenko" moves the two stain vectors and their strengths (Macenko et al. 2009)
+                and leaves glass white; "reinhard" moves mean and deviation of each axis of colour
+                (Reinhard et al. 2001), those of glass as well.
+            path: The slide, for the error.
+
+        Raises:
+            PathosegError: The pixels hold too little tissue, or but one colour.
+        """
+        logs = np.log((pixels.reshape(-1, 3).astype(np.float64) + 1) / 256)
+        stained = logs[(logs < -_GLASS).all(axis=1)]
+        affine = None
+        if len(stained) >= _FEWEST_PIXELS:
+            affine = _macenko(stained) if method == "macenko" else _reinhard(stained)
+        if affine is None:
+            raise PathosegError(
+                f"{path} has too little stained tissue for stain normalisation.",
+                "Leave the slide out, or work without normalisation ([tiles] stain).",
+            )
+        return cls(affine, np.eye(3) if method == "macenko" else _CONES)
 
     def apply(self, image: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """The image, shape (height, width, 3), in the colours of the reference."""
@@ -188,8 +135,8 @@ def _map_logs(image: NDArray[np.uint8], affine: Matrix, basis: Matrix) -> NDArra
     return np.asarray(cv2.addWeighted(values, 1, values, 0, 0, dtype=cv2.CV_8U), dtype=np.uint8)
 
 
-def _macenko(logs: Matrix, reference: Matrix) -> Matrix:
-    """The map of a slide's two stains to those of the reference, shape (3, 4)."""
+def _macenko(logs: Matrix) -> Matrix | None:
+    """The map of a slide's two stains to those of the reference, shape (3, 4), if it has two."""
     density = -logs
     plane = np.linalg.eigh(np.cov(density.T))[1][:, :0:-1]
     plane *= np.where(plane.sum(axis=0) < 0, -1, 1)
@@ -201,17 +148,17 @@ def _macenko(logs: Matrix, reference: Matrix) -> Matrix:
     amounts = np.linalg.pinv(stains)
     strengths = np.percentile(density @ amounts.T, 99, axis=0)
     if (strengths <= 0).any() or np.linalg.matrix_rank(stains, tol=1e-3) < 2:
-        return np.full((3, 4), np.nan)
-    scale = reference[:6].reshape(2, 3).T @ np.diag(reference[6:] / strengths) @ amounts
+        return None
+    scale = _STAINS @ np.diag(_STRENGTHS / strengths) @ amounts
     return np.column_stack([scale, np.zeros(3)])
 
 
-def _reinhard(logs: Matrix, reference: Matrix) -> Matrix:
-    """The map of a slide's means and deviations to those of the reference, shape (3, 4)."""
+def _reinhard(logs: Matrix) -> Matrix | None:
+    """The map of a slide's means and deviations to those of the reference, if it has any."""
     seen = np.log(np.exp(logs) @ _CONES.T) @ _AXES.T
     deviations = seen.std(axis=0)
     if (deviations < 1e-6).any():
-        return np.full((3, 4), np.nan)
-    factors = reference[3:] / deviations
-    offsets = reference[:3] - factors * seen.mean(axis=0)
+        return None
+    factors = _DEVIATIONS / deviations
+    offsets = _MEANS - factors * seen.mean(axis=0)
     return np.column_stack([_AXES.T @ np.diag(factors) @ _AXES, _AXES.T @ offsets])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,8 +80,10 @@ class SlideTiles:
         labels: What is known of the slide.
         classes: The classes of the masks.
         slides: Lends the slide where the cache does not hold a tile.
-        cache: Holds the tiles at `indices`.
-        stain: Applied to every image; the cache keeps the slide's own colours.
+        cache: Holds the tiles at `indices`, in the slide's own colours.
+
+    Attributes:
+        stain: Applied to every image, where one is set.
     """
 
     def __init__(
@@ -95,12 +97,12 @@ class SlideTiles:
         classes: ClassTable,
         slides: SlidePool,
         cache: TileCache | None = None,
-        stain: StainNormaliser | None = None,
     ) -> None:
         self.slide, self.frame, self.grid = slide, frame, grid
         self.indices, self.class_pixels = indices, class_pixels
         self.labels, self.classes = labels, classes
-        self.cache, self.stain = cache, stain
+        self.cache = cache
+        self.stain: StainNormaliser | None = None
         self._slides = slides
         self._filling = [Lock() for _ in range(cache.shards)] if cache else []
 
@@ -125,7 +127,7 @@ class SlideTiles:
         mask[region.unread] = IGNORE
         return Tile(image, mask, int(region.unread.sum()))
 
-    def fill(self, threads: int = 1, part: tuple[int, int] = (0, 1)) -> Iterator[int]:
+    def fill(self, threads: int = 1, part: tuple[int, int] = (0, 1)) -> Generator[int]:
         """Writes the missing shards of the cache and yields the tiles of each when it is there.
 
         Args:
@@ -182,7 +184,6 @@ def cut_tiles(
     tissue: TissueShare,
     options: TileOptions,
     slides: SlidePool,
-    stain: StainNormaliser | None = None,
 ) -> SlideTiles:
     """The tiles of a slide that hold enough tissue, or anything of a class.
 
@@ -197,7 +198,6 @@ def cut_tiles(
         tissue: Where tissue lies.
         options: How it is cut.
         slides: Lends the slide.
-        stain: Applied to every image.
 
     Raises:
         PathosegError: A file cannot be read, a class is unknown, the cache cannot be written.
@@ -215,9 +215,7 @@ def cut_tiles(
         kept = tuple(indices.tolist())
         key = TileCacheKey(slide, Fingerprint.of(slide), frame, grid, kept, options.codec)
         cache = TileCache.open(options.cache, key)
-    return SlideTiles(
-        slide, frame, grid, indices, counts[indices], labels, classes, slides, cache, stain
-    )
+    return SlideTiles(slide, frame, grid, indices, counts[indices], labels, classes, slides, cache)
 
 
 def tile_labels(counts: NDArray[np.int64], min_cover: float) -> NDArray[np.int64]:

@@ -89,7 +89,7 @@ class Bench:
         self.opened.append(slide)
         return slide
 
-    def cut(self, tissue: float = 1.0, stain: Any = None, **options: Any) -> SlideTiles:
+    def cut(self, tissue: float = 1.0, **options: Any) -> SlideTiles:
         return cut_tiles(
             self.path,
             self.frame,
@@ -99,7 +99,6 @@ class Bench:
             Everywhere(tissue),
             TileOptions(**{"tile": 64, **options}),
             SlidePool(self.open),
-            stain,
         )
 
 

@@ -138,7 +138,7 @@ def test_filling_can_be_stopped(
     assert tiles.cache is not None
     filling = tiles.fill(2)
     next(filling)
-    filling.close()  # type: ignore[attr-defined]  # a generator
+    filling.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("fill")]
     assert not all(tiles.cache.has(shard) for shard in range(tiles.cache.shards))
 
@@ -163,7 +163,8 @@ def test_stains_change_after_the_cache(make_bench: MakeBench, tmp_path: Path) ->
     darker = StainNormaliser(np.eye(3, 4) * 2, np.eye(3))
     expected = darker.apply(bench.cut().read(3).image)
     for cache in (None, tmp_path / "cache", tmp_path / "cache"):
-        tiles = bench.cut(cache=cache, stain=darker)
+        tiles = bench.cut(cache=cache)
+        tiles.stain = darker
         assert (tiles.read(3).image == expected).all()
 
 
