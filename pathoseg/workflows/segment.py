@@ -20,7 +20,7 @@ from pathoseg.slides.region import Region, read_region
 from pathoseg.slides.slide import Slide, open_slide
 from pathoseg.tiles.grid import TileGrid
 from pathoseg.tiles.slide_pool import SlidePool
-from pathoseg.tiles.stain import StainNormaliser
+from pathoseg.tiles.stain import Method, StainNormaliser
 from pathoseg.tiles.tissue import Tissue, find_tissue
 from pathoseg.workflows.ahead import in_background
 from pathoseg.workflows.config import Config
@@ -79,7 +79,7 @@ class Segmenter:
         device = next(model.parameters()).device
         self._dtype = amp_dtype(device, config.train.amp)
         if device.type == "cuda":
-            model.to(memory_format=torch.channels_last)
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's
 
     def plan(self, slide: Slide) -> SlidePlan:
         """Finds tissue and lays the tiles.
@@ -100,7 +100,7 @@ class Segmenter:
         stain = None
         if card.stain is not None:
             boxes = [grid.box(i) for i in indices]
-            method = "macenko" if card.stain["method"] == "macenko" else "reinhard"
+            method: Method = "macenko" if card.stain["method"] == "macenko" else "reinhard"
             stain = fit_stain(slide, frame, boxes, tissue, method) if boxes else None
         return SlidePlan(slide.path, frame, output, grid, indices, tissue, stain)
 

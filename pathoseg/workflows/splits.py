@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from pathoseg.errors import PathosegError
 from pathoseg.outputs.atomic import replaced
@@ -49,7 +49,7 @@ def split_slides(
     """
     rows = _read(table) if table else {}
     patients: dict[str, str] = {}
-    given: dict[str, str | None] = {}
+    given: dict[str, Split | None] = {}
     for name in names:
         row = rows.get(name) or rows.get(Path(name).stem)
         if table and row is None:
@@ -57,11 +57,7 @@ def split_slides(
                 f"{table} has no row for {name}.", "Add one, or move the slide elsewhere."
             )
         patients[name] = (row or {}).get("patient") or name
-        split = (row or {}).get("split") or None
-        if split is not None and split not in get_args(Split):
-            raise PathosegError(
-                f"{table}: {name} has the split {split!r}.", "Write train, val or test."
-            )
+        split = _as_split((row or {}).get("split"), f"{table}: {name}")
         if given.setdefault(patients[name], split) != split:
             raise PathosegError(
                 f"{table}: patient {patients[name]} is in more than one split.",
@@ -89,8 +85,17 @@ def write_splits(path: Path, members: Iterable[Member]) -> None:
         writer.writerows([m.slide, m.patient, m.split] for m in members)
 
 
+def _as_split(text: str | None, where: str) -> Split | None:
+    for split in get_args(Split):
+        if text == split:
+            return cast(Split, split)
+    if text:
+        raise PathosegError(f"{where} has the split {text!r}.", "Write train, val or test.")
+    return None
+
+
 def _draw(
-    free: list[str], given: Mapping[str, str | None], seed: int, val_share: float
+    free: list[str], given: Mapping[str, Split | None], seed: int, val_share: float
 ) -> dict[str, Split]:
     def rank(patient: str) -> bytes:
         return hashlib.sha256(f"{seed}:{patient}".encode()).digest()

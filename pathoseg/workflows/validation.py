@@ -109,7 +109,5 @@ class Validation:
 
 def _most_varied(slides: Sequence[SlideTiles]) -> int:
     """The tile to show: the one whose rarest class fills most of it."""
-    counts = np.concatenate(
-        [tiles.class_pixels[:, 1:] for tiles in slides] or [np.zeros((0, 1), np.int64)]
-    )
-    return int(counts.min(axis=1).argmax()) if len(counts) else 0
+    rarest = [tiles.class_pixels[:, 1:].min(axis=1) for tiles in slides]
+    return int(np.concatenate(rarest).argmax()) if rarest else 0

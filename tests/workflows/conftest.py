@@ -1,0 +1,77 @@
+"""A folder of tiny annotated images that a tiny network learns within seconds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+TINY = """
+[data]
+assume_mpp = 0.5
+classes = ["disc"]
+[tiles]
+mpp = 0.5
+tile = 32
+[model]
+width = 4
+depth = 2
+[train]
+epochs = 4
+batch = 2
+lr = 1e-2
+checkpoint_minutes = 0.0001
+[augment]
+blur = 0.0
+noise = 0.0
+"""
+
+
+def draw_disc(path: Path, seed: int, side: int = 96) -> None:
+    """A noisy pink image with a dark disc, and the disc's mask beside it."""
+    rng = np.random.default_rng(seed)
+    y, x = np.mgrid[:side, :side]
+    centre = rng.uniform(0.3, 0.7, 2) * side
+    disc = (y - centre[0]) ** 2 + (x - centre[1]) ** 2 < (side / 5) ** 2
+    image = np.where(disc[..., None], (120, 60, 140), (225, 170, 200))
+    image = np.clip(image + rng.normal(0, 8, image.shape), 0, 255).astype(np.uint8)
+    Image.fromarray(image).save(path)
+    Image.fromarray(disc.astype(np.uint8)).save(path.with_name(f"{path.stem}_mask.png"))
+
+
+@pytest.fixture
+def toy_slides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`tmp_path/slides` with four images, and the working directory set to `tmp_path`."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "slides"
+    folder.mkdir()
+    for seed in range(4):
+        draw_disc(folder / f"slide{seed}.png", seed)
+    (tmp_path / "tiny.toml").write_text(TINY)
+    return folder
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts the real command in `tmp_path`; what still runs at the end of the test is killed."""
+    with ExitStack() as stack:
+
+        def run(*arguments: str) -> subprocess.Popen[str]:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pathoseg", *arguments],
+                cwd=tmp_path,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return process
+
+        yield run

@@ -1,0 +1,190 @@
+"""Training runs: what they leave behind, and that no interruption changes their course."""
+
+from __future__ import annotations
+
+import csv
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pathoseg.errors import PathosegError
+from pathoseg.models.bundle import load_bundle
+from pathoseg.workflows.train import train
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+def _rows(run: Path) -> list[dict[str, str]]:
+    """metrics.csv without the one figure that is a matter of speed."""
+    with (run / "metrics.csv").open() as file:
+        return [
+            {k: v for k, v in row.items() if k != "tiles_per_s"} for row in csv.DictReader(file)
+        ]
+
+
+def _weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_bundle(run / "model")[0].state_dict()
+
+
+def test_a_run_leaves_what_the_contract_says_and_learns(toy_slides: Path) -> None:
+    flags = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 12}}
+    run = train(Path("tiny.toml"), flags, None, resume=False)
+    for name in (
+        "config.toml",
+        "splits.csv",
+        "metrics.csv",
+        "model",
+        "tensorboard",
+        "summary.json",
+    ):
+        assert (run / name).exists(), name
+    assert Path("runs/latest").resolve() == run.resolve()
+    rows = _rows(run)
+    assert [row["epoch"] for row in rows] == [str(i) for i in range(1, 13)]
+    assert list(rows[0])[:6] == [
+        "epoch",
+        "step",
+        "train_loss",
+        "val_loss",
+        "val_dice_mean",
+        "val_iou_mean",
+    ]
+    assert float(rows[-1]["val_dice_disc"]) > 0.9
+    assert float(rows[-1]["train_loss"]) < float(rows[0]["train_loss"])
+    _, card = load_bundle(run / "model")
+    assert (card.class_names, card.mpp, card.tile) == (("disc",), 0.5, 32)
+
+
+def test_equal_seeds_make_equal_runs_and_others_do_not(toy_slides: Path) -> None:
+    data = {"slides": str(toy_slides)}
+    runs = [
+        train(Path("tiny.toml"), {"": {"seed": seed}, "data": data}, Path(f"r{i}"), resume=False)
+        for i, seed in enumerate([0, 0, 1])
+    ]
+    assert _rows(runs[0]) == _rows(runs[1])
+    assert _rows(runs[0]) != _rows(runs[2])
+    torch.testing.assert_close(_weights(runs[0]), _weights(runs[1]), rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_killed_again_and_again_it_continues_as_if_nothing_had_happened(
+    toy_slides: Path, start: Start
+) -> None:
+    common = ["train", "--slides", str(toy_slides), "--config", "tiny.toml", "--epochs", "10"]
+    assert start(*common, "--out", "calm").wait() == 0
+    rng = random.Random(0)
+    for _ in range(4):
+        process = start(*common, "--out", "killed", "--resume")
+        metrics, seen = Path("killed/metrics.csv"), _size(Path("killed/metrics.csv"))
+        while process.poll() is None and _size(metrics) == seen:
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.3))
+        process.kill()
+        process.wait()
+    assert not Path("killed/summary.json").exists(), "it ended before it was killed four times"
+    assert start(*common, "--out", "killed", "--resume").wait() == 0
+    assert _rows(Path("killed")) == _rows(Path("calm"))
+    torch.testing.assert_close(_weights(Path("killed")), _weights(Path("calm")), rtol=0, atol=0)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_says_how_to_go_on(
+    toy_slides: Path, start: Start, number: signal.Signals, code: int
+) -> None:
+    common = ["train", "--slides", str(toy_slides), "--config", "tiny.toml", "--epochs", "400"]
+    process = start(*common)
+    while not list(Path("runs").glob("*/metrics.csv")):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert "--resume" in output
+    assert "Traceback" not in output
+    assert list(Path("runs").glob("*/checkpoints/last.pt"))
+
+
+def test_a_time_limit_ends_in_order_and_is_laid_over_the_schedule(toy_slides: Path) -> None:
+    flags = {"data": {"slides": str(toy_slides)}, "train": {"epochs": None, "time_limit": 8.0}}
+    config = Path("limited.toml")
+    config.write_text(Path("tiny.toml").read_text().replace("epochs = 4\n", ""))
+    run = train(config, flags, None, resume=False)
+    state = torch.load(run / "checkpoints" / "last.pt", weights_only=True)
+    progress = state["progress"]
+    assert progress["total_steps"] is not None
+    assert 0 < progress["step"] <= progress["total_steps"]
+    assert (run / "model" / "model.json").exists()
+
+
+def test_resuming_with_other_values_is_refused_by_name(toy_slides: Path) -> None:
+    flags = {"data": {"slides": str(toy_slides)}}
+    run = train(Path("tiny.toml"), flags, Path("run"), resume=False)
+    with pytest.raises(PathosegError, match=r"tiles\.tile"):
+        train(None, {"tiles": {"tile": 64}}, run, resume=True)
+
+
+def test_a_finished_run_is_not_trained_again(toy_slides: Path) -> None:
+    flags = {"data": {"slides": str(toy_slides)}}
+    run = train(Path("tiny.toml"), flags, Path("run"), resume=False)
+    before = (run / "metrics.csv").stat().st_mtime_ns
+    train(None, {}, run, resume=True)
+    assert (run / "metrics.csv").stat().st_mtime_ns == before
+    with pytest.raises(PathosegError, match="already holds a run"):
+        train(Path("tiny.toml"), flags, run, resume=False)
+
+
+def test_a_truncated_checkpoint_is_named(toy_slides: Path) -> None:
+    flags = {"data": {"slides": str(toy_slides)}}
+    run = train(Path("tiny.toml"), flags, Path("run"), resume=False)
+    (run / "summary.json").unlink()
+    last = run / "checkpoints" / "last.pt"
+    last.write_bytes(last.read_bytes()[:1000])
+    with pytest.raises(PathosegError, match=r"last\.pt cannot be used"):
+        train(None, {}, run, resume=True)
+
+
+def test_microbatches_with_group_norm_train_the_same_course(toy_slides: Path) -> None:
+    text = Path("tiny.toml").read_text().replace("[model]", '[model]\nnorm = "group"')
+    Path("whole.toml").write_text(text)
+    Path("parts.toml").write_text(text.replace("batch = 2", "batch = 2\nmicrobatch = 1"))
+    flags = {"data": {"slides": str(toy_slides)}}
+    whole, parts = (
+        _rows(train(Path(f"{name}.toml"), flags, Path(name), resume=False))
+        for name in ("whole", "parts")
+    )
+    for one, other in zip(whole, parts, strict=True):
+        assert float(one["train_loss"]) == pytest.approx(float(other["train_loss"]), rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (lambda folder: [p.unlink() for p in folder.glob("*_mask.png")], "No slide can be used"),
+        (lambda folder: [p.unlink() for p in folder.iterdir()], "holds no slides"),
+        (lambda folder: (folder / "slide1.png").write_bytes(b"\x89PNG broken"), "slide1.png"),
+    ],
+)
+def test_folders_that_cannot_be_trained_on_are_refused(
+    toy_slides: Path, prepare: Callable[[Path], object], message: str
+) -> None:
+    prepare(toy_slides)
+    with pytest.raises(PathosegError, match=message):
+        train(Path("tiny.toml"), {"data": {"slides": str(toy_slides)}}, None, resume=False)
+
+
+def test_a_bad_slide_can_be_left_out_and_is_recorded(toy_slides: Path) -> None:
+    (toy_slides / "slide1.png").write_bytes(b"\x89PNG broken")
+    flags = {"data": {"slides": str(toy_slides), "skip_bad_slides": True}}
+    run = train(Path("tiny.toml"), flags, None, resume=False)
+    assert "slide1.png" in (run / "summary.json").read_text()
+    assert "slide1.png" not in (run / "splits.csv").read_text()
