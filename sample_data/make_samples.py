@@ -19,7 +19,7 @@ from texture import Stain, paint
 
 CLASS_COLOURS = {"gland": (46, 139, 87), "tumour": (200, 30, 60)}
 
-BLUE, GREEN, BLACK, RED = (0.15, 0.25, 0.6), (0.1, 0.5, 0.3), (0.12, 0.12, 0.14), (0.75, 0.1, 0.15)
+BLUE, GREEN, BLACK, RED = (0.1, 0.22, 0.6), (0.1, 0.5, 0.3), (0.12, 0.12, 0.14), (0.75, 0.1, 0.15)
 
 
 @dataclass(frozen=True)

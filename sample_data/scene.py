@@ -114,7 +114,7 @@ def make_scene(width: int, height: int, rng: np.random.Generator) -> Scene:
     fold_x = rng.uniform(0.3, 0.7) * width + 0.1 * width * np.sin(np.linspace(0, 3, 30))
     fold_y = np.linspace(top - 50, top + 0.8 * (bottom - top), 30)
     pen_x = np.linspace(0.05, 0.45, 40) * width
-    pen_y = height * (0.955 + 0.02 * np.sin(np.linspace(0, 12, 40) + rng.uniform(0, 6)))
+    pen_y = height * (0.955 + 0.012 * np.sin(np.linspace(0, 12, 40) + rng.uniform(0, 6)))
     blur = Point(rng.uniform(left, right), rng.uniform(top, bottom))
     return Scene(
         width,

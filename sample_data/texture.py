@@ -78,7 +78,7 @@ def paint(scene: Scene, stain: Stain, rng: np.random.Generator) -> NDArray[np.ui
 
     light = np.empty((height, width, 3), np.uint8)
     slope = np.linspace(1.0, 0.985, width, dtype=np.float32)
-    ink = 0.85 * soft([scene.pen.buffer(22 / MPP)], 4)
+    ink = 0.9 * soft([scene.pen.buffer(35 / MPP)], 4)
     blur = _spot(scene)
     for channel in range(3):
         density = haematoxylin * HAEMATOXYLIN[channel] + eosin * eosin_density[channel]

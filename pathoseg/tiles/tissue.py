@@ -1,0 +1,274 @@
+"""Where a slide has tissue: found on a thumbnail, asked for box by box."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import ndimage
+
+from pathoseg.errors import PathosegError
+from pathoseg.geometry import Box, Frame, Mpp, Size
+from pathoseg.slides.region import read_region
+from pathoseg.slides.slide import Slide
+
+_THUMBNAIL_MPP = 8.0
+_MOST_PIXELS = 4_000_000
+_LEAST_SIDE = 64
+
+# Sizes of what is looked at and cleaned away.
+_GRAIN_UM = 6.0  # smoothing before anything is measured
+_EDGE_UM = 16.0  # smoothing of the outline
+_PEN_UM = 20.0  # half the width of the thinnest pen stroke
+_SPECK_MM2 = 0.01  # smaller pieces of tissue are dirt
+_GAP_MM2 = 0.02  # smaller pieces of glass belong to the tissue around them
+_BLANK = 30  # grey levels that separate the brightest from the darkest spot of a blank image
+_FIELD_MM2 = 0.1  # smaller images are no slides but fields of view cut from tissue
+
+Colours = NDArray[np.float32]
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class TissueOptions:
+    """How tissue is found.
+
+    Attributes:
+        method: "auto" finds it, "all" takes the whole slide.
+        min_share: Tiles with less tissue than this share are left out.
+        threshold: Difference from the background that makes tissue: optical density of colour on
+            bright slides, share of full brightness on dark ones; None measures it.
+
+    Raises:
+        PathosegError: A value is out of range.
+    """
+
+    method: Literal["auto", "all"] = "auto"
+    min_share: float = 0.05
+    threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in ("auto", "all"):
+            raise PathosegError(
+                f"[tissue] method = {self.method!r} is unknown.", 'Use "auto" or "all".'
+            )
+        if not 0 <= self.min_share <= 1:
+            raise PathosegError(
+                f"[tissue] min_share = {self.min_share} is no share.", "Use a number from 0 to 1."
+            )
+        if self.threshold is not None and not 0 < self.threshold < math.inf:
+            raise PathosegError(
+                f"[tissue] threshold = {self.threshold} finds nothing.",
+                "Use a small positive number such as 0.04, or leave it out.",
+            )
+
+
+@dataclass(frozen=True)
+class Tissue:
+    """The tissue of one slide.
+
+    Attributes:
+        mask: Shape (rows, columns), true where there is tissue; covers the slide exactly.
+        slide_size: Level-0 pixels of the slide.
+        mpp: Microns per level-0 pixel.
+    """
+
+    mask: Mask
+    slide_size: Size
+    mpp: Mpp
+
+    @property
+    def area_mm2(self) -> float:
+        """Tissue in mm²."""
+        slide = self.slide_size.pixels * self.mpp.x * self.mpp.y * 1e-6
+        return slide * float(self.mask.mean())
+
+    def share(self, box: Box, frame: Frame) -> float:
+        """The part of a box that is tissue, 0 to 1, in constant time.
+
+        Args:
+            box: In pixels of `frame`; only what lies inside the slide counts.
+            frame: Any frame of this slide.
+        """
+        x, y, width, height = frame.to_level0(box)
+        rows, columns = self.mask.shape
+        across, down = columns / self.slide_size.width, rows / self.slide_size.height
+        left, right = np.clip((x * across, (x + width) * across), 0, columns)
+        top, bottom = np.clip((y * down, (y + height) * down), 0, rows)
+        area = (right - left) * (bottom - top)
+        if area <= 0:
+            return 0.0
+        tissue = (
+            self._tissue_above_left(right, bottom)
+            - self._tissue_above_left(left, bottom)
+            - self._tissue_above_left(right, top)
+            + self._tissue_above_left(left, top)
+        )
+        return float(np.clip(tissue / area, 0, 1))
+
+    @cached_property
+    def _sums(self) -> NDArray[np.int64]:
+        """Integral image: entry (y, x) counts the tissue pixels above row y, left of column x."""
+        return np.pad(self.mask.cumsum(0, np.int64).cumsum(1), ((1, 0), (1, 0)))
+
+    def _tissue_above_left(self, x: float, y: float) -> float:
+        """Mask pixels of tissue above and left of a point; linear in between, hence exact."""
+        rows, columns = self.mask.shape
+        column, row = min(int(x), columns - 1), min(int(y), rows - 1)
+        (a, b), (c, d) = self._sums[row : row + 2, column : column + 2]
+        u, v = x - column, y - row
+        return float((a * (1 - u) + b * u) * (1 - v) + (c * (1 - u) + d * u) * v)
+
+
+def find_tissue(slide: Slide, options: TissueOptions) -> Tissue:
+    """Finds tissue on a thumbnail of about 8 µm per pixel.
+
+    On a bright slide, tissue is what has colour: more of it than the glass, in optical density,
+    so that grey things (edges of glass, shadows, black ink) are none; strokes of coloured ink are
+    taken out by hue and flatness. On a dark slide, tissue is what is brighter than the dark.
+    What cannot be read counts as tissue, so that it is tried and reported, never passed over.
+    """
+    if options.method == "all":
+        return Tissue(np.ones((1, 1), np.bool_), slide.size, slide.mpp)
+    frame = _thumbnail(slide)
+    region = read_region(slide, frame, Box(0, 0, frame.size.width, frame.size.height))
+    mask = _tissue_mask(region.pixels, frame.mpp.mean, options.threshold)
+    if region.unread is not None:
+        mask |= region.unread
+    return Tissue(mask, slide.size, slide.mpp)
+
+
+def _thumbnail(slide: Slide) -> Frame:
+    """A frame whose pixels cover the slide exactly, so that no padding is taken for glass."""
+    width, height = slide.size.width * slide.mpp.x, slide.size.height * slide.mpp.y
+    mpp = max(
+        min(_THUMBNAIL_MPP, min(width, height) / _LEAST_SIDE),
+        math.sqrt(width * height / _MOST_PIXELS),
+        slide.mpp.mean,
+    )
+    size = Size(max(1, round(width / mpp)), max(1, round(height / mpp)))
+    return Frame(
+        size,
+        slide.size.width / size.width,
+        slide.size.height / size.height,
+        Mpp(width / size.width, height / size.height),
+    )
+
+
+def _tissue_mask(pixels: NDArray[np.uint8], mpp: float, threshold: float | None) -> Mask:
+    """Tissue of an RGB image of shape (rows, columns, 3)."""
+    if pixels.shape[0] * pixels.shape[1] * mpp**2 * 1e-6 < _FIELD_MM2:
+        return np.full(pixels.shape[:2], np.ptp(pixels) > _BLANK)
+    sigma = _GRAIN_UM / mpp
+    smooth = ndimage.gaussian_filter(pixels.astype(np.float32), (sigma, sigma, 0), mode="nearest")
+    if _is_dark(smooth):
+        return _cleaned(_brighter_than_dark(smooth, threshold), mpp)
+    glass = _glass(smooth)
+    if glass is None:
+        return np.ones(pixels.shape[:2], np.bool_)
+    density: Colours = -np.log((smooth + 1) / (glass + 1)).clip(-5, 0)
+    return _cleaned(_coloured(density, threshold) & ~_ink(density, mpp), mpp)
+
+
+def _is_dark(smooth: Colours) -> bool:
+    """Whether this is fluorescence: mostly dark, and nowhere glass."""
+    light = smooth.mean(axis=2)
+    return bool(np.median(light) < 50 and np.percentile(light, 95) < 180)
+
+
+def _brighter_than_dark(smooth: Colours, threshold: float | None) -> Mask:
+    light = smooth.max(axis=2) / 255
+    dark = np.percentile(light, 1)
+    if threshold is None:
+        noise = np.percentile(light, 10) - dark
+        threshold = float(np.clip(2 * noise, 0.015, 0.05))
+    bright: Mask = light > dark + threshold
+    return bright
+
+
+def _glass(smooth: Colours) -> Colours | None:
+    """The colour of empty glass, shape (3,): the brightest that flat, pale places share.
+
+    None where nothing looks like glass: all of the image is tissue.
+    """
+    light = smooth.mean(axis=2)
+    slope = np.hypot(ndimage.sobel(light, 0), ndimage.sobel(light, 1)) / 8
+    pale = (light > 180) & (np.ptp(smooth, axis=2) < 16) & (slope < 2)
+    if pale.mean() < 0.005:
+        return None
+    # Pure white is often no glass but what the scanner left out; glass beside it is even.
+    for chosen in (pale & (light < 253), pale):
+        counts = np.bincount((light[chosen] / 4).astype(np.int64), minlength=64)
+        if counts.sum() < 0.005 * light.size:
+            continue
+        brightest = int(np.flatnonzero(counts >= 0.05 * counts.sum()).max()) * 4 + 2
+        even = chosen & (np.abs(light - brightest) < 6)
+        if even.sum() > 0.4 * counts.sum():
+            break
+    glass: Colours = np.median(smooth[even], axis=0)
+    return glass
+
+
+def _coloured(density: Colours, threshold: float | None) -> Mask:
+    """Where there is more colour than on glass; on a slide in grey, where it is darker."""
+    strength = np.linalg.norm(density, axis=2)
+    colour = np.linalg.norm(density - density.min(axis=2, keepdims=True), axis=2)
+    if colour.max() < 0.01:
+        colour = strength
+    if threshold is None:
+        on_glass = colour[strength < 0.05]
+        middle = np.median(on_glass) if on_glass.size else 0.0
+        noise = np.median(np.abs(on_glass - middle)) if on_glass.size else 0.0
+        threshold = float(np.clip(middle + 8 * noise, 0.03, 0.08))
+    coloured: Mask = (colour > threshold) & (colour > 0.15 * strength)
+    return coloured
+
+
+def _ink(density: Colours, mpp: float) -> Mask:
+    """Strokes of coloured marker: dense and flat, in hues that no common stain has.
+
+    Every stain of tissue takes green light; blue and green ink take red light above all, red ink
+    takes green and blue alike. Black ink has no colour and never comes this far.
+    """
+    red, green, blue = np.moveaxis(density, 2, 0)
+    cold = (red > 1.18 * green) & (red > 0.9)
+    warm = (green > 1.2) & (blue > 0.8 * green) & (red < 0.22 * green)
+    strength = density.sum(axis=2)
+    radius = _PEN_UM / mpp
+    ripple = strength - ndimage.gaussian_filter(strength, radius / 2, mode="nearest")
+    rough = np.sqrt(ndimage.gaussian_filter(ripple**2, radius / 2, mode="nearest"))
+    core = _within((cold | warm) & (rough < 0.25 * strength), -radius)
+    return _within(core, 3 * radius)
+
+
+def _within(mask: Mask, reach: float) -> Mask:
+    """The mask grown by `reach` pixels, or where negative, shrunk."""
+    if reach < 0:
+        return ~_within(~mask, -reach)
+    if not mask.any():
+        return mask
+    near: Mask = ndimage.distance_transform_edt(~mask) <= reach
+    return near
+
+
+def _cleaned(mask: Mask, mpp: float) -> Mask:
+    """The mask with an even outline, without specks and gaps."""
+    pixel_mm2 = mpp**2 * 1e-6
+    share = ndimage.gaussian_filter(mask.astype(np.float32), _EDGE_UM / mpp, mode="nearest")
+    even = _without_small(share > 0.5, _SPECK_MM2 / pixel_mm2)
+    if not even.any():
+        return even
+    return ~_without_small(~even, _GAP_MM2 / pixel_mm2)
+
+
+def _without_small(mask: Mask, least: float) -> Mask:
+    """The connected pieces of at least so many pixels."""
+    pieces, _ = ndimage.label(mask)
+    large = np.bincount(pieces.ravel()) >= least
+    large[0] = False
+    kept: Mask = large[pieces]
+    return kept
