@@ -30,13 +30,13 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces `path` with `text` in UTF-8.
+    """Replaces `path` with `text` in UTF-8; names of files keep bytes that are none.
 
     Raises:
         OSError: The folder cannot be written, or the disk is full.
     """
     with replaced(path) as draft:
-        draft.write_text(text, encoding="utf-8", newline="")
+        draft.write_text(text, encoding="utf-8", errors="surrogateescape", newline="")
 
 
 def _sync(path: Path, flags: int) -> None:

@@ -1,0 +1,135 @@
+"""Draws a mask over a thumbnail of its slide, as a PNG with a legend."""
+
+from __future__ import annotations
+
+import unicodedata
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+from pathoseg.annotations.annotation import BACKGROUND, IGNORE, ClassTable, Colour
+from pathoseg.geometry import Frame, Mpp, Size
+from pathoseg.outputs.atomic import replaced
+
+_LONGEST_SIDE = 2000
+_OPACITY = 0.35
+_GREY: Colour = (110, 110, 110)
+
+
+def thumbnail_frame(slide: Size, native: Mpp) -> Frame:
+    """The frame of a thumbnail of at most 2000 px, never finer than the slide.
+
+    Args:
+        slide: Level-0 pixels.
+        native: Their resolution.
+    """
+    longest = max(slide.width * native.x, slide.height * native.y)
+    return Frame.at(slide, native, max(native.mean, longest / _LONGEST_SIDE))
+
+
+class MaskThumbnail:
+    """A mask seen in another frame of its slide: each pixel has the value at its centre.
+
+    Args:
+        mask: The frame of the bands.
+        thumbnail: The frame wanted.
+
+    Attributes:
+        pixels: Class indices of shape (height, width) of `thumbnail`.
+    """
+
+    def __init__(self, mask: Frame, thumbnail: Frame) -> None:
+        self.pixels = np.full((thumbnail.size.height, thumbnail.size.width), BACKGROUND, np.uint8)
+        step_x, step_y = thumbnail.scale_x / mask.scale_x, thumbnail.scale_y / mask.scale_y
+        self._rows = _centres(thumbnail.size.height, step_y, mask.size.height)
+        self._columns = _centres(thumbnail.size.width, step_x, mask.size.width)
+        self._top = 0
+
+    def add(self, band: NDArray[np.uint8]) -> None:
+        """Takes the mask's next rows, of shape (rows, width)."""
+        first, last = np.searchsorted(self._rows, [self._top, self._top + len(band)])
+        rows = self._rows[first:last] - self._top
+        self.pixels[first:last] = band[rows[:, None], self._columns]
+        self._top += len(band)
+
+
+def _centres(count: int, step: float, limit: int) -> NDArray[np.int64]:
+    """The mask pixel under each thumbnail pixel's centre; the last ones may lie past the edge."""
+    return np.minimum(((np.arange(count) + 0.5) * step).astype(np.int64), limit - 1)
+
+
+def write_overlay(
+    path: Path, image: NDArray[np.uint8], mask: NDArray[np.uint8], classes: ClassTable
+) -> None:
+    """Writes regions in their colours, outlined, over the slide; unread parts are hatched.
+
+    Args:
+        path: Replaced whole.
+        image: Shape (height, width, 3).
+        mask: Class indices of shape (height, width).
+        classes: Names and colours.
+
+    Raises:
+        OSError: The disk is full or cannot be written.
+    """
+    names = [_in_ascii(name) for name in classes.names]
+    entries = list(zip(names, classes.colours, strict=True))
+    if (mask == IGNORE).any():
+        entries.append(("unread", _GREY))
+    picture = Image.fromarray(_blended(image, mask, classes))
+    legend = _legend(entries, picture.width)
+    size = max(picture.width, legend.width), picture.height + legend.height
+    page = Image.new("RGB", size, "white")
+    page.paste(picture, (0, 0))
+    page.paste(legend, (0, picture.height))
+    with replaced(path) as draft:
+        page.save(draft, "PNG")
+
+
+def _blended(
+    image: NDArray[np.uint8], mask: NDArray[np.uint8], classes: ClassTable
+) -> NDArray[np.uint8]:
+    palette = np.zeros((256, 3), np.uint8)
+    palette[1 : len(classes)] = classes.colours
+    palette[IGNORE] = _GREY
+    framed = np.pad(mask, 1, mode="edge")
+    inner = framed[1:-1, 1:-1]
+    neighbours = (framed[:-2, 1:-1], framed[2:, 1:-1], framed[1:-1, :-2], framed[1:-1, 2:])
+    outline = np.logical_or.reduce([inner != neighbour for neighbour in neighbours])
+    y, x = np.ogrid[: mask.shape[0], : mask.shape[1]]
+    opacity = np.where(mask == IGNORE, (x + y) % 8 < 3, np.where(outline, 1.0, _OPACITY))
+    opacity[mask == BACKGROUND] = 0
+    blend = image + opacity[:, :, None] * (palette[mask].astype(np.float64) - image)
+    return blend.round().astype(np.uint8)
+
+
+def _in_ascii(name: str) -> str:
+    """The name without accents: Pillow's own font, the only one sure to be there, lacks them."""
+    letters = (
+        sign for sign in unicodedata.normalize("NFKD", name) if not unicodedata.combining(sign)
+    )
+    return "".join(letters).encode("ascii", "replace").decode()
+
+
+def _legend(entries: list[tuple[str, Colour]], width: int) -> Image.Image:
+    """A square and a name for each class, in as many lines as the width needs."""
+    height = min(28, max(12, width // 60))
+    font = ImageFont.load_default(height)
+    gap = height // 2
+    places, x, y, right = [], gap, gap, 0
+    for name, _ in entries:
+        entry = 2 * gap + height + round(font.getlength(name))
+        if x > gap and x + entry > width:
+            x, y = gap, y + height + gap
+        places.append((x, y))
+        x += entry + gap
+        right = max(right, x)
+    legend = Image.new("RGB", (max(right, 1), y + height + gap), "white")
+    draw = ImageDraw.Draw(legend)
+    for (name, colour), (x, y) in zip(entries, places, strict=True):
+        draw.rectangle((x, y, x + height, y + height), fill=colour)
+        middle = y + height / 2
+        draw.text((x + height + gap, middle), name, fill="black", font=font, anchor="lm")
+    return legend

@@ -1,0 +1,164 @@
+"""What a batch of slides came to: summary.json of each, summary.csv and failures.csv of all."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pathoseg.annotations.annotation import IGNORE, ClassTable
+from pathoseg.errors import PathosegError
+from pathoseg.geometry import Frame, Mpp
+from pathoseg.outputs.atomic import write_text
+
+
+@dataclass(frozen=True, slots=True)
+class ClassSummary:
+    """What of a slide is of one class.
+
+    Attributes:
+        name: The class.
+        pixels: In the mask.
+        area_mm2: Their area.
+        share_of_tissue: That area over the tissue's, 0 where there is no tissue. Above 1 where
+            regions reach past the tissue.
+        regions: Traced in regions.geojson.
+    """
+
+    name: str
+    pixels: int
+    area_mm2: float
+    share_of_tissue: float
+    regions: int
+
+
+@dataclass(frozen=True, slots=True)
+class TileCounts:
+    """Tiles of a slide: predicted, skipped as glass, and with pixels that could not be read."""
+
+    done: int
+    skipped: int
+    unread: int
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The figures of one slide's result.
+
+    Attributes:
+        slide: The file's name.
+        mpp: Microns per pixel of the mask.
+        tissue_mm2: Area of the tissue found.
+        classes: One each, in order of the index.
+        tiles: How many were predicted.
+        unread_pixels: Pixels of the mask that no tile could read.
+        versions: Program or library to version.
+        seconds: Step of the work to its duration.
+    """
+
+    slide: str
+    mpp: Mpp
+    tissue_mm2: float
+    classes: tuple[ClassSummary, ...]
+    tiles: TileCounts
+    unread_pixels: int
+    versions: Mapping[str, str]
+    seconds: Mapping[str, float]
+
+
+def count_pixels(band: NDArray[np.uint8], classes: ClassTable) -> Counter[int]:
+    """How many pixels of a band have each class index, or 255."""
+    values = (*range(1, len(classes)), IGNORE)
+    return Counter({value: int(np.count_nonzero(band == value)) for value in values})
+
+
+def class_summaries(
+    classes: ClassTable,
+    pixels: Mapping[int, int],
+    regions: Mapping[int, int],
+    mask: Frame,
+    tissue_mm2: float,
+) -> tuple[ClassSummary, ...]:
+    """The figures of each class.
+
+    Args:
+        classes: Their names.
+        pixels: Class index to pixels of the mask; what is missing is none.
+        regions: Class index to regions traced; likewise.
+        mask: The mask's frame.
+        tissue_mm2: Area of the tissue.
+    """
+    found = []
+    for index, name in enumerate(classes.names, start=1):
+        area = pixels.get(index, 0) * mask.pixel_area_mm2
+        share = area / tissue_mm2 if tissue_mm2 > 0 else 0.0
+        found.append(ClassSummary(name, pixels.get(index, 0), area, share, regions.get(index, 0)))
+    return tuple(found)
+
+
+def write_summary(path: Path, summary: Summary) -> None:
+    """Writes summary.json.
+
+    Raises:
+        OSError: The disk is full or cannot be written.
+    """
+    write_text(path, json.dumps(asdict(summary), indent=2) + "\n")
+
+
+def read_summary(path: Path) -> Summary:
+    """Reads what `write_summary` wrote.
+
+    Raises:
+        PathosegError: It was written by something else, or cannot be read.
+    """
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        entries["mpp"] = Mpp(**entries["mpp"])
+        entries["classes"] = tuple(ClassSummary(**entry) for entry in entries["classes"])
+        entries["tiles"] = TileCounts(**entries["tiles"])
+        return Summary(**entries)
+    except (OSError, ValueError, TypeError, LookupError, RecursionError, PathosegError) as error:
+        raise PathosegError(
+            f"{path} is no summary of a result ({error}).",
+            "Remove its folder and segment the slide again.",
+        ) from error
+
+
+def write_summary_table(path: Path, summaries: Iterable[Summary]) -> None:
+    """Writes summary.csv: a row for each class of each slide.
+
+    Raises:
+        OSError: The disk is full or cannot be written.
+    """
+    header = ("slide", "class", "area_mm2", "share_of_tissue", "regions")
+    rows = (
+        (summary.slide, of.name, f"{of.area_mm2:.9g}", f"{of.share_of_tissue:.6g}", of.regions)
+        for summary in summaries
+        for of in summary.classes
+    )
+    _write_table(path, header, rows)
+
+
+def write_failures(path: Path, failures: Mapping[str, PathosegError]) -> None:
+    """Writes failures.csv: a row for each slide, by file name, that has no result.
+
+    Raises:
+        OSError: The disk is full or cannot be written.
+    """
+    rows = ((slide, error.problem, error.mend) for slide, error in failures.items())
+    _write_table(path, ("slide", "reason", "mend"), rows)
+
+
+def _write_table(path: Path, header: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> None:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(rows)
+    write_text(path, text.getvalue())
