@@ -5,16 +5,20 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pathoseg.annotations.annotation import ClassTable
+import numpy as np
+
+from pathoseg.annotations.annotation import IGNORE
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box
 from pathoseg.models.bundle import Bundle, load_bundle
 from pathoseg.models.metrics import Confusion
 from pathoseg.outputs.atomic import replaced
+from pathoseg.slides.slide import open_slide
 from pathoseg.workflows.config import load_config
 from pathoseg.workflows.device import pick_device
 from pathoseg.workflows.interruption import Interruption
@@ -66,7 +70,7 @@ def evaluate(
     rows, pooled = [], dict[str, Confusion]()
     with Interruption() as interruption:
         for source, part in chosen:
-            confusion = _compare(segmenter, source, class_table_of(card), interruption)
+            confusion = _compare(segmenter, source, config.data.assume_mpp, interruption)
             rows.append(_row(source.slide.name, part, confusion, card))
             pooled.setdefault(part, Confusion(len(confusion.matrix))).merge(confusion)
             say(_line(rows[-1]))
@@ -84,16 +88,18 @@ def evaluate(
 
 
 def _compare(
-    segmenter: Segmenter, source: Source, classes: ClassTable, interruption: Interruption
+    segmenter: Segmenter, source: Source, assume_mpp: float | None, interruption: Interruption
 ) -> Confusion:
-    confusion, top = Confusion(len(classes)), 0
-    for band in segmenter.bands(source.slide, interruption):
-        box = Box(0, top, band.shape[1], band.shape[0])
-        truth = source.labels.rasterise(box, source.frame, classes)
-        unread = band == 255
-        truth[unread], band[unread] = 255, 0
-        confusion.update(band, truth)
-        top += len(band)
+    confusion, top = Confusion(len(segmenter.classes)), 0
+    with open_slide(source.slide, assume_mpp) as slide:
+        plan = segmenter.plan(slide)
+    with closing(segmenter.bands(plan, interruption)) as bands:
+        for band in bands:
+            box = Box(0, top, band.shape[1], band.shape[0])
+            truth = source.labels.rasterise(box, plan.output, segmenter.classes)
+            truth[band == IGNORE] = IGNORE
+            confusion.update(np.where(band == IGNORE, 0, band), truth)
+            top += len(band)
     return confusion
 
 

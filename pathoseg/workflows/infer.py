@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pathoseg.errors import PathosegError
 from pathoseg.models.bundle import load_bundle
+from pathoseg.outputs.report import read_summary, write_failures, write_summary_table
+from pathoseg.slides.folder import slides_in
 from pathoseg.workflows.config import load_config
 from pathoseg.workflows.device import pick_device
 from pathoseg.workflows.interruption import Interruption
 from pathoseg.workflows.progress import say
-from pathoseg.workflows.results import is_whole, result_folder, result_folders
+from pathoseg.workflows.publish import publish
+from pathoseg.workflows.results import SUMMARY, is_whole, result_folder, result_folders
 from pathoseg.workflows.runs import bundle_of
 from pathoseg.workflows.segment import Segmenter
+
+TABLE = "summary.csv"
+FAILURES = "failures.csv"
 
 
 def infer(
@@ -40,7 +46,7 @@ def infer(
     slides = _slides(inputs)
     folders = result_folders(out, slides)
     segmenter = Segmenter(net.to(pick_device()), card, config)
-    failures: dict[Path, PathosegError] = {}
+    failures: dict[str, PathosegError] = {}
     with Interruption() as interruption:
         for slide, folder in folders.items():
             if resume and is_whole(folder):
@@ -48,13 +54,40 @@ def infer(
                 continue
             try:
                 with result_folder(folder) as partial:
-                    segmenter.run(slide, partial, interruption)
+                    publish(slide, partial, segmenter, config, interruption)
             except PathosegError as error:
                 if len(slides) == 1:
                     raise
-                failures[slide] = error
+                failures[slide.name] = error
                 say(f"{slide.name}: failed. {error.problem} {error.mend}")
             else:
                 say(f"{slide.name}: done, in {folder}")
-            _write_tables(out, folders, failures)
+            _write_tables(out, folders.values(), failures)
             interruption.raise_if_asked(f"Go on with the same command and --resume; see {out}.")
+    _write_tables(out, folders.values(), failures)
+    say(f"{len(slides) - len(failures)} of {len(slides)} slides done. Areas: {out / TABLE}")
+    return len(failures)
+
+
+def _slides(inputs: Sequence[Path]) -> list[Path]:
+    """The slides that the arguments name, each once."""
+    slides = dict[Path, None]()
+    for path in inputs:
+        for slide in slides_in(path) if path.is_dir() else [path]:
+            slides[slide] = None
+    return list(slides)
+
+
+def _write_tables(
+    out: Path, folders: Iterable[Path], failures: Mapping[str, PathosegError]
+) -> None:
+    whole = [folder for folder in folders if is_whole(folder)]
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_summary_table(out / TABLE, [read_summary(folder / SUMMARY) for folder in whole])
+        write_failures(out / FAILURES, failures)
+    except OSError as error:
+        raise PathosegError(
+            f"The tables in {out} cannot be written ({error.strerror}).",
+            "Free space there or give --out another disk, then run again with --resume.",
+        ) from error

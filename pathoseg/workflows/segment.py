@@ -71,11 +71,16 @@ class Segmenter:
         model: In eval mode, on its device.
         card: What using it needs.
         config: `infer`, `tissue`, `data.assume_mpp` and `train.amp` are used.
+
+    Attributes:
+        classes: What it tells apart.
+        unread_tiles: Tiles of the last slide, so far, with pixels that could not be read.
     """
 
     def __init__(self, model: torch.nn.Module, card: Bundle, config: Config) -> None:
         self._model, self._card, self._config = model, card, config
         self.classes = class_table_of(card)
+        self.unread_tiles = 0
         device = next(model.parameters()).device
         self._dtype = amp_dtype(device, config.train.amp)
         if device.type == "cuda":
@@ -121,7 +126,9 @@ class Segmenter:
         ):
 
             def watched() -> Iterator[Prediction]:
+                self.unread_tiles = 0
                 for prediction in predictions:
+                    self.unread_tiles += prediction[2] is not None
                     interruption.raise_if_asked("Go on with the same command and --resume.")
                     yield prediction
                     bar.advance()
