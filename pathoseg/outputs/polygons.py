@@ -175,9 +175,12 @@ def write_regions(
         OSError: The disk is full or cannot be written.
     """
     scale = np.array([frame.scale_x, frame.scale_y])
+    regions = list(regions)
+    outlines = np.array([region.geometry for region in regions], object)
     written: Counter[int] = Counter()
-    for region in regions:
-        outline = shapely.transform(region.geometry, lambda corners: corners * scale)
+    for region, outline in zip(
+        regions, shapely.transform(outlines, lambda corners: corners * scale), strict=True
+    ):
         area = region.pixels * frame.mpp.x * frame.mpp.y
         writer.add(outline, region.class_index, {"Area µm^2": area})
         written[region.class_index] += 1

@@ -148,6 +148,7 @@ def test_a_full_disk_is_an_os_error_and_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_height(tmp_path: Path) -> None:
     path = tmp_path / "mask.ome.tiff"
     band = blobs(500, 20_000)

@@ -58,9 +58,11 @@ def test_a_thumbnail_is_as_large_as_a_screen_shows(slide: Size, native: Mpp, siz
     assert thumbnail_frame(slide, native).size == size
 
 
-def drawn(folder: Path, mask: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def drawn(
+    folder: Path, mask: NDArray[np.uint8], classes: ClassTable = CLASSES
+) -> NDArray[np.uint8]:
     path = folder / "overlay.png"
-    write_overlay(path, np.full((*mask.shape, 3), 200, np.uint8), mask, CLASSES)
+    write_overlay(path, np.full((*mask.shape, 3), 200, np.uint8), mask, classes)
     assert list(folder.iterdir()) == [path]
     with Image.open(path) as picture:
         assert picture.format == "PNG"
@@ -105,3 +107,9 @@ def test_the_legend_tells_of_unread_parts_only_where_some_are(tmp_path: Path) ->
     squares = (drawn(tmp_path, mask)[40:] == grey).all(axis=2).sum()
     mask[0, 0] = 255
     assert (drawn(tmp_path, mask)[40:] == grey).all(axis=2).sum() >= squares + 100
+
+
+def test_a_letter_with_an_accent_is_drawn_without_it(tmp_path: Path) -> None:
+    mask = np.zeros((40, 400), np.uint8)
+    plain = ClassTable(("nuclei", "Tumor"), CLASSES.colours)
+    np.testing.assert_array_equal(drawn(tmp_path, mask), drawn(tmp_path, mask, plain))
