@@ -156,7 +156,7 @@ class InferConfig:
     batch: int = 1
     readers: int = 2
     simplify: float = 0.5
-    min_region_um2: float = 0.0
+    min_region_um2: float = 10.0
     compress_regions: bool = False
     region_type: Literal["annotation", "detection"] = "annotation"
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pathoseg.errors import PathosegError
 from pathoseg.models.bundle import Bundle
 from pathoseg.slides.region import Region
 from pathoseg.workflows.ahead import map_ahead
@@ -46,7 +47,7 @@ def predict(
         pixels were unread.
 
     Raises:
-        PathosegError: The device's memory is too small.
+        PathosegError: The device's memory is too small, or an answer is not finite.
     """
     device = next(model.parameters()).device
     with closing(map_ahead(read, indices, readers)) as regions:
@@ -62,6 +63,11 @@ def predict(
             ):
                 logits = model(to_input(images, card.mean, card.std, device))
                 chances = logits.float().softmax(1).cpu().numpy()
+            if not np.isfinite(chances).all():
+                raise PathosegError(
+                    f"The model answers tile {group[0][0]} with numbers that are not finite.",
+                    "Its weights are broken or overflow: train again, or set [train] amp to none.",
+                )
             for (index, region), chance in zip(group, chances, strict=True):
                 yield index, chance, region.unread
 
