@@ -39,7 +39,6 @@ class TissueOptions:
 
     Attributes:
         method: "auto" finds it, "all" takes the whole slide.
-        min_share: Tiles with less tissue than this share are left out.
         threshold: Difference from the background that makes tissue: optical density of colour on
             bright slides, share of full brightness on dark ones; None measures it.
 
@@ -48,17 +47,12 @@ class TissueOptions:
     """
 
     method: Literal["auto", "all"] = "auto"
-    min_share: float = 0.05
     threshold: float | None = None
 
     def __post_init__(self) -> None:
         if self.method not in ("auto", "all"):
             raise PathosegError(
                 f"[tissue] method = {self.method!r} is unknown.", 'Use "auto" or "all".'
-            )
-        if not 0 <= self.min_share <= 1:
-            raise PathosegError(
-                f"[tissue] min_share = {self.min_share} is no share.", "Use a number from 0 to 1."
             )
         if self.threshold is not None and not 0 < self.threshold < math.inf:
             raise PathosegError(
@@ -97,8 +91,8 @@ class Tissue:
         x, y, width, height = frame.to_level0(box)
         rows, columns = self.mask.shape
         across, down = columns / self.slide_size.width, rows / self.slide_size.height
-        left, right = np.clip((x * across, (x + width) * across), 0, columns)
-        top, bottom = np.clip((y * down, (y + height) * down), 0, rows)
+        left, right = _clamped(x * across, columns), _clamped((x + width) * across, columns)
+        top, bottom = _clamped(y * down, rows), _clamped((y + height) * down, rows)
         area = (right - left) * (bottom - top)
         if area <= 0:
             return 0.0
@@ -108,7 +102,7 @@ class Tissue:
             - self._tissue_above_left(right, top)
             + self._tissue_above_left(left, top)
         )
-        return float(np.clip(tissue / area, 0, 1))
+        return _clamped(tissue / area, 1)
 
     @cached_property
     def _sums(self) -> NDArray[np.int64]:
@@ -119,9 +113,13 @@ class Tissue:
         """Mask pixels of tissue above and left of a point; linear in between, hence exact."""
         rows, columns = self.mask.shape
         column, row = min(int(x), columns - 1), min(int(y), rows - 1)
-        (a, b), (c, d) = self._sums[row : row + 2, column : column + 2]
+        (a, b), (c, d) = self._sums[row : row + 2, column : column + 2].tolist()
         u, v = x - column, y - row
         return float((a * (1 - u) + b * u) * (1 - v) + (c * (1 - u) + d * u) * v)
+
+
+def _clamped(value: float, most: float) -> float:
+    return min(max(value, 0.0), most)
 
 
 def find_tissue(slide: Slide, options: TissueOptions) -> Tissue:
@@ -161,8 +159,8 @@ def _thumbnail(slide: Slide) -> Frame:
 
 def _tissue_mask(pixels: NDArray[np.uint8], mpp: float, threshold: float | None) -> Mask:
     """Tissue of an RGB image of shape (rows, columns, 3)."""
-    if pixels.shape[0] * pixels.shape[1] * mpp**2 * 1e-6 < _FIELD_MM2:
-        return np.full(pixels.shape[:2], np.ptp(pixels) > _BLANK)
+    if threshold is None and pixels[..., 0].size * mpp**2 * 1e-6 < _FIELD_MM2:
+        return np.full(pixels.shape[:2], np.ptp(pixels, axis=(0, 1)).max() > _BLANK)
     sigma = _GRAIN_UM / mpp
     smooth = ndimage.gaussian_filter(pixels.astype(np.float32), (sigma, sigma, 0), mode="nearest")
     if _is_dark(smooth):
@@ -198,18 +196,15 @@ def _glass(smooth: Colours) -> Colours | None:
     light = smooth.mean(axis=2)
     slope = np.hypot(ndimage.sobel(light, 0), ndimage.sobel(light, 1)) / 8
     pale = (light > 180) & (np.ptp(smooth, axis=2) < 16) & (slope < 2)
-    if pale.mean() < 0.005:
-        return None
-    # Pure white is often no glass but what the scanner left out; glass beside it is even.
-    for chosen in (pale & (light < 253), pale):
-        counts = np.bincount((light[chosen] / 4).astype(np.int64), minlength=64)
-        if counts.sum() < 0.005 * light.size:
-            continue
-        brightest = int(np.flatnonzero(counts >= 0.05 * counts.sum()).max()) * 4 + 2
-        even = chosen & (np.abs(light - brightest) < 6)
-        if even.sum() > 0.4 * counts.sum():
+    # Pure white is mostly what the scanner left out: glass, where there is any, lies below.
+    for likely in (pale & (light < 253), pale):
+        if likely.mean() > 0.005:
             break
-    glass: Colours = np.median(smooth[even], axis=0)
+    else:
+        return None
+    counts = np.bincount((light[likely] / 4).astype(np.int64))
+    brightest = int(np.flatnonzero(counts >= 0.05 * counts.sum()).max()) * 4 + 2
+    glass: Colours = np.median(smooth[likely & (np.abs(light - brightest) < 6)], axis=0)
     return glass
 
 
@@ -236,7 +231,7 @@ def _ink(density: Colours, mpp: float) -> Mask:
     """
     red, green, blue = np.moveaxis(density, 2, 0)
     cold = (red > 1.18 * green) & (red > 0.9)
-    warm = (green > 1.2) & (blue > 0.8 * green) & (red < 0.22 * green)
+    warm = (green > 1.2) & (blue > 0.72 * green) & (red < 0.22 * green)
     strength = density.sum(axis=2)
     radius = _PEN_UM / mpp
     ripple = strength - ndimage.gaussian_filter(strength, radius / 2, mode="nearest")
