@@ -12,6 +12,14 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,mpi]'
 	touch $@
 
+demo: install
+	$(BIN)/pathoseg train --slides sample_data --config sample_data/demo.toml --time-limit 150s
+	$(BIN)/pathoseg infer sample_data/sample_06.svs
+	$(BIN)/pathoseg evaluate --slides sample_data --split test
+	@echo
+	@echo "sample_06.svs was in no training step. Look at results/sample_06/overlay.png, or open"
+	@echo "sample_data/sample_06.svs in QuPath and drag results/sample_06/regions.geojson onto it."
+
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
