@@ -36,8 +36,8 @@ from pathoseg.tiles.grid import TileGrid
 Codec = Literal["lossless", "lossy"]
 
 _FORMAT = 1
-_SHARD_BYTES = 64 * 1024**2  # what one writer holds in memory, before compression
-_MOST_TILES_A_SHARD = 64
+_SHARD_BYTES = 32 * 1024**2  # before compression; a writer takes about five times as much memory
+_MOST_TILES_A_SHARD = 32
 _JPEG_QUALITY = 90
 _ABANDONED = 3600.0  # seconds after which an unfinished file is taken for a killed writer's
 _DESCRIPTION = "cache.json"

@@ -131,7 +131,7 @@ class SlideTiles:
         """Writes the missing shards of the cache and yields the tiles of each when it is there.
 
         Args:
-            threads: Shards written at once; each holds its tiles (up to 64 MiB) in memory.
+            threads: Shards written at once, at about 200 MB of memory each.
             part: (rank, of): every `of`-th shard beginning at `rank`, to share the work.
 
         Raises:

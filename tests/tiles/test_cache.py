@@ -54,12 +54,12 @@ def fill(cache: TileCache, shard: int) -> None:
 
 def test_tiles_come_back_as_they_went_in(tmp_path: Path) -> None:
     cache = TileCache.open(tmp_path, key_of(70))
-    assert cache.shards == 2, "a shard holds at most 64 tiles"
-    regions = [tile(position, unread=position == 66) for position in cache.positions(1)]
-    cache.write(1, regions)
+    assert cache.shards == 3, "a shard holds at most 32 tiles"
+    regions = [tile(position, unread=position == 66) for position in cache.positions(2)]
+    cache.write(2, regions)
     again = TileCache.open(tmp_path, key_of(70))
     assert again.read(3) is None
-    for position, region in zip(cache.positions(1), regions, strict=True):
+    for position, region in zip(cache.positions(2), regions, strict=True):
         found = again.read(position)
         assert found is not None
         assert (found.pixels == region.pixels).all()
@@ -82,7 +82,7 @@ def test_every_tile_has_one_shard_of_bounded_size(
     for shard in range(cache.shards):
         positions = cache.positions(shard)
         assert {cache.shard_of(position) for position in positions} == {shard}
-        assert len(positions) == 1 or len(positions) * side * side * 3 <= 64 * 1024**2
+        assert len(positions) == 1 or len(positions) * side * side * 3 <= 32 * 1024**2
 
 
 def test_black_tiles_are_there(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_killed_writer_leaves_nothing_half_written(tmp_path: Path) -> None:
         if found is not None:
             assert (found.pixels == tile(5).pixels).all()
     fill(cache, 0)
-    assert cache.read(63) is not None
+    assert cache.read(31) is not None
 
 
 def test_what_killed_writers_left_is_cleared_away_later(tmp_path: Path) -> None:
