@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,16 +18,27 @@ def replaced(path: Path) -> Iterator[Path]:
     was and no other file behind. The lent name ends as `path` does, so a suffix keeps its meaning.
 
     Raises:
-        OSError: The folder cannot be written, or the disk is full.
+        OSError: The folder cannot be written, or the disk is full; it names `path`.
     """
     draft = path.with_name(f".{uuid4().hex[:8]}-{path.name}")
+    with naming(path):
+        try:
+            yield draft
+            _sync(draft, os.O_RDWR)
+            draft.replace(path)
+            _sync(path.parent, os.O_RDONLY)
+        finally:
+            draft.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Lets the block's OSErrors name `path`: those of a write name no file, others a draft."""
     try:
-        yield draft
-        _sync(draft, os.O_RDWR)
-        draft.replace(path)
-        _sync(path.parent, os.O_RDONLY)
-    finally:
-        draft.unlink(missing_ok=True)
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OSError(error.errno or errno.EIO, reason, str(path)) from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -54,18 +55,23 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
 ) -> None:
-    """Replaces the checkpoint at `path`: after this returns, or a crash, one is whole."""
+    """Replaces the checkpoint at `path`: after this returns, or a crash, one is whole.
+
+    Raises:
+        OSError: The disk is full or cannot be written.
+    """
+    state = {
+        "progress": asdict(progress),
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scaler": scaler.state_dict(),
+    }
+    # Through memory: on a full disk torch.save itself says no more than "unexpected pos 576".
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as partial:
-        torch.save(
-            {
-                "progress": asdict(progress),
-                "model": model.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "scaler": scaler.state_dict(),
-            },
-            partial,
-        )
+        partial.write_bytes(buffer.getbuffer())
 
 
 def load_checkpoint(

@@ -12,7 +12,7 @@ from PIL import Image
 from torch.utils.tensorboard import SummaryWriter
 
 from pathoseg.annotations.annotation import IGNORE, ClassTable
-from pathoseg.outputs.atomic import replaced
+from pathoseg.outputs.atomic import naming, replaced
 
 COLUMNS = (
     "epoch",
@@ -38,11 +38,14 @@ class Records:
         self._csv = run / "metrics.csv"
         self._pictures = run / "predictions"
         self._columns = (*COLUMNS, *columns)
-        self._events = SummaryWriter(str(run / "tensorboard"), purge_step=step)
+        self._folder = run / "tensorboard"
+        with naming(self._folder):
+            self._events = SummaryWriter(str(self._folder), purge_step=step)
 
     def step(self, step: int, loss: float, rate: float) -> None:
-        self._events.add_scalar("train/step_loss", loss, step)
-        self._events.add_scalar("train/learning_rate", rate, step)
+        with naming(self._folder):
+            self._events.add_scalar("train/step_loss", loss, step)
+            self._events.add_scalar("train/learning_rate", rate, step)
 
     def epoch(self, rows: Sequence[dict[str, float]]) -> None:
         """Rewrites metrics.csv with all epochs so far and logs the last one."""
@@ -51,20 +54,23 @@ class Records:
             writer.writeheader()
             writer.writerows({key: _number(value) for key, value in row.items()} for row in rows)
         last = rows[-1]
-        for name, value in last.items():
-            if name not in ("epoch", "step") and value == value:
-                self._events.add_scalar(f"epoch/{name}", value, int(last["step"]))
-        self._events.flush()
+        with naming(self._folder):
+            for name, value in last.items():
+                if name not in ("epoch", "step") and value == value:
+                    self._events.add_scalar(f"epoch/{name}", value, int(last["step"]))
+            self._events.flush()
 
     def picture(self, image: NDArray[np.uint8], epoch: int, step: int) -> None:
         """Keeps an epoch's picture (h, w, 3) as `predictions/epoch-0001.png` and as an event."""
         self._pictures.mkdir(exist_ok=True)
         with replaced(self._pictures / f"epoch-{epoch:04d}.png") as partial:
             Image.fromarray(image).save(partial)
-        self._events.add_image("image_truth_prediction", image, step, dataformats="HWC")
+        with naming(self._folder):
+            self._events.add_image("image_truth_prediction", image, step, dataformats="HWC")
 
     def close(self) -> None:
-        self._events.close()
+        with naming(self._folder):
+            self._events.close()
 
 
 def comparison(
