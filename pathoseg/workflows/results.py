@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pathoseg.errors import PathosegError
@@ -47,6 +47,7 @@ def result_folder(folder: Path) -> Iterator[Path]:
     """
     partial = folder.with_name(f".{folder.name}{_PARTIAL}")
     old = folder.with_name(f".{folder.name}.old")
+    fresh = not folder.parent.exists()
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -63,3 +64,6 @@ def result_folder(folder: Path) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        if fresh:
+            with suppress(OSError):  # where a result came to lie in it, it stays
+                folder.parent.rmdir()

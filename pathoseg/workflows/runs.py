@@ -19,28 +19,35 @@ _FINISHED = "summary.json"
 
 
 def new_run(out: Path | None) -> Path:
-    """Makes the folder of a new run and registers it in `runs/` (as a link if it lies elsewhere).
+    """The folder that a new run may take; `make_run` makes it.
 
     Raises:
-        PathosegError: The folder already holds a run, or cannot be made.
+        PathosegError: It already holds a run, or its disk cannot be written.
     """
-    name = time.strftime("%Y-%m-%d-%H%M%S")
-    run = out or _free(RUNS / name)
+    run = out or _free(RUNS / _now())
     if (run / CONFIG).exists():
         raise PathosegError(
             f"{run} already holds a run.", "Continue it with --resume, or choose another --out."
         )
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-        if run.resolve().parent != RUNS.resolve():
-            RUNS.mkdir(exist_ok=True)
-            _free(RUNS / name).symlink_to(run.resolve(), target_is_directory=True)
-    except OSError as error:
+    place = next(folder for folder in (run, *run.absolute().parents) if folder.exists())
+    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
         raise PathosegError(
-            f"The run's folder {run} cannot be made ({error.strerror}).",
+            f"The run's folder {run} cannot be made: {place} is no folder that can be written.",
             "Give --out a folder on a disk that can be written.",
-        ) from None
+        )
     return run
+
+
+def make_run(run: Path) -> None:
+    """Makes a run's folder and registers it in `runs/` (as a link if it lies elsewhere).
+
+    Raises:
+        OSError: The disk is full or cannot be written.
+    """
+    run.mkdir(parents=True, exist_ok=True)
+    if run.resolve().parent != RUNS.resolve():
+        RUNS.mkdir(exist_ok=True)
+        _free(RUNS / _now()).symlink_to(run.resolve(), target_is_directory=True)
 
 
 def finish_run(run: Path, summary: Mapping[str, Any]) -> None:
@@ -100,6 +107,10 @@ def _known() -> Iterator[Path]:
     for entry in RUNS.iterdir():
         if entry.name != "latest" and (entry / CONFIG).is_file():
             yield entry.resolve()
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%d-%H%M%S")
 
 
 def _free(path: Path) -> Path:

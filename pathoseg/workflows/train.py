@@ -34,6 +34,7 @@ from pathoseg.workflows.runs import (
     SPLITS,
     finish_run,
     is_finished,
+    make_run,
     new_run,
     newest_unfinished,
 )
@@ -62,15 +63,15 @@ def train(
         return run
     sources = find_sources(config)
     members = _split(config, sources)
-    write_splits(run / SPLITS, members.values())
     torch.manual_seed(config.seed)
     model = build_model(config.model.with_classes(len(sources.classes)), _factory(config))
     check_tile(model, config.tiles.tile)
     card = _card(config, sources, model)
-    _overview(sources, members, run)
+    _overview(sources, members)
     pool = SlidePool(lambda path: open_slide(path, config.data.assume_mpp))
     with Interruption() as interruption, closing(pool):
         tiles = cut_sources(config, sources, members, pool, interruption)
+        _begin(run, config, members)
         task = make_task(config.model.task, sources.classes, config.tiles.min_cover)
         batch, readers = config.train.microbatch or config.train.batch, config.train.readers
         loop = Loop(
@@ -108,18 +109,27 @@ def _start(
     out: Path | None,
     resume: bool,
 ) -> tuple[Path, Config]:
-    """A new run, or the one to go on with; a run that never began is begun by `--resume` too."""
+    """The folder of a new run, not made yet, or of the run to go on with.
+
+    A run that never began is begun by `--resume` too.
+    """
     if resume and out is None:
         out = newest_unfinished()
     if resume and out is not None and (out / CONFIG).is_file():
         recorded = load_config(out / CONFIG)
         _refuse_changes(out, recorded, load_config(config_file or out / CONFIG, flags))
         return out, recorded
-    config = load_config(config_file, flags)
-    run = new_run(out)
-    with replaced(run / CONFIG) as draft:
-        write_config(config, draft)
-    return run, config
+    return new_run(out), load_config(config_file, flags)
+
+
+def _begin(run: Path, config: Config, members: Mapping[str, Member]) -> None:
+    """Makes the run's folder, not before all input is read: what is refused leaves nothing."""
+    if not (run / CONFIG).exists():
+        make_run(run)
+        with replaced(run / CONFIG) as draft:
+            write_config(config, draft)
+    write_splits(run / SPLITS, members.values())
+    say(f"Run: {run}")
 
 
 def _refuse_changes(run: Path, recorded: Config, asked: Config) -> None:
@@ -187,10 +197,9 @@ def _card(config: Config, sources: Sources, model: torch.nn.Module) -> Bundle:
     )
 
 
-def _overview(sources: Sources, members: Mapping[str, Member], run: Path) -> None:
+def _overview(sources: Sources, members: Mapping[str, Member]) -> None:
     counts = Counter(member.split for member in members.values())
     split = ", ".join(f"{counts[part]} {part}" for part in ("train", "val", "test"))
     say(f"{len(members)} slides ({split}). Classes: {', '.join(sources.classes.names)}.")
     for name, reason in sources.left_out.items():
         say(f"Left out: {name}: {reason}")
-    say(f"Run: {run}")
