@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -231,18 +237,41 @@ def main() -> NoReturn:
     # albumentations asks the network for updates when it is imported.
     os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
     debug = "--debug" in sys.argv
-    try:
-        app(standalone_mode=True)
-    except PathosegError as error:
-        if debug:
-            raise
-        typer.secho(f"Error: {error.problem}", fg="red", err=True)
-        typer.echo(f"  {error.mend}", err=True)
-        sys.exit(2)
-    except StoppedError as stop:
-        typer.echo(f"Stopped. {stop.advice}", err=True)
-        sys.exit(stop.exit_code)
-    except KeyboardInterrupt:
-        typer.echo("Stopped.", err=True)
-        sys.exit(130)
+    with nullcontext() if debug else _libraries_silenced():
+        try:
+            app()
+        except StoppedError as stop:
+            typer.echo(f"Stopped. {stop.advice}", err=True)
+            sys.exit(stop.exit_code)
+        except PathosegError as error:
+            _refuse(error, debug)
+        # What no workflow knows more about: a disk that is full, read-only or gone.
+        except OSError as error:
+            where, why = error.filename or "A file", error.strerror or error
+            mend = "Free space on its disk, see whether it may be written, or choose another place."
+            _refuse(PathosegError(f"{where} cannot be read or written ({why}).", mend), debug)
     sys.exit(0)
+
+
+def _refuse(error: PathosegError, debug: bool) -> NoReturn:
+    if debug:
+        traceback.print_exc()
+    typer.secho(f"Error: {error.problem}", fg="red", err=True)
+    typer.echo(f"  {error.mend}", err=True)
+    sys.exit(2)
+
+
+@contextmanager
+def _libraries_silenced() -> Iterator[None]:
+    """Keeps what libraries warn, log and print from threads away from the user."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    logging.basicConfig(format="%(message)s", level=logging.CRITICAL)
+    logging.getLogger("pathoseg").setLevel(logging.WARNING)
+    # TensorBoard's thread prints its error, which the next event raises again.
+    hook, threading.excepthook = threading.excepthook, lambda _: None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        threading.excepthook = hook
