@@ -14,11 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from pathoseg.annotations.annotation import AnnotationOptions
+from pathoseg.annotations.reading import class_table, read_labels
 from pathoseg.errors import PathosegError
-from pathoseg.geometry import Box
+from pathoseg.geometry import Box, Frame
+from pathoseg.slides.slide import open_slide
 from pathoseg.tiles import tiles as tiles_file
+from pathoseg.tiles.slide_pool import SlidePool
 from pathoseg.tiles.stain import StainNormaliser
-from pathoseg.tiles.tiles import SlideTiles, tile_labels
+from pathoseg.tiles.tiles import SlideTiles, TileOptions, cut_tiles, tile_labels
+from pathoseg.tiles.tissue import TissueOptions, find_tissue
 
 MakeBench = Callable[..., Any]
 
@@ -166,6 +171,27 @@ def test_stains_change_after_the_cache(make_bench: MakeBench, tmp_path: Path) ->
         tiles = bench.cut(cache=cache)
         tiles.stain = darker
         assert (tiles.read(3).image == expected).all()
+
+
+def test_a_real_slide_with_its_annotation(shared_data: Path, tmp_path: Path) -> None:
+    path = shared_data / "slides" / "monusac_A9K0_1.svs"
+    options = AnnotationOptions()
+    pool = SlidePool(open_slide)
+    with pool.borrow(path) as slide:
+        labels = read_labels(path.with_suffix(".xml"), slide.size, slide.origin, options)
+        frame = Frame.at(slide.size, slide.mpp, 0.3)
+        tissue = find_tissue(slide, TissueOptions())
+    classes = class_table([labels], None)
+    cut = TileOptions(tile=256, overlap=32, cache=tmp_path)
+    tiles = cut_tiles(path, frame, labels, options, classes, tissue, cut, pool)
+    pool.close()
+    assert len(tiles) == len(tiles.grid) == 4 * 4
+    epithelial, macrophage = tiles.class_pixels[:, 1:].sum(axis=0)
+    assert epithelial > macrophage > 0
+    read = [tiles.read(position) for position in range(len(tiles))]
+    images, masks = np.stack([t.image for t in read]), np.stack([t.mask for t in read])
+    nuclei, rest = images[..., 0][masks == 1], images[..., 0][masks == 0]
+    assert nuclei.mean() < rest.mean() - 30, "blue nuclei are where their outlines are"
 
 
 @given(
