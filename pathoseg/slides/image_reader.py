@@ -15,6 +15,7 @@ from PIL.PngImagePlugin import PngImageFile
 from pathoseg.errors import PathosegError, UnreadableError
 from pathoseg.geometry import Box, Level, Size
 from pathoseg.slides.colour import on_white
+from pathoseg.slides.reason import reason
 from pathoseg.slides.resolution import MICRONS_PER_INCH, slide_mpp, tagged_mpp
 from pathoseg.slides.slide_file import SlideFile
 
@@ -58,7 +59,8 @@ class ImageSlide(SlideFile[Image]):
         except Exception as error:
             image.close()
             raise UnreadableError(
-                f"{self.path} cannot be decoded: {error}.", "Copy it again from where it came."
+                f"{self.path} cannot be decoded: {reason(error)}.",
+                "Copy it again from where it came.",
             ) from error
         return image
 
@@ -72,7 +74,7 @@ class ImageSlide(SlideFile[Image]):
         # As above: SyntaxError, struct.error, ValueError… for headers.
         except Exception as error:
             raise PathosegError(
-                f"{self.path} is no whole PNG, JPEG or BMP image: {error}.",
+                f"{self.path} is no whole PNG, JPEG or BMP image: {reason(error)}.",
                 "Copy it again from where it came.",
             ) from error
 

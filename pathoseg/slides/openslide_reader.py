@@ -14,8 +14,11 @@ from pathoseg.errors import PathosegError, UnreadableError
 from pathoseg.geometry import Box, Level, Mpp, Size
 from pathoseg.slides.colour import on_white
 from pathoseg.slides.levels import exact_levels
+from pathoseg.slides.reason import reason
 from pathoseg.slides.resolution import MICRONS_PER_UNIT, positive, slide_mpp, stated_mpp, tagged_mpp
 from pathoseg.slides.slide_file import SlideFile
+
+_MOST_TILE_PIXELS = 64_000_000
 
 
 def scanner_format(path: Path) -> str | None:
@@ -38,7 +41,7 @@ class OpenSlideSlide(SlideFile[OpenSlide]):
         try:
             return OpenSlide(self.path)
         except OpenSlideError as error:
-            said = str(error).removeprefix(f"Reading {self.path}: ")
+            said = reason(error).removeprefix(f"Reading {self.path}: ")
             raise PathosegError(
                 f"{self.path} is in the format {scanner_format(self.path)}, but OpenSlide cannot "
                 f"open it: {said}.",
@@ -51,12 +54,24 @@ class OpenSlideSlide(SlideFile[OpenSlide]):
         properties = handle.properties
         full = exact_levels([Size(*size) for size in handle.level_dimensions])
         self._reported: tuple[float, ...] = handle.level_downsamples
+        for index in range(len(full)):
+            self._check_tile(properties, f"openslide.level[{index}]")
         bounds = _bounds(properties, full[0].size)
         self.vendor = properties["openslide.vendor"]
         self.origin = (bounds.x, bounds.y)
         self.levels = tuple(_cropped(level, bounds) for level in full)
         magnification = positive(properties.get("openslide.objective-power"))
         self.mpp = slide_mpp(self.path, _stated(properties), magnification, assume_mpp)
+
+    def _check_tile(self, properties: Mapping[str, str], level: str) -> None:
+        width = int(properties.get(f"{level}.tile-width", 0))
+        height = int(properties.get(f"{level}.tile-height", 0))
+        # OpenSlide ends the whole process where it cannot allocate a tile.
+        if width * height > _MOST_TILE_PIXELS:
+            raise PathosegError(
+                f"{self.path} claims to be stored in tiles of {width} × {height} px.",
+                "Check that the copy is complete.",
+            )
 
     def read_level(self, level: int, box: Box) -> NDArray[np.uint8]:
         """See `Slide.read_level`.
@@ -75,7 +90,8 @@ class OpenSlideSlide(SlideFile[OpenSlide]):
         except OpenSlideError as error:
             self.close()  # its errors latch: only a fresh handle reads on
             raise UnreadableError(
-                f"{self.path} cannot be read around ({box.x}, {box.y}) of level {level}: {error}.",
+                f"{self.path} cannot be read around ({box.x}, {box.y}) of level {level}: "
+                f"{reason(error)}.",
                 "Copy the file again from where it came.",
             ) from error
         return on_white(image)

@@ -18,7 +18,6 @@ from tifffile import (
     PLANARCONFIG,
     RESUNIT,
     TiffFile,
-    TiffFileError,
     TiffPage,
     TiffPageSeries,
 )
@@ -29,6 +28,7 @@ from pathoseg.slides.codestream import announced_size
 from pathoseg.slides.colour import SampleLayout
 from pathoseg.slides.levels import exact_levels, whole_downsample
 from pathoseg.slides.ome_xml import ome_magnification, ome_mpp
+from pathoseg.slides.reason import reason
 from pathoseg.slides.resolution import (
     MICRONS_PER_INCH,
     MICRONS_PER_UNIT,
@@ -36,6 +36,7 @@ from pathoseg.slides.resolution import (
     tagged_mpp,
 )
 from pathoseg.slides.slide_file import SlideFile
+from pathoseg.slides.tiff_directories import check_directories
 
 _MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _JPEG: set[int] = {COMPRESSION.OJPEG, COMPRESSION.JPEG, COMPRESSION.ALT_JPEG}
@@ -81,8 +82,7 @@ def _door(refusal: type[PathosegError], problem: str, mend: str) -> Iterator[Non
     # tifffile and its codecs raise whatever a malformed file makes them stumble over: TypeError,
     # IndexError, struct.error, DeflateError, MemoryError…
     except Exception as error:
-        plain = isinstance(error, (ValueError, TiffFileError))
-        raise refusal(f"{problem}: {error if plain else repr(error)}.", mend) from error
+        raise refusal(f"{problem}: {reason(error)}.", mend) from error
     finally:
         log.removeFilter(silence)
 
@@ -235,6 +235,7 @@ class TiffSlide(SlideFile[_OpenTiff]):
 
     def _open(self) -> _OpenTiff:
         with self._refusing():
+            check_directories(self.path)
             return _OpenTiff(self.path)
 
     def _read_header(self, assume_mpp: float | None) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tifffile
 
 from pathoseg.errors import PathosegError, UnreadableError
 from pathoseg.geometry import Box, Frame, Mpp, Size
@@ -113,6 +114,17 @@ def test_a_spoiled_tile_fails_alone(
                 slide.read_level(0, box)
         np.testing.assert_array_equal(slide.read_level(0, Box(0, 0, 256, 256)), before)
         assert slide.read_level(1, Box(0, 0, 256, 192)).shape == (192, 256, 3)
+
+
+def test_a_tile_too_large_for_memory_is_refused(
+    tmp_path: Path, pyramid: Callable[..., Any], write_svs: Writer
+) -> None:
+    path = write_svs(tmp_path / "a.svs", pyramid(300, 300))
+    with tifffile.TiffFile(path, mode="r+") as tiff:
+        tiff.pages[1].tags["TileLength"].overwrite(2**30, dtype="I")
+    with pytest.raises(PathosegError, match="256 × 1073741824 px") as refusal:
+        OpenSlideSlide(path)
+    assert str(path) in refusal.value.problem
 
 
 def test_plain_tiff_is_no_scanner_format(

@@ -1,0 +1,56 @@
+"""Chains of directories that end, and that do not."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+
+from pathoseg.errors import PathosegError
+from pathoseg.slides.slide import open_slide
+from pathoseg.slides.tiff_directories import check_directories
+
+PIXELS = np.zeros((64, 64, 3), np.uint8)
+
+
+@pytest.mark.parametrize("byteorder", ["<", ">"])
+@pytest.mark.parametrize("bigtiff", [False, True])
+def test_real_chains_end(tmp_path: Path, byteorder: Any, bigtiff: bool) -> None:
+    path = tmp_path / "a.tif"
+    with tifffile.TiffWriter(path, byteorder=byteorder, bigtiff=bigtiff) as tiff:
+        for _ in range(40):
+            tiff.write(PIXELS, photometric="rgb", subifds=2, metadata=None)
+            tiff.write(PIXELS[::2, ::2], photometric="rgb", metadata=None)
+            tiff.write(PIXELS[::4, ::4], photometric="rgb", metadata=None)
+    check_directories(path)
+    whole = path.read_bytes()
+    for end in range(0, len(whole), 997):
+        path.write_bytes(whole[:end])
+        check_directories(path)
+
+
+def _directory(entries: bytes, following: int) -> bytes:
+    return struct.pack("<H", len(entries) // 12) + entries + struct.pack("<I", following)
+
+
+@pytest.mark.parametrize(
+    "directories",
+    [
+        _directory(b"", 8),
+        _directory(b"", 14) + _directory(b"", 8),
+        b"".join(_directory(b"", 14 + 6 * i) for i in range(2000)),
+        _directory(struct.pack("<HHII", 330, 4, 1_000_000, 8), 0),
+    ],
+    ids=["circle", "wider circle", "too long", "too broad"],
+)
+def test_endless_chains_are_refused(tmp_path: Path, directories: bytes) -> None:
+    path = tmp_path / "a.tif"
+    path.write_bytes(b"II*\0" + struct.pack("<I", 8) + directories)
+    with pytest.raises(ValueError, match=r"no end|smaller ones"):
+        check_directories(path)
+    with pytest.raises(PathosegError, match=r"a\.tif"):
+        open_slide(path)
