@@ -98,10 +98,11 @@ class OpenSlideSlide(SlideFile[OpenSlide]):
 
 
 def _bounds(properties: Mapping[str, str], level0: Size) -> Box:
-    names = ("x", "y", "width", "height")
-    if not all(f"openslide.bounds-{name}" in properties for name in names):
-        return Box(0, 0, level0.width, level0.height)
-    return Box(*(int(properties[f"openslide.bounds-{name}"]) for name in names))
+    whole = Box(0, 0, level0.width, level0.height)
+    names = [f"openslide.bounds-{side}" for side in ("x", "y", "width", "height")]
+    if not all(name in properties for name in names):
+        return whole
+    return Box(*(int(properties[name]) for name in names)).intersection(whole) or whole
 
 
 def _cropped(level: Level, bounds: Box) -> Level:

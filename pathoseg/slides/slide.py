@@ -20,7 +20,8 @@ class Slide(Protocol):
     """A pyramid of RGB pixels with a known resolution.
 
     Coordinates are pixels of the slide's own frame: where the file has bounds (MRXS), (0, 0) is
-    their corner, as in QuPath. One object serves one thread at a time.
+    their corner, as in QuPath. One object serves one thread at a time; a `copy.copy` or pickle of
+    it opens the file anew.
 
     Attributes:
         path: The file.

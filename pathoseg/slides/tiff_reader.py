@@ -129,7 +129,12 @@ class _PyramidLevel:
         first = row * self._columns + column
         planes = [self._samples(first + plane * self._per_plane) for plane in range(self._planes)]
         stored = [samples for samples in planes if samples is not None]
-        return self._layout.to_rgb(np.concatenate(stored, axis=-1)) if stored else None
+        if not stored:
+            return None
+        if len(stored) < self._planes:
+            raise ValueError("some of its colours are left out")
+        samples = stored[0] if self._planes == 1 else np.concatenate(stored, axis=-1)
+        return self._layout.to_rgb(samples)
 
     def _samples(self, index: int) -> NDArray[Any] | None:
         """Samples of one tile or strip of one plane, shape (height, width, samples)."""
@@ -188,13 +193,14 @@ class _OpenTiff:
             raise
         kept = _KEPT_TILE_BYTES if self.key.is_tiled else _KEPT_STRIP_BYTES
         largest = max(level.segment.pixels * 3 for level in self.levels)
-        self.segment = lru_cache(max(1, kept // largest))(self._segment)
+        self._decode = lru_cache(max(1, kept // largest))(_PyramidLevel.decode)
 
-    def _segment(self, level: int, row: int, column: int) -> NDArray[np.uint8] | None:
-        return self.levels[level].decode(row, column)
+    def segment(self, level: int, row: int, column: int) -> NDArray[np.uint8] | None:
+        """RGB pixels of one tile or strip; see `_PyramidLevel.decode`."""
+        return self._decode(self.levels[level], row, column)
 
     def close(self) -> None:
-        self.segment.cache_clear()
+        self._decode.cache_clear()
         self.file.close()
 
 

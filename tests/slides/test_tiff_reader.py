@@ -174,6 +174,16 @@ def test_tiles_left_out_are_white(write: Writer, picture: Callable[..., Any]) ->
     assert (read[:, 256:] == 255).all()
 
 
+def test_a_plane_left_out_is_unread(write: Writer, picture: Callable[..., Any]) -> None:
+    planes = np.moveaxis(picture(64, 64), -1, 0)
+    path = write(planes, photometric="rgb", planarconfig="separate")
+    with tifffile.TiffFile(path, mode="r+") as tiff:
+        tag = tiff.pages[0].tags["StripByteCounts"]
+        tag.overwrite((*tag.value[:2], 0))
+    with TiffSlide(path) as slide, pytest.raises(UnreadableError, match="left out"):
+        _all(slide)
+
+
 def test_spoiled_strips_fail_alone(
     write: Writer, picture: Callable[..., Any], spoil: Callable[..., None]
 ) -> None:
