@@ -56,10 +56,12 @@ class Gradient:
     Attributes:
         bytes: Its size.
         until: Position of the layer whose backward frees it; -1 where none does.
+        sums: Positions of the layers, descending, whose own gradients were added to it in place.
     """
 
     bytes: int
     until: int
+    sums: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,13 +207,21 @@ class LayerGraph:
         """The edges between layers, long skips included, by target."""
         for layer in self.layers:
             for name in dict.fromkeys(layer.inputs):
-                yield Edge(name, layer.name, sum(value.bytes for value in self.made_by(name)))
+                yield Edge(name, layer.name, self.bytes_of(name))
 
     def made_by(self, name: str) -> tuple[Value, ...]:
         """The values of a layer or model input."""
         if name in self.inputs:
             return (self.inputs[name],)
         return self.layers[self.position[name]].outputs
+
+    def bytes_of(self, name: str) -> int:
+        """Bytes of what a layer or model input makes."""
+        return sum(value.bytes for value in self.made_by(name))
+
+    def gradient_bytes(self, name: str) -> int:
+        """Bytes of the gradients of what a layer or model input makes."""
+        return sum(value.bytes for value in self.made_by(name) if value.gradient)
 
     def saved_bytes(self, first: int = 0, last: int | None = None) -> int:
         """Bytes that layers `first` to before `last` keep for backward, each storage once."""
@@ -319,7 +329,9 @@ def _layer(data: dict[str, Any]) -> Layer:
         for key, value in data.items()
     }
     made["outputs"] = tuple(_value(value) for value in data["outputs"])
-    made["gradients"] = tuple(Gradient(**gradient) for gradient in data["gradients"])
+    made["gradients"] = tuple(
+        Gradient(**{**gradient, "sums": tuple(gradient["sums"])}) for gradient in data["gradients"]
+    )
     made["forward"], made["backward"] = Work(**data["forward"]), Work(**data["backward"])
     return Layer(**made)
 

@@ -90,14 +90,18 @@ class Recorder:
         """The tape's index of a new storage.
 
         While operators are listened to, autograd sums the gradients of a tensor with several
-        readers into new memory; else it sums into the first one's, if no other tensor views that.
+        readers into new memory; else it sums into one of them that has its storage for itself.
         """
         if not self.tape.forward and str(operator) == "aten.add.Tensor":
-            first = read[0]
-            index = self._ids.get(first.untyped_storage())
-            if index is not None and first.is_contiguous() and not first._is_view():
-                self.tape.adopted(index)
-                return index
+            for tensor in read:
+                index = self._ids.get(tensor.untyped_storage())
+                if (
+                    index is not None
+                    and not tensor._is_view()
+                    and tensor.nbytes == storage.nbytes()
+                ):
+                    self.tape.adopted(index)
+                    return index
         return self.tape.born(storage.nbytes())
 
     def _wrote(self, storage: Any) -> None:

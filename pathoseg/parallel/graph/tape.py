@@ -44,6 +44,7 @@ class Tape:
         }
         self._saved: dict[int, dict[int, None]] = {}
         self._freed_in_backward: dict[int, int] = {}
+        self._sums: dict[int, list[int]] = {}
         self._owners: list[int] = []
         self.at(-1, forward=True)
 
@@ -66,6 +67,7 @@ class Tape:
     def adopted(self, storage: int) -> None:
         """A further tensor holds the storage: it is gone only when `freed` has come for each."""
         self._owners[storage] += 1
+        self._sums.setdefault(storage, []).append(self.position)
 
     def freed(self, storage: int) -> None:
         """One that held the storage let go of it."""
@@ -110,5 +112,6 @@ class Tape:
         for storage in self._passes[False][position].born:
             until = self._freed_in_backward.get(storage, -1)
             if storage not in self.kept and until != position:
-                found.append(Gradient(self.storages[storage].bytes, until))
+                sums = tuple(self._sums.get(storage, ()))
+                found.append(Gradient(self.storages[storage].bytes, until, sums))
         return tuple(found)

@@ -203,6 +203,8 @@ class Tracer(fx.Tracer):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        if type(m) is nn.Identity:
+            return args[0]
         path = self.path_of_module(m)
         if not self.is_leaf_module(m, path):
             mark, depth = len(self.graph.nodes), len(self.module_stack)
