@@ -10,7 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+
+from pathoseg.cli import main
+from pathoseg.models.build import ModelConfig, build_model, tile_multiple
+from pathoseg.models.bundle import Bundle, save_bundle
 
 TINY = """
 [data]
@@ -75,3 +80,55 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
             return process
 
         yield run
+
+
+@pytest.fixture
+def command(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Runs the command line in this process; gives its exit code and all that it printed."""
+
+    def run(*arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["pathoseg", *map(str, arguments)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        return int(end.value.code or 0), "".join(capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def tiny_bundle(tmp_path: Path) -> Callable[..., Path]:
+    """Saves an untrained network of two classes, whose answers are as good as noise."""
+
+    def save(
+        folder: str = "model",
+        network: ModelConfig | None = None,
+        mpp: float = 0.5,
+        tile: int = 64,
+        overlap: int = 48,
+        stain: str | None = None,
+    ) -> Path:
+        network = network or ModelConfig("unet", "segment", 3, width=4, depth=2)
+        torch.manual_seed(1)
+        model = build_model(network, network.name if network.is_factory else None)
+        for name, values in model.named_buffers():
+            if values.is_floating_point():  # running statistics, as of some training
+                values.uniform_(*((-0.5, 0.5) if name.endswith("mean") else (0.5, 2.0)))
+        card = Bundle(
+            model=network,
+            class_names=("gland", "stroma"),
+            class_colours=((200, 0, 0), (0, 150, 0)),
+            mpp=mpp,
+            tile=tile,
+            overlap=overlap,
+            mean=(0.485, 0.456, 0.406),
+            std=(0.229, 0.224, 0.225),
+            multiple=tile_multiple(model),
+            stain=None if stain is None else {"method": stain},
+        )
+        save_bundle(tmp_path / folder, model, card)
+        return tmp_path / folder
+
+    return save

@@ -1,0 +1,319 @@
+"""Segmenting slides: whole results, outputs that agree, batches, interruption, going on."""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import shapely
+import tifffile
+import torch
+from PIL import Image
+from shapely.geometry import shape
+
+from pathoseg.geometry import Box
+from pathoseg.models.build import ModelConfig, edge_reach
+from pathoseg.models.bundle import load_bundle
+from pathoseg.outputs.stitch import stitch
+from pathoseg.slides.region import read_region
+from pathoseg.slides.slide import open_slide
+from pathoseg.workflows.config import load_config
+from pathoseg.workflows.device import to_input
+from pathoseg.workflows.margins import default_margin
+from pathoseg.workflows.predict import predict
+from pathoseg.workflows.segment import Segmenter
+
+Command = Callable[..., tuple[int, str]]
+SaveBundle = Callable[..., Path]
+Start = Callable[..., "subprocess.Popen[str]"]
+
+FILES = {"mask.ome.tiff", "regions.geojson", "overlay.png", "summary.json"}
+MPP = ("--assume-mpp", "0.5")
+
+
+def _draw(path: Path, seed: int = 0, width: int = 211, height: int = 150) -> Path:
+    """Stained blobs of several sizes."""
+    rng = np.random.default_rng(seed)
+    coarse = Image.fromarray(rng.integers(60, 230, (12, 16, 3), np.uint8))
+    pixels = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)).astype(int)
+    pixels = (pixels + rng.normal(0, 12, pixels.shape)).clip(0, 255).astype(np.uint8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path)
+    return path
+
+
+def _mask(folder: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.asarray(tifffile.imread(folder / "mask.ome.tiff"))
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "summary.json").read_text()))
+
+
+def _table(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_all_outputs_of_a_slide_agree(
+    tmp_path: Path, command: Command, tiny_bundle: SaveBundle
+) -> None:
+    slide = _draw(tmp_path / "case 1.b.png", width=423, height=301)
+    (tmp_path / "exact.toml").write_text("[infer]\nsimplify = 0.0\nmin_region_um2 = 0.0\n")
+    code, said = command(
+        "infer", slide, "--model", tiny_bundle(), "--out", tmp_path / "out",
+        "--config", tmp_path / "exact.toml", "--assume-mpp", "0.25",
+    )  # fmt: skip
+    assert code == 0, said
+    folder = tmp_path / "out" / "case 1.b"
+    assert {path.name for path in folder.iterdir()} == FILES
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        folder.name, "summary.csv", "failures.csv",
+    }  # fmt: skip
+
+    mask = _mask(folder)
+    assert mask.shape == (151, 212)
+    with tifffile.TiffFile(folder / "mask.ome.tiff") as tiff:
+        pixels = tifffile.xml2dict(tiff.ome_metadata)["OME"]["Image"]["Pixels"]
+    assert (pixels["PhysicalSizeX"], pixels["PhysicalSizeY"]) == (0.5, 0.5)
+
+    areas, regions = Counter[str](), Counter[str]()
+    extent = shapely.box(0, 0, 424, 302)
+    for feature in json.loads((folder / "regions.geojson").read_text())["features"]:
+        name, outline = feature["properties"]["classification"]["name"], shape(feature["geometry"])
+        assert outline.is_valid
+        assert extent.covers(outline)
+        areas[name] += outline.area
+        regions[name] += 1
+    rows = _table(tmp_path / "out" / "summary.csv")
+    summary = _summary(folder)
+    for index, (row, entry) in enumerate(zip(rows, summary["classes"], strict=True), start=1):
+        count = int((mask == index).sum())
+        assert count > 50, "the net answers one class alone, so this test shows little"
+        assert entry["pixels"] == count
+        assert areas[entry["name"]] == 4 * count, "level-0 pixels, at twice the mask's resolution"
+        assert (row["slide"], row["class"]) == (slide.name, entry["name"])
+        assert float(row["area_mm2"]) == pytest.approx(count * 0.25e-6, rel=1e-6)
+        assert int(row["regions"]) == regions[entry["name"]]
+        share = count * 0.25e-6 / summary["tissue_mm2"]
+        assert float(row["share_of_tissue"]) == pytest.approx(share, rel=1e-4)
+    assert summary["unread_pixels"] == 0
+    assert _table(tmp_path / "out" / "failures.csv") == []
+
+
+def test_predicting_in_tiles_equals_predicting_whole(
+    tmp_path: Path, tiny_bundle: SaveBundle
+) -> None:
+    path = _draw(tmp_path / "slide.png", width=233, height=190)
+    net, card = load_bundle(tiny_bundle())
+    segmenter = Segmenter(net, card, load_config(None))
+    reach = edge_reach(net)
+    assert reach is not None
+    assert 2 * reach <= card.overlap
+    with open_slide(path, assume_mpp=0.5) as slide, torch.inference_mode():
+        plan = segmenter.plan(slide)
+        assert len(plan.indices) == len(plan.grid) >= 30
+        predictions = predict(
+            net, card, lambda index: read_region(slide, plan.frame, plan.grid.box(index)),
+            plan.indices, batch=3, readers=1, dtype=None,
+        )  # fmt: skip
+        margin = default_margin(card.overlap, reach)
+        bands = list(stitch(plan.grid, predictions, 3, margin, finish=lambda chances: chances))
+        last = plan.grid.box(len(plan.grid) - 1)
+        covered = read_region(slide, plan.frame, Box(0, 0, last.right, last.bottom)).pixels
+        logits = net(to_input(covered[None], card.mean, card.std, torch.device("cpu")))
+    whole = logits.softmax(1)[0, :, :190, :233].numpy()
+    np.testing.assert_allclose(np.concatenate(bands, axis=1), whole, rtol=0, atol=1e-5)
+
+
+def test_unread_parts_are_255_and_counted(
+    tmp_path: Path, command: Command, tiny_bundle: SaveBundle
+) -> None:
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(60, 220, (192, 256, 3), np.uint8)
+    slide = tmp_path / "torn.tif"
+    tifffile.imwrite(
+        slide, pixels, tile=(64, 64), compression="zlib", photometric="rgb",
+        resolution=(20000, 20000), resolutionunit="CENTIMETER",
+    )  # fmt: skip
+    with tifffile.TiffFile(slide) as tiff:
+        offset, length = (
+            values[6] for values in (tiff.pages[0].dataoffsets, tiff.pages[0].databytecounts)
+        )
+    with slide.open("r+b") as file:
+        file.seek(offset)
+        file.write(b"\xff" * length)
+    code, said = command("infer", slide, "--model", tiny_bundle(), "--out", tmp_path / "out")
+    assert code == 0, said
+    mask, summary = _mask(tmp_path / "out" / "torn"), _summary(tmp_path / "out" / "torn")
+    torn = np.zeros(mask.shape, bool)
+    torn[64:128, 128:192] = True
+    assert np.array_equal(mask == 255, torn)
+    assert summary["unread_pixels"] == torn.sum()
+    assert 0 < summary["tiles"]["unread"] < summary["tiles"]["done"]
+
+
+def test_a_batch_goes_on_after_a_bad_slide(
+    tmp_path: Path, command: Command, tiny_bundle: SaveBundle
+) -> None:
+    folder = tmp_path / "slides"
+    for name in ("a.png", "a.bmp", "c.png"):
+        _draw(folder / name)
+    (folder / "b.svs").write_bytes(b"II*\0 and nothing else")
+    out = tmp_path / "out"
+    code, said = command("infer", folder, "--model", tiny_bundle(), "--out", out, *MPP)
+    assert code == 1
+    assert {path.name for path in out.iterdir()} == {
+        "a.png", "a.bmp", "c", "summary.csv", "failures.csv",
+    }  # fmt: skip
+    [failure] = _table(out / "failures.csv")
+    assert failure["slide"] == "b.svs"
+    assert str(folder / "b.svs") in failure["reason"]
+    assert failure["reason"] in said
+    assert {row["slide"] for row in _table(out / "summary.csv")} == {"a.png", "a.bmp", "c.png"}
+
+    (folder / "b.svs").unlink()
+    _draw(folder / "b.png", seed=4)
+    before = (out / "c" / "summary.json").stat().st_mtime_ns
+    code, said = command(
+        "infer", folder, "--model", tmp_path / "model", "--out", out, *MPP, "--resume"
+    )
+    assert code == 0
+    assert said.count("already done") == 3
+    assert (out / "c" / "summary.json").stat().st_mtime_ns == before
+    assert _table(out / "failures.csv") == []
+    assert len(_table(out / "summary.csv")) == 2 * 4
+
+
+def test_two_slides_of_one_name_are_refused(
+    tmp_path: Path, command: Command, tiny_bundle: SaveBundle
+) -> None:
+    one, other = _draw(tmp_path / "x" / "s.png"), _draw(tmp_path / "y" / "s.png")
+    code, said = command(
+        "infer", one, other, one, "--model", tiny_bundle(), "--out", tmp_path / "o"
+    )
+    assert code == 2
+    assert str(one) in said
+    assert str(other) in said
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_failure_keeps_the_earlier_result(
+    tmp_path: Path, command: Command, tiny_bundle: SaveBundle
+) -> None:
+    slide = _draw(tmp_path / "s.png")
+    arguments = ("infer", slide, "--model", tiny_bundle(), "--out", tmp_path / "out", *MPP)
+    assert command(*arguments)[0] == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    slide.write_bytes(slide.read_bytes()[:5000])
+    code, said = command(*arguments)
+    assert code == 2
+    assert str(slide) in said
+    after = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert after == before
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_what_is_whole_and_resume_completes_it(
+    tmp_path: Path, start: Start, command: Command, tiny_bundle: SaveBundle
+) -> None:
+    for number in range(5):
+        _draw(tmp_path / "slides" / f"{number}.png", number, 900, 700)
+    model = tiny_bundle(overlap=16)
+    arguments = ["infer", "slides", "--model", str(model), "--assume-mpp", "0.5", "--resume"]
+    process = start(*arguments, "--out", "out")
+    while not (tmp_path / "out" / "summary.csv").exists():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "--resume" in said
+    assert "Traceback" not in said
+    out = tmp_path / "out"
+    assert not list(out.glob(".*"))
+    whole = [path for path in out.iterdir() if path.is_dir()]
+    assert 1 <= len(whole) < 5
+    assert all({path.name for path in folder.iterdir()} == FILES for folder in whole)
+
+    arguments[1] = str(tmp_path / "slides")
+    assert command(*arguments, "--out", out)[0] == 0
+    assert command(*arguments, "--out", tmp_path / "calm")[0] == 0
+    for number in range(5):
+        for name in ("regions.geojson", "overlay.png"):
+            one, other = (run / str(number) / name for run in (out, tmp_path / "calm"))
+            assert one.read_bytes() == other.read_bytes()
+        assert np.array_equal(_mask(out / str(number)), _mask(tmp_path / "calm" / str(number)))
+    assert (out / "summary.csv").read_text() == (tmp_path / "calm" / "summary.csv").read_text()
+
+
+@pytest.mark.parametrize("method", ["macenko", "reinhard"])
+def test_stain_normalisation_makes_slides_of_two_scanners_alike(
+    tmp_path: Path, command: Command, tiny_bundle: SaveBundle, method: str
+) -> None:
+    """The same tissue, once darker and redder: the normaliser must undo much of it."""
+    slide = _draw(tmp_path / "slides" / "plain.png")
+    pixels = np.asarray(Image.open(slide)).astype(float)
+    other = 255 * (pixels / 255) ** (1.0, 1.4, 1.2)
+    Image.fromarray(other.astype(np.uint8)).save(tmp_path / "slides" / "other.png")
+    differing = {}
+    for name, stain in (("raw", None), ("normalised", method)):
+        model, out = tiny_bundle(name, stain=stain), tmp_path / f"out-{name}"
+        code, said = command("infer", tmp_path / "slides", "--model", model, "--out", out, *MPP)
+        assert code == 0, said
+        differing[name] = (_mask(out / "plain") != _mask(out / "other")).mean()
+    assert differing["normalised"] < differing["raw"]
+
+
+def test_classifying_writes_a_coarse_map_through_the_same_outputs(
+    tmp_path: Path, command: Command, tiny_bundle: SaveBundle
+) -> None:
+    slide = _draw(tmp_path / "s.png", width=200, height=130)
+    network = ModelConfig("resnet11_v2", "classify", 3, width=2)
+    model = tiny_bundle(network=network, tile=32, overlap=0)
+    code, said = command("infer", slide, "--model", model, "--out", tmp_path / "out", *MPP)
+    assert code == 0, said
+    mask, summary = _mask(tmp_path / "out" / "s"), _summary(tmp_path / "out" / "s")
+    assert mask.shape == (5, 7)
+    assert summary["mpp"] == {"x": 16.0, "y": 16.0}
+    for index, entry in enumerate(summary["classes"], start=1):
+        assert entry["area_mm2"] == pytest.approx((mask == index).sum() * 16**2 * 1e-6)
+    features = json.loads((tmp_path / "out" / "s" / "regions.geojson").read_text())["features"]
+    assert sum(len(feature["geometry"]["coordinates"]) for feature in features) > 0
+    corners = shapely.get_coordinates([shape(feature["geometry"]) for feature in features])
+    assert (corners % 32 == 0).all(), "a tile is 32 level-0 pixels wide"
+
+
+def test_a_network_of_ones_own_runs_only_when_it_is_named(
+    toy_slides: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("ownnet.py").write_text(
+        "from torch import nn\n\n"
+        "def make(in_channels, classes, kernel=1):\n"
+        "    return nn.Conv2d(in_channels, classes, kernel, padding=kernel // 2)\n"
+    )
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    text = Path("tiny.toml").read_text().replace("width = 4\ndepth = 2", "options = {kernel = 3}")
+    Path("own.toml").write_text(text)
+    code, said = command(
+        "train", "--slides", toy_slides, "--config", "own.toml", "--model", "ownnet:make",
+        "--epochs", 1, "--out", "run",
+    )  # fmt: skip
+    assert code == 0, said
+    arguments = ("infer", toy_slides / "slide0.png", *MPP, "--out", "out")
+    code, said = command(*arguments)
+    assert code == 2
+    assert "ownnet:make" in said
+    assert not Path("out").exists()
+    code, said = command(*arguments, "--factory", "ownnet:make")
+    assert code == 0, said
+    assert set(np.unique(_mask(Path("out/slide0")))) <= {0, 1}
