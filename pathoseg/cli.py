@@ -236,6 +236,9 @@ def main() -> NoReturn:
     """
     # albumentations asks the network for updates when it is imported.
     os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+    # Threads that wait by spinning take the cores from those that work: on a machine with other
+    # jobs a forward pass took up to 15 times longer. Read when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     debug = "--debug" in sys.argv
     with nullcontext() if debug else _libraries_silenced():
         try:
