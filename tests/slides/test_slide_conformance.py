@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import tifffile
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
 from pathoseg.errors import PathosegError
-from pathoseg.geometry import Box, Size
+from pathoseg.geometry import Box, Frame, Size
 from pathoseg.slides.image_reader import ImageSlide
 from pathoseg.slides.openslide_reader import OpenSlideSlide
+from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import Slide, open_slide
 from pathoseg.slides.tiff_reader import TiffSlide
 
@@ -205,3 +206,29 @@ def test_a_truncated_file_reads_or_is_refused_by_name(
         assert refusal.mend
     else:
         np.testing.assert_array_equal(read, sample.levels[0][:8, :8])
+
+
+places = st.integers(0, 600) | st.integers(-3000, -1) | st.integers(0, 10**9)
+
+
+def test_flipped_bytes_are_read_or_refused_by_name(sample: Sample, tmp_path: Path) -> None:
+    whole = sample.path.read_bytes()
+    path = tmp_path / sample.path.name
+
+    # the same examples in every run: a new one that made OpenSlide abort would end pytest
+    @settings(derandomize=True, max_examples=60, database=None)
+    @given(st.lists(st.tuples(places, st.integers(0, 255)), min_size=1, max_size=9))
+    def check(flips: list[tuple[int, int]]) -> None:
+        data = bytearray(whole)
+        for place, value in flips:
+            data[place % len(data)] = value
+        path.write_bytes(data)
+        refusal = None
+        try:
+            with open_slide(path, assume_mpp=0.5) as slide:
+                read_region(slide, Frame.at(slide.size, slide.mpp, 1.3), Box(-5, -5, 99, 99))
+        except PathosegError as error:
+            refusal = error
+        assert refusal is None or str(path) in refusal.problem
+
+    check()
