@@ -1,0 +1,303 @@
+"""Cuts a model's layers into stages: balanced exactly, evenly by count, or where the user says."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pathoseg.errors import PathosegError
+from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition, StageEdge
+from pathoseg.parallel.planning.intervals import Distinct
+from pathoseg.parallel.planning.memory_model import MemoryModel
+
+Balance = Literal["compute", "memory"] | Sequence[float]
+
+# By first and by stop (both indices of places to cut), something of the stage between them.
+_Matrix = NDArray[np.float64]
+# The matrix of each stage.
+_Matrices = Callable[[int], _Matrix]
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """What a stage may need.
+
+    Attributes:
+        cap: Bytes that a rank has; None is no limit.
+        in_flight: By stage, the microbatches between their forward and backward; empty is one.
+        model: Computes what stages need; None takes AdamW and no workspace.
+    """
+
+    cap: int | None = None
+    in_flight: tuple[int, ...] = ()
+    model: MemoryModel | None = field(default=None, compare=False)
+
+
+def balance(
+    graph: LayerGraph,
+    stages: int,
+    by: Balance = "compute",
+    limit: MemoryLimit | None = None,
+    byte_cost: float = 0.0,
+) -> Partition:
+    """The cut whose most loaded stage is least loaded; among such, one that sends least.
+
+    A stage is an interval of the layers in their order of execution, in which activations die and
+    layers write in place. The cut is exact: dynamic programming over all intervals.
+
+    Args:
+        graph: The model's layers.
+        stages: How many stages.
+        by: A stage's load: `compute`, the FLOPs of forward and backward; `memory`, its peak; or
+            the sum of a weight of each layer, such as its time.
+        limit: What a stage may need.
+        byte_cost: Load for each byte that a stage receives from others; unused by memory.
+
+    Raises:
+        PathosegError: The model cannot be cut so, or a weight is no number from 0.
+    """
+    cuts = _cuts(graph, stages)
+    limit = limit or MemoryLimit()
+    messages = _messages(graph, cuts)
+    peaks = _peaks(graph, cuts, limit)
+    loads = peaks if by == "memory" else _sums(_weights(graph, by), cuts, byte_cost * messages)
+
+    def allowed(stage: int) -> _Matrix:
+        if limit.cap is None:
+            return loads(stage)
+        return _only(loads(stage), peaks(stage) <= limit.cap)
+
+    worst, _ = _shortest(allowed, stages, np.maximum)
+    if worst == np.inf:
+        raise _too_small(graph, cuts, stages, limit, peaks)
+    _, path = _shortest(lambda stage: _only(messages, allowed(stage) <= worst), stages, np.add)
+    taken = [float(loads(stage)[ends]) for stage, ends in enumerate(pairwise(path))]
+    return cut(graph, [cuts[index] for index in path], taken)
+
+
+def even(graph: LayerGraph, stages: int) -> Partition:
+    """The naive cut: as many layers in each stage, views and sizes aside, whatever they cost.
+
+    Raises:
+        PathosegError: The model cannot be cut into so many stages.
+    """
+    cuts = _cuts(graph, stages)
+    count = np.concatenate([[0], np.cumsum([not layer.is_free for layer in graph.layers])])
+    path = [0]
+    for stage in range(1, stages):
+        wanted = count[-1] * stage / stages
+        free = range(path[-1] + 1, len(cuts) - stages + stage)
+        path.append(min(free, key=lambda index: abs(count[cuts[index]] - wanted)))
+    bounds = [*(cuts[index] for index in path), len(graph.layers)]
+    return cut(graph, bounds, np.diff(count[bounds]).tolist())
+
+
+def custom(graph: LayerGraph, names: Sequence[str]) -> Partition:
+    """Cuts before each named layer, or before the first layer of each named module.
+
+    Raises:
+        PathosegError: A name is none, or a cut there would part what has to be together.
+    """
+    starts = {_position(graph, name): name for name in names}
+    for start, name in starts.items():
+        for tie in graph.ties:
+            if tie.first < start <= tie.last:
+                layers = graph.layers
+                raise PathosegError(
+                    f"A cut before {name} would part {layers[tie.first].name} from "
+                    f"{layers[tie.last].name}: {tie.reason}.",
+                    f"Cut {_places(graph, start)}.",
+                )
+    if len(starts) < len(names) or 0 in starts:
+        raise PathosegError(
+            f"The cuts {', '.join(names)} leave a stage without layers.",
+            "Name each place once; the first stage begins by itself.",
+        )
+    return cut(graph, [0, *sorted(starts), len(graph.layers)])
+
+
+def cut(graph: LayerGraph, bounds: Sequence[int], loads: Sequence[float] = ()) -> Partition:
+    """The partition with these bounds: what its stages send one another and read of the inputs."""
+    stage_of = [
+        stage for stage in range(len(bounds) - 1) for _ in range(*bounds[stage : stage + 2])
+    ]
+    last = len(bounds) - 2
+    edges = []
+    for position, layer in enumerate(graph.layers):
+        readers = graph.readers.get(layer.name, ())
+        targets = {stage_of[reader] if reader < len(stage_of) else last for reader in readers}
+        for target in targets - {stage_of[position]}:
+            size, back = graph.bytes_of(layer.name), graph.gradient_bytes(layer.name)
+            edges.append(StageEdge(layer.name, stage_of[position], target, size, back > 0))
+    inputs: list[list[str]] = [[] for _ in range(last + 1)]
+    for name in graph.inputs:
+        for stage in {stage_of[reader] for reader in graph.readers.get(name, ())}:
+            inputs[stage].append(name)
+    return Partition(
+        tuple(bounds),
+        tuple(sorted(edges, key=lambda edge: (edge.source, edge.target))),
+        tuple(map(tuple, inputs)),
+        tuple(loads),
+    )
+
+
+def _cuts(graph: LayerGraph, stages: int) -> list[int]:
+    """The positions at which a stage may begin, and the end."""
+    size = len(graph.layers)
+    inside = np.zeros(size + 1, np.int64)
+    for tie in graph.ties:
+        inside[tie.first + 1 : tie.last + 1] = 1
+    cuts = [position for position in range(size + 1) if not inside[position]]
+    if not 1 <= stages < len(cuts):
+        longest = max(graph.ties, key=lambda tie: tie.last - tie.first, default=None)
+        reason = (
+            f" (the longest part that has to stay together: {longest.reason})" if longest else ""
+        )
+        raise PathosegError(
+            f"{graph.model} cannot be cut into {stages} stages.",
+            f"Choose 1 to {len(cuts) - 1} stages{reason}.",
+        )
+    return cuts
+
+
+def _weights(graph: LayerGraph, by: Balance) -> list[float]:
+    if by == "compute":
+        return [float(layer.forward.flops + layer.backward.flops) for layer in graph.layers]
+    weights = [float(weight) for weight in by]
+    if len(weights) != len(graph.layers) or not all(0 <= w < np.inf for w in weights):
+        raise PathosegError(
+            f"{len(weights)} weights cannot balance {len(graph.layers)} layers of {graph.model}.",
+            "Give each layer one number, 0 or more.",
+        )
+    return weights
+
+
+def _sums(weights: Sequence[float], cuts: Sequence[int], more: _Matrix) -> _Matrices:
+    """The sum of the weights of each interval and `more`, the same for every stage."""
+    before = np.concatenate([[0.0], np.cumsum(weights)])[cuts]
+    sums = before[None, :] - before[:, None] + more
+    sums[np.tril_indices(len(cuts))] = np.inf
+    return lambda stage: sums
+
+
+def _only(matrix: _Matrix, where: NDArray[np.bool_]) -> _Matrix:
+    """The matrix, infinite elsewhere."""
+    chosen: _Matrix = np.where(where, matrix, np.inf)
+    return chosen
+
+
+def _messages(graph: LayerGraph, cuts: Sequence[int]) -> _Matrix:
+    """Bytes that a stage receives from others, each value once."""
+    size = len(graph.layers)
+    received = Distinct(size)
+    found = np.zeros((len(cuts), len(cuts)))
+    row = {position: index for index, position in enumerate(cuts)}
+    for name in graph.outputs:
+        if name in graph.position:
+            received.use(name, size, graph.bytes_of(name))
+    for position in reversed(range(size)):
+        layer = graph.layers[position]
+        received.forget(layer.name, graph.bytes_of(layer.name))
+        for name in layer.inputs:
+            if name in graph.position:
+                received.use(name, position, graph.bytes_of(name))
+        if position in row:
+            found[row[position]] = received.bytes[cuts]
+    return found
+
+
+def _peaks(graph: LayerGraph, cuts: Sequence[int], limit: MemoryLimit) -> _Matrices:
+    """By stage, the peak of each interval; computed when it is first asked for."""
+
+    @cache
+    def matrices() -> tuple[_Matrix, _Matrix]:
+        model = limit.model or MemoryModel(graph)
+        once, more = np.full((2, len(cuts), len(cuts)), np.inf)
+        for row in model.rows(cuts[:-1]):
+            index = cuts.index(row.first)
+            stops = cuts[index + 1 :]
+            once[index, index + 1 :] = row.peaks(1)[stops]
+            more[index, index + 1 :] = row.peaks(2)[stops] - row.peaks(1)[stops]
+        return once, more
+
+    def peaks(stage: int) -> _Matrix:
+        once, more = matrices()
+        in_flight = limit.in_flight[stage] if limit.in_flight else 1
+        return once if in_flight == 1 else once + (in_flight - 1) * more
+
+    return peaks
+
+
+def _shortest(
+    costs: _Matrices, stages: int, join: Callable[[_Matrix, _Matrix], _Matrix]
+) -> tuple[float, list[int]]:
+    """The least joined cost of a path through `stages` intervals, and the path's indices."""
+    best = costs(0)[0]
+    choices = []
+    for stage in range(1, stages):
+        joined = join(best[:, None], costs(stage))
+        choices.append(joined.argmin(0))
+        best = joined.min(0)
+    path = [len(best) - 1]
+    for choice in reversed(choices):
+        path.append(int(choice[path[-1]]))
+    return float(best[-1]), [0, *reversed(path)]
+
+
+def _too_small(
+    graph: LayerGraph,
+    cuts: Sequence[int],
+    stages: int,
+    limit: MemoryLimit,
+    peaks: _Matrices,
+) -> PathosegError:
+    """The cap allows no cut: says why and which cap would."""
+    assert limit.cap is not None
+    smallest = np.min([np.diagonal(peaks(stage), 1) for stage in range(stages)], 0)
+    worst = int(smallest.argmax())
+    if smallest[worst] > limit.cap:
+        name = graph.layers[cuts[worst]].name
+        return PathosegError(
+            f"{name}, which cannot be cut further, needs {_gib(smallest[worst])}, more than the "
+            f"{_gib(limit.cap)} of a rank.",
+            "Make the tile or the microbatch smaller, or use ranks with more memory.",
+        )
+    least, _ = _shortest(peaks, stages, np.maximum)
+    return PathosegError(
+        f"No cut of {graph.model} into {stages} stages fits the {_gib(limit.cap)} of a rank.",
+        f"Use more stages, or ranks with {_gib(least)}, or fewer microbatches in flight.",
+    )
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.3g} GiB"
+
+
+def _position(graph: LayerGraph, name: str) -> int:
+    """Position of a layer, or of a module's first one."""
+    if name in graph.position:
+        return graph.position[name]
+    for position, layer in enumerate(graph.layers):
+        if name in layer.scope:
+            return position
+    known = dict.fromkeys(item for layer in graph.layers for item in (*layer.scope, layer.name))
+    near = difflib.get_close_matches(name, known, n=1)
+    raise PathosegError(
+        f"{graph.model} has no layer or module {name!r} to cut before.",
+        f"Did you mean {near[0]}?" if near else "`pathoseg plan --draw` shows all names.",
+    )
+
+
+def _places(graph: LayerGraph, position: int) -> str:
+    """The allowed cuts around a position, in words."""
+    cuts = _cuts(graph, 1)[1:-1]
+    earlier = [graph.layers[place].name for place in cuts if place < position][-1:]
+    later = [graph.layers[place].name for place in cuts if place > position][:1]
+    return f"before {' or before '.join([*earlier, *later])}" if cuts else "nowhere in this model"
