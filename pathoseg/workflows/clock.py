@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 _WARM_UP = 3
 _MEASURED = 10
+_MEASURED_SHARE = 0.03  # of the limit: a busy moment of the machine must not decide the run
 _SAFETY = 0.97
 _FORWARD_SHARE = 1 / 3  # of a training step's time: the backward pass costs twice the forward
 
@@ -34,7 +35,8 @@ class StepClock:
 
     @property
     def ready(self) -> bool:
-        return self._steps >= _WARM_UP + _MEASURED
+        enough = self._seconds >= _MEASURED_SHARE * self.limit
+        return enough and self._steps >= _WARM_UP + _MEASURED
 
     @property
     def step_seconds(self) -> float:
