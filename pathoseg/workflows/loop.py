@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 
 import torch
@@ -89,11 +89,16 @@ class Loop:
             say(f"Going on at epoch {at.epoch + 1}, step {at.step}.")
         with (
             closing(records),
-            progress_bar("training", at.total_steps, "steps", at.step) as bar,
+            self._bar() as bar,
         ):
             while not self._finished():
                 self._epoch(records, bar, interruption)
         return at
+
+    def _bar(self) -> AbstractContextManager[Bar]:
+        at, batch = self._progress, self._training.batch
+        total = None if at.total_steps is None else at.total_steps * batch
+        return progress_bar("training", total, "tiles", at.step * batch)
 
     def _epoch(self, records: Records, bar: Bar, interruption: Interruption) -> None:
         at, began, first = self._progress, time.monotonic(), self._progress.epoch_step
@@ -102,7 +107,7 @@ class Loop:
         with closing(self._training.batches(at.epoch, at.epoch_step)) as batches:
             for batch in batches:
                 self._step(batch, records)
-                bar.advance()
+                bar.advance(len(batch.images))
                 bar.note(f"epoch {at.epoch + 1}  loss {at.loss_sum / at.samples:.4f}")
                 if self._clock is not None:
                     self._lay_schedule(bar)
@@ -171,7 +176,7 @@ class Loop:
             at.total_steps = min(at.total_steps, self._config.epochs * self._epoch_steps)
         self._validation_seconds = self._clock.validation_seconds
         self._clock = None
-        bar.total(at.total_steps)
+        bar.total(at.total_steps * self._training.batch)
         self._save()
 
     def _close_epoch(self, records: Records, rate: float) -> None:
