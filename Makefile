@@ -27,6 +27,8 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	MYPYPATH=sample_data $(BIN)/mypy sample_data docs/make_configuration.py
+	for main in benchmarks/*/main.py; do $(BIN)/mypy $$main || exit 1; done
 	$(BIN)/python -m pytest tests/test_house.py
 
 clean:

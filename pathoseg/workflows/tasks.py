@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import ClassTable
 from pathoseg.models.metrics import Confusion, TileScores, accuracy_and_auc
+from pathoseg.tiles.class_pixels import class_counts
 from pathoseg.tiles.tiles import tile_labels
 
 
@@ -83,9 +84,7 @@ class _Classify:
         self.columns = ["val_accuracy", *(f"val_auc_{name}" for name in classes.names)]
 
     def targets(self, masks: NDArray[np.uint8]) -> NDArray[np.integer]:
-        indices = np.arange(len(self._classes))
-        counts = [(mask.reshape(-1, 1) == indices).sum(axis=0) for mask in masks]
-        return tile_labels(np.stack(counts), self._min_cover)
+        return tile_labels(class_counts(masks, len(self._classes)), self._min_cover)
 
     def judge(self) -> Judge:
         return _ClassifyJudge(self._classes)
