@@ -1,4 +1,4 @@
-"""How good predictions are: Dice and IoU from one confusion matrix, boundary F1, accuracy, AUC."""
+"""How good predictions are: Dice and IoU from one confusion matrix, accuracy, AUC."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import ndimage
 from sklearn.metrics import roc_auc_score
 
 from pathoseg.models.losses import IGNORE
@@ -103,44 +102,6 @@ def accuracy_and_auc(target: Indices, probability: NDArray[np.floating]) -> Tile
             auc[index] = roc_auc_score(positive, scores[:, index])
     accuracy = float((scores.argmax(axis=1) == truth).mean()) if truth.size else math.nan
     return TileScores(accuracy, auc)
-
-
-def boundary_f1(
-    prediction: Indices, target: Indices, classes: int, tolerance: float
-) -> NDArray[np.float64]:
-    """How well outlines agree: the BF score of Csurka et al. (BMVC 2013) for one mask.
-
-    An outline is the pixels of a class with a neighbour (of four) of another class. The edge of
-    the mask and of ignored pixels is none. Precision is the share of predicted outline within
-    `tolerance` of the true one, recall the reverse.
-
-    Args:
-        prediction: Class indices (h, w).
-        target: Likewise; 255 is ignored.
-        classes: Number of classes, background included.
-        tolerance: In pixels, Euclidean.
-
-    Returns:
-        F1 of each foreground class: nan where neither has an outline, 0 where only one has.
-    """
-    valid = target != IGNORE
-    scores = np.full(classes - 1, math.nan)
-    for index in range(1, classes):
-        guessed = _outline(prediction == index, valid)
-        true = _outline(target == index, valid)
-        if guessed.any() and true.any():
-            precision = (ndimage.distance_transform_edt(~true)[guessed] <= tolerance).mean()
-            recall = (ndimage.distance_transform_edt(~guessed)[true] <= tolerance).mean()
-            total = precision + recall
-            scores[index - 1] = 2 * precision * recall / total if total else 0.0
-        elif guessed.any() or true.any():
-            scores[index - 1] = 0.0
-    return scores
-
-
-def _outline(inside: NDArray[np.bool_], valid: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    outline: NDArray[np.bool_] = inside & valid & ndimage.binary_dilation(valid & ~inside)
-    return outline
 
 
 def _ratio(part: NDArray[np.int64], whole: NDArray[np.int64]) -> NDArray[np.float64]:

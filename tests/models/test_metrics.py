@@ -1,4 +1,4 @@
-"""Metrics against scikit-learn, and boundary F1 on shapes whose answer is known."""
+"""Metrics against scikit-learn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from sklearn.metrics import accuracy_score, confusion_matrix, f1_score, jaccard_score, roc_auc_score
 
 from pathoseg.models.losses import IGNORE
-from pathoseg.models.metrics import Confusion, accuracy_and_auc, boundary_f1
+from pathoseg.models.metrics import Confusion, accuracy_and_auc
 
 CLASSES = 4
 Masks = tuple[NDArray[np.uint8], NDArray[np.uint8]]
@@ -95,36 +95,3 @@ def test_accuracy_and_auc_agree_with_sklearn(seed: int, tiles: int, classes: int
             assert auc == roc_auc_score(truth == index, probability[valid, index])
         else:
             assert math.isnan(auc)
-
-
-def _square(left: int, side: int = 20, size: int = 60) -> NDArray[np.uint8]:
-    mask = np.zeros((size, size), np.uint8)
-    mask[20 : 20 + side, left : left + side] = 1
-    return mask
-
-
-def test_equal_outlines_score_one() -> None:
-    assert boundary_f1(_square(20), _square(20), 2, tolerance=0) == [1]
-
-
-@pytest.mark.parametrize(("shift", "tolerance", "wanted"), [(2, 2, 1.0), (3, 2, 0.5), (25, 2, 0.0)])
-def test_a_shifted_outline_scores_by_the_tolerance(
-    shift: int, tolerance: int, wanted: float
-) -> None:
-    score = boundary_f1(_square(20), _square(20 + shift), 2, tolerance)
-    assert score[0] == pytest.approx(wanted, abs=0.1)
-
-
-def test_a_class_without_outline_scores_nan_or_zero() -> None:
-    empty = np.zeros((60, 60), np.uint8)
-    scores = boundary_f1(_square(20), empty, 3, tolerance=2)
-    assert scores[0] == 0
-    assert math.isnan(scores[1])
-
-
-def test_ignored_pixels_make_no_outline() -> None:
-    target = _square(20)
-    target[:, 30:] = IGNORE
-    prediction = _square(20)
-    prediction[:, 30:] = 0
-    assert boundary_f1(prediction, target, 2, tolerance=0) == [1]
