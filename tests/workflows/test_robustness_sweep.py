@@ -1,0 +1,138 @@
+"""Malformed files of other corpora through infer and train: a whole result or one error."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Command = Callable[..., tuple[int, str]]
+SaveBundle = Callable[..., Path]
+
+RESULT = {"mask.ome.tiff", "regions.geojson", "overlay.png", "summary.json"}
+ONE_STEP = """
+[data]
+classes = ["disc"]
+assume_mpp = 0.5
+[tiles]
+mpp = 4.0
+tile = 32
+[model]
+width = 2
+depth = 1
+[train]
+epochs = 1
+batch = 1
+samples_per_epoch = 1
+"""
+
+
+def _files(shared_data: Path) -> list[Path]:
+    files = sorted(path for path in (shared_data / "robustness").rglob("*") if path.is_file())
+    assert len(files) >= 157
+    return files
+
+
+def _refused(code: int, said: str, path: Path) -> bool:
+    """Whether a file was refused; if so, by one error that names it."""
+    assert "Traceback" not in said, said
+    assert code in (0, 2), said
+    if code == 2:
+        assert len(re.findall("^Error: ", said, re.MULTILINE)) == 1, said
+        assert str(path) in said
+    return code == 2
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} if folder.exists() else set()
+
+
+@pytest.mark.slow
+def test_each_file_as_the_slide_of_infer(
+    tmp_path: Path, shared_data: Path, command: Command, tiny_bundle: SaveBundle
+) -> None:
+    model, outcomes = tiny_bundle(mpp=4.0, overlap=16), Counter[bool]()
+    for number, path in enumerate(_files(shared_data)):
+        out = tmp_path / str(number)
+        code, said = command("infer", path, "--model", model, "--out", out, "--assume-mpp", "2")
+        refused = _refused(code, said, path)
+        outcomes[refused] += 1
+        if refused:
+            assert not out.exists()
+        else:
+            assert _names(out) == {path.stem, "summary.csv", "failures.csv"}
+            assert _names(out / path.stem) == RESULT
+    assert outcomes[False] >= 20
+
+
+@pytest.mark.slow
+def test_all_files_as_one_batch(
+    tmp_path: Path, shared_data: Path, command: Command, tiny_bundle: SaveBundle
+) -> None:
+    slides = tmp_path / "slides"
+    slides.mkdir()
+    for number, path in enumerate(_files(shared_data)[::7]):
+        (slides / f"{number}.tif").symlink_to(path)
+    arguments = ("--model", tiny_bundle(mpp=4.0, overlap=16), "--assume-mpp", "2")
+    code, said = command("infer", slides, *arguments, "--out", tmp_path / "out")
+    assert code == 1
+    assert "Traceback" not in said
+    done = _names(tmp_path / "out") - {"summary.csv", "failures.csv"}
+    failed = (tmp_path / "out" / "failures.csv").read_text().count("tif,")
+    assert len(done) + failed == len(_names(slides))
+    assert done
+    assert all(_names(tmp_path / "out" / name) == RESULT for name in done)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["slide", "annotation"])
+def test_each_file_as_slide_or_annotation_of_train(
+    tmp_path: Path,
+    shared_data: Path,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    toy_slides: Path,
+    role: str,
+) -> None:
+    Path("step.toml").write_text(ONE_STEP)
+    annotation = '{"type":"Feature","properties":{"classification":"disc"},"geometry":'
+    annotation += '{"type":"Polygon","coordinates":[[[0,0],[9,0],[9,9],[0,9],[0,0]]]}}'
+    suffixes = [".tif"] if role == "slide" else ["_mask.tif", "_mask.png", ".geojson", ".xml"]
+    outcomes = Counter[bool]()
+    for number, path in enumerate(_files(shared_data)):
+        folder = Path(f"case{number}")
+        folder.mkdir()
+        slide, given = folder / "s.png", folder / f"s{suffixes[number % len(suffixes)]}"
+        given.symlink_to(path)
+        if role == "slide":
+            (folder / "s.geojson").write_text(annotation)
+        else:
+            slide.symlink_to(toy_slides / "slide0.png")
+        out = Path(f"run{number}")
+        code, said = command("train", "--slides", folder, "--config", "step.toml", "--out", out)
+        refused = _refused(code, said, given)
+        outcomes[refused] += 1
+        assert refused != out.exists()
+        assert refused or (out / "model" / "model.json").exists()
+    assert outcomes[True] >= 100
+    assert role == "annotation" or outcomes[False] >= 10
+
+
+@pytest.mark.slow
+def test_a_sample_through_the_real_command(
+    tmp_path: Path, shared_data: Path, tiny_bundle: SaveBundle
+) -> None:
+    model = tiny_bundle(mpp=4.0, overlap=16)
+    arguments = ["--model", model, "--out", "out", "--assume-mpp", "2"]
+    for path in _files(shared_data)[5::40]:
+        done = subprocess.run(
+            [sys.executable, "-m", "pathoseg", "infer", path, *arguments],
+            cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        refused = _refused(done.returncode, done.stdout + done.stderr, path)
+        assert refused != (tmp_path / "out" / path.stem).exists()
