@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pathoseg.errors import PathosegError
 from pathoseg.models.bundle import load_bundle
-from pathoseg.outputs.report import read_summary, write_failures, write_summary_table
+from pathoseg.outputs.report import Summary, read_summary, write_failures, write_summary_table
 from pathoseg.slides.folder import slides_in
 from pathoseg.workflows.config import load_config
 from pathoseg.workflows.device import pick_device
@@ -46,10 +46,12 @@ def infer(
     slides = _slides(inputs)
     folders = result_folders(out, slides)
     segmenter = Segmenter(net.to(pick_device()), card, config)
+    summaries: list[Summary] = []
     failures: dict[str, PathosegError] = {}
     with Interruption() as interruption:
         for slide, folder in folders.items():
             if resume and is_whole(folder):
+                summaries.append(read_summary(folder / SUMMARY))
                 say(f"{slide.name}: already done, in {folder}")
                 continue
             try:
@@ -61,10 +63,11 @@ def infer(
                 failures[slide.name] = error
                 say(f"{slide.name}: failed. {error.problem} {error.mend}")
             else:
+                summaries.append(read_summary(folder / SUMMARY))
                 say(f"{slide.name}: done, in {folder}")
-            _write_tables(out, folders.values(), failures)
+            _write_tables(out, summaries, failures)
             interruption.raise_if_asked(f"Go on with the same command and --resume; see {out}.")
-    _write_tables(out, folders.values(), failures)
+    _write_tables(out, summaries, failures)
     say(f"{len(slides) - len(failures)} of {len(slides)} slides done. Areas: {out / TABLE}")
     return len(failures)
 
@@ -79,12 +82,11 @@ def _slides(inputs: Sequence[Path]) -> list[Path]:
 
 
 def _write_tables(
-    out: Path, folders: Iterable[Path], failures: Mapping[str, PathosegError]
+    out: Path, summaries: Sequence[Summary], failures: Mapping[str, PathosegError]
 ) -> None:
-    whole = [folder for folder in folders if is_whole(folder)]
     try:
         out.mkdir(parents=True, exist_ok=True)
-        write_summary_table(out / TABLE, [read_summary(folder / SUMMARY) for folder in whole])
+        write_summary_table(out / TABLE, summaries)
         write_failures(out / FAILURES, failures)
     except OSError as error:
         raise PathosegError(
