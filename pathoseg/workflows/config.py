@@ -7,10 +7,10 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import tomli_w
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from pathoseg.annotations.annotation import AnnotationOptions
 from pathoseg.errors import PathosegError
@@ -18,6 +18,12 @@ from pathoseg.models.build import ModelConfig
 from pathoseg.models.losses import LossConfig
 from pathoseg.tiles.tissue import TissueOptions
 from pathoseg.tiles.transform import AugmentOptions
+
+Count = Annotated[int, Field(ge=1)]
+NaturalNumber = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
@@ -38,8 +44,8 @@ class DataConfig:
     annotations: str | None = None
     table: str | None = None
     classes: tuple[str, ...] | None = None
-    assume_mpp: float | None = None
-    val_share: float = 0.2
+    assume_mpp: Positive | None = None
+    val_share: Share = 0.2
     skip_bad_slides: bool = False
 
 
@@ -59,15 +65,22 @@ class TileConfig:
         min_cover: (classify) least share of a tile's annotated pixels that its class must cover.
     """
 
-    mpp: float = 0.5
-    tile: int = 1024
-    overlap: int = 0
+    mpp: Positive = 0.5
+    tile: Count = 1024
+    overlap: NaturalNumber = 0
     balance: Literal["none", "class"] = "class"
-    min_tissue: float = 0.1
+    min_tissue: Share = 0.1
     cache: str | None = None
     codec: Literal["lossless", "lossy"] = "lossless"
     stain: Literal["none", "macenko", "reinhard"] = "none"
-    min_cover: float = 0.5
+    min_cover: Share = 0.5
+
+    def __post_init__(self) -> None:
+        if self.overlap >= self.tile:
+            raise PathosegError(
+                f"[tiles] overlap = {self.overlap} leaves nothing new to tiles of {self.tile} px.",
+                "Choose an overlap below the tile's side.",
+            )
 
 
 @dataclass(frozen=True)
@@ -118,22 +131,22 @@ class TrainConfig:
         readers: Threads that read and augment tiles.
     """
 
-    epochs: int | None = None
-    time_limit: float | None = None
-    samples_per_epoch: int | None = None
-    batch: int = 4
-    microbatch: int | None = None
+    epochs: Count | None = None
+    time_limit: Positive | None = None
+    samples_per_epoch: Count | None = None
+    batch: Count = 4
+    microbatch: Count | None = None
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    lr: float = 1e-3
-    weight_decay: float = 1e-2
+    lr: Positive = 1e-3
+    weight_decay: NotNegative = 1e-2
     schedule: Literal["cosine", "poly", "constant"] = "cosine"
-    warmup: float = 0.05
-    clip: float = 1.0
+    warmup: Share = 0.05
+    clip: NotNegative = 1.0
     amp: Literal["auto", "none", "bf16", "fp16"] = "auto"
-    patience: int = 0
-    validate_every: int = 1
-    checkpoint_minutes: float = 10.0
-    readers: int = 2
+    patience: NaturalNumber = 0
+    validate_every: Count = 1
+    checkpoint_minutes: NotNegative = 10.0
+    readers: Count = 2
 
 
 @dataclass(frozen=True)
@@ -151,12 +164,12 @@ class InferConfig:
         region_type: How QuPath shows regions; `detection` draws faster when there are many.
     """
 
-    overlap: int | None = None
-    margin: int | None = None
-    batch: int = 1
-    readers: int = 2
-    simplify: float = 0.5
-    min_region_um2: float = 10.0
+    overlap: NaturalNumber | None = None
+    margin: NaturalNumber | None = None
+    batch: Count = 1
+    readers: Count = 2
+    simplify: NotNegative = 0.5
+    min_region_um2: NotNegative = 10.0
     compress_regions: bool = False
     region_type: Literal["annotation", "detection"] = "annotation"
 
