@@ -1,0 +1,187 @@
+"""The command line: help, options, configuration errors, signals while it starts, its silence."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from pathoseg import __version__
+from pathoseg.cli import app
+
+Command = Callable[..., tuple[int, str]]
+SaveBundle = Callable[..., Path]
+Start = Callable[..., "subprocess.Popen[str]"]
+
+COMMANDS = ("train", "infer", "evaluate", "cache")
+HEAVY = ("torch", "numpy", "tifffile", "zarr", "openslide", "scipy")
+
+
+def test_help_lists_every_command_and_only_those(command: Command) -> None:
+    for arguments in (["--help"], ["-h"]):
+        code, said = command(*arguments)
+        assert code == 0
+        assert all(name in said for name in COMMANDS)
+        assert not any(name in said for name in ("plan", "calibrate", "view"))
+    code, said = command()
+    assert code == 2
+    assert "Usage" in said
+    assert command("--version") == (0, f"pathoseg {__version__}\n")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_has_an_example_that_parses(name: str, command: Command) -> None:
+    code, said = command(name, "--help")
+    assert code == 0
+    assert "--ranks" not in said
+    assert "--order" not in said
+    example = said.partition("Example: ")[2].split()
+    assert example[:2] == ["pathoseg", name]
+    parser = typer.main.get_command(app)
+    with parser.make_context("pathoseg", example[1:]) as context:
+        sub = parser.get_command(context, name)
+        assert sub.make_context(name, example[2:]).params["debug"] is False
+
+
+@pytest.mark.parametrize("argument", ["--help", "--version", "infer --help", "nonsense"])
+def test_help_imports_no_heavy_library(argument: str) -> None:
+    program = (
+        "import sys, pathoseg, pathoseg.__main__\n"
+        f"sys.argv = ['pathoseg', *{argument.split()}]\n"
+        "try:\n    pathoseg.__main__.main()\n"
+        f"finally:\n    print([name for name in {HEAVY} if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("trian",), ["trian", "train"]),
+        (("infer", "s.svs", "--modle", "x"), ["--modle", "--model"]),
+        (("infer",), ["SLIDE"]),
+        (("train", "--tile", "wide"), ["--tile", "integer"]),
+        (("train", "--mpp", "fine"), ["--mpp"]),
+        (("train", "--time-limit", "soon"), ["soon", "30m"]),
+        (("train",), ["No slides are given", "--slides"]),
+        (("cache",), ["No slides are given", "--slides"]),
+        (("train", "--resume"), ["no unfinished run", "--slides"]),
+        (("train", "--config", "no.toml"), ["no.toml", "--config"]),
+        (("train", "--slides", "slides", "--tile", "0"), ["tile"]),
+        (("train", "--slides", "slides", "--mpp", "-1"), ["mpp"]),
+        (("train", "--slides", "slides", "--mpp", "nan"), ["mpp"]),
+        (("train", "--slides", "slides", "--epochs", "0"), ["epochs"]),
+        (("train", "--slides", "slides", "--time-limit", "0"), ["time_limit"]),
+        (("train", "--slides", "slides", "--assume-mpp", "0"), ["assume_mpp"]),
+        (("train", "--slides", "slides", "--model", "unett"), ["unett", "unet"]),
+        (("train", "--slides", "slides", "--model", "no_module:make"), ["no_module"]),
+    ],
+    ids=" ".join,
+)
+def test_wrong_options_are_refused_with_the_mend(
+    arguments: tuple[str, ...], words: list[str], command: Command, toy_slides: Path
+) -> None:
+    if "--model" in arguments and "train" in arguments:
+        Path("tiny.toml").write_text("[data]\nassume_mpp = 0.5\n[tiles]\ntile = 32\n")
+        arguments = (*arguments, "--config", "tiny.toml")
+    code, said = command(*arguments)
+    assert code == 2
+    assert "Traceback" not in said
+    assert all(word in said for word in words), said
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[train]\nepoch = 3\n", ["train.epoch", "`epochs`"]),
+        ("[trian]\nepochs = 3\n", ["trian", "`train`"]),
+        ("seeed = 3\n", ["seeed", "`seed`"]),
+        ('[tiles]\ntile = "big"\n', ["tiles.tile", "'big'"]),
+        ("tiles = 512\n", ["tiles", "[tiles]"]),
+        ('[train]\noptimizer = "adam"\n', ["train.optimizer", "adamw"]),
+        ("[train]\nepochs 3\n", ["line 2"]),
+        ("[train]\nreaders = 0\n", ["train.readers"]),
+        ("[infer]\noverlap = -8\n", ["infer.overlap"]),
+        ("[infer]\nsimplify = nan\n", ["infer.simplify"]),
+        ("[train]\nbatch = 0\n", ["train.batch"]),
+        ("[train]\nlr = -1\n", ["train.lr"]),
+        ("[data]\nval_share = 1.5\n", ["data.val_share"]),
+    ],
+)
+def test_a_wrong_configuration_names_file_key_and_mend(
+    text: str, words: list[str], toy_slides: Path, command: Command, tiny_bundle: SaveBundle
+) -> None:
+    Path("wrong.toml").write_text(text)
+    for arguments in (
+        ("train", "--slides", toy_slides),
+        ("infer", toy_slides / "slide0.png", "--model", tiny_bundle()),
+    ):
+        code, said = command(*arguments, "--config", "wrong.toml")
+        assert code == 2
+        assert "Traceback" not in said
+        assert all(word in said for word in ["wrong.toml", *words]), said
+    assert not Path("results").exists()
+
+
+def test_only_debug_shows_the_traceback(tmp_path: Path, command: Command) -> None:
+    arguments = ("train", "--config", tmp_path / "missing.toml")
+    code, said = command(*arguments)
+    assert code == 2
+    assert said.startswith(f"Error: {tmp_path}/missing.toml cannot be read")
+    code, loud = command(*arguments, "--debug")
+    assert code == 2
+    assert "Traceback" in loud
+    assert loud.endswith(said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_at_any_moment_of_the_start_ends_quietly(
+    toy_slides: Path, start: Start, number: signal.Signals, code: int
+) -> None:
+    """From the first import of ours on; before, the interpreter itself answers."""
+    for delay in (0.0, 0.1, 0.5, 1.2, 2.0):
+        process = start("train", "--slides", str(toy_slides), "--config", "tiny.toml")
+        _wait_for_handlers(process)
+        time.sleep(delay)
+        process.send_signal(number)
+        said, _ = process.communicate(timeout=60)
+        assert process.returncode == code, said
+        assert "Traceback" not in said
+        assert "Stopped." in said
+
+
+def _wait_for_handlers(process: subprocess.Popen[str]) -> None:
+    """Until SIGTERM is caught, as /proc tells."""
+    status = Path(f"/proc/{process.pid}/status")
+    while process.poll() is None:
+        line = next(row for row in status.read_text().splitlines() if row.startswith("SigCgt"))
+        if int(line.split()[1], 16) >> (signal.SIGTERM - 1) & 1:
+            return
+        time.sleep(0.005)
+
+
+@pytest.mark.slow
+def test_a_whole_course_says_only_what_is_ours(
+    toy_slides: Path, start: Start, tmp_path: Path
+) -> None:
+    def run(*arguments: str) -> str:
+        process = start(*arguments)
+        said, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, said
+        return str(said)
+
+    said = run("train", "--slides", "slides", "--config", "tiny.toml", "--epochs", "1")
+    assert len(said.splitlines()) == 4, said
+    said = run("infer", "slides/slide0.png", "--assume-mpp", "0.5")
+    assert len(said.splitlines()) == 2, said
+    assert (tmp_path / "runs" / "latest" / "model").is_dir()
+    assert (tmp_path / "results" / "slide0" / "summary.json").is_file()
