@@ -1,0 +1,145 @@
+"""What stages and links cost: the figures that a schedule is simulated against."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pathoseg.parallel.schedule.action import Edge
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """Times and bytes of one stage for one microbatch. Any unit of time, the same everywhere.
+
+    Attributes:
+        forward: Time of a forward.
+        backward: Time of a backward, without recomputation.
+        activations: Bytes that a forward saves for its backward, beyond the tensors received
+            from other stages.
+        weights: Bytes of parameters, gradients and optimizer state: every copy, all the time.
+        gradients: Bytes that are summed over the copies.
+        forward_workspace: Bytes beyond `activations` while a forward (or recomputation) runs.
+        backward_workspace: Bytes beyond `activations` while a backward runs.
+        checkpoint: Bytes that a recomputed forward keeps instead of `activations`.
+        recompute: Time of a recomputation; None is a forward's.
+        step: Time of the optimizer's step.
+        tensors: Bytes of each saved tensor that may be offloaded; part of `activations`.
+    """
+
+    forward: float
+    backward: float
+    activations: int = 0
+    weights: int = 0
+    gradients: int = 0
+    forward_workspace: int = 0
+    backward_workspace: int = 0
+    checkpoint: int = 0
+    recompute: float | None = None
+    step: float = 0
+    tensors: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def recomputation(self) -> float:
+        return self.forward if self.recompute is None else self.recompute
+
+
+class Network(Protocol):
+    """What joins the ranks."""
+
+    def latency(self, source: int, target: int) -> float:
+        """Time from a message's last byte leaving rank `source` to its being at `target`."""
+
+    def transfer(self, source: int, target: int, size: int) -> float:
+        """Time for which `size` bytes to `target` keep the outgoing channel of `source` busy."""
+
+    def all_reduce(self, ranks: Sequence[int], size: int) -> float:
+        """Time to sum `size` bytes over `ranks`; nothing for a single rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A latency and a bandwidth, the same between any two ranks (Hockney's alpha-beta model).
+
+    Attributes:
+        alpha: Time per message.
+        beta: Time per byte; 0 is a link without limit.
+    """
+
+    alpha: float = 0
+    beta: float = 0
+
+    def latency(self, source: int, target: int) -> float:
+        return self.alpha
+
+    def transfer(self, source: int, target: int, size: int) -> float:
+        return size * self.beta
+
+    def all_reduce(self, ranks: Sequence[int], size: int) -> float:
+        """A ring: reduce-scatter and all-gather (Patarasuk and Yuan, 2009)."""
+        steps = 2 * (len(ranks) - 1)
+        return steps * self.alpha + steps * size * self.beta / len(ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Nodes of equally many ranks, rank r on node r // `per_node`.
+
+    Attributes:
+        per_node: Ranks on a node.
+        inside: The link of two ranks of one node.
+        between: The link of a node to the others, which all of its ranks share.
+    """
+
+    per_node: int
+    inside: Link
+    between: Link
+
+    def latency(self, source: int, target: int) -> float:
+        return self._link(source, target).alpha
+
+    def transfer(self, source: int, target: int, size: int) -> float:
+        return size * self._link(source, target).beta
+
+    def all_reduce(self, ranks: Sequence[int], size: int) -> float:
+        """Hierarchical: reduce-scatter in the node, ring between nodes, all-gather in the node.
+
+        All ranks are taken to sum at once, each set of ranks its own stage: `per_node` / (ranks
+        of this sum on a node) such rings share the node's link.
+        """
+        nodes = sorted({rank // self.per_node for rank in ranks})
+        local = -(-len(ranks) // len(nodes))
+        time = self.inside.all_reduce(range(local), size)
+        if len(nodes) == 1:
+            return time
+        steps = 2 * (len(nodes) - 1)
+        sharing = self.per_node / local
+        ring = steps * self.between.alpha + steps * size * self.between.beta / len(nodes) * sharing
+        return time + ring
+
+    def _link(self, source: int, target: int) -> Link:
+        same = source // self.per_node == target // self.per_node
+        return self.inside if same else self.between
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Everything that a simulation needs beside the schedule.
+
+    Attributes:
+        stages: The cost of each stage.
+        sizes: Bytes of each edge's tensor for one microbatch; an edge that is not here has none.
+        network: The links between ranks; `Link()` costs nothing.
+        host: The link of a rank to its host's memory, each direction its own channel.
+    """
+
+    stages: tuple[StageCost, ...]
+    sizes: Mapping[Edge, int] = field(default_factory=dict)
+    network: Network = field(default_factory=Link)
+    host: Link = field(default_factory=Link)
+
+    @classmethod
+    def equal(cls, stages: int, forward: float, backward: float, activations: int = 1) -> Costs:
+        """Equal stages and free links: the setting of the closed forms."""
+        return cls((StageCost(forward, backward, activations),) * stages)

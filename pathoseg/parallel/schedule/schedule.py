@@ -1,0 +1,184 @@
+"""A schedule: what every rank does, in which order, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from pathoseg.errors import PathosegError
+from pathoseg.parallel.schedule.action import Action, Edge, Kind, Setting, Visit
+from pathoseg.parallel.schedule.placement import Placement
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One list of actions for each rank, and what these actions speak of.
+
+    An order holds F and B alone; `lowering.lower` adds the rest.
+
+    Attributes:
+        name: What the order is called.
+        placement: Which rank holds which stage of which replica.
+        edges: The tensors between the stages.
+        replica_of: The replica that runs each microbatch; as long as the step has microbatches.
+        lists: By rank, its actions in order.
+        groups: How many equal groups of `placement.ranks` ranks run these same lists, each with
+            replicas and microbatches of its own; `expanded` writes them out.
+    """
+
+    name: str
+    placement: Placement
+    edges: tuple[Edge, ...]
+    replica_of: tuple[int, ...]
+    lists: tuple[tuple[Action, ...], ...]
+    groups: int = 1
+
+    @property
+    def stages(self) -> int:
+        return self.placement.stages
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of all groups together."""
+        return self.placement.ranks * self.groups
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of the whole step, all groups together."""
+        return len(self.replica_of) * self.groups
+
+    @cached_property
+    def lowered(self) -> bool:
+        """Whether the lists hold more than F and B."""
+        plain = (Kind.FORWARD, Kind.BACKWARD)
+        return any(action.kind not in plain for actions in self.lists for action in actions)
+
+    @cached_property
+    def setting(self) -> Setting:
+        """What the rule of precedence (`action.predecessors`) has to know of this schedule."""
+        stages = range(self.stages)
+        homes = self.placement.homes
+        messages = {
+            (replica, edge)
+            for replica, home in enumerate(homes)
+            for edge in self.edges
+            if self.lowered and home[edge.source] != home[edge.target]
+        }
+        microbatches: list[list[int]] = [[] for _ in homes]
+        for microbatch, replica in enumerate(self.replica_of):
+            microbatches[replica].append(microbatch)
+        recomputed: set[Visit] = set()
+        prefetched: dict[Visit, tuple[Action, ...]] = {}
+        buckets = [0] * self.stages
+        for action in self:
+            if action.kind is Kind.RECOMPUTE:
+                recomputed.add(visit_of(action))
+            elif action.kind is Kind.PREFETCH:
+                visit = visit_of(action)
+                prefetched[visit] = (*prefetched.get(visit, ()), action)
+            elif action.kind is Kind.REDUCE and action.bucket is not None:
+                buckets[action.stage] = max(buckets[action.stage], action.bucket + 1)
+        return Setting(
+            tuple(tuple(edge for edge in self.edges if edge.target == stage) for stage in stages),
+            tuple(tuple(edge for edge in self.edges if edge.source == stage) for stage in stages),
+            messages,
+            tuple(tuple(own) for own in microbatches),
+            recomputed,
+            prefetched,
+            tuple(buckets),
+        )
+
+    def __iter__(self) -> Iterator[Action]:
+        return (action for actions in self.lists for action in actions)
+
+    def expanded(self) -> Schedule:
+        """The same step with every group written out: group g has ranks, replicas, microbatches
+        (g × one group's) and up."""
+        replicas = self.placement.replicas
+        own = len(self.replica_of)
+        lists = tuple(
+            tuple(
+                action._replace(
+                    replica=action.replica + group * replicas,
+                    microbatch=None
+                    if action.microbatch is None
+                    else action.microbatch + group * own,
+                )
+                for action in actions
+            )
+            for group in range(self.groups)
+            for actions in self.lists
+        )
+        return replace(
+            self,
+            placement=self.placement.repeated(self.groups),
+            replica_of=tuple(
+                replica + group * replicas
+                for group in range(self.groups)
+                for replica in self.replica_of
+            ),
+            lists=lists,
+            groups=1,
+        )
+
+    def __str__(self) -> str:
+        homes = (" ".join(map(str, home)) for home in self.placement.homes)
+        lines = [
+            f"schedule {self.name}",
+            f"ranks {self.placement.ranks}",
+            f"groups {self.groups}",
+            *(f"replica {replica} on {home}" for replica, home in enumerate(homes)),
+            " ".join(["edges", *map(str, self.edges)]),
+            " ".join(["microbatches", *map(str, self.replica_of)]),
+            *(" ".join([f"rank {rank}:", *map(str, own)]) for rank, own in enumerate(self.lists)),
+        ]
+        return "\n".join(lines) + "\n"
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """The inverse of `str`; it does not judge the order (`validate` does).
+
+        Raises:
+            PathosegError: A line is missing, unknown, or no schedule can be made of it.
+        """
+        lines: dict[str, list[str]] = {}
+        homes: list[tuple[int, ...]] = []
+        lists: list[tuple[Action, ...]] = []
+        for line in text.splitlines():
+            word, *rest = line.split() or [""]
+            if word == "rank" and rest[:1] == [f"{len(lists)}:"]:
+                lists.append(tuple(Action.parse(item) for item in rest[1:]))
+            elif word == "replica" and rest[1:2] == ["on"]:
+                homes.append(tuple(_numbers(rest[2:])))
+            elif word:
+                lines[word] = rest
+        try:
+            return cls(
+                " ".join(lines["schedule"]),
+                Placement(_numbers(lines["ranks"])[0], tuple(homes)),
+                tuple(Edge.parse(item) for item in lines["edges"]),
+                tuple(_numbers(lines["microbatches"])),
+                tuple(lists),
+                _numbers(lines["groups"])[0],
+            )
+        except (KeyError, IndexError) as error:
+            raise PathosegError(
+                f"The schedule's text has no usable line {error}.",
+                "It needs the lines schedule, ranks, groups, edges, microbatches, replica, rank.",
+            ) from error
+
+
+def visit_of(action: Action) -> Visit:
+    """Replica, stage and microbatch of an action that is about one microbatch."""
+    assert action.microbatch is not None
+    return action.replica, action.stage, action.microbatch
+
+
+def _numbers(words: Sequence[str]) -> list[int]:
+    if not all(word.isascii() and word.isdigit() for word in words):
+        raise PathosegError(
+            f"{' '.join(words)!r} in the schedule's text is no list of numbers.",
+            "Write numbers from 0, with blanks between them.",
+        )
+    return [int(word) for word in words]

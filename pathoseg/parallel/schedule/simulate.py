@@ -1,0 +1,224 @@
+"""Replays a schedule against costs: time, bubble, memory, messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pathoseg.parallel.schedule.action import COMPUTE, Action, Kind
+from pathoseg.parallel.schedule.costs import Costs
+from pathoseg.parallel.schedule.event import Event
+from pathoseg.parallel.schedule.progress import runnable
+from pathoseg.parallel.schedule.schedule import Schedule, visit_of
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What a schedule costs. Tuples are by rank, of one group of ranks.
+
+    Attributes:
+        events: What each rank does when, in no particular order between ranks.
+        time: From the start of the first action to the end of the last.
+        busy: Time of forward, backward and recomputation.
+        peak_memory: Bytes of weights, activations, boundary tensors and workspace, at the worst
+            moment.
+        peak_activations: Bytes saved by forwards (or kept for recomputation), at the worst moment.
+        bytes_sent: Bytes of all messages that leave the rank; sums over copies not counted.
+    """
+
+    events: tuple[Event, ...]
+    time: float
+    busy: tuple[float, ...]
+    peak_memory: tuple[int, ...]
+    peak_activations: tuple[int, ...]
+    bytes_sent: tuple[int, ...]
+
+    @property
+    def bubble(self) -> float:
+        """The share of the ranks' time in which they compute nothing."""
+        return 1 - sum(self.busy) / (self.time * len(self.busy)) if self.time else 0.0
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Simulation:
+    """Run a schedule on paper. Exact in exact numbers: give integers or fractions to be so.
+
+    An action starts when its rank is free and all that must precede it (`action.predecessors`)
+    is done. A rank's messages leave one after another while it computes on; so do its copies to
+    and from the host, each direction by itself, and its sums. An order of F and B alone is
+    replayed as if tensors moved by themselves in no time.
+
+    Memory: a copy's weights are always held; activations from the start of the forward (or of the
+    recomputation) to the end of the backward; a tensor from another stage, or its gradient, from
+    the start of its arrival to the end of the backward that uses it, and at its sender until it
+    has left.
+
+    Of equal groups one is replayed. Its ranks are numbered from 0, so that with several groups on
+    nodes of a `Nodes` network the ranks of a group should fill nodes.
+
+    Raises:
+        PathosegError: Nothing can move any more; it names what each rank waits for.
+    """
+    replay = _Replay(schedule, costs)
+    for rank, action, needed in runnable(schedule):
+        replay.run(rank, action, needed)
+    return replay.result()
+
+
+class _Replay:
+    """The state of all ranks while a schedule is replayed."""
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        ranks = range(schedule.placement.ranks)
+        self._schedule = schedule
+        self._costs = costs
+        self._setting = schedule.setting
+        self._finished: dict[Action, float] = {}
+        self._events: list[Event] = []
+        self._clock: list[float] = [0 for _ in ranks]
+        self._busy: list[float] = [0 for _ in ranks]
+        # Channels of each rank: when their last transfer ends.
+        self._outgoing: list[float] = [0 for _ in ranks]
+        self._summing: list[float] = [0 for _ in ranks]
+        self._hosting: dict[tuple[int, Kind], float] = {}
+        self._sent = [0 for _ in ranks]
+        self._sums: dict[tuple[int, int | None], list[tuple[int, Action, float]]] = {}
+        self._activations: list[list[tuple[float, int]]] = [[] for _ in ranks]
+        self._others: list[list[tuple[float, int]]] = [[] for _ in ranks]
+        for home in schedule.placement.homes:
+            for stage, rank in enumerate(home):
+                self._others[rank].append((0, costs.stages[stage].weights))
+
+    def run(self, rank: int, action: Action, needed: Iterable[Action]) -> None:
+        """One action, of which all predecessors have run."""
+        ready = self._clock[rank]
+        for each in needed:
+            ready = max(ready, self._finished[each])
+        if action.kind in COMPUTE:
+            self._compute(rank, action, ready)
+        elif action.kind is Kind.SEND:
+            self._send(rank, action)
+        elif action.kind in (Kind.OFFLOAD, Kind.PREFETCH):
+            self._copy(rank, action, ready)
+        elif action.kind is Kind.REDUCE:
+            self._add(rank, action)
+        elif action.kind is Kind.STEP:
+            self._occupy(rank, action, ready, ready + self._costs.stages[action.stage].step)
+        else:  # RECV and WAIT_REDUCE
+            self._occupy(rank, action, self._clock[rank], ready)
+
+    def _occupy(self, rank: int, action: Action, start: float, end: float) -> None:
+        self._clock[rank] = end
+        self._finished[action] = end
+        self._events.append(Event(rank, action, start, end))
+
+    def _compute(self, rank: int, action: Action, start: float) -> None:
+        cost = self._costs.stages[action.stage]
+        activations, others = self._activations[rank], self._others[rank]
+        recomputed = visit_of(action) in self._setting.recomputed
+        if action.kind is Kind.BACKWARD:
+            end = start + cost.backward
+            workspace = cost.backward_workspace
+            activations.append((end, -cost.activations))
+            self._release_boundaries(action, end)
+        elif action.kind is Kind.RECOMPUTE:
+            end = start + cost.recomputation
+            workspace = cost.forward_workspace
+            activations.append((start, cost.activations - cost.checkpoint))
+        else:
+            end = start + cost.forward
+            workspace = cost.forward_workspace
+            activations.append((start, cost.checkpoint if recomputed else cost.activations))
+        others += [(start, workspace), (end, -workspace)]
+        self._occupy(rank, action, start, end)
+        self._busy[rank] += end - start
+        self._bridge(rank, action, end)
+
+    def _bridge(self, rank: int, action: Action, end: float) -> None:
+        """Hold what an F or B has made for the stages that need no message to get it."""
+        if action.kind is Kind.RECOMPUTE:
+            return
+        forward = action.kind is Kind.FORWARD
+        edges = self._setting.outputs if forward else self._setting.inputs
+        for edge in edges[action.stage]:
+            if (action.replica, edge) not in self._setting.messages:
+                consumer = edge.target if forward else edge.source
+                home = self._schedule.placement.homes[action.replica][consumer]
+                self._others[home].append((end, self._costs.sizes.get(edge, 0)))
+
+    def _release_boundaries(self, backward: Action, end: float) -> None:
+        """Free the inputs of a stage and the gradients of its outputs."""
+        rank = self._schedule.placement.homes[backward.replica][backward.stage]
+        sizes = self._costs.sizes
+        for edges in (self._setting.inputs, self._setting.outputs):
+            for edge in edges[backward.stage]:
+                self._others[rank].append((end, -sizes.get(edge, 0)))
+
+    def _send(self, rank: int, action: Action) -> None:
+        edge = action.edge
+        assert edge is not None
+        home = self._schedule.placement.homes[action.replica]
+        receiver = home[edge.target if action.stage == edge.source else edge.source]
+        size = self._costs.sizes.get(edge, 0)
+        made = self._clock[rank]
+        start = max(made, self._outgoing[rank])
+        end = start + self._costs.network.transfer(rank, receiver, size)
+        self._outgoing[rank] = end
+        self._sent[rank] += size
+        self._others[rank] += [(made, size), (end, -size)]
+        self._others[receiver].append((start, size))
+        self._finished[action] = end + self._costs.network.latency(rank, receiver)
+        self._events.append(Event(rank, action, start, end))
+
+    def _copy(self, rank: int, action: Action, ready: float) -> None:
+        assert action.tensor is not None
+        size = self._costs.stages[action.stage].tensors[action.tensor]
+        channel = (rank, action.kind)
+        start = max(ready, self._hosting.get(channel, 0))
+        end = start + self._costs.host.alpha + self._costs.host.transfer(rank, rank, size)
+        leaving = action.kind is Kind.OFFLOAD
+        self._activations[rank].append((end, -size) if leaving else (start, size))
+        self._hosting[channel] = self._finished[action] = end
+        self._events.append(Event(rank, action, start, end))
+
+    def _add(self, rank: int, action: Action) -> None:
+        """Join the sum; the last copy to join starts it.
+
+        Sums that share some ranks but not all would be placed in the order in which they are
+        complete; the placements of this package have no such sums.
+        """
+        joined = self._sums.setdefault((action.stage, action.bucket), [])
+        joined.append((rank, action, self._clock[rank]))
+        if len(joined) < len(self._setting.microbatches):
+            return
+        holders = self._schedule.placement.holders(action.stage)
+        own = self._schedule.placement.ranks
+        everyone = [
+            holder + group * own for group in range(self._schedule.groups) for holder in holders
+        ]
+        buckets = self._setting.buckets[action.stage]
+        size = self._costs.stages[action.stage].gradients // buckets
+        start = max(max(posted, self._summing[holder]) for holder, _, posted in joined)
+        end = start + self._costs.network.all_reduce(everyone, size)
+        for holder, reduction, _ in joined:
+            self._summing[holder] = self._finished[reduction] = end
+            self._events.append(Event(holder, reduction, start, end))
+
+    def result(self) -> Simulation:
+        memory = zip(self._activations, self._others, strict=True)
+        return Simulation(
+            tuple(self._events),
+            max((event.end for event in self._events), default=0),
+            tuple(self._busy),
+            tuple(_peak([*activations, *others]) for activations, others in memory),
+            tuple(_peak(activations) for activations in self._activations),
+            tuple(self._sent),
+        )
+
+
+def _peak(changes: list[tuple[float, int]]) -> int:
+    """The largest sum on the way; of changes at one instant, what is freed goes first."""
+    held = peak = 0
+    for _, change in sorted(changes):
+        held += change
+        peak = max(peak, held)
+    return peak

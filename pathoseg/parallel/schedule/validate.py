@@ -1,0 +1,134 @@
+"""Whether a schedule is whole and can run: one judge for every order, however it was built."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+
+from pathoseg.errors import PathosegError
+from pathoseg.parallel.schedule.action import Action, Kind, predecessors
+from pathoseg.parallel.schedule.progress import runnable
+from pathoseg.parallel.schedule.schedule import Schedule
+
+
+def validate(schedule: Schedule) -> None:
+    """Accept a schedule that does each thing exactly once, where it belongs, and can end.
+
+    Raises:
+        PathosegError: The first thing that is wrong: a malformed header, an action that fits no
+            kind or is on the wrong rank, one that is missing, there twice or needless, one ahead
+            of what must precede it, sums that ranks start in different orders, or a deadlock.
+    """
+    for problem in _problems(schedule):
+        raise PathosegError(
+            f"The schedule {schedule.name} is broken: {problem}.", "Correct the order."
+        )
+    for _ in runnable(schedule):
+        pass
+
+
+def _problems(schedule: Schedule) -> Iterator[str]:
+    # Each check relies on those before it: the caller stops at the first problem.
+    yield from _header(schedule)
+    for rank, actions in enumerate(schedule.lists):
+        for action in actions:
+            yield from _misplaced(schedule, rank, action)
+    for action, times in Counter(schedule).items():
+        if times > 1:
+            yield f"{action} is there {times} times"
+    present, needed = set(schedule), _needed(schedule)
+    for action in sorted(needed - present, key=str):
+        yield f"{action} is missing"
+    for action in sorted(present - needed, key=str):
+        yield f"{action} has no use"
+    for rank, actions in enumerate(schedule.lists):
+        at = {action: index for index, action in enumerate(actions)}
+        for index, action in enumerate(actions):
+            for earlier in predecessors(action, schedule.setting):
+                if at.get(earlier, -1) > index:
+                    yield f"rank {rank} has {action} before {earlier}, which must precede it"
+    yield from _crossed_sums(schedule)
+
+
+def _header(schedule: Schedule) -> Iterator[str]:
+    placement = schedule.placement
+    stages = range(placement.stages if placement.homes else 0)
+    if not stages:
+        yield "it has no stages"
+    if any(len(home) != len(stages) for home in placement.homes):
+        yield "its replicas differ in their number of stages"
+    if any(rank not in range(placement.ranks) for home in placement.homes for rank in home):
+        yield f"a replica lies on a rank outside 0…{placement.ranks - 1}"
+    if len(schedule.lists) != placement.ranks:
+        yield f"it has {len(schedule.lists)} lists for {placement.ranks} ranks"
+    for edge in schedule.edges:
+        if edge.source not in stages or edge.target not in stages or edge.source >= edge.target:
+            yield f"edge {edge} does not lead from a stage to a later one"
+    if len(set(schedule.edges)) != len(schedule.edges):
+        yield "an edge is there twice"
+    if any(replica not in range(placement.replicas) for replica in schedule.replica_of):
+        yield f"a microbatch runs on a replica outside 0…{placement.replicas - 1}"
+    if schedule.groups < 1:
+        yield f"it has {schedule.groups} groups"
+
+
+def _misplaced(schedule: Schedule, rank: int, action: Action) -> Iterator[str]:
+    misfit = action.misfit()
+    if misfit is not None:
+        yield f"{action}: {misfit}"
+    elif not (
+        action.replica in range(schedule.placement.replicas)
+        and action.stage in range(schedule.stages)
+    ):
+        yield f"{action} speaks of a replica or stage that is not there"
+    elif schedule.placement.homes[action.replica][action.stage] != rank:
+        yield f"{action} is on rank {rank}, which does not hold that stage"
+
+
+def _needed(schedule: Schedule) -> set[Action]:
+    """All the actions that this schedule must have, given what it recomputes and offloads."""
+    homes = schedule.placement.homes
+    needed = set()
+    for microbatch, replica in enumerate(schedule.replica_of):
+        for stage in range(schedule.stages):
+            needed.add(Action(Kind.FORWARD, replica, stage, microbatch))
+            needed.add(Action(Kind.BACKWARD, replica, stage, microbatch))
+        for edge in schedule.edges:
+            if (replica, edge) in schedule.setting.messages:
+                for stage in edge[:2]:
+                    needed.add(Action(Kind.SEND, replica, stage, microbatch, edge))
+                    needed.add(Action(Kind.RECV, replica, stage, microbatch, edge))
+    visits = {(each.replica, each.stage, each.microbatch) for each in needed}
+    for action in schedule:
+        if (action.replica, action.stage, action.microbatch) in visits:
+            if action.kind is Kind.RECOMPUTE:
+                needed.add(action)
+            elif action.kind in (Kind.OFFLOAD, Kind.PREFETCH):
+                needed.add(action._replace(kind=Kind.OFFLOAD))
+                needed.add(action._replace(kind=Kind.PREFETCH))
+    if schedule.lowered:
+        summed = len(homes) * schedule.groups > 1
+        for replica in range(len(homes)):
+            for stage in range(schedule.stages):
+                needed.add(Action(Kind.STEP, replica, stage))
+                for bucket in range(max(1, schedule.setting.buckets[stage]) if summed else 0):
+                    needed.add(Action(Kind.REDUCE, replica, stage, bucket=bucket))
+                    needed.add(Action(Kind.WAIT_REDUCE, replica, stage, bucket=bucket))
+    return needed
+
+
+def _crossed_sums(schedule: Schedule) -> Iterator[str]:
+    """Ranks that share several sums must start them in one order, or a transport hangs."""
+    sorter: TopologicalSorter[tuple[int, int]] = TopologicalSorter()
+    for actions in schedule.lists:
+        sums = [(each.stage, each.bucket or 0) for each in actions if each.kind is Kind.REDUCE]
+        distinct = list(dict.fromkeys(sums))
+        for earlier, later in pairwise(distinct):
+            sorter.add(later, earlier)
+    try:
+        sorter.prepare()
+    except CycleError as circle:
+        stages = sorted({stage for stage, _ in circle.args[1]})
+        yield f"its ranks start the sums of stages {stages} in different orders"
