@@ -34,7 +34,7 @@ def fill_cache(config_file: Path | None, flags: Mapping[str, Mapping[str, Any]])
     config = replace(config, tiles=replace(config.tiles, cache=folder, stain="none"))
     sources = find_sources(config)
     pool = SlidePool(lambda path: open_slide(path, config.data.assume_mpp))
-    with Interruption() as interruption, closing(pool):
+    with Interruption("Run the same command again to go on.") as interruption, closing(pool):
         for source in sources.usable:
             tiles = cut(config, source, sources, pool, config.tiles.overlap)
             with (
@@ -43,7 +43,7 @@ def fill_cache(config_file: Path | None, flags: Mapping[str, Mapping[str, Any]])
             ):
                 for count in filled:
                     bar.advance(count)
-                    interruption.raise_if_asked("Run the same command again to go on.")
+                    interruption.raise_if_asked()
             say(f"{source.slide.name}: {len(tiles)} tiles")
     say(f'The cache is in {folder}. Train from it with `cache = "{folder}"` under [tiles].')
     return Path(folder)

@@ -53,7 +53,7 @@ def cut_sources(
             overlap = config.tiles.overlap if training else 0
             (train if training else val).append(cut(config, source, sources, slides, overlap))
             bar.advance()
-            interruption.raise_if_asked("Nothing is trained yet: start the same command again.")
+            interruption.raise_if_asked()
     if not train:
         raise PathosegError(
             f"None of the {len(members)} slides is left to train on.",

@@ -68,7 +68,7 @@ def evaluate(
         )
     segmenter = Segmenter(net.to(pick_device()), card, config)
     rows, pooled = [], dict[str, Confusion]()
-    with Interruption() as interruption:
+    with Interruption("Nothing is written; run the same command again.") as interruption:
         for source, part in chosen:
             confusion = _compare(segmenter, source, config.data.assume_mpp, interruption)
             rows.append(_row(source.slide.name, part, confusion, card))

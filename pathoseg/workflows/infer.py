@@ -48,7 +48,8 @@ def infer(
     segmenter = Segmenter(net.to(pick_device()), card, config)
     summaries: list[Summary] = []
     failures: dict[str, PathosegError] = {}
-    with Interruption() as interruption:
+    advice = f"What is done is in {out}. Go on with the same command and --resume."
+    with Interruption(advice) as interruption:
         for slide, folder in folders.items():
             if resume and is_whole(folder):
                 summaries.append(read_summary(folder / SUMMARY))
@@ -66,7 +67,7 @@ def infer(
                 summaries.append(read_summary(folder / SUMMARY))
                 say(f"{slide.name}: done, in {folder}")
             _write_tables(out, summaries, failures)
-            interruption.raise_if_asked(f"Go on with the same command and --resume; see {out}.")
+            interruption.raise_if_asked()
     _write_tables(out, summaries, failures)
     say(f"{len(slides) - len(failures)} of {len(slides)} slides done. Areas: {out / TABLE}")
     return len(failures)

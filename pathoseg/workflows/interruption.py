@@ -14,9 +14,14 @@ class Interruption:
     """While entered, holds back SIGINT and SIGTERM; a second SIGINT ends the work at once.
 
     Handlers are process-wide, so only the main thread installs them.
+
+    Attributes:
+        advice: How the user goes on after a signal; the work changes it as it gets further.
+        number: The signal that came, or None.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, advice: str) -> None:
+        self.advice = advice
         self.number: int | None = None
         self._before: dict[int, signal._HANDLER] = {}
 
@@ -35,14 +40,14 @@ class Interruption:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def raise_if_asked(self, advice: str) -> None:
+    def raise_if_asked(self) -> None:
         """Ends the work if a signal came.
 
         Raises:
             StoppedError: A signal came.
         """
         if self.number is not None:
-            raise StoppedError(self.number, advice)
+            raise StoppedError(self.number, self.advice)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.number is not None and number == signal.SIGINT:

@@ -102,7 +102,6 @@ class Loop:
 
     def _epoch(self, records: Records, bar: Bar, interruption: Interruption) -> None:
         at, began, first = self._progress, time.monotonic(), self._progress.epoch_step
-        advice = f"Continue with: pathoseg train --resume --out {self._run}"
         self._model.train()
         with closing(self._training.batches(at.epoch, at.epoch_step)) as batches:
             for batch in batches:
@@ -113,14 +112,14 @@ class Loop:
                     self._lay_schedule(bar)
                 if interruption.number is not None:
                     self._save()
-                    interruption.raise_if_asked(advice)
+                    interruption.raise_if_asked()
                 if time.monotonic() - self._saved_at > self._config.checkpoint_minutes * 60:
                     self._save()
                 if self._finished():
                     break
         tiles = (at.epoch_step - first) * self._training.batch
         self._close_epoch(records, tiles / max(1e-9, time.monotonic() - began))
-        interruption.raise_if_asked(advice)
+        interruption.raise_if_asked()
 
     def _step(self, batch: Batch, records: Records) -> None:
         at, config = self._progress, self._config

@@ -129,7 +129,7 @@ class Segmenter:
                 self.unread_tiles = 0
                 for prediction in predictions:
                     self.unread_tiles += prediction[2] is not None
-                    interruption.raise_if_asked("Go on with the same command and --resume.")
+                    interruption.raise_if_asked()
                     yield prediction
                     bar.advance()
 

@@ -69,9 +69,11 @@ def train(
     card = _card(config, sources, model)
     _overview(sources, members)
     pool = SlidePool(lambda path: open_slide(path, config.data.assume_mpp))
-    with Interruption() as interruption, closing(pool):
+    advice = "Nothing is trained yet: start the same command again."
+    with Interruption(advice) as interruption, closing(pool):
         tiles = cut_sources(config, sources, members, pool, interruption)
         _begin(run, config, members)
+        interruption.advice = f"Continue with: pathoseg train --resume --out {run}"
         task = make_task(config.model.task, sources.classes, config.tiles.min_cover)
         batch, readers = config.train.microbatch or config.train.batch, config.train.readers
         loop = Loop(

@@ -10,8 +10,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from pathoseg.errors import PathosegError
 from pathoseg.models.bundle import load_bundle
@@ -188,3 +190,39 @@ def test_a_bad_slide_can_be_left_out_and_is_recorded(toy_slides: Path) -> None:
     run = train(Path("tiny.toml"), flags, None, resume=False)
     assert "slide1.png" in (run / "summary.json").read_text()
     assert "slide1.png" not in (run / "splits.csv").read_text()
+
+
+def test_tiles_are_classified_and_judged(toy_slides: Path) -> None:
+    for image, mask in zip(
+        sorted(toy_slides.glob("slide?.png")), sorted(toy_slides.glob("*_mask.png")), strict=True
+    ):
+        _paint_halves(image, mask)
+    text = (
+        Path("tiny.toml")
+        .read_text()
+        .replace('classes = ["disc"]', 'classes = ["light", "dark"]')
+        .replace("width = 4\ndepth = 2", 'name = "resnet11_v2"\ntask = "classify"')
+    )
+    Path("classify.toml").write_text(text)
+    flags = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 6}}
+    rows = _rows(train(Path("classify.toml"), flags, None, resume=False))
+    assert float(rows[-1]["val_accuracy"]) > 0.9
+    assert float(rows[-1]["val_auc_dark"]) > 0.95
+    assert rows[-1]["val_dice_mean"] == ""
+
+
+def _paint_halves(image: Path, mask: Path) -> None:
+    """A light and a dark half, with a label each."""
+    classes = np.repeat([[1, 2]], 96, axis=0).repeat(48, axis=1).astype(np.uint8)
+    noise = np.random.default_rng(0).normal(0, 8, (96, 96, 3))
+    pixels = np.where(classes[..., None] == 1, (230, 180, 210), (130, 70, 150)) + noise
+    Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8)).save(image)
+    Image.fromarray(classes).save(mask)
+
+
+@pytest.mark.parametrize("method", ["macenko", "reinhard"])
+def test_a_stain_normaliser_is_fitted_and_recorded(toy_slides: Path, method: str) -> None:
+    flags = {"data": {"slides": str(toy_slides)}, "tiles": {"stain": method}}
+    run = train(Path("tiny.toml"), flags, None, resume=False)
+    _, card = load_bundle(run / "model")
+    assert card.stain == {"method": method}
