@@ -224,7 +224,7 @@ def test_a_stain_normaliser_is_fitted_and_recorded(
     monkeypatch.chdir(tmp_path)
     flags = {
         "data": {"slides": str(Path(__file__).resolve().parents[2] / "sample_data")},
-        "tiles": {"stain": method, "mpp": 8, "tile": 64},
+        "tiles": {"stain": method, "mpp": 4, "tile": 128},
         "model": {"width": 4, "depth": 2},
         "train": {"epochs": 1, "samples_per_epoch": 4},
     }
