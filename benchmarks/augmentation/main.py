@@ -8,7 +8,9 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"
 import albumentations as A
@@ -20,8 +22,8 @@ from pathoseg.tiles.stain import Method, StainNormaliser
 from pathoseg.tiles.transform import Augmentation, AugmentOptions
 
 TILE = 512
-NOTHING = {"flip": False, "warp": 0, "stain": 0, "colour": 0, "blur": 0, "noise": 0}
-STEPS = {
+NOTHING: dict[str, Any] = {"flip": False, "warp": 0, "stain": 0, "colour": 0, "blur": 0, "noise": 0}
+STEPS: dict[str, dict[str, Any]] = {
     "flip": {"flip": True},
     "warp": {"warp": 1},
     "stain": {"stain": 0.1},
@@ -73,19 +75,32 @@ def tile() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
 def ours(image: NDArray[np.uint8], mask: NDArray[np.uint8]) -> dict[str, Callable[[int], object]]:
     ways: dict[str, Callable[[int], object]] = {}
     choices = {name: {**NOTHING, **step} for name, step in STEPS.items()}
-    for name, options in {"default": {}, **choices}.items():
+    choices["default"] = {}
+    for name, options in choices.items():
         augmentation = Augmentation(AugmentOptions(**options))
-        ways[name] = lambda seed, a=augmentation: a(image, mask, np.random.default_rng(seed))
+        ways[name] = partial(_vary, augmentation, image, mask)
     for method in METHODS:
         normaliser = StainNormaliser.fit(image, method, Path("tile"))
-        ways[method] = lambda seed, n=normaliser: n.apply(image)
+        ways[method] = partial(_normalise, normaliser, image)
     return ways
 
 
+def _vary(
+    augmentation: Augmentation, image: NDArray[np.uint8], mask: NDArray[np.uint8], seed: int
+) -> object:
+    return augmentation(image, mask, np.random.default_rng(seed))
+
+
+def _normalise(normaliser: StainNormaliser, image: NDArray[np.uint8], _: int) -> object:
+    return normaliser.apply(image)
+
+
 def peers(image: NDArray[np.uint8], mask: NDArray[np.uint8]) -> dict[str, Callable[[int], object]]:
-    return {
-        name: lambda seed, p=pipeline: p(image=image, mask=mask) for name, pipeline in PEERS.items()
-    }
+    return {name: partial(_pipe, pipeline, image, mask) for name, pipeline in PEERS.items()}
+
+
+def _pipe(pipeline: Any, image: NDArray[np.uint8], mask: NDArray[np.uint8], _: int) -> object:
+    return pipeline(image=image, mask=mask)
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ def generated(folder: Path) -> Path:
     tiles = (
         pixels[y : y + 256, x : x + 256] for y in range(0, 8192, 256) for x in range(0, 8192, 256)
     )
-    encoded = (imagecodecs.jpeg8_encode(np.ascontiguousarray(t), level=80) for t in tiles)
+    encoded = (bytes(imagecodecs.jpeg8_encode(np.ascontiguousarray(t), level=80)) for t in tiles)
     tifffile.imwrite(
         path,
         encoded,

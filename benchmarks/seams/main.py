@@ -7,6 +7,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ def main() -> None:
     print("|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         for norm in ("batch", "group", "instance"):
-            flags = {
+            flags: dict[str, dict[str, Any]] = {
                 "data": {"slides": str(SAMPLES)},
                 "model": {"norm": norm},
                 "train": {"time_limit": 15.0 if options.quick else options.seconds},

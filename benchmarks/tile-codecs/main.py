@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import time
@@ -39,8 +40,8 @@ Tile = NDArray[np.uint8]
 class Coder:
     """A way to store a tile."""
 
-    encode: Callable[[Tile], bytes]
-    decode: Callable[[bytes], Tile]
+    encode: Callable[[Tile], bytes | bytearray]
+    decode: Callable[[bytes | bytearray], Tile]
 
 
 def blosc(name: str, level: int, shuffle: int) -> Coder:
@@ -134,7 +135,7 @@ def psnr(tiles: list[Tile], decoded: list[Tile]) -> float:
         np.square(tile.ravel().astype(float) - found.ravel()).mean()
         for tile, found in zip(tiles, decoded, strict=True)
     ]
-    return min(100.0, 10 * np.log10(255**2 / max(float(np.mean(errors)), 1e-9)))
+    return min(100.0, 10 * math.log10(255**2 / max(float(np.mean(errors)), 1e-9)))
 
 
 if __name__ == "__main__":
