@@ -21,7 +21,8 @@ def main() -> NoReturn:
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
     """Ends a command that has nothing to save yet; once it has, `Interruption` takes over."""
     os.write(sys.stderr.fileno(), b"Stopped. Run the same command again.\n")
-    sys.exit(128 + number)
+    # Not an exception: a library that is being imported would catch it and fail in its own way.
+    os._exit(128 + number)
 
 
 if __name__ == "__main__":
