@@ -62,6 +62,12 @@ def _attributes(arguments: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, Att
         if hasattr(value, "untyped_storage"):
             if first or name == "weight":
                 yield first or name, tuple(value.shape)
+            if (
+                first
+                and not value.is_contiguous()
+                and value.nbytes < value.untyped_storage().nbytes()
+            ):
+                yield "has_gaps", True
             first = ""
         elif _is_plain(value):
             yield name, tuple(value) if isinstance(value, list | tuple) else value

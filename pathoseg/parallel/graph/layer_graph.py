@@ -92,7 +92,8 @@ class Layer:
             `relu`, `cat`…); of a layer without kernels, the function's name; of an opaque block or
             a fold, the module's class.
         attributes: The operator's arguments that are no tensors, by the names of its schema, with
-            the shapes of its first tensor (`input`) and, where it has one, `weight`.
+            the shapes of its first tensor (`input`) and, where it has one, `weight`. `has_gaps`:
+            the first tensor is part of a larger one; `gradient_has_gaps`: so is its gradient.
         scope: The calls of modules that it runs in, outermost first, its own last. A module's
             second call is `path@1`.
         inputs: Names of the layers and model inputs that it reads.

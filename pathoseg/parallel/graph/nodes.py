@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from pathoseg.errors import PathosegError
@@ -46,14 +46,20 @@ def name_layers(graph: Any) -> dict[Any, str]:
 
 
 def differences(train: Any, other: Any) -> set[str]:
-    """Paths of the modules whose own code ran differently in the two traces of one model."""
-    train_nodes, other_nodes = layer_nodes(train), layer_nodes(other)
-    first, second = _code_by_module(train_nodes), _code_by_module(other_nodes)
+    """Paths of modules that have to be opaque, as they do something else in eval mode.
+
+    Empty where eval mode runs some or all of the layers of training, each on the same inputs; then
+    any cut of the one is a cut of the other.
+    """
+    known = {node.meta["layer"]: node for node in train.nodes if "layer" in node.meta}
+    pairs = [(node, known.get(node.meta["layer"])) for node in layer_nodes(other)]
+    strange = {_owner(node) for node, twin in pairs if twin is None or _does(node) != _does(twin)}
+    if not strange:
+        returned = set(_reads(other.output_node())) - set(_reads(train.output_node()))
+        return {MODEL} if returned else set()
+    first, second = _code_by_module(train), _code_by_module(other)
     odd = {path for path in first.keys() | second.keys() if first.get(path) != second.get(path)}
-    if odd:
-        return odd
-    pairs = zip(train_nodes, other_nodes, strict=True)
-    return {_owner(one) for one, two in pairs if _reads(one) != _reads(two)}
+    return odd or strange
 
 
 def attribute(root: Any, node: Any) -> Any:
@@ -104,9 +110,9 @@ def _fill(argument: Any, look: Callable[[Any], Any]) -> Any:
     return argument
 
 
-def _code_by_module(nodes: Sequence[Any]) -> dict[str, list[tuple[str, Any]]]:
+def _code_by_module(graph: Any) -> dict[str, list[tuple[str, Any]]]:
     found: dict[str, list[tuple[str, Any]]] = {}
-    for node in nodes:
+    for node in layer_nodes(graph):
         found.setdefault(_owner(node), []).append((node.op, node.target))
     return found
 
@@ -116,8 +122,14 @@ def _owner(node: Any) -> str:
     calls = reversed(node.meta.get("nn_module_stack", {}).values())
     if node.op == "call_module":
         next(calls)
-    return next((path for path, _ in calls), "")
+    return next((path for path, _ in calls), MODEL)
+
+
+def _does(node: Any) -> tuple[Any, ...]:
+    return node.op, node.target, _reads(node)
 
 
 def _reads(node: Any) -> list[str]:
-    return [source.name for source in node.all_input_nodes]
+    """What a node reads: names of layers and inputs, paths of the model's attributes."""
+    names = (source.meta.get("layer", source.target) for source in node.all_input_nodes)
+    return [name for name in names if not name.startswith("_tensor_constant")]

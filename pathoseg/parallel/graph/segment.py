@@ -58,7 +58,8 @@ class Segment:
     Args:
         graph: The model's layers.
         layers: Positions of those to run.
-        steps: All layers' steps, in training (True) and in `eval` mode (False).
+        steps: All layers' steps by position, in training (True) and in `eval` mode (False), where
+            some may be missing.
         training: Says which mode the model is in.
         to_tensor: Makes a tensor of whole numbers, which are to be sent.
         from_tensor: Its inverse.
@@ -72,7 +73,7 @@ class Segment:
         self,
         graph: LayerGraph,
         layers: range,
-        steps: Mapping[bool, Sequence[Step]],
+        steps: Mapping[bool, Mapping[int, Step]],
         training: Callable[[], bool],
         to_tensor: Callable[[Any], Any],
         from_tensor: Callable[[Any], Any],
@@ -84,8 +85,10 @@ class Segment:
         self.outputs = tuple(
             layer.name for layer in own if graph.readers.get(layer.name, (-1,))[-1] >= layers.stop
         )
-        self._first = layers.start
-        self._steps = {mode: all_[layers.start : layers.stop] for mode, all_ in steps.items()}
+        self._steps = {
+            mode: {position: known[position] for position in layers if position in known}
+            for mode, known in steps.items()
+        }
         self._training = training
         self._to_tensor, self._from_tensor = to_tensor, from_tensor
         self._numbers = {
@@ -99,6 +102,8 @@ class Segment:
     ) -> dict[str, Any]:
         """What the layers make for others, by name, whole numbers as int64 tensors.
 
+        In `eval` mode some of `inputs` and `outputs` may not exist.
+
         Args:
             values: What they read from outside, by name; it is left as it is.
             before: Called with the position of each layer before it runs.
@@ -106,12 +111,16 @@ class Segment:
         at_hand = {
             name: self._from_tensor(values[name]) if name in self._numbers else values[name]
             for name in self.inputs
+            if name in values
         }
-        enter = None if before is None else lambda index: before(self._first + index)
-        replay(self._steps[self._training()], at_hand, self.outputs, enter)
+        steps = self._steps[self._training()]
+        positions = [*steps]
+        enter = None if before is None else lambda index: before(positions[index])
+        replay([*steps.values()], at_hand, self.outputs, enter)
         return {
             name: self._to_tensor(at_hand[name]) if name in self._numbers else at_hand[name]
             for name in self.outputs
+            if name in at_hand
         }
 
 

@@ -85,9 +85,9 @@ class Tape:
         self._pass.held += size
         self._pass.peak = max(self._pass.peak, self._pass.held)
 
-    def main_kernel(self, position: int) -> Kernel | None:
-        """The kernel that does most of a layer's forward, None where none ran."""
-        kernels = self._passes[True][position].kernels
+    def main_kernel(self, position: int, *, forward: bool = True) -> Kernel | None:
+        """The kernel that does most of a layer's forward (backward), None where none ran."""
+        kernels = self._passes[forward][position].kernels
         return max(
             kernels, key=lambda kernel: (kernel.flops, kernel.read + kernel.written), default=None
         )

@@ -27,19 +27,13 @@ from torch.utils.flop_counter import flop_registry
 from pathoseg.parallel.graph.nodes import attribute, call, expect
 from pathoseg.parallel.graph.record import Recorder
 
-# Modules of torch.nn that are worth cutting inside, by the beginning of their class's name.
-_OPEN = ("Sequential", "Transformer")
+_OPEN = ("Sequential", "Transformer")  # how modules of torch.nn worth cutting inside are called
 _aten = torch.ops.aten
 _flash = "_scaled_dot_product_flash_attention"
-_FLOPS = {
-    **flop_registry,
-    getattr(_aten, f"{_flash}_for_cpu"): flop_registry[getattr(_aten, _flash)],
-    getattr(_aten, f"{_flash}_for_cpu_backward"): flop_registry[
-        getattr(_aten, f"{_flash}_backward")
-    ],
-}
-# A loop that asks for a tensor's value this often would never end without real values.
-_MOST_GUESSES = 10_000
+_FLOPS = dict(flop_registry)
+for _pass in ("", "_backward"):  # torch counts this attention on a GPU only
+    _FLOPS[getattr(_aten, f"{_flash}_for_cpu{_pass}")] = _FLOPS[getattr(_aten, _flash + _pass)]
+_MOST_GUESSES = 10_000  # of a tensor's value; a loop that asks more often would never end
 
 
 class UntraceableError(Exception):
@@ -47,54 +41,46 @@ class UntraceableError(Exception):
 
 
 class Root(nn.Module):
-    """Holds a model and what it is called with, so that the whole model can be one node too.
-
-    Args:
-        model: The model.
-        example: A tensor, a sequence of positional arguments, or a mapping of keyword arguments.
+    """Holds a model and an example of its arguments; so the whole model can be one node too.
 
     Attributes:
         names: Names of the tensors among the arguments.
+        inputs: Fake tensors like them.
         fake: The mode in which kernels run without memory.
-        inputs: Fake tensors like those of the example.
     """
 
     def __init__(self, model: nn.Module, example: Any) -> None:
         super().__init__()
         self.model = model
-        signature = inspect.signature(model.forward)
-        if isinstance(example, Mapping):
-            self._arguments = signature.bind(**example)
-        elif isinstance(example, torch.Tensor):
-            self._arguments = signature.bind(example)
-        else:
-            self._arguments = signature.bind(*example)
-        flat, self._spec = tree_flatten_with_path(dict(self._arguments.arguments))
-        self._leaves = [leaf for _, leaf in flat]
-        self._slots = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
-        self.names = [
-            "_".join(re.findall(r"\w+", "".join(str(key) for key in flat[slot][0])))
-            for slot in self._slots
-        ]
+        named = example if isinstance(example, Mapping) else {}
+        listed = (example,) if isinstance(example, torch.Tensor) else () if named else example
+        self._arguments = inspect.signature(model.forward).bind(*listed, **named)
+        leaves, self._spec = tree_flatten_with_path(dict(self._arguments.arguments))
+        self._constants = [None if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves]
+        tensors = {
+            slot: ("_".join(re.findall(r"\w+", "".join(map(str, path)))), leaf)
+            for slot, (path, leaf) in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor)
+        }
+        self._slots = list(tensors)
+        self.names = [name for name, _ in tensors.values()]
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.inputs = [self._imitate(self._leaves[slot]) for slot in self._slots]
+        self.inputs = [self._imitate(tensor) for _, tensor in tensors.values()]
+        state = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        self._fakes = {name: self._imitate(tensor) for name, tensor in state.items()}
 
     def forward(self, do: Callable[[], None]) -> None:
         """Lets `functional_call` lend the model fake parameters while `do` runs."""
         do()
 
     def lend(self, do: Callable[[], None]) -> None:
-        """Runs `do` while parameters and buffers are fake ones."""
-        state = {name: self._imitate(tensor) for name, tensor in self.state().items()}
-        torch.func.functional_call(self, state, (do,))
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers by name, shared ones once."""
-        return {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        """Runs `do` with gradients on, while parameters and buffers are fake ones."""
+        with torch.enable_grad():
+            torch.func.functional_call(self, self._fakes, (do,))
 
     def run(self, *tensors: Any) -> Any:
         """Calls the model with `tensors` in place of those of the example."""
-        leaves = [*self._leaves]
+        leaves = [*self._constants]
         for slot, tensor in zip(self._slots, tensors, strict=True):
             leaves[slot] = tensor
         self._arguments.arguments = tree_unflatten(leaves, self._spec)
@@ -134,13 +120,6 @@ def from_tensor(message: torch.Tensor) -> int | torch.Size:
     return torch.Size(message.tolist()) if message.dim() else int(message)
 
 
-class _Proxy(fx.Proxy):
-    tracer: Tracer
-
-    def __len__(self) -> int:
-        return len(self.tracer.parts(self))
-
-
 class Tracer(fx.Tracer):
     """Traces a root in the mode that its model is in.
 
@@ -173,7 +152,17 @@ class Tracer(fx.Tracer):
                 raise UntraceableError("it calls a custom autograd function")
             return apply(cls, *args, **kwargs)
 
-        with mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse)):
+        def write(proxy: fx.Proxy, key: Any, value: Any) -> None:
+            self.create_proxy("call_function", operator.setitem, (proxy, key, value), {})
+
+        proxy: dict[str, Any] = {
+            "__len__": lambda proxy: len(self.parts(proxy)),
+            "__setitem__": write,
+        }
+        with (
+            mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse)),
+            mock.patch.multiple(fx.Proxy, create=True, **proxy),
+        ):
             return self.trace(self._source)
 
     def create_args_for_root(
@@ -185,11 +174,9 @@ class Tracer(fx.Tracer):
         return root_fn, [self._source, *proxies]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if module_qualified_name in self._opaque:
-            return True
-        return super().is_leaf_module(m, module_qualified_name) and not type(m).__name__.startswith(
-            _OPEN
-        )
+        known = super().is_leaf_module(m, module_qualified_name)
+        is_open = type(m).__name__.startswith(_OPEN)
+        return module_qualified_name in self._opaque or (known and not is_open)
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         if _contexts() != self._contexts:
@@ -203,7 +190,8 @@ class Tracer(fx.Tracer):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if type(m) is nn.Identity:
+        # An identity would only make a second message of the same tensor.
+        if type(m) is nn.Identity and not m._forward_hooks:
             return args[0]
         path = self.path_of_module(m)
         if not self.is_leaf_module(m, path):
@@ -213,19 +201,17 @@ class Tracer(fx.Tracer):
                 made = super().call_module(m, forward, args, kwargs)
                 if any(isinstance(value, fx.Proxy) for value in vars(m).values()):
                     raise UntraceableError("it keeps a tensor as an attribute")
-                if _dice() != dice:
+                if _thrown_since(dice):
                     raise UntraceableError("it draws random numbers outside of torch's layers")
             except Exception as error:  # whatever the user's code raises on symbolic values
                 self._opaque[path] = str(error).split("\n")[0] or type(error).__name__
                 _throw_again(dice)
+                vars(m).clear()
                 vars(m).update(attributes)
                 self._take_back(mark, depth)
             else:
                 return made
         return super().call_module(m, forward, args, kwargs)
-
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Proxy(node, self)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         value = self._value(obj.node)
@@ -240,9 +226,9 @@ class Tracer(fx.Tracer):
     def parts(self, obj: fx.Proxy) -> Sequence[Any]:
         """What a proxy of several values stands for; a tensor is none, as its length may vary."""
         value = self._value(obj.node)
-        if not isinstance(value, tuple | list):
-            raise UntraceableError(f"it loops over {type(value).__name__}")
-        return value
+        if isinstance(value, tuple | list):
+            return value
+        raise UntraceableError(f"it loops over {type(value).__name__}")
 
     def _value(self, node: fx.Node) -> Any:
         """What the node makes of the example, on fake tensors."""
@@ -298,13 +284,13 @@ class Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped i
         """The backward of what the forward made, which is let go; its gradients are held."""
         self._tape.at(self._tape.layers, forward=False)
         with self._fake, self:
-            leaves = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
-            gradients = [torch.empty_like(leaf) for leaf in leaves if leaf.requires_grad]
-            edges = [get_gradient_edge(leaf) for leaf in leaves if leaf.requires_grad]
+            roots = [
+                (get_gradient_edge(leaf), torch.empty_like(leaf))
+                for leaf in tree_leaves(made)
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+            ]
             made.clear()
-            leaves.clear()
-            if edges:
-                torch.autograd.backward(edges, gradients)
+            torch.autograd.backward([edge for edge, _ in roots], [given for _, given in roots])
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -347,14 +333,18 @@ def _contexts() -> tuple[bool, ...]:
     return torch.is_grad_enabled(), *(torch.is_autocast_enabled(device) for device in devices)
 
 
-def _dice() -> tuple[Any, ...]:
-    """The state of the generators of random numbers, comparable."""
-    name, keys, *rest = np.random.get_state()
-    return random.getstate(), (name, tuple(keys), *rest), tuple(torch.get_rng_state().tolist())
+def _dice() -> tuple[Any, Any, torch.Tensor]:
+    """The states of all generators of random numbers."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
 
 
-def _throw_again(dice: tuple[Any, ...]) -> None:
-    python, numpy, torchs = dice
-    random.setstate(python)
-    np.random.set_state(numpy)
-    torch.set_rng_state(torch.tensor(torchs, dtype=torch.uint8))
+def _thrown_since(dice: tuple[Any, Any, torch.Tensor]) -> bool:
+    now = _dice()
+    numpys = (np.array_equal(one, two) for one, two in zip(now[1], dice[1], strict=True))
+    return now[0] != dice[0] or not all(numpys) or not torch.equal(now[2], dice[2])
+
+
+def _throw_again(dice: tuple[Any, Any, torch.Tensor]) -> None:
+    random.setstate(dice[0])
+    np.random.set_state(dice[1])
+    torch.set_rng_state(dice[2])

@@ -10,7 +10,6 @@ from typing import Any
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.graph import trace as fx
-from pathoseg.parallel.graph.kernel import Kernel
 from pathoseg.parallel.graph.layer_graph import Attribute, Layer, LayerGraph, Parameter, Value
 from pathoseg.parallel.graph.nodes import (
     MODEL,
@@ -54,9 +53,8 @@ class Traced:
 
     def __init__(self, model: fx.Module, example: Any) -> None:
         self.model = model
-        with fx.mode(model, training=True):
-            with _failing(model, "cannot be called with this example"):
-                self._root = fx.Root(model, example)
+        with fx.mode(model, training=True), _failing(model, "cannot be read"):
+            self._root = fx.Root(model, example)
             self._root.lend(self._read)
 
     def segment(self, layers: range) -> Segment:
@@ -86,15 +84,18 @@ class Traced:
             if not odd:
                 break
             opaque.update(dict.fromkeys(odd, "it does something else in eval mode"))
+        nodes = layer_nodes(graphs[True])
+        position = {node.meta["layer"]: index for index, node in enumerate(nodes)}
         self._steps = {
-            training: [self._step(node) for node in layer_nodes(graph)]
+            training: {
+                position[node.meta["layer"]]: self._step(node) for node in layer_nodes(graph)
+            }
             for training, graph in graphs.items()
         }
         self._ends = {
             training: self._step(graph.output_node()) for training, graph in graphs.items()
         }
-        with _failing(self.model, "fails when its layers run one by one"):
-            self.graph, parts = self._measure(layer_nodes(graphs[True]), opaque)
+        self.graph, parts = self._measure(nodes, opaque)
         if whole != parts:
             raise PathosegError(
                 f"{type(self.model).__name__} cannot be cut: its layers return {parts}, the model "
@@ -103,8 +104,11 @@ class Traced:
             )
 
     def _trace(self, training: bool, opaque: dict[str, str]) -> Any:
-        with fx.mode(self.model, training):
-            graph = fx.Tracer(self._root, opaque).nodes()
+        known = -1
+        while len(opaque) > known:
+            known = len(opaque)
+            with fx.mode(self.model, training):
+                graph = fx.Tracer(self._root, opaque).nodes()
         for node, name in name_layers(graph).items():
             node.meta["layer"] = name
         return graph
@@ -132,8 +136,8 @@ class Traced:
         return _summary(made, recorder.tape.saved_bytes())
 
     def _measure(self, nodes: Sequence[Any], opaque: Mapping[str, str]) -> tuple[LayerGraph, str]:
-        """Runs the layers one by one, then their backward."""
-        root, steps, end = self._root, self._steps[True], self._ends[True]
+        """Runs the layers one by one, then their backward; what that took and what it returned."""
+        root, steps, end = self._root, [*self._steps[True].values()], self._ends[True]
         tape = Tape(len(nodes))
         recorder = Recorder(tape)
         listener = fx.Listener(root.fake, recorder)
@@ -156,68 +160,87 @@ class Traced:
         for parameter in root.parameters():
             if parameter.grad is not None:
                 recorder.outlives(parameter.grad)
+        graph = LayerGraph(
+            type(self.model).__name__,
+            inputs,
+            self._layers(nodes, made, tape, opaque),
+            end.inputs,
+            storages,
+            {_short(n): Parameter(p.nbytes, p.requires_grad) for n, p in root.named_parameters()},
+            {_short(name): buffer.nbytes for name, buffer in root.named_buffers()},
+            {_short(path): type(module).__name__ for path, module in root.named_modules() if path},
+            notes=_notes(nodes, opaque, listener.guessed),
+        )
+        # A module may change its buffers without an operator that says so (batch norm does).
+        used = {
+            id(b) for node in nodes for module in _modules(root, node) for b in module.buffers()
+        }
+        changing = {
+            _short(name)
+            for name, buffer in root.named_buffers()
+            if id(buffer) in used or buffer.untyped_storage() in recorder.changed
+        }
+        return replace(graph, ties=find_ties(graph, recorder.writes, changing)), summary
+
+    def _layers(
+        self,
+        nodes: Sequence[Any],
+        made: Sequence[tuple[tuple[Value, ...], bool]],
+        tape: Tape,
+        opaque: Mapping[str, str],
+    ) -> tuple[Layer, ...]:
+        root = self._root
         parameters = {id(p): _short(name) for name, p in root.named_parameters()}
         buffers = {id(buffer): _short(name) for name, buffer in root.named_buffers()}
-        # A module may change its buffers without an operator that says so (batch norm does).
-        changing = {
-            buffers[id(buffer)]
-            for buffer in root.buffers()
-            if buffer.untyped_storage() in recorder.changed
-        }
         layers = []
-        for position, (node, step, own) in enumerate(zip(nodes, steps, made, strict=True)):
-            modules, tensors = _used(root, node)
-            changing |= {buffers[id(buffer)] for module in modules for buffer in module.buffers()}
+        for position, (node, own) in enumerate(zip(nodes, made, strict=True)):
+            step, modules = self._steps[True][position], _modules(root, node)
+            tensors = [id(tensor) for tensor in _attributes(root, node)]
+            for module in modules:
+                tensors += [id(tensor) for tensor in (*module.parameters(), *module.buffers())]
             layers.append(
                 Layer(
                     step.name,
-                    *_kind(step.name, modules, tape.main_kernel(position), node.target in opaque),
+                    *_kind(step.name, modules, tape, position, node.target in opaque),
                     scope(node),
                     step.inputs,
                     *own,
-                    tuple(parameters[id(t)] for t in tensors if id(t) in parameters),
-                    tuple(buffers[id(t)] for t in tensors if id(t) in buffers),
+                    tuple(parameters[tensor] for tensor in tensors if tensor in parameters),
+                    tuple(buffers[tensor] for tensor in tensors if tensor in buffers),
                     tape.forward_of(position),
                     tape.backward_of(position),
                     tape.saved_by(position),
                     tape.gradients_of(position),
                 )
             )
-        graph = LayerGraph(
-            type(self.model).__name__,
-            inputs,
-            tuple(layers),
-            end.inputs,
-            storages,
-            {parameters[id(p)]: Parameter(p.nbytes, p.requires_grad) for p in root.parameters()},
-            {buffers[id(buffer)]: buffer.nbytes for buffer in root.buffers()},
-            {_short(path): type(module).__name__ for path, module in root.named_modules() if path},
-            notes=_notes(nodes, opaque, listener.guessed),
-        )
-        return replace(graph, ties=find_ties(graph, recorder.writes, changing)), summary
+        return tuple(layers)
 
 
-def _used(root: fx.Root, node: Any) -> tuple[list[fx.Module], list[Any]]:
-    """The modules that a node runs, and the tensors of these and among its arguments."""
-    taken = [attribute(root, source) for source in node.all_input_nodes if source.op == "get_attr"]
-    modules = [item for item in taken if isinstance(item, fx.Module)]
-    tensors = [item for item in taken if not isinstance(item, fx.Module)]
+def _attributes(root: fx.Root, node: Any) -> list[Any]:
+    """What a node takes from the model: tensors, and modules that a function is to run."""
+    return [attribute(root, source) for source in node.all_input_nodes if source.op == "get_attr"]
+
+
+def _modules(root: fx.Root, node: Any) -> list[fx.Module]:
+    """The modules that a node runs."""
+    modules = [item for item in _attributes(root, node) if isinstance(item, fx.Module)]
     if node.op == "call_module":
         modules.append(root.get_submodule(node.target))
-    for module in modules:
-        tensors += [*module.parameters(), *module.buffers()]
-    return modules, tensors
+    return modules
 
 
 def _kind(
-    name: str, modules: Sequence[fx.Module], kernel: Kernel | None, opaque: bool
+    name: str, modules: Sequence[fx.Module], tape: Tape, position: int, opaque: bool
 ) -> tuple[str, Mapping[str, Attribute]]:
     """`Layer.kind` and `Layer.attributes`."""
     if modules and (opaque or any(modules[0].children())):
         return type(modules[0]).__name__, {}
-    if kernel:
-        return kernel.name, kernel.attributes
-    return name.rpartition(".")[2], {}
+    kernel, back = tape.main_kernel(position), tape.main_kernel(position, forward=False)
+    if kernel is None:
+        return name.rpartition(".")[2], {}
+    if back and back.attributes.get("has_gaps"):
+        return kernel.name, {**kernel.attributes, "gradient_has_gaps": True}
+    return kernel.name, kernel.attributes
 
 
 def _sendable(made: Any) -> bool:

@@ -28,41 +28,46 @@ def cpu_workspace(lanes: int = 16, threads: int = 1) -> Workspace:
     def workspace(layer: Layer) -> tuple[int, int]:
         if layer.kind == "native_batch_norm":
             return 0, 4 * prod(_ints(layer.attributes["input"]))
-        if layer.kind == "convolution":
-            return _convolution(layer, lanes, threads)
-        return 0, 0
+        if layer.kind != "convolution":
+            return 0, 0
+        forward, backward = _blocked_copies(layer, lanes, threads)
+        # What has gaps is copied first.
+        if layer.attributes.get("has_gaps"):
+            size = 4 * prod(_ints(layer.attributes["input"]))
+            forward, backward = forward + size, backward + size
+        if layer.attributes.get("gradient_has_gaps"):
+            backward += 4 * prod(layer.outputs[0].shape)
+        return forward, backward
 
     return workspace
 
 
-def _convolution(layer: Layer, lanes: int, threads: int) -> tuple[int, int]:
+def _blocked_copies(layer: Layer, lanes: int, threads: int) -> tuple[int, int]:
     source, weight = _ints(layer.attributes["input"]), _ints(layer.attributes["weight"])
     target = layer.outputs[0].shape
     stride = prod(_ints(layer.attributes["stride"]))
-    if threads == 1 and prod(weight[2:]) == stride == 1 and source[0] < _MANY:
-        return 0, 0
-    blocked = _padded(source, lanes), _padded(target, lanes), _padded_weight(weight, lanes)
-    if source[1] <= _FEW:
-        blocked = 0, blocked[1], 4 * prod(weight)
-    plain = 4 * prod(source), 4 * prod(target), 4 * prod(weight)
+    is_point, strided = prod(weight[2:]) == 1, stride > 1
     transposed = layer.attributes["transposed"] is True
-    return _forward(plain, blocked, stride, transposed), _backward(plain, blocked, stride)
-
-
-def _forward(
-    plain: tuple[int, int, int], blocked: tuple[int, int, int], stride: int, transposed: bool
-) -> int:
-    """Beyond the output: the copies, or at the end the output in both layouts."""
-    ends = 2 if transposed and stride > 1 else 1
-    return max(sum(blocked) - plain[1], ends * blocked[1])
-
-
-def _backward(plain: tuple[int, int, int], blocked: tuple[int, int, int], stride: int) -> int:
-    """Beyond the gradients of input and weight, which are computed one after the other."""
-    source, _, weight = plain
-    first = max(sum(blocked), source + (2 if stride > 1 else 1) * blocked[0])
-    second = source + max(sum(blocked), blocked[2] + weight)
-    return max(first, second) - source - weight
+    if threads == 1 and is_point and not strided and source[0] < _MANY:
+        return 0, 0
+    plain_source, plain_target, plain_weight = (
+        4 * prod(shape) for shape in (source, target, weight)
+    )
+    blocked_source, blocked_target = _padded(source, lanes), _padded(target, lanes)
+    blocked_weight = _padded_weight(weight, lanes)
+    if source[1] <= _FEW:
+        blocked_source, blocked_weight = 0, plain_weight
+    copies = blocked_source + blocked_weight + blocked_target
+    # Strided kernels collect an image for each thread before they spread it or thin it out.
+    images = threads / source[0]
+    thinned = blocked_source * images * strided * (transposed or is_point / stride)
+    spread = blocked_target * images * strided * (not transposed)
+    returned = (1 + (transposed and strided)) * blocked_target
+    forward = max(copies + thinned - plain_target, returned)
+    # The gradient of the input comes first, then that of the weight.
+    first = max(copies + spread, plain_source + (1 + strided) * blocked_source)
+    second = plain_source + max(copies, blocked_weight + plain_weight)
+    return int(forward), int(max(first, second) - plain_source - plain_weight)
 
 
 def _padded(shape: tuple[int, ...], lanes: int) -> int:

@@ -285,7 +285,7 @@ def _position(graph: LayerGraph, name: str) -> int:
     if name in graph.position:
         return graph.position[name]
     for position, layer in enumerate(graph.layers):
-        if name in layer.scope:
+        if any(call == name or call.startswith(f"{name}.") for call in layer.scope):
             return position
     known = dict.fromkeys(item for layer in graph.layers for item in (*layer.scope, layer.name))
     near = difflib.get_close_matches(name, known, n=1)

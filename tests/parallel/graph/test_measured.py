@@ -1,0 +1,147 @@
+"""Tests what a layer graph says of its layers against torch's own counts on real tensors."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.networks.alexnet import alexnet
+from benchmarks.networks.inception import InceptionV3
+from benchmarks.networks.resnet import resnet50
+from benchmarks.networks.vgg import vgg19
+from pathoseg.models.resnet_v2 import ResNetV2
+from pathoseg.models.unet import UNet
+from pathoseg.parallel.graph.layer_graph import LayerGraph
+from pathoseg.parallel.graph.traced import trace
+from tests.parallel.networks.small import SMALL, small_graph
+from tests.parallel.networks.stages import allocated
+
+
+def _saved_by_hooks(model: nn.Module, example: torch.Tensor) -> int:
+    """Bytes of the storages that a real forward saves, parameters and buffers aside."""
+    own = [*model.parameters(), *model.buffers()]
+    found = {tensor.untyped_storage().data_ptr() for tensor in own}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in found:
+            saved[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(example)
+    return sum(storage.nbytes() for storage in saved.values())
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_saved_bytes_are_those_that_hooks_count(name: str) -> None:
+    make, shape = SMALL[name]
+    assert small_graph(name).saved_bytes() == _saved_by_hooks(make(), torch.randn(shape))
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_flops_are_those_that_torch_counts(name: str) -> None:
+    make, shape = SMALL[name]
+    with FlopCounterMode(display=False) as forward:
+        made = make()(torch.randn(shape))
+    with FlopCounterMode(display=False) as backward:
+        sum(part.sum() for part in (made if isinstance(made, tuple) else (made,))).backward()
+    layers = small_graph(name).layers
+    # Torch's table knows no flash attention on a CPU.
+    own = [layer for layer in layers if "attention" not in layer.kind]
+    assert sum(layer.forward.flops for layer in own) == forward.get_total_flops()
+    assert sum(layer.backward.flops for layer in own) == backward.get_total_flops()
+    assert all(layer.forward.flops for layer in layers if layer not in own)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_parameter_and_buffer_has_its_layer(name: str) -> None:
+    model, graph = SMALL[name][0](), small_graph(name)
+    used = {name for layer in graph.layers for name in layer.parameters}
+    assert used == set(graph.parameters) == {name for name, _ in model.named_parameters()}
+    assert graph.parameter_bytes() == sum(p.nbytes for p in model.parameters())
+    held = {name for layer in graph.layers for name in layer.buffers}
+    assert held == set(graph.buffers) == {name for name, _ in model.named_buffers()}
+
+
+@pytest.mark.parametrize(
+    ("make", "side", "parameters"),
+    [
+        (vgg19, 224, 139_578_434),
+        (alexnet, 224, 57_012_034),
+        (resnet50, 224, 23_512_130),
+        (InceptionV3, 299, 24_348_900),
+    ],
+)
+def test_full_networks_have_the_published_parameters(make: Any, side: int, parameters: int) -> None:
+    with torch.device("meta"):
+        model = make(2)
+    graph = trace(model, torch.empty(2, 3, side, side, device="meta"))
+    assert graph.parameter_bytes() == 4 * parameters
+    assert not graph.notes
+    assert LayerGraph.from_json(graph.to_json()) == graph
+
+
+def test_a_large_tile_takes_no_memory() -> None:
+    with torch.device("meta"):
+        model = UNet(4, width=64)
+    graphs = []
+    example = torch.empty(1, 3, 2048, 2048, device="meta")
+    assert allocated(lambda: graphs.append(trace(model, example))) < 2**20
+    assert graphs[0].saved_bytes() > 20 * 2**30
+
+
+def test_bytes_read_and_written_are_those_of_the_tensors() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Flatten())
+    graph = trace(model, torch.randn(2, 3, 16, 16))
+    convolution, relu, flatten = graph.layers
+    images, features, weight, bias = 2 * 3 * 256 * 4, 2 * 8 * 256 * 4, 3 * 8 * 9 * 4, 8 * 4
+    assert convolution.forward.read == images + weight + bias
+    assert convolution.forward.written == relu.forward.read == relu.forward.written == features
+    assert relu.backward.read == 2 * features
+    assert flatten.is_free
+    assert not relu.is_free
+
+
+def test_a_layer_keeps_what_its_cost_depends_on() -> None:
+    model = nn.Sequential(nn.Conv2d(6, 8, 3, stride=2, padding=1, groups=2), nn.Upsample(None, 2))
+    convolution, upsample = trace(model, torch.randn(2, 6, 16, 16)).layers
+    assert convolution.kind == "convolution"
+    assert convolution.attributes["weight"] == (8, 3, 3, 3)
+    assert convolution.attributes["input"] == (2, 6, 16, 16)
+    assert convolution.attributes["stride"] == (2, 2)
+    assert convolution.attributes["groups"] == 2
+    assert upsample.kind == "upsample_nearest2d"
+    assert upsample.outputs[0].shape == (2, 8, 16, 16)
+
+
+def test_nothing_of_the_model_changes() -> None:
+    model = ResNetV2(3, depth=11, width=4).eval()
+    model.stem.train()
+    modes = [module.training for module in model.modules()]
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    example = torch.randn(1, 3, 16, 16)
+    dice = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    trace(model, example)
+    now = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    assert dice == now
+    assert modes == [module.training for module in model.modules()]
+    assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+    assert attributes == {name: set(vars(module)) for name, module in model.named_modules()}
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_layers_fall_into_the_mode_that_modules_were_left_in() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Dropout(0.5))
+    model[1].eval()
+    layers = trace(model, torch.randn(2, 3, 4, 4)).layers
+    assert layers[1].attributes["training"] is False
+    assert not layers[2].is_free

@@ -1,0 +1,58 @@
+"""Tests that what is read from a model runs exactly as the model does, whole or in stages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pathoseg.parallel.graph.traced import Traced
+from tests.parallel.networks.small import SMALL
+from tests.parallel.networks.stages import cut_places, run_stages
+
+
+def _model(name: str) -> tuple[torch.nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    make, shape = SMALL[name]
+    return make().double(), torch.randn(shape, dtype=torch.float64)
+
+
+def _parts(made: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return made if isinstance(made, tuple) else (made,)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_stages_train_as_the_whole(name: str) -> None:
+    model, images = _model(name)
+    traced = Traced(model, images)
+    places = cut_places(traced.graph)
+    chosen = [places[len(places) // 4], places[len(places) // 2], places[3 * len(places) // 4]]
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+
+    torch.manual_seed(1)
+    whole = model(images)
+    sum(part.sum() for part in _parts(whole)).backward()
+    expected = {key: parameter.grad for key, parameter in model.named_parameters()}
+    after = {key: value.clone() for key, value in model.state_dict().items()}
+
+    model.load_state_dict(state)
+    model.zero_grad()
+    torch.manual_seed(1)
+    (names,) = traced.graph.inputs
+    parts, gradients = run_stages(traced, [0, *chosen, len(traced.graph.layers)], {names: images})
+    pairs = zip(_parts(whole), _parts(parts), strict=True)
+    assert all(torch.equal(one, two) for one, two in pairs)
+    assert gradients.keys() == expected.keys()
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[key], rtol=1e-9, atol=1e-12)
+    assert all(torch.equal(after[key], value) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_stages_follow_eval(name: str) -> None:
+    model, images = _model(name)
+    traced = Traced(model, images)
+    model.eval()
+    place = cut_places(traced.graph)[len(cut_places(traced.graph)) // 2]
+    (input_name,) = traced.graph.inputs
+    parts, _ = run_stages(traced, [0, place, len(traced.graph.layers)], {input_name: images})
+    assert torch.equal(parts, model(images))

@@ -1,0 +1,138 @@
+"""Tests models that torch.fx would read wrongly without a word, or not at all."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from pathoseg.errors import PathosegError
+from pathoseg.parallel.graph.traced import Traced, trace
+from tests.parallel.networks.odd import (
+    OPAQUE,
+    TRACEABLE,
+    BranchesOnShape,
+    KeepsARunningMean,
+    ResizesToItsInput,
+    UsesAModuleTwice,
+    WritesIntoViews,
+    between,
+)
+from tests.parallel.networks.stages import cut_places, run_stages
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _agrees(traced: Traced, images: torch.Tensor, seed: int, bounds: list[int]) -> None:
+    """The model and its stages return the same and have the same gradients and buffers."""
+    model = traced.model
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    _seed(seed)
+    whole = model(images)
+    whole.sum().backward()
+    expected = {key: parameter.grad for key, parameter in model.named_parameters()}
+    buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}
+    model.zero_grad()
+    model.load_state_dict(state)
+    _seed(seed)
+    parts, gradients = run_stages(traced, bounds, {"input": images})
+    assert torch.equal(parts, whole)
+    assert gradients.keys() == {key for key, value in expected.items() if value is not None}
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[key], rtol=1e-9, atol=1e-12)
+    for key, buffer in model.named_buffers():
+        assert torch.equal(buffer, buffers[key])
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("odd", [*OPAQUE, *TRACEABLE])
+@pytest.mark.parametrize("training", [True, False])
+def test_stages_do_what_the_model_does(odd: type[nn.Module], training: bool) -> None:
+    model = between(odd()).double()
+    images = torch.randn(3, 3, 8, 8, dtype=torch.float64)
+    traced = Traced(model, images)
+    model.train(training)
+    size = len(traced.graph.layers)
+    for seed in range(4):
+        for bounds in ([0, size], *([0, place, size] for place in cut_places(traced.graph))):
+            _agrees(traced, images * (-1) ** seed, seed, bounds)
+
+
+@pytest.mark.parametrize("odd", OPAQUE)
+def test_an_untraceable_module_is_one_noted_layer(odd: type[nn.Module]) -> None:
+    graph = trace(between(odd()), torch.randn(2, 3, 8, 8))
+    assert [layer.name for layer in graph.layers] == ["0", "1", "2"]
+    assert graph.layers[1].kind == odd.__name__
+    assert graph.layers[1].parameters == ("1.inner.weight", "1.inner.bias")
+    assert graph.layers[1].forward.flops >= graph.layers[0].forward.flops
+    assert any(note.startswith("1 is one opaque layer: ") for note in graph.notes)
+
+
+@pytest.mark.parametrize("odd", TRACEABLE)
+def test_what_can_be_traced_is(odd: type[nn.Module]) -> None:
+    assert not trace(between(odd()), torch.randn(2, 3, 8, 8)).notes
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+@pytest.mark.parametrize("odd", OPAQUE)
+def test_a_model_may_be_one_opaque_layer(odd: type[nn.Module]) -> None:
+    graph = trace(odd(), torch.randn(2, 4, 8, 8))
+    assert len(graph.layers) == 1
+    assert graph.layers[0].parameters == ("inner.weight", "inner.bias")
+
+
+def test_another_branch_than_the_traced_one_is_refused() -> None:
+    traced = Traced(between(BranchesOnShape()), torch.randn(2, 3, 8, 8))
+    run = traced.segment(range(len(traced.graph.layers)))
+    assert run({"input": torch.randn(2, 3, 12, 12)})
+    with pytest.raises(PathosegError, match="of this size"):
+        run({"input": torch.randn(2, 3, 9, 9)})
+
+
+def test_another_batch_than_the_traced_one_is_fine() -> None:
+    traced = Traced(between(ResizesToItsInput()), torch.randn(2, 3, 8, 8))
+    images = torch.randn(5, 3, 8, 8)
+    parts, _ = run_stages(traced, [0, 4, len(traced.graph.layers)], {"input": images})
+    assert torch.equal(parts, traced.model(images))
+
+
+def test_whole_numbers_are_sent() -> None:
+    graph = trace(between(ResizesToItsInput()), torch.randn(2, 3, 8, 8))
+    numbers = [layer for layer in graph.layers if layer.outputs[0].dtype == "int"]
+    assert numbers
+    assert all(layer.sendable and layer.is_free for layer in numbers)
+
+
+@pytest.mark.parametrize(
+    ("odd", "reason"),
+    [
+        (UsesAModuleTwice, "all use 1.inner.weight"),
+        (WritesIntoViews, "writes in place into 1.inner"),
+        (KeepsARunningMean, "all use 1.mean"),
+    ],
+)
+def test_ties_say_why(odd: type[nn.Module], reason: str) -> None:
+    ties = trace(between(odd()), torch.randn(2, 3, 8, 8)).ties
+    assert any(tie.reason.endswith(reason) for tie in ties)
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "words"),
+    [
+        (nn.Conv2d(3, 4, 1), torch.randn(2, 5, 8, 8), "channels"),
+        (nn.Conv2d(3, 4, 1), (torch.randn(2, 3, 8, 8),) * 2, "too many positional"),
+        (between(nn.Linear(5, 5)), torch.randn(2, 3, 8, 8), "in 1 "),
+        (nn.LazyLinear(4), torch.randn(2, 3), "uninitialized"),
+        (between(BranchesOnShape()), torch.randn(2, 3, 9, 9), "in 1 .*odd side"),
+    ],
+)
+def test_a_model_that_fails_says_where(model: nn.Module, example: object, words: str) -> None:
+    with pytest.raises(PathosegError, match=words):
+        trace(model, example)

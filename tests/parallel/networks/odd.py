@@ -1,0 +1,214 @@
+"""Modules that a symbolic tracer gets wrong, or not at all, if it is not careful."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils import checkpoint as checkpointing
+from torch.utils.checkpoint import checkpoint
+
+
+class Odd(nn.Module):
+    """A convolution, so that there is something to save and to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(4, 4, 3, padding=1)
+
+
+class BranchesOnValues(Odd):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) if x.mean() > 0 else self.inner(-x)
+
+
+class CountsValues(Odd):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(int((x > 100).sum()) + 1):
+            x = self.inner(x)
+        return x
+
+
+class PythonRandom(Odd):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) if random.random() < 0.5 else 2 * self.inner(x)
+
+
+class NumpyRandom(Odd):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * float(np.random.rand())
+
+
+class TorchRandom(Odd):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + torch.rand(1)
+
+
+class Checkpoints(Odd):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self._run, x, use_reentrant=False)
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.inner(F.relu(x) * 2))
+
+
+class CheckpointsByModule(Checkpoints):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpointing.checkpoint(self._run, x, use_reentrant=True)
+
+
+class WithoutGradient(Odd):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scale = x.abs().mean()
+        return self.inner(x) / scale
+
+
+class Autocasts(Odd):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.inner(x).to(x.dtype)
+
+
+class _Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return -gradient
+
+
+class ReversesGradient(Odd):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Reverse.apply(self.inner(x))
+
+
+class KeepsATensor(Odd):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.inner(x)
+        return self.seen * 2
+
+
+class DropsPaths(Odd):
+    """Stochastic depth, whose eval mode is another."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        if not self.training:
+            return x
+        return x * x.new_empty((x.shape[0],) + (1,) * (x.ndim - 1)).bernoulli_(0.5)
+
+
+class LoopsOverTheBatch(Odd):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.inner(image[None])[0] for image in x])
+
+
+OPAQUE = [
+    BranchesOnValues,
+    CountsValues,
+    PythonRandom,
+    NumpyRandom,
+    TorchRandom,
+    Checkpoints,
+    CheckpointsByModule,
+    WithoutGradient,
+    Autocasts,
+    ReversesGradient,
+    KeepsATensor,
+    DropsPaths,
+    LoopsOverTheBatch,
+]
+
+
+class BranchesOnShape(Odd):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[-1] % 2 or x.ndim != 4:
+            raise ValueError("odd side")
+        if len(x.shape) == 4 and x.size(1) == self.inner.weight.shape[1]:
+            return self.inner(x)
+        return x
+
+
+class UnpacksShape(Odd):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, *rest = x.shape
+        return self.inner(x).reshape(batch, -1).view(batch, *rest)
+
+
+class ResizesToItsInput(Odd):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size = x.shape[-2:]
+        x = self.inner(F.avg_pool2d(x, 2))
+        return F.interpolate(x, size=size, mode="bilinear")
+
+
+class UsesWeightsAsTensors(Odd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4, 1, 1))
+        self.register_buffer("offset", torch.zeros(4, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ramp = torch.arange(4.0)[:, None, None]
+        return F.conv2d(x, self.inner.weight, padding=1) * self.scale + self.offset + ramp
+
+
+class FunctionalDropout(Odd):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(self.inner(x), 0.5, training=self.training)
+
+
+class SplitsAndJoins(Odd):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, two = self.inner(x).chunk(2, 1)
+        return torch.cat([two, one.relu()], 1)
+
+
+class WritesIntoViews(Odd):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        flat = x.flatten(1)
+        x[:, 0] += 1
+        x.mul_(2)
+        return flat.view_as(x) + 1
+
+
+class KeepsARunningMean(Odd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        self.mean.mul_(0.9).add_(x.detach().mean(), alpha=0.1)
+        return x - self.mean
+
+
+class UsesAModuleTwice(Odd):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(torch.tanh(self.inner(x)))
+
+
+TRACEABLE = [
+    BranchesOnShape,
+    UnpacksShape,
+    ResizesToItsInput,
+    UsesWeightsAsTensors,
+    FunctionalDropout,
+    SplitsAndJoins,
+    WritesIntoViews,
+    KeepsARunningMean,
+    UsesAModuleTwice,
+]
+
+
+def between(odd: nn.Module) -> nn.Sequential:
+    """The odd module between two convolutions."""
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), odd, nn.Conv2d(4, 2, 3, padding=1))

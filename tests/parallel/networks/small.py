@@ -1,0 +1,40 @@
+"""Small versions of networks that the graph parser has to read, each with the shape of an input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import nn
+
+from benchmarks.networks.alexnet import alexnet
+from benchmarks.networks.amoebanet import AmoebaNetD
+from benchmarks.networks.inception import InceptionV3
+from benchmarks.networks.resnet import resnet50
+from benchmarks.networks.transformer import transformer
+from benchmarks.networks.vgg import vgg19
+from pathoseg.models.resnet_v2 import ResNetV2
+from pathoseg.models.unet import UNet
+from pathoseg.parallel.graph.layer_graph import LayerGraph
+from pathoseg.parallel.graph.traced import trace
+
+SMALL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "unet": (lambda: UNet(3, width=8, depth=3), (2, 3, 64, 64)),
+    "unet-group-norm": (lambda: UNet(3, width=8, depth=3, norm="group"), (1, 3, 64, 64)),
+    "resnet20-v2": (lambda: ResNetV2(3, depth=20, width=4), (2, 3, 32, 32)),
+    "resnet20-v2-tiles": (lambda: ResNetV2(3, "classify", depth=20, width=4), (2, 3, 32, 32)),
+    "vgg19": (lambda: vgg19(width=1 / 32), (1, 3, 224, 224)),
+    "alexnet": (lambda: alexnet(width=1 / 16), (2, 3, 224, 224)),
+    "resnet50": (lambda: resnet50(width=1 / 8, blocks=(1, 2, 1, 1)), (2, 3, 64, 64)),
+    "inception-v3": (lambda: InceptionV3(width=1 / 8), (2, 3, 299, 299)),
+    "amoebanet-d": (lambda: AmoebaNetD(cells=3, filters=32), (2, 3, 64, 64)),
+    "transformer": (lambda: transformer(32, heads=4, blocks=2), (2, 16, 32)),
+}
+
+
+@cache
+def small_graph(name: str) -> LayerGraph:
+    """The layers of a small network."""
+    make, shape = SMALL[name]
+    return trace(make(), torch.empty(shape))

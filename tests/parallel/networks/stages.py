@@ -1,0 +1,100 @@
+"""Runs the segments of a model one after the other, as ranks would, and their backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from pathoseg.parallel.graph.layer_graph import LayerGraph
+from pathoseg.parallel.graph.traced import Traced
+
+
+def run_stages(
+    traced: Traced, bounds: Sequence[int], inputs: Mapping[str, torch.Tensor]
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """What the model returns, and the gradients of the sum of what it returns by parameter name.
+
+    Every stage is given copies of what it reads, which require gradients where the graph says so.
+    """
+    graph = traced.graph
+    known: dict[str, torch.Tensor] = dict(inputs)
+    stages = []
+    for first, stop in pairwise(bounds):
+        segment = traced.segment(range(first, stop))
+        received = {
+            name: _message(known[name], graph.made_by(name))
+            for name in segment.inputs
+            if name in known
+        }
+        sent = segment(received)
+        known |= {name: value.detach() for name, value in sent.items()}
+        stages.append((received, sent))
+    owed = {
+        name: torch.ones_like(known[name])
+        for name in graph.outputs
+        if name in known and graph.made_by(name)[0].gradient
+    }
+    for received, sent in reversed(stages):
+        names = [name for name, value in sent.items() if value.requires_grad and name in owed]
+        torch.autograd.backward([sent[name] for name in names], [owed[name] for name in names])
+        for name, message in received.items():
+            if message.grad is not None:
+                owed[name] = owed[name] + message.grad if name in owed else message.grad
+    gradients = {
+        name: parameter.grad
+        for name, parameter in traced.model.named_parameters()
+        if parameter.grad is not None
+    }
+    return traced.assemble(known), gradients
+
+
+def _message(value: torch.Tensor, kinds: Sequence[Any]) -> torch.Tensor:
+    return value.clone().requires_grad_(kinds[0].gradient)
+
+
+def cut_places(graph: LayerGraph) -> list[int]:
+    """Positions at which the model may be cut."""
+    return [
+        position
+        for position in range(1, len(graph.layers))
+        if not any(tie.first < position <= tie.last for tie in graph.ties)
+    ]
+
+
+def allocated(do: Any) -> int:
+    """Most bytes that torch's CPU allocator held for what `do` made."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        do()
+    events = profile.profiler.kineto_results.events()
+    changes = sorted(
+        (event.start_ns(), index, event.nbytes())
+        for index, event in enumerate(events)
+        if event.name() == "[memory]"
+    )
+    held = most = 0
+    for _, _, change in changes:
+        held += change
+        most = max(most, held)
+    return most
+
+
+def run_on_messages(traced: Traced, layers: range) -> None:
+    """One forward and backward of a stage that holds what `MemoryModel` says it does."""
+    segment = traced.segment(layers)
+    received = {}
+    for name in segment.inputs:
+        (value,) = traced.graph.made_by(name)
+        dtype = torch.int64 if value.dtype == "int" else getattr(torch, value.dtype)
+        received[name] = torch.ones(value.shape, dtype=dtype).requires_grad_(value.gradient)
+    sent = segment(received)
+    roots = [value for value in sent.values() if value.requires_grad]
+    edges = [get_gradient_edge(root) for root in roots]
+    shapes = [(root.shape, root.dtype) for root in roots]
+    # What was sent is gone; autograd's edges need none of it.
+    del sent, roots
+    torch.autograd.backward(edges, [torch.ones(shape, dtype=dtype) for shape, dtype in shapes])

@@ -1,0 +1,105 @@
+"""Tests the memory model against torch's CPU allocator, which really runs each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.networks.amoebanet import AmoebaNetD
+from benchmarks.networks.resnet import resnet50
+from benchmarks.networks.transformer import transformer
+from benchmarks.networks.vgg import vgg19
+from pathoseg.models.resnet_v2 import ResNetV2
+from pathoseg.models.unet import UNet
+from pathoseg.parallel.graph.traced import Traced
+from pathoseg.parallel.planning.cpu_kernels import cpu_workspace
+from pathoseg.parallel.planning.memory_model import MemoryModel, Workspace
+from tests.parallel.networks.small import SMALL, small_graph
+from tests.parallel.networks.stages import allocated, cut_places, run_on_messages
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "unet": (lambda: UNet(3, width=16, depth=3), (1, 3, 128, 128)),
+    "unet-group-norm": (lambda: UNet(3, width=16, depth=3, norm="group"), (2, 3, 64, 64)),
+    "resnet29-v2": (lambda: ResNetV2(3, depth=29), (1, 3, 128, 128)),
+    "resnet20-v2-tiles": (lambda: ResNetV2(3, "classify", depth=20), (2, 3, 64, 64)),
+    "resnet50": (lambda: resnet50(width=1 / 2, blocks=(1, 1, 1, 1)), (2, 3, 128, 128)),
+    "vgg19": (lambda: vgg19(width=1 / 4), (2, 3, 112, 112)),
+    "amoebanet-d": (lambda: AmoebaNetD(cells=3, filters=256), (1, 3, 128, 128)),
+    "transformer": (lambda: transformer(64, heads=4, blocks=3), (4, 64, 64)),
+}
+
+
+def _workspace() -> Workspace:
+    lanes = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability())
+    if lanes is None:
+        pytest.skip("oneDNN's blocks of channels are known for AVX2 and AVX-512")
+    return cpu_workspace(lanes, torch.get_num_threads())
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_peaks_of_stages_are_the_allocators(name: str) -> None:
+    make, shape = NETWORKS[name]
+    traced = Traced(make(), torch.randn(shape))
+    model = MemoryModel(traced.graph, fresh_gradients=True, workspace=_workspace())
+    size = len(traced.graph.layers)
+    places = [0, *cut_places(traced.graph), size]
+    third = len(places) // 3
+    for bounds in ([0, size], [0, places[third], places[2 * third], size]):
+        for first, stop in pairwise(bounds):
+            traced.model.zero_grad()
+            really = allocated(lambda layers=range(first, stop): run_on_messages(traced, layers))
+            stage = model.stage(range(first, stop))
+            assert stage.peak() - stage.weights == pytest.approx(really, rel=0.01)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_stages_keep_what_the_whole_keeps(name: str) -> None:
+    graph = small_graph(name)
+    model, size = MemoryModel(graph), len(graph.layers)
+    whole = model.stage(range(size))
+    saved = {storage for layer in graph.layers for storage in layer.saved}
+    given = [graph.storages[storage] for storage in saved if graph.storages[storage].layer < 0]
+    assert whole.activations + sum(storage.bytes for storage in given) == graph.saved_bytes()
+    assert whole.received == sum(value.bytes for value in graph.inputs.values())
+    place = cut_places(graph)[-1]
+    halves = [model.stage(range(place)), model.stage(range(place, size))]
+    assert sum(half.parameters for half in halves) == whole.parameters == graph.parameter_bytes()
+    assert sum(half.buffers for half in halves) == whole.buffers
+    assert sum(half.activations + half.received for half in halves) >= whole.activations
+
+
+def test_weights_count_what_the_optimizer_keeps() -> None:
+    network = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False))
+    network[0].requires_grad_(False)
+    graph = Traced(network, torch.randn(2, 8)).graph
+    frozen, trained = 4 * 8 * 8, 4 * 8 * 4
+    sgd = MemoryModel(graph, optimizer_slots=0).stage(range(2))
+    assert (sgd.parameters, sgd.gradients, sgd.optimizer) == (frozen + trained, trained, 0)
+    adam = MemoryModel(graph, optimizer_slots=2, fresh_gradients=True).stage(range(2))
+    assert (adam.parameters, adam.gradients, adam.optimizer) == (frozen + trained, 0, 2 * trained)
+
+
+def test_each_microbatch_in_flight_holds_its_own() -> None:
+    graph = Traced(UNet(2, width=4, depth=2), torch.randn(1, 3, 16, 16)).graph
+    for row in MemoryModel(graph).rows(range(len(graph.layers))):
+        one, two, five = (row.peaks(count) for count in (1, 2, 5))
+        held = two - one
+        assert (five - one == 4 * held).all()
+        stop = len(graph.layers)
+        assert row.stage(stop).peak(2) == two[stop]
+        assert row.stage(stop).received + row.stage(stop).activations == held[stop]
+
+
+def test_views_in_place_layers_and_norms_are_not_counted_twice() -> None:
+    network = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Flatten()
+    )
+    graph = Traced(network, torch.randn(2, 3, 16, 16)).graph
+    features, statistics = 2 * 8 * 256 * 4, 2 * 8 * 4
+    stage = MemoryModel(graph).stage(range(4))
+    # The convolution's output for the norm; the norm's for the ReLU, which writes into it.
+    assert stage.activations == 2 * features + statistics

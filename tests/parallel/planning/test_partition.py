@@ -1,0 +1,222 @@
+"""Tests the cuts against brute force over all cuts, on graphs of any shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from pathoseg.errors import PathosegError
+from pathoseg.models.resnet_v2 import ResNetV2
+from pathoseg.models.unet import UNet
+from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition
+from pathoseg.parallel.graph.traced import trace
+from pathoseg.parallel.planning.memory_model import MemoryModel
+from pathoseg.parallel.planning.partition import MemoryLimit, balance, custom, cut, even
+from tests.parallel.networks.random_graphs import layer_graphs
+
+
+@pytest.fixture(scope="module")
+def unet() -> LayerGraph:
+    with torch.device("meta"):
+        return trace(UNet(3, width=8, depth=3), torch.empty(1, 3, 64, 64))
+
+
+def _every_cut(graph: LayerGraph, stages: int) -> Iterator[Partition]:
+    size = len(graph.layers)
+    for inner in combinations(range(1, size), stages - 1):
+        if not any(tie.first < place <= tie.last for tie in graph.ties for place in inner):
+            yield cut(graph, [0, *inner, size])
+
+
+def _received(partition: Partition, stage: int) -> int:
+    return sum(edge.bytes for edge in partition.edges if edge.target == stage)
+
+
+@given(layer_graphs(), st.integers(1, 4), st.floats(0, 2), st.data())
+def test_no_cut_is_better_balanced(
+    graph: LayerGraph, stages: int, byte_cost: float, data: st.DataObject
+) -> None:
+    count = len(graph.layers)
+    weights = data.draw(st.lists(st.integers(0, 50), min_size=count, max_size=count))
+    cuts = list(_every_cut(graph, stages))
+    if not cuts:
+        with pytest.raises(PathosegError, match=f"cannot be cut into {stages} stages"):
+            balance(graph, stages, weights)
+        return
+
+    def worst(partition: Partition) -> float:
+        return max(
+            sum(weights[layer] for layer in partition.layers(stage))
+            + byte_cost * _received(partition, stage)
+            for stage in range(stages)
+        )
+
+    found = balance(graph, stages, weights, byte_cost=byte_cost)
+    assert found in cuts
+    least = min(map(worst, cuts))
+    assert max(found.loads) == pytest.approx(worst(found)) == pytest.approx(least)
+    good = [partition for partition in cuts if worst(partition) <= least * (1 - 1e-9)]
+    assert all(found.bytes_sent <= partition.bytes_sent for partition in good)
+
+
+@given(layer_graphs(), st.integers(1, 4), st.integers(0, 400), st.data())
+def test_a_cap_is_kept_and_nothing_that_fits_is_refused(
+    graph: LayerGraph, stages: int, cap: int, data: st.DataObject
+) -> None:
+    cuts = list(_every_cut(graph, stages))
+    assume(cuts)
+    in_flight = data.draw(st.lists(st.integers(1, 4), min_size=stages, max_size=stages))
+    model = MemoryModel(graph)
+    limit = MemoryLimit(cap, tuple(in_flight), model)
+
+    def peaks(partition: Partition) -> list[int]:
+        return [
+            model.stage(partition.layers(stage)).peak(in_flight[stage]) for stage in range(stages)
+        ]
+
+    def worst(partition: Partition) -> int:
+        return max(
+            sum(
+                graph.layers[layer].forward.flops + graph.layers[layer].backward.flops
+                for layer in partition.layers(stage)
+            )
+            for stage in range(stages)
+        )
+
+    fitting = [partition for partition in cuts if max(peaks(partition)) <= cap]
+    if not fitting:
+        with pytest.raises(PathosegError, match="GiB"):
+            balance(graph, stages, limit=limit)
+        return
+    found = balance(graph, stages, limit=limit)
+    assert max(peaks(found)) <= cap
+    assert worst(found) == min(map(worst, fitting))
+
+
+@given(layer_graphs(), st.integers(1, 4))
+def test_balanced_memory_is_the_least_that_any_cut_needs(graph: LayerGraph, stages: int) -> None:
+    cuts = list(_every_cut(graph, stages))
+    assume(cuts)
+    model = MemoryModel(graph)
+
+    def worst(partition: Partition) -> int:
+        return max(model.stage(partition.layers(stage)).peak() for stage in range(stages))
+
+    found = balance(graph, stages, "memory")
+    assert max(found.loads) == worst(found) == min(map(worst, cuts))
+
+
+@given(layer_graphs(), st.integers(1, 4))
+def test_every_value_is_sent_once_to_each_stage_that_reads_it(
+    graph: LayerGraph, stages: int
+) -> None:
+    for partition in _every_cut(graph, stages):
+        home = {
+            graph.layers[layer].name: stage
+            for stage in range(stages)
+            for layer in partition.layers(stage)
+        }
+        wanted = {
+            (name, home[layer.name])
+            for layer in graph.layers
+            for name in layer.inputs
+            if name in home and home[name] != home[layer.name]
+        }
+        wanted |= {(name, stages - 1) for name in graph.outputs if home[name] != stages - 1}
+        edges = [(edge.value, edge.target) for edge in partition.edges]
+        assert len(edges) == len(set(edges))
+        assert set(edges) == wanted
+        for edge in partition.edges:
+            (value,) = graph.made_by(edge.value)
+            assert (edge.source, edge.bytes) == (home[edge.value], value.bytes)
+            assert edge.gradient == (value.gradient and value.bytes > 0)
+        for stage, names in enumerate(partition.inputs):
+            reads = any("image" in graph.layers[layer].inputs for layer in partition.layers(stage))
+            assert names == (("image",) if reads else ())
+
+
+@given(layer_graphs(), st.integers(1, 4))
+def test_even_stages_are_as_even_as_places_allow(graph: LayerGraph, stages: int) -> None:
+    if not list(_every_cut(graph, stages)):
+        with pytest.raises(PathosegError):
+            even(graph, stages)
+        return
+    found = even(graph, stages)
+    assert found in _every_cut(graph, stages)
+    assert sum(found.loads) == sum(not layer.is_free for layer in graph.layers)
+
+
+def test_a_long_skip_goes_straight_to_its_reader(unet: LayerGraph) -> None:
+    partition = custom(unet, ["encoder.1", "encoder.2", "encoder.3", "decoder.1", "decoder.2"])
+    assert partition.stages == 6
+    skips = {(edge.source, edge.target) for edge in partition.edges if edge.value.endswith("relu2")}
+    assert {(0, 5), (1, 4), (2, 3)} <= skips
+    top = next(edge for edge in partition.edges if (edge.source, edge.target) == (0, 5))
+    assert top.bytes == 8 * 64 * 64 * 4
+    assert top.gradient
+
+
+def test_even_is_worse_than_balanced(unet: LayerGraph) -> None:
+    def worst(partition: Partition) -> int:
+        work = [layer.forward.flops + layer.backward.flops for layer in unet.layers]
+        return max(sum(work[first:stop]) for first, stop in pairwise(partition.bounds))
+
+    assert worst(balance(unet, 4)) < worst(even(unet, 4))
+
+
+def test_custom_cuts_take_layers_and_modules_in_any_order(unet: LayerGraph) -> None:
+    partition = custom(unet, ["decoder.0.convolve", "encoder.2.conv2"])
+    names = [unet.layers[first].name for first in partition.bounds[1:-1]]
+    assert names == ["encoder.2.conv2", "decoder.0.convolve.conv1"]
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["encoder.1.conv3"], "no layer or module 'encoder.1.conv3'.*Did you mean encoder.1.conv"),
+        (["nonsense"], "draw"),
+        (["encoder.1.relu1"], "part encoder.1.norm1 .*writes in place.*before encoder.1.norm1 or"),
+        (["encoder"], "without layers"),
+        (["head", "head"], "without layers"),
+        (["encoder.2", "encoder.2.pool"], "without layers"),
+    ],
+)
+def test_bad_cuts_say_the_mend(unet: LayerGraph, names: list[str], words: str) -> None:
+    with pytest.raises(PathosegError, match=words):
+        custom(unet, names)
+
+
+def test_a_cap_below_the_largest_layer_names_it(unet: LayerGraph) -> None:
+    with pytest.raises(PathosegError, match=r"^encoder\.3\.conv2, which cannot be cut"):
+        balance(unet, 4, limit=MemoryLimit(2**18))
+
+
+def test_a_cap_that_no_cut_keeps_says_which_would(unet: LayerGraph) -> None:
+    needed = max(balance(unet, 2, "memory").loads)
+    with pytest.raises(PathosegError, match=f"ranks with {needed / 2**30:.3g} GiB"):
+        balance(unet, 2, limit=MemoryLimit(int(needed) - 1))
+    assert balance(unet, 2, limit=MemoryLimit(int(needed))).stages == 2
+
+
+@pytest.mark.parametrize("weights", [[1.0], [-1.0] * 52, [float("nan")] * 52])
+def test_weights_that_are_none_are_refused(unet: LayerGraph, weights: list[float]) -> None:
+    with pytest.raises(PathosegError, match="one number, 0 or more"):
+        balance(unet, 2, weights)
+
+
+@pytest.mark.slow
+def test_a_thousand_layers_are_cut() -> None:
+    with torch.device("meta"):
+        model = ResNetV2(2, depth=1001)
+    graph = trace(model, torch.empty(1, 3, 512, 512, device="meta"))
+    free = balance(graph, 8)
+    assert max(free.loads) < 1.05 * sum(free.loads) / 8
+    capped = balance(graph, 8, limit=MemoryLimit(8 * 2**30))
+    model = MemoryModel(graph)
+    assert max(model.stage(capped.layers(stage)).peak() for stage in range(8)) <= 8 * 2**30
+    assert max(model.stage(free.layers(stage)).peak() for stage in range(8)) > 8 * 2**30
