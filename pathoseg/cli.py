@@ -82,14 +82,12 @@ def _version(
         raise typer.Exit
 
 
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
-
-
-def _flags(
-    data: dict[str, Any], tiles: dict[str, Any], seed: int | None, **more: dict[str, Any]
-) -> dict[str, dict[str, Any]]:
-    return {"": {"seed": seed}, "data": data, "tiles": tiles, **more}
+def _data(
+    slides: Path | None, annotations: Path | None, assume_mpp: float | None
+) -> dict[str, Any]:
+    """The flags of the table `data`; None is a flag not given."""
+    folders = {"slides": slides, "annotations": annotations}
+    return {key: path and str(path) for key, path in folders.items()} | {"assume_mpp": assume_mpp}
 
 
 @app.command(
@@ -129,26 +127,16 @@ def train(
     """Train a model from slides and their annotations."""
     from pathoseg.workflows.train import train as run_training
 
-    run_training(
-        config,
-        _flags(
-            {
-                "slides": _text(slides),
-                "annotations": _text(annotations),
-                "assume_mpp": assume_mpp,
-                "skip_bad_slides": skip_bad_slides or None,
-            },
-            {"mpp": mpp, "tile": tile},
-            seed,
-            model={"name": model},
-            train={
-                "epochs": epochs,
-                "time_limit": None if time_limit is None else _seconds(time_limit),
-            },
-        ),
-        out,
-        resume,
-    )
+    seconds = None if time_limit is None else _seconds(time_limit)
+    flags = {
+        "": {"seed": seed},
+        "data": _data(slides, annotations, assume_mpp)
+        | {"skip_bad_slides": skip_bad_slides or None},
+        "tiles": {"mpp": mpp, "tile": tile},
+        "model": {"name": model},
+        "train": {"epochs": epochs, "time_limit": seconds},
+    }
+    run_training(config, flags, out, resume)
 
 
 @app.command(epilog="Example: pathoseg infer slide.svs --model runs/latest --out results/")
@@ -197,11 +185,7 @@ def evaluate(
     """Compare a model's segmentation of whole slides with their annotations."""
     from pathoseg.workflows.evaluate import evaluate as run_evaluation
 
-    data = {
-        "slides": _text(slides),
-        "annotations": _text(annotations),
-        "assume_mpp": assume_mpp,
-    }
+    data = _data(slides, annotations, assume_mpp)
     run_evaluation(model, out, config, {"data": data}, split, factory)
 
 
@@ -221,12 +205,8 @@ def cache(
     """Fill the tile cache ahead of training."""
     from pathoseg.workflows.cache import fill_cache
 
-    data = {
-        "slides": _text(slides),
-        "annotations": _text(annotations),
-        "assume_mpp": assume_mpp,
-    }
-    fill_cache(config, _flags(data, {"mpp": mpp, "tile": tile, "cache": _text(out)}, None))
+    tiles = {"mpp": mpp, "tile": tile, "cache": out and str(out)}
+    fill_cache(config, {"data": _data(slides, annotations, assume_mpp), "tiles": tiles})
 
 
 def main() -> NoReturn:
