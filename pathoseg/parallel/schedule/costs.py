@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Protocol
 
 from pathoseg.parallel.schedule.action import Edge
@@ -78,8 +79,7 @@ class Link:
 
     def all_reduce(self, ranks: Sequence[int], size: int) -> float:
         """A ring: reduce-scatter and all-gather (Patarasuk and Yuan, 2009)."""
-        steps = 2 * (len(ranks) - 1)
-        return steps * self.alpha + steps * size * self.beta / len(ranks)
+        return _ring(len(ranks), size, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +113,18 @@ class Nodes:
         time = self.inside.all_reduce(range(local), size)
         if len(nodes) == 1:
             return time
-        steps = 2 * (len(nodes) - 1)
-        sharing = self.per_node / local
-        ring = steps * self.between.alpha + steps * size * self.between.beta / len(nodes) * sharing
-        return time + ring
+        shared = Link(self.between.alpha, self.between.beta * Fraction(self.per_node, local))
+        return time + _ring(len(nodes), size, shared)
 
     def _link(self, source: int, target: int) -> Link:
         same = source // self.per_node == target // self.per_node
         return self.inside if same else self.between
+
+
+def _ring(members: int, size: int, link: Link) -> float:
+    steps = 2 * (members - 1)
+    # A fraction, so that exact costs stay exact.
+    return steps * link.alpha + Fraction(steps * size, members) * link.beta
 
 
 @dataclass(frozen=True, slots=True)

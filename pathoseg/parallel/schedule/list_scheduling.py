@@ -92,25 +92,20 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Timetable:
-    """When each visit of a step starts, and when the last one ends."""
+    """When each visit of a step starts, an order that gives each rank's, and the last end."""
 
     starts: list[float]
+    order: list[int]
     end: float
 
     def mirrored(self, step: Step) -> Timetable:
         """The same in reversed time, where visits start as they ended here."""
         length = step.visits
         starts: list[float] = [0] * len(self.starts)
+        mirror = [visit + length - 1 - 2 * (visit % length) for visit in range(len(starts))]
         for visit, start in enumerate(self.starts):
-            microbatch, index = divmod(visit, length)
-            mirror = length * microbatch + length - 1 - index
-            starts[mirror] = self.end - start - step.times[index]
-        return Timetable(starts, self.end)
-
-    def order(self, step: Step) -> list[int]:
-        """The visits by their start; what takes no time goes before what starts with it."""
-        ends = [start + step.times[visit % step.visits] for visit, start in enumerate(self.starts)]
-        return sorted(range(len(ends)), key=lambda each: (self.starts[each], ends[each], each))
+            starts[mirror[visit]] = self.end - start - step.times[visit % length]
+        return Timetable(starts, [mirror[visit] for visit in reversed(self.order)], self.end)
 
 
 def list_schedule(
@@ -119,14 +114,14 @@ def list_schedule(
     """Give each rank, whenever it is free, the visit of lowest priority number that may start.
 
     A forward takes memory, and where two microbatches wait for each other's the step would be
-    stuck. So microbatches are ranked by the priority of their first visit, and a forward may
-    start only if every microbatch of higher rank could still end, were it the only one to go on
-    (the banker's algorithm of Dijkstra, 1965).
+    stuck. So one microbatch is senior to another by the priority of its first visit, and a
+    forward may start only if every senior one could still end, were it alone to go on (the
+    banker's algorithm of Dijkstra, 1965).
 
     Args:
         step: What is to be ordered; each microbatch alone keeps to the caps.
         priority: By visit; the lowest goes first.
-        cautious: Keep memory free for all microbatches of higher rank at once.
+        cautious: Keep memory free for all senior microbatches at once.
         patience: How long a rank waits for a visit of lower number that is on its way, as a
             share of the time of what it could do instead: 0 never idles (a *non-delay*
             schedule), 1 gives Giffler and Thompson's *active* schedules (1960).
@@ -146,6 +141,7 @@ class _ListScheduler:
         self._patience = patience
         microbatches, ranks = len(step.replica_of), len(step.caps)
         self._starts: list[float] = [-1] * (step.visits * microbatches)
+        self._order: list[int] = []
         self._lacking = [
             len(before) for replica in step.replica_of for before in step.routes[replica].before
         ]
@@ -154,12 +150,12 @@ class _ListScheduler:
         self._alarms: list[tuple[float, int]] = []  # when to look at which rank
         self._running: list[int | None] = [None] * ranks
         # Of each replica, a microbatch is looked at only once the one before it has started.
-        rising = sorted(range(microbatches), key=lambda each: priority[step.visits * each])
+        seniority = sorted(range(microbatches), key=lambda each: priority[step.visits * each])
         self._queues = [deque[int]() for _ in step.routes]
-        for microbatch in rising:
+        for microbatch in seniority:
             self._queues[step.replica_of[microbatch]].append(microbatch)
         self._newest = [-1 for _ in step.routes]
-        self._memory = [_Memory(step, rank, rising) for rank in range(ranks)]
+        self._memory = [_Memory(step, rank, seniority) for rank in range(ranks)]
 
     def run(self) -> Timetable:
         for replica in range(len(self._queues)):
@@ -178,7 +174,7 @@ class _ListScheduler:
                 self._start(rank, chosen, now)
                 end = max(end, self._end(chosen))
         assert min(self._starts) >= 0, "a microbatch alone exceeds a cap"
-        return Timetable(self._starts, end)
+        return Timetable(self._starts, self._order, end)
 
     def _end(self, visit: int) -> float:
         return self._starts[visit] + self._step.times[visit % self._step.visits]
@@ -226,6 +222,7 @@ class _ListScheduler:
         self._memory[rank].start(visit)
         self._running[rank] = visit
         self._starts[visit] = now
+        self._order.append(visit)
         end = self._end(visit)
         heapq.heappush(self._alarms, (end, rank))
         for following, delay in step.after(visit):
@@ -238,7 +235,7 @@ class _ListScheduler:
 class _Memory:
     """What is held on one rank, and who may take more of it."""
 
-    def __init__(self, step: Step, rank: int, rising: Sequence[int]) -> None:
+    def __init__(self, step: Step, rank: int, seniority: Sequence[int]) -> None:
         self._step = step
         self._cap = step.caps[rank]
         self._used = 0
@@ -252,8 +249,8 @@ class _Memory:
             self._whole.append(sum(step.held[index] for index in mine if index < stages))
             self._extra.append(max((step.extra[index] for index in mine), default=0))
             self._visits.append(len(mine))
-        # Microbatches with visits still to come here, by rising rank: bytes held, visits left.
-        self._held = {each: 0 for each in rising if self._visits[step.replica_of[each]]}
+        # Microbatches with visits still to come here, the senior first: bytes held, visits left.
+        self._held = {each: 0 for each in seniority if self._visits[step.replica_of[each]]}
         self._left = {each: self._visits[step.replica_of[each]] for each in self._held}
 
     def allows(self, visit: int, cautious: bool) -> bool:
@@ -264,14 +261,16 @@ class _Memory:
             return False
         if not taken:
             return True
-        free, owed = self._cap - self._used, 0
+        free = self._cap - self._used
+        owed = extra = 0
         for other, held in self._held.items():
             replica = step.replica_of[other]
             owed += self._whole[replica] - held
+            extra = max(extra, self._extra[replica])
             if cautious:
-                needed = owed + self._extra[replica]
+                needed = owed + extra
             else:
-                free += held  # now all that those of lower rank do not hold
+                free += held  # now all that juniors of this one do not hold
                 needed = self._whole[replica] + self._extra[replica]
                 needed += taken if other != microbatch else 0
             if needed > free:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 
 from pathoseg.parallel.schedule.action import Action, Edge, Kind
 from pathoseg.parallel.schedule.schedule import Schedule, visit_of
@@ -28,8 +29,8 @@ def lower(
         recompute: The stages whose forward runs again ahead of the backward, except where the
             backward follows at once.
         offload: By stage, the saved tensors that wait in host memory, in the order they are
-            saved. One comes back while the action ahead of its backward runs; where fewer than
-            two actions lie between forward and backward it stays.
+            saved. One comes back while the visit ahead of its backward runs; where fewer than two
+            visits lie between forward and backward it stays.
         buckets: In how many parts a stage's gradients are summed.
     """
     whole = replace(schedule, edges=schedule.edges if edges is None else tuple(edges))
@@ -52,44 +53,42 @@ def _lower_rank(
     """One rank's list with messages, recomputation and offload."""
     order = schedule.lists[rank]
     at = {action: index for index, action in enumerate(order)}
-    blocks: list[list[Action]] = []
-    prefetches: list[list[Action]] = [[] for _ in order]
-    for index, action in enumerate(order):
-        opposite = Kind.BACKWARD if action.kind is Kind.FORWARD else Kind.FORWARD
-        distance = abs(index - at[action._replace(kind=opposite)])
-        tensors = offload.get(action.stage, ()) if distance > 2 else ()
-        block = [*_messages(schedule, action, Kind.RECV), action]
-        if action.kind is Kind.FORWARD:
-            saved = (action._replace(kind=Kind.OFFLOAD, tensor=tensor) for tensor in tensors)
-            block += [*_messages(schedule, action, Kind.SEND), *saved]
-        else:
-            prefetches[index - 1] += [
-                action._replace(kind=Kind.PREFETCH, tensor=tensor) for tensor in reversed(tensors)
-            ]
-            if action.stage in recompute and distance > 1:
-                # Ahead of the wait for the gradient: it needs none.
-                block.insert(0, action._replace(kind=Kind.RECOMPUTE))
-            block += _messages(schedule, action, Kind.SEND)
-        blocks.append(block)
-    return [
-        action
-        for ahead, block in zip(prefetches, blocks, strict=True)
-        for action in (*ahead, *block)
-    ]
+    # By backward: how many places after its forward it stands.
+    waits = {
+        action: index - at[action._replace(kind=Kind.FORWARD)]
+        for index, action in enumerate(order)
+        if action.kind is Kind.BACKWARD
+    }
+    away = {action: [*offload.get(action.stage, ())] for action, wait in waits.items() if wait > 2}
+    lowered: list[Action] = []
+    for action, following in zip_longest(order, order[1:]):
+        if action.stage in recompute and waits.get(action, 1) > 1:
+            # Ahead of the wait for the gradient: it needs none.
+            lowered.append(action._replace(kind=Kind.RECOMPUTE))
+        lowered += _messages(schedule, action, Kind.RECV)
+        lowered += [
+            following._replace(kind=Kind.PREFETCH, tensor=tensor)
+            for tensor in reversed(away.get(following, ()))
+        ]
+        lowered.append(action)
+        lowered += _messages(schedule, action, Kind.SEND)
+        lowered += [
+            action._replace(kind=Kind.OFFLOAD, tensor=tensor)
+            for tensor in away.get(action._replace(kind=Kind.BACKWARD), ())
+            if action.kind is Kind.FORWARD
+        ]
+    return lowered
 
 
 def _messages(schedule: Schedule, action: Action, kind: Kind) -> list[Action]:
     """The RECVs ahead of, or the SENDs after, an F or B: the nearest stage first."""
     home = schedule.placement.homes[action.replica]
     entering = (action.kind is Kind.FORWARD) == (kind is Kind.RECV)
-    mine = [
-        edge
-        for edge in schedule.edges
-        if action.stage == (edge.target if entering else edge.source)
-        and home[edge.source] != home[edge.target]
-    ]
-    mine.sort(key=lambda edge: edge.target - edge.source)
-    return [action._replace(kind=kind, edge=edge) for edge in mine]
+    setting = schedule.setting
+    edges = (setting.inputs if entering else setting.outputs)[action.stage]
+    crossing = [edge for edge in edges if home[edge.source] != home[edge.target]]
+    crossing.sort(key=lambda edge: edge.target - edge.source)
+    return [action._replace(kind=kind, edge=edge) for edge in crossing]
 
 
 def _with_steps(

@@ -25,13 +25,14 @@ def polish(step: Step, timetable: Timetable, replays: int) -> Timetable:
     """
     search = _Search(step, timetable)
     current = best = search.replay()
+    order = timetable.order
     rounds = 0
     while current is not None and best is not None and search.tried < replays:
         rounds += 1
         current = search.move(current, best, rounds)
         if current is not None and current.worth < best.worth:
-            best = current
-    return timetable if best is None else Timetable(best.starts, best.end)
+            best, order = current, search.order()
+    return timetable if best is None else Timetable(best.starts, order, best.end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,11 @@ class _Search:
             for visit in range(count)
         ]
         self._lists: list[list[int]] = [[] for _ in step.caps]
-        for visit in timetable.order(step):
+        for visit in timetable.order:
             self._lists[self._home[visit]].append(visit)
+
+    def order(self) -> list[int]:
+        return [visit for visits in self._lists for visit in visits]
 
     def replay(self) -> _Replay | None:
         """Run the lists, every visit as early as it can; None where they are stuck."""

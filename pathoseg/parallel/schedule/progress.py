@@ -38,19 +38,24 @@ def runnable(schedule: Schedule) -> Iterator[tuple[int, Action, list[Action]]]:
             position[rank] += 1
             movable += waiting.pop(action, ())
     if waiting:
-        raise _stuck(schedule, {rank: each for each, ranks in waiting.items() for rank in ranks})
+        raise _stuck(
+            schedule,
+            {
+                rank: (schedule.lists[rank][position[rank]], needed)
+                for needed, ranks in waiting.items()
+                for rank in ranks
+            },
+        )
 
 
-def _stuck(schedule: Schedule, lacking: dict[int, Action]) -> PathosegError:
-    at = {action: rank for rank, own in enumerate(schedule.lists) for action in own}
-    done_or_stuck = []
-    for rank, needed in sorted(lacking.items()):
-        where = f"of rank {at[needed]}" if needed in at else "which no rank has"
-        done_or_stuck.append((rank, needed, where))
-    waits = "; ".join(
-        f"rank {rank} waits for {each}, {where}" for rank, each, where in done_or_stuck
+def _stuck(schedule: Schedule, waits: dict[int, tuple[Action, Action]]) -> PathosegError:
+    home = {action: rank for rank, own in enumerate(schedule.lists) for action in own}
+    told = (
+        f"rank {rank} waits at {action} for {needed} "
+        + (f"of rank {home[needed]}" if needed in home else "that no rank has")
+        for rank, (action, needed) in sorted(waits.items())
     )
     return PathosegError(
-        f"The schedule {schedule.name} is stuck: {waits}.",
+        f"The schedule {schedule.name} is stuck: {'; '.join(told)}.",
         "Reorder these ranks' lists so that one of them can move.",
     )

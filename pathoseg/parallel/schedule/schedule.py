@@ -142,31 +142,40 @@ class Schedule:
         Raises:
             PathosegError: A line is missing, unknown, or no schedule can be made of it.
         """
-        lines: dict[str, list[str]] = {}
+        header: dict[str, list[str]] = {}
         homes: list[tuple[int, ...]] = []
         lists: list[tuple[Action, ...]] = []
         for line in text.splitlines():
             word, *rest = line.split() or [""]
             if word == "rank" and rest[:1] == [f"{len(lists)}:"]:
                 lists.append(tuple(Action.parse(item) for item in rest[1:]))
-            elif word == "replica" and rest[1:2] == ["on"]:
+            elif word == "replica" and rest[:2] == [str(len(homes)), "on"]:
                 homes.append(tuple(_numbers(rest[2:])))
+            elif word in _HEADER:
+                header[word] = rest
             elif word:
-                lines[word] = rest
-        try:
-            return cls(
-                " ".join(lines["schedule"]),
-                Placement(_numbers(lines["ranks"])[0], tuple(homes)),
-                tuple(Edge.parse(item) for item in lines["edges"]),
-                tuple(_numbers(lines["microbatches"])),
-                tuple(lists),
-                _numbers(lines["groups"])[0],
-            )
-        except (KeyError, IndexError) as error:
-            raise PathosegError(
-                f"The schedule's text has no usable line {error}.",
-                "It needs the lines schedule, ranks, groups, edges, microbatches, replica, rank.",
-            ) from error
+                raise _unfit(f"the line {line[:60]!r} unknown or out of turn")
+        missing = [word for word in _HEADER if not header.get(word) and word != "edges"]
+        if missing:
+            raise _unfit(f"no line {missing[0]!r}, or nothing in it")
+        return cls(
+            " ".join(header["schedule"]),
+            Placement(_numbers(header["ranks"])[0], tuple(homes)),
+            tuple(Edge.parse(item) for item in header.get("edges", ())),
+            tuple(_numbers(header["microbatches"])),
+            tuple(lists),
+            _numbers(header["groups"])[0],
+        )
+
+
+_HEADER = ("schedule", "ranks", "groups", "edges", "microbatches")
+
+
+def _unfit(problem: str) -> PathosegError:
+    return PathosegError(
+        f"The schedule's text has {problem}.",
+        f"It needs the lines {', '.join(_HEADER)}, then one for each replica and each rank.",
+    )
 
 
 def visit_of(action: Action) -> Visit:

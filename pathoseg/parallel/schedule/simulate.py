@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from pathoseg.errors import PathosegError
 from pathoseg.parallel.schedule.action import COMPUTE, Action, Kind
 from pathoseg.parallel.schedule.costs import Costs
 from pathoseg.parallel.schedule.event import Event
@@ -56,7 +57,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     nodes of a `Nodes` network the ranks of a group should fill nodes.
 
     Raises:
-        PathosegError: Nothing can move any more; it names what each rank waits for.
+        PathosegError: Nothing can move any more (it names what each rank waits for), or the
+            schedule offloads a tensor that the costs do not know.
     """
     replay = _Replay(schedule, costs)
     for rank, action, needed in runnable(schedule):
@@ -171,7 +173,12 @@ class _Replay:
 
     def _copy(self, rank: int, action: Action, ready: float) -> None:
         assert action.tensor is not None
-        size = self._costs.stages[action.stage].tensors[action.tensor]
+        size = self._costs.stages[action.stage].tensors.get(action.tensor)
+        if size is None:
+            raise PathosegError(
+                f"The costs of stage {action.stage} know no tensor {action.tensor!r}.",
+                "Offload only tensors that the stage saves.",
+            )
         channel = (rank, action.kind)
         start = max(ready, self._hosting.get(channel, 0))
         end = start + self._costs.host.alpha + self._costs.host.transfer(rank, rank, size)

@@ -209,7 +209,7 @@ def _swing(attempt: _Attempt) -> _Attempt:
 def _schedule(attempt: _Attempt, placement: Placement, edges: tuple[Edge, ...]) -> Schedule:
     step = attempt.step
     lists: list[list[Action]] = [[] for _ in range(placement.ranks)]
-    for visit in attempt.timetable.order(step):
+    for visit in attempt.timetable.order:
         microbatch, index = divmod(visit, step.visits)
         forward = index < placement.stages
         kind = Kind.FORWARD if forward else Kind.BACKWARD

@@ -120,15 +120,19 @@ def _needed(schedule: Schedule) -> set[Action]:
 
 
 def _crossed_sums(schedule: Schedule) -> Iterator[str]:
-    """Ranks that share several sums must start them in one order, or a transport hangs."""
+    """Ranks that share several sums must join them in one order, or a transport may hang."""
     sorter: TopologicalSorter[tuple[int, int]] = TopologicalSorter()
     for actions in schedule.lists:
-        sums = [(each.stage, each.bucket or 0) for each in actions if each.kind is Kind.REDUCE]
-        distinct = list(dict.fromkeys(sums))
-        for earlier, later in pairwise(distinct):
+        joined: dict[tuple[int, int], None] = {}
+        for action in actions:
+            if action.kind is Kind.REDUCE and action.bucket is not None:
+                # A rank with two copies joins the sum with the second.
+                joined.pop((action.stage, action.bucket), None)
+                joined[action.stage, action.bucket] = None
+        for earlier, later in pairwise(joined):
             sorter.add(later, earlier)
     try:
         sorter.prepare()
     except CycleError as circle:
         stages = sorted({stage for stage, _ in circle.args[1]})
-        yield f"its ranks start the sums of stages {stages} in different orders"
+        yield f"its ranks join the sums of stages {stages} in different orders"
