@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import re
 from pathlib import Path
-from typing import get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from pathoseg.workflows.config import Config
 
@@ -14,7 +14,8 @@ PAGE = Path(__file__).with_name("configuration.md")
 
 _HEAD = """# The configuration file
 
-`--config FILE.toml` takes everything that the flags take, and the rest. Flags overrule the file;
+`--config FILE.toml` takes everything that the flags take (durations as a number of seconds), and
+the rest. Flags overrule the file;
 what a run used in the end is written to `RUN/config.toml`, which `--config` takes again. An
 unknown key is refused with the nearest known one. A key that is left out, or whose default is
 "–", is decided by what its description says.
@@ -46,8 +47,10 @@ def page() -> str:
         summary = inspect.getdoc(section) or ""
         parts.append(f"## [{entry.name}]\n\n{summary.splitlines()[0]}\n")
         described = _attributes(summary)
+        kinds = get_type_hints(section)
         rows = [
-            (key.name, _default(key), described[key.name]) for key in dataclasses.fields(section)
+            (key.name, _default(key), described[key.name] + _choices(kinds[key.name]))
+            for key in dataclasses.fields(section)
         ]
         parts.append(_table(rows))
     return "\n".join(parts)
@@ -58,6 +61,13 @@ def _attributes(text: str) -> dict[str, str]:
     body = text.split("Attributes:\n", 1)[1].split("\n\n", 1)[0]
     entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", body, re.MULTILINE)
     return {name: re.sub(r"\s+", " ", words) for name, words in entries}
+
+
+def _choices(kind: object) -> str:
+    """The values of a key that takes one of a few."""
+    if get_origin(kind) is not Literal:
+        return ""
+    return " One of " + ", ".join(f'"{choice}"' for choice in get_args(kind)) + "."
 
 
 def _default(key: dataclasses.Field[object]) -> str:

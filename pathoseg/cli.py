@@ -194,7 +194,7 @@ def cache(
     slides: Slides = None,
     annotations: Annotations = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the cache (TOML: [tiles] cache).", metavar="DIR")
+        Path | None, typer.Option(help="Folder of the cache. [default: tiles]", metavar="DIR")
     ] = None,
     mpp: MppOption = None,
     tile: TileOption = None,

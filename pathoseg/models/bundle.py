@@ -18,7 +18,7 @@ from pathoseg.errors import PathosegError
 from pathoseg.models.build import build_model, tile_multiple
 from pathoseg.models.card import Bundle, card_from_json, card_to_json, parse_json
 
-__all__ = ["Bundle", "load_bundle", "save_bundle"]
+__all__ = ["Bundle", "bundle_id", "load_bundle", "save_bundle"]
 
 WEIGHTS = "weights.safetensors"
 CARD = "model.json"
@@ -59,6 +59,15 @@ def save_bundle(folder: Path, model: nn.Module, card: Bundle) -> None:
             f"{folder} cannot be written ({error.strerror}).",
             "Free space there, or choose another --out.",
         ) from error
+
+
+def bundle_id(folder: Path) -> str:
+    """What tells a bundle from all others: a hash of its card, which holds that of its weights.
+
+    Raises:
+        PathosegError: The card is missing.
+    """
+    return hashlib.sha256(_read(folder / CARD)).hexdigest()[:16]
 
 
 def load_bundle(folder: Path, factory: str | None = None) -> tuple[nn.Module, Bundle]:

@@ -54,6 +54,7 @@ class Summary:
 
     Attributes:
         slide: The file's name.
+        model: Which bundle made it.
         mpp: Microns per pixel of the mask.
         tissue_mm2: Area of the tissue found.
         classes: One each, in order of the index.
@@ -64,6 +65,7 @@ class Summary:
     """
 
     slide: str
+    model: str
     mpp: Mpp
     tissue_mm2: float
     classes: tuple[ClassSummary, ...]
@@ -144,6 +146,16 @@ def write_summary_table(path: Path, summaries: Iterable[Summary]) -> None:
         for of in summary.classes
     )
     _write_table(path, header, rows)
+
+
+def read_failures(path: Path) -> dict[str, PathosegError]:
+    """What `write_failures` wrote; nothing where there is no such file."""
+    if not path.is_file():
+        return {}
+    with path.open(newline="", encoding="utf-8") as file:
+        return {
+            row["slide"]: PathosegError(row["reason"], row["mend"]) for row in csv.DictReader(file)
+        }
 
 
 def write_failures(path: Path, failures: Mapping[str, PathosegError]) -> None:

@@ -15,16 +15,15 @@ import numpy as np
 from pathoseg.annotations.annotation import IGNORE
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box
-from pathoseg.models.bundle import Bundle, load_bundle
+from pathoseg.models.bundle import Bundle
 from pathoseg.models.metrics import Confusion
 from pathoseg.outputs.atomic import replaced
 from pathoseg.slides.slide import open_slide
 from pathoseg.workflows.config import load_config
-from pathoseg.workflows.device import pick_device
 from pathoseg.workflows.interruption import Interruption
 from pathoseg.workflows.progress import say
 from pathoseg.workflows.runs import SPLITS, bundle_of
-from pathoseg.workflows.segment import Segmenter, class_table_of
+from pathoseg.workflows.segment import Segmenter, load_segmenter
 from pathoseg.workflows.sources import Source, find_sources
 
 RESULT = "evaluation.csv"
@@ -51,22 +50,24 @@ def evaluate(
         PathosegError: The model, a slide or an annotation cannot be used, or no slide is left.
     """
     bundle = bundle_of(model)
-    net, card = load_bundle(bundle, factory)
     config = load_config(config_file, flags)
+    segmenter = load_segmenter(bundle, config, factory)
+    card = segmenter.card
     config = replace(config, tiles=replace(config.tiles, mpp=card.mpp))
-    sources = find_sources(config, class_table_of(card))
+    sources = find_sources(config, segmenter.classes)
     splits = _recorded_splits(bundle.parent / SPLITS)
     chosen = [
         (source, splits.get(source.slide.name, _UNSEEN))
         for source in sources.usable
         if split in (None, splits.get(source.slide.name, _UNSEEN))
     ]
+    found = {splits.get(source.slide.name, _UNSEEN) for source in sources.usable}
     if not chosen:
         raise PathosegError(
             f"No annotated slide in {config.data.slides} is of the split {split!r}.",
-            f"The model's run has these: {', '.join(sorted({*splits.values(), _UNSEEN}))}.",
+            f"They are of these: {', '.join(sorted(found))}; what the model's run never saw is "
+            f"{_UNSEEN}.",
         )
-    segmenter = Segmenter(net.to(pick_device()), card, config)
     rows, pooled = [], dict[str, Confusion]()
     with Interruption("Nothing is written; run the same command again.") as interruption:
         for source, part in chosen:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from pathoseg.errors import PathosegError
-from pathoseg.models.bundle import load_bundle
-from pathoseg.outputs.report import Summary, read_summary, write_failures, write_summary_table
+from pathoseg.outputs.report import (
+    Summary,
+    read_failures,
+    read_summary,
+    write_failures,
+    write_summary_table,
+)
 from pathoseg.slides.folder import slides_in
 from pathoseg.workflows.config import load_config
-from pathoseg.workflows.device import pick_device
 from pathoseg.workflows.interruption import Interruption
 from pathoseg.workflows.progress import say
 from pathoseg.workflows.publish import publish
-from pathoseg.workflows.results import SUMMARY, is_whole, result_folder, result_folders
+from pathoseg.workflows.results import SUMMARY, result_folder, result_folders
 from pathoseg.workflows.runs import bundle_of
-from pathoseg.workflows.segment import Segmenter
+from pathoseg.workflows.segment import load_segmenter
 
 TABLE = "summary.csv"
 FAILURES = "failures.csv"
@@ -42,17 +47,16 @@ def infer(
         StoppedError: A signal came; finished slides are kept.
     """
     config = load_config(config_file, flags)
-    net, card = load_bundle(bundle_of(model), factory)
     slides = _slides(inputs)
     folders = result_folders(out, slides)
-    segmenter = Segmenter(net.to(pick_device()), card, config)
-    summaries: list[Summary] = []
-    failures: dict[str, PathosegError] = {}
+    segmenter = load_segmenter(bundle_of(model), config, factory)
+    summaries, failures = _earlier(out)
+    failed = 0
     advice = f"What is done is in {out}. Go on with the same command and --resume."
     with Interruption(advice) as interruption:
         for slide, folder in folders.items():
-            if resume and is_whole(folder):
-                summaries.append(read_summary(folder / SUMMARY))
+            before = summaries.get(folder)
+            if resume and before is not None and before.model == segmenter.model_id:
                 say(f"{slide.name}: already done, in {folder}")
                 continue
             try:
@@ -62,15 +66,26 @@ def infer(
                 if len(slides) == 1:
                     raise
                 failures[slide.name] = error
+                failed += 1
                 say(f"{slide.name}: failed. {error.problem} {error.mend}")
             else:
-                summaries.append(read_summary(folder / SUMMARY))
+                summaries[folder] = read_summary(folder / SUMMARY)
+                failures.pop(slide.name, None)
                 say(f"{slide.name}: done, in {folder}")
             _write_tables(out, summaries, failures)
             interruption.raise_if_asked()
     _write_tables(out, summaries, failures)
-    say(f"{len(slides) - len(failures)} of {len(slides)} slides done. Areas: {out / TABLE}")
-    return len(failures)
+    say(f"{len(slides) - failed} of {len(slides)} slides done. Areas: {out / TABLE}")
+    return failed
+
+
+def _earlier(out: Path) -> tuple[dict[Path, Summary], dict[str, PathosegError]]:
+    """Results and failures of earlier calls, which stay in the tables."""
+    summaries = {}
+    for path in sorted(out.glob(f"[!.]*/{SUMMARY}")):
+        with suppress(PathosegError):  # a folder of something else
+            summaries[path.parent] = read_summary(path)
+    return summaries, read_failures(out / FAILURES)
 
 
 def _slides(inputs: Sequence[Path]) -> list[Path]:
@@ -83,11 +98,11 @@ def _slides(inputs: Sequence[Path]) -> list[Path]:
 
 
 def _write_tables(
-    out: Path, summaries: Sequence[Summary], failures: Mapping[str, PathosegError]
+    out: Path, summaries: Mapping[Path, Summary], failures: Mapping[str, PathosegError]
 ) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
-        write_summary_table(out / TABLE, summaries)
+        write_summary_table(out / TABLE, summaries.values())
         write_failures(out / FAILURES, failures)
     except OSError as error:
         raise PathosegError(

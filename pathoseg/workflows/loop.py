@@ -196,7 +196,8 @@ class Loop:
             if verdict.picture is not None:
                 records.picture(verdict.picture, at.epoch, at.step)
             self._validation_seconds = time.monotonic() - began
-            if verdict.score > at.best or not at.best_epoch:
+            # Nothing judges without validation tiles, so the newest weights are the ones to keep.
+            if verdict.score > at.best or not (at.best_epoch and self._validation.batches):
                 at.best, at.best_epoch = verdict.score, at.epoch
                 self._save(BEST)
                 save_bundle(self._run / "model", self._model, self._card)
@@ -208,6 +209,8 @@ class Loop:
     def _finished(self) -> bool:
         at, config = self._progress, self._config
         if at.total_steps is not None and at.step >= at.total_steps:
+            return True
+        if config.epochs is not None and at.step >= config.epochs * self._epoch_steps:
             return True
         if config.time_limit is not None:
             left = config.time_limit - self._elapsed()

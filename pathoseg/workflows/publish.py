@@ -80,6 +80,7 @@ def publish(
     tissue = plan.tissue.area_mm2
     summary = Summary(
         slide=slide.name,
+        model=segmenter.model_id,
         mpp=plan.output.mpp,
         tissue_mm2=tissue,
         classes=class_summaries(classes, pixels, regions, plan.output, tissue),

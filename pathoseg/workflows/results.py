@@ -34,10 +34,6 @@ def result_folders(out: Path, slides: Sequence[Path]) -> dict[Path, Path]:
     return folders
 
 
-def is_whole(folder: Path) -> bool:
-    return (folder / SUMMARY).is_file()
-
-
 @contextmanager
 def result_folder(folder: Path) -> Iterator[Path]:
     """A hidden folder to write into; it takes the place of `folder` when the block succeeds.

@@ -47,7 +47,7 @@ def make_run(run: Path) -> None:
     run.mkdir(parents=True, exist_ok=True)
     if run.resolve().parent != RUNS.resolve():
         RUNS.mkdir(exist_ok=True)
-        _free(RUNS / _now()).symlink_to(run.resolve(), target_is_directory=True)
+        _free(RUNS / _now()).symlink_to(_from_runs(run), target_is_directory=True)
 
 
 def finish_run(run: Path, summary: Mapping[str, Any]) -> None:
@@ -57,7 +57,7 @@ def finish_run(run: Path, summary: Mapping[str, Any]) -> None:
     RUNS.mkdir(exist_ok=True)
     fresh = RUNS / f".latest-{os.getpid()}"
     fresh.unlink(missing_ok=True)
-    fresh.symlink_to(run.resolve(), target_is_directory=True)
+    fresh.symlink_to(_from_runs(run), target_is_directory=True)
     fresh.replace(RUNS / "latest")
 
 
@@ -99,6 +99,11 @@ def bundle_of(model: Path | None) -> Path:
         f"{model} holds no model (no model.json in it or in its model/ folder).",
         "Give --model the folder of a run or of a bundle.",
     )
+
+
+def _from_runs(run: Path) -> str:
+    """The way from `runs/` to a run: relative, so that both may move together."""
+    return os.path.relpath(run.resolve(), RUNS.resolve())
 
 
 def _known() -> Iterator[Path]:

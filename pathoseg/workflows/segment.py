@@ -12,9 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import ClassTable
+from pathoseg.errors import PathosegError
 from pathoseg.geometry import Frame, Size
 from pathoseg.models.build import edge_reach
-from pathoseg.models.bundle import Bundle
+from pathoseg.models.bundle import Bundle, bundle_id, load_bundle
 from pathoseg.outputs.stitch import stitch
 from pathoseg.slides.region import Region, read_region
 from pathoseg.slides.slide import Slide, open_slide
@@ -25,11 +26,11 @@ from pathoseg.tiles.tissue import Tissue, find_tissue
 from pathoseg.workflows.ahead import in_background
 from pathoseg.workflows.config import Config
 from pathoseg.workflows.cutting import fit_stain
-from pathoseg.workflows.device import amp_dtype
+from pathoseg.workflows.device import amp_dtype, pick_device
 from pathoseg.workflows.interruption import Interruption
 from pathoseg.workflows.margins import default_margin
 from pathoseg.workflows.predict import Prediction, predict
-from pathoseg.workflows.progress import progress_bar
+from pathoseg.workflows.progress import progress_bar, say
 from pathoseg.workflows.sources import model_frame
 
 Mask = NDArray[np.uint8]
@@ -64,6 +65,23 @@ class SlidePlan:
     stain: StainNormaliser | None
 
 
+def load_segmenter(bundle: Path, config: Config, factory: str | None) -> Segmenter:
+    """The segmenter of a bundle, on the device; tells the user which model it is.
+
+    Raises:
+        PathosegError: The bundle cannot be used, or knows other classes than `data.classes`.
+    """
+    model, card = load_bundle(bundle, factory)
+    names = ", ".join(card.class_names)
+    if config.data.classes not in (None, card.class_names):
+        raise PathosegError(
+            f"The model {bundle} tells apart {names}, not {', '.join(config.data.classes or ())}.",
+            "Name another model with --model, or leave `classes` out of the configuration.",
+        )
+    say(f"Model: {bundle} ({names}; {card.mpp:g} µm)")
+    return Segmenter(model.to(pick_device()), card, config, bundle_id(bundle))
+
+
 class Segmenter:
     """A model ready for slides.
 
@@ -71,14 +89,19 @@ class Segmenter:
         model: In eval mode, on its device.
         card: What using it needs.
         config: `infer`, `tissue`, `data.assume_mpp` and `train.amp` are used.
+        model_id: What results say of where they come from.
 
     Attributes:
+        card: As given.
         classes: What it tells apart.
         unread_tiles: Tiles of the last slide, so far, with pixels that could not be read.
     """
 
-    def __init__(self, model: torch.nn.Module, card: Bundle, config: Config) -> None:
-        self._model, self._card, self._config = model, card, config
+    def __init__(
+        self, model: torch.nn.Module, card: Bundle, config: Config, model_id: str = ""
+    ) -> None:
+        self._model, self.card, self._config = model, card, config
+        self.model_id = model_id
         self.classes = class_table_of(card)
         self.unread_tiles = 0
         device = next(model.parameters()).device
@@ -92,7 +115,7 @@ class Segmenter:
         Raises:
             PathosegError: The slide is too coarse, or tile and overlap do not fit the model.
         """
-        card, options = self._card, self._config.infer
+        card, options = self.card, self._config.infer
         frame = output = model_frame(slide, card.mpp)
         if card.model.task == "classify":
             grid = TileGrid(frame.size, Size(card.tile, card.tile), 0)
@@ -133,7 +156,7 @@ class Segmenter:
                     yield prediction
                     bar.advance()
 
-            if self._card.model.task == "classify":
+            if self.card.model.task == "classify":
                 yield _coarse_map(plan, watched())
                 return
             overlap = plan.grid.overlap
@@ -152,7 +175,7 @@ class Segmenter:
 
         options = self._config.infer
         return predict(
-            self._model, self._card, read, plan.indices, options.batch, options.readers, self._dtype
+            self._model, self.card, read, plan.indices, options.batch, options.readers, self._dtype
         )
 
     def _open(self, path: Path) -> Slide:

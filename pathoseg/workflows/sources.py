@@ -86,7 +86,8 @@ def find_sources(config: Config, classes: ClassTable | None = None) -> Sources:
         except PathosegError as error:
             if not data.skip_bad_slides:
                 raise PathosegError(
-                    error.problem, f"{error.mend} Or leave such slides out: --skip-bad-slides."
+                    error.problem,
+                    f"{error.mend} Or leave such slides out ([data] skip_bad_slides = true).",
                 ) from error
             left_out[path.name] = str(error)
     if not usable:

@@ -94,7 +94,7 @@ def train(
         "steps": progress.step,
         "seconds": round(progress.seconds, 1),
         "best_epoch": progress.best_epoch,
-        "best_score": progress.best,
+        "best_score": progress.best if tiles.val else None,
         "skipped_steps": progress.skipped_steps,
         "left_out": sources.left_out,
     }
@@ -203,5 +203,9 @@ def _overview(sources: Sources, members: Mapping[str, Member]) -> None:
     counts = Counter(member.split for member in members.values())
     split = ", ".join(f"{counts[part]} {part}" for part in ("train", "val", "test"))
     say(f"{len(members)} slides ({split}). Classes: {', '.join(sources.classes.names)}.")
+    if len({member.patient for member in members.values()}) == len(members):
+        say("Every slide counts as a patient of its own; slides.csv can say otherwise.")
+    if not counts["val"]:
+        say("No slide validates: the last epoch is kept, whatever it is worth.")
     for name, reason in sources.left_out.items():
         say(f"Left out: {name}: {reason}")

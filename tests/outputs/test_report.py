@@ -31,6 +31,7 @@ from pathoseg.outputs.report import (
 CLASSES = ClassTable(("gland", 'Tumör, "in situ"'), ((200, 0, 0), (0, 0, 200)))
 FRAME = Frame(Size(1000, 1000), 2.0, 2.0, Mpp(0.5, 0.5))
 SUMMARY = Summary(
+    model="a1b2",
     slide="case 1.svs",
     mpp=FRAME.mpp,
     tissue_mm2=0.2,

@@ -61,7 +61,7 @@ def test_one_split_alone_and_slides_the_run_never_saw(toy_slides: Path, command:
     assert {split for _, split in _rows(Path("figures/evaluation.csv"))} == {"val"}
     code, said = command(*evaluate, "--split", "test")
     assert code == 2
-    assert "train, unseen, val" in said
+    assert "of these: train, val; what the model's run never saw is unseen" in said
     for name in ("slide0.png", "slide0_mask.png"):
         (toy_slides / name).rename(toy_slides / name.replace("0", "9"))
     assert command(*evaluate, "--split", "unseen")[0] == 0

@@ -230,3 +230,15 @@ def test_a_stain_normaliser_is_fitted_and_recorded(
     }
     _, card = load_bundle(train(None, flags, None, resume=False) / "model")
     assert card.stain == {"method": method}
+
+
+def test_without_validation_the_last_epoch_is_kept(toy_slides: Path) -> None:
+    for name in ("slide1", "slide2", "slide3"):
+        (toy_slides / f"{name}.png").unlink()
+        (toy_slides / f"{name}_mask.png").unlink()
+    flags = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 3, "time_limit": 600.0}}
+    run = train(Path("tiny.toml"), flags, None, resume=False)
+    assert len(_rows(run)) == 3
+    last = torch.load(run / "checkpoints" / "last.pt", weights_only=True)
+    torch.testing.assert_close(_weights(run), dict(last["model"]), rtol=0, atol=0)
+    assert '"best_score": null' in (run / "summary.json").read_text()
