@@ -21,7 +21,7 @@ from pathoseg.parallel.graph.nodes import (
     scope,
 )
 from pathoseg.parallel.graph.record import Recorder
-from pathoseg.parallel.graph.segment import Plan, Segment, Step
+from pathoseg.parallel.graph.segment import Segment, Step, replay
 from pathoseg.parallel.graph.tape import Tape
 from pathoseg.parallel.graph.ties import find_ties
 
@@ -55,8 +55,7 @@ class Traced:
         self.model = model
         with fx.mode(model, training=True), _failing(model, "cannot be read"):
             self._root = fx.Root(model, example)
-            with self._root.lent():
-                self._read()
+            self._root.lend(self._read)
 
     def segment(self, layers: range) -> Segment:
         """What runs the layers at these positions."""
@@ -115,9 +114,6 @@ class Traced:
         return graph
 
     def _step(self, node: Any) -> Step:
-        reads = [source for source in node.all_input_nodes if source.op != "get_attr"]
-        names = tuple(source.meta["layer"] for source in reads)
-
         def run(values: Mapping[str, Any]) -> Any:
             def look(source: Any) -> Any:
                 if source.op == "get_attr":
@@ -126,13 +122,8 @@ class Traced:
 
             return call(self._root, node, look)
 
-        def run_module(values: Mapping[str, Any]) -> Any:
-            return module(*[values[name] for name in names])
-
-        if node.op == "call_module" and node.args == tuple(reads) and not node.kwargs:
-            # What most layers are; `call` would take 8 µs more for each.
-            module = self._root.get_submodule(node.target)
-            return Step(node.meta["layer"], names, run_module)
+        reads = (source for source in node.all_input_nodes if source.op != "get_attr")
+        names = tuple(source.meta["layer"] for source in reads)
         return Step(node.meta.get("layer", "output"), names, run)
 
     def _run_whole(self) -> str:
@@ -146,26 +137,23 @@ class Traced:
 
     def _measure(self, nodes: Sequence[Any], opaque: Mapping[str, str]) -> tuple[LayerGraph, str]:
         """Runs the layers one by one, then their backward; what that took and what it returned."""
-        root, steps, end = self._root, self._steps[True], self._ends[True]
+        root, steps, end = self._root, [*self._steps[True].values()], self._ends[True]
         tape = Tape(len(nodes))
         recorder = Recorder(tape)
         listener = fx.Listener(root.fake, recorder)
-        values: dict[str, Any] = dict(zip(root.names, root.inputs, strict=True))
-        made: dict[str, tuple[Value, ...]] = {}
-        sendable: list[bool] = []
-
-        def describe(value: Any) -> None:
-            made[steps[len(sendable)].name] = recorder.values(value)
-            sendable.append(_sendable(value))
-            if any(writer == tape.position for writer, _ in recorder.writes):
-                # What is written into, and its views, may need gradients from now on.
-                made.update((name, recorder.values(other)) for name, other in values.items())
-
+        made: list[tuple[tuple[Value, ...], bool]] = []
         with listener.forward():
             for tensor in root.inputs:
                 recorder.watch(tensor)
+            values: dict[str, Any] = dict(zip(root.names, root.inputs, strict=True))
             inputs = {name: recorder.values(value)[0] for name, value in values.items()}
-            Plan.of(steps, end.inputs).run(values, listener.enter, describe)
+            replay(
+                steps,
+                values,
+                end.inputs,
+                listener.enter,
+                lambda value: made.append((recorder.values(value), _sendable(value))),
+            )
             summary = _summary(recorder.values(end.run(values)), tape.saved_bytes())
         storages = tuple(tape.storages)
         listener.backward([values.pop(name) for name in end.inputs])
@@ -175,7 +163,7 @@ class Traced:
         graph = LayerGraph(
             type(self.model).__name__,
             inputs,
-            self._layers(nodes, made, sendable, tape, opaque),
+            self._layers(nodes, made, tape, opaque),
             end.inputs,
             storages,
             {_short(n): Parameter(p.nbytes, p.requires_grad) for n, p in root.named_parameters()},
@@ -197,8 +185,7 @@ class Traced:
     def _layers(
         self,
         nodes: Sequence[Any],
-        made: Mapping[str, tuple[Value, ...]],
-        sendable: Sequence[bool],
+        made: Sequence[tuple[tuple[Value, ...], bool]],
         tape: Tape,
         opaque: Mapping[str, str],
     ) -> tuple[Layer, ...]:
@@ -206,7 +193,7 @@ class Traced:
         parameters = {id(p): _short(name) for name, p in root.named_parameters()}
         buffers = {id(buffer): _short(name) for name, buffer in root.named_buffers()}
         layers = []
-        for position, node in enumerate(nodes):
+        for position, (node, own) in enumerate(zip(nodes, made, strict=True)):
             step, modules = self._steps[True][position], _modules(root, node)
             tensors = [id(tensor) for tensor in _attributes(root, node)]
             for module in modules:
@@ -217,8 +204,7 @@ class Traced:
                     *_kind(step.name, modules, tape, position, node.target in opaque),
                     scope(node),
                     step.inputs,
-                    made[step.name],
-                    sendable[position],
+                    *own,
                     tuple(parameters[tensor] for tensor in tensors if tensor in parameters),
                     tuple(buffers[tensor] for tensor in tensors if tensor in buffers),
                     tape.forward_of(position),
