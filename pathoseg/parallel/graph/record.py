@@ -93,13 +93,13 @@ class Recorder:
         readers into new memory; else it sums into one of them that has its storage for itself.
         """
         if not self.tape.forward and str(operator) == "aten.add.Tensor":
-            for tensor in read:
-                index = self._ids.get(tensor.untyped_storage())
-                if (
-                    index is not None
-                    and not tensor._is_view()
-                    and tensor.nbytes == storage.nbytes()
-                ):
+            indices = [self._ids.get(tensor.untyped_storage()) for tensor in read]
+            for index, tensor in zip(indices, read, strict=True):
+                if index is None or indices.count(index) > 1 or tensor._is_view():
+                    continue
+                # The caller holds the gradients that it gave.
+                given = self.tape.storages[index].layer == self.tape.layers
+                if tensor.nbytes == storage.nbytes() and not given:
                     self.tape.adopted(index)
                     return index
         return self.tape.born(storage.nbytes())

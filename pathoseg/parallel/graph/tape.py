@@ -112,6 +112,7 @@ class Tape:
         for storage in self._passes[False][position].born:
             until = self._freed_in_backward.get(storage, -1)
             if storage not in self.kept and until != position:
-                sums = tuple(self._sums.get(storage, ()))
-                found.append(Gradient(self.storages[storage].bytes, until, sums))
+                sums = dict.fromkeys(self._sums.get(storage, ()))
+                others = tuple(place for place in sums if place != position)
+                found.append(Gradient(self.storages[storage].bytes, until, others))
         return tuple(found)

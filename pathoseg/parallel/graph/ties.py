@@ -17,7 +17,7 @@ def find_ties(
         writes: Which layer (by position) writes in place into which storage.
         stateful: Names of buffers that layers change or may change.
     """
-    ties = {*_writers(graph, writes), *_sharers(graph, stateful), *_unsendable(graph)}
+    ties = {*_writers(graph, writes), *_sharers(graph, stateful), *unsendable(graph)}
     return tuple(sorted(ties, key=lambda tie: (tie.first, tie.last, tie.reason)))
 
 
@@ -50,7 +50,8 @@ def _sharers(graph: LayerGraph, stateful: Collection[str]) -> Iterator[Tie]:
             yield Tie(positions[0], positions[-1], f"all use {name}")
 
 
-def _unsendable(graph: LayerGraph) -> Iterator[Tie]:
+def unsendable(graph: LayerGraph) -> Iterator[Tie]:
+    """A layer that makes several values, or none that fits a message, belongs to its readers."""
     for position, layer in enumerate(graph.layers):
         readers = [reader for reader in graph.readers.get(layer.name, ()) if reader > position]
         if readers and not layer.sendable:

@@ -7,7 +7,7 @@ import operator
 import random
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -66,17 +66,30 @@ class Root(nn.Module):
         self.names = [name for name, _ in tensors.values()]
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.inputs = [self._imitate(tensor) for _, tensor in tensors.values()]
-        state = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        self._fakes = {name: self._imitate(tensor) for name, tensor in state.items()}
 
-    def forward(self, do: Callable[[], None]) -> None:
-        """Lets `functional_call` lend the model fake parameters while `do` runs."""
-        do()
-
-    def lend(self, do: Callable[[], None]) -> None:
-        """Runs `do` with gradients on, while parameters and buffers are fake ones."""
-        with torch.enable_grad():
-            torch.func.functional_call(self, self._fakes, (do,))
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Lends the model fake parameters and buffers, and turns gradients on."""
+        # `functional_call` leaves its tensors in modules that the model holds twice.
+        own = [
+            (module, name, tensor)
+            for module in self.modules()
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None
+        ]
+        fakes = {id(tensor): self._imitate(tensor) for _, _, tensor in own}
+        attributes = [(module, dict(vars(module))) for module in self.model.modules()]
+        try:
+            for module, name, tensor in own:
+                setattr(module, name, fakes[id(tensor)])
+            with torch.enable_grad():
+                yield
+        finally:
+            for module, before in attributes:
+                vars(module).clear()
+                vars(module).update(before)
+            for module, name, tensor in own:
+                setattr(module, name, tensor)
 
     def run(self, *tensors: Any) -> Any:
         """Calls the model with `tensors` in place of those of the example."""
@@ -98,8 +111,7 @@ class Root(nn.Module):
 @contextmanager
 def mode(model: nn.Module, training: bool) -> Iterator[None]:
     """Lends a model in training or eval mode; restores it, and all generators of random numbers."""
-    modes = {module: module.training for module in model.modules()}
-    dice = _dice()
+    modes, dice = {module: module.training for module in model.modules()}, _dice()
     if model.training != training:
         model.train(training)
     try:
@@ -165,9 +177,7 @@ class Tracer(fx.Tracer):
         ):
             return self.trace(self._source)
 
-    def create_args_for_root(
-        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
-    ) -> tuple[Any, list[Any]]:
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
         proxies = [self.create_proxy("placeholder", name, (), {}) for name in self._source.names]
         for proxy, value in zip(proxies, self._source.inputs, strict=True):
             self._known[proxy.node] = value
@@ -183,13 +193,7 @@ class Tracer(fx.Tracer):
             raise UntraceableError("it switches gradients or autocast off or on")
         return super().create_node(kind, *args, **kwargs)
 
-    def call_module(
-        self,
-        m: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         # An identity would only make a second message of the same tensor.
         if type(m) is nn.Identity and not m._forward_hooks:
             return args[0]
@@ -292,9 +296,7 @@ class Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped i
             made.clear()
             torch.autograd.backward([edge for edge, _ in roots], [given for _, given in roots])
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self._tape.forward:
             self._locate()
@@ -318,14 +320,12 @@ class Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped i
             position = bisect_right(self._starts, node._sequence_nr()) - 1
             self._tape.at(position, forward=False)
 
-    def _guess(self, dtype: torch.dtype) -> bool | int | float:
+    def _guess(self, dtype: torch.dtype) -> bool | int:
         """A value for a tensor that has none: branches on it are not taken, sizes are 1."""
         self.guessed.append(self._tape.position)
         if len(self.guessed) > _MOST_GUESSES:
             raise UntraceableError("it loops until a tensor has a certain value")
-        if dtype == torch.bool:
-            return False
-        return 1.0 if dtype.is_floating_point else 1
+        return False if dtype == torch.bool else 1
 
 
 def _contexts() -> tuple[bool, ...]:

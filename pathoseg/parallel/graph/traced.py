@@ -55,7 +55,8 @@ class Traced:
         self.model = model
         with fx.mode(model, training=True), _failing(model, "cannot be read"):
             self._root = fx.Root(model, example)
-            self._root.lend(self._read)
+            with self._root.lent():
+                self._read()
 
     def segment(self, layers: range) -> Segment:
         """What runs the layers at these positions."""
@@ -141,19 +142,22 @@ class Traced:
         tape = Tape(len(nodes))
         recorder = Recorder(tape)
         listener = fx.Listener(root.fake, recorder)
-        made: list[tuple[tuple[Value, ...], bool]] = []
+        values: dict[str, Any] = dict(zip(root.names, root.inputs, strict=True))
+        made: dict[str, tuple[Value, ...]] = {}
+        sendable: list[bool] = []
+
+        def describe(value: Any) -> None:
+            made[steps[len(sendable)].name] = recorder.values(value)
+            sendable.append(_sendable(value))
+            if any(writer == tape.position for writer, _ in recorder.writes):
+                # What is written into, and its views, may need gradients from now on.
+                made.update((name, recorder.values(other)) for name, other in values.items())
+
         with listener.forward():
             for tensor in root.inputs:
                 recorder.watch(tensor)
-            values: dict[str, Any] = dict(zip(root.names, root.inputs, strict=True))
             inputs = {name: recorder.values(value)[0] for name, value in values.items()}
-            replay(
-                steps,
-                values,
-                end.inputs,
-                listener.enter,
-                lambda value: made.append((recorder.values(value), _sendable(value))),
-            )
+            replay(steps, values, end.inputs, listener.enter, describe)
             summary = _summary(recorder.values(end.run(values)), tape.saved_bytes())
         storages = tuple(tape.storages)
         listener.backward([values.pop(name) for name in end.inputs])
@@ -163,7 +167,7 @@ class Traced:
         graph = LayerGraph(
             type(self.model).__name__,
             inputs,
-            self._layers(nodes, made, tape, opaque),
+            self._layers(nodes, made, sendable, tape, opaque),
             end.inputs,
             storages,
             {_short(n): Parameter(p.nbytes, p.requires_grad) for n, p in root.named_parameters()},
@@ -185,7 +189,8 @@ class Traced:
     def _layers(
         self,
         nodes: Sequence[Any],
-        made: Sequence[tuple[tuple[Value, ...], bool]],
+        made: Mapping[str, tuple[Value, ...]],
+        sendable: Sequence[bool],
         tape: Tape,
         opaque: Mapping[str, str],
     ) -> tuple[Layer, ...]:
@@ -193,7 +198,7 @@ class Traced:
         parameters = {id(p): _short(name) for name, p in root.named_parameters()}
         buffers = {id(buffer): _short(name) for name, buffer in root.named_buffers()}
         layers = []
-        for position, (node, own) in enumerate(zip(nodes, made, strict=True)):
+        for position, node in enumerate(nodes):
             step, modules = self._steps[True][position], _modules(root, node)
             tensors = [id(tensor) for tensor in _attributes(root, node)]
             for module in modules:
@@ -204,7 +209,8 @@ class Traced:
                     *_kind(step.name, modules, tape, position, node.target in opaque),
                     scope(node),
                     step.inputs,
-                    *own,
+                    made[step.name],
+                    sendable[position],
                     tuple(parameters[tensor] for tensor in tensors if tensor in parameters),
                     tuple(buffers[tensor] for tensor in tensors if tensor in buffers),
                     tape.forward_of(position),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pathoseg.parallel.graph.layer_graph import Layer, LayerGraph
+from pathoseg.parallel.graph.lifetimes import lifetimes
 from pathoseg.parallel.planning.intervals import Bytes, Distinct
 from pathoseg.parallel.planning.passed_gradients import PassedGradients
 
@@ -111,7 +112,7 @@ class MemoryModel:
         backward = np.array([layer.backward.peak for layer in graph.layers], np.int64)
         backward += np.array([backward for _, backward in own], np.int64)
         self._gradients = PassedGradients(graph, backward)
-        self._lives = _lives(graph)
+        self._lives = lifetimes(graph)
 
     def stage(self, layers: range) -> StageMemory:
         """The stage of the layers at these positions."""
@@ -164,36 +165,3 @@ class MemoryModel:
                     backward - activations,
                 ),
             )
-
-
-@dataclass(frozen=True, slots=True)
-class _Life:
-    """A storage: its size, its last reader, and the first layer that saves it.
-
-    One that is saved has the model's end as its last reader, one that is not as its saver.
-    """
-
-    bytes: int
-    end: int
-    saved: int
-
-
-def _lives(graph: LayerGraph) -> list[list[_Life]]:
-    """For each layer, the storages that it makes and that outlive its forward."""
-    size = len(graph.layers)
-    end: dict[int, int] = {}
-    saved: dict[int, int] = {}
-    for position, layer in enumerate(graph.layers):
-        for storage in layer.saved:
-            saved.setdefault(storage, position)
-            end[storage] = size
-        last_reader = graph.readers.get(layer.name, (position,))[-1]
-        for value in layer.outputs:
-            if value.storage is not None:
-                end[value.storage] = max(end.get(value.storage, 0), last_reader)
-    lives: list[list[_Life]] = [[] for _ in range(size)]
-    for storage, last in end.items():
-        made = graph.storages[storage]
-        if made.layer >= 0:
-            lives[made.layer].append(_Life(made.bytes, last, saved.get(storage, size)))
-    return lives

@@ -17,6 +17,7 @@ from tests.parallel.networks.odd import (
     BranchesOnShape,
     KeepsARunningMean,
     ResizesToItsInput,
+    TiesWeights,
     UsesAModuleTwice,
     WritesIntoViews,
     between,
@@ -80,6 +81,21 @@ def test_what_can_be_traced_is(odd: type[nn.Module]) -> None:
     assert not trace(between(odd()), torch.randn(2, 3, 8, 8)).notes
 
 
+@pytest.mark.parametrize("odd", [*OPAQUE, *TRACEABLE])
+def test_the_model_is_left_as_it_was(odd: type[nn.Module]) -> None:
+    model = between(odd())
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    values = [tensor.clone() for _, tensor in tensors]
+    attributes = [set(vars(module)) for module in model.modules()]
+    trace(model, torch.randn(2, 3, 8, 8))
+    after = [*model.named_parameters(), *model.named_buffers()]
+    assert [name for name, _ in after] == [name for name, _ in tensors]
+    assert all(one is two for (_, one), (_, two) in zip(after, tensors, strict=True))
+    assert all(torch.equal(one, two) for (_, one), two in zip(after, values, strict=True))
+    assert all(tensor.grad is None for _, tensor in after)
+    assert [set(vars(module)) for module in model.modules()] == attributes
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 @pytest.mark.parametrize("odd", OPAQUE)
 def test_a_model_may_be_one_opaque_layer(odd: type[nn.Module]) -> None:
@@ -114,6 +130,7 @@ def test_whole_numbers_are_sent() -> None:
     ("odd", "reason"),
     [
         (UsesAModuleTwice, "all use 1.inner.weight"),
+        (TiesWeights, "all use 1.inner.weight"),
         (WritesIntoViews, "writes in place into 1.inner"),
         (KeepsARunningMean, "all use 1.mean"),
     ],

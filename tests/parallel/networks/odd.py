@@ -196,6 +196,36 @@ class UsesAModuleTwice(Odd):
         return self.inner(torch.tanh(self.inner(x)))
 
 
+class Recurrent(Odd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, _ = self.recurrent(self.inner(x).flatten(2).transpose(1, 2))
+        return rows.transpose(1, 2).unflatten(2, x.shape[2:])
+
+
+class Reparametrised(Odd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.utils.parametrizations.weight_norm(self.inner)
+        self.normed = nn.utils.parametrizations.spectral_norm(nn.Conv2d(4, 4, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.normed(self.inner(x))
+
+
+class TiesWeights(Odd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Conv2d(4, 4, 3, padding=1)
+        self.again.weight = self.inner.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.again(torch.tanh(self.inner(x)))
+
+
 TRACEABLE = [
     BranchesOnShape,
     UnpacksShape,
@@ -206,6 +236,9 @@ TRACEABLE = [
     WritesIntoViews,
     KeepsARunningMean,
     UsesAModuleTwice,
+    Recurrent,
+    Reparametrised,
+    TiesWeights,
 ]
 
 

@@ -68,6 +68,6 @@ def layer_graphs(draw: st.DrawFn, most: int = 8, ties: bool = True) -> LayerGrap
         tuple(storages),
         {f"{name}.weight": Parameter(draw(_SIZES), draw(st.booleans())) for name in names},
         {},
-        {},
+        {f"block{index}": "Block" for index in range(count)},
         tuple(Tie(min(pair), max(pair), "drawn") for pair in tied if pair[0] != pair[1]),
     )

@@ -1,0 +1,61 @@
+"""Tests the plain data: it survives JSON, and malformed text is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+
+from pathoseg.errors import PathosegError
+from pathoseg.parallel.graph.layer_graph import LayerGraph
+from tests.parallel.networks.random_graphs import layer_graphs
+from tests.parallel.networks.small import SMALL, small_graph
+
+
+@given(layer_graphs())
+def test_any_graph_survives_json(graph: LayerGraph) -> None:
+    assert LayerGraph.from_json(graph.to_json()) == graph
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_networks_survive_json(name: str) -> None:
+    graph = small_graph(name)
+    assert LayerGraph.from_json(graph.to_json()) == graph
+
+
+@pytest.mark.parametrize(
+    "text", ["", "3", "[]", "{}", '{"format": 1}', '{"format": 1, "model": 2}']
+)
+def test_what_is_no_graph_is_refused(text: str) -> None:
+    with pytest.raises(PathosegError, match="no layer graph"):
+        LayerGraph.from_json(text)
+
+
+def test_another_format_is_refused() -> None:
+    data = json.loads(small_graph("vgg19").to_json())
+    with pytest.raises(PathosegError, match="format 99"):
+        LayerGraph.from_json(json.dumps({**data, "format": 99}))
+
+
+@given(layer_graphs())
+def test_readers_are_the_edges(graph: LayerGraph) -> None:
+    size = len(graph.layers)
+    edges = {
+        (name, graph.layers[reader].name)
+        for name, readers in graph.readers.items()
+        for reader in readers
+        if reader < size
+    }
+    assert edges == {(edge.source, edge.target) for edge in graph.edges}
+    assert {name for name, readers in graph.readers.items() if size in readers} == set(
+        graph.outputs
+    )
+
+
+@given(layer_graphs())
+def test_saved_bytes_count_a_storage_once(graph: LayerGraph) -> None:
+    parts = [graph.saved_bytes(index, index + 1) for index in range(len(graph.layers))]
+    assert max(parts) <= graph.saved_bytes() <= sum(parts)
+    every = {storage for layer in graph.layers for storage in layer.saved}
+    assert graph.saved_bytes() == sum(graph.storages[storage].bytes for storage in every)
