@@ -1,0 +1,176 @@
+"""What a device, its node and its network can do: figures that a small JSON file holds."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import resources
+from math import inf
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
+
+from pathoseg.errors import PathosegError
+from pathoseg.parallel.schedule.costs import Link, Nodes
+
+FORMAT = 1
+
+_Positive = Annotated[FiniteFloat, Field(gt=0)]
+_Count = Annotated[int, Field(gt=0)]
+_Numbers = tuple[FiniteFloat, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Regression:
+    """The logarithm of (a pass's time / its roofline), as a polynomial of degree 2 of features.
+
+    Attributes:
+        low: Least value of each feature in what was measured; what is below it counts as it.
+        high: Likewise the greatest.
+        coefficients: Of 1, each feature, and each product of two, scaled to -1…1.
+        least: Least logarithm measured, below which no prediction is.
+        most: Likewise the greatest.
+    """
+
+    low: _Numbers
+    high: _Numbers
+    coefficients: _Numbers
+    least: FiniteFloat
+    most: FiniteFloat
+
+    def __post_init__(self) -> None:
+        size = len(self.low)
+        if len(self.high) != size or len(self.coefficients) != (size + 1) * (size + 2) // 2:
+            raise ValueError("as many coefficients as its features ask for are needed")
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What was learnt from timing layers.
+
+    Attributes:
+        regressions: By family and pass, such as `convolution forward`.
+        forward_in_sequence: What a forward takes among others over what it takes alone.
+        backward_in_sequence: Likewise a backward.
+    """
+
+    regressions: Mapping[str, Regression]
+    forward_in_sequence: _Positive = 1.0
+    backward_in_sequence: _Positive = 1.0
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A device, and how it is joined to others.
+
+    Attributes:
+        name: How the user calls it.
+        device: `cpu` or `cuda`.
+        memory: Bytes that a rank has.
+        flops: Peak floating-point operations a second, by torch's name of the dtype.
+        bandwidth: Peak bytes a second between the device and its memory.
+        overhead: Seconds that each pass of a layer costs at least.
+        per_node: Devices on a node.
+        inside: The link of two devices of one node, in seconds and seconds a byte.
+        between: The link of a node to the others, which its devices share.
+        host: The link of a device to its host's memory, each way.
+        threads: How many threads were measured; None where that has no meaning.
+        measured: Date and device of the measurement; empty where all stems from datasheets.
+        fit: What timing layers taught; None where none were timed.
+    """
+
+    name: str
+    device: Literal["cpu", "cuda"]
+    memory: _Count
+    flops: Mapping[str, _Positive]
+    bandwidth: _Positive
+    per_node: _Count
+    inside: Link
+    between: Link
+    host: Link
+    overhead: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    threads: _Count | None = None
+    measured: str = ""
+    fit: Fit | None = field(default=None, repr=False)
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    def __post_init__(self) -> None:
+        for link in (self.inside, self.between, self.host):
+            if not (0 <= link.alpha < inf and 0 <= link.beta < inf):
+                raise ValueError("a link's figures are finite and not below 0")
+
+    def network(self, ranks: int) -> Nodes:
+        """What joins so many ranks, one on each device, nodes being filled in turn."""
+        return Nodes(min(self.per_node, ranks), self.inside, self.between)
+
+
+def known_hardware() -> list[str]:
+    """Names of the devices that pathoseg brings figures of."""
+    return sorted(
+        Path(file.name).stem for file in _shipped().iterdir() if file.name.endswith(".json")
+    )
+
+
+def load_hardware(name: str) -> Hardware:
+    """The device of this name, or of the file at this path.
+
+    Raises:
+        PathosegError: There is neither, or the file is broken or of another version.
+    """
+    known = known_hardware()
+    if name in known:
+        return _parse((_shipped() / f"{name}.json").read_bytes(), name)
+    path = Path(name)
+    if not path.is_file():
+        raise PathosegError(
+            f"There is no hardware {name!r}: neither a device that is known nor a file.",
+            f"Name one of {', '.join(known)}, or a file that `pathoseg calibrate` has written.",
+        )
+    return _parse(path.read_bytes(), name)
+
+
+def save_hardware(hardware: Hardware, path: Path) -> None:
+    """Writes a file that `load_hardware` reads; what was there is replaced whole or not at all.
+
+    Raises:
+        OSError: The folder cannot be written, or the disk is full.
+    """
+    text = json.dumps({"format": FORMAT, **asdict(hardware)}, indent=1) + "\n"
+    with NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False) as draft:
+        try:
+            draft.write(text)
+            draft.flush()
+            os.fsync(draft.fileno())
+            Path(draft.name).chmod(0o644)
+            Path(draft.name).replace(path)
+        except BaseException:
+            Path(draft.name).unlink(missing_ok=True)
+            raise
+
+
+def _shipped() -> Any:
+    return resources.files(__package__) / "devices"
+
+
+def _parse(content: bytes, name: str) -> Hardware:
+    again = "Write it again with `pathoseg calibrate --out FILE`."
+    try:
+        data = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise PathosegError(f"{name} is no hardware file ({error}).", again) from error
+    version = data.pop("format", None) if isinstance(data, dict) else None
+    if version != FORMAT:
+        raise PathosegError(
+            f"{name} is a hardware file of format {version!r}, this pathoseg reads {FORMAT}.", again
+        )
+    try:
+        return TypeAdapter(Hardware).validate_python(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise PathosegError(f"{name}: {where}: {first['msg']}.", again) from error
