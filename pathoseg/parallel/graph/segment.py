@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,32 +24,51 @@ class Step:
     run: Callable[[Mapping[str, Any]], Any]
 
 
-def replay(
-    steps: Sequence[Step],
-    values: dict[str, Any],
-    keep: Collection[str],
-    before: Callable[[int], None] | None = None,
-    after: Callable[[Any], None] | None = None,
-) -> None:
-    """Runs steps in order; `values` gains what they make and loses it after its last reader.
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Steps in order, and after which of them each value has no reader left.
 
-    Args:
-        steps: The steps.
-        values: What they read, by name.
-        keep: Names of values that stay.
-        before: Called with the index of each step before it runs.
-        after: Called with what each step made.
+    Attributes:
+        steps: The steps, each with a number of the caller's and the names of what dies after it.
     """
-    for index, (step, dead) in enumerate(zip(steps, _last_reads(steps, keep), strict=True)):
-        if before:
-            before(index)
-        made = step.run(values)
-        if after:
-            after(made)
-        values[step.name] = made
-        del made
-        for name in dead:
-            del values[name]
+
+    steps: tuple[tuple[int, Step, tuple[str, ...]], ...]
+
+    @classmethod
+    def of(cls, steps: Mapping[int, Step], keep: Collection[str]) -> Plan:
+        """A plan for numbered steps; the values named in `keep` never die."""
+        last: dict[str, int] = {}
+        for number, step in steps.items():
+            last.update(dict.fromkeys((*step.inputs, step.name), number))
+        dead: dict[int, list[str]] = {number: [] for number in steps}
+        for name, number in last.items():
+            if name not in keep:
+                dead[number].append(name)
+        return cls(tuple((number, step, tuple(dead[number])) for number, step in steps.items()))
+
+    def run(
+        self,
+        values: dict[str, Any],
+        before: Callable[[int], None] | None = None,
+        after: Callable[[Any], None] | None = None,
+    ) -> None:
+        """Runs the steps; `values` gains what they make, and loses what has died.
+
+        Args:
+            values: What the steps read, by name.
+            before: Called with the number of each step before it runs.
+            after: Called with what each step made.
+        """
+        for number, step, dead in self.steps:
+            if before:
+                before(number)
+            made = step.run(values)
+            if after:
+                after(made)
+            values[step.name] = made
+            del made
+            for name in dead:
+                del values[name]
 
 
 class Segment:
@@ -85,8 +104,8 @@ class Segment:
         self.outputs = tuple(
             layer.name for layer in own if graph.readers.get(layer.name, (-1,))[-1] >= layers.stop
         )
-        self._steps = {
-            mode: {position: known[position] for position in layers if position in known}
+        self._plans = {
+            mode: Plan.of({p: known[p] for p in layers if p in known}, self.outputs)
             for mode, known in steps.items()
         }
         self._training = training
@@ -113,25 +132,9 @@ class Segment:
             for name in self.inputs
             if name in values
         }
-        steps = self._steps[self._training()]
-        positions = [*steps]
-        enter = None if before is None else lambda index: before(positions[index])
-        replay([*steps.values()], at_hand, self.outputs, enter)
+        self._plans[self._training()].run(at_hand, before)
         return {
             name: self._to_tensor(at_hand[name]) if name in self._numbers else at_hand[name]
             for name in self.outputs
             if name in at_hand
         }
-
-
-def _last_reads(steps: Sequence[Step], keep: Collection[str]) -> list[list[str]]:
-    """For each step, the names of the values that nobody reads after it."""
-    last: dict[str, int] = {}
-    for index, step in enumerate(steps):
-        last.update(dict.fromkeys(step.inputs, index))
-        last[step.name] = index
-    dead: list[list[str]] = [[] for _ in steps]
-    for name, index in last.items():
-        if name not in keep:
-            dead[index].append(name)
-    return dead

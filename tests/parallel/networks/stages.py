@@ -83,18 +83,20 @@ def allocated(do: Any) -> int:
     return most
 
 
-def run_on_messages(traced: Traced, layers: range) -> None:
+def run_on_messages(traced: Traced, layers: range, device: str = "cpu") -> None:
     """One forward and backward of a stage that holds what `MemoryModel` says it does."""
     segment = traced.segment(layers)
     received = {}
     for name in segment.inputs:
         (value,) = traced.graph.made_by(name)
         dtype = torch.int64 if value.dtype == "int" else getattr(torch, value.dtype)
-        received[name] = torch.ones(value.shape, dtype=dtype).requires_grad_(value.gradient)
+        message = torch.ones(value.shape, dtype=dtype, device=device)
+        received[name] = message.requires_grad_(value.gradient)
     sent = segment(received)
     roots = [value for value in sent.values() if value.requires_grad]
     edges = [get_gradient_edge(root) for root in roots]
     shapes = [(root.shape, root.dtype) for root in roots]
     # What was sent is gone; autograd's edges need none of it.
     del sent, roots
-    torch.autograd.backward(edges, [torch.ones(shape, dtype=dtype) for shape, dtype in shapes])
+    given = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype in shapes]
+    torch.autograd.backward(edges, given)

@@ -56,6 +56,26 @@ def test_peaks_of_stages_are_the_allocators(name: str) -> None:
             assert stage.peak() - stage.weights == pytest.approx(really, rel=0.01)
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", NETWORKS)
+def test_peaks_of_stages_are_those_of_cuda(name: str) -> None:
+    make, (_, *sizes) = NETWORKS[name]
+    traced = Traced(make().cuda(), torch.randn(4, *sizes))
+    size = len(traced.graph.layers)
+    places = cut_places(traced.graph)
+    place = places[len(places) // 3]
+    for layers in (range(size), range(place), range(place, size)):
+        run_on_messages(traced, layers, "cuda")  # what libraries set up once
+        traced.model.zero_grad()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run_on_messages(traced, layers, "cuda")
+        really = torch.cuda.max_memory_allocated() - before
+        stage = MemoryModel(traced.graph, fresh_gradients=True).stage(layers)
+        assert stage.peak() - stage.weights == pytest.approx(really, rel=0.05)
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_stages_keep_what_the_whole_keeps(name: str) -> None:
     graph = small_graph(name)
