@@ -128,7 +128,7 @@ class TrainingSet:
         return self._augmentation(tile.image, tile.mask, rng)
 
     def batches(
-        self, epoch: int, first_step: int = 0, part: tuple[int, int] = (0, 1)
+        self, epoch: int, first_step: int = 0, rows: Sequence[int] | None = None
     ) -> Generator[Batch]:
         """The batches of an epoch from `first_step` on, read ahead by threads.
 
@@ -137,21 +137,20 @@ class TrainingSet:
         Args:
             epoch: From 0.
             first_step: Steps of this epoch already done.
-            part: (rank, of): the `rank`-th of `of` consecutive slices of every batch; the slices
-                of all ranks in turn are the batch of one process.
+            rows: Which samples of every batch to read, for a rank that needs only those; None
+                is all, and there may be none.
 
         Raises:
             PathosegError: A tile cannot be read, when its batch is due.
         """
-        rank, of = part
-        start, stop = self.batch * rank // of, self.batch * (rank + 1) // of
+        wanted = range(self.batch) if rows is None else rows
         order = self.order(epoch)
         steps = (
-            order[step * self.batch + start : step * self.batch + stop]
+            tuple(order[step * self.batch + row] for row in wanted)
             for step in range(first_step, self.steps_per_epoch)
         )
         # Two batches ahead, and work for every thread where batches are small.
-        ahead = 2 + self._threads // max(1, stop - start)
+        ahead = 2 + self._threads // max(1, len(wanted))
         waiting: deque[tuple[tuple[SampleId, ...], list[Future[Sample]]]] = deque()
         with ThreadPoolExecutor(self._threads, thread_name_prefix="tiles") as readers:
 

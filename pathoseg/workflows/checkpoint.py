@@ -12,6 +12,7 @@ import torch
 
 from pathoseg.errors import PathosegError
 from pathoseg.outputs.atomic import replaced
+from pathoseg.workflows.engine import Engine
 
 LAST = "last.pt"
 BEST = "best.pt"
@@ -48,24 +49,17 @@ class Progress:
     rows: list[dict[str, float]] = field(default_factory=list)
 
 
-def save_checkpoint(
-    path: Path,
-    progress: Progress,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-) -> None:
+def save_checkpoint(path: Path, progress: Progress, engine: Engine) -> None:
     """Replaces the checkpoint at `path`: after this returns, or a crash, one is whole.
+
+    All ranks call it; the one that leads writes.
 
     Raises:
         OSError: The disk is full or cannot be written.
     """
-    state = {
-        "progress": asdict(progress),
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "scaler": scaler.state_dict(),
-    }
+    state = {"progress": asdict(progress), **engine.state()}
+    if not engine.leads:
+        return
     # Through memory: on a full disk torch.save itself says no more than "unexpected pos 576".
     buffer = io.BytesIO()
     torch.save(state, buffer)
@@ -74,22 +68,15 @@ def save_checkpoint(
         partial.write_bytes(buffer.getbuffer())
 
 
-def load_checkpoint(
-    path: Path,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-) -> Progress:
-    """Restores what `save_checkpoint` wrote.
+def load_checkpoint(path: Path, engine: Engine) -> Progress:
+    """Restores what `save_checkpoint` wrote, on however many ranks.
 
     Raises:
         PathosegError: The file is cut short, is no checkpoint, or belongs to another model.
     """
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        scaler.load_state_dict(state["scaler"])
+        engine.load(state)
         known = {entry.name for entry in fields(Progress)}
         return Progress(**{key: value for key, value in state["progress"].items() if key in known})
     except (OSError, EOFError, RuntimeError, KeyError, ValueError, pickle.UnpicklingError) as error:

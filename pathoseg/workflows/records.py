@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import csv
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -94,6 +96,19 @@ def comparison(
     palette[1 : len(classes)] = classes.colours
     palette[IGNORE] = (128, 128, 128)
     return np.concatenate([image, palette[truth], palette[prediction]], axis=1)
+
+
+def to_text(image: NDArray[np.uint8]) -> str:
+    """An image (h, w, 3) as text that travels between ranks."""
+    data = io.BytesIO()
+    Image.fromarray(image).save(data, "PNG")
+    return base64.b64encode(data.getvalue()).decode()
+
+
+def from_text(text: str) -> NDArray[np.uint8]:
+    """The inverse of `to_text`."""
+    with Image.open(io.BytesIO(base64.b64decode(text)), formats=["PNG"]) as image:
+        return np.asarray(image)
 
 
 def _number(value: float) -> str:

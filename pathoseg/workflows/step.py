@@ -3,52 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import torch
 
-from pathoseg.workflows.config import TrainConfig
-
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step did: the sum of per-sample losses, and whether its gradient was finite."""
-
-    loss_sum: float
-    finite: bool
-
-
-def make_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW or SGD; weight decay on weights only (norms and biases have one dimension)."""
-    decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
-    plain = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
-    groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    ]
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=0.9, nesterov=True)
-    return torch.optim.AdamW(groups, lr=config.lr)
-
-
-def learning_rate(config: TrainConfig, step: int, total: int) -> float:
-    """The rate of step `step` (from 0) of `total`: linear warm-up, then the schedule.
-
-    Cosine falls to 0 as in Loshchilov & Hutter (2017); poly with power 0.9 as in Chen et al.
-    (2017) and nnU-Net.
-    """
-    warm = max(1, round(config.warmup * total))
-    if step < warm:
-        return config.lr * (step + 1) / warm
-    done = min(1.0, (step - warm) / max(1, total - warm))
-    if config.schedule == "cosine":
-        return config.lr * 0.5 * (1 + math.cos(math.pi * done))
-    if config.schedule == "poly":
-        return config.lr * float((1 - done) ** 0.9)
-    return config.lr
+from pathoseg.workflows.engine import Loss, StepResult
 
 
 def train_step(

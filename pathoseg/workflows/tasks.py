@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Literal, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -15,11 +15,22 @@ from pathoseg.models.metrics import Confusion, TileScores, accuracy_and_auc
 from pathoseg.tiles.class_pixels import class_counts
 from pathoseg.tiles.tiles import tile_labels
 
+# Plain numbers in lists, by name.
+Seen = Mapping[str, list[Any]]
+
 
 class Judge(Protocol):
     """Gathers predictions and says how good they are."""
 
     def add(self, logits: torch.Tensor, targets: torch.Tensor) -> None: ...
+    def seen(self) -> Seen:
+        """All that was added, as plain lists for JSON."""
+        ...
+
+    def merge(self, seen: Seen) -> None:
+        """Adds what another judge has seen."""
+        ...
+
     def figures(self) -> dict[str, float]: ...
     def score(self) -> float:
         """What the best epoch has most of."""
@@ -65,6 +76,12 @@ class _SegmentJudge:
     def add(self, logits: torch.Tensor, targets: torch.Tensor) -> None:
         self._confusion.update(logits.argmax(1).cpu().numpy(), targets.cpu().numpy())
 
+    def seen(self) -> Seen:
+        return {"confusion": self._confusion.matrix.tolist()}
+
+    def merge(self, seen: Seen) -> None:
+        self._confusion.matrix += np.array(seen["confusion"], np.int64)
+
     def figures(self) -> dict[str, float]:
         seen = self._confusion
         figures = {"val_dice_mean": seen.mean_dice, "val_iou_mean": seen.mean_iou}
@@ -99,6 +116,17 @@ class _ClassifyJudge:
     def add(self, logits: torch.Tensor, targets: torch.Tensor) -> None:
         self._chances.append(logits.float().softmax(1).cpu().numpy())
         self._labels.append(targets.cpu().numpy())
+
+    def seen(self) -> Seen:
+        return {
+            "chances": [row for chances in self._chances for row in chances.tolist()],
+            "labels": [label for labels in self._labels for label in labels.tolist()],
+        }
+
+    def merge(self, seen: Seen) -> None:
+        chances = np.array(seen["chances"], np.float32)
+        self._chances.append(chances.reshape(-1, len(self._classes)))
+        self._labels.append(np.array(seen["labels"], np.int64))
 
     def figures(self) -> dict[str, float]:
         scores = self._scores()

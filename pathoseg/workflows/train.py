@@ -28,6 +28,7 @@ from pathoseg.workflows.device import MEAN, STD, pick_device
 from pathoseg.workflows.interruption import Interruption
 from pathoseg.workflows.loop import Loop
 from pathoseg.workflows.margins import default_overlap
+from pathoseg.workflows.one_device import OneDevice
 from pathoseg.workflows.progress import say
 from pathoseg.workflows.runs import (
     CONFIG,
@@ -75,17 +76,16 @@ def train(
         _begin(run, config, members)
         interruption.advice = f"Continue with: pathoseg train --resume --out {run}"
         task = make_task(config.model.task, sources.classes, config.tiles.min_cover)
+        loss = build_loss(config.loss, config.model.task)
         batch, readers = config.train.microbatch or config.train.batch, config.train.readers
         loop = Loop(
             run,
             config.train,
-            config.seed,
-            model.to(pick_device()),
+            OneDevice(model.to(pick_device()), loss, task, card, config.train, config.seed),
             card,
-            build_loss(config.loss, config.model.task),
-            task,
+            loss,
             _training_set(config, tiles.train),
-            Validation(tiles.val, task, sources.classes, card, batch, readers),
+            Validation(tiles.val, task, sources.classes, batch, readers),
             started,
         )
         progress = loop.fit(interruption)

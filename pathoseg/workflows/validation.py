@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -11,12 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import ClassTable
-from pathoseg.models.bundle import Bundle
 from pathoseg.tiles.tiles import SlideTiles, Tile
 from pathoseg.workflows.ahead import map_ahead
-from pathoseg.workflows.device import memory_told, to_input
-from pathoseg.workflows.records import comparison
-from pathoseg.workflows.step import Loss
+from pathoseg.workflows.engine import Engine, Loss
+from pathoseg.workflows.records import comparison, from_text, to_text
 from pathoseg.workflows.tasks import Task
 
 
@@ -36,7 +35,6 @@ class Validation:
         slides: Their tiles; none leaves all epochs equally good.
         task: What a target is and how predictions are judged.
         classes: For the picture.
-        card: The network's input scaling.
         batch: Tiles a forward pass.
         readers: Threads that read tiles.
     """
@@ -46,11 +44,10 @@ class Validation:
         slides: Sequence[SlideTiles],
         task: Task,
         classes: ClassTable,
-        card: Bundle,
         batch: int,
         readers: int,
     ) -> None:
-        self._task, self._classes, self._card = task, classes, card
+        self._task, self._classes = task, classes
         self._batch, self._readers = batch, readers
         self._tiles = [(tiles, i) for tiles in slides for i in range(len(tiles))]
         self._shown = _most_varied(slides)
@@ -64,47 +61,52 @@ class Validation:
     def batches(self) -> int:
         return -(-len(self._tiles) // self._batch)
 
-    def run(self, model: torch.nn.Module, loss: Loss, dtype: torch.dtype | None) -> Verdict:
-        """Judges `model`, which is left in training mode.
+    def run(self, engine: Engine, loss: Loss) -> Verdict:
+        """Judges the engine's network; all ranks come to the same verdict.
 
         Raises:
             PathosegError: A tile cannot be read, or the device's memory is too small.
         """
         if not self._tiles:
             return Verdict({}, 0.0, None)
-        device = next(model.parameters()).device
-        judge, loss_sum, picture = self._task.judge(), 0.0, None
-        model.eval()
-        for first, tiles in self._batches():
+        judge, loss_sum, picture = self._task.judge(), 0.0, ""
+        for first, tiles in self._batches(engine):
+            images = np.stack([tile.image for tile in tiles]) if tiles else None
+            logits = engine.predict(images, min(self._batch, len(self._tiles) - first))
+            if logits is None or images is None:
+                continue
             masks = np.stack([tile.mask for tile in tiles])
-            targets = torch.from_numpy(self._task.targets(masks)).to(device)
-            with (
-                torch.inference_mode(),
-                memory_told("A validation batch", "Lower [train] batch or microbatch, or --tile."),
-                torch.autocast(device.type, dtype, enabled=dtype is not None),
-            ):
-                images = np.stack([tile.image for tile in tiles])
-                logits = model(to_input(images, self._card.mean, self._card.std, device))
+            targets = torch.from_numpy(self._task.targets(masks)).to(logits.device)
+            with torch.inference_mode():
                 loss_sum += float(loss(logits, targets).sum())
             judge.add(logits, targets)
             row = self._shown - first
             if 0 <= row < len(tiles) and logits.ndim == 4:
                 guess = logits[row].argmax(0).cpu().numpy().astype(np.uint8)
-                picture = comparison(images[row], masks[row], guess, self._classes)
-        model.train()
-        figures = {"val_loss": loss_sum / len(self._tiles), **judge.figures()}
-        return Verdict(figures, judge.score(), picture)
+                picture = to_text(comparison(images[row], masks[row], guess, self._classes))
+        whole = self._task.judge()
+        found = {"loss": loss_sum, "seen": judge.seen(), "picture": picture}
+        parts = [json.loads(part) for part in engine.gather(json.dumps(found))]
+        for part in parts:
+            whole.merge(part["seen"])
+        mean = sum(part["loss"] for part in parts) / len(self._tiles)
+        shown = [from_text(part["picture"]) for part in parts if part["picture"]]
+        figures = {"val_loss": mean, **whole.figures()}
+        return Verdict(figures, whole.score(), shown[0] if shown else None)
 
-    def _batches(self) -> Iterator[tuple[int, list[Tile]]]:
-        """Number of the first tile, and the tiles, of each batch."""
+    def _batches(self, engine: Engine) -> Iterator[tuple[int, list[Tile]]]:
+        """Number of the first tile of each batch of this rank, and the tiles where it reads."""
 
         def read(which: tuple[SlideTiles, int]) -> Tile:
             return which[0].read(which[1])
 
-        with closing(map_ahead(read, self._tiles, self._readers)) as tiles:
-            for first in range(0, len(self._tiles), self._batch):
-                count = min(self._batch, len(self._tiles) - first)
-                yield first, [next(tiles) for _ in range(count)]
+        copy, copies = engine.share
+        firsts = range(copy * self._batch, len(self._tiles), copies * self._batch)
+        batches = [self._tiles[first : first + self._batch] for first in firsts]
+        wanted = [tile for batch in batches for tile in batch] if engine.reads_validation else []
+        with closing(map_ahead(read, wanted, self._readers)) as tiles:
+            for first, batch in zip(firsts, batches, strict=True):
+                yield first, [next(tiles) for _ in batch] if engine.reads_validation else []
 
 
 def _most_varied(slides: Sequence[SlideTiles]) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pathoseg.errors import PathosegError, UnreadableError
@@ -151,24 +151,12 @@ def test_an_epoch_goes_on_where_it_stopped(make_bench: MakeBench) -> None:
         assert all(map(equal, rest, whole[first:]))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 6, 8])
-def test_the_ranks_together_have_the_batch_of_one(make_bench: MakeBench, ranks: int) -> None:
-    whole = list(real(make_bench).batches(2, 7))
-    parts = [list(real(make_bench).batches(2, 7, (rank, ranks))) for rank in range(ranks)]
-    for batch, *slices in zip(whole, *parts, strict=True):
-        images = np.concatenate([part.images for part in slices])
-        masks = np.concatenate([part.masks for part in slices])
-        samples = tuple(sample for part in slices for sample in part.samples)
-        assert equal(batch, Batch(images, masks, samples))
-
-
-@settings(max_examples=20)
-@given(batch=st.integers(1, 20), ranks=st.integers(1, 20))
-def test_the_ranks_share_evenly(batch: int, ranks: int) -> None:
-    training = TrainingSet(counted(np.ones((20, 2))), batch, 0)
-    sizes = [len(next(training.batches(0, 0, (rank, ranks))).samples) for rank in range(ranks)]
-    assert sum(sizes) == batch
-    assert max(sizes) - min(sizes) <= 1
+@pytest.mark.parametrize("rows", [[], [2], [0, 3], [0, 1, 2, 3]])
+def test_some_rows_are_those_of_the_whole_batch(make_bench: MakeBench, rows: list[int]) -> None:
+    training = real(make_bench)
+    for batch, part in zip(training.batches(2, 7), training.batches(2, 7, rows), strict=True):
+        samples = tuple(batch.samples[row] for row in rows)
+        assert equal(part, Batch(batch.images[rows], batch.masks[rows], samples))
 
 
 def test_an_unreadable_tile_stops_the_consumer_at_its_batch(

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pathoseg.workflows.config import TrainConfig
-from pathoseg.workflows.step import learning_rate, make_optimizer, train_step
+from pathoseg.workflows.optimizer import learning_rate, make_optimizer
+from pathoseg.workflows.step import train_step
 
 
 def _model() -> torch.nn.Module:
@@ -27,7 +28,9 @@ def _run(sizes: list[int], clip: float = 0.0, lr: float = 0.1) -> tuple[torch.Te
     inputs = torch.randn(sum(sizes), 3, 2, 2, dtype=torch.float64)
     targets = torch.randint(0, 4, (sum(sizes),))
     model = _model()
-    optimizer = make_optimizer(model, TrainConfig(optimizer="sgd", lr=lr, weight_decay=0.0))
+    optimizer = make_optimizer(
+        model.parameters(), TrainConfig(optimizer="sgd", lr=lr, weight_decay=0.0)
+    )
     parts = zip(inputs.split(sizes), targets.split(sizes), strict=True)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     done = train_step(model, _loss, parts, sum(sizes), optimizer, scaler, None, clip)
@@ -53,7 +56,7 @@ def test_clipping_bounds_the_step() -> None:
 def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     model = _model()
     before = copy.deepcopy(model.state_dict())
-    optimizer = make_optimizer(model, TrainConfig())
+    optimizer = make_optimizer(model.parameters(), TrainConfig())
     batch = [(torch.full((1, 3, 2, 2), float("nan"), dtype=torch.float64), torch.tensor([0]))]
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     done = train_step(model, _loss, batch, 1, optimizer, scaler, None, 1.0)
@@ -79,7 +82,7 @@ def test_the_rate_rises_to_its_height_then_never_rises(
 
 def test_norms_and_biases_do_not_decay() -> None:
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
-    optimizer = make_optimizer(model, TrainConfig(weight_decay=0.1))
+    optimizer = make_optimizer(model.parameters(), TrainConfig(weight_decay=0.1))
     decayed = {id(p) for p in optimizer.param_groups[0]["params"]}
     assert decayed == {id(model[0].weight)}
     assert optimizer.param_groups[1]["weight_decay"] == 0

@@ -1,0 +1,92 @@
+"""What trains a network, whether one device or many ranks: the protocol that the loop drives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pathoseg.tiles.dataset import Batch
+
+# Per-sample losses (n,) of logits and targets.
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did: the sum of per-sample losses, and whether its gradient was finite."""
+
+    loss_sum: float
+    finite: bool
+
+
+class Engine(Protocol):
+    """Every rank makes the same calls in the same order; one device is a rank alone."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank writes the run's files and speaks."""
+        ...
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """Which samples of a batch this rank reads, ascending."""
+        ...
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """(copy, copies): of validation batches, this rank works on every `copies`-th."""
+        ...
+
+    @property
+    def reads_validation(self) -> bool:
+        """Whether this rank needs the tiles of the validation batches that it works on."""
+        ...
+
+    def step(self, number: int, batch: Batch, rate: float) -> StepResult:
+        """One optimizer step, the run's `number`-th from 0, at learning rate `rate`.
+
+        The result is that of the whole batch, on every rank.
+
+        Args:
+            number: Decides, with the seed, what layers draw at random.
+            batch: The samples of `rows`.
+            rate: Learning rate.
+
+        Raises:
+            PathosegError: The device's memory is too small, or another rank failed.
+        """
+        ...
+
+    def predict(self, images: NDArray[np.uint8] | None, count: int) -> torch.Tensor | None:
+        """Logits of one validation batch in `eval` mode, on the rank that judges them.
+
+        Args:
+            images: (n, h, w, 3), where this rank `reads_validation`.
+            count: n.
+        """
+        ...
+
+    def gather(self, text: str) -> list[str]:
+        """The texts of all ranks, by rank."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """The whole of it for a checkpoint, where this rank leads, by names of parameters."""
+        ...
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Takes over a `state`, which any number of ranks may have written.
+
+        Raises:
+            KeyError, RuntimeError, ValueError: It is that of another model or optimizer.
+        """
+        ...
+
+    def model(self) -> torch.nn.Module:
+        """The whole network with the weights of the last `state`, where this rank leads."""
+        ...
