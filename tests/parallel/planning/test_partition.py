@@ -16,7 +16,8 @@ from pathoseg.models.unet import UNet
 from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition
 from pathoseg.parallel.graph.traced import trace
 from pathoseg.parallel.planning.memory_model import MemoryModel
-from pathoseg.parallel.planning.partition import MemoryLimit, balance, custom, cut, even
+from pathoseg.parallel.planning.named_cuts import custom
+from pathoseg.parallel.planning.partition import Cutter, MemoryLimit, balance, cut, even
 from tests.parallel.networks.random_graphs import layer_graphs
 
 
@@ -72,7 +73,7 @@ def test_a_cap_is_kept_and_nothing_that_fits_is_refused(
     assume(cuts)
     in_flight = data.draw(st.lists(st.integers(1, 4), min_size=stages, max_size=stages))
     model = MemoryModel(graph)
-    limit = MemoryLimit(cap, tuple(in_flight), model)
+    limit = MemoryLimit(cap, tuple(in_flight))
 
     def peaks(partition: Partition) -> list[int]:
         return [
@@ -96,6 +97,38 @@ def test_a_cap_is_kept_and_nothing_that_fits_is_refused(
     found = balance(graph, stages, limit=limit)
     assert max(peaks(found)) <= cap
     assert worst(found) == min(map(worst, fitting))
+
+
+@given(layer_graphs(), st.integers(1, 4), st.integers(1, 3))
+def test_recomputed_stages_hold_what_they_received(
+    graph: LayerGraph, stages: int, in_flight: int
+) -> None:
+    cuts = list(_every_cut(graph, stages))
+    assume(cuts)
+    model = MemoryModel(graph)
+
+    def worst(partition: Partition) -> int:
+        return max(
+            model.stage(partition.layers(stage)).peak()
+            + (in_flight - 1) * model.stage(partition.layers(stage)).received
+            for stage in range(stages)
+        )
+
+    limit = MemoryLimit(in_flight=(in_flight,) * stages, recompute=True)
+    cutter = Cutter(graph, model)
+    assert max(cutter.balance(stages, "memory", limit).loads) == min(map(worst, cuts))
+    assert cutter.least_caps(stages, limit)[-1] == min(map(worst, cuts))
+
+
+@given(layer_graphs(), st.integers(1, 4))
+def test_few_places_are_the_narrow_ones(graph: LayerGraph, stages: int) -> None:
+    cutter = Cutter(graph, most=2)
+    if stages > cutter.most_stages:
+        with pytest.raises(PathosegError, match="stages"):
+            cutter.balance(stages)
+        return
+    assert cutter.balance(stages) in list(_every_cut(graph, stages))
+    assert cutter.least_caps(stages) >= Cutter(graph).least_caps(stages)
 
 
 @given(layer_graphs(), st.integers(1, 4))
