@@ -1,0 +1,1 @@
+"""Runs a schedule over ranks: stages, messages, sums, the optimizer's step."""

@@ -1,0 +1,66 @@
+"""What ranks need of whatever joins them: messages, sums, and one end for all."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Pending(Protocol):
+    """Something that a transport has begun."""
+
+    def done(self) -> bool:
+        """Whether it is finished; never blocks, and drives progress where the library needs it.
+
+        Raises:
+            PathosegError: It can never finish: a rank is gone or has called `abort`.
+        """
+
+    def wait(self) -> None:
+        """Returns once it is finished.
+
+        Raises:
+            PathosegError: As `done`.
+        """
+
+
+class Transport(Protocol):
+    """Joins the ranks 0 to `ranks` - 1, of which this one is `rank`.
+
+    Messages with the same sender, receiver and tag arrive in the order in which they were sent;
+    no other order counts. Tags are whole numbers below 2**20. Messages may be empty. Dtypes are
+    float64, float32, float16, bfloat16, int64, uint8 and bool. Every method may raise the
+    PathosegError of a rank that is gone or has called `abort`.
+    """
+
+    rank: int
+    ranks: int
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> Pending:
+        """Starts a message. The tensor is contiguous and must not change until it is done."""
+
+    def receive(self, into: Tensor, source: int, tag: int) -> Pending:
+        """Posts a contiguous buffer of the message's shape and dtype."""
+
+    def sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
+        """Starts to sum a tensor in place over ascending `ranks`, all of which call this.
+
+        Two ranks that share several sums call them in the same order. The result is equal to the
+        bit on all ranks, and the same in every run.
+        """
+
+    def gather(self, text: str) -> list[str]:
+        """Every rank's text, by rank, on every rank. All ranks call this."""
+
+    def barrier(self) -> None:
+        """Returns once all ranks have called it."""
+
+    def abort(self, reason: str) -> None:
+        """Makes all that is pending, and all later calls, fail with this reason on every rank.
+
+        The first reason counts; an `abort` after another does nothing.
+        """
+
+    def close(self) -> None:
+        """Lets go of what the transport holds. It is called once on every rank, last of all."""
