@@ -209,6 +209,23 @@ def cache(
     fill_cache(config, {"data": _data(slides, annotations, assume_mpp), "tiles": tiles})
 
 
+@app.command(epilog="Example: pathoseg calibrate --out hardware.json")
+def calibrate(
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The hardware file. [default: hardware.json]", metavar="FILE"),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Time fewer layers, for a rougher fit.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Measure what layers take on this device, for plans made by it."""
+    from pathoseg.workflows.calibrate import calibrate as run_calibration
+
+    run_calibration(out, quick)
+
+
 def main() -> NoReturn:
     """Runs the command line; every failure ends as one message and its exit code.
 

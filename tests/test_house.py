@@ -51,7 +51,7 @@ DOORS: dict[str, set[str]] = {
     "mpi4py": {"parallel/runtime/mpi.py"},
     "torch.distributed": {"parallel/runtime/torch_dist.py"},
     "torch.fx": {"parallel/graph/trace.py"},
-    "sklearn": {"parallel/planning/cost.py", "models/metrics.py"},
+    "sklearn": {"parallel/planning/regression.py", "models/metrics.py"},
     "scipy.optimize": {"parallel/planning/memory.py"},
     "typer": {"cli.py", "__main__.py"},
     "rich": {"cli.py", "workflows/progress.py"},

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations_with_replacement
+from math import exp
 from typing import Protocol
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.graph.layer_graph import Layer, Work
-from pathoseg.parallel.planning.hardware import Hardware
+from pathoseg.parallel.planning.features import OTHER, amounts, arithmetic, family, features
+from pathoseg.parallel.planning.hardware import Fit, Hardware, Regression
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,8 @@ class CostModel(Protocol):
 
 def cost_model(hardware: Hardware) -> CostModel:
     """The best that is known of a device."""
+    if hardware.fit:
+        return Analytical(hardware, hardware.fit)
     return Roofline(hardware)
 
 
@@ -61,10 +67,11 @@ class Roofline:
         if not work.written:
             return 0.0
         memory = (work.read + work.written) / self.hardware.bandwidth
-        arithmetic = work.flops / self._peak(layer) if work.flops else 0.0
-        return max(memory, arithmetic) + self.hardware.overhead
+        flops = arithmetic(layer, work)
+        return max(memory, flops / self.peak(layer) if flops else 0.0) + self.hardware.overhead
 
-    def _peak(self, layer: Layer) -> float:
+    def peak(self, layer: Layer) -> float:
+        """FLOP/s in the layer's dtype."""
         dtype = layer.outputs[0].dtype if layer.outputs else "float32"
         known = self.hardware.flops
         if dtype not in known:
@@ -74,3 +81,68 @@ class Roofline:
                 f"Use {' or '.join(known)}, or add {dtype} under `flops` in its file.",
             )
         return known[dtype]
+
+
+@dataclass(frozen=True)
+class Analytical:
+    """What layers like this one took when the device was calibrated, by `Fit`."""
+
+    hardware: Hardware
+    fit: Fit
+
+    @property
+    def note(self) -> str:
+        return f"fitted to layers measured on {self.hardware.measured}"
+
+    def time(self, layer: Layer) -> LayerTime:
+        """What the layer takes among others.
+
+        Raises:
+            PathosegError: The hardware states no arithmetic for the layer's dtype.
+        """
+        alone = self.alone(layer)
+        return LayerTime(
+            alone.forward * self.fit.forward_in_sequence,
+            alone.backward * self.fit.backward_in_sequence,
+        )
+
+    def alone(self, layer: Layer) -> LayerTime:
+        """What the layer takes by itself."""
+        return LayerTime(
+            self._pass_time(layer, layer.forward, "forward"),
+            self._pass_time(layer, layer.backward, "backward"),
+        )
+
+    def _pass_time(self, layer: Layer, work: Work, name: str) -> float:
+        if not work.written:
+            return 0.0
+        known = self.fit.regressions
+        regression = known.get(f"{family(layer)} {name}") or known[f"{OTHER} {name}"]
+        slowness = 1.0
+        if work.flops:
+            slowness = self.hardware.flops["float32"] / Roofline(self.hardware).peak(layer)
+        return predict(regression, amounts(layer, work, slowness), features(layer, work))
+
+
+def predict(regression: Regression, amounts: Sequence[float], features: Sequence[float]) -> float:
+    """Seconds of a pass."""
+    units = scaled(features, regression.low, regression.high)
+    products = (one * other for one, other in combinations_with_replacement(units, 2))
+    off = sumprod(regression.coefficients, (1.0, *units, *products))
+    seconds = sumprod(regression.rates, amounts)
+    return seconds * exp(min(max(off, regression.least), regression.most))
+
+
+def scaled(
+    features: Sequence[float], low: Sequence[float], high: Sequence[float]
+) -> tuple[float, ...]:
+    """Features within -1…1, their ranges' edges; what is outside a range counts as its edge."""
+    return tuple(
+        2 * (min(max(value, least), most) - least) / (most - least) - 1 if most > least else 0.0
+        for value, least, most in zip(features, low, high, strict=True)
+    )
+
+
+def sumprod(factors: Sequence[float], values: Sequence[float]) -> float:
+    """The sum of products."""
+    return sum(factor * value for factor, value in zip(factors, values, strict=True))

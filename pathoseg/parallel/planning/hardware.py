@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
 from pathoseg.errors import PathosegError
+from pathoseg.parallel.planning.features import BASIC
 from pathoseg.parallel.schedule.costs import Link, Nodes
 
 FORMAT = 1
@@ -26,16 +27,18 @@ _Numbers = tuple[FiniteFloat, ...]
 
 @dataclass(frozen=True, slots=True)
 class Regression:
-    """The logarithm of (a pass's time / its roofline), as a polynomial of degree 2 of features.
+    """Seconds of a pass: amounts of work at a rate each, times e to a polynomial of features.
 
     Attributes:
+        rates: Seconds for each unit of each amount; none is below 0.
         low: Least value of each feature in what was measured; what is below it counts as it.
         high: Likewise the greatest.
-        coefficients: Of 1, each feature, and each product of two, scaled to -1…1.
-        least: Least logarithm measured, below which no prediction is.
+        coefficients: Of 1, each feature, and each product of two, the features scaled to -1…1.
+        least: Least value that the polynomial should have had, below which it does not go.
         most: Likewise the greatest.
     """
 
+    rates: tuple[Annotated[FiniteFloat, Field(ge=0)], ...]
     low: _Numbers
     high: _Numbers
     coefficients: _Numbers
@@ -45,7 +48,7 @@ class Regression:
     def __post_init__(self) -> None:
         size = len(self.low)
         if len(self.high) != size or len(self.coefficients) != (size + 1) * (size + 2) // 2:
-            raise ValueError("as many coefficients as its features ask for are needed")
+            raise ValueError("a regression needs as many coefficients as its features ask for")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,11 @@ class Fit:
     regressions: Mapping[str, Regression]
     forward_in_sequence: _Positive = 1.0
     backward_in_sequence: _Positive = 1.0
+
+    def __post_init__(self) -> None:
+        for name in (f"{family} {part}" for family in BASIC for part in ("forward", "backward")):
+            if name not in self.regressions:
+                raise ValueError(f"there is no regression of {name}")
 
 
 @dataclass(frozen=True)

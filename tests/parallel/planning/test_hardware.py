@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pathoseg.errors import PathosegError
+from pathoseg.parallel.planning.features import BASIC
 from pathoseg.parallel.planning.hardware import (
     Fit,
     Hardware,
@@ -19,7 +20,9 @@ from pathoseg.parallel.planning.hardware import (
 )
 from pathoseg.parallel.schedule.costs import Link
 
-FIT = Fit({"relu forward": Regression((1.0,), (2.0,), (0.5, 0.25, 0.125), -1.0, 1.0)}, 1.5, 0.5)
+REGRESSION = Regression((1.0,), (1.0,), (2.0,), (0.5, 0.25, 0.125), -1, 1)
+NAMES = [f"{family} {part}" for family in BASIC for part in ("forward", "backward")]
+FIT = Fit(dict.fromkeys(NAMES, REGRESSION), 1.5, 0.5)
 TOY = Hardware(
     "toy", "cpu", 10, {"float32": 5.0}, 2.0, 4, Link(1, 2), Link(3, 4), Link(5, 6), 0.5, 1, "x", FIT
 )
@@ -62,7 +65,14 @@ def _text() -> str:
 
 BROKEN_FIT = {
     "regressions": {
-        "relu forward": {"low": [1], "high": [2], "coefficients": [1], "least": 0, "most": 1}
+        "relu forward": {
+            "rates": [1],
+            "low": [1],
+            "high": [2],
+            "coefficients": [1],
+            "least": 0,
+            "most": 1,
+        }
     }
 }
 
@@ -79,6 +89,7 @@ BROKEN_FIT = {
         (_changed(speed=1), "speed"),
         (_changed(inside={"alpha": -1, "beta": 0}), "not below 0"),
         (_changed(fit=BROKEN_FIT), "as many coefficients"),
+        (_changed(fit={"regressions": {}}), "no regression of convolution forward"),
     ],
 )
 def test_a_broken_file_is_refused_with_the_mend(tmp_path: Path, text: str, problem: str) -> None:

@@ -1,0 +1,295 @@
+"""Times the forward and backward of single layers, and of whole models, on this device."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves
+
+from pathoseg.parallel.graph.layer_graph import LayerGraph, Value
+from pathoseg.parallel.graph.traced import Traced
+from pathoseg.parallel.schedule.costs import Link
+
+# A visit to what is timed ends after so many seconds or runs.
+_VISIT_SECONDS = 0.05
+_VISIT_RUNS = 10
+# Different numbers in made-up tensors.
+_NUMBERS = 2**16
+_REAL = ("float", "bfloat")
+# Bytes of the two copies that a link's latency and bandwidth are computed from.
+_SHORT, _LONG = 2**12, 2**26
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Seconds of the same work, run many times.
+
+    Attributes:
+        minimum: The quickest run.
+        quartile: What a quarter of the runs beat. What else a host does makes runs slower, never
+            quicker, so this moves less than the median.
+        median: The middle one.
+        maximum: The slowest.
+    """
+
+    minimum: float
+    quartile: float
+    median: float
+    maximum: float
+
+    @classmethod
+    def of(cls, runs: Sequence[float]) -> Spread:
+        ordered = sorted(runs)
+        quartile = ordered[(len(ordered) - 1) // 4]
+        return cls(ordered[0], quartile, statistics.median(ordered), ordered[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What the forward and the backward of a layer or model took."""
+
+    forward: Spread
+    backward: Spread
+
+
+# Runs something once and returns the seconds of its forward and of its backward.
+Run = Callable[[], tuple[float, float]]
+
+
+class Timed(Protocol):
+    """What can be timed."""
+
+    def visit(self) -> Run:
+        """Makes up what its runs need; all is let go with the run."""
+
+
+def time_in_turn(
+    what: Sequence[Timed], rounds: int, advance: Callable[[], None] = lambda: None
+) -> list[Timing]:
+    """Times all in turn, several times over, so that a busy minute of the host spoils none.
+
+    The first run of each visit does not count.
+
+    Args:
+        what: What is timed.
+        rounds: How often each is visited.
+        advance: Called after each visit.
+    """
+    taken: list[list[tuple[float, float]]] = [[] for _ in what]
+    for _ in range(rounds):
+        for item, runs in zip(what, taken, strict=True):
+            run = item.visit()
+            run()
+            end = perf_counter() + _VISIT_SECONDS
+            for _ in range(_VISIT_RUNS):
+                runs.append(run())
+                if perf_counter() > end:
+                    break
+            advance()
+    return [Timing(*(Spread.of(seconds) for seconds in zip(*runs, strict=True))) for runs in taken]
+
+
+def can_run_alone(graph: LayerGraph, position: int) -> bool:
+    """Whether what a layer reads can be made up: tensors of real numbers, none of whole ones."""
+    made = [graph.made_by(name) for name in graph.layers[position].inputs]
+    return all(len(values) == 1 and values[0].dtype.startswith(_REAL) for values in made)
+
+
+class Alone:
+    """One layer of a model, on the device of the model's parameters.
+
+    Its backward includes adding the gradients of its inputs to those that later readers have made.
+
+    Args:
+        traced: The model; a run may change its buffers.
+        position: The layer's position; `can_run_alone` has to be true of it.
+    """
+
+    def __init__(self, traced: Traced, position: int) -> None:
+        graph, layer = traced.graph, traced.graph.layers[position]
+        self._segment = traced.segment(range(position, position + 1))
+        self._values = {name: graph.made_by(name)[0] for name in self._segment.inputs}
+        self._joined = {
+            name
+            for name, value in self._values.items()
+            if value.gradient and graph.readers[name][-1] > position
+        }
+        known = dict(traced.model.named_parameters())
+        self._parameters = [known[name] for name in layer.parameters if known[name].requires_grad]
+        self._device = device_of(traced.model)
+        self._clock = _clock(self._device)
+        self._has_gaps = layer.attributes.get("has_gaps") is True
+        self._gradient_has_gaps = layer.attributes.get("gradient_has_gaps") is True
+
+    def visit(self) -> Run:
+        sources = {
+            name: _made_up(value.shape, _dtype(value), self._device, self._gapped(name))
+            for name, value in self._values.items()
+        }
+        return partial(self._run, sources, {}, {})
+
+    def _gapped(self, name: str) -> bool:
+        return self._has_gaps and name == next(iter(self._values))
+
+    def _run(
+        self,
+        sources: dict[str, torch.Tensor],
+        gradients: dict[int, torch.Tensor],
+        others: dict[str, torch.Tensor],
+    ) -> tuple[float, float]:
+        """Runs the layer; the first run adds what the backward needs to the mappings."""
+        inputs = {
+            # A copy, as layers that write in place may not write into a leaf.
+            name: source.detach().requires_grad_(self._values[name].gradient).clone()
+            for name, source in sources.items()
+        }
+        for name in inputs:
+            if self._gapped(name):
+                inputs[name] = _without_last(inputs[name])
+        wanted = {
+            name: get_gradient_edge(tensor)
+            for name, tensor in inputs.items()
+            if tensor.requires_grad
+        }
+        begin = self._clock.mark()
+        made = self._segment(inputs)
+        forward = self._clock.since(begin)
+        roots = [root for root in tree_leaves(made) if root.requires_grad]
+        if not roots:
+            return forward, 0.0
+        for index, root in enumerate(roots):
+            if index not in gradients:
+                gradient = _made_up(root.shape, root.dtype, self._device, self._gradient_has_gaps)
+                gradients[index] = _without_last(gradient) if self._gradient_has_gaps else gradient
+        for name in self._joined - others.keys():
+            others[name] = torch.ones_like(inputs[name])
+        given = [gradients[index] for index in range(len(roots))]
+        edges: list[Any] = [*wanted.values(), *self._parameters]
+        begin = self._clock.mark()
+        got = torch.autograd.grad(roots, edges, given, allow_unused=True)
+        for name, gradient in zip(wanted, got, strict=False):
+            if name in others and gradient is not None:
+                torch.add(gradient, others[name])
+        return forward, self._clock.since(begin)
+
+
+class Whole:
+    """A model as it is.
+
+    Args:
+        model: The model, in training mode; a run may change its buffers.
+        inputs: Tensors that it is called with.
+    """
+
+    def __init__(self, model: torch.nn.Module, *inputs: torch.Tensor) -> None:
+        self._model = model
+        self._inputs = inputs
+        self._clock = _clock(device_of(model))
+
+    def visit(self) -> Run:
+        return partial(self._run, {})
+
+    def _run(self, gradients: dict[int, torch.Tensor]) -> tuple[float, float]:
+        self._model.zero_grad(set_to_none=True)
+        begin = self._clock.mark()
+        made = self._model(*self._inputs)
+        forward = self._clock.since(begin)
+        roots = tree_leaves(made)
+        for index, root in enumerate(roots):
+            if index not in gradients:
+                gradients[index] = torch.ones_like(root)
+        given = [gradients[index] for index in range(len(roots))]
+        del made
+        begin = self._clock.mark()
+        torch.autograd.backward(roots, given)
+        return forward, self._clock.since(begin)
+
+
+def time_copies(device: torch.device, rounds: int = 5) -> Link:
+    """The link of a device to its host's memory: copies of two sizes, pinned where that counts."""
+    clock = _clock(device)
+    seconds = []
+    for size in (_SHORT, _LONG):
+        source = torch.ones(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        target = torch.ones(size, dtype=torch.uint8, device=device)
+        taken = []
+        for _ in range(rounds):
+            begin = clock.mark()
+            target.copy_(source, non_blocking=True)
+            taken.append(clock.since(begin))
+        seconds.append(Spread.of(taken).minimum)
+    beta = max(0.0, seconds[1] - seconds[0]) / (_LONG - _SHORT)
+    return Link(max(0.0, seconds[0] - beta * _SHORT), beta)
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """The device that a model's parameters are on; the CPU where it has none."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+class _Clock(Protocol):
+    def mark(self) -> Any:
+        """Now, in the order of the device's work."""
+
+    def since(self, begin: Any) -> float:
+        """Seconds that the work given to the device since then took."""
+
+
+class _HostClock:
+    def mark(self) -> float:
+        return perf_counter()
+
+    def since(self, begin: float) -> float:
+        return perf_counter() - begin
+
+
+class _CudaClock:
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # untyped in torch
+        event.record()
+        return event
+
+    def since(self, begin: torch.cuda.Event) -> float:
+        end = self.mark()
+        end.synchronize()
+        milliseconds: float = begin.elapsed_time(end)
+        return milliseconds / 1e3
+
+
+def _clock(device: torch.device) -> _Clock:
+    return _CudaClock() if device.type == "cuda" else _HostClock()
+
+
+def _dtype(value: Value) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, value.dtype)
+    return dtype
+
+
+def _made_up(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, gaps: bool
+) -> torch.Tensor:
+    """A tensor of numbers around 0; with gaps, one longer in the dimension that has them."""
+    sizes = list(shape)
+    if gaps:
+        sizes[_gap_dimension(shape)] += 1
+    numbers = torch.rand(_NUMBERS, device=device, dtype=dtype).sub_(0.5)
+    return numbers.repeat(-(-prod(sizes) // _NUMBERS))[: prod(sizes)].view(sizes)
+
+
+def _without_last(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of all but the last of the dimension that has gaps."""
+    dimension = _gap_dimension(tensor.shape)
+    return tensor.narrow(dimension, 0, tensor.shape[dimension] - 1)
+
+
+def _gap_dimension(shape: Sequence[int]) -> int:
+    """Where a part of a tensor is not contiguous."""
+    return 1 if len(shape) > 1 and shape[0] > 1 else len(shape) - 1

@@ -1,0 +1,141 @@
+"""Measures what layers take on this device, and writes the hardware file that plans are made by."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import astuple, replace
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from pathoseg.outputs.atomic import write_text
+from pathoseg.parallel.planning.calibration import Timed, calibrated, time_cases
+from pathoseg.parallel.planning.features import family
+from pathoseg.parallel.planning.grid import draw_cases
+from pathoseg.parallel.planning.hardware import (
+    Hardware,
+    known_hardware,
+    load_hardware,
+    save_hardware,
+)
+from pathoseg.parallel.planning.measure import time_copies
+from pathoseg.workflows.device import memory_told, pick_device
+from pathoseg.workflows.interruption import Interruption
+from pathoseg.workflows.progress import progress_bar, say
+
+DEFAULT = Path("hardware.json")
+_ROUNDS, _QUICK_ROUNDS = 3, 2
+_QUICK_SCALE = 0.15
+_UNKNOWN_GPU = "a100"
+
+
+def calibrate(out: Path | None = None, quick: bool = False) -> Path:
+    """Times layers of many kinds and sizes, fits them, and writes what was learnt.
+
+    Args:
+        out: The hardware file; the timings go beside it, as `.csv`.
+        quick: Fewer layers and rounds, for a rougher fit.
+
+    Returns:
+        The hardware file.
+
+    Raises:
+        PathosegError: The device has too little memory.
+        OSError: The folder cannot be written.
+        StoppedError: A signal came; nothing was written.
+    """
+    out = out or DEFAULT
+    out.parent.mkdir(parents=True, exist_ok=True)
+    device = pick_device()
+    rounds = _QUICK_ROUNDS if quick else _ROUNDS
+    torch.manual_seed(0)
+    cases = draw_cases(_QUICK_SCALE if quick else 1.0)
+    mend = "Free its memory (`nvidia-smi` shows who holds it), or take a larger device."
+    with (
+        Interruption("Nothing was written; run the same command again.") as interruption,
+        progress_bar(f"timing on {device}", len(cases) * (rounds + 1), "layers") as bar,
+        memory_told("A layer of the calibration", mend),
+    ):
+
+        def advance() -> None:
+            bar.advance()
+            interruption.raise_if_asked()
+
+        timed = time_cases(cases, device, rounds, advance)
+        bar.note("networks")
+        hardware = calibrated(_known(device, out.stem), timed, device, rounds)
+    save_hardware(hardware, out)
+    write_text(out.with_suffix(".csv"), _table(timed))
+    say(f"{len(timed)} layers were timed on {hardware.measured}: {_rates(hardware)}.")
+    say(f"The fit is in {out}, the timings in {out.with_suffix('.csv')}.")
+    say(f"Plan by it with `pathoseg plan --hardware {out}`.")
+    return out
+
+
+def _known(device: torch.device, name: str) -> Hardware:
+    """What is known of the device before its layers are timed: its memory and links."""
+    if device.type == "cuda":
+        title = torch.cuda.get_device_name(device)
+        like = next((item for item in known_hardware() if item in title.lower()), _UNKNOWN_GPU)
+        memory = torch.cuda.get_device_properties(device).total_memory
+        count, threads = torch.cuda.device_count(), None
+    else:
+        like, threads = "cpu", torch.get_num_threads()
+        cores = len(os.sched_getaffinity(0))
+        count = max(1, cores // threads)
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // count
+        title = f"{_processor()}, {threads} of {cores} cores"
+    base = load_hardware(like)
+    say(f"Links between devices are not measured: they are those of `{like}`.")
+    return replace(
+        base,
+        name=name,
+        memory=memory,
+        per_node=count,
+        host=time_copies(device),
+        threads=threads,
+        measured=f"{date.today().isoformat()}, {title}, torch {torch.__version__}",
+        fit=None,
+    )
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _rates(hardware: Hardware) -> str:
+    tera, giga = hardware.flops["float32"] / 1e12, hardware.bandwidth / 1e9
+    return f"{tera:.3g} TFLOP/s in float32 and {giga:.3g} GB/s at best"
+
+
+def _table(timed: Sequence[Timed]) -> str:
+    """The timings as CSV, in seconds."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    spread = ("minimum", "quartile", "median", "maximum")
+    columns = [f"{name}_{figure}" for name in ("forward", "backward") for figure in spread]
+    writer.writerow(["family", "outputs", "attributes", *columns])
+    for item in timed:
+        layer, timing = item.layer, item.timing
+        shapes = json.dumps([value.shape for value in layer.outputs])
+        seconds = (*astuple(timing.forward), *astuple(timing.backward))
+        writer.writerow(
+            [
+                family(layer),
+                shapes,
+                json.dumps(dict(layer.attributes)),
+                *(f"{s:.3g}" for s in seconds),
+            ]
+        )
+    return text.getvalue()
