@@ -1,0 +1,211 @@
+"""The named orders of a step: the one place where their names stand, and how each is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from pathoseg.errors import PathosegError
+from pathoseg.parallel.schedule.action import Edge
+from pathoseg.parallel.schedule.bidirectional import bidirectional
+from pathoseg.parallel.schedule.costs import Costs
+from pathoseg.parallel.schedule.gems import gems
+from pathoseg.parallel.schedule.gpipe import gpipe, mp_basic, sequential
+from pathoseg.parallel.schedule.one_f_one_b import one_f_one_b
+from pathoseg.parallel.schedule.placement import Placement, folded, linear, mirrored
+from pathoseg.parallel.schedule.schedule import Schedule
+from pathoseg.parallel.schedule.synthesise import synthesise
+
+AUTO = "auto"
+SEQUENTIAL, DATA_PARALLEL, SYNTHESISED = "sequential", "data-parallel", "synthesised"
+
+PLACEMENTS: Mapping[str, Callable[[int], Placement]] = {
+    "linear": linear,
+    "folded": folded,
+    "mirrored": mirrored,
+}
+# Shares of the free memory that the synthesiser is given in turn: it does not count tensors on
+# their way.
+_SHARES = (1.0, 0.9, 0.75, 0.5)
+
+
+class Frame(NamedTuple):
+    """What an order is built for.
+
+    Attributes:
+        placement: Where the stages are.
+        microbatches: Of one group in a step.
+        costs: What the stages cost.
+        edges: The tensors between them.
+        memory: Bytes of a rank.
+    """
+
+    placement: Placement
+    microbatches: int
+    costs: Costs
+    edges: tuple[Edge, ...]
+    memory: int
+
+
+class Variant(NamedTuple):
+    """An order of F and B, and the stages that it recomputes."""
+
+    order: Schedule
+    recompute: tuple[int, ...] = ()
+
+
+# Each family goes from the fastest variant to the one that needs least memory.
+_Families = Iterator[Iterator[Variant]]
+_InFlight = Callable[[int, int], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Order:
+    """A named order.
+
+    Attributes:
+        name: What the user calls it.
+        placements: Where its stages may be, by their names in `PLACEMENTS`.
+        families: The variants of it.
+        in_flight: By stage, the most microbatches between their forward and backward, of a number
+            of stages and microbatches.
+        recompute: Whether it recomputes every stage where memory asks for it.
+        staged: Whether it needs two stages or more.
+    """
+
+    name: str
+    placements: tuple[str, ...]
+    families: Callable[[Frame], _Families]
+    in_flight: _InFlight = lambda stages, microbatches: (1,) * stages
+    recompute: bool = False
+    staged: bool = True
+
+
+def find_order(name: str) -> list[Order]:
+    """The order of this name; all for `auto`.
+
+    Raises:
+        PathosegError: There is none.
+    """
+    if name == AUTO:
+        return list(ORDERS.values())
+    if name not in ORDERS:
+        raise PathosegError(
+            f"There is no order {name!r}.", f"Choose one of {', '.join((AUTO, *ORDERS))}."
+        )
+    return [ORDERS[name]]
+
+
+def _alone(frame: Frame) -> _Families:
+    yield iter([Variant(sequential(frame.microbatches))])
+
+
+def _mp_basic(frame: Frame) -> _Families:
+    yield iter([Variant(mp_basic(frame.placement, frame.microbatches))])
+
+
+def _gpipe(frame: Frame) -> _Families:
+    yield iter([Variant(gpipe(frame.placement, frame.microbatches))])
+
+
+def _one_f_one_b(frame: Frame) -> _Families:
+    yield iter([Variant(one_f_one_b(frame.placement.ranks, frame.microbatches))])
+
+
+def _recomputing(frame: Frame) -> _Families:
+    """First the stages alone that would not fit otherwise, then all."""
+    order = one_f_one_b(frame.placement.ranks, frame.microbatches)
+    order = replace(order, name="1f1b-recompute")
+    every = tuple(range(order.stages))
+    too_large = tuple(stage for stage in every if not _fits(frame, stage))
+    yield (Variant(order, stages) for stages in dict.fromkeys((too_large or every, every)))
+
+
+def _fits(frame: Frame, stage: int) -> bool:
+    """Whether a stage has room for the microbatches that 1F1B holds."""
+    cost = frame.costs.stages[stage]
+    entering, leaving = (
+        sum(frame.costs.sizes[edge] for edge in frame.edges if edge[end] == stage) for end in (1, 0)
+    )
+    held = _falling(frame.placement.stages, frame.microbatches)[stage]
+    workspace = max(cost.forward_workspace, cost.backward_workspace + leaving)
+    return cost.weights + held * (cost.activations + entering) + workspace <= frame.memory
+
+
+def _gems(frame: Frame, master: bool) -> _Families:
+    half, odd = divmod(frame.microbatches, 2)
+    if odd:
+        return
+    pairs = [count for count in range(2 if master else 1, half + 1) if half % count == 0]
+    yield (
+        Variant(gems(frame.placement.ranks, count, half // count))
+        for count in (pairs if master else pairs[:1])
+    )
+
+
+def _bidirectional(frame: Frame) -> _Families:
+    yield iter([Variant(bidirectional(frame.placement.ranks, frame.microbatches))])
+
+
+def _synthesised(frame: Frame) -> _Families:
+    for recompute in ((), tuple(range(frame.placement.stages))):
+        yield _made_to_measure(frame, recompute)
+
+
+def _made_to_measure(frame: Frame, recompute: tuple[int, ...]) -> Iterator[Variant]:
+    weights = [0] * frame.placement.ranks
+    for home in frame.placement.homes:
+        for stage, rank in enumerate(home):
+            weights[rank] += frame.costs.stages[stage].weights
+    room = frame.memory - max(weights)
+    for share in _SHARES:
+        try:
+            order = synthesise(
+                frame.placement,
+                frame.costs,
+                frame.microbatches,
+                int(share * room),
+                frame.edges,
+                recompute,
+            )
+        except PathosegError:  # a single microbatch exceeds this share
+            return
+        yield Variant(order, recompute)
+
+
+def _all(stages: int, microbatches: int) -> tuple[int, ...]:
+    return (microbatches,) * stages
+
+
+def _half(stages: int, microbatches: int) -> tuple[int, ...]:
+    return (max(1, microbatches // 2),) * stages
+
+
+def _both_ways(stages: int, microbatches: int) -> tuple[int, ...]:
+    one_less = stages // 2 if stages % 2 == 0 else 0
+    return tuple(
+        max(1, min(microbatches // 2, stages - stage - (stage < one_less)))
+        for stage in range(stages)
+    )
+
+
+def _falling(stages: int, microbatches: int) -> tuple[int, ...]:
+    return tuple(min(microbatches, stages - stage) for stage in range(stages))
+
+
+ORDERS: Mapping[str, Order] = {
+    order.name: order
+    for order in (
+        Order(SEQUENTIAL, ("linear",), _alone, staged=False),
+        Order(DATA_PARALLEL, ("linear",), _alone, staged=False),
+        Order("mp-basic", ("linear", "folded"), _mp_basic),
+        Order("gpipe", ("linear", "folded"), _gpipe, _all),
+        Order("1f1b", ("linear",), _one_f_one_b, _falling),
+        Order("1f1b-recompute", ("linear",), _recomputing, _falling, recompute=True),
+        Order("gems-mast", ("mirrored",), lambda frame: _gems(frame, master=False), _half),
+        Order("gems-master", ("mirrored",), lambda frame: _gems(frame, master=True)),
+        Order("bidirectional", ("mirrored",), _bidirectional, _both_ways),
+        Order(SYNTHESISED, ("linear", "folded", "mirrored"), _synthesised),
+    )
+}

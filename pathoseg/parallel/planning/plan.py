@@ -1,0 +1,180 @@
+"""A plan: how a step of one model runs on ranks, as plain data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import ClassVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from pathoseg.errors import PathosegError
+from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition
+from pathoseg.parallel.planning.partition import cut
+from pathoseg.parallel.schedule.lowering import lower
+from pathoseg.parallel.schedule.schedule import Schedule
+from pathoseg.parallel.schedule.validate import validate
+
+FORMAT = 1
+_AGAIN = "Plan again with `pathoseg plan`, for this model, tile and configuration."
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every rank holds and does in a step, and what that is predicted to take.
+
+    Attributes:
+        model: Name of the model's class.
+        digest: Of the model's layers and their shapes: what the bounds refer to.
+        input: Shape of one microbatch, (samples, channels, height, width).
+        order: Name of the order.
+        placement: `linear`, `folded` or `mirrored`.
+        bounds: Position of the first layer of each stage, and the number of layers at the end.
+        starts: Name of the first layer of each stage.
+        recompute: The stages that are recomputed.
+        text: The order of one group's forwards and backwards: `Schedule.parse` reads it.
+        hardware: Name of the hardware.
+        note: What the predicted times stem from.
+        seconds: Predicted time of a step.
+        bubble: Share of the ranks' time in which they compute nothing.
+        memory: By rank of a group, bytes at the worst moment.
+        messages: By rank of a group, bytes of tensors that it sends to other stages in a step.
+        sums: By rank of a group, bytes that it sends so that gradients are summed, in rings.
+    """
+
+    model: str
+    digest: str
+    input: tuple[int, ...]
+    order: str
+    placement: str
+    bounds: tuple[int, ...]
+    starts: tuple[str, ...]
+    recompute: tuple[int, ...]
+    text: str
+    hardware: str
+    note: str
+    seconds: float
+    bubble: float
+    memory: tuple[int, ...]
+    messages: tuple[int, ...]
+    sums: tuple[int, ...]
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """What every rank of a group does, messages, recomputation and sums included."""
+        return lower(Schedule.parse(self.text), recompute=self.recompute)
+
+    @property
+    def stages(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def groups(self) -> int:
+        """Groups of ranks that run the same lists on parts of the batch: data parallelism."""
+        return self.schedule.groups
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of all groups together."""
+        return self.schedule.ranks
+
+    @property
+    def microbatch(self) -> int:
+        """Samples that go through a stage at once."""
+        return self.input[0]
+
+    @property
+    def batch(self) -> int:
+        """Samples of a step."""
+        return self.microbatch * self.schedule.microbatches
+
+    @property
+    def images_per_second(self) -> float:
+        return self.batch / self.seconds
+
+    @property
+    def sent(self) -> int:
+        """Bytes that the rank which sends most sends in a step."""
+        return max(map(sum, zip(self.messages, self.sums, strict=True)))
+
+    def partition(self, graph: LayerGraph) -> Partition:
+        """The stages of a graph, which has to be that of the plan.
+
+        Raises:
+            PathosegError: It is the graph of another model, tile or microbatch.
+        """
+        if digest(graph) != self.digest:
+            shape = input_shape(graph)
+            own, other = (f"{s[0]} × {s[-2]}×{s[-1]} px" for s in (self.input, shape))
+            raise PathosegError(
+                f"The plan is for a {self.model} on microbatches of {own}, and not for this "
+                f"{graph.model} on {other}.",
+                _AGAIN,
+            )
+        return cut(graph, self.bounds)
+
+    def to_json(self) -> str:
+        """A text that `from_json` reads back."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, name: str = "The plan") -> Plan:
+        """The inverse of `to_json`.
+
+        Args:
+            text: What `to_json` gave.
+            name: What errors call it.
+
+        Raises:
+            PathosegError: It is no plan, one of another version, or one that cannot run.
+        """
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise PathosegError(f"{name} is no plan ({error}).", _AGAIN) from error
+        version = data.pop("format", None) if isinstance(data, dict) else None
+        if version != FORMAT:
+            raise PathosegError(
+                f"{name} has format {version!r}, this pathoseg reads {FORMAT}.", _AGAIN
+            )
+        try:
+            plan = TypeAdapter(cls).validate_python(data)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise PathosegError(f"{name}: {where}: {first['msg']}.", _AGAIN) from error
+        plan._check(name)
+        return plan
+
+    def _check(self, name: str) -> None:
+        validate(self.schedule)
+        ranks = self.schedule.placement.ranks
+        if not (
+            self.schedule.stages == self.stages == len(self.starts)
+            and all(first < stop for first, stop in pairwise(self.bounds))
+            and all(len(each) == ranks for each in (self.memory, self.messages, self.sums))
+            and set(self.recompute) <= set(range(self.stages))
+            and self.input
+            and min(self.input) > 0
+            and self.seconds > 0
+        ):
+            raise PathosegError(f"The parts of {name} do not fit one another.", _AGAIN)
+
+
+def digest(graph: LayerGraph) -> str:
+    """Tells graphs apart whose cuts mean something else: by names, kinds and shapes of layers."""
+    inputs = [(name, value.shape) for name, value in graph.inputs.items()]
+    layers = [
+        (layer.name, layer.kind, [value.shape for value in layer.outputs]) for layer in graph.layers
+    ]
+    return hashlib.sha256(json.dumps([graph.model, inputs, layers]).encode()).hexdigest()[:16]
+
+
+def input_shape(graph: LayerGraph) -> tuple[int, ...]:
+    """Shape of the model's first input."""
+    return next(iter(graph.inputs.values())).shape

@@ -1,0 +1,340 @@
+"""Searches cuts, placements, orders, microbatches and groups for the fastest step that fits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from math import inf
+from typing import NamedTuple
+
+from pathoseg.errors import PathosegError
+from pathoseg.parallel.graph.layer_graph import Partition
+from pathoseg.parallel.planning.bounds import least_bytes, least_seconds
+from pathoseg.parallel.planning.named_cuts import custom
+from pathoseg.parallel.planning.orders import (
+    AUTO,
+    DATA_PARALLEL,
+    PLACEMENTS,
+    SEQUENTIAL,
+    SYNTHESISED,
+    Frame,
+    Order,
+    Variant,
+    find_order,
+)
+from pathoseg.parallel.planning.partition import MemoryLimit
+from pathoseg.parallel.planning.plan import Plan, digest, input_shape
+from pathoseg.parallel.planning.priced import Priced, stage_edges
+from pathoseg.parallel.schedule.costs import Costs
+from pathoseg.parallel.schedule.lowering import lower
+from pathoseg.parallel.schedule.schedule import Schedule
+from pathoseg.parallel.schedule.simulate import Simulation, simulate
+
+# Caps on the memory of a stage, from a rank's memory down to the least that any cut needs.
+_CAPS = 5
+# Stage counts: all to the first, then each larger by so much.
+_EVERY, _GROWTH = 16, 1.25
+_GROUPS = 3  # data-parallel widths that are tried for one number of stages, the widest first
+_PATIENCE = 6  # candidates of an order that are simulated after its last improvement,
+_HOPE = 24  # and before the first that fits
+_FRAMES = 3  # for which orders are made to measure,
+_GAIN = 0.98  # where they may take less than this share of the best time
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be planned.
+
+    Attributes:
+        ranks: The most ranks.
+        memory: Bytes of each.
+        batch: Samples of a step.
+        order: Name of an order, or `auto`.
+        stages: How many stages; None tries all.
+        cut: The layers or modules before which the model is cut; empty leaves it to the planner.
+    """
+
+    ranks: int
+    memory: int
+    batch: int
+    order: str = AUTO
+    stages: int | None = None
+    cut: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "memory", "batch"):
+            if getattr(self, name) < 1:
+                raise PathosegError(
+                    f"{name} is {getattr(self, name)}.", "Choose a whole number from 1."
+                )
+        find_order(self.order)
+        if self.cut and self.stages not in (None, len(self.cut) + 1):
+            raise PathosegError(
+                f"{len(self.cut)} cuts make {len(self.cut) + 1} stages, not {self.stages}.",
+                "Leave out the cuts or the number of stages.",
+            )
+
+
+def plan(graphs: Sequence[Priced], task: Task) -> list[Plan]:
+    """The plans that fit, fastest first: of each order the best, or of one order the best of each
+    number of stages and placement.
+
+    Everything is judged by `simulate`. What can by `least_seconds` not be better than what was
+    found is left out; so are most numbers of stages above 16, all but the widest data parallelism
+    for a number of stages, and for each order all cuts after the first that fits, from the best
+    balanced to the one that needs least memory. Groups of ranks that do the same are simulated
+    once.
+
+    Args:
+        graphs: The model, once for each size of microbatch that may be used.
+        task: What is asked for.
+
+    Returns:
+        Nothing where nothing fits.
+
+    Raises:
+        PathosegError: A microbatch does not divide the batch, the cut names no node, or the model
+            cannot be cut into so many stages.
+    """
+    for priced in graphs:
+        if task.batch % priced.microbatch:
+            raise PathosegError(
+                f"A batch of {task.batch} is no multiple of a microbatch of {priced.microbatch}.",
+                f"Choose a batch of {-(-task.batch // priced.microbatch) * priced.microbatch}, or "
+                "a microbatch that divides it.",
+            )
+    search = _Search(task)
+    candidates = [each for priced in graphs for each in _candidates(priced, task)]
+    measured = [each for each in candidates if each.order.name == SYNTHESISED]
+    named = [each for each in candidates if each.order.name != SYNTHESISED]
+    for candidate in sorted(named, key=lambda each: (each.least, each.ranks, each.stages)):
+        search.look_at(candidate)
+    # Made to measure first where named orders did best.
+    rank = {(each.ranks, each.groups): each.seconds for each in search.best.values()}
+    for candidate in sorted(
+        measured,
+        key=lambda each: (rank.get((each.ranks, each.groups), inf), each.least, each.stages),
+    ):
+        search.look_at(candidate)
+    return sorted(search.best.values(), key=lambda found: (found.seconds, found.ranks))
+
+
+class _Candidate(NamedTuple):
+    """Everything of a plan but the cut.
+
+    Attributes:
+        priced: The graph.
+        order: The order.
+        placement: Name of the placement.
+        width: Ranks of a group.
+        groups: How many.
+        least: A lower bound of its time.
+    """
+
+    priced: Priced
+    order: Order
+    placement: str
+    width: int
+    groups: int
+    microbatches: int
+    least: float
+
+    @property
+    def stages(self) -> int:
+        return self.width * (2 if self.placement == "folded" else 1)
+
+    @property
+    def ranks(self) -> int:
+        return self.width * self.groups
+
+
+def _candidates(priced: Priced, task: Task) -> Iterator[_Candidate]:
+    microbatches = task.batch // priced.microbatch
+    fixed = task.stages or (len(task.cut) + 1 if task.cut else None)
+    most = priced.cutter.most_stages
+    if fixed is not None:
+        priced.cutter.check(fixed)
+    for order in find_order(task.order):
+        for placement in order.placements:
+            for width in _widths(task.ranks) if order.staged else (1,):
+                stages = width * (2 if placement == "folded" else 1)
+                if stages > most or fixed not in (None, stages) or (order.staged and width < 2):
+                    continue
+                for groups in _groups(order, task.ranks // width, microbatches):
+                    own = microbatches // groups
+                    least = max(1, own / width) * priced.seconds
+                    yield _Candidate(priced, order, placement, width, groups, own, least)
+
+
+def _widths(ranks: int) -> Iterator[int]:
+    width = 2.0
+    while width <= ranks:
+        yield int(width)
+        width = width + 1 if width < _EVERY else width * _GROWTH
+
+
+def _groups(order: Order, most: int, microbatches: int) -> list[int]:
+    if order.name == SEQUENTIAL:
+        return [1]
+    fitting = [count for count in range(min(most, microbatches), 0, -1) if not microbatches % count]
+    if order.name == DATA_PARALLEL:
+        return [count for count in fitting if count > 1]
+    return fitting[:_GROUPS]
+
+
+class _Search:
+    """What was found so far.
+
+    Attributes:
+        best: Plans by what tells them apart.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.best: dict[tuple[object, ...], Plan] = {}
+        self._task = task
+        self._fastest: dict[str, float] = {}  # by order
+        self._vain: Counter[str] = Counter()  # candidates of an order since that was found
+        self._frames = 0  # for which orders were made to measure
+        self._digest = cache(lambda priced: digest(priced.graph))
+        self._balanced = cache(_balanced)
+
+    def look_at(self, candidate: _Candidate) -> None:
+        """Simulate what of a candidate may be better than what was found."""
+        name = candidate.order.name
+        known = self._fastest.get(name)
+        if self._vain[name] == (_HOPE if known is None else _PATIENCE):
+            return
+        simulated = False
+        for partitions in self._cuts(candidate):
+            fits = [
+                fit
+                for partition in partitions
+                for fit in self._fits(candidate, self._frame(candidate, partition), partition)
+            ]
+            simulated |= bool(fits)
+            if fits and all(fits):
+                break
+        if self._fastest.get(name) != known:
+            self._vain[name] = 0
+        else:
+            self._vain[name] += simulated
+
+    def _cuts(self, candidate: _Candidate) -> Iterator[list[Partition]]:
+        """Cuts, from the best balanced to those that need least memory."""
+        priced, task = candidate.priced, self._task
+        if task.cut:
+            yield [custom(priced.graph, task.cut)]
+            return
+        in_flight = candidate.order.in_flight(candidate.stages, candidate.microbatches)
+        limit = MemoryLimit(None, in_flight, candidate.order.recompute)
+        least = priced.cutter.least_caps(candidate.stages, limit)[-1]
+        if least > task.memory:
+            return
+        seen: set[Partition] = set()
+        for step in range(_CAPS, -1, -1):
+            if candidate.least >= self._limit(candidate.order.name):
+                return
+            cap = int(least + (task.memory - least) * step / _CAPS)
+            cuts = {
+                self._balanced(priced, candidate.stages, replace(limit, cap=cap), byte_cost)
+                for byte_cost in (0.0, priced.byte_cost)
+            }
+            yield [partition for partition in cuts if partition not in seen]
+            seen |= cuts
+
+    def _frame(self, candidate: _Candidate, partition: Partition) -> Frame:
+        return Frame(
+            PLACEMENTS[candidate.placement](candidate.width),
+            candidate.microbatches,
+            candidate.priced.costs(partition, candidate.ranks),
+            stage_edges(partition),
+            self._task.memory,
+        )
+
+    def _limit(self, name: str) -> float:
+        """The time that a candidate of this order has to be below."""
+        if name == SYNTHESISED:
+            return _GAIN * min(self._fastest.values(), default=inf)
+        return self._fastest.get(name, inf)
+
+    def _fits(self, candidate: _Candidate, frame: Frame, partition: Partition) -> Iterator[bool]:
+        """For each family of the order, whether a variant fits; the first that does may be kept.
+
+        Nothing for what no order could make fast enough.
+        """
+        name = candidate.order.name
+        if least_seconds(frame, candidate.groups) >= self._limit(name):
+            return
+        if least_bytes(frame) > frame.memory:
+            yield False
+            return
+        if name == SYNTHESISED:
+            if self._frames == _FRAMES:
+                return
+            self._frames += 1
+        for family in candidate.order.families(frame):
+            for variant in family:
+                order = replace(variant.order, name=name, groups=candidate.groups)
+                schedule = lower(order, frame.edges, variant.recompute)
+                simulation = simulate(schedule, frame.costs)
+                if max(simulation.peak_memory) <= frame.memory:
+                    self._keep(candidate, partition, frame, variant, order, simulation)
+                    yield True
+                    break
+            else:
+                yield False
+
+    def _keep(
+        self,
+        candidate: _Candidate,
+        partition: Partition,
+        frame: Frame,
+        variant: Variant,
+        order: Schedule,
+        simulation: Simulation,
+    ) -> None:
+        kind: tuple[object, ...] = (order.name,)
+        if self._task.order != AUTO:
+            kind = (candidate.placement, candidate.stages)
+        self._fastest[order.name] = min(simulation.time, self._fastest.get(order.name, inf))
+        known = self.best.get(kind)
+        if known is not None and known.seconds <= simulation.time:
+            return
+        priced = candidate.priced
+        graph = priced.graph
+        self.best[kind] = Plan(
+            model=graph.model,
+            digest=self._digest(priced),
+            input=input_shape(graph),
+            order=order.name,
+            placement=candidate.placement,
+            bounds=partition.bounds,
+            starts=tuple(graph.layers[first].name for first in partition.bounds[:-1]),
+            recompute=variant.recompute,
+            text=str(replace(order, edges=frame.edges)),
+            hardware=priced.hardware.name,
+            note=priced.note,
+            seconds=float(simulation.time),
+            bubble=float(simulation.bubble),
+            memory=simulation.peak_memory,
+            messages=simulation.bytes_sent,
+            sums=_sums(order, frame.costs),
+        )
+
+
+def _balanced(priced: Priced, stages: int, limit: MemoryLimit, byte_cost: float) -> Partition:
+    weights = priced.weights(limit.recompute)
+    return priced.cutter.balance(stages, weights, limit, byte_cost)
+
+
+def _sums(order: Schedule, costs: Costs) -> tuple[int, ...]:
+    """By rank of a group, what it sends in rings that sum the gradients of its stages."""
+    sent = [0] * order.placement.ranks
+    for stage, cost in enumerate(costs.stages):
+        holders = order.placement.holders(stage)
+        copies = len(holders) * order.groups
+        for rank in holders:
+            sent[rank] += 2 * (copies - 1) * cost.gradients // copies
+    return tuple(sent)

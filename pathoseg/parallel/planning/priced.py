@@ -1,0 +1,124 @@
+"""A graph with the price of each layer: what any cut of it costs on some hardware."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import accumulate
+
+from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition
+from pathoseg.parallel.planning.cost import CostModel
+from pathoseg.parallel.planning.hardware import Hardware
+from pathoseg.parallel.planning.memory_model import MemoryModel, Workspace
+from pathoseg.parallel.planning.partition import Cutter
+from pathoseg.parallel.schedule.action import Edge
+from pathoseg.parallel.schedule.costs import Costs, StageCost
+
+# Of more places to cut than these, only the narrow ones are looked at.
+_PLACES = 400
+
+
+class Priced:
+    """Prices the stages of one graph.
+
+    Args:
+        graph: The model's layers, traced with one microbatch.
+        model: Predicts the seconds of a layer.
+        hardware: The device and its links.
+        optimizer_slots: Tensors that the optimizer keeps for each parameter: 2 for AdamW, 1 for
+            SGD with momentum.
+        workspace: What the device's kernels take for themselves.
+
+    Attributes:
+        graph: The layers.
+        cutter: Cuts them.
+        hardware: The device and its links.
+        note: What the times stem from.
+        seconds: Of the forward and backward of one microbatch through all layers.
+    """
+
+    def __init__(
+        self,
+        graph: LayerGraph,
+        model: CostModel,
+        hardware: Hardware,
+        optimizer_slots: int = 2,
+        workspace: Workspace | None = None,
+    ) -> None:
+        self.graph = graph
+        self.hardware = hardware
+        self.note = model.note
+        self._slots = optimizer_slots
+        memory = MemoryModel(graph, optimizer_slots, workspace=workspace)
+        self._stage_memory = cache(memory.stage)
+        self.cutter = Cutter(graph, memory, _PLACES)
+        times = [model.time(layer) for layer in graph.layers]
+        self._forwards = [time.forward for time in times]
+        self._backwards = [time.backward for time in times]
+        # Running sums, so that a stage's time is a difference.
+        self._forward = [0.0, *accumulate(self._forwards)]
+        self._backward = [0.0, *accumulate(self._backwards)]
+        self.seconds = self._forward[-1] + self._backward[-1]
+
+    @property
+    def microbatch(self) -> int:
+        """Samples of one microbatch."""
+        return next(iter(self.graph.inputs.values())).shape[0]
+
+    @property
+    def byte_cost(self) -> float:
+        """Seconds that a byte takes on its way, where nothing hides it."""
+        return self.hardware.inside.beta
+
+    def weights(self, recompute: bool = False) -> list[float]:
+        """Seconds that each layer takes of a step's time for one microbatch."""
+        return [
+            (1 + recompute) * forward + backward
+            for forward, backward in zip(self._forwards, self._backwards, strict=True)
+        ]
+
+    def costs(self, partition: Partition, ranks: int) -> Costs:
+        """What a schedule of these stages is simulated against, on so many ranks.
+
+        The optimizer's step reads and writes its state, the parameters and, reading only, the
+        gradients, all at the memory's bandwidth. A value that several stages read comes back as
+        one gradient from each.
+        """
+        edges = stage_edges(partition)
+        return Costs(
+            tuple(self._stage(partition, stage) for stage in range(partition.stages)),
+            {edge: sent.bytes for edge, sent in zip(edges, partition.edges, strict=True)},
+            self.hardware.network(ranks),
+            self.hardware.host,
+        )
+
+    def _stage(self, partition: Partition, stage: int) -> StageCost:
+        first, stop = partition.bounds[stage : stage + 2]
+        memory = self._stage_memory(partition.layers(stage))
+        entering = sum(edge.bytes for edge in partition.edges if edge.target == stage)
+        returning = {
+            edge.value: edge.bytes
+            for edge in partition.edges
+            if edge.source == stage and edge.gradient
+        }
+        # The simulator adds the tensors that stages send one another; the rest is the batch.
+        batch = memory.received - entering
+        return StageCost(
+            forward=self._forward[stop] - self._forward[first],
+            backward=self._backward[stop] - self._backward[first],
+            activations=memory.activations + batch,
+            weights=memory.weights,
+            gradients=memory.gradients,
+            forward_workspace=memory.forward_workspace,
+            backward_workspace=memory.backward_workspace - sum(returning.values()),
+            checkpoint=batch,
+            step=(3 + 2 * self._slots) * memory.gradients / self.hardware.bandwidth,
+        )
+
+
+def stage_edges(partition: Partition) -> tuple[Edge, ...]:
+    """The schedule's edges for the values that stages send, one each, in the same order."""
+    edges: list[Edge] = []
+    for sent in partition.edges:
+        ends = (sent.source, sent.target)
+        edges.append(Edge(*ends, sum(edge[:2] == ends for edge in edges)))
+    return tuple(edges)

@@ -1,0 +1,160 @@
+"""Tests the planner: what it returns runs as it says, fits, and nothing it left out was faster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pathoseg.errors import PathosegError
+from pathoseg.models.unet import UNet
+from pathoseg.parallel.graph.traced import trace
+from pathoseg.parallel.planning.bounds import least_bytes, least_seconds
+from pathoseg.parallel.planning.cost import Roofline
+from pathoseg.parallel.planning.hardware import Hardware
+from pathoseg.parallel.planning.orders import AUTO, ORDERS, PLACEMENTS, Frame
+from pathoseg.parallel.planning.plan import Plan
+from pathoseg.parallel.planning.planner import Task, plan
+from pathoseg.parallel.planning.priced import Priced, stage_edges
+from pathoseg.parallel.schedule.costs import Link
+from pathoseg.parallel.schedule.lowering import lower
+from pathoseg.parallel.schedule.simulate import simulate
+from pathoseg.parallel.schedule.validate import validate
+
+SLOW = 1e-6  # seconds a byte
+DEVICE = Hardware(
+    "toy",
+    "cpu",
+    2**30,
+    {"float32": 1e10},
+    1e9,
+    per_node=4,
+    inside=Link(1e-6, 1e-11),
+    between=Link(1e-6, 1e-10),
+    host=Link(1e-6, 1e-10),
+)
+
+
+def _price(device: Hardware = DEVICE, microbatch: int = 1, side: int = 64) -> Priced:
+    with torch.device("meta"):
+        graph = trace(UNet(3, width=8, depth=3), torch.empty(microbatch, 3, side, side))
+    return Priced(graph, Roofline(device), device)
+
+
+UNET = _price()
+WHOLE = UNET.cutter.least_caps(1)[0]
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.integers(1, 6),
+    st.floats(0.2, 4),
+    st.integers(1, 8),
+    st.sampled_from([AUTO, *ORDERS]),
+)
+def test_a_plan_runs_as_it_says(ranks: int, share: float, batch: int, order: str) -> None:
+    task = Task(ranks, int(share * WHOLE), batch, order)
+    plans = plan([UNET], task)
+    assert all(earlier.seconds <= later.seconds for earlier, later in pairwise(plans))
+    for each in plans:
+        assert each.order == order or order == AUTO
+        assert each.ranks <= ranks
+        assert each.batch == batch
+        assert max(each.memory) <= task.memory
+        validate(each.schedule)
+        costs = UNET.costs(each.partition(UNET.graph), each.ranks)
+        found = simulate(each.schedule, costs)
+        assert (float(found.time), found.peak_memory) == (each.seconds, each.memory)
+        assert found.bytes_sent == each.messages
+        assert Plan.from_json(each.to_json()) == each
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from(sorted(ORDERS)),
+    st.integers(2, 4),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.sampled_from([0, 1e-11, SLOW]),
+)
+def test_no_order_beats_the_bounds(
+    name: str, width: int, microbatches: int, groups: int, beta: float
+) -> None:
+    order = ORDERS[name]
+    priced = _price(replace(DEVICE, inside=Link(0, beta), between=Link(0, beta)))
+    for placement in order.placements:
+        ranks = width if order.staged else 1
+        stages = 2 * ranks if placement == "folded" else ranks
+        partition = priced.cutter.balance(stages)
+        costs = priced.costs(partition, ranks * groups)
+        edges = stage_edges(partition)
+        frame = Frame(PLACEMENTS[placement](ranks), microbatches, costs, edges, 2**40)
+        for family in order.families(frame):
+            for variant in family:
+                lowered = lower(replace(variant.order, groups=groups), edges, variant.recompute)
+                found = simulate(lowered, costs)
+                assert least_seconds(frame, groups) <= float(found.time) * (1 + 1e-9)
+                assert least_bytes(frame) <= max(found.peak_memory)
+
+
+def test_what_fits_on_one_device_is_not_cut() -> None:
+    free = _price(replace(DEVICE, inside=Link(), between=Link()))
+    best, *others = plan([free], Task(4, 2 * int(WHOLE), 4))
+    assert (best.order, best.groups) == ("data-parallel", 4)
+    assert {"sequential", "1f1b", "gpipe"} <= {each.order for each in others}
+    assert plan([UNET], Task(1, 2 * int(WHOLE), 4))[0].order == "sequential"
+    slow = _price(replace(DEVICE, inside=Link(0, SLOW), between=Link(0, SLOW)))
+    assert plan([slow], Task(4, 2 * int(WHOLE), 4))[0].order == "sequential"
+
+
+def test_what_does_not_fit_is_cut() -> None:
+    best = plan([UNET], Task(4, int(0.7 * WHOLE), 4))[0]
+    assert best.stages > 1
+    assert plan([UNET], Task(1, int(WHOLE) - 1, 4)) == []
+
+
+def test_more_ranks_than_stages_are_groups() -> None:
+    [best, *_] = plan([UNET], Task(8, 2**40, 16, "gems-master", stages=4))
+    assert (best.stages, best.groups, best.placement) == (4, 2, "mirrored")
+    gradients = UNET.costs(best.partition(UNET.graph), 8).stages
+    both = [gradients[rank].gradients + gradients[3 - rank].gradients for rank in range(4)]
+    # Four copies of each stage: two of each group.
+    assert best.sums == pytest.approx([2 * 3 / 4 * size for size in both], abs=2)
+
+
+def test_a_given_cut_is_kept() -> None:
+    plans = plan([UNET], Task(4, 2**40, 4, cut=("encoder.1", "decoder.0")))
+    assert plans
+    for each in plans:
+        assert each.stages == 3
+        scopes = [UNET.graph.layers[bound].scope for bound in each.bounds[1:-1]]
+        assert all(any(name in scope for scope in scopes) for name in ("encoder.1", "decoder.0"))
+
+
+def test_the_larger_microbatch_is_taken_where_it_is_faster() -> None:
+    costly = replace(DEVICE, overhead=0.1)
+    sizes = [_price(costly, 1), _price(costly, 4)]
+    assert plan(sizes, Task(1, 2**40, 4))[0].microbatch == 4
+    assert plan(sizes[:1], Task(1, 2**40, 4))[0].microbatch == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"ranks": 0}, "ranks is 0"),
+        ({"memory": 0}, "memory is 0"),
+        ({"batch": 3}, "no multiple of a microbatch of 2"),
+        ({"order": "gems"}, "no order 'gems'"),
+        ({"cut": ("nowhere",)}, "no layer or module 'nowhere'"),
+        ({"stages": 99}, "cannot be cut into 99 stages"),
+        ({"stages": 3, "cut": ("decoder.0",)}, "1 cuts make 2 stages, not 3"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(change: dict[str, object], problem: str) -> None:
+    pair = _price(microbatch=2)
+    with pytest.raises(PathosegError, match=problem):
+        plan([pair], replace(Task(4, 2**40, 4), **change))  # type: ignore[arg-type]  # one of its fields
