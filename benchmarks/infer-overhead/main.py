@@ -76,7 +76,7 @@ def _bundle(folder: Path, tile: int, mpp: float) -> Path:
         std=STD,
         multiple=multiple,
     )
-    save_bundle(folder, model, card)
+    save_bundle(folder, model.state_dict(), card)
     return folder
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ _LARGEST_CARD = 2**20
 _MEND = "Copy the whole folder again from where it was trained, or train again."
 
 
-def save_bundle(folder: Path, model: nn.Module, card: Bundle) -> None:
+def save_bundle(folder: Path, state: Mapping[str, Any], card: Bundle) -> None:
     """Writes or replaces the bundle in `folder`; killed at any moment, one whole bundle is there.
 
     The card holds the hash of its weights. New weights are first written under a name made of
@@ -37,13 +38,13 @@ def save_bundle(folder: Path, model: nn.Module, card: Bundle) -> None:
 
     Args:
         folder: Made where it is missing.
-        model: Its parameters and buffers are written, each under each of its names.
+        state: The model's state dict: parameters and buffers, each under each of its names.
         card: What using the model needs.
 
     Raises:
         PathosegError: The folder cannot be written, or the model's state is not all tensors.
     """
-    data = safetensors.torch.save(_tensors(model))
+    data = safetensors.torch.save(_tensors(state))
     digest = hashlib.sha256(data).hexdigest()
     document = {"schema": _SCHEMA, "weights_sha256": digest, **card_to_json(card)}
     text = json.dumps(document, indent=2, allow_nan=False)
@@ -102,9 +103,8 @@ def load_bundle(folder: Path, factory: str | None = None) -> tuple[nn.Module, Bu
     return model.eval(), card
 
 
-def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Copies of parameters and buffers; tied ones share no memory in the copy, as the file asks."""
-    state: dict[str, Any] = model.state_dict()
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             raise PathosegError(

@@ -49,20 +49,20 @@ class Progress:
     rows: list[dict[str, float]] = field(default_factory=list)
 
 
-def save_checkpoint(path: Path, progress: Progress, engine: Engine) -> None:
+def save_checkpoint(path: Path, progress: Progress, state: dict[str, Any]) -> None:
     """Replaces the checkpoint at `path`: after this returns, or a crash, one is whole.
 
-    All ranks call it; the one that leads writes.
+    Args:
+        path: The file.
+        progress: Where the run stands.
+        state: The engine's.
 
     Raises:
         OSError: The disk is full or cannot be written.
     """
-    state = {"progress": asdict(progress), **engine.state()}
-    if not engine.leads:
-        return
     # Through memory: on a full disk torch.save itself says no more than "unexpected pos 576".
     buffer = io.BytesIO()
-    torch.save(state, buffer)
+    torch.save({"progress": asdict(progress), **state}, buffer)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as partial:
         partial.write_bytes(buffer.getbuffer())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,13 +38,13 @@ class Engine(Protocol):
         ...
 
     @property
-    def share(self) -> tuple[int, int]:
-        """(copy, copies): of validation batches, this rank works on every `copies`-th."""
+    def round(self) -> int:
+        """How many validation batches are predicted together."""
         ...
 
     @property
-    def reads_validation(self) -> bool:
-        """Whether this rank needs the tiles of the validation batches that it works on."""
+    def reads(self) -> Collection[int]:
+        """Of the batches of a round, those whose tiles this rank needs."""
         ...
 
     def step(self, number: int, batch: Batch, rate: float) -> StepResult:
@@ -62,12 +62,14 @@ class Engine(Protocol):
         """
         ...
 
-    def predict(self, images: NDArray[np.uint8] | None, count: int) -> torch.Tensor | None:
-        """Logits of one validation batch in `eval` mode, on the rank that judges them.
+    def predict(
+        self, sizes: Sequence[int], images: Mapping[int, NDArray[np.uint8]]
+    ) -> dict[int, torch.Tensor]:
+        """Logits in `eval` mode, by batch of the round, of those that this rank is to judge.
 
         Args:
-            images: (n, h, w, 3), where this rank `reads_validation`.
-            count: n.
+            sizes: Tiles of each batch; 0 where a round has fewer.
+            images: (n, h, w, 3) of each batch that this rank `reads`.
         """
         ...
 
@@ -76,7 +78,12 @@ class Engine(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """The whole of it for a checkpoint, where this rank leads, by names of parameters."""
+        """The whole of it for a checkpoint, where this rank leads.
+
+        Returns:
+            `model`, the network's state dict; `optimizer`, what it keeps for each parameter, by
+            name; `scaler`, the loss scale's. Nothing on ranks that do not lead.
+        """
         ...
 
     def load(self, state: dict[str, Any]) -> None:
@@ -85,8 +92,4 @@ class Engine(Protocol):
         Raises:
             KeyError, RuntimeError, ValueError: It is that of another model or optimizer.
         """
-        ...
-
-    def model(self) -> torch.nn.Module:
-        """The whole network with the weights of the last `state`, where this rank leads."""
         ...

@@ -175,8 +175,7 @@ class Loop:
             # Nothing judges without validation tiles, so the newest weights are the ones to keep.
             if verdict.score > at.best or not (at.best_epoch and self._validation.batches):
                 at.best, at.best_epoch = verdict.score, at.epoch
-                self._save(BEST)
-                self._publish()
+                self._save(BEST, publish=True)
         at.rows.append(row)
         if records:
             records.epoch(at.rows)
@@ -197,14 +196,13 @@ class Loop:
             at.epoch - at.best_epoch >= config.patience
         )
 
-    def _publish(self) -> None:
-        """Writes the bundle; on ranks the state that was just gathered is in the lead's model."""
-        if self._engine.leads:
-            save_bundle(self._run / "model", self._engine.model(), self._card)
-
-    def _save(self, name: str = LAST) -> None:
+    def _save(self, name: str = LAST, publish: bool = False) -> None:
         self._progress.seconds = self._elapsed
-        save_checkpoint(self._run / "checkpoints" / name, self._progress, self._engine)
+        state = self._engine.state()
+        if self._engine.leads:
+            save_checkpoint(self._run / "checkpoints" / name, self._progress, state)
+            if publish:
+                save_bundle(self._run / "model", state["model"], self._card)
         self._saved_at = self._elapsed
 
 

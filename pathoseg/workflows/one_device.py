@@ -32,8 +32,8 @@ class OneDevice:
     """
 
     leads = True
-    share = (0, 1)
-    reads_validation = True
+    round = 1
+    reads = (0,)
 
     def __init__(
         self,
@@ -74,16 +74,16 @@ class OneDevice:
                 self._config.clip,
             )
 
-    def predict(self, images: NDArray[np.uint8] | None, count: int) -> torch.Tensor | None:
-        assert images is not None
+    def predict(
+        self, sizes: Sequence[int], images: Mapping[int, NDArray[np.uint8]]
+    ) -> dict[int, torch.Tensor]:
         self._model.eval()
         with (
             torch.inference_mode(),
             memory_told("A validation batch", "Lower [train] batch or microbatch, or --tile."),
             torch.autocast(self._device.type, self._dtype, enabled=self._dtype is not None),
         ):
-            logits: torch.Tensor = self._model(self._input(images))
-            return logits
+            return {batch: self._model(self._input(tiles)) for batch, tiles in images.items()}
 
     def gather(self, text: str) -> list[str]:
         return [text]
@@ -99,9 +99,6 @@ class OneDevice:
         self._model.load_state_dict(state["model"])
         load_by_name(self._optimizer, self._names(), state["optimizer"])
         self._scaler.load_state_dict(state["scaler"])
-
-    def model(self) -> torch.nn.Module:
-        return self._model
 
     def _names(self) -> Mapping[torch.Tensor, str]:
         return {parameter: name for name, parameter in self._model.named_parameters()}

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -70,43 +71,48 @@ class Validation:
         if not self._tiles:
             return Verdict({}, 0.0, None)
         judge, loss_sum, picture = self._task.judge(), 0.0, ""
-        for first, tiles in self._batches(engine):
-            images = np.stack([tile.image for tile in tiles]) if tiles else None
-            logits = engine.predict(images, min(self._batch, len(self._tiles) - first))
-            if logits is None or images is None:
-                continue
-            masks = np.stack([tile.mask for tile in tiles])
-            targets = torch.from_numpy(self._task.targets(masks)).to(logits.device)
-            with torch.inference_mode():
-                loss_sum += float(loss(logits, targets).sum())
-            judge.add(logits, targets)
-            row = self._shown - first
-            if 0 <= row < len(tiles) and logits.ndim == 4:
-                guess = logits[row].argmax(0).cpu().numpy().astype(np.uint8)
-                picture = to_text(comparison(images[row], masks[row], guess, self._classes))
+        for firsts, sizes, tiles in self._rounds(engine):
+            images = {at: np.stack([tile.image for tile in own]) for at, own in tiles.items()}
+            for at, logits in engine.predict(sizes, images).items():
+                masks = np.stack([tile.mask for tile in tiles[at]])
+                targets = torch.from_numpy(self._task.targets(masks)).to(logits.device)
+                with torch.inference_mode():
+                    loss_sum += float(loss(logits, targets).sum())
+                judge.add(logits, targets)
+                row = self._shown - firsts[at]
+                if 0 <= row < sizes[at] and logits.ndim == 4:
+                    guess = logits[row].argmax(0).cpu().numpy().astype(np.uint8)
+                    shown = comparison(images[at][row], masks[row], guess, self._classes)
+                    picture = to_text(shown)
         whole = self._task.judge()
         found = {"loss": loss_sum, "seen": judge.seen(), "picture": picture}
         parts = [json.loads(part) for part in engine.gather(json.dumps(found))]
         for part in parts:
             whole.merge(part["seen"])
         mean = sum(part["loss"] for part in parts) / len(self._tiles)
-        shown = [from_text(part["picture"]) for part in parts if part["picture"]]
+        pictures = [from_text(part["picture"]) for part in parts if part["picture"]]
         figures = {"val_loss": mean, **whole.figures()}
-        return Verdict(figures, whole.score(), shown[0] if shown else None)
+        return Verdict(figures, whole.score(), pictures[0] if pictures else None)
 
-    def _batches(self, engine: Engine) -> Iterator[tuple[int, list[Tile]]]:
-        """Number of the first tile of each batch of this rank, and the tiles where it reads."""
+    def _rounds(self, engine: Engine) -> Iterator[tuple[range, list[int], dict[int, list[Tile]]]]:
+        """The batches that are predicted together: the number of the first tile of each, their
+        sizes, and the tiles of those that this rank reads."""
 
         def read(which: tuple[SlideTiles, int]) -> Tile:
             return which[0].read(which[1])
 
-        copy, copies = engine.share
-        firsts = range(copy * self._batch, len(self._tiles), copies * self._batch)
-        batches = [self._tiles[first : first + self._batch] for first in firsts]
-        wanted = [tile for batch in batches for tile in batch] if engine.reads_validation else []
-        with closing(map_ahead(read, wanted, self._readers)) as tiles:
-            for first, batch in zip(firsts, batches, strict=True):
-                yield first, [next(tiles) for _ in batch] if engine.reads_validation else []
+        count, size = len(self._tiles), self._batch
+        rounds = [
+            range(first, first + engine.round * size, size)
+            for first in range(0, count, engine.round * size)
+        ]
+        needed = sorted(engine.reads)
+        wanted = [self._tiles[firsts[at] : firsts[at] + size] for firsts in rounds for at in needed]
+        with closing(map_ahead(read, list(chain(*wanted)), self._readers)) as tiles:
+            for firsts in rounds:
+                sizes = [max(0, min(size, count - first)) for first in firsts]
+                own = {at: list(islice(tiles, sizes[at])) for at in needed if sizes[at]}
+                yield firsts, sizes, own
 
 
 def _most_varied(slides: Sequence[SlideTiles]) -> int:

@@ -69,7 +69,7 @@ def _set_weights(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
-    save_bundle(tmp_path / "run" / "model", _model(), CARD)
+    save_bundle(tmp_path / "run" / "model", _model().state_dict(), CARD)
     return tmp_path / "run" / "model"
 
 
@@ -104,22 +104,22 @@ def test_every_possible_card_survives(
     tmp_path: Path, mpp: float, names: list[str], training: dict[str, Any]
 ) -> None:
     card = replace(CARD, mpp=mpp, class_names=tuple(names), training=training, stain=None)
-    save_bundle(tmp_path, _model(), card)
+    save_bundle(tmp_path, _model().state_dict(), card)
     assert load_bundle(tmp_path)[1] == card
 
 
 def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
-    save_bundle(tmp_path, _model(), replace(CARD, training={"dice": float("nan")}))
+    save_bundle(tmp_path, _model().state_dict(), replace(CARD, training={"dice": float("nan")}))
     assert load_bundle(tmp_path)[1].training == {"dice": None}
 
 
 def test_a_resnet_and_half_precision_travel_too(tmp_path: Path) -> None:
     config = ModelConfig("resnet11_v2", "classify", 3, width=4)
     model = build_model(config)
-    save_bundle(tmp_path, model, replace(CARD, model=config))
+    save_bundle(tmp_path, model.state_dict(), replace(CARD, model=config))
     _assert_same(load_bundle(tmp_path)[0], model)
     channels_last = _model().to(memory_format=torch.channels_last)
-    save_bundle(tmp_path, channels_last, CARD)
+    save_bundle(tmp_path, channels_last.state_dict(), CARD)
     _assert_same(load_bundle(tmp_path)[0], channels_last)
 
 
@@ -134,7 +134,7 @@ def test_tied_tensors_stay_tied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.syspath_prepend(tmp_path)
     config = ModelConfig("tied_network:make", "segment", 3)
     model = build_model(config, factory=config.name)
-    save_bundle(tmp_path / "b", model, replace(CARD, model=config, multiple=1))
+    save_bundle(tmp_path / "b", model.state_dict(), replace(CARD, model=config, multiple=1))
     loaded = load_bundle(tmp_path / "b", factory=config.name)[0]
     _assert_same(loaded, model)
     assert loaded.get_parameter("0.weight") is loaded.get_parameter("1.weight")
@@ -144,7 +144,9 @@ def test_a_bundle_alone_imports_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "hostile_network.py").write_text("raise SystemExit('imported')\n")
     monkeypatch.syspath_prepend(tmp_path)
     config = ModelConfig("hostile_network:make", "segment", 3)
-    save_bundle(tmp_path / "b", nn.Conv2d(3, 3, 1), replace(CARD, model=config, multiple=1))
+    save_bundle(
+        tmp_path / "b", nn.Conv2d(3, 3, 1).state_dict(), replace(CARD, model=config, multiple=1)
+    )
     for named in (None, "other:make"):
         with pytest.raises(PathosegError, match="hostile_network:make"):
             load_bundle(tmp_path / "b", factory=named)
@@ -157,7 +159,7 @@ def test_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
             return {"calls": 3}
 
     with pytest.raises(PathosegError, match="_extra_state"):
-        save_bundle(tmp_path, Odd(3, 3, 1), CARD)
+        save_bundle(tmp_path, Odd(3, 3, 1).state_dict(), CARD)
 
 
 @pytest.mark.parametrize("name", ["model.json", "weights.safetensors"])
@@ -278,7 +280,7 @@ def test_weights_that_are_no_safetensors_are_told_of(bundle: Path, data: bytes) 
 def test_a_folder_that_cannot_be_written_is_told_of(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(PathosegError, match="cannot be written"):
-        save_bundle(tmp_path / "file" / "model", _model(), CARD)
+        save_bundle(tmp_path / "file" / "model", _model().state_dict(), CARD)
 
 
 class Killed(BaseException):
@@ -319,10 +321,10 @@ def test_a_kill_leaves_the_old_or_the_new_bundle(
         with monkeypatch.context() as deadly:
             _kill_at(deadly, moment)
             with contextlib.suppress(Killed):
-                save_bundle(bundle, models[mpp], replace(CARD, mpp=mpp))
+                save_bundle(bundle, models[mpp].state_dict(), replace(CARD, mpp=mpp))
         model, card = load_bundle(bundle)
         _assert_same(model, models[card.mpp])
-    save_bundle(bundle, models[1.0], replace(CARD, mpp=1.0))
+    save_bundle(bundle, models[1.0].state_dict(), replace(CARD, mpp=1.0))
     assert load_bundle(bundle)[1].mpp == 1.0
     assert sorted(p.name for p in bundle.iterdir()) == ["model.json", "weights.safetensors"]
 
@@ -333,7 +335,7 @@ def test_a_killed_first_save_leaves_none_or_a_whole_one(
 ) -> None:
     with monkeypatch.context() as deadly, contextlib.suppress(Killed):
         _kill_at(deadly, moment)
-        save_bundle(tmp_path / "model", _model(), CARD)
+        save_bundle(tmp_path / "model", _model().state_dict(), CARD)
     if (tmp_path / "model" / "model.json").exists():
         _assert_same(load_bundle(tmp_path / "model")[0], _model())
     else:
@@ -350,6 +352,6 @@ def test_a_full_disk_leaves_the_old_bundle_and_no_litter(
     with monkeypatch.context() as deadly:
         deadly.setattr(os, "fsync", full)
         with pytest.raises(PathosegError, match="No space left"):
-            save_bundle(bundle, _model(1), replace(CARD, mpp=1.0))
+            save_bundle(bundle, _model(1).state_dict(), replace(CARD, mpp=1.0))
     assert load_bundle(bundle)[1] == CARD
     assert sorted(p.name for p in bundle.iterdir()) == ["model.json", "weights.safetensors"]

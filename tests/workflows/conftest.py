@@ -128,7 +128,7 @@ def tiny_bundle(tmp_path: Path) -> Callable[..., Path]:
             multiple=tile_multiple(model),
             stain=None if stain is None else {"method": stain},
         )
-        save_bundle(tmp_path / folder, model, card)
+        save_bundle(tmp_path / folder, model.state_dict(), card)
         return tmp_path / folder
 
     return save
