@@ -150,6 +150,28 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    """How a step runs on several ranks; one rank needs none of it.
+
+    Attributes:
+        order: In which the stages work: a name of docs/schedules.md, or "auto" for the fastest
+            that fits.
+        cut: Names of the modules or layers before which the model is cut; empty leaves the cut to
+            the planner.
+        memory: What a rank may use, such as "16GiB"; left out, all that its device has.
+        hardware: `cpu`, `v100`, `a100`, `h200` or a file of `pathoseg calibrate`, by which layers
+            are priced; None goes by the device.
+        transport: What joins the ranks; "auto" is MPI where one has started them, else gloo.
+    """
+
+    order: str = "auto"
+    cut: tuple[str, ...] = ()
+    memory: str | None = None
+    hardware: str | None = None
+    transport: Literal["auto", "mpi", "gloo"] = "auto"
+
+
+@dataclass(frozen=True)
 class InferConfig:
     """Segmenting slides.
 
@@ -175,6 +197,29 @@ class InferConfig:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    """How ranks share a step; docs/planning.md says how a plan is found.
+
+    Attributes:
+        ranks: How many ranks there are.
+        order: In which order the microbatches go through the stages: a name that
+            docs/planning.md lists, or "auto" for the fastest that fits.
+        stages: Into how many stages the model is cut; None lets the planner choose.
+        cut: Layers or modules before which the model is cut, instead of the planner's cuts.
+        memory: What a rank has, such as "16GiB"; None means what the hardware has.
+        hardware: `v100`, `a100`, `h200`, `cpu` or a file of `pathoseg calibrate`; None means this
+            machine's device.
+    """
+
+    ranks: Count = 1
+    order: str = "auto"
+    stages: Count | None = None
+    cut: tuple[str, ...] = ()
+    memory: str | None = None
+    hardware: str | None = None
+
+
+@dataclass(frozen=True)
 class Config:
     """Everything a run is told, one table of the TOML file each."""
 
@@ -187,7 +232,9 @@ class Config:
     loss: LossConfig = field(default_factory=LossConfig)
     augment: AugmentOptions = field(default_factory=AugmentOptions)
     train: TrainConfig = field(default_factory=TrainConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     infer: InferConfig = field(default_factory=InferConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
 
 def load_config(path: Path | None, flags: Mapping[str, Mapping[str, Any]] | None = None) -> Config:
