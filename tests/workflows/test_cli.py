@@ -19,7 +19,7 @@ Command = Callable[..., tuple[int, str]]
 SaveBundle = Callable[..., Path]
 Start = Callable[..., "subprocess.Popen[str]"]
 
-COMMANDS = ("train", "infer", "evaluate", "cache")
+COMMANDS = ("train", "infer", "evaluate", "cache", "calibrate")
 HEAVY = ("torch", "numpy", "tifffile", "zarr", "openslide", "scipy")
 
 
@@ -28,7 +28,7 @@ def test_help_lists_every_command_and_only_those(command: Command) -> None:
         code, said = command(*arguments)
         assert code == 0
         assert all(name in said for name in COMMANDS)
-        assert not any(name in said for name in ("plan", "calibrate", "view"))
+        assert "view" not in said
     code, said = command()
     assert code == 2
     assert "Usage" in said

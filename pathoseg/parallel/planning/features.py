@@ -6,14 +6,14 @@ from math import log, prod
 
 from pathoseg.parallel.graph.layer_graph import Attribute, Layer, Work
 
-CONVOLUTION, GROUPED, TRANSPOSED = (
-    f"{sort}convolution" for sort in ("", "grouped ", "transposed ")
+CONVOLUTION, POINTWISE, GROUPED, TRANSPOSED = (
+    f"{sort}convolution" for sort in ("", "pointwise ", "grouped ", "transposed ")
 )
 PRODUCT = "product"
 # The family of what is neither convolution nor product, and of a kind that was not measured.
 OTHER = "other"
 # Families that no other can stand in for.
-BASIC = (CONVOLUTION, GROUPED, TRANSPOSED, PRODUCT, OTHER)
+BASIC = (CONVOLUTION, POINTWISE, GROUPED, TRANSPOSED, PRODUCT, OTHER)
 # Vector registers and tensor cores take channels by so many; what is missing is computed too.
 _LANES = 16
 # Bytes that the cache of a core holds.
@@ -27,7 +27,10 @@ def family(layer: Layer) -> str:
     if layer.kind == "convolution":
         if layer.attributes["transposed"]:
             return TRANSPOSED
-        return CONVOLUTION if layer.attributes["groups"] == 1 else GROUPED
+        if layer.attributes["groups"] != 1:
+            return GROUPED
+        is_point = prod(_ints(layer.attributes["weight"])[2:]) == 1
+        return POINTWISE if is_point else CONVOLUTION
     return PRODUCT if layer.forward.flops else layer.kind
 
 
@@ -93,8 +96,7 @@ def _convolution_amounts(layer: Layer, flops: float) -> tuple[float, ...]:
     blocks_out = written * outputs * _padding(outputs)
     return (
         flops,
-        padded * (area == 1),
-        padded * (area > 1),
+        padded,
         padded * (area > 9),
         padded * strided,
         read * inputs,
@@ -123,7 +125,6 @@ def _convolution_features(layer: Layer) -> tuple[float, ...]:
         log(prod(_ints(layer.attributes["stride"]))),
         log(_padding(inputs / groups)),
         log(_padding(outputs / groups)),
-        float(prod(weight[2:]) == 1),
         log(groups),
     )
 

@@ -61,7 +61,7 @@ class Profiled:
         self._in_sequence = in_sequence or measure_sequence(self._device, rounds)
         firsts = distinct(traced.graph)
         alone = {key: at for key, at in firsts.items() if can_run_alone(traced.graph, at)}
-        self.guessed = len(firsts) - len(alone)
+        self._guessed = len(firsts) - len(alone)
         with _left_as_it_was(traced.model):
             visits = [Alone(traced, position) for position in alone.values()]
             measured = time_in_turn(visits, rounds, advance)
@@ -69,7 +69,8 @@ class Profiled:
 
     @property
     def note(self) -> str:
-        return f"layers timed on this device ({self._device})"
+        timed = f"{len(self.timings)} distinct layers timed on this device ({self._device})"
+        return f"{timed}, {self._guessed} by: {self._otherwise.note}" if self._guessed else timed
 
     def time(self, layer: Layer) -> LayerTime:
         """What the layer takes among others."""

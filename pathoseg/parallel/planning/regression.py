@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.linear_model import LinearRegression, RidgeCV
+from sklearn.linear_model import LinearRegression, Ridge, RidgeCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import PolynomialFeatures
 
@@ -24,7 +24,7 @@ from pathoseg.parallel.planning.features import (
 )
 from pathoseg.parallel.planning.hardware import Fit, Hardware, Regression
 
-# A kind of fewer layers is not told from the others.
+# A kind of fewer layers is not told from the others, and a basic family of fewer hardly described.
 _FEWEST = 8
 # Passes that move most bytes show the bandwidth of memory, others that of caches.
 _LARGEST = 8
@@ -102,7 +102,7 @@ class _Point:
 def _regression(points: Sequence[_Point]) -> Regression:
     """Rates by least squares of relative errors, then ridge regression of what they are off.
 
-    The ridge's penalty is chosen by leaving one out.
+    The ridge's penalty is chosen by leaving one out, where there are enough.
     """
     seconds = np.array([point.seconds for point in points])
     done = np.array([point.amounts for point in points])
@@ -115,7 +115,8 @@ def _regression(points: Sequence[_Point]) -> Regression:
     low, high = (tuple(edge.tolist()) for edge in (described.min(0), described.max(0)))
     units = [scaled(point.features, low, high) for point in points]
     terms = PolynomialFeatures(2, include_bias=False).fit_transform(units)
-    ridge = RidgeCV(alphas=_PENALTIES).fit(terms, offs)
+    known = len(points) >= _FEWEST
+    ridge = (RidgeCV(_PENALTIES) if known else Ridge(_PENALTIES[-1])).fit(terms, offs)
     coefficients = (float(ridge.intercept_), *ridge.coef_.tolist())
     return Regression(
         tuple(rates.tolist()), low, high, coefficients, float(offs.min()), float(offs.max())

@@ -1,0 +1,86 @@
+"""Tests `pathoseg calibrate`: the files it writes, and that a signal leaves none."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from pathoseg.cli import app
+from pathoseg.errors import StoppedError
+from pathoseg.parallel.graph.traced import trace
+from pathoseg.parallel.planning.cost import cost_model
+from pathoseg.parallel.planning.grid import Case, draw_cases
+from pathoseg.parallel.planning.hardware import load_hardware
+from pathoseg.workflows import calibrate as workflow
+
+
+def _few_cases() -> list[Case]:
+    cases = draw_cases(0.1)
+    return cases[:40:2] + cases[40::4]
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some layers of a small draw, on the CPU, once."""
+    monkeypatch.setattr(workflow, "draw_cases", lambda scale: _few_cases())
+    monkeypatch.setattr(workflow, "pick_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(workflow, "_QUICK_ROUNDS", 1)
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.slow
+def test_a_calibration_writes_a_fit_and_its_timings(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "mine.json"
+    result = CliRunner().invoke(app, ["calibrate", "--out", str(out), "--quick"])
+    assert result.exit_code == 0, result.output
+    hardware = load_hardware(str(out))
+    assert hardware.name == "mine"
+    assert hardware.threads == torch.get_num_threads()
+    assert hardware.memory > 2**20
+    assert hardware.fit
+    note = cost_model(hardware).note
+    assert f"{hardware.threads} of" in note
+    assert torch.__version__ in note
+    layer = trace(torch.nn.Conv2d(8, 8, 3), torch.empty(1, 8, 64, 64)).layers[0]
+    assert 1e-6 < cost_model(hardware).time(layer).forward < 1
+    with out.with_suffix(".csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(_few_cases())
+    for row in rows:
+        json.loads(row["attributes"])
+        for name in ("forward", "backward"):
+            low, high = (float(row[f"{name}_{figure}"]) for figure in ("minimum", "maximum"))
+            assert 0 <= low <= float(row[f"{name}_median"]) <= high
+    assert sorted(file.name for file in out.parent.iterdir()) == ["mine.csv", "mine.json"]
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_it_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    visited: list[None] = []
+
+    def interrupted(
+        cases: Sequence[Case], device: torch.device, rounds: int, advance: Callable[[], None]
+    ) -> Any:
+        os.kill(os.getpid(), number)
+        visited.append(None)
+        advance()
+        pytest.fail("it went on")
+
+    monkeypatch.setattr(workflow, "time_cases", interrupted)
+    with pytest.raises(StoppedError, match="Nothing was written") as stop:
+        workflow.calibrate(tmp_path / "mine.json", quick=True)
+    assert stop.value.exit_code == 128 + number
+    assert visited
+    assert not [*tmp_path.iterdir()]
