@@ -150,28 +150,6 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
-    """How a step runs on several ranks; one rank needs none of it.
-
-    Attributes:
-        order: In which the stages work: a name of docs/schedules.md, or "auto" for the fastest
-            that fits.
-        cut: Names of the modules or layers before which the model is cut; empty leaves the cut to
-            the planner.
-        memory: What a rank may use, such as "16GiB"; left out, all that its device has.
-        hardware: `cpu`, `v100`, `a100`, `h200` or a file of `pathoseg calibrate`, by which layers
-            are priced; None goes by the device.
-        transport: What joins the ranks; "auto" is MPI where one has started them, else gloo.
-    """
-
-    order: str = "auto"
-    cut: tuple[str, ...] = ()
-    memory: str | None = None
-    hardware: str | None = None
-    transport: Literal["auto", "mpi", "gloo"] = "auto"
-
-
-@dataclass(frozen=True)
 class InferConfig:
     """Segmenting slides.
 
@@ -201,7 +179,7 @@ class ParallelConfig:
     """How ranks share a step; docs/planning.md says how a plan is found.
 
     Attributes:
-        ranks: How many ranks there are.
+        ranks: How many ranks there are; a launcher such as mpirun overrules it.
         order: In which order the microbatches go through the stages: a name that
             docs/planning.md lists, or "auto" for the fastest that fits.
         stages: Into how many stages the model is cut; None lets the planner choose.
@@ -209,6 +187,7 @@ class ParallelConfig:
         memory: What a rank has, such as "16GiB"; None means what the hardware has.
         hardware: `v100`, `a100`, `h200`, `cpu` or a file of `pathoseg calibrate`; None means this
             machine's device.
+        transport: What joins the ranks of a run; "auto" is MPI where there is one, else gloo.
     """
 
     ranks: Count = 1
@@ -217,6 +196,7 @@ class ParallelConfig:
     cut: tuple[str, ...] = ()
     memory: str | None = None
     hardware: str | None = None
+    transport: Literal["auto", "mpi", "gloo"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -232,7 +212,6 @@ class Config:
     loss: LossConfig = field(default_factory=LossConfig)
     augment: AugmentOptions = field(default_factory=AugmentOptions)
     train: TrainConfig = field(default_factory=TrainConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     infer: InferConfig = field(default_factory=InferConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
