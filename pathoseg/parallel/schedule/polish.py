@@ -6,12 +6,12 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pathoseg.parallel.schedule.list_scheduling import Step, Timetable
+from pathoseg.parallel.schedule.workload import Timetable, Workload
 
 Swap = tuple[int, int]  # a rank, and the position of the first of two neighbours in its list
 
 
-def polish(step: Step, timetable: Timetable, replays: int) -> Timetable:
+def polish(work: Workload, timetable: Timetable, replays: int) -> Timetable:
     """Tabu search: swap two visits that follow each other on a rank and on the critical path.
 
     Only such a swap can shorten a step (van Laarhoven, Aarts and Lenstra, 1992). The best swap
@@ -19,11 +19,11 @@ def polish(step: Step, timetable: Timetable, replays: int) -> Timetable:
     (Taillard, 1994); of equally long steps the one whose microbatches end earlier is the better.
 
     Args:
-        step: What is ordered.
+        work: What is ordered.
         timetable: Where to start from.
         replays: About how many swaps to try.
     """
-    search = _Search(step, timetable)
+    search = _Search(work, timetable)
     current = best = search.replay()
     order = timetable.order
     rounds = 0
@@ -49,20 +49,17 @@ class _Replay:
 class _Search:
     """The lists of visits by rank, and the swaps that are barred until some round."""
 
-    def __init__(self, step: Step, timetable: Timetable) -> None:
-        count = len(timetable.starts)
+    def __init__(self, work: Workload, timetable: Timetable) -> None:
         self.tried = 0
-        self._step = step
+        self._work = work
         self._random = random.Random(0)
         self._barred: dict[tuple[int, int], int] = {}
-        self._home = [step.home(visit) for visit in range(count)]
-        self._time = [step.times[visit % step.visits] for visit in range(count)]
-        self._before = [step.before(visit) for visit in range(count)]
+        self._home = work.homes
         self._wakes = [
-            {self._home[later] for later, _ in step.after(visit)} - {self._home[visit]}
-            for visit in range(count)
+            {work.homes[later] for later, _ in after} - {home}
+            for home, after in zip(work.homes, work.after, strict=True)
         ]
-        self._lists: list[list[int]] = [[] for _ in step.caps]
+        self._lists: list[list[int]] = [[] for _ in work.caps]
         for visit in timetable.order:
             self._lists[self._home[visit]].append(visit)
 
@@ -71,7 +68,8 @@ class _Search:
 
     def replay(self) -> _Replay | None:
         """Run the lists, every visit as early as it can; None where they are stuck."""
-        count = len(self._time)
+        count = len(self._work)
+        times, before = self._work.durations, self._work.before
         starts: list[float] = [0] * count
         ends: list[float] = [-1] * count
         awaited: list[int | None] = [None] * count
@@ -85,7 +83,7 @@ class _Search:
                 visit = order[index]
                 cause = order[index - 1] if index else None
                 start = 0 if cause is None else ends[cause]
-                for earlier, delay in self._before[visit]:
+                for earlier, delay in before[visit]:
                     if ends[earlier] < 0:
                         break
                     if ends[earlier] + delay > start:
@@ -93,7 +91,7 @@ class _Search:
                 else:
                     awaited[visit] = cause
                     starts[visit] = start
-                    ends[visit] = start + self._time[visit]
+                    ends[visit] = start + times[visit]
                     movable += self._wakes[visit]
                     index += 1
                     continue
@@ -102,7 +100,7 @@ class _Search:
         if min(ends) < 0:
             return None
         last = max(range(count), key=ends.__getitem__)
-        length = self._step.visits
+        length = self._work.length
         finished = sum(max(ends[first : first + length]) for first in range(0, count, length))
         return _Replay(starts, awaited, last, ends[last], (ends[last], finished))
 
@@ -146,7 +144,7 @@ class _Search:
                 cause is not None
                 and self._home[cause] == self._home[visit]
                 and at[cause] == at[visit] - 1
-                and all(cause != earlier for earlier, _ in self._before[visit])
+                and all(cause != earlier for earlier, _ in self._work.before[visit])
             ):
                 yield self._home[visit], at[cause]
             visit = cause
@@ -159,11 +157,11 @@ class _Search:
     def _fits(self, swap: Swap) -> bool:
         """Whether the rank keeps to its cap when these two change places."""
         rank, index = swap
-        order, step = self._lists[rank], self._step
-        used = sum(step.taken(visit) - step.freed(visit) for visit in order[:index])
+        order, work = self._lists[rank], self._work
+        used = sum(work.taken[visit] - work.freed[visit] for visit in order[:index])
         for visit in (order[index + 1], order[index]):
-            used += step.taken(visit)
-            if used + step.extra[visit % step.visits] > step.caps[rank]:
+            used += work.taken[visit]
+            if used + work.extra[visit % work.length] > work.caps[rank]:
                 return False
-            used -= step.freed(visit)
+            used -= work.freed[visit]
         return True

@@ -1,4 +1,4 @@
-"""Random steps, and a judge of their timetables: for list scheduling and polishing."""
+"""Random workloads, and a judge of their timetables: for list scheduling and polishing."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Callable
 import pytest
 from hypothesis import strategies as st
 
-from pathoseg.parallel.schedule.list_scheduling import Route, Step, Timetable
+from pathoseg.parallel.schedule.workload import Route, Timetable, Workload
 
-Judge = Callable[[Step, Timetable], None]
+Judge = Callable[[Workload, Timetable], None]
 
 
 @pytest.fixture(scope="session")
-def steps() -> st.SearchStrategy[Step]:
-    """Steps of two mirrored replicas in which every microbatch alone keeps to the caps."""
-    return _steps()
+def works() -> st.SearchStrategy[Workload]:
+    """Workloads of two mirrored replicas in which every microbatch alone keeps to the caps."""
+    return _works()
 
 
 @st.composite
-def _steps(draw: st.DrawFn) -> Step:
+def _works(draw: st.DrawFn) -> Workload:
     stages = draw(st.integers(1, 4))
     numbers = st.integers(0, 5)
     of_stages = st.lists(numbers, min_size=stages, max_size=stages).map(tuple)
@@ -41,7 +41,7 @@ def _steps(draw: st.DrawFn) -> Step:
         for rank in range(ranks)
     )
     replicas = st.integers(0, len(homes) - 1)
-    return Step(
+    return Workload(
         tuple(Route(home + home[::-1], before, after) for home in homes),
         tuple(draw(st.lists(replicas, min_size=1, max_size=5))),
         times + back,
@@ -57,20 +57,20 @@ def judge() -> Judge:
     return _judge
 
 
-def _judge(step: Step, timetable: Timetable) -> None:
+def _judge(work: Workload, timetable: Timetable) -> None:
     starts = timetable.starts
-    ends = [start + step.times[visit % step.visits] for visit, start in enumerate(starts)]
+    ends = [start + time for start, time in zip(starts, work.durations, strict=True)]
     assert timetable.end == max(ends)
     for visit, start in enumerate(starts):
-        assert all(ends[earlier] + delay <= start for earlier, delay in step.before(visit))
-    for rank, cap in enumerate(step.caps):
+        assert all(ends[earlier] + delay <= start for earlier, delay in work.before[visit])
+    for rank, cap in enumerate(work.caps):
         clock: float = 0
         used = 0
         for visit in timetable.order:
-            if step.home(visit) == rank:
+            if work.homes[visit] == rank:
                 assert starts[visit] >= clock
                 clock = ends[visit]
-                used += step.taken(visit)
-                assert used + step.extra[visit % step.visits] <= cap
-                used -= step.freed(visit)
+                used += work.taken[visit]
+                assert used + work.extra[visit % work.length] <= cap
+                used -= work.freed[visit]
         assert used == 0

@@ -62,6 +62,43 @@ def test_it_is_whole_keeps_to_the_cap_and_is_always_the_same(
     assert synthesise(placement, costs, microbatches, cap, edges, recompute) == order
 
 
+@settings(max_examples=40)
+@given(data=st.data(), ranks=st.integers(1, 4), microbatches=st.integers(1, 5))
+def test_tensors_that_arrive_early_keep_to_the_cap_too(
+    data: st.DataObject, ranks: int, microbatches: int
+) -> None:
+    placement = data.draw(st.sampled_from([linear, folded, mirrored]))(ranks)
+    numbers = st.integers(0, 9)
+    stage = st.builds(StageCost, numbers, numbers, numbers, weights=numbers)
+    stages = placement.stages
+    edges = [*chain(stages), *(Edge(0, far) for far in range(2, stages))]
+    sizes = {edge: data.draw(numbers) for edge in edges}
+    costs = Costs(
+        tuple(data.draw(st.lists(stage, min_size=stages, max_size=stages))),
+        sizes,
+        Link(data.draw(st.integers(0, 3)), data.draw(st.integers(0, 1))),
+    )
+    recompute = data.draw(st.sets(st.integers(0, stages - 1)))
+    # What every microbatch at once could ask for of messages; below it a cap may be too small.
+    plenty = 3 * microbatches * sum(sizes.values()) + 4 * 9
+    share = data.draw(st.integers(0, 8))
+    try:
+        cap = 9 + plenty * share // 8
+        order = synthesise(placement, costs, microbatches, cap, edges, recompute)
+    except PathosegError:
+        assert share < 8
+        cap = 9 + plenty
+        order = synthesise(placement, costs, microbatches, cap, edges, recompute)
+    validate(order)
+    lowered = lower(order, recompute=recompute)
+    weights = [0] * placement.ranks
+    for home in placement.homes:
+        for each, rank in zip(costs.stages, home, strict=True):
+            weights[rank] += each.weights
+    held = zip(simulate(lowered, costs).peak_memory, weights, strict=True)
+    assert all(peak - own <= cap for peak, own in held)
+
+
 def _named(ranks: int, microbatches: int, bidirectionally: bool) -> Iterator[Schedule]:
     for flush in range(1, microbatches + 1):
         yield gpipe(linear(ranks), microbatches, flush)
