@@ -148,7 +148,10 @@ def save_hardware(hardware: Hardware, path: Path) -> None:
     Raises:
         OSError: The folder cannot be written, or the disk is full.
     """
-    text = json.dumps({"format": FORMAT, **asdict(hardware)}, indent=1) + "\n"
+    figures = {"format": FORMAT, **asdict(hardware)}
+    # What a user may want to change stands on lines of its own, before the long fit.
+    fit = json.dumps(figures.pop("fit"))
+    text = json.dumps(figures, indent=1).removesuffix("\n}") + f',\n "fit": {fit}\n}}\n'
     with NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False) as draft:
         try:
             draft.write(text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -119,8 +119,13 @@ def _regression(points: Sequence[_Point]) -> Regression:
     ridge = (RidgeCV(_PENALTIES) if known else Ridge(_PENALTIES[-1])).fit(terms, offs)
     coefficients = (float(ridge.intercept_), *ridge.coef_.tolist())
     return Regression(
-        tuple(rates.tolist()), low, high, coefficients, float(offs.min()), float(offs.max())
+        _short(rates), low, high, _short(coefficients), float(offs.min()), float(offs.max())
     )
+
+
+def _short(values: Iterable[float]) -> tuple[float, ...]:
+    """Six digits, that a file of them is small."""
+    return tuple(float(f"{value:.6g}") for value in values)
 
 
 class RawPolynomial:
