@@ -1,0 +1,206 @@
+"""Tells every rank within seconds that one has died, hangs or gives the run up."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from pathoseg.errors import PathosegError
+
+BEAT = 1.0  # seconds between two signs of life
+SILENCE = 10.0  # seconds without one after which a rank counts as lost
+MEETING = 60.0  # seconds that the ranks have to meet
+_FAREWELL = 2.0  # seconds that a rank which leaves waits for its word to be heard
+_TOKEN = 32
+_GREETING = _TOKEN + 8  # the token and the rank
+_MEND = "Mend the cause and start again with --resume to go on from the last checkpoint."
+
+
+class Lifeline:
+    """A star of connections through rank 0, with a thread on each rank that beats and listens.
+
+    It stands beside the library that carries the tensors, because such a library is silent about
+    a dead peer until somebody waits for exactly this peer. A long computation keeps beating:
+    torch lets other threads run while it computes.
+
+    Args:
+        rank: This rank.
+        ranks: Number of ranks; one alone has nobody to listen to.
+        host: Where rank 0 listens: the loopback interface, or an address that all ranks reach.
+        announce: Tells all ranks a text of rank 0; each rank calls it once, its own text counts
+            on rank 0 alone.
+
+    Raises:
+        PathosegError: The ranks do not meet within a minute.
+    """
+
+    def __init__(self, rank: int, ranks: int, host: str, announce: Callable[[str], str]) -> None:
+        self._reason: str | None = None
+        self._left = threading.Event()
+        self._parted = threading.Event()
+        self._peers: list[_Peer] = []
+        self._alone = ranks == 1
+        if self._alone:
+            return
+        self._wake, self._waker = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        try:
+            self._peers = _accept(ranks, host, announce) if rank == 0 else [_join(rank, announce)]
+        except OSError as error:
+            raise PathosegError(
+                f"Rank {rank} cannot meet the other ranks at {host}: {error}.",
+                "Check that every rank has started and that MASTER_ADDR, where it is set, names "
+                "an address of the first node that all nodes reach.",
+            ) from error
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        for peer in self._peers:
+            self._selector.register(peer.connection, selectors.EVENT_READ, peer)
+        threading.Thread(target=self._live, name="lifeline", daemon=True).start()
+
+    def check(self, patience: float = 0) -> None:
+        """Returns while all ranks are well, after `patience` seconds.
+
+        Raises:
+            PathosegError: A rank is lost or has given up: which one and why.
+        """
+        if patience:
+            self._parted.wait(patience)
+        if self._reason is not None:
+            raise PathosegError(self._reason, _MEND)
+
+    def abort(self, reason: str) -> None:
+        """Makes `check` fail with the reason on every rank; returns once they know it."""
+        self._blame(reason)
+        if not self._alone:
+            self._leave()
+
+    def close(self) -> None:
+        """Says goodbye, so that the end of this rank is not its loss."""
+        if not self._alone:
+            self._leave()
+            self._selector.close()
+            self._wake.close()
+            self._waker.close()
+
+    def _leave(self) -> None:
+        self._left.set()
+        self._waker.send(b"!")
+        self._parted.wait(_FAREWELL + 1)
+
+    def _live(self) -> None:
+        beat = time.monotonic()
+        while self._peers and not self._left.is_set() and self._reason is None:
+            for key, _ in self._selector.select(max(0.0, beat - time.monotonic())):
+                if key.data is not None:
+                    self._hear(key.data)
+            now = time.monotonic()
+            if now >= beat:
+                beat = now + BEAT
+                for peer in self._peers:
+                    peer.say("beat")
+            for peer in self._peers:
+                if now - peer.heard > SILENCE:
+                    self._blame(
+                        f"Rank {peer.rank} has given no sign of life for {SILENCE:.0f} s: it is "
+                        "stopped, or its machine is."
+                    )
+        self._part()
+
+    def _hear(self, peer: _Peer) -> None:
+        words = peer.listen()
+        if words is None:
+            self._drop(peer)
+            self._blame(f"Rank {peer.rank} ended without a word: it was killed, or it crashed.")
+        elif "bye" in words:
+            self._drop(peer)
+        else:
+            for reason in (word for word in words if word != "beat"):
+                self._blame(reason)
+
+    def _blame(self, reason: str) -> None:
+        # The first reason is the cause, later ones follow from it.
+        if self._reason is None:
+            self._reason = reason
+
+    def _drop(self, peer: _Peer) -> None:
+        self._selector.unregister(peer.connection)
+        self._peers.remove(peer)
+        peer.connection.close()
+
+    def _part(self) -> None:
+        """Speaks the last word and stays until it is heard: an early close could discard it."""
+        for peer in self._peers:
+            peer.say("bye" if self._reason is None else self._reason)
+            with contextlib.suppress(OSError):
+                peer.connection.shutdown(socket.SHUT_WR)
+        deadline = time.monotonic() + _FAREWELL
+        for peer in self._peers:
+            peer.drain(deadline)
+            peer.connection.close()
+        self._parted.set()
+
+
+class _Peer:
+    """The connection to one rank: words, each a line of JSON."""
+
+    def __init__(self, connection: socket.socket, rank: int) -> None:
+        self.rank = rank
+        self.connection = connection
+        self.heard = time.monotonic()
+        self._unread = b""
+
+    def say(self, word: str) -> None:
+        # A broken connection shows when it is read: as the loss of the rank.
+        with contextlib.suppress(OSError):
+            self.connection.sendall(json.dumps(word).encode() + b"\n")
+
+    def listen(self) -> list[str] | None:
+        """The words that have come; None at the end of the connection."""
+        try:
+            came = self.connection.recv(65536)
+        except OSError:
+            return None
+        if not came:
+            return None
+        self.heard = time.monotonic()
+        *lines, self._unread = (self._unread + came).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def drain(self, deadline: float) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.settimeout(max(0.01, deadline - time.monotonic()))
+            while self.connection.recv(65536):
+                pass
+
+
+def _accept(ranks: int, host: str, announce: Callable[[str], str]) -> list[_Peer]:
+    token = secrets.token_hex(_TOKEN // 2)
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    peers: list[_Peer] = []
+    with socket.create_server((host, 0), family=family, backlog=ranks) as server:
+        announce(f"{host} {server.getsockname()[1]} {token}")
+        deadline = time.monotonic() + MEETING
+        while len(peers) < ranks - 1:
+            server.settimeout(max(0.01, deadline - time.monotonic()))
+            connection, _ = server.accept()
+            connection.settimeout(MEETING)
+            greeting = connection.recv(_GREETING, socket.MSG_WAITALL)
+            if hmac.compare_digest(greeting[:_TOKEN], token.encode()):
+                peers.append(_Peer(connection, int(greeting[_TOKEN:])))
+            else:  # a stranger on the network
+                connection.close()
+    return peers
+
+
+def _join(rank: int, announce: Callable[[str], str]) -> _Peer:
+    host, port, token = announce("").split()
+    connection = socket.create_connection((host, int(port)), timeout=MEETING)
+    connection.sendall(f"{token}{rank:8d}".encode())
+    return _Peer(connection, 0)
