@@ -1,0 +1,316 @@
+"""A rank's messages of one pass: sent without waiting, received into buffers posted ahead."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pathoseg.errors import PathosegError
+from pathoseg.parallel.runtime.transport import Pending, Transport
+from pathoseg.parallel.schedule.action import COMPUTE, Action, Kind
+from pathoseg.parallel.schedule.schedule import Schedule
+
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+)
+_MOST_DIMENSIONS = 8
+# Visits ahead of which a rank posts what they receive.
+_AHEAD = 2
+
+
+class Layout(NamedTuple):
+    """What a receiver has to know of a tensor: its dtype, sizes, and dimensions by stride."""
+
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    order: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Layout:
+        strides = tensor.stride()
+        order = sorted(range(tensor.dim()), key=lambda dimension: -strides[dimension])
+        return cls(tensor.dtype, tuple(tensor.shape), tuple(order))
+
+    def packed(self, tensor: Tensor) -> Tensor:
+        """The tensor with its memory in a row; no copy where it has no gaps."""
+        return tensor.permute(self.order).contiguous()
+
+    def buffer(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Memory in a row, and the tensor that it holds."""
+        sizes = [self.sizes[dimension] for dimension in self.order]
+        memory = torch.empty(sizes, dtype=self.dtype, device=device)
+        back = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return memory, memory.permute(back)
+
+    def fits(self, tensor: Tensor) -> bool:
+        return (self.dtype, self.sizes) == (tensor.dtype, tuple(tensor.shape))
+
+
+@dataclass(frozen=True)
+class Route:
+    """Which messages two ranks exchange in a step, each way, in the order in which they are sent.
+
+    Attributes:
+        receives: By rank that sends to this one, its SENDs.
+        tags: The number of each SEND among those of its sender to its receiver.
+        receivers: Where each of this rank's SENDs goes.
+        sends: The SEND that each of this rank's RECVs waits for.
+    """
+
+    receives: dict[int, list[Action]]
+    tags: dict[Action, int]
+    receivers: dict[Action, int]
+    sends: dict[Action, Action]
+
+    @classmethod
+    def of(cls, schedule: Schedule, rank: int) -> Route:
+        """The messages of `rank`."""
+        receives: dict[int, list[Action]] = defaultdict(list)
+        tags: dict[Action, int] = {}
+        receivers: dict[Action, int] = {}
+        sends: dict[Action, Action] = {}
+        for sender, actions in enumerate(schedule.lists):
+            counts: dict[int, int] = defaultdict(int)
+            for action in actions:
+                if action.kind is not Kind.SEND:
+                    continue
+                assert action.edge is not None
+                other = action.edge.target if _is_forward(action) else action.edge.source
+                receiver = schedule.placement.homes[action.replica][other]
+                if rank in (sender, receiver):
+                    tags[action] = counts[receiver]
+                if sender == rank:
+                    receivers[action] = receiver
+                if receiver == rank:
+                    receives[sender].append(action)
+                    sends[action._replace(kind=Kind.RECV, stage=other)] = action
+                counts[receiver] += 1
+        return cls(receives, tags, receivers, sends)
+
+
+@dataclass
+class _Sending:
+    pending: Pending
+    action: Action | None  # None of a header
+    start: float
+
+
+class Messages:
+    """Sends and receives of one rank, pass after pass.
+
+    A receiver learns the layout of an edge's tensors, for a number of samples, from a header
+    ahead of the first of them; from then on their buffers are posted before they are needed.
+    What has no gradient, or does not exist in `eval` mode, is announced once and never sent.
+
+    Args:
+        transport: Carries them.
+        device: Where tensors live.
+        route: What is sent and received.
+        skipped: Whether a SEND never has a tensor, which all ranks know.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        device: torch.device,
+        route: Route,
+        skipped: Callable[[Action], bool],
+    ) -> None:
+        self._transport, self._device, self._route = transport, device, route
+        self._skipped = skipped
+        self._layouts: dict[tuple[object, ...], Layout | None] = {}
+        self._sending: deque[_Sending] = deque()
+        self._queues: dict[int, deque[Action]] = {}
+        self._posted: dict[Action, tuple[Pending, Tensor] | None] = {}
+        self._source: dict[Action, int] = {}
+        self._receives: list[Action] = []
+        self._until: list[int] = []
+        self._next = 0
+        self._sizes: Sequence[int] = ()
+        self._training = True
+        self._record: Callable[[Action, float], None] | None = None
+
+    def begin(
+        self,
+        actions: Sequence[Action],
+        sizes: Sequence[int],
+        training: bool,
+        record: Callable[[Action, float], None] | None,
+    ) -> None:
+        """Prepares a pass.
+
+        Args:
+            actions: What this rank is going to do, in order; empty microbatches left out.
+            sizes: Samples of each microbatch.
+            training: Whether the model is in training mode.
+            record: Told of a SEND that has left, and when it began.
+        """
+        self._sizes, self._training, self._record = sizes, training, record
+        self._receives = [self._route.sends[each] for each in actions if each.kind is Kind.RECV]
+        wanted = set(self._receives)
+        self._queues = {
+            rank: deque(each for each in sent if each in wanted)
+            for rank, sent in self._route.receives.items()
+        }
+        self._source = {each: rank for rank, sent in self._queues.items() for each in sent}
+        self._until = _horizons(actions)
+        self._posted, self._next = {}, 0
+
+    def post(self, position: int) -> None:
+        """Posts what the action at `position` and the visits soon after it receive."""
+        self._reap()
+        while self._next < self._until[position]:
+            send = self._receives[self._next]
+            self._advance(send, wait=False)
+            if send not in self._posted:
+                return
+            self._next += 1
+
+    def send(self, action: Action, tensor: Tensor | None) -> None:
+        """Starts a message; None where there is no such tensor.
+
+        Raises:
+            PathosegError: The tensor has another shape than those before it.
+        """
+        if self._skipped(action):
+            return
+        to, tag, key = self._route.receivers[action], self._route.tags[action], self._key(action)
+        if key not in self._layouts:
+            self._layouts[key] = layout = None if tensor is None else Layout.of(tensor)
+            self._start(None, _header(layout).to(self._device), to, tag)
+        layout = self._layouts[key]
+        if tensor is None and layout is not None:
+            tensor = torch.zeros(layout.sizes, dtype=layout.dtype, device=self._device)
+        if tensor is None:
+            return
+        if layout is None or not layout.fits(tensor):
+            before = "none" if layout is None else f"{layout.dtype} {layout.sizes}"
+            raise PathosegError(
+                f"The tensor of edge {action.edge} is {tensor.dtype} {tuple(tensor.shape)} and was "
+                f"{before} for as many samples.",
+                "Give the model inputs of one size, or train it on one rank.",
+            )
+        self._start(action, layout.packed(tensor), to, tag)
+
+    def receive(self, action: Action) -> Tensor | None:
+        """The tensor of a RECV, once it is there; None where there is none."""
+        send = self._route.sends[action]
+        if self._skipped(send):
+            return None
+        while send not in self._posted:
+            self._advance(send, wait=True)
+        found, self._posted[send] = self._posted[send], None
+        if found is None:
+            return None
+        pending, tensor = found
+        pending.wait()
+        return tensor
+
+    def finish(self) -> None:
+        """Returns once all that was sent has left."""
+        for each in self._sending:
+            each.pending.wait()
+        self._reap()
+
+    def _advance(self, send: Action, wait: bool) -> None:
+        """Posts the messages of a rank up to `send`, in the order in which they are sent; one
+        whose layout is unknown only if it may wait for its header."""
+        if self._skipped(send):
+            self._posted[send] = None
+        if send in self._posted:
+            return
+        source = self._source[send]
+        queue = self._queues[source]
+        while send not in self._posted:
+            first = queue[0]
+            if not self._skipped(first):
+                key, tag = self._key(first), self._route.tags[first]
+                if key not in self._layouts:
+                    if not wait:
+                        return
+                    header = torch.empty(_HEADER, dtype=torch.int64, device=self._device)
+                    self._transport.receive(header, source, tag).wait()
+                    self._layouts[key] = _layout(header.tolist())
+                layout = self._layouts[key]
+                self._posted[first] = None
+                if layout is not None:
+                    memory, tensor = layout.buffer(self._device)
+                    self._posted[first] = self._transport.receive(memory, source, tag), tensor
+            queue.popleft()
+
+    def _start(self, action: Action | None, tensor: Tensor, to: int, tag: int) -> None:
+        start = time.perf_counter()
+        self._sending.append(_Sending(self._transport.send(tensor, to, tag), action, start))
+
+    def _reap(self) -> None:
+        """Lets go of what has left."""
+        for _ in range(len(self._sending)):
+            each = self._sending.popleft()
+            if not each.pending.done():
+                self._sending.append(each)
+            elif self._record is not None and each.action is not None:
+                self._record(each.action, each.start)
+
+    def _key(self, send: Action) -> tuple[object, ...]:
+        assert send.microbatch is not None
+        samples = self._sizes[send.microbatch]
+        return send.replica, send.edge, _is_forward(send), samples, self._training
+
+
+def _is_forward(send: Action) -> bool:
+    assert send.edge is not None
+    return send.stage == send.edge.source
+
+
+def _horizons(actions: Sequence[Action]) -> list[int]:
+    """By position: how many of the RECVs, from the first, the next visits need."""
+    received = [0]
+    for action in actions:
+        received.append(received[-1] + (action.kind is Kind.RECV))
+    visits = [index for index, action in enumerate(actions) if action.kind in COMPUTE]
+    horizons, at = [], 0
+    for position in range(len(actions)):
+        while at < len(visits) and visits[at] <= position:
+            at += 1
+        last = visits[at + _AHEAD - 1] if at + _AHEAD <= len(visits) else len(actions)
+        horizons.append(received[last])
+    return horizons
+
+
+_HEADER = 2 + 2 * _MOST_DIMENSIONS
+
+
+def _header(layout: Layout | None) -> Tensor:
+    """A layout as a message: dtype's number or -1, dimensions, sizes, order."""
+    header = torch.full((_HEADER,), -1, dtype=torch.int64)
+    if layout is not None:
+        dimensions = len(layout.sizes)
+        if layout.dtype not in _DTYPES or dimensions > _MOST_DIMENSIONS:
+            raise PathosegError(
+                f"A {layout.dtype} tensor of {dimensions} dimensions cannot be sent.",
+                "Cut the model elsewhere.",
+            )
+        numbers = [_DTYPES.index(layout.dtype), dimensions, *layout.sizes, *layout.order]
+        header[: len(numbers)] = torch.tensor(numbers)
+    return header
+
+
+def _layout(header: list[int]) -> Layout | None:
+    """The inverse of `_header`."""
+    dtype, dimensions, *numbers = header
+    if dtype < 0:
+        return None
+    sizes, order = numbers[:dimensions], numbers[dimensions : 2 * dimensions]
+    return Layout(_DTYPES[dtype], tuple(sizes), tuple(order))

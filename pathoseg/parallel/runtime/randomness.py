@@ -1,0 +1,135 @@
+"""Random numbers inside a model: a function of seed, step, microbatch and layer."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from pathoseg.parallel.graph.layer_graph import LayerGraph
+
+# A process has one set of generators, which ranks as threads share.
+_GENERATORS = threading.Lock()
+
+
+def seed_of(seed: int, step: int, microbatch: int, layer: int) -> int:
+    """The seed of one layer's random numbers, below 2**63."""
+    digest = hashlib.blake2b(f"{seed} {step} {microbatch} {layer}".encode(), digest_size=8)
+    return int.from_bytes(digest.digest()) >> 1
+
+
+class Randomness:
+    """Seeds torch's, numpy's and Python's generators for the layers of a stage that draw.
+
+    Which do is seen in the first forward; an opaque block may draw in any, so it always counts.
+
+    Args:
+        graph: The model's layers.
+        layers: Positions of the stage's.
+        seed: Of the run.
+        device: Where the stage runs.
+    """
+
+    def __init__(self, graph: LayerGraph, layers: range, seed: int, device: torch.device) -> None:
+        self._seed, self._device = seed, device
+        self._layers = layers
+        self._drawing: set[int] | None = None
+        self._opaque = {
+            position
+            for position in layers
+            if graph.layers[position].kind == graph.modules.get(graph.layers[position].module)
+        }
+
+    @contextmanager
+    def of(self, step: int, microbatch: int) -> Iterator[Callable[[int], None] | None]:
+        """What a segment is to call before each layer; None where no layer draws."""
+        if self._drawing is not None and not self._drawing:
+            yield None
+            return
+        throws = _Throws(self._drawing, self._device)
+
+        def before(position: int) -> None:
+            throws.enter(position, seed_of(self._seed, step, microbatch, position))
+
+        try:
+            yield before
+        finally:
+            throws.leave()
+        if self._drawing is None:
+            self._drawing = throws.drew | self._opaque
+
+
+class _Throws:
+    """The generators during one forward: lent to one layer at a time, restored afterwards.
+
+    Attributes:
+        drew: The layers that drew, as far as it was asked to look.
+    """
+
+    def __init__(self, drawing: set[int] | None, device: torch.device) -> None:
+        self.drew: set[int] = set()
+        self._drawing, self._device = drawing, device
+        self._before: Any = None
+        self._seeded: Any = None
+        self._position = -1
+
+    def enter(self, position: int, seed: int) -> None:
+        self.leave()
+        if self._drawing is None or position in self._drawing:
+            _GENERATORS.acquire()
+            self._before = _state(self._device)
+            _seed(seed, self._device)
+            self._position = position
+            if self._drawing is None:
+                self._seeded = _state(self._device)
+
+    def leave(self) -> None:
+        if self._before is None:
+            return
+        if self._seeded is not None and not _equal(self._seeded, _state(self._device)):
+            self.drew.add(self._position)
+        _restore(self._before, self._device)
+        self._before = self._seeded = None
+        _GENERATORS.release()
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    found = [torch.default_generator]
+    if device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # untyped in torch
+        index = torch.cuda.current_device() if device.index is None else device.index
+        found.append(torch.cuda.default_generators[index])
+    return found
+
+
+def _seed(seed: int, device: torch.device) -> None:
+    for generator in _generators(device):
+        generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def _state(device: torch.device) -> tuple[list[torch.Tensor], Any, Any]:
+    torchs = [generator.get_state() for generator in _generators(device)]
+    return torchs, random.getstate(), np.random.get_state(legacy=False)
+
+
+def _restore(state: tuple[list[torch.Tensor], Any, Any], device: torch.device) -> None:
+    torchs, python, numpys = state
+    for generator, kept in zip(_generators(device), torchs, strict=True):
+        generator.set_state(kept)
+    random.setstate(python)
+    np.random.set_state(numpys)
+
+
+def _equal(one: tuple[list[torch.Tensor], Any, Any], two: tuple[Any, Any, Any]) -> bool:
+    same = all(torch.equal(a, b) for a, b in zip(one[0], two[0], strict=True))
+    key, other = one[2]["state"], two[2]["state"]
+    numpys = key["pos"] == other["pos"] and np.array_equal(key["key"], other["key"])
+    return same and one[1] == two[1] and numpys

@@ -1,0 +1,322 @@
+"""Trains a model that is cut over ranks, as one process would."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from pathoseg.errors import PathosegError
+from pathoseg.parallel.graph.layer_graph import Partition
+from pathoseg.parallel.graph.traced import Traced
+from pathoseg.parallel.runtime.clipping import Agreed, Clipping
+from pathoseg.parallel.runtime.executor import Executor, Microbatches, refused
+from pathoseg.parallel.runtime.holdings import Holdings
+from pathoseg.parallel.runtime.loss_scale import LossScale
+from pathoseg.parallel.runtime.reduction import Reduction
+from pathoseg.parallel.runtime.stage import Loss, Pass, Stage, stage_edges
+from pathoseg.parallel.runtime.state import gather, load_optimizer, load_tensors
+from pathoseg.parallel.runtime.transport import Transport
+from pathoseg.parallel.schedule.action import Kind
+from pathoseg.parallel.schedule.event import Event
+from pathoseg.parallel.schedule.schedule import Schedule
+from pathoseg.parallel.schedule.validate import validate
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained; the same on all ranks.
+
+    Attributes:
+        loss: Losses of the samples (n,) of what the model returns and the targets.
+        optimizer: Makes the optimizer of some of the model's trained parameters.
+        seed: Decides, with step, microbatch and layer, what layers draw at random.
+        dtype: Autocast precision, or None; with float16 the loss is scaled.
+        clip: Largest global L2 norm of the gradient; 0 leaves it.
+    """
+
+    loss: Loss
+    optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+    seed: int = 0
+    dtype: torch.dtype | None = None
+    clip: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did; the same on all ranks but for the events.
+
+    Attributes:
+        loss_sum: Sum of the losses of all samples.
+        finite: Whether the gradient was; if not, nothing was updated but running statistics.
+        events: What this rank did when, if it was asked for.
+    """
+
+    loss_sum: float
+    finite: bool
+    events: tuple[Event, ...] = ()
+
+
+class Runner:
+    """One rank of a model in training. All ranks make the same calls in the same order.
+
+    The model is changed: its stages that are on this rank move to the device, and the memory of
+    all others is let go. Its modules and the names of its parameters stay as they are.
+
+    Args:
+        traced: The whole model, with the same values on every rank.
+        partition: Its stages.
+        schedule: Validated, lowered from the edges of these stages (`stage_edges`).
+        transport: Joins the ranks of the schedule.
+        device: Where this rank computes.
+        training: How it is trained.
+
+    Attributes:
+        own: The trained parameters on this rank, by name.
+        optimizer: That of this rank's parameters (set the learning rate in its groups), or None
+            where there are none.
+        reads_inputs: Microbatches whose inputs this rank needs.
+        reads_targets: Microbatches whose targets it needs.
+
+    Raises:
+        PathosegError: Stages, schedule and transport do not fit, or ranks differ in what they run.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        partition: Partition,
+        schedule: Schedule,
+        transport: Transport,
+        device: torch.device,
+        training: Training,
+    ) -> None:
+        _check(partition, schedule, transport)
+        whole = schedule.expanded()
+        self._model, self._transport, self._training = traced.model, transport, training
+        self._device = device
+        self._holdings = Holdings(
+            traced.model, traced.graph, partition, whole.placement, transport.rank
+        )
+        self._compare_ranks(traced, partition, schedule)
+        self._holdings.settle(device)
+        self._placement = whole.placement
+        homes = whole.placement.homes
+        held = sorted({s for home in homes for s, at in enumerate(home) if at == transport.rank})
+        recomputed = {stage for _, stage, _ in whole.setting.recomputed}
+        self._stages = {
+            number: Stage(
+                traced,
+                partition,
+                number,
+                training.loss,
+                training.seed,
+                device,
+                training.dtype,
+                alone=len(homes) == 1 and number not in recomputed,
+            )
+            for number in held
+        }
+        reductions = {
+            number: Reduction(
+                self._holdings.trained(number),
+                max(1, whole.setting.buckets[number]),
+                transport,
+                self._holders(number),
+            )
+            for number in held
+        }
+        self._executor = Executor(transport, whole, self._stages, reductions, device)
+        mine = set(self._holdings.own)
+        trained = {
+            name: parameter
+            for name, parameter in self._holdings.parameters.items()
+            if parameter.requires_grad
+        }
+        self.own = {name: parameter for name, parameter in trained.items() if name in mine}
+        counted = [name for name in self._holdings.told if name in trained]
+        self._clipping = Clipping(trained, [*self.own], counted, transport, device)
+        self._agreed: Agreed
+        self._scale = LossScale(training.dtype is torch.float16)
+        self.optimizer = training.optimizer([*self.own.values()]) if self.own else None
+        visits = [each for each in whole.lists[transport.rank] if each.kind is Kind.FORWARD]
+        self.reads_inputs = frozenset(
+            v.microbatch for v in visits if partition.inputs[v.stage] and v.microbatch is not None
+        )
+        self.reads_targets = frozenset(
+            v.microbatch for v in visits if self._stages[v.stage].is_last
+        )
+
+    @property
+    def doing(self) -> str:
+        """What this rank is at, in words."""
+        action = self._executor.doing
+        return "between steps" if action is None else f"at {action} of stage {action.stage}"
+
+    def step(self, number: int, microbatches: Microbatches, trace: bool = False) -> StepResult:
+        """One optimizer step on the mean loss of all samples.
+
+        Args:
+            number: The run's step, from 0; decides what layers draw at random.
+            microbatches: As many as the schedule has, in all groups together.
+            trace: Whether the result has events.
+
+        Raises:
+            PathosegError: Something failed here or on another rank; all ranks end.
+        """
+        events: list[Event] | None = [] if trace else None
+        this = Pass(number, sum(microbatches.sizes), self._scale.scale, training=True)
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+        with self._failing():
+            with ExitStack() as stack:
+                for stage in self._stages.values():
+                    stack.enter_context(stage.statistics.kept())
+                self._executor.step(
+                    this, microbatches, partial(self._update, this, microbatches), events
+                )
+            for number_of, stage in self._stages.items():
+                stage.statistics.apply(
+                    microbatches.sizes, self._transport, self._holders(number_of)
+                )
+        return StepResult(self._agreed.loss_sum, self._agreed.finite, tuple(events or ()))
+
+    def predict(self, microbatches: Microbatches) -> dict[int, Any]:
+        """What the model returns in `eval` mode, by microbatch, where its last stage is here.
+
+        Args:
+            microbatches: As many as the schedule has; targets are not asked for.
+
+        Raises:
+            PathosegError: As `step`.
+        """
+        modes = [(module, module.training) for module in self._model.modules()]
+        self._model.eval()
+        try:
+            with self._failing():
+                this = Pass(0, sum(microbatches.sizes), 1.0, training=False)
+                return self._executor.predict(this, microbatches)
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+    def state(self) -> dict[str, Any]:
+        """The whole of it, for a checkpoint, on rank 0; nothing on the others.
+
+        Returns:
+            `model`, the model's state dict; `optimizer`, what the optimizer keeps, by name of the
+            parameter; `scaler`, that of a `torch.amp.GradScaler`. All in host memory.
+        """
+        held = self._holdings.tensors()
+        told = {name: {"": held[name]} for name in self._holdings.told}
+        kept = {} if self.optimizer is None else self.optimizer.state
+        for name, parameter in self.own.items():
+            if name in told and parameter in kept:
+                told[name] |= kept[parameter]
+        with self._failing():
+            whole = gather(told, self._transport, self._device)
+        if self._transport.rank:
+            return {}
+        values = {name: entries.pop("") for name, entries in whole.items()}
+        return {
+            "model": {key: values[name] for key, name in self._holdings.keys.items()},
+            "optimizer": {name: entries for name, entries in whole.items() if entries},
+            "scaler": self._scale.state_dict(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Takes over what this rank holds of a `state` that any number of ranks may have written.
+
+        Raises:
+            KeyError, ValueError: It is that of another model or optimizer.
+        """
+        held = self._holdings.tensors()
+        own = {key: held[name] for key, name in self._holdings.keys.items() if name in held}
+        load_tensors(own, state["model"])
+        if self.optimizer is not None:
+            names = {parameter: name for name, parameter in self.own.items()}
+            load_optimizer(self.optimizer, names, state["optimizer"])
+        self._scale.load_state_dict(state["scaler"])
+
+    def _update(self, this: Pass, microbatches: Microbatches) -> None:
+        """The optimizer's step on all ranks, or on none."""
+        losses = {
+            microbatch: loss
+            for stage in self._stages.values()
+            for microbatch, loss in stage.losses.items()
+        }
+        self._agreed = self._clipping.agree(losses, len(microbatches.sizes), this.scale)
+        if self._agreed.finite and self.optimizer is not None:
+            if self._training.clip > 0:
+                self._clipping.clip(self._agreed.norm, self._training.clip)
+            self.optimizer.step()
+        self._scale.update(self._agreed.finite)
+
+    def _holders(self, stage: int) -> tuple[int, ...]:
+        return tuple(self._placement.holders(stage))
+
+    def _compare_ranks(self, traced: Traced, partition: Partition, schedule: Schedule) -> None:
+        """Refuses ranks that would not run the same."""
+        training = self._training
+        own = {
+            "model": traced.graph.to_json(),
+            "stages": str(partition.bounds),
+            "schedule": str(schedule),
+            "precision, clipping or seed": f"{training.dtype} {training.clip} {training.seed}",
+            "weights": self._holdings.digest(),
+        }
+        digests = {what: hashlib.sha256(text.encode()).hexdigest() for what, text in own.items()}
+        told = [json.loads(text) for text in self._transport.gather(json.dumps(digests))]
+        for rank, theirs in enumerate(told):
+            for what, digest in told[0].items():
+                if theirs.get(what) != digest:
+                    raise PathosegError(
+                        f"Rank {rank} has not the {what} of rank 0.",
+                        "Start all ranks with the same version, configuration and first weights.",
+                    )
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Takes all ranks down with this one."""
+        rank = self._transport.rank
+        try:
+            yield
+        except PathosegError as error:
+            self._transport.abort(f"Rank {rank}, {self.doing}: {error.problem}")
+            raise
+        except Exception as error:
+            first = str(error).split("\n")[0]
+            problem = f"Rank {rank} failed {self.doing} ({type(error).__name__}: {first})."
+            self._transport.abort(problem)
+            mend = "Run it on one rank to see whether the model itself fails."
+            if isinstance(error, torch.OutOfMemoryError):
+                mend = "Use smaller tiles or microbatches, more stages, or recomputation."
+            raise PathosegError(problem, mend) from error
+        except BaseException:
+            self._transport.abort(f"Rank {rank} was stopped {self.doing}.")
+            raise
+
+
+def _check(partition: Partition, schedule: Schedule, transport: Transport) -> None:
+    problem = refused(schedule)
+    if problem is not None:
+        raise problem
+    if schedule.ranks != transport.ranks:
+        raise PathosegError(
+            f"The schedule {schedule.name} is for {schedule.ranks} ranks, not {transport.ranks}.",
+            f"Start {schedule.ranks} ranks.",
+        )
+    edges = set(stage_edges(partition))
+    if schedule.stages != partition.stages or set(schedule.edges) != edges:
+        raise PathosegError(
+            f"The schedule {schedule.name} is for other stages than these {partition.stages}.",
+            "Lower it with the edges of the partition.",
+        )
+    validate(schedule)

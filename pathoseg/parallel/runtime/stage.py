@@ -1,0 +1,287 @@
+"""One stage of a model on one rank: runs its layers forward and backward, visit by visit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from pathoseg.errors import PathosegError
+from pathoseg.parallel.graph.layer_graph import Partition, StageEdge
+from pathoseg.parallel.graph.traced import Traced
+from pathoseg.parallel.runtime.batch_norm import RunningStatistics
+from pathoseg.parallel.runtime.randomness import Randomness
+from pathoseg.parallel.schedule.action import Edge
+
+# Of what the model returns and the targets, one number per sample.
+Loss = Callable[[Any, Any], Tensor]
+
+
+def stage_edges(partition: Partition) -> dict[Edge, StageEdge]:
+    """The edges of a schedule of these stages, and the value on each: the tensors between two
+    stages are numbered in the order of `partition.edges`."""
+    found: dict[Edge, StageEdge] = {}
+    for each in partition.edges:
+        number = sum(edge[:2] == (each.source, each.target) for edge in found)
+        found[Edge(each.source, each.target, number)] = each
+    return found
+
+
+@dataclass
+class Pass:
+    """What all visits of a step, or of a prediction, have in common.
+
+    Attributes:
+        step: Number of the step.
+        samples: Samples of all microbatches together.
+        scale: What the loss is multiplied by ahead of its backward.
+        training: Whether it is a step.
+    """
+
+    step: int
+    samples: int
+    scale: float
+    training: bool
+
+
+@dataclass
+class _Visit:
+    """What is held for a microbatch between its forward and its backward.
+
+    Attributes:
+        received: Values of the model's inputs and other stages, by name, which gather gradients.
+        targets: What the loss compares with.
+        roots: Where the backward begins, by name of the value; "" is the loss.
+        gradients: What came back, by edge.
+    """
+
+    received: dict[str, Tensor] = field(default_factory=dict)
+    targets: Any = None
+    roots: dict[str, GradientEdge] = field(default_factory=dict)
+    gradients: dict[Edge, Tensor | None] = field(default_factory=dict)
+
+
+class Stage:
+    """The layers of one stage with what is held for the microbatches under way.
+
+    Copies of the stage on one rank share it: microbatches are numbered over all replicas.
+
+    Args:
+        traced: The model.
+        partition: Its stages.
+        number: Which one this is.
+        loss: Computes the losses; used by the last stage.
+        seed: Of what layers draw at random.
+        device: Where it runs.
+        dtype: Autocast precision, or None.
+        alone: Whether there is one copy, which runs each forward once: then layers may keep
+            running state of any kind.
+
+    Attributes:
+        number: Which stage it is.
+        inputs: Names of the model's inputs that it reads.
+        entering: The edges that end here, and their values.
+        leaving: The edges that start here, and their values.
+        statistics: Its norms' running statistics.
+        losses: By microbatch of this step, the sum of its samples' losses, where it is the last.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        partition: Partition,
+        number: int,
+        loss: Loss,
+        seed: int,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        alone: bool,
+    ) -> None:
+        layers, edges = partition.layers(number), stage_edges(partition)
+        self.number = number
+        self.inputs = partition.inputs[number]
+        self.entering = {edge: sent for edge, sent in edges.items() if edge.target == number}
+        self.leaving = {edge: sent for edge, sent in edges.items() if edge.source == number}
+        self.is_last = number == partition.stages - 1
+        self.statistics = RunningStatistics(traced.model, traced.graph, layers)
+        self.losses: dict[int, Tensor] = {}
+        self._traced, self._loss, self._device, self._dtype = traced, loss, device, dtype
+        self._segment = traced.segment(layers)
+        self._randomness = Randomness(traced.graph, layers, seed, device)
+        self._returned = set(traced.graph.outputs) if self.is_last else set()
+        self._visits: dict[int, _Visit] = {}
+        self._to_check: dict[str, Tensor] = {}
+        if not alone:
+            names = (name for at in layers for name in traced.graph.layers[at].buffers)
+            buffers = {name: traced.model.get_buffer(name) for name in names}
+            handled = self.statistics.takes_care_of
+            self._to_check = {name: each for name, each in buffers.items() if not handled(each)}
+
+    def begin(self) -> None:
+        """A step or prediction begins; what an earlier one left behind is let go."""
+        self._visits.clear()
+        self.losses.clear()
+
+    def feed(self, microbatch: int, inputs: Mapping[str, Tensor]) -> None:
+        """Gives it what it reads of the model's inputs."""
+        visit = self._visits.setdefault(microbatch, _Visit())
+        for name in self.inputs:
+            visit.received[name] = inputs[name]
+
+    def compare(self, microbatch: int, targets: Any) -> None:
+        """Gives the last stage the targets."""
+        self._visits.setdefault(microbatch, _Visit()).targets = targets
+
+    def receive(self, microbatch: int, edge: Edge, tensor: Tensor | None) -> None:
+        """Takes over the value of an edge that ends here, or the gradient of one that starts."""
+        visit = self._visits.setdefault(microbatch, _Visit())
+        if edge in self.leaving:
+            visit.gradients[edge] = tensor
+        elif tensor is not None:
+            sent = self.entering[edge]
+            visit.received[sent.value] = tensor.detach().requires_grad_(sent.gradient)
+
+    def predict(self, microbatch: int) -> tuple[dict[Edge, Tensor], Any]:
+        """A forward without backward: what leaves, and at the last stage what the model returns."""
+        visit = self._visits.pop(microbatch)
+        with torch.no_grad():
+            values = self._run(visit, None)
+        model_output = self._assemble(visit, values) if self.is_last else None
+        return self._leaving(values), model_output
+
+    def forward(self, microbatch: int, this: Pass, keep: bool) -> dict[Edge, Tensor]:
+        """Runs the layers, and the loss after the last of them; returns what leaves.
+
+        Args:
+            microbatch: Its number in the step; all that it reads has been received.
+            this: The step.
+            keep: Whether the backward is to find what it needs; else `recompute` comes first.
+        """
+        visit = self._visits.setdefault(microbatch, _Visit())
+        row = self.statistics.lend()
+        versions = {} if keep else {name: each._version for name, each in visit.received.items()}
+        state = {name: buffer.clone() for name, buffer in self._to_check.items()}
+        with torch.set_grad_enabled(keep):
+            values = self._run(visit, (this.step, microbatch))
+            if self.is_last:
+                self.losses[microbatch] = self._finish(visit, values, this, keep)
+        self.statistics.keep(microbatch, row)
+        if keep:
+            self._hold(visit, values)
+        self._check(visit, versions, state)
+        return self._leaving(values)
+
+    def recompute(self, microbatch: int, this: Pass) -> None:
+        """The forward once more, for the backward alone."""
+        visit = self._visits[microbatch]
+        self.statistics.lend()
+        with torch.enable_grad():
+            values = self._run(visit, (this.step, microbatch))
+            if self.is_last:
+                self._finish(visit, values, this, keep=True)
+        self._hold(visit, values)
+
+    def backward(self, microbatch: int) -> dict[Edge, Tensor | None]:
+        """Adds to the parameters' gradients; returns those of what was received, by edge."""
+        visit = self._visits.pop(microbatch)
+        owed = self._owed(visit)
+        if "" in visit.roots:
+            owed[""] = torch.ones_like(self.losses[microbatch])
+        roots = [visit.roots[name] for name in owed]
+        if roots:
+            torch.autograd.backward(roots, list(owed.values()))
+        return {
+            edge: visit.received[sent.value].grad if sent.value in visit.received else None
+            for edge, sent in self.entering.items()
+            if sent.gradient
+        }
+
+    def _run(self, visit: _Visit, drawn: tuple[int, int] | None) -> dict[str, Tensor]:
+        """What the layers make for others; `drawn` is the step and microbatch."""
+        with ExitStack() as stack:
+            before = stack.enter_context(self._randomness.of(*drawn)) if drawn else None
+            if self.statistics.watches:
+                before = _both(self.statistics.enter, before)
+            enabled = self._dtype is not None
+            stack.enter_context(torch.autocast(self._device.type, self._dtype, enabled=enabled))
+            return self._segment(visit.received, before)
+
+    def _check(
+        self, visit: _Visit, versions: Mapping[str, int], state: Mapping[str, Tensor]
+    ) -> None:
+        """Refuses layers that cannot run twice, or in copies. State is looked at once."""
+        written = [name for name, old in versions.items() if visit.received[name]._version != old]
+        changed = [name for name, old in state.items() if not old.equal(self._to_check[name])]
+        self._to_check = {}
+        if written:
+            raise PathosegError(
+                f"Stage {self.number} writes into {written[0]}, so it cannot run it again.",
+                "Plan it without recomputation.",
+            )
+        if changed:
+            raise PathosegError(
+                f"A forward of stage {self.number} changes {changed[0]}, which is no norm's "
+                "running statistic, so it can have no copies and not run twice.",
+                "Choose an order with one replica and no recomputation, such as 1f1b.",
+            )
+
+    def _assemble(self, visit: _Visit, values: Mapping[str, Tensor]) -> Any:
+        return self._traced.assemble({**visit.received, **values})
+
+    def _finish(
+        self, visit: _Visit, values: Mapping[str, Tensor], this: Pass, keep: bool
+    ) -> Tensor:
+        """The loss of the microbatch; where the backward begins, if that is to be kept."""
+        losses = self._loss(self._assemble(visit, values), visit.targets).sum()
+        if keep:
+            visit.targets = None
+            scaled = losses / this.samples * this.scale
+            if scaled.requires_grad:
+                visit.roots[""] = get_gradient_edge(scaled)
+        return losses.detach()
+
+    def _hold(self, visit: _Visit, values: Mapping[str, Tensor]) -> None:
+        """Keeps where the backward begins, and not the tensors themselves."""
+        for sent in self.leaving.values():
+            value = values.get(sent.value)
+            if sent.gradient and value is not None and value.requires_grad:
+                visit.roots[sent.value] = get_gradient_edge(value)
+
+    def _leaving(self, values: Mapping[str, Tensor]) -> dict[Edge, Tensor]:
+        return {
+            edge: values[sent.value].detach().to(self._device)
+            for edge, sent in self.leaving.items()
+            if sent.value in values
+        }
+
+    def _owed(self, visit: _Visit) -> dict[str, Tensor]:
+        """By name, the gradient of what left, summed over its consumers: the deepest first, as
+        one process would."""
+        owed: dict[str, Tensor] = {}
+        for edge, sent in sorted(self.leaving.items(), key=_depth):
+            gradient = visit.gradients.pop(edge, None)
+            if gradient is None or sent.value not in visit.roots:
+                continue
+            known = owed.get(sent.value)
+            owed[sent.value] = gradient if known is None else known.add_(gradient)
+        return owed
+
+
+def _depth(item: tuple[Edge, StageEdge]) -> int:
+    return -item[0].target
+
+
+def _both(
+    first: Callable[[int], None], second: Callable[[int], None] | None
+) -> Callable[[int], None]:
+    def before(position: int) -> None:
+        first(position)
+        if second is not None:
+            second(position)
+
+    return before

@@ -1,0 +1,107 @@
+"""Tiny models that the runtime is judged by, with their losses and seeded samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pathoseg.models.resnet_v2 import ResNetV2
+from pathoseg.models.unet import UNet
+
+CLASSES = 3
+SIDE = 16
+
+
+class Branches(nn.Module):
+    """Parallel branches, values that many layers read, sizes, a norm used twice, two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.wide = nn.Conv2d(4, 4, 5, padding=2, bias=False)
+        self.deep = nn.Sequential(
+            nn.Conv2d(4, 4, 3, stride=2, padding=1), nn.Tanh(), nn.Conv2d(4, 4, 3, padding=1)
+        )
+        self.norm = nn.BatchNorm2d(4, momentum=0.2)
+        self.average = nn.BatchNorm2d(4, momentum=None)
+        self.mix = nn.Conv2d(8, 4, 1, bias=False)
+        self.aside = nn.Conv2d(4, CLASSES, 1)
+        self.head = nn.Conv2d(4, CLASSES, 1)
+
+    def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
+        stem = self.stem(image)
+        wide = self.norm(self.wide(F.relu(stem)))
+        wide = torch.tanh(self.norm(torch.tanh(wide)))
+        deep = F.interpolate(self.deep(stem), size=stem.shape[-2:]).sigmoid()
+        aside = self.aside(stem)
+        mixed = self.average(self.mix(torch.cat([wide, deep], 1))) + stem
+        return self.head(torch.sigmoid(mixed) + image.mean(1, keepdim=True)), aside
+
+
+class Dropping(nn.Module):
+    """Dropout of several kinds, beside layers that draw nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 6, 3, padding=1),
+            nn.Dropout(0.4),
+            nn.Conv2d(6, 6, 3, padding=1),
+            nn.GroupNorm(2, 6),
+            nn.Dropout2d(0.3),
+            nn.ReLU(),
+            nn.Conv2d(6, 6, 3, padding=1),
+            nn.AlphaDropout(0.2),
+            nn.Conv2d(6, CLASSES, 1),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = F.dropout(self.body(images), 0.1, self.training)
+        return logits
+
+
+@dataclass(frozen=True)
+class RuntimeModel:
+    """A model and what it is judged with.
+
+    Attributes:
+        make: Builds it.
+        input: The name of its input.
+        keeps_order: Whether gradients are summed in one process's order wherever it is cut.
+    """
+
+    make: Callable[[], nn.Module]
+    input: str = "images"
+    keeps_order: bool = True
+
+
+MODELS = {
+    "unet": RuntimeModel(lambda: UNet(CLASSES, width=4, depth=2)),
+    "unet-group-norm": RuntimeModel(lambda: UNet(CLASSES, width=4, depth=2, norm="group")),
+    "resnet-v2": RuntimeModel(lambda: ResNetV2(CLASSES, depth=20, width=2)),
+    "branches": RuntimeModel(Branches, "image", keeps_order=False),
+    "dropout": RuntimeModel(Dropping),
+}
+
+
+def per_sample_loss(returned: Any, targets: Tensor) -> Tensor:
+    """Cross-entropy, averaged over a sample's pixels; later outputs count less."""
+    outputs = returned if isinstance(returned, tuple) else (returned,)
+    total = torch.zeros(())
+    for weight, logits in zip((1.0, 0.4), outputs, strict=False):
+        entropy = F.cross_entropy(logits, targets, reduction="none").flatten(1).mean(1)
+        total = total + weight * entropy
+    return total
+
+
+def samples(step: int, microbatch: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Images and targets of one microbatch, the same wherever they are asked for."""
+    generator = torch.Generator().manual_seed(1000 * step + microbatch)
+    images = torch.randn(size, 3, SIDE, SIDE, generator=generator)
+    targets = torch.randint(0, CLASSES, (size, SIDE, SIDE), generator=generator)
+    return images.to(dtype), targets

@@ -1,0 +1,242 @@
+"""The cases that the runtime is judged by, on any transport: `run_case` on each rank, `compare`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from pathoseg.parallel.graph.layer_graph import Partition
+from pathoseg.parallel.graph.traced import Traced
+from pathoseg.parallel.planning.partition import balance, even
+from pathoseg.parallel.runtime.executor import Microbatches
+from pathoseg.parallel.runtime.runner import Runner, Training
+from pathoseg.parallel.runtime.stage import stage_edges
+from pathoseg.parallel.runtime.transport import Transport
+from pathoseg.parallel.schedule.bidirectional import bidirectional
+from pathoseg.parallel.schedule.costs import Costs
+from pathoseg.parallel.schedule.gems import gems
+from pathoseg.parallel.schedule.gpipe import gpipe, mp_basic, sequential
+from pathoseg.parallel.schedule.lowering import lower
+from pathoseg.parallel.schedule.one_f_one_b import one_f_one_b
+from pathoseg.parallel.schedule.placement import folded, linear, mirrored
+from pathoseg.parallel.schedule.schedule import Schedule
+from pathoseg.parallel.schedule.synthesise import synthesise
+from tests.parallel.networks.runtime_models import MODELS, SIDE, per_sample_loss, samples
+from tests.parallel.runtime.judge import STEPS, Verdict, judge, optimizer
+
+Order = Callable[[int], Schedule]
+
+
+def _synthesised(mirror: bool) -> Order:
+    def order(ranks: int) -> Schedule:
+        placement = mirrored(ranks) if mirror else linear(ranks)
+        return synthesise(placement, Costs.equal(ranks, 1, 2), 4, 3 * ranks)
+
+    return order
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An order with all that is decided beside it.
+
+    Attributes:
+        order: Makes the order for so many ranks.
+        groups: How many groups of ranks run it.
+        naive: Whether the model is cut evenly, not balanced.
+        recompute: Whether all stages are recomputed.
+        buckets: In how many parts gradients are summed.
+        one_rank: Whether a group is a rank alone.
+    """
+
+    order: Order
+    groups: int = 1
+    naive: bool = False
+    recompute: bool = False
+    buckets: int = 1
+    one_rank: bool = False
+
+
+PLANS = {
+    "data-parallel": Plan(lambda ranks: sequential(2), groups=0, one_rank=True, buckets=3),
+    "mp-basic-naive": Plan(lambda ranks: mp_basic(linear(ranks), 3), naive=True),
+    "mp-basic": Plan(lambda ranks: mp_basic(linear(ranks), 3)),
+    "gpipe": Plan(lambda ranks: gpipe(linear(ranks), 4)),
+    "gpipe-folded": Plan(lambda ranks: gpipe(folded(ranks), 3, flush=2)),
+    "1f1b": Plan(lambda ranks: one_f_one_b(ranks, 5)),
+    "1f1b-recomputed": Plan(lambda ranks: one_f_one_b(ranks, 4), recompute=True),
+    "gems-mast": Plan(lambda ranks: gems(ranks), buckets=2),
+    "gems-master": Plan(lambda ranks: gems(ranks, pairs=2, per_visit=2)),
+    "gems-master-recomputed": Plan(lambda ranks: gems(ranks, pairs=2, per_visit=2), recompute=True),
+    "bidirectional": Plan(lambda ranks: bidirectional(ranks, 5), buckets=2),
+    "synthesised": Plan(_synthesised(mirror=False)),
+    "synthesised-mirrored": Plan(_synthesised(mirror=True)),
+}
+HYBRIDS = {
+    f"hybrid-{name}": replace(PLANS[name], groups=2) for name in ("mp-basic", "gems-mast", "gpipe")
+} | {"hybrid-gems-master": replace(PLANS["gems-master"], groups=2, buckets=3)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model under one plan on so many ranks.
+
+    Attributes:
+        model: Name of it.
+        plan: Name of it.
+        ranks: Of all groups together.
+        dtype: Of parameters and samples.
+        clip: Largest norm of the gradient, or 0.
+        uneven: Whether the last microbatch is smaller.
+    """
+
+    model: str
+    plan: str
+    ranks: int
+    dtype: torch.dtype = torch.float32
+    clip: float = 0.0
+    uneven: bool = True
+
+    def __str__(self) -> str:
+        name = f"{self.model}-{self.plan}-{self.ranks}"
+        return name + ("-double" if self.dtype is torch.float64 else "")
+
+    @property
+    def setting(self) -> Plan:
+        plan = (PLANS | HYBRIDS)[self.plan]
+        return replace(plan, groups=self.ranks) if plan.one_rank else plan
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether every sum is in one process's order."""
+        replicas = self.schedule()[0].placement.replicas * self.setting.groups
+        return MODELS[self.model].keeps_order and replicas == 1
+
+    def schedule(self) -> tuple[Schedule, Partition]:
+        """What is run, groups not written out."""
+        return _schedule(self.model, self.plan, self.ranks)
+
+    def sizes(self) -> list[int]:
+        """Samples of each microbatch."""
+        count = self.schedule()[0].microbatches
+        return [2] * (count - 1) + [1 if self.uneven else 2]
+
+
+@cache
+def _schedule(model: str, name: str, ranks: int) -> tuple[Schedule, Partition]:
+    plan = Case(model, name, ranks).setting
+    order = _order(name, ranks // plan.groups)
+    graph = traced(model, torch.float32, "judge").graph
+    partition = (even if plan.naive else balance)(graph, order.stages)
+    lowered = lower(
+        replace(order, groups=plan.groups),
+        list(stage_edges(partition)),
+        recompute=range(order.stages) if plan.recompute else (),
+        buckets=plan.buckets,
+    )
+    return lowered, partition
+
+
+@cache
+def _order(name: str, ranks: int) -> Schedule:
+    return (PLANS | HYBRIDS)[name].order(ranks)
+
+
+@cache
+def traced(model: str, dtype: torch.dtype, whose: object) -> Traced:
+    """A seeded model, one for each that asks; `reset` brings it back to its first weights."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        made = MODELS[model].make().to(dtype)
+        for parameter in made.parameters():
+            if parameter.ndim == 1:  # zeros would leave nothing but their gradients to compare
+                nn.init.normal_(parameter, parameter.mean().item(), 0.1)
+    found = Traced(made, torch.empty(2, 3, SIDE, SIDE, dtype=dtype))
+    found.first = deepcopy(made.state_dict())
+    return found
+
+
+def reset(found: Traced) -> Traced:
+    """Gives a model that was cut its memory and its first weights back."""
+    found.model.to_empty(device="cpu")
+    found.model.load_state_dict(found.first)
+    found.model.zero_grad()
+    return found
+
+
+def training(case: Case) -> Training:
+    return Training(per_sample_loss, optimizer, clip=case.clip)
+
+
+def microbatches(case: Case, step: int) -> Microbatches:
+    """The samples of one step."""
+    sizes = case.sizes()
+    name = MODELS[case.model].input
+
+    def part(index: int) -> tuple[Tensor, Tensor]:
+        return samples(step, index, sizes[index], case.dtype)
+
+    return Microbatches(sizes, lambda index: {name: part(index)[0]}, lambda index: part(index)[1])
+
+
+def start(case: Case, transport: Transport) -> Runner:
+    """The runner of one rank, at the first weights."""
+    schedule, partition = case.schedule()
+    whole = reset(traced(case.model, case.dtype, transport.rank))
+    device = torch.device("cpu")
+    return Runner(whole, partition, schedule, transport, device, training(case))
+
+
+def prepare(case: Case) -> None:
+    """Traces the models of ranks that are threads: torch.fx patches torch for all threads."""
+    judged(case.model, case.dtype, tuple(case.sizes()), case.clip)
+    for rank in range(case.ranks):
+        traced(case.model, case.dtype, rank)
+
+
+def run_case(case: Case, transport: Transport) -> Verdict:
+    """Three steps on one rank; gradients are those of its own parameters."""
+    verdict = Verdict()
+    runner = start(case, transport)
+    for step in range(STEPS):
+        result = runner.step(step, microbatches(case, step))
+        assert result.finite
+        verdict.losses.append(result.loss_sum)
+        if step == 0:
+            verdict.gradients = {name: p.grad.clone() for name, p in runner.own.items()}
+    verdict.state = runner.state().get("model", {})
+    return verdict
+
+
+@cache
+def judged(model: str, dtype: torch.dtype, sizes: tuple[int, ...], clip: float) -> Verdict:
+    return judge(MODELS[model], reset(traced(model, dtype, "judge")), sizes, clip)
+
+
+def compare(case: Case, verdicts: Sequence[Verdict]) -> None:
+    """Fails where ranks differ from the judge by more than the order of sums explains."""
+    expected = judged(case.model, case.dtype, tuple(case.sizes()), case.clip)
+    most = 1e-6 if case.dtype is torch.float32 else 1e-13
+    if case.keeps_order:
+        most = 0.0
+    for rank, verdict in enumerate(verdicts):
+        where = f"{case}, rank {rank}"
+        for found, loss in zip(verdict.losses, expected.losses, strict=True):
+            assert abs(found - loss) <= most * abs(loss), f"{where}: loss {found}, not {loss}"
+        for name, gradient in verdict.gradients.items():
+            _close(gradient, expected.gradients[name], most, f"{where}: gradient of {name}")
+    together = {name for verdict in verdicts for name in verdict.gradients}
+    assert together == set(expected.gradients)
+    assert set(verdicts[0].state) == set(expected.state)
+    for name, value in verdicts[0].state.items():
+        _close(value, expected.state[name], most, f"{case}: {name}")
+
+
+def _close(found: Tensor, expected: Tensor, most: float, what: str) -> None:
+    difference = (found.double() - expected.double()).norm()
+    share = float(difference / expected.double().norm().clamp(min=1e-30))
+    assert share <= most, f"{what} differs by {share:.2g}"
