@@ -67,6 +67,7 @@ def start_local(ranks: int, command: Sequence[str], choice: Choice = "auto") -> 
         rank = ["/bin/sh", "-c", _RANK, str(folder), *command]
         start = _start_by_mpirun(mpirun, ranks, rank) if by_mpi else _start_for_gloo(ranks, rank)
         run = _Run(folder, stack.enter_context(start))
+        stack.callback(run.end)
         return run.code(stack.enter_context(_signals()))
 
 
@@ -96,8 +97,7 @@ class _Run:
             if self._failed() and deadline == float("inf"):
                 deadline = time.monotonic() + GRACE
             if time.monotonic() > deadline:
-                for group in self._groups():
-                    _kill(group, signal.SIGKILL)
+                self.end()
                 deadline = time.monotonic() + GRACE
         failed = self._failed()
         if not failed:
@@ -105,7 +105,12 @@ class _Run:
         if signals:
             return 128 + signals[0]
         self._show(failed[0])
-        return int((self._folder / f"failed.{failed[0]}").read_text())
+        return int((self._folder / f"failed.{failed[0]}").read_text() or 1)
+
+    def end(self) -> None:
+        """Leaves nothing of the ranks running."""
+        for group in self._groups():
+            _kill(group, signal.SIGKILL)
 
     def _groups(self) -> list[int]:
         texts = (path.read_text().strip() for path in self._folder.glob("group.*"))
@@ -129,7 +134,7 @@ def _start_by_mpirun(
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     options = ["--oversubscribe", "--bind-to", "none"]
     # A rank that fails tells the others why; mpirun would end them before they have heard it.
-    options += ["--rtos", "continuous"]
+    options += ["--rtos", "continuous,error-nonzero-status=0"]
     if os.geteuid() == 0:
         options.append("--allow-run-as-root")
     environment = _environment(ranks)
