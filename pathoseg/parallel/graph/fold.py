@@ -38,7 +38,11 @@ def fold(graph: LayerGraph, depth: int) -> LayerGraph:
         layers=tuple(folding.layer(group, depth) for group in groups),
         outputs=tuple(dict.fromkeys(folding.name.get(name, name) for name in graph.outputs)),
         storages=tuple(
-            replace(storage, layer=folding.index.get(storage.layer, -1))
+            replace(
+                storage,
+                layer=folding.index.get(storage.layer, -1),
+                until=folding.index.get(storage.until, len(groups)),
+            )
             for storage in graph.storages
         ),
         ties=(),

@@ -65,7 +65,7 @@ def _attributes(arguments: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, Att
             if (
                 first
                 and not value.is_contiguous()
-                and value.nbytes < value.untyped_storage().nbytes()
+                and value.nbytes != value.untyped_storage().nbytes()
             ):
                 yield "has_gaps", True
             first = ""

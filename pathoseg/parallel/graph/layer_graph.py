@@ -43,10 +43,13 @@ class Storage:
     Attributes:
         bytes: Its size.
         layer: Position of the layer that makes it; -1 for an input of the model.
+        until: Position of the last layer whose forward needs it; the number of layers where a
+            backward, or the model's caller, does.
     """
 
     bytes: int
     layer: int
+    until: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,7 @@ class Layer:
             a fold, the module's class.
         attributes: The operator's arguments that are no tensors, by the names of its schema, with
             the shapes of its first tensor (`input`) and, where it has one, `weight`. `has_gaps`:
-            the first tensor is part of a larger one; `gradient_has_gaps`: so is its gradient.
+            the first tensor is part of another or repeats it; `gradient_has_gaps`: so its gradient.
         scope: The calls of modules that it runs in, outermost first, its own last. A module's
             second call is `path@1`.
         inputs: Names of the layers and model inputs that it reads.
@@ -325,10 +328,7 @@ def _graph(data: dict[str, Any]) -> LayerGraph:
 
 
 def _layer(data: dict[str, Any]) -> Layer:
-    made: dict[str, Any] = {
-        key: _tuples(value) if isinstance(value, list | dict) else value
-        for key, value in data.items()
-    }
+    made = {key: _tuples(value) for key, value in data.items()}
     made["outputs"] = tuple(_value(value) for value in data["outputs"])
     made["gradients"] = tuple(
         Gradient(**{**gradient, "sums": tuple(gradient["sums"])}) for gradient in data["gradients"]

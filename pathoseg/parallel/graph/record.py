@@ -5,13 +5,23 @@ It only asks the objects that it is given (operators, tensors, storages), so it 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, finalize
 
 from pathoseg.parallel.graph.kernel import describe
 from pathoseg.parallel.graph.layer_graph import Value
 from pathoseg.parallel.graph.tape import Tape
+
+# `_use_count` of a gradient that only autograd holds, while it is the first of a sum.
+_HELD_ONCE = 4
+
+
+class Saved:
+    """What autograd holds in place of a tensor that a layer saved."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
 
 
 class Recorder:
@@ -28,8 +38,8 @@ class Recorder:
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
         self.writes: set[tuple[int, int]] = set()
-        self.changed: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._ids: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.changed: WeakSet[Any] = WeakSet()
+        self._ids: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
     def watch(self, tensor: Any) -> None:
         """Follows the storage of a tensor that was not made here."""
@@ -37,12 +47,13 @@ class Recorder:
         if storage not in self._ids:
             self._follow(storage, self.tape.born(storage.nbytes()))
 
-    def keep(self, tensor: Any) -> Any:
+    def keep(self, tensor: Any) -> Saved:
         """A layer saves the tensor for its backward; those that were found there do not count."""
-        index = self._ids.get(tensor.untyped_storage())
+        kept, index = Saved(tensor.detach()), self._ids.get(tensor.untyped_storage())
         if index is not None:
             self.tape.saved(index)
-        return tensor
+            finalize(kept, self.tape.dropped, self.tape.position, index).atexit = False
+        return kept
 
     def outlives(self, tensor: Any) -> None:
         """The tensor, a parameter's gradient, is none that a backward leaves to another."""
@@ -90,18 +101,15 @@ class Recorder:
         """The tape's index of a new storage.
 
         While operators are listened to, autograd sums the gradients of a tensor with several
-        readers into new memory; else it sums into one of them that has its storage for itself.
+        readers into new memory; else into the first of them, if nothing else holds it.
         """
         if not self.tape.forward and str(operator) == "aten.add.Tensor":
-            indices = [self._ids.get(tensor.untyped_storage()) for tensor in read]
-            for index, tensor in zip(indices, read, strict=True):
-                if index is None or indices.count(index) > 1 or tensor._is_view():
-                    continue
-                # The caller holds the gradients that it gave.
-                given = self.tape.storages[index].layer == self.tape.layers
-                if tensor.nbytes == storage.nbytes() and not given:
-                    self.tape.adopted(index)
-                    return index
+            first = read[0]
+            index = self._ids.get(first.untyped_storage())
+            is_whole = first.nbytes == storage.nbytes() and not first._is_view()
+            if index is not None and is_whole and first._use_count() == _HELD_ONCE:
+                self.tape.adopted(index)
+                return index
         return self.tape.born(storage.nbytes())
 
     def _wrote(self, storage: Any) -> None:
@@ -113,7 +121,7 @@ class Recorder:
 
     def _follow(self, storage: Any, index: int) -> None:
         self._ids[storage] = index
-        weakref.finalize(storage, self.tape.freed, index).atexit = False
+        finalize(storage, self.tape.freed, index).atexit = False
 
 
 def _tensors(item: Any) -> Iterator[Any]:

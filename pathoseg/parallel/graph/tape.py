@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field, replace
 
 from pathoseg.parallel.graph.kernel import Kernel
 from pathoseg.parallel.graph.layer_graph import Gradient, Storage, Work
@@ -42,7 +43,7 @@ class Tape:
             forward: {position: _Pass() for position in range(-1, layers + 1)}
             for forward in (True, False)
         }
-        self._saved: dict[int, dict[int, None]] = {}
+        self._saved: defaultdict[int, Counter[int]] = defaultdict(Counter)
         self._freed_in_backward: dict[int, int] = {}
         self._sums: dict[int, list[int]] = {}
         self._owners: list[int] = []
@@ -58,7 +59,7 @@ class Tape:
 
     def born(self, size: int) -> int:
         """A storage of `size` bytes was made; returns its index."""
-        self.storages.append(Storage(size, self.position))
+        self.storages.append(Storage(size, self.position, self.layers))
         self._owners.append(1)
         self._pass.born.append(len(self.storages) - 1)
         self._hold(size)
@@ -74,12 +75,19 @@ class Tape:
         self._owners[storage] -= 1
         if not self._owners[storage]:
             self._hold(-self.storages[storage].bytes)
-            if not self.forward:
+            if self.forward:
+                self.storages[storage] = replace(self.storages[storage], until=self.position)
+            else:
                 self._freed_in_backward[storage] = self.position
 
     def saved(self, storage: int) -> None:
         """The running layer keeps the storage for its backward."""
-        self._saved.setdefault(self.position, {})[storage] = None
+        self._saved[self.position][storage] += 1
+
+    def dropped(self, layer: int, storage: int) -> None:
+        """What the layer has saved once is not kept any longer."""
+        if self.forward:
+            self._saved[layer][storage] -= 1
 
     def _hold(self, size: int) -> None:
         self._pass.held += size
@@ -99,20 +107,23 @@ class Tape:
         return self._passes[False][position].work()
 
     def saved_by(self, position: int) -> tuple[int, ...]:
-        return tuple(self._saved.get(position, ()))
+        return tuple(storage for storage, times in self._saved[position].items() if times)
 
     def saved_bytes(self) -> int:
         """Bytes of all that is saved, each storage once."""
-        saved = {storage for kept in self._saved.values() for storage in kept}
+        saved = {storage for position in self._saved for storage in self.saved_by(position)}
         return sum(self.storages[storage].bytes for storage in saved)
 
     def gradients_of(self, position: int) -> tuple[Gradient, ...]:
-        """What a layer's backward leaves to others; `kept` storages (parameters' gradients) not."""
+        """What a layer's backward leaves to others; `kept` storages (parameters' gradients) only
+        until the last of them has been added."""
         found = []
         for storage in self._passes[False][position].born:
+            sums = [place for place in self._sums.get(storage, ()) if place != position]
             until = self._freed_in_backward.get(storage, -1)
-            if storage not in self.kept and until != position:
-                sums = dict.fromkeys(self._sums.get(storage, ()))
-                others = tuple(place for place in sums if place != position)
+            if storage in self.kept:
+                until = sums[-1] if sums else position
+            if until != position:
+                others = tuple(dict.fromkeys(sums))
                 found.append(Gradient(self.storages[storage].bytes, until, others))
         return tuple(found)

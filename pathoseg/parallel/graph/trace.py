@@ -167,10 +167,7 @@ class Tracer(fx.Tracer):
         def write(proxy: fx.Proxy, key: Any, value: Any) -> None:
             self.create_proxy("call_function", operator.setitem, (proxy, key, value), {})
 
-        proxy: dict[str, Any] = {
-            "__len__": lambda proxy: len(self.parts(proxy)),
-            "__setitem__": write,
-        }
+        proxy: Any = {"__len__": lambda proxy: len(self.parts(proxy)), "__setitem__": write}
         with (
             mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse)),
             mock.patch.multiple(fx.Proxy, create=True, **proxy),
@@ -275,7 +272,7 @@ class Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped i
     @contextmanager
     def forward(self) -> Iterator[None]:
         """What runs in here is a forward."""
-        with self._fake, self, saved_tensors_hooks(self._recorder.keep, lambda tensor: tensor):
+        with self._fake, self, saved_tensors_hooks(self._recorder.keep, lambda kept: kept.tensor):
             yield
         self.enter(self._tape.layers)
 
@@ -294,6 +291,8 @@ class Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped i
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad
             ]
             made.clear()
+            self._end = torch._C._autograd._get_sequence_nr()
+            self._tape.at(self._tape.layers - 1, forward=False)
             torch.autograd.backward([edge for edge, _ in roots], [given for _, given in roots])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -315,10 +314,11 @@ class Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped i
     def _locate(self) -> None:
         """Tells the tape whose backward runs: that of the layer that made autograd's node."""
         node = torch._C._current_autograd_node()
-        # Sums into `.grad`, and what `checkpoint` runs again, have numbers above all layers'.
-        if node is not None and node._sequence_nr() < self._starts[-1]:
+        # Sums into `.grad`, and what `checkpoint` runs again, have numbers above all others. Nodes
+        # of views whose base was written into come after the layers'; they count to the last.
+        if node is not None and node._sequence_nr() < self._end:
             position = bisect_right(self._starts, node._sequence_nr()) - 1
-            self._tape.at(position, forward=False)
+            self._tape.at(min(position, self._tape.layers - 1), forward=False)
 
     def _guess(self, dtype: torch.dtype) -> bool | int:
         """A value for a tensor that has none: branches on it are not taken, sizes are 1."""
@@ -329,8 +329,7 @@ class Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped i
 
 
 def _contexts() -> tuple[bool, ...]:
-    devices = ("cpu", "cuda")
-    return torch.is_grad_enabled(), *(torch.is_autocast_enabled(device) for device in devices)
+    return torch.is_grad_enabled(), *map(torch.is_autocast_enabled, ("cpu", "cuda"))
 
 
 def _dice() -> tuple[Any, Any, torch.Tensor]:

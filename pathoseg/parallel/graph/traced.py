@@ -141,8 +141,8 @@ class Traced:
         with fx.Listener(self._root.fake, recorder).forward():
             for tensor in self._root.inputs:
                 recorder.watch(tensor)
-            made = recorder.values(self._root.run(*self._root.inputs))
-        return _summary(made, recorder.tape.saved_bytes())
+            made = self._root.run(*self._root.inputs)
+            return _summary(recorder.values(made), recorder.tape.saved_bytes())
 
     def _measure(self, nodes: Sequence[Any], opaque: Mapping[str, str]) -> tuple[LayerGraph, str]:
         """Runs the layers one by one, then their backward; what that took and what it returned."""

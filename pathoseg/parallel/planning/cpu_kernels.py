@@ -7,6 +7,8 @@ from math import prod
 from pathoseg.parallel.graph.layer_graph import Attribute, Layer
 from pathoseg.parallel.planning.memory_model import Workspace
 
+# What is given to these, and has gaps, is copied first.
+_COPY_GAPS = ("convolution", "native_layer_norm", "native_group_norm")
 # Images with so few channels are read as they are.
 _FEW = 3
 # Below so many images, and with one thread, torch runs pointwise convolutions itself.
@@ -28,10 +30,11 @@ def cpu_workspace(lanes: int = 16, threads: int = 1) -> Workspace:
     def workspace(layer: Layer) -> tuple[int, int]:
         if layer.kind == "native_batch_norm":
             return 0, 4 * prod(_ints(layer.attributes["input"]))
-        if layer.kind != "convolution":
+        if layer.kind not in _COPY_GAPS:
             return 0, 0
-        forward, backward = _blocked_copies(layer, lanes, threads)
-        # What has gaps is copied first.
+        forward, backward = 0, 0
+        if layer.kind == "convolution":
+            forward, backward = _blocked_copies(layer, lanes, threads)
         if layer.attributes.get("has_gaps"):
             size = 4 * prod(_ints(layer.attributes["input"]))
             forward, backward = forward + size, backward + size

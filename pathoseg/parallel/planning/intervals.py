@@ -21,10 +21,6 @@ class Distinct:
         self.bytes[since : self._since.get(item, len(self.bytes))] += size
         self._since[item] = since
 
-    def knows(self, item: str) -> bool:
-        """Whether a layer uses the item."""
-        return item in self._since
-
     def forget(self, item: str, size: int) -> None:
         """The item does not count."""
         if item in self._since:

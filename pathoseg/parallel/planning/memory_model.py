@@ -124,6 +124,7 @@ class MemoryModel:
         parameters, trained = Distinct(size), Distinct(size)
         buffers, received = Distinct(size), Distinct(size)
         alive, saved, left = np.zeros((3, size), np.int64)
+        leaves: dict[str, int] = {}
         returned = np.zeros(size + 1, np.int64)
         for name in graph.outputs:
             received.use(name, size, graph.bytes_of(name))
@@ -142,8 +143,11 @@ class MemoryModel:
             for name in layer.parameters:
                 nbytes, is_trained = graph.parameters[name].bytes, graph.parameters[name].trained
                 parameters.use(name, first, nbytes)
-                if is_trained and not trained.knows(name):
-                    left[first] += nbytes * self._fresh
+                if is_trained and self._fresh:
+                    # All that share it are on one stage; the sum is left by the first of them.
+                    left[first] += nbytes
+                    left[leaves.get(name, first)] -= nbytes * (name in leaves)
+                    leaves[name] = first
                 trained.use(name, first, nbytes * is_trained)
             if first not in firsts:
                 continue

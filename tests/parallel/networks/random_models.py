@@ -54,9 +54,17 @@ class RandomModel(nn.Module):
         return tuple(values[place] for place in sorted(unread))
 
 
-def random_models(detaching: bool = True) -> st.SearchStrategy[RandomModel]:
-    """Models of up to ten steps; some cannot be trained (they write into what autograd saved)."""
+def random_models(detaching: bool = True, plain: bool = False) -> st.SearchStrategy[RandomModel]:
+    """Models of up to ten steps; some cannot be trained (they write into what autograd saved).
+
+    Plain ones neither write in place, nor repeat values without a copy, nor normalise.
+    """
     numbers = st.integers(0, 20)
-    operations = [name for name in _OPERATIONS if detaching or name != "detached"]
-    step = st.tuples(st.sampled_from(operations), numbers, numbers, st.integers(0, 2))
+    odd = {*("detached",) * (not detaching), *("iadd", "relu_", "resized", "normed") * plain}
+    step = st.tuples(
+        st.sampled_from([name for name in _OPERATIONS if name not in odd]),
+        numbers,
+        numbers,
+        st.integers(0, 2),
+    )
     return st.builds(RandomModel, st.lists(step, min_size=1, max_size=10))
