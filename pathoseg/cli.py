@@ -59,6 +59,14 @@ MppOption = Annotated[
     float | None, typer.Option(help="Microns per pixel the model sees. [default: 0.5]")
 ]
 TileOption = Annotated[int | None, typer.Option(help="Side of a tile in pixels. [default: 1024]")]
+ModelName = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="unet, unet64, resnet110_v2, resnet1001_v2 or module:factory. [default: unet]",
+        metavar="NAME",
+    ),
+]
 ModelFolder = Annotated[
     Path | None,
     typer.Option(
@@ -99,13 +107,7 @@ def train(
     out: Annotated[
         Path | None, typer.Option(help="Folder of the run. [default: runs/<date>-<time>]")
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="unet, unet64, resnet110_v2, resnet1001_v2 or module:factory. [default: unet]",
-            metavar="NAME",
-        ),
-    ] = None,
+    model: ModelName = None,
     mpp: MppOption = None,
     tile: TileOption = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the tiles.")] = None,
@@ -113,6 +115,17 @@ def train(
         str | None,
         typer.Option(help="Finish within this time, e.g. 30m or 2h.", metavar="DURATION"),
     ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(help="Start so many ranks on this machine. [default: 1]", min=1),
+    ] = None,
+    order: Annotated[
+        str | None,
+        typer.Option(help="How ranks take turns, e.g. 1f1b or gems-master. [default: auto]"),
+    ] = None,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Draw what the ranks do in one step.")
+    ] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with --out, or the newest unfinished run.")
     ] = False,
@@ -125,6 +138,8 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Train a model from slides and their annotations."""
+    from pathoseg.workflows.job import start_ranks
+    from pathoseg.workflows.train import ranks_to_start
     from pathoseg.workflows.train import train as run_training
 
     seconds = None if time_limit is None else _seconds(time_limit)
@@ -135,8 +150,14 @@ def train(
         "tiles": {"mpp": mpp, "tile": tile},
         "model": {"name": model},
         "train": {"epochs": epochs, "time_limit": seconds},
+        "parallel": {"ranks": ranks, "order": order},
     }
-    run_training(config, flags, out, resume)
+    wanted = ranks_to_start(config, flags, out, resume)
+    code = start_ranks(wanted.ranks, sys.argv[1:], wanted.transport)
+    if code is None:
+        run_training(config, flags, out, resume, trace)
+    else:
+        raise typer.Exit(code)
 
 
 @app.command(epilog="Example: pathoseg infer slide.svs --model runs/latest --out results/")
@@ -207,6 +228,63 @@ def cache(
 
     tiles = {"mpp": mpp, "tile": tile, "cache": out and str(out)}
     fill_cache(config, {"data": _data(slides, annotations, assume_mpp), "tiles": tiles})
+
+
+@app.command(
+    epilog="Example: pathoseg plan --model unet --tile 2048 --ranks 8 --memory 16GiB --batch 8"
+)
+def plan(
+    model: ModelName = None,
+    tile: TileOption = None,
+    ranks: Annotated[int | None, typer.Option(help="Ranks that share a step. [default: 1]")] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="Memory of a rank, e.g. 16GiB. [default: the hardware's]"),
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Tiles a step. [default: 4]")] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            help="v100, a100, h200, cpu, or a file of `pathoseg calibrate`. "
+            "[default: this machine's]",
+            metavar="NAME|FILE",
+        ),
+    ] = None,
+    order: Annotated[
+        str | None,
+        typer.Option(help="auto, 1f1b, gems-master and others. [default: auto]", metavar="NAME"),
+    ] = None,
+    cut: Annotated[
+        str | None,
+        typer.Option(help="Layers or modules before which to cut, with commas.", metavar="A,B"),
+    ] = None,
+    draw: Annotated[
+        Path | None, typer.Option(help="Draw the model into this SVG.", metavar="FILE")
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder of plan.json and timeline.svg.", metavar="DIR")
+    ] = Path(),
+    config: ConfigFile = None,
+    seed: Seed = None,
+    debug: Debug = False,
+) -> None:
+    """Find the fastest way to share a training step among ranks."""
+    from pathoseg.workflows.plan import plan as run_planning
+
+    flags: dict[str, dict[str, Any]] = {
+        "": {"seed": seed},
+        "tiles": {"tile": tile},
+        "model": {"name": model},
+        "train": {"batch": batch},
+        "parallel": {
+            "ranks": ranks,
+            "memory": memory,
+            "hardware": hardware,
+            "order": order,
+            "cut": cut and tuple(cut.split(",")),
+        },
+    }
+    run_planning(config, flags, out, draw)
 
 
 @app.command(epilog="Example: pathoseg calibrate --out hardware.json")

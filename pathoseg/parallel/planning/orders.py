@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -18,16 +19,14 @@ from pathoseg.parallel.schedule.schedule import Schedule
 from pathoseg.parallel.schedule.synthesise import synthesise
 
 AUTO = "auto"
-SEQUENTIAL, DATA_PARALLEL, SYNTHESISED = "sequential", "data-parallel", "synthesised"
+SEQUENTIAL, DATA_PARALLEL = "sequential", "data-parallel"
+MP_BASIC, SYNTHESISED = "mp-basic", "synthesised"
 
 PLACEMENTS: Mapping[str, Callable[[int], Placement]] = {
     "linear": linear,
     "folded": folded,
     "mirrored": mirrored,
 }
-# Shares of the free memory that the synthesiser is given in turn: it does not count tensors on
-# their way.
-_SHARES = (1.0, 0.9, 0.75, 0.5)
 
 
 class Frame(NamedTuple):
@@ -154,23 +153,14 @@ def _synthesised(frame: Frame) -> _Families:
 
 
 def _made_to_measure(frame: Frame, recompute: tuple[int, ...]) -> Iterator[Variant]:
-    weights = [0] * frame.placement.ranks
-    for home in frame.placement.homes:
+    placement, microbatches, costs, edges, memory = frame
+    weights = [0] * placement.ranks
+    for home in placement.homes:
         for stage, rank in enumerate(home):
-            weights[rank] += frame.costs.stages[stage].weights
-    room = frame.memory - max(weights)
-    for share in _SHARES:
-        try:
-            order = synthesise(
-                frame.placement,
-                frame.costs,
-                frame.microbatches,
-                int(share * room),
-                frame.edges,
-                recompute,
-            )
-        except PathosegError:  # a single microbatch exceeds this share
-            return
+            weights[rank] += costs.stages[stage].weights
+    room = memory - max(weights)
+    with suppress(PathosegError):  # no order fits
+        order = synthesise(placement, costs, microbatches, room, edges, recompute)
         yield Variant(order, recompute)
 
 
@@ -199,7 +189,7 @@ ORDERS: Mapping[str, Order] = {
     for order in (
         Order(SEQUENTIAL, ("linear",), _alone, staged=False),
         Order(DATA_PARALLEL, ("linear",), _alone, staged=False),
-        Order("mp-basic", ("linear", "folded"), _mp_basic),
+        Order(MP_BASIC, ("linear", "folded"), _mp_basic),
         Order("gpipe", ("linear", "folded"), _gpipe, _all),
         Order("1f1b", ("linear",), _one_f_one_b, _falling),
         Order("1f1b-recompute", ("linear",), _recomputing, _falling, recompute=True),

@@ -1,0 +1,106 @@
+"""What would fit where nothing does, found by simulation."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from math import ceil
+
+from pathoseg.errors import PathosegError
+from pathoseg.parallel.graph.layer_graph import Partition
+from pathoseg.parallel.planning.orders import AUTO
+from pathoseg.parallel.planning.partition import MemoryLimit
+from pathoseg.parallel.planning.planner import Task, plan
+from pathoseg.parallel.planning.priced import Priced, stage_edges
+from pathoseg.parallel.schedule.gpipe import mp_basic
+from pathoseg.parallel.schedule.lowering import lower
+from pathoseg.parallel.schedule.placement import linear
+from pathoseg.parallel.schedule.simulate import simulate
+
+# More ranks than these are not recommended.
+_MOST_STAGES = 64
+
+
+def nothing_fits(
+    priced: Priced, task: Task, sides: Sequence[int], at: Callable[[int], Priced]
+) -> PathosegError:
+    """Says why no plan fits, and what would: another order, more ranks, more memory, fewer pixels.
+
+    The memory is that of one microbatch at a time through the cut that needs least.
+
+    Args:
+        priced: The model with its smallest microbatch.
+        task: What did not fit.
+        sides: Smaller sides that a tile may have, ascending.
+        at: Reads the model for tiles of such a side.
+    """
+    problem = (
+        f"No plan of {priced.graph.model} fits on {task.ranks} ranks of {gib(task.memory)}."
+        if task.ranks > 1
+        else f"{priced.graph.model} does not fit on one rank of {gib(task.memory)}."
+    )
+    try:
+        stages = min(task.ranks, priced.cutter.most_stages)
+        priced.cutter.balance(stages, "memory", MemoryLimit(task.memory))
+    except PathosegError as error:
+        problem += f" {error.problem}"
+    return PathosegError(
+        problem, f"What would fit: {'; or '.join(_changes(priced, task, sides, at))}."
+    )
+
+
+def _changes(
+    priced: Priced, task: Task, sides: Sequence[int], at: Callable[[int], Priced]
+) -> Iterator[str]:
+    wanted, task = task, replace(task, order=AUTO, stages=None, cut=())
+    if wanted != task:
+        free = plan([priced], task)
+        if free:
+            yield f"the order {free[0].order}, in {free[0].stages} stages that the planner cuts"
+            return
+    more = _enough_ranks(priced, task)
+    if more:
+        yield f"{more} ranks of {gib(task.memory)}"
+    partition = _leanest(priced, task.ranks)
+    need = max(_needs(priced, partition))
+    yield f"{partition.stages} ranks of {gib(need)}"
+    fitting = bisect_left(sides, True, key=lambda side: not plan([at(side)], task))
+    if fitting:
+        yield f"tiles of {sides[fitting - 1]} px"
+    without = max(_needs(priced, partition, activations=False))
+    if without <= task.memory:
+        yield (
+            "activations in host memory, which pathoseg cannot do yet (a rank would hold "
+            f"{gib(without)} beside them)"
+        )
+
+
+def _enough_ranks(priced: Priced, task: Task) -> int | None:
+    caps = priced.cutter.least_caps(min(_MOST_STAGES, priced.cutter.most_stages))
+    for ranks, cap in enumerate(caps, 1):
+        if ranks <= task.ranks or cap > task.memory:
+            continue
+        if plan([priced], replace(task, ranks=ranks)):
+            return ranks
+    return None
+
+
+def _leanest(priced: Priced, ranks: int) -> Partition:
+    caps = priced.cutter.least_caps(min(ranks, _MOST_STAGES, priced.cutter.most_stages))
+    return priced.cutter.balance(caps.index(min(caps)) + 1, "memory")
+
+
+def _needs(priced: Priced, partition: Partition, activations: bool = True) -> tuple[int, ...]:
+    """Bytes of each rank for one microbatch at a time; a second meets what is left of the first."""
+    order = mp_basic(linear(partition.stages), 2)
+    costs = priced.costs(partition, partition.stages)
+    if not activations:
+        bare = tuple(replace(cost, activations=0) for cost in costs.stages)
+        costs = replace(costs, stages=bare)
+    return simulate(lower(order, stage_edges(partition)), costs).peak_memory
+
+
+def gib(size: float) -> str:
+    """Bytes in words; rounded up, so that what is recommended is enough."""
+    return f"{ceil(size / 2**30 * 100) / 100:g} GiB"

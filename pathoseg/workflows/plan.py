@@ -1,0 +1,236 @@
+"""Plans how ranks share a training step, before any of it runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pathoseg.errors import PathosegError
+from pathoseg.models.build import build_model, check_tile, tile_multiple
+from pathoseg.outputs.atomic import write_text
+from pathoseg.parallel.graph.draw import svg
+from pathoseg.parallel.graph.traced import trace
+from pathoseg.parallel.planning.cost import cost_model
+from pathoseg.parallel.planning.cpu_kernels import cpu_workspace
+from pathoseg.parallel.planning.hardware import Hardware, known_hardware, load_hardware
+from pathoseg.parallel.planning.orders import AUTO, DATA_PARALLEL, SEQUENTIAL
+from pathoseg.parallel.planning.plan import Plan
+from pathoseg.parallel.planning.planner import Task
+from pathoseg.parallel.planning.planner import plan as find_plans
+from pathoseg.parallel.planning.priced import Priced
+from pathoseg.parallel.planning.remedies import gib, nothing_fits
+from pathoseg.parallel.schedule import timeline
+from pathoseg.parallel.schedule.simulate import simulate
+from pathoseg.workflows.config import Config, load_config
+from pathoseg.workflows.device import pick_device
+from pathoseg.workflows.progress import say
+
+PLAN, TIMELINE = "plan.json", "timeline.svg"
+
+# Sizes of microbatches that are tried where the model's norm does not forbid it.
+_SIZES = (1, 2, 4)
+_SLOTS = {"adamw": 2, "sgd": 1}
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SHOWN = 10
+
+
+def plan(
+    config_file: Path | None,
+    flags: Mapping[str, Mapping[str, Any]],
+    out: Path,
+    draw: Path | None,
+) -> Plan:
+    """Finds the fastest plan that fits, shows it and its rivals, and writes it.
+
+    Args:
+        config_file: TOML file, or None.
+        flags: What overrules it, by table and key.
+        out: Folder of the plan and its timeline.
+        draw: File of the model's drawing, or None.
+
+    Raises:
+        PathosegError: Anything that cannot be planned, and what could.
+        OSError: A file cannot be written.
+    """
+    config = load_config(config_file, flags)
+    hardware = find_hardware(config.parallel.hardware)
+    task = make_task(config, hardware)
+    model = _build(config)
+    graphs = price(model, config, hardware)
+    plans = find_plans(graphs, task)
+    if not plans:
+        multiple = tile_multiple(model)
+        sides = range(2 * multiple, config.tiles.tile, multiple)
+        raise nothing_fits(
+            graphs[0],
+            task,
+            sides,
+            lambda side: _price(model, graphs[0].microbatch, side, config, hardware),
+        )
+    best = plans[0]
+    [priced] = [each for each in graphs if each.microbatch == best.microbatch]
+    for note in priced.graph.notes:
+        say(note)
+    say(
+        f"{config.model.name}, tiles of {config.tiles.tile} px, steps of {task.batch}, on "
+        f"{task.ranks} ranks of {gib(task.memory)} ({hardware.name})."
+    )
+    say(f"Times: {best.note}.")
+    say("")
+    for line in table(plans[:_SHOWN]):
+        say(line)
+    say("")
+    say(_verdict(best, task))
+    out.mkdir(parents=True, exist_ok=True)
+    partition = best.partition(priced.graph)
+    events = simulate(best.schedule, priced.costs(partition, best.ranks)).events
+    write_text(out / PLAN, best.to_json())
+    write_text(out / TIMELINE, timeline.draw_svg({"planned": events}))
+    say(f"Plan: {out / PLAN}. Timeline: {out / TIMELINE}.")
+    if draw is not None:
+        write_text(draw, svg(priced.graph))
+        say(f"Drawing: {draw}.")
+    return best
+
+
+def find_hardware(name: str | None) -> Hardware:
+    """The hardware of this name or file; of this machine's device where it is None.
+
+    Raises:
+        PathosegError: There is none, or nothing is known of this machine's GPU.
+    """
+    if name is not None:
+        return load_hardware(name)
+    if pick_device().type == "cpu":
+        return load_hardware("cpu")
+    title = torch.cuda.get_device_name()
+    for known in known_hardware():
+        if known in title.lower():
+            return load_hardware(known)
+    raise PathosegError(
+        f"Nothing is known of this machine's {title}.",
+        "Measure it with `pathoseg calibrate --out FILE`, and name that file with --hardware.",
+    )
+
+
+def make_task(config: Config, hardware: Hardware) -> Task:
+    """What the configuration asks of the planner.
+
+    Raises:
+        PathosegError: An order, cut or size that there is not.
+    """
+    wanted = config.parallel
+    memory = hardware.memory if wanted.memory is None else parse_memory(wanted.memory)
+    return Task(wanted.ranks, memory, config.train.batch, wanted.order, wanted.stages, wanted.cut)
+
+
+def parse_memory(text: str) -> int:
+    """Bytes of `16GiB`, `16GB` (decimal) or `16G` (as Slurm does, like GiB).
+
+    Raises:
+        PathosegError: It is no such text.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?B)?\s*", text.upper())
+    if match is None or float(match[1]) == 0 or (match[3] == "IB" and not match[2]):
+        raise PathosegError(f"{text!r} is no size of a memory.", "Write it as 16GiB or 16GB.")
+    unit = _UNITS[match[2]]
+    if match[3] == "B":
+        unit = 1000 ** [*_UNITS].index(match[2])
+    return int(float(match[1]) * unit)
+
+
+def price(model: nn.Module, config: Config, hardware: Hardware) -> list[Priced]:
+    """The model for each size of microbatch that the planner may use, the smallest first.
+
+    A configured size is kept. Else it is one sample, for batch norm takes its statistics over the
+    microbatch: another size would be another training. Without batch norm several are tried.
+
+    Raises:
+        PathosegError: The tile does not fit the model, or the model cannot be read.
+    """
+    check_tile(model, config.tiles.tile)
+    if config.train.microbatch is not None:
+        sizes = [config.train.microbatch]
+    elif any(isinstance(module, _BATCH_NORMS) for module in model.modules()):
+        sizes = [1]
+    else:
+        sizes = [size for size in _SIZES if config.train.batch % size == 0]
+    return [_price(model, size, config.tiles.tile, config, hardware) for size in sizes]
+
+
+def _price(model: nn.Module, size: int, side: int, config: Config, hardware: Hardware) -> Priced:
+    graph = trace(model, torch.empty(size, 3, side, side, device="meta"))
+    slots = _SLOTS[config.train.optimizer]
+    workspace = cpu_workspace(threads=hardware.threads or 1) if hardware.device == "cpu" else None
+    return Priced(graph, cost_model(hardware), hardware, slots, workspace)
+
+
+def _build(config: Config) -> nn.Module:
+    """The model without memory; the user's own code may count on having some."""
+    classes = len(config.data.classes or ("foreground",)) + 1
+    wanted = config.model.with_classes(classes)
+    torch.manual_seed(config.seed)
+    if wanted.is_factory:
+        return build_model(wanted, wanted.name)
+    with torch.device("meta"):
+        return build_model(wanted)
+
+
+def table(plans: Sequence[Plan]) -> Iterator[str]:
+    """Lines that compare plans."""
+    rows = [
+        (
+            "order",
+            "stages",
+            "groups",
+            "ranks",
+            "microbatches",
+            "step",
+            "images/s",
+            "bubble",
+            "memory",
+            "sent",
+        )
+    ]
+    for each in plans:
+        schedule = each.schedule
+        rows.append(
+            (
+                f"{each.order}",
+                f"{each.stages} {each.placement}" if each.stages > 1 else "1",
+                f"{each.groups}",
+                f"{each.ranks}",
+                f"{len(schedule.replica_of)} × {each.microbatch}",
+                f"{each.seconds:.4g} s",
+                f"{each.images_per_second:.4g}",
+                f"{each.bubble:.1%}",
+                gib(max(each.memory)),
+                gib(each.sent),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _verdict(best: Plan, task: Task) -> str:
+    if best.order == SEQUENTIAL:
+        alone = "One rank alone" if task.order == AUTO else "One rank"
+        return f"Best: {alone}, without cutting the model." + (
+            " More ranks would only add messages." if task.ranks > 1 and task.order == AUTO else ""
+        )
+    if best.order == DATA_PARALLEL:
+        return f"Best: plain data parallelism, {best.groups} ranks with the whole model each."
+    placed = f"{best.stages} stages ({best.placement}) on {best.schedule.placement.ranks} ranks"
+    groups = f" in each of {best.groups} groups" if best.groups > 1 else ""
+    again = f" Recomputed stages: {', '.join(map(str, best.recompute))}." if best.recompute else ""
+    return (
+        f"Best: {best.order}, {placed}{groups}.{again} "
+        f"The stages begin with {', '.join(best.starts)}."
+    )

@@ -1,0 +1,180 @@
+"""Tests `pathoseg plan`: what it says and writes, and one clear error for each bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from pathoseg.errors import PathosegError
+from pathoseg.models.build import ModelConfig, build_model
+from pathoseg.parallel.graph.traced import trace
+from pathoseg.parallel.planning.hardware import load_hardware, save_hardware
+from pathoseg.parallel.planning.plan import Plan
+from pathoseg.workflows.plan import parse_memory
+
+Command = Callable[..., tuple[int, str]]
+
+SMALL = """
+[tiles]
+tile = 64
+[model]
+width = 4
+depth = 2
+[parallel]
+hardware = "v100"
+ranks = 4
+"""
+GROUP_NORM = SMALL.replace("depth = 2", 'depth = 2\nnorm = "group"')
+OWN = """
+from torch import nn
+def make(in_channels, classes):
+    return nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1), nn.Conv2d(4, classes, 1))
+"""
+
+
+@pytest.fixture(autouse=True)
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.toml").write_text(SMALL)
+    return tmp_path
+
+
+def _plan(command: Command, *more: object) -> tuple[Plan, str]:
+    code, said = command("plan", "--config", "small.toml", *more)
+    assert code == 0, said
+    folder = re.search(r"^Plan: (.*?)\. Timeline: (.*)\.$", said, re.MULTILINE)
+    assert folder is not None
+    ElementTree.fromstring(Path(folder[2]).read_text())
+    return Plan.from_json(Path(folder[1]).read_text()), said
+
+
+def test_a_plan_is_shown_and_written(command: Command) -> None:
+    found, said = _plan(command, "--batch", 4)
+    assert "datasheet roofline of v100: nothing was measured" in said
+    rows = [line.split() for line in said.splitlines() if re.search(r"\d s ", line)]
+    assert {"sequential", "1f1b", "gems-mast", "gpipe"} <= {row[0] for row in rows}
+    assert rows[0][0] == found.order
+    assert Path("plan.json").is_file()
+    with torch.device("meta"):
+        model = build_model(ModelConfig("unet", "segment", 2, width=4, depth=2))
+        graph = trace(model, torch.empty(1, 3, 64, 64))
+    assert found.partition(graph).bounds == found.bounds
+
+
+def test_the_files_go_where_they_are_asked_for(command: Command) -> None:
+    _plan(command, "--out", "there/plans", "--draw", "model.svg", "--order", "1f1b")
+    assert sorted(str(path) for path in Path().rglob("*.[js]*")) == [
+        "model.svg",
+        "there/plans/plan.json",
+        "there/plans/timeline.svg",
+    ]
+    ElementTree.parse("model.svg")
+
+
+def test_an_order_and_a_cut_are_kept(command: Command) -> None:
+    found, said = _plan(
+        command, "--order", "gems-mast", "--cut", "encoder.1,decoder.0", "--batch", 4
+    )
+    assert (found.order, found.stages, found.placement) == ("gems-mast", 3, "mirrored")
+    assert "Best: gems-mast, 3 stages (mirrored)" in said
+
+
+def test_what_fits_alone_stays_whole(command: Command) -> None:
+    assert "One rank alone" in _plan(command, "--ranks", 1)[1]
+    device = load_hardware("v100")
+    slow = {"alpha": 1.0, "beta": 0.0}
+    save_hardware(device, Path("slow.json"))
+    data = json.loads(Path("slow.json").read_text()) | {"inside": slow, "between": slow}
+    Path("slow.json").write_text(json.dumps(data))
+    assert "More ranks would only" in _plan(command, "--hardware", "slow.json")[1]
+
+
+def test_batch_norm_keeps_its_microbatch(command: Command) -> None:
+    assert _plan(command, "--batch", 8)[0].microbatch == 1
+    Path("small.toml").write_text(SMALL + "[train]\nmicrobatch = 2\n")
+    assert _plan(command, "--batch", 8)[0].microbatch == 2
+    Path("small.toml").write_text(GROUP_NORM)
+    assert _plan(command, "--batch", 8, "--ranks", 1)[0].microbatch > 1
+
+
+def test_a_network_of_ones_own(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("own_net.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    Path("small.toml").write_text(SMALL.replace("width = 4\ndepth = 2", 'name = "own_net:make"'))
+    assert _plan(command)[0].model == "Sequential"
+
+
+def test_what_would_fit_does(command: Command) -> None:
+    refused = ("plan", "--config", "small.toml", "--ranks", 2, "--memory")
+    code, said = command(*refused, "600KiB")
+    assert code == 2
+    offers = re.search(r"What would fit: (\d+) ranks of .*; or 2 ranks of (.*?) GiB; or", said)
+    assert offers is not None, said
+    assert command(*refused[:-2], offers[1], "--memory", "600KiB")[0] == 0
+    assert command(*refused, f"{offers[2]}GiB")[0] == 0
+    tile = re.search(r"tiles of (\d+) px", said)
+    assert tile is not None
+    assert command(*refused, "600KiB", "--tile", tile[1])[0] == 0
+    assert command(*refused, "600KiB", "--tile", int(tile[1]) + 4)[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--tile", "66"], "Tiles of 66 px do not fit"),
+        (["--cut", "nowhere"], "no layer or module 'nowhere'"),
+        (["--cut", "decoder.0,decoder.0"], "leave a stage without layers"),
+        (["--memory", "10KiB"], "cannot be cut further, needs"),
+        (["--memory", "lots"], "'lots' is no size of a memory"),
+        (["--order", "gems"], "no order 'gems'"),
+        (["--ranks", "0"], "parallel.ranks = 0"),
+        (["--batch", "0"], "train.batch = 0"),
+        (["--batch", "3", "--config", "pair.toml"], "no multiple of a microbatch of 2"),
+        (["--model", "unnet"], "no model 'unnet'"),
+        (["--model", "nowhere:make"], "nowhere:make"),
+        (["--hardware", "v200"], "no hardware 'v200'"),
+        (["--hardware", "old.json"], "old.json is a hardware file of format 0"),
+        (["--hardware", "."], "no hardware '.'"),
+        (["--config", "stages.toml"], "cannot be cut into 500 stages"),
+        (["--order", "sequential", "--memory", "600KiB"], "No plan of UNet fits"),
+    ],
+)
+def test_bad_input_is_one_clear_error(options: list[str], problem: str, command: Command) -> None:
+    Path("old.json").write_text('{"format": 0}')
+    Path("pair.toml").write_text(SMALL + "[train]\nmicrobatch = 2\n")
+    Path("stages.toml").write_text(SMALL + "stages = 500\n")
+    before = set(Path().rglob("*"))
+    code, said = command("plan", "--config", "small.toml", *options)
+    assert code == 2, said
+    assert problem in said
+    assert len(re.findall("^Error: ", said, re.MULTILINE)) == 1
+    assert "Traceback" not in said
+    assert set(Path().rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("16GiB", 16 * 2**30),
+        ("16 GiB", 16 * 2**30),
+        ("16G", 16 * 2**30),
+        ("16GB", 16 * 10**9),
+        ("1.5gib", 3 * 2**29),
+        ("512MiB", 2**29),
+        ("4096", 4096),
+    ],
+)
+def test_sizes_of_memory(text: str, size: int) -> None:
+    assert parse_memory(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "16 gigs", "-1GiB", "0GiB", "16iB", "1e3", "16GiBs"])
+def test_what_is_no_size_of_memory(text: str) -> None:
+    with pytest.raises(PathosegError, match="no size of a memory"):
+        parse_memory(text)
