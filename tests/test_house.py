@@ -47,7 +47,8 @@ ENTER_PARALLEL.add("workflows/batch.py")
 DOORS: dict[str, set[str]] = {
     "openslide": {"slides/openslide_reader.py"},
     "zarr": {"tiles/cache.py"},
-    "tifffile": {"slides/tiff_reader.py", "outputs/mask_tiff.py"},
+    "tifffile": {"slides/tiff_reader.py", "slides/tile_table.py", "outputs/mask_tiff.py"},
+    "imagecodecs": {"slides/tile_codec.py", "tiles/cache.py"},
     "mpi4py": {"parallel/runtime/mpi.py"},
     "torch.distributed": {"parallel/runtime/torch_dist.py"},
     "torch.fx": {"parallel/graph/trace.py"},

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
+import cv2
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
@@ -91,9 +93,9 @@ class _Span:
     rest: float
 
     @property
-    def stored(self) -> bool:
-        """Whether the box consists of the level's own pixels."""
-        return self.cell == 1 and self.low == 0 and self.high == self.count
+    def whole(self) -> bool:
+        """Whether the box consists of whole cells."""
+        return self.low == 0 and self.high == self.count
 
 
 def _span(start: int, length: int, step: float) -> _Span:
@@ -169,21 +171,33 @@ def _read_blocks(slide: Slide, index: int, inside: Box) -> Region:
 
 def _resampled(source: Region, size: Size, across: _Span, down: _Span) -> Region:
     """What was read for a box, averaged into cells and sampled at `size` points."""
-    if across.stored and down.stored:
-        return source
-    part = (across.low, down.low, across.high, down.high)
-    shrinks = max(across.rest, down.rest) > 1
-    kernel = Image.Resampling.HAMMING if shrinks else Image.Resampling.BILINEAR
-
-    def sample(image: Image.Image) -> Image.Image:
-        cells = image.reduce((across.cell, down.cell))
-        return cells.resize((size.width, size.height), kernel, part)
-
-    pixels = np.array(sample(Image.fromarray(source.pixels)))
+    pixels = _resampled_image(source.pixels, size, across, down)
     if source.unread is None:
         return Region(pixels)
-    share = sample(Image.fromarray(source.unread.astype(np.float32)))
-    return Region(pixels, np.asarray(share) > _NEGLIGIBLE)
+    share = _resampled_image(source.unread.astype(np.float32), size, across, down)
+    return Region(pixels, share > _NEGLIGIBLE)
+
+
+def _resampled_image(source: NDArray[Any], size: Size, across: _Span, down: _Span) -> NDArray[Any]:
+    cells = _means(source, across.cell, down.cell)
+    if across.whole and down.whole:
+        return cells
+    kernel = (
+        Image.Resampling.HAMMING if max(across.rest, down.rest) > 1 else Image.Resampling.BILINEAR
+    )
+    part = (across.low, down.low, across.high, down.high)
+    sampled = Image.fromarray(cells).resize((size.width, size.height), kernel, part)
+    return np.array(sampled)
+
+
+def _means(pixels: NDArray[Any], width: int, height: int) -> NDArray[Any]:
+    """The means of cells of so many pixels, rounded where pixels are whole numbers."""
+    if (width, height) == (1, 1):
+        return pixels
+    if (width, height) == (2, 2):  # what Pillow gives, in a quarter of the time
+        size = pixels.shape[1] // 2, pixels.shape[0] // 2
+        return cv2.resize(pixels, size, interpolation=cv2.INTER_AREA)
+    return np.array(Image.fromarray(pixels).reduce((width, height)))
 
 
 def _white(box: Box) -> NDArray[np.uint8]:

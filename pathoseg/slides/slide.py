@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from pathoseg.errors import PathosegError, UnreadableError
 from pathoseg.geometry import Box, Level, Mpp, Size
+from pathoseg.slides.direct_reader import directly
 from pathoseg.slides.image_reader import ImageSlide, is_image
 from pathoseg.slides.openslide_reader import OpenSlideSlide, scanner_format
 from pathoseg.slides.tiff_reader import TiffSlide, is_tiff
@@ -82,9 +83,9 @@ def open_slide(path: Path, assume_mpp: float | None = None) -> Slide:
     head = _head(path)
     slide: Slide
     if scanner_format(path) is not None:
-        slide = OpenSlideSlide(path, assume_mpp)
+        slide = directly(OpenSlideSlide(path, assume_mpp))
     elif is_tiff(head):
-        slide = TiffSlide(path, assume_mpp)
+        slide = directly(TiffSlide(path, assume_mpp))
     elif is_image(head):
         slide = ImageSlide(path, assume_mpp)
     else:

@@ -73,7 +73,7 @@ def is_tiff(head: bytes) -> bool:
 
 
 @contextmanager
-def _door(refusal: type[PathosegError], problem: str, mend: str) -> Iterator[None]:
+def tifffile_door(refusal: type[PathosegError], problem: str, mend: str) -> Iterator[None]:
     """Lets tifffile's failures out as `refusal`, and its log nowhere: it tells them twice."""
     log, silence = logging.getLogger("tifffile"), lambda record: False
     log.addFilter(silence)
@@ -259,7 +259,7 @@ class TiffSlide(SlideFile[_OpenTiff]):
         tiff = self._opened()
         side = tiff.levels[level].segment
         pixels = np.full((box.height, box.width, 3), 255, np.uint8)
-        with _door(
+        with tifffile_door(
             UnreadableError,
             f"{self.path} cannot be read around ({box.x}, {box.y}) of level {level}",
             "Copy the file again from where it came.",
@@ -272,7 +272,7 @@ class TiffSlide(SlideFile[_OpenTiff]):
         return pixels
 
     def _refusing(self) -> AbstractContextManager[None]:
-        return _door(
+        return tifffile_door(
             PathosegError,
             f"{self.path} cannot be read as a TIFF slide",
             "Check that the copy is complete, or export it again as 8-bit RGB OME-TIFF.",

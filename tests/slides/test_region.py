@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from PIL import Image
 
 from pathoseg.geometry import Box, Frame, Mpp
 from pathoseg.slides import region
@@ -147,6 +148,14 @@ def test_the_level_is_picked_by_its_downsample(memory_slide: Any, scale: float, 
     slide = memory_slide(LEVELS)
     read_region(slide, _frame(slide, scale, scale), Box(0, 0, 4, 4))
     assert {index for index, _ in slide.reads} == {level}
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**32))
+def test_means_of_four_are_pillows(width: int, height: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    pixels = rng.integers(0, 256, (2 * height, 2 * width, 3), dtype=np.uint8)
+    expected = np.asarray(Image.fromarray(pixels).reduce(2))
+    np.testing.assert_array_equal(region._means(pixels, 2, 2), expected)
 
 
 def test_a_level_of_4_00011_serves_as_4(memory_slide: Any) -> None:

@@ -10,6 +10,8 @@ import pytest
 from PIL import Image
 
 from pathoseg.errors import PathosegError, UnreadableError
+from pathoseg.geometry import Size
+from pathoseg.slides.direct_reader import DirectSlide
 from pathoseg.slides.image_reader import ImageSlide
 from pathoseg.slides.openslide_reader import OpenSlideSlide
 from pathoseg.slides.slide import Slide, open_slide
@@ -19,14 +21,20 @@ Writer = Callable[..., Path]
 
 
 def test_the_reader_is_chosen_by_content_not_by_name(
-    tmp_path: Path, pyramid: Callable[..., Any], write_svs: Writer, write_ome: Writer
+    tmp_path: Path,
+    pyramid: Callable[..., Any],
+    write_svs: Writer,
+    write_ome: Writer,
+    write_scn: Writer,
 ) -> None:
     levels = pyramid(300, 200)
     Image.fromarray(levels[0]).save(tmp_path / "b.png")
     (tmp_path / "b.png").rename(tmp_path / "b.svs")
     for path, reader in [
-        (write_svs(tmp_path / "a.tif", levels), OpenSlideSlide),
-        (write_ome(tmp_path / "a.svs", levels), TiffSlide),
+        (write_svs(tmp_path / "a.tif", levels), DirectSlide),
+        (write_ome(tmp_path / "a.svs", levels), DirectSlide),
+        (write_scn(tmp_path / "c.tif", Size(900, 900), [(0, 0, levels[0])]), OpenSlideSlide),
+        (write_ome(tmp_path / "strips.tif", levels[:1], tile=None), TiffSlide),
         (tmp_path / "b.svs", ImageSlide),
     ]:
         with open_slide(path, assume_mpp=0.5) as slide:

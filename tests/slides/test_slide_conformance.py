@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from PIL import Image
 
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, Size
+from pathoseg.slides.direct_reader import DirectSlide
 from pathoseg.slides.image_reader import ImageSlide
 from pathoseg.slides.openslide_reader import OpenSlideSlide
 from pathoseg.slides.region import read_region
@@ -52,47 +53,67 @@ def _write_tiled(path: Path, levels: list[Any]) -> None:
 
 
 FORMATS = ["aperio", "leica", "ome", "tiles", "strips", "planes", "png", "bmp", "jpeg"]
+NOT_DIRECTLY = {"aperio by OpenSlide": OpenSlideSlide, "ome by tifffile": TiffSlide}
 
 
-@pytest.fixture(scope="module", params=FORMATS)
-def sample(
-    request: pytest.FixtureRequest,
+@pytest.fixture(scope="module", params=[*FORMATS, *NOT_DIRECTLY])
+def sample(request: pytest.FixtureRequest, written: Callable[[str], Sample]) -> Iterator[Sample]:
+    """A slide in each format, also in those that the direct reader takes by the others."""
+    made = written(request.param.split()[0])
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param in NOT_DIRECTLY:
+            made = replace(made, reader=NOT_DIRECTLY[request.param])
+            patch.setattr("pathoseg.slides.slide.directly", lambda slide: slide)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def written(
     tmp_path_factory: pytest.TempPathFactory,
     pyramid: Callable[..., Any],
     write_svs: Callable[..., Path],
     write_ome: Callable[..., Path],
     write_scn: Callable[..., Path],
-) -> Sample:
+) -> Callable[[str], Sample]:
     folder = tmp_path_factory.mktemp("samples")
     levels = pyramid(WIDTH, HEIGHT, (4, 8))
     dots = {"resolution": (50_800, 50_800), "resolutionunit": "INCH"}
-    match request.param:
-        case "aperio":
-            return Sample(write_svs(folder / "a.svs", levels), levels, OpenSlideSlide, "aperio")
-        case "leica":
-            areas = [(256, 512, levels[0])]
-            path = write_scn(folder / "a.scn", Size(2048, 1536), areas)
-            return Sample(path, levels[:1], OpenSlideSlide, "leica")
-        case "ome":
-            return Sample(write_ome(folder / "a.ome.tif", levels), levels, TiffSlide, "ome")
-        case "tiles":
-            _write_tiled(folder / "a.tif", levels)
-            return Sample(folder / "a.tif", levels, TiffSlide, "tiff")
-        case "strips":
-            path = folder / "strips.tif"
-            tifffile.imwrite(path, levels[0], rowsperstrip=50, compression="lzw", **dots)
-            return Sample(path, levels[:1], TiffSlide, "tiff")
-        case "planes":
-            path = folder / "planes.tif"
-            planes = np.moveaxis(levels[0], -1, 0)
-            tifffile.imwrite(
-                path, planes, photometric="rgb", planarconfig="separate", rowsperstrip=99, **dots
-            )
-            return Sample(path, levels[:1], TiffSlide, "tiff")
-        case name:
-            path = folder / f"a.{name}"
-            Image.fromarray(levels[0]).save(path, dpi=(50_800, 50_800), quality=95)
-            return Sample(path, [np.array(Image.open(path))], ImageSlide, "image")
+
+    def write(kind: str) -> Sample:
+        match kind:
+            case "aperio":
+                return Sample(write_svs(folder / "a.svs", levels), levels, DirectSlide, "aperio")
+            case "leica":
+                areas = [(256, 512, levels[0])]
+                path = write_scn(folder / "a.scn", Size(2048, 1536), areas)
+                return Sample(path, levels[:1], OpenSlideSlide, "leica")
+            case "ome":
+                return Sample(write_ome(folder / "a.ome.tif", levels), levels, DirectSlide, "ome")
+            case "tiles":
+                _write_tiled(folder / "a.tif", levels)
+                return Sample(folder / "a.tif", levels, TiffSlide, "tiff")
+            case "strips":
+                path = folder / "strips.tif"
+                tifffile.imwrite(path, levels[0], rowsperstrip=50, compression="lzw", **dots)
+                return Sample(path, levels[:1], TiffSlide, "tiff")
+            case "planes":
+                path = folder / "planes.tif"
+                planes = np.moveaxis(levels[0], -1, 0)
+                tifffile.imwrite(
+                    path,
+                    planes,
+                    photometric="rgb",
+                    planarconfig="separate",
+                    rowsperstrip=99,
+                    **dots,
+                )
+                return Sample(path, levels[:1], TiffSlide, "tiff")
+            case name:
+                path = folder / f"a.{name}"
+                Image.fromarray(levels[0]).save(path, dpi=(50_800, 50_800), quality=95)
+                return Sample(path, [np.array(Image.open(path))], ImageSlide, "image")
+
+    return write
 
 
 @pytest.fixture

@@ -1,0 +1,177 @@
+"""Slides whose compressed tiles are read from the file and decoded one by one, without a detour."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pathoseg.errors import PathosegError
+from pathoseg.geometry import Box, Size
+from pathoseg.slides.openslide_reader import OpenSlideSlide
+from pathoseg.slides.slide_file import SlideFile
+from pathoseg.slides.tiff_reader import TiffSlide
+from pathoseg.slides.tile_table import TileTable, tile_tables
+
+# The scanners' formats that are a plain grid of tiles. Others overlap them (Ventana, Trestle), put
+# them at offsets (Leica) or leave some out (Philips).
+_PLAIN_GRIDS = {"aperio", "ome", "tiff"}
+_KEPT_BYTES = 16 << 20  # the tiles that the edges of a box of 2,048² cut, of the usual sizes
+
+Pixels = NDArray[np.uint8]
+
+
+def directly(slide: OpenSlideSlide | TiffSlide) -> OpenSlideSlide | TiffSlide | DirectSlide:
+    """The same slide read directly, or as it is where no level of it can be."""
+    if slide.vendor not in _PLAIN_GRIDS:
+        return slide
+    tables = tile_tables(slide.path, [level.size for level in slide.levels])
+    return DirectSlide(slide, tables) if any(tables) else slide
+
+
+class _TileFile:
+    """An open file, its tiles decoded, and some of them kept.
+
+    Rooms for tiles are used again and again: new memory costs a fifth of what decoding does.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._kept: dict[tuple[int, int], Pixels] = {}  # the oldest first
+        self._kept_bytes = 0
+        self._passing: dict[tuple[int, ...], Pixels] = {}
+
+    def tile(self, level: int, table: TileTable, index: int, keep: bool) -> Pixels | None:
+        """A decoded tile, to be read until the next call; None where it cannot be decoded surely.
+
+        Args:
+            level: Whose tile it is.
+            table: That level's.
+            index: Which tile.
+            keep: Whether it will be needed again soon.
+        """
+        tile = self._kept.pop((level, index), None)
+        if tile is not None:
+            self._kept_bytes -= tile.nbytes
+        else:
+            room = self._room(table.codec.shape, keep)
+            tile = room if self._decode(table, index, room) else None
+        if tile is not None and keep:
+            self._kept[level, index] = tile
+            self._kept_bytes += tile.nbytes
+        return tile
+
+    def _room(self, shape: tuple[int, int, int], keep: bool) -> Pixels:
+        if not keep:
+            if shape not in self._passing:
+                self._passing[shape] = np.empty(shape, np.uint8)
+            return self._passing[shape]
+        oldest = None
+        while self._kept and self._kept_bytes + math.prod(shape) > _KEPT_BYTES:
+            oldest = self._kept.pop(next(iter(self._kept)))
+            self._kept_bytes -= oldest.nbytes
+        if oldest is not None and oldest.shape == shape:
+            return oldest
+        return np.empty(shape, np.uint8)
+
+    def _decode(self, table: TileTable, index: int, room: Pixels) -> bool:
+        count, offset = int(table.counts[index]), int(table.offsets[index])
+        # no codec doubles what it encodes
+        if not (0 < count <= 2 * room.nbytes + 65_536 and offset > 0):
+            return False
+        try:
+            data = os.pread(self._descriptor, count, offset)
+        except OSError:
+            return False
+        return len(data) == count and table.codec.decode(data, room)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class DirectSlide(SlideFile[_TileFile]):
+    """A tiled TIFF (Aperio, OME, generic) read tile by tile.
+
+    Pixels are those of the reader it takes the place of. That one gives the header, and reads the
+    levels and single tiles of which it is not certain how OpenSlide would show them: left out,
+    broken, or stored in an unusual way.
+
+    Args:
+        fallback: The slide, opened by the other reader.
+        tables: The tiles of each level, None for levels to be left to the other reader.
+    """
+
+    def __init__(
+        self, fallback: OpenSlideSlide | TiffSlide, tables: list[TileTable | None]
+    ) -> None:
+        self._fallback, self._tables = fallback, tables
+        self._left = 0
+        super().__init__(fallback.path)
+        fallback.close()  # until it is needed
+
+    def __repr__(self) -> str:
+        direct = ", ".join(str(level) for level, table in enumerate(self._tables) if table)
+        return (
+            f"DirectSlide({str(self.path)!r}: levels {direct} read directly, "
+            f"{self._left} tiles left to {type(self._fallback).__name__})"
+        )
+
+    def _open(self) -> _TileFile:
+        try:
+            return _TileFile(os.open(self.path, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            raise PathosegError(
+                f"{self.path} cannot be opened: {error.strerror}.",
+                "Check that it is still where it was.",
+            ) from error
+
+    def _read_header(self, assume_mpp: float | None) -> None:
+        fallback = self._fallback
+        self.vendor, self.levels = fallback.vendor, fallback.levels
+        self.mpp, self.origin = fallback.mpp, fallback.origin
+
+    def read_level(self, level: int, box: Box) -> Pixels:
+        """See `Slide.read_level`."""
+        table = self._tables[level]
+        if table is None:
+            return self._fallback.read_level(level, box)
+        file, side = self._opened(), table.codec.size
+        pixels = np.empty((box.height, box.width, 3), np.uint8)
+        for row in range(box.y // side.height, -(-box.bottom // side.height)):
+            for column in range(box.x // side.width, -(-box.right // side.width)):
+                place = _place(row, column, side, self.levels[level].size)
+                part = place.intersection(box)
+                assert part is not None
+                index = row * table.columns + column
+                # the boxes beside this one need the tiles that its edges cut
+                tile = file.tile(level, table, index, keep=part != place)
+                if tile is not None:
+                    pixels[_window(part, box)] = tile[_window(part, place)]
+                else:
+                    self._left += 1
+                    pixels[_window(part, box)] = self._fallback.read_level(level, part)
+        return pixels
+
+    def close(self) -> None:
+        """Frees the handles; a later read opens others."""
+        super().close()
+        self._fallback.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_fallback": copy.copy(self._fallback), "_left": 0}
+
+
+def _place(row: int, column: int, side: Size, level: Size) -> Box:
+    """What a tile shows of its level."""
+    x, y = column * side.width, row * side.height
+    return Box(x, y, min(side.width, level.width - x), min(side.height, level.height - y))
+
+
+def _window(part: Box, whole: Box) -> tuple[slice, slice]:
+    """Where `part` lies in an array that shows `whole`."""
+    x, y = part.x - whole.x, part.y - whole.y
+    return slice(y, y + part.height), slice(x, x + part.width)
