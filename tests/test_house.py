@@ -41,7 +41,7 @@ WALLS: dict[str, set[str]] = {
     "__main__": {"cli", "errors"},
 }
 ENTER_PARALLEL = {"workflows/train.py", "workflows/plan.py", "workflows/calibrate.py"}
-ENTER_PARALLEL.add("workflows/batch.py")
+ENTER_PARALLEL |= {"workflows/ranks.py", "workflows/job.py", "workflows/batch.py"}
 
 # library -> the files that are its door
 DOORS: dict[str, set[str]] = {

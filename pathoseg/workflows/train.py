@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +18,27 @@ from pathoseg.errors import PathosegError
 from pathoseg.models.build import build_model, check_tile, edge_reach, tile_multiple
 from pathoseg.models.bundle import Bundle
 from pathoseg.models.losses import build_loss
-from pathoseg.outputs.atomic import replaced
+from pathoseg.outputs.atomic import replaced, write_text
+from pathoseg.parallel.planning.plan import Plan
+from pathoseg.parallel.runtime.transport import Transport
+from pathoseg.parallel.schedule.event import Event
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.dataset import TrainingSet
 from pathoseg.tiles.slide_pool import SlidePool
 from pathoseg.tiles.tiles import SlideTiles
 from pathoseg.tiles.transform import Augmentation
-from pathoseg.workflows.config import Config, load_config, write_config
+from pathoseg.workflows.config import Config, ParallelConfig, load_config, write_config
 from pathoseg.workflows.cutting import cut_sources
 from pathoseg.workflows.device import MEAN, STD, pick_device
+from pathoseg.workflows.engine import Engine
 from pathoseg.workflows.interruption import Interruption
+from pathoseg.workflows.job import joined
 from pathoseg.workflows.loop import Loop
 from pathoseg.workflows.margins import default_overlap
 from pathoseg.workflows.one_device import OneDevice
+from pathoseg.workflows.plan import PLAN
 from pathoseg.workflows.progress import say
+from pathoseg.workflows.ranks import Ranks, agreed_plan, draw_step
 from pathoseg.workflows.runs import (
     CONFIG,
     SPLITS,
@@ -50,15 +59,56 @@ def train(
     flags: Mapping[str, Mapping[str, Any]],
     out: Path | None,
     resume: bool,
+    trace: bool = False,
 ) -> Path:
     """Trains until the epochs, the time limit or the patience end; returns the run's folder.
+
+    Args:
+        config_file: TOML file, or None.
+        flags: What overrules it, by table and key.
+        out: The run's folder; None takes a new one, or the newest unfinished one.
+        resume: Go on with a run.
+        trace: On several ranks, draw what they do in one step.
 
     Raises:
         PathosegError: Anything that keeps the run from starting or going on.
         StoppedError: A signal came; `--resume` goes on.
     """
+    wanted = load_config(config_file, flags).parallel
+    with joined(wanted.transport) as transport:
+        return _train(config_file, flags, out, resume, trace, transport)
+
+
+def ranks_to_start(
+    config_file: Path | None, flags: Mapping[str, Mapping[str, Any]], out: Path | None, resume: bool
+) -> ParallelConfig:
+    """How many ranks the command asks for, and how they are joined; a run that goes on asks for
+    those that it began with.
+
+    Raises:
+        PathosegError: The configuration is wrong, or there is no run to go on with.
+    """
+    if resume and config_file is None:
+        begun = (out or newest_unfinished()) / CONFIG
+        config_file = begun if begun.is_file() else None
+    return load_config(config_file, flags).parallel
+
+
+def _train(
+    config_file: Path | None,
+    flags: Mapping[str, Mapping[str, Any]],
+    out: Path | None,
+    resume: bool,
+    trace: bool,
+    transport: Transport | None,
+) -> Path:
     started = time.monotonic()
-    run, config = _start(config_file, flags, out, resume)
+    if trace and transport is None:
+        raise PathosegError(
+            "--trace draws how ranks take turns, and this run has one rank.",
+            "Add --ranks N, or leave out --trace.",
+        )
+    run, config = _start(config_file, flags, out, resume, transport)
     if is_finished(run):
         say(f"{run} is finished; its model is in {run / 'model'}.")
         return run
@@ -67,21 +117,34 @@ def train(
     torch.manual_seed(config.seed)
     model = build_model(config.model.with_classes(len(sources.classes)), _factory(config))
     check_tile(model, config.tiles.tile)
+    plan: Plan | None = None
+    planned: Sequence[Event] = ()
+    if transport is not None:
+        plan, planned = agreed_plan(model, config, transport)
+        config = replace(config, train=replace(config.train, microbatch=plan.microbatch))
     card = _card(config, sources, model)
     _overview(sources, members)
     pool = SlidePool(lambda path: open_slide(path, config.data.assume_mpp))
     advice = "Nothing is trained yet: start the same command again."
     with Interruption(advice) as interruption, closing(pool):
         tiles = cut_sources(config, sources, members, pool, interruption)
-        _begin(run, config, members)
+        if transport is None or transport.rank == 0:
+            _begin(run, config, members, plan)
         interruption.advice = f"Continue with: pathoseg train --resume --out {run}"
         task = make_task(config.model.task, sources.classes, config.tiles.min_cover)
         loss = build_loss(config.loss, config.model.task)
         batch, readers = config.train.microbatch or config.train.batch, config.train.readers
+        engine: Engine
+        if transport is None or plan is None:
+            device = pick_device()
+            engine = OneDevice(model.to(device), loss, task, card, config.train, config.seed)
+        else:
+            drawing = partial(draw_step, run, planned) if trace else None
+            engine = Ranks(transport, plan, model, loss, task, card, config, drawing)
         loop = Loop(
             run,
             config.train,
-            OneDevice(model.to(pick_device()), loss, task, card, config.train, config.seed),
+            engine,
             card,
             loss,
             _training_set(config, tiles.train),
@@ -98,7 +161,8 @@ def train(
         "skipped_steps": progress.skipped_steps,
         "left_out": sources.left_out,
     }
-    finish_run(run, summary)
+    if engine.leads:
+        finish_run(run, summary)
     say(
         f"Best epoch: {progress.best_epoch}. Model: {run / 'model'}. Figures: {run / 'metrics.csv'}"
     )
@@ -110,33 +174,50 @@ def _start(
     flags: Mapping[str, Mapping[str, Any]],
     out: Path | None,
     resume: bool,
+    transport: Transport | None,
 ) -> tuple[Path, Config]:
-    """The folder of a new run, not made yet, or of the run to go on with.
+    """The folder of a new run, not made yet, or of the run to go on with; rank 0 finds it.
 
     A run that never began is begun by `--resume` too.
     """
-    if resume and out is None:
-        out = newest_unfinished()
-    if resume and out is not None and (out / CONFIG).is_file():
-        recorded = load_config(out / CONFIG)
-        _refuse_changes(out, recorded, load_config(config_file or out / CONFIG, flags))
-        return out, recorded
-    return new_run(out), load_config(config_file, flags)
+    going_on = False
+    if transport is None or transport.rank == 0:
+        if resume and out is None:
+            out = newest_unfinished()
+        going_on = resume and out is not None and (out / CONFIG).is_file()
+        if not going_on:
+            out = new_run(out)
+    if transport is not None:
+        told = json.loads(transport.gather(json.dumps([going_on, str(out)]))[0])
+        going_on, out = told[0], Path(told[1])
+    assert out is not None
+    if not going_on:
+        return out, load_config(config_file, flags)
+    recorded, asked = load_config(out / CONFIG), load_config(config_file or out / CONFIG, flags)
+    _refuse_changes(out, recorded, asked)
+    # A batch that was one microbatch stays one, on however many ranks.
+    microbatch = recorded.train.microbatch or recorded.train.batch
+    train = replace(recorded.train, microbatch=microbatch)
+    return out, replace(recorded, train=train, parallel=asked.parallel)
 
 
-def _begin(run: Path, config: Config, members: Mapping[str, Member]) -> None:
+def _begin(run: Path, config: Config, members: Mapping[str, Member], plan: Plan | None) -> None:
     """Makes the run's folder, not before all input is read: what is refused leaves nothing."""
     if not (run / CONFIG).exists():
         make_run(run)
         with replaced(run / CONFIG) as draft:
             write_config(config, draft)
     write_splits(run / SPLITS, members.values())
+    if plan is not None:
+        write_text(run / PLAN, plan.to_json())
+        stages = f"{plan.stages} stages" if plan.stages > 1 else "the whole model on each"
+        say(f"{plan.ranks} ranks: {plan.order}, {stages}, {plan.groups} groups. {run / PLAN}")
     say(f"Run: {run}")
 
 
 def _refuse_changes(run: Path, recorded: Config, asked: Config) -> None:
-    """A resumed run goes on as it began: another configuration would be another run."""
-    before, now = asdict(recorded), asdict(asked)
+    """A resumed run goes on as it began, on whatever ranks: another would be another run."""
+    before, now = asdict(recorded), asdict(replace(asked, parallel=recorded.parallel))
     for section, values in now.items():
         if values != before[section]:
             changed = (

@@ -54,6 +54,7 @@ class Task:
         order: Name of an order, or `auto`.
         stages: How many stages; None tries all.
         cut: The layers or modules before which the model is cut; empty leaves it to the planner.
+        all_ranks: Whether every rank has to have work, as those of a job that has started do.
     """
 
     ranks: int
@@ -62,6 +63,7 @@ class Task:
     order: str = AUTO
     stages: int | None = None
     cut: tuple[str, ...] = ()
+    all_ranks: bool = False
 
     def __post_init__(self) -> None:
         for name in ("ranks", "memory", "batch"):
@@ -163,6 +165,8 @@ def _candidates(priced: Priced, task: Task) -> Iterator[_Candidate]:
                 if stages > most or fixed not in (None, stages) or (order.staged and width < 2):
                     continue
                 for groups in _groups(order, task.ranks // width, microbatches):
+                    if task.all_ranks and width * groups != task.ranks:
+                        continue
                     own = microbatches // groups
                     least = max(1, own / width) * priced.seconds
                     yield _Candidate(priced, order, placement, width, groups, own, least)

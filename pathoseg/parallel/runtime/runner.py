@@ -26,7 +26,7 @@ from pathoseg.parallel.runtime.state import gather, load_optimizer, load_tensors
 from pathoseg.parallel.runtime.transport import Transport
 from pathoseg.parallel.schedule.action import Kind
 from pathoseg.parallel.schedule.event import Event
-from pathoseg.parallel.schedule.schedule import Schedule
+from pathoseg.parallel.schedule.schedule import Schedule, visit_of
 from pathoseg.parallel.schedule.validate import validate
 
 
@@ -146,13 +146,11 @@ class Runner:
         self._agreed: Agreed
         self._scale = LossScale(training.dtype is torch.float16)
         self.optimizer = training.optimizer([*self.own.values()]) if self.own else None
-        visits = [each for each in whole.lists[transport.rank] if each.kind is Kind.FORWARD]
-        self.reads_inputs = frozenset(
-            v.microbatch for v in visits if partition.inputs[v.stage] and v.microbatch is not None
-        )
-        self.reads_targets = frozenset(
-            v.microbatch for v in visits if self._stages[v.stage].is_last
-        )
+        visits = [
+            visit_of(each) for each in whole.lists[transport.rank] if each.kind is Kind.FORWARD
+        ]
+        self.reads_inputs = frozenset(m for _, stage, m in visits if partition.inputs[stage])
+        self.reads_targets = frozenset(m for _, stage, m in visits if self._stages[stage].is_last)
 
     @property
     def doing(self) -> str:
