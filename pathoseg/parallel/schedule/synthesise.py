@@ -18,8 +18,8 @@ from pathoseg.parallel.schedule.workload import Timetable, Workload, workload
 
 # How much is tried: seconds at most, however large the step.
 _PLACED = 150_000  # visits that the list scheduler places for starts, and again for swings
-_REPLAYED = 60_000  # visits that the polishing of one timetable replays
-_POLISHED = 8  # timetables that are polished
+_REPLAYED = 160_000  # visits that the polishing of one timetable replays
+_POLISHED = 3  # timetables that are polished
 _SWINGS = 2
 # Found by placing all combinations on a few hundred steps; the most often useful come first.
 _PATIENCE = (0.5, 0.0, 1.0)
