@@ -155,6 +155,19 @@ def test_small_steps_are_as_short_as_they_can_be(
     assert simulate(synthesise(placement, costs, microbatches, held), costs).time == optimum
 
 
+@pytest.mark.parametrize(
+    ("microbatches", "held", "named"),
+    [(16, 2, gems(8, 4, 2)), (32, 8, bidirectional(8, 32))],
+    ids=["gems", "chimera"],
+)
+def test_large_steps_are_no_longer_than_named_ones(
+    microbatches: int, held: int, named: Schedule
+) -> None:
+    costs = Costs.equal(8, 1, 2)
+    order = synthesise(mirrored(8), costs, microbatches, held)
+    assert simulate(order, costs).time <= simulate(named, costs).time
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 6])
 def test_gems_is_what_comes_of_a_cap_of_one(ranks: int) -> None:
     costs = Costs.equal(ranks, 1, 2)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 from fractions import Fraction
+from pathlib import Path
 from xml.etree import ElementTree as Xml
 
+import pytest
+
 from pathoseg.parallel.schedule.action import COMPUTE, Action, Kind, chain
+from pathoseg.parallel.schedule.bidirectional import bidirectional
 from pathoseg.parallel.schedule.costs import Costs, Link, StageCost
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.gems import gems
-from pathoseg.parallel.schedule.gpipe import gpipe
+from pathoseg.parallel.schedule.gpipe import gpipe, mp_basic
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.one_f_one_b import one_f_one_b
 from pathoseg.parallel.schedule.placement import linear
+from pathoseg.parallel.schedule.schedule import Schedule
 from pathoseg.parallel.schedule.simulate import simulate
 from pathoseg.parallel.schedule.timeline import chrome_trace, draw_svg, draw_text
 
@@ -114,3 +119,22 @@ def test_a_step_without_duration_does_not_divide_by_zero() -> None:
     event = Event(0, Action(Kind.FORWARD, 0, 0, 0), 1, 1)
     assert draw_text([event]) == ""
     assert len(_rows(draw_svg({"": [event]}))) == 1
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        mp_basic(linear(4), 2),
+        gpipe(linear(4), 4),
+        gpipe(linear(4), 4, flush=2),
+        one_f_one_b(4, 4),
+        lower(one_f_one_b(4, 4), recompute=range(4)),
+        gems(4),
+        gems(4, pairs=2),
+        gems(4, per_visit=2),
+        bidirectional(4, 4),
+    ],
+)
+def test_the_documented_pictures_are_what_is_drawn(order: Schedule) -> None:
+    text = (Path(__file__).resolve().parents[3] / "docs" / "schedules.md").read_text()
+    assert draw_text(simulate(order, Costs.equal(4, 1, 2)).events, 130) in text
