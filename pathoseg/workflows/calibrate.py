@@ -69,10 +69,11 @@ def calibrate(out: Path | None = None, quick: bool = False) -> Path:
 
         timed = time_cases(cases, device, rounds, advance)
         bar.note("networks")
-        hardware = calibrated(_known(device, out.stem), timed, device, rounds)
+        asked = interruption.raise_if_asked
+        hardware = calibrated(_known(device, out.stem), timed, device, rounds, asked)
     save_hardware(hardware, out)
     write_text(out.with_suffix(".csv"), _table(timed))
-    say(f"{len(timed)} layers were timed on {hardware.measured}: {_rates(hardware)}.")
+    say(f"{len(timed)} layers were timed: {_rates(hardware)} ({hardware.measured}).")
     say(f"The fit is in {out}, the timings in {out.with_suffix('.csv')}.")
     say(f"Plan by it with `pathoseg plan --hardware {out}`.")
     return out

@@ -58,7 +58,11 @@ def time_cases(
 
 
 def calibrated(
-    hardware: Hardware, timed: Sequence[Timed], device: torch.device, rounds: int
+    hardware: Hardware,
+    timed: Sequence[Timed],
+    device: torch.device,
+    rounds: int,
+    advance: Callable[[], None] = lambda: None,
 ) -> Hardware:
     """The hardware with what the timings teach, and what layers cost in sequence.
 
@@ -67,6 +71,7 @@ def calibrated(
         timed: Layers of the device.
         device: Where networks are timed.
         rounds: How often.
+        advance: Called often; it may raise to end the work.
     """
     samples = [item.sample for item in timed]
-    return learn(samples, hardware, measure_sequence(device, rounds))
+    return learn(samples, hardware, measure_sequence(device, rounds, advance))

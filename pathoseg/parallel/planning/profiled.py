@@ -58,7 +58,7 @@ class Profiled:
                 "Build it on the device that it is trained on.",
             )
         self._otherwise = otherwise
-        self._in_sequence = in_sequence or measure_sequence(self._device, rounds)
+        self._in_sequence = in_sequence or measure_sequence(self._device, rounds, advance)
         firsts = distinct(traced.graph)
         alone = {key: at for key, at in firsts.items() if can_run_alone(traced.graph, at)}
         self._guessed = len(firsts) - len(alone)
@@ -100,11 +100,18 @@ def distinct(graph: LayerGraph) -> dict[Hashable, int]:
     return found
 
 
-def measure_sequence(device: torch.device, rounds: int = _ROUNDS) -> LayerTime:
+def measure_sequence(
+    device: torch.device, rounds: int = _ROUNDS, advance: Callable[[], None] = lambda: None
+) -> LayerTime:
     """What a forward and a backward take among others over what they take alone.
 
     Caches are warm for a layer alone, and memory is at hand that a sequence has to ask for. The
     figures are medians over small networks.
+
+    Args:
+        device: Where they run.
+        rounds: How often each network, and each of its layers, is visited.
+        advance: Called after each visit; it may raise to end the work.
     """
     factors = []
     for case in reference_networks():
@@ -112,7 +119,7 @@ def measure_sequence(device: torch.device, rounds: int = _ROUNDS) -> LayerTime:
         firsts = distinct(traced.graph)
         tensors = [torch.rand(shape, device=device) for shape in case.shapes]
         alone = [Alone(traced, position) for position in firsts.values()]
-        whole, *parts = time_in_turn([Whole(case.module, *tensors), *alone], rounds)
+        whole, *parts = time_in_turn([Whole(case.module, *tensors), *alone], rounds, advance)
         by_key = dict(zip(firsts, parts, strict=True))
         layers = [by_key[signature(layer)] for layer in traced.graph.layers if _works(layer)]
         factors.append(

@@ -56,6 +56,8 @@ def learn(
 ) -> Hardware:
     """The hardware with the peaks that the samples show, and with a fit of them.
 
+    Peaks of other dtypes than float32 are taken to be off by as much as its own.
+
     Args:
         samples: Layers, float32; some of each of the basic families.
         hardware: What is known of the device beside.
@@ -68,9 +70,10 @@ def learn(
         for _, work, seconds in sample.passes
     ]
     largest = sorted(passes, key=lambda item: item[1])[-_LARGEST:]
+    gain = max(flops / taken for flops, _, taken in passes) / hardware.flops["float32"]
     seen = replace(
         hardware,
-        flops={**hardware.flops, "float32": max(flops / taken for flops, _, taken in passes)},
+        flops={dtype: gain * peak for dtype, peak in hardware.flops.items()},
         bandwidth=max(moved / taken for _, moved, taken in largest),
         overhead=min(taken for _, _, taken in passes),
     )

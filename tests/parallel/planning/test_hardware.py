@@ -34,6 +34,15 @@ def test_what_is_shipped_loads() -> None:
         assert load_hardware(name).name == name
 
 
+def test_what_is_shipped_says_whether_it_was_measured() -> None:
+    for name in known_hardware():
+        hardware = load_hardware(name)
+        assert (hardware.fit is not None) == bool(hardware.measured) == (name == "cpu")
+    cpu = load_hardware("cpu")
+    assert cpu.threads == 1
+    assert cpu.measured.startswith("2026-")
+
+
 def test_the_v100_is_that_of_the_published_runs() -> None:
     v100 = load_hardware("v100")
     assert v100.flops["float32"] == 15.7e12
