@@ -39,7 +39,6 @@ Figures = dict[str, float]
 Seconds = NDArray[np.float64]
 
 STAGES = (2, 4, 8)
-SWEEPS = 3
 FOLDS = 5
 CPU = torch.device("cpu")
 
@@ -61,14 +60,14 @@ QUICK = ("unet_w16_d4", "unet_w32_d3", "resnet110_v2_tiles", "resnet50")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer layers, models and rounds")
+    parser.add_argument("--quick", action="store_true", help="fewer layers, models and sweeps")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     options = parser.parse_args()
     torch.manual_seed(0)
     cases = draw_cases(0.15 if options.quick else 1.0)
     models = [Model(name) for name in (QUICK if options.quick else MODELS)]
     grids, factors = [], []
-    for _ in range(SWEEPS):
+    for _ in range(2 if options.quick else 3):
         grids.append(time_cases(cases, CPU, 1))
         factors.append(measure_sequence(CPU))
         for model in models:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from pathoseg.errors import PathosegError
 from pathoseg.outputs.atomic import write_text
 from pathoseg.parallel.planning.calibration import Timed, calibrated, time_cases
 from pathoseg.parallel.planning.features import family
@@ -46,12 +47,12 @@ def calibrate(out: Path | None = None, quick: bool = False) -> Path:
         The hardware file.
 
     Raises:
-        PathosegError: The device has too little memory.
-        OSError: The folder cannot be written.
+        PathosegError: The file cannot be written, or the device has too little memory.
+        OSError: The disk is full.
         StoppedError: A signal came; nothing was written.
     """
     out = out or DEFAULT
-    out.parent.mkdir(parents=True, exist_ok=True)
+    _check(out)
     device = pick_device()
     rounds = _QUICK_ROUNDS if quick else _ROUNDS
     torch.manual_seed(0)
@@ -77,6 +78,15 @@ def calibrate(out: Path | None = None, quick: bool = False) -> Path:
     say(f"The fit is in {out}, the timings in {out.with_suffix('.csv')}.")
     say(f"Plan by it with `pathoseg plan --hardware {out}`.")
     return out
+
+
+def _check(out: Path) -> None:
+    """Refuses a file that could not be written in the end, minutes later."""
+    if out.suffix != ".json" or out.is_dir():
+        raise PathosegError(f"{out} is no name of a hardware file.", "End it in .json.")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(out.parent, os.W_OK):
+        raise PathosegError(f"{out.parent} cannot be written.", "Choose another folder.")
 
 
 def _known(device: torch.device, name: str) -> Hardware:

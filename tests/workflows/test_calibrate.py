@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from pathoseg.cli import app
-from pathoseg.errors import StoppedError
+from pathoseg.errors import PathosegError, StoppedError
 from pathoseg.parallel.graph.traced import trace
 from pathoseg.parallel.planning.cost import cost_model
 from pathoseg.parallel.planning.grid import Case, draw_cases
@@ -84,3 +84,15 @@ def test_a_signal_stops_it_and_nothing_is_written(
     assert stop.value.exit_code == 128 + number
     assert visited
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("name", ["mine.csv", "mine", "folder.json"])
+def test_a_name_that_cannot_be_written_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "folder.json").mkdir()
+    monkeypatch.setattr(workflow, "time_cases", lambda *_: pytest.fail("it went on"))
+    with pytest.raises(PathosegError, match=name) as raised:
+        workflow.calibrate(tmp_path / name, quick=True)
+    assert ".json" in raised.value.mend

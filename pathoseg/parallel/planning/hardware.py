@@ -18,6 +18,7 @@ from pathoseg.errors import PathosegError
 from pathoseg.parallel.planning.features import BASIC
 from pathoseg.parallel.schedule.costs import Link, Nodes
 
+# Another number where a file has other keys, or its fit other amounts or features (features.py).
 FORMAT = 1
 
 _Positive = Annotated[FiniteFloat, Field(gt=0)]
