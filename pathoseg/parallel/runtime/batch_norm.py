@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from pathoseg.parallel.graph.layer_graph import LayerGraph
 from pathoseg.parallel.runtime.transport import Transport
@@ -59,6 +59,7 @@ class RunningStatistics:
         try:
             yield
         finally:
+            self._again.clear()
             for norm, buffers, momentum in own:
                 norm._buffers.update(buffers)
                 norm.momentum = momentum
@@ -83,7 +84,7 @@ class RunningStatistics:
     @property
     def watches(self) -> bool:
         """Whether `enter` has to be called before each layer."""
-        return len(self._rounds) > 1
+        return bool(self._again)
 
     def enter(self, position: int) -> None:
         """The layer at this position is about to run."""
@@ -143,19 +144,26 @@ def _lend(norm: Any, mean: Tensor, variance: Tensor) -> None:
     norm._buffers["running_mean"], norm._buffers["running_var"] = mean, variance
 
 
+def _momentum(norm: Any) -> float:
+    """The share of the next measurement, which is counted; as the forward of each kind has it."""
+    if not isinstance(norm, _BatchNorm):
+        return norm.momentum or 0.0
+    count = norm.num_batches_tracked
+    if count is not None:
+        count += 1
+    if norm.momentum is None:  # a plain average
+        assert count is not None
+        return 1 / float(count)
+    return norm.momentum
+
+
 def _apply(norms: Sequence[Any], rows: Sequence[Tensor]) -> None:
     """running = (1 - momentum) * running + momentum * measured, once for each row."""
     buffers = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
     running = torch.cat(buffers)
     widths = torch.tensor([len(buffer) for buffer in buffers], device=running.device)
     for row in rows:
-        momenta = []
-        for norm in norms:
-            count: Any = norm.num_batches_tracked
-            if count is not None:
-                count += 1
-            # Without momentum it is a plain average.
-            momenta += [1 / count.item() if norm.momentum is None else norm.momentum] * 2
+        momenta = [momentum for norm in norms for momentum in [_momentum(norm)] * 2]
         share = torch.tensor(momenta, dtype=torch.float64, device=running.device)
         share = share.repeat_interleave(widths)
         running = (1 - share).to(running.dtype) * running + share.to(running.dtype) * row

@@ -95,7 +95,7 @@ class Executor:
         self._microbatches: Microbatches
         self._update: Callable[[], None]
         self._outbox: dict[Action, Tensor | None] = {}
-        self._summed: Counter[tuple[int, int | None]] = Counter()
+        self._joined: dict[tuple[int, int | None], list[tuple[Action, float]]] = {}
         self._steps_left = 0
         self._events: list[Event] | None = None
         self._zero = 0.0
@@ -139,7 +139,7 @@ class Executor:
             actions = [a for a in actions if a.microbatch is None or sizes[a.microbatch]]
         self._pass, self._microbatches, self._events = this, microbatches, events
         self._outbox.clear()
-        self._summed.clear()
+        self._joined.clear()
         self._steps_left = self._steps
         for stage in self._stages.values():
             stage.begin()
@@ -212,13 +212,17 @@ class Executor:
         """A rank with several copies of a stage joins the sum once, with the last of them."""
         assert action.bucket is not None
         part = action.stage, action.bucket
-        self._summed[part] += 1
-        if self._summed[part] == self._copies[part]:
+        joined = self._joined.setdefault(part, [])
+        joined.append((action, time.perf_counter()))
+        if len(joined) == self._copies[part]:
             self._reductions[action.stage].start(action.bucket)
 
     def _wait_reduce(self, action: Action) -> None:
         assert action.bucket is not None
         self._reductions[action.stage].wait(action.bucket)
+        for reduction, start in self._joined.pop((action.stage, action.bucket), ()):
+            if self._events is not None:
+                self._record(reduction, start)
 
     def _end_of_step(self, action: Action) -> None:
         """All copies step together: clipping needs every gradient."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -71,11 +72,12 @@ def load_tensors(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None
 def load_optimizer(
     optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], state: Mapping[str, Any]
 ) -> None:
-    """Gives an optimizer what is kept for its parameters, by name."""
+    """Gives an optimizer copies of what is kept for its parameters, by name."""
     whole = optimizer.state_dict()
     own = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     # Through the optimizer's own door, which brings tensors to the parameters' devices.
-    whole["state"] = {index: state[name] for index, name in enumerate(own) if name in state}
+    kept = {index: state[name] for index, name in enumerate(own) if name in state}
+    whole["state"] = deepcopy(kept)
     optimizer.load_state_dict(whole)
 
 

@@ -91,7 +91,7 @@ class Case:
         ranks: Of all groups together.
         dtype: Of parameters and samples.
         clip: Largest norm of the gradient, or 0.
-        uneven: Whether the last microbatch is smaller.
+        last: Samples of the last microbatch; the others have 2.
     """
 
     model: str
@@ -99,10 +99,12 @@ class Case:
     ranks: int
     dtype: torch.dtype = torch.float32
     clip: float = 0.0
-    uneven: bool = True
+    last: int = 1
 
     def __str__(self) -> str:
         name = f"{self.model}-{self.plan}-{self.ranks}"
+        name += f"-last-{self.last}" if self.last != 1 else ""
+        name += "-clipped" if self.clip else ""
         return name + ("-double" if self.dtype is torch.float64 else "")
 
     @property
@@ -123,7 +125,7 @@ class Case:
     def sizes(self) -> list[int]:
         """Samples of each microbatch."""
         count = self.schedule()[0].microbatches
-        return [2] * (count - 1) + [1 if self.uneven else 2]
+        return [2] * (count - 1) + [self.last]
 
 
 @cache
@@ -168,7 +170,8 @@ def reset(found: Traced) -> Traced:
     return found
 
 
-def training(case: Case) -> Training:
+def training_of(case: Case) -> Training:
+    """What all cases have in common."""
     return Training(per_sample_loss, optimizer, clip=case.clip)
 
 
@@ -183,12 +186,12 @@ def microbatches(case: Case, step: int) -> Microbatches:
     return Microbatches(sizes, lambda index: {name: part(index)[0]}, lambda index: part(index)[1])
 
 
-def start(case: Case, transport: Transport) -> Runner:
+def start(case: Case, transport: Transport, training: Training | None = None) -> Runner:
     """The runner of one rank, at the first weights."""
     schedule, partition = case.schedule()
     whole = reset(traced(case.model, case.dtype, transport.rank))
     device = torch.device("cpu")
-    return Runner(whole, partition, schedule, transport, device, training(case))
+    return Runner(whole, partition, schedule, transport, device, training or training_of(case))
 
 
 def prepare(case: Case) -> None:

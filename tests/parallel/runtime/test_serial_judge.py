@@ -20,10 +20,14 @@ DOUBLE = [
     for plan in ("data-parallel", "gems-master", "bidirectional", "synthesised-mirrored")
 ]
 CLIPPED = [Case("unet", plan, 3, clip=0.05) for plan in ("1f1b", "gems-master", "data-parallel")]
-EVEN = [Case("resnet-v2", plan, 2, uneven=False) for plan in ("gpipe", "gems-mast")]
+LAST = [
+    Case("unet", plan, 2, last=last)
+    for plan in ("gpipe", "gems-master", "1f1b-recomputed", "data-parallel", "gpipe-folded")
+    for last in (0, 2)
+]
 
 
-@pytest.mark.parametrize("case", [*CASES, *DOUBLE, *CLIPPED, *EVEN], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *DOUBLE, *CLIPPED, *LAST], ids=str)
 def test_ranks_train_as_one_process(case: Case) -> None:
     prepare(case)
     compare(case, run_ranks(case.ranks, lambda transport: run_case(case, transport)))

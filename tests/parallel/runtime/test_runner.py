@@ -1,0 +1,351 @@
+"""What a runner promises beside the sums: eval, state, precision, faults, memory, events."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pathoseg.errors import PathosegError
+from pathoseg.parallel.graph.traced import Traced
+from pathoseg.parallel.planning.partition import even
+from pathoseg.parallel.runtime.executor import Microbatches
+from pathoseg.parallel.runtime.runner import Runner, Training
+from pathoseg.parallel.runtime.stage import stage_edges
+from pathoseg.parallel.runtime.threads import ThreadTransport, run_ranks
+from pathoseg.parallel.schedule.action import Kind
+from pathoseg.parallel.schedule.gems import gems
+from pathoseg.parallel.schedule.lowering import lower
+from pathoseg.parallel.schedule.one_f_one_b import one_f_one_b
+from pathoseg.parallel.schedule.schedule import Schedule
+from pathoseg.workflows.optimizer import load_by_name, state_by_name
+from pathoseg.workflows.step import train_step
+from tests.parallel.networks.runtime_models import MODELS, per_sample_loss
+from tests.parallel.runtime.cases import (
+    Case,
+    judged,
+    microbatches,
+    prepare,
+    reset,
+    start,
+    traced,
+    training_of,
+)
+from tests.parallel.runtime.judge import STEPS, optimizer
+
+CPU = torch.device("cpu")
+
+
+def ranks_of(
+    case: Case, body: Callable[[Runner], Any], training: Training | None = None
+) -> list[Any]:
+    """Runs `body` on a fresh runner of each rank."""
+    prepare(case)
+    return run_ranks(case.ranks, lambda transport: body(start(case, transport, training)))
+
+
+def whole(case: Case) -> nn.Module:
+    """The model of the case at its first weights."""
+    return deepcopy(reset(traced(case.model, case.dtype, "judge")).model)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("plan", ["data-parallel", "gpipe-folded", "1f1b", "gems-master"])
+def test_a_prediction_is_that_of_the_whole_model_in_eval_mode(model: str, plan: str) -> None:
+    case = Case(model, plan, 3)
+
+    def body(runner: Runner) -> object:
+        runner.step(0, microbatches(case, 0))
+        found = runner.predict(microbatches(case, 1))
+        state = runner.state()
+        runner.step(1, microbatches(case, 1))  # in training mode again
+        return found, state, runner.state()
+
+    parts = ranks_of(case, body)
+    alone = whole(case).eval()
+    alone.load_state_dict(parts[0][1]["model"])
+    batch = microbatches(case, 1)
+    returned = {index: output for found, *_ in parts for index, output in found.items()}
+    assert sorted(returned) == list(range(len(batch.sizes)))
+    with torch.no_grad():
+        for index, output in returned.items():
+            expected = alone(batch.inputs(index)[MODELS[model].input])
+            torch.testing.assert_close(output, expected, rtol=0, atol=0)
+    first, second = (parts[0][at]["model"] for at in (1, 2))
+    assert not any(torch.equal(first[name], value) for name, value in second.items())
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        (Case("unet", "gpipe", 3), Case("unet", "data-parallel", 2)),
+        (Case("unet", "data-parallel", 2), Case("unet", "1f1b-recomputed", 3)),
+    ],
+    ids=lambda cases: " to ".join(map(str, cases)),
+)
+def test_a_state_goes_on_with_another_number_of_ranks(cases: tuple[Case, Case]) -> None:
+    first, second = cases
+
+    def train(runner: Runner, case: Case, steps: range) -> dict:
+        for step in steps:
+            runner.step(step, microbatches(case, step))
+        return runner.state()
+
+    state, *others = ranks_of(first, lambda runner: train(runner, first, range(2)))
+    assert not any(others)
+
+    def go_on(runner: Runner) -> dict:
+        runner.load(state)
+        return train(runner, second, range(2, STEPS))
+
+    final = ranks_of(second, go_on)[0]["model"]
+    expected = judged("unet", torch.float32, tuple(first.sizes()), 0.0).state
+    for name, value in final.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_state_is_that_of_one_device() -> None:
+    case = Case("unet", "gems-master", 3)
+
+    def body(runner: Runner) -> dict:
+        runner.step(0, microbatches(case, 0))
+        return runner.state()
+
+    state = ranks_of(case, body)[0]
+    alone = whole(case)
+    alone.load_state_dict(state["model"])
+    steps = optimizer([*alone.parameters()])
+    names = {parameter: name for name, parameter in alone.named_parameters()}
+    load_by_name(steps, names, state["optimizer"])
+    assert state_by_name(steps, names).keys() == state["optimizer"].keys()
+
+
+def test_a_state_of_another_model_is_refused() -> None:
+    state = ranks_of(Case("dropout", "1f1b", 2), lambda runner: runner.state())[0]
+    with pytest.raises(KeyError):
+        ranks_of(Case("unet", "1f1b", 2), lambda runner: runner.load(state))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
+@pytest.mark.parametrize("plan", ["gpipe", "1f1b-recomputed"])
+def test_a_step_is_that_of_one_device(plan: str, dtype: torch.dtype | None) -> None:
+    """Precision, loss scale and clipping, against the step that trains without ranks."""
+    case = Case("unet-group-norm", plan, 3)
+    training = Training(per_sample_loss, optimizer, dtype=dtype, clip=0.02)
+    numbers = range(4)
+
+    def body(runner: Runner) -> object:
+        results = [runner.step(step, _bold(case, step)) for step in numbers]
+        return results, runner.state()
+
+    results, state = ranks_of(case, body, training)[0]
+    alone = whole(case)
+    steps = optimizer([*alone.parameters()])
+    scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
+    for step, result in zip(numbers, results, strict=True):
+        batch = _bold(case, step)
+        parts = [(batch.inputs(i)["images"], batch.targets(i)) for i in range(len(batch.sizes))]
+        expected = train_step(
+            alone, per_sample_loss, parts, sum(batch.sizes), steps, scaler, dtype, 0.02
+        )
+        assert (result.loss_sum, result.finite) == (expected.loss_sum, expected.finite)
+    for name, value in alone.state_dict().items():
+        assert torch.equal(state["model"][name], value), name
+    assert state["scaler"] == scaler.state_dict()
+    if dtype is torch.float16:
+        assert not all(result.finite for result in results)
+
+
+def _bold(case: Case, step: int) -> Microbatches:
+    """Samples of which one step overflows half precision at the first loss scale."""
+    batch = microbatches(case, step)
+    factor = 1e4 if step == 1 else 1.0
+    return replace(
+        batch,
+        inputs=lambda index: {k: factor * v for k, v in batch.inputs(index).items()},
+    )
+
+
+@pytest.mark.parametrize("plan", ["1f1b", "gems-master", "data-parallel"])
+def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(plan: str) -> None:
+    case = Case("unet-group-norm", plan, 3)
+
+    def body(runner: Runner) -> object:
+        batch = microbatches(case, 0)
+        broken = replace(
+            batch,
+            inputs=lambda index: {
+                name: value * (math.nan if index == 1 else 1)
+                for name, value in batch.inputs(index).items()
+            },
+        )
+        before = runner.state()
+        result = runner.step(0, broken)
+        return result.finite, before, runner.state()
+
+    for finite, before, after in ranks_of(case, body):
+        assert not finite
+        assert before.keys() == after.keys()
+        for name in before.get("model", ()):
+            assert torch.equal(before["model"][name], after["model"][name])
+        assert not after.get("optimizer")
+
+
+@pytest.mark.parametrize("plan", ["1f1b", "gems-master", "data-parallel"])
+def test_an_output_that_the_loss_ignores_leaves_its_layers_alone(plan: str) -> None:
+    case = Case("branches", plan, 3)
+
+    def first_output(returned: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+        return per_sample_loss(returned[0], targets)
+
+    # It shrinks whatever has a gradient, be it zero.
+    shrinking = Training(first_output, lambda own: torch.optim.AdamW(own, 0.1, weight_decay=0.5))
+
+    def body(runner: Runner) -> dict:
+        for step in range(2):
+            runner.step(step, microbatches(case, step))
+        return runner.state()
+
+    state = ranks_of(case, body, shrinking)[0]
+    first = whole(case).state_dict()
+    kept = {name for name, value in state["model"].items() if torch.equal(value, first[name])}
+    assert kept == {"aside.weight", "aside.bias"}
+
+
+def test_tensors_are_freed_as_the_order_says() -> None:
+    """A microbatch's input lives from its forward to its backward, on the first stage's rank."""
+    for plan, most in (("1f1b", 3), ("mp-basic", 1), ("gems-master", 2), ("gpipe", 4)):
+        case = Case("unet", plan, 3)
+
+        def body(runner: Runner, case: Case = case) -> int:
+            batch, alive, held = microbatches(case, 0), [], []
+
+            def inputs(index: int) -> dict[str, Tensor]:
+                found = batch.inputs(index)
+                alive.append(weakref.ref(found["images"]))
+                held.append(sum(each() is not None for each in alive))
+                return found
+
+            runner.step(0, replace(batch, inputs=inputs))
+            assert not any(each() is not None for each in alive)
+            return max(held, default=0)
+
+        assert max(ranks_of(case, body)) == most, plan
+
+
+@pytest.mark.parametrize("plan", ["1f1b-recomputed", "gems-master", "gpipe-folded"])
+def test_events_are_the_actions_of_the_schedule(plan: str) -> None:
+    case = Case("unet", plan, 3)
+    schedule, _ = case.schedule()
+    traces = ranks_of(case, lambda runner: runner.step(0, microbatches(case, 0), trace=True))
+    for rank, result in enumerate(traces):
+        seen = {event.action for event in result.events}
+        assert len(seen) == len(result.events)
+        gone = {each for each in schedule.lists[rank] if each not in seen}
+        # Of an edge without gradient nothing is sent back.
+        assert all(each.kind is Kind.SEND for each in gone)
+        assert all(event.rank == rank and 0 <= event.start <= event.end for event in result.events)
+
+
+def test_a_rank_that_fails_names_itself_to_all() -> None:
+    case = Case("unet", "gems-master", 3)
+    heard: list[str] = []
+
+    def body(runner: Runner) -> None:
+        batch = microbatches(case, 0)
+
+        def targets(index: int) -> Tensor:
+            if index == 3:
+                raise RuntimeError("the disk is gone")
+            return batch.targets(index)
+
+        try:
+            runner.step(0, replace(batch, targets=targets))
+        except PathosegError as error:
+            heard.append(str(error))
+            raise
+
+    with pytest.raises(PathosegError, match="Rank 0 failed at 1:2F3 of stage 2"):
+        ranks_of(case, body)
+    assert len(heard) == 3
+    assert all("Rank 0" in text and "the disk is gone" in text for text in heard)
+
+
+def test_ranks_that_differ_are_refused() -> None:
+    case = Case("unet", "1f1b", 2)
+    prepare(case)
+    schedule, partition = case.schedule()
+
+    def body(transport: ThreadTransport) -> Runner:
+        model = reset(traced(case.model, case.dtype, transport.rank))
+        with torch.no_grad():
+            next(model.model.parameters())[0] += transport.rank
+        return Runner(model, partition, schedule, transport, CPU, training_of(case))
+
+    with pytest.raises(PathosegError, match="Rank 1 has not the weights of rank 0"):
+        run_ranks(2, body)
+
+
+def test_a_schedule_that_does_not_fit_is_refused() -> None:
+    case, other = Case("unet", "1f1b", 2), Case("unet", "1f1b", 3)
+    prepare(other)
+    for schedule, message in (
+        (other.schedule()[0], "is for 3 ranks, not 2"),
+        (one_f_one_b(2, 4), "no messages and steps"),
+        (lower(one_f_one_b(2, 4)), "for other stages"),
+    ):
+        with pytest.raises(PathosegError, match=message):
+            run_ranks(2, lambda transport, s=schedule: _runner(case, s, transport))
+
+
+def _runner(case: Case, schedule: Schedule, transport: ThreadTransport) -> Runner:
+    model = reset(traced(case.model, case.dtype, transport.rank))
+    return Runner(model, case.schedule()[1], schedule, transport, CPU, training_of(case))
+
+
+class Counting(nn.Module):
+    """A running state that is no norm's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.calls.add_(1)
+        scaled: Tensor = self.layer(values)
+        return scaled
+
+
+@pytest.mark.parametrize("recompute", [(), (0, 1)])
+def test_running_state_of_other_kinds_needs_one_copy_that_runs_once(
+    recompute: tuple[int, ...],
+) -> None:
+    wholes = [
+        Traced(nn.Sequential(nn.Linear(4, 4), Counting(), nn.Linear(4, 4)), torch.ones(2, 4))
+        for _ in range(2)
+    ]
+    wholes[1].model.load_state_dict(wholes[0].model.state_dict())
+    partition = even(wholes[0].graph, 2)
+    edges = list(stage_edges(partition))
+    batch = Microbatches([2] * 4, lambda index: {"input": torch.ones(2, 4)}, lambda index: None)
+
+    def step(schedule: Schedule) -> None:
+        training = Training(lambda returned, targets: returned.sum(1), optimizer)
+
+        def body(transport: ThreadTransport) -> None:
+            runner = Runner(wholes[transport.rank], partition, schedule, transport, CPU, training)
+            runner.step(0, batch)
+
+        run_ranks(2, body)
+
+    order = one_f_one_b(2, 4) if recompute else gems(2, pairs=2)
+    with pytest.raises(PathosegError, match="no norm's running statistic"):
+        step(lower(order, edges, recompute=recompute))
