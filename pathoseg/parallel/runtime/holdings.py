@@ -76,7 +76,7 @@ class Holdings:
         for module in self._model.modules():
             for slots in (module._parameters, module._buffers):
                 for name, tensor in slots.items():
-                    if tensor is None or id(tensor) in {id(new) for _, new in moved.values()}:
+                    if tensor is None:
                         continue
                     if id(tensor) not in moved:
                         target = device if id(tensor) in held else torch.device("meta")

@@ -148,7 +148,7 @@ class Stage:
 
     def predict(self, microbatch: int) -> tuple[dict[Edge, Tensor], Any]:
         """A forward without backward: what leaves, and at the last stage what the model returns."""
-        visit = self._visits.pop(microbatch)
+        visit = self._visits.pop(microbatch, _Visit())
         with torch.no_grad():
             values = self._run(visit, None)
         model_output = self._assemble(visit, values) if self.is_last else None

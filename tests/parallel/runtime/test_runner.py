@@ -133,6 +133,44 @@ def test_a_state_of_another_model_is_refused() -> None:
         ranks_of(Case("unet", "1f1b", 2), lambda runner: runner.load(state))
 
 
+@pytest.mark.parametrize("plan", ["gems-master", "bidirectional", "hybrid-gems-mast"])
+@pytest.mark.parametrize("model", ["unet", "dropout"])
+def test_copies_of_a_stage_stay_equal_to_the_bit(model: str, plan: str) -> None:
+    case = Case(model, plan, 4)
+    for step in range(STEPS):
+
+        def body(runner: Runner, steps: int = step + 1) -> None:
+            for number in range(steps):
+                runner.step(number, microbatches(case, number))
+
+        ranks_of(case, body)
+        first: dict[str, Tensor] = {}
+        copies = 0
+        for rank in range(case.ranks):
+            for name, value in traced(model, case.dtype, rank).model.state_dict().items():
+                if not value.is_meta:
+                    copies += name in first
+                    assert torch.equal(first.setdefault(name, value), value), (name, rank)
+        assert copies >= len(first)
+
+
+def test_a_message_of_another_size_is_refused() -> None:
+    case = Case("unet", "1f1b", 3)
+
+    def body(runner: Runner) -> None:
+        batch = microbatches(case, 0)
+        runner.step(0, batch)
+
+        def larger(index: int) -> dict[str, Tensor]:
+            images = batch.inputs(index)["images"]
+            return {"images": images.repeat(1, 1, 2, 2) if index == 2 else images}
+
+        runner.step(1, replace(batch, inputs=larger))
+
+    with pytest.raises(PathosegError, match="Give the model inputs of one size"):
+        ranks_of(case, body)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
 @pytest.mark.parametrize("plan", ["gpipe", "1f1b-recomputed"])
 def test_a_step_is_that_of_one_device(plan: str, dtype: torch.dtype | None) -> None:
