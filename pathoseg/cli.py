@@ -289,16 +289,11 @@ def plan(
 
 @app.command(epilog="Example: pathoseg calibrate --out hardware.json")
 def calibrate(
-    out: Annotated[
-        Path | None,
-        typer.Option(help="The hardware file. [default: hardware.json]", metavar="FILE"),
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Time fewer layers, for a rougher fit.")
-    ] = False,
+    out: Annotated[Path, typer.Option(metavar="FILE")] = Path("hardware.json"),
+    quick: Annotated[bool, typer.Option("--quick", help="A rougher fit, sooner.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Measure what layers take on this device, for plans made by it."""
+    """Measure what layers take on this device, and write it to a file for `plan`."""
     from pathoseg.workflows.calibrate import calibrate as run_calibration
 
     run_calibration(out, quick)

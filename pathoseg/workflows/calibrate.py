@@ -30,13 +30,12 @@ from pathoseg.workflows.device import memory_told, pick_device
 from pathoseg.workflows.interruption import Interruption
 from pathoseg.workflows.progress import progress_bar, say
 
-DEFAULT = Path("hardware.json")
 _ROUNDS, _QUICK_ROUNDS = 3, 2
 _QUICK_SCALE = 0.15
 _UNKNOWN_GPU = "a100"
 
 
-def calibrate(out: Path | None = None, quick: bool = False) -> Path:
+def calibrate(out: Path, quick: bool = False) -> Path:
     """Times layers of many kinds and sizes, fits them, and writes what was learnt.
 
     Args:
@@ -51,7 +50,6 @@ def calibrate(out: Path | None = None, quick: bool = False) -> Path:
         OSError: The disk is full.
         StoppedError: A signal came; nothing was written.
     """
-    out = out or DEFAULT
     _check(out)
     device = pick_device()
     rounds = _QUICK_ROUNDS if quick else _ROUNDS
