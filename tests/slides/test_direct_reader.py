@@ -302,9 +302,9 @@ def test_neighbouring_boxes_share_the_tiles_between_them(
     decoded = []
     decode = TileCodec.decode
 
-    def counted(codec: TileCodec, data: bytes, pixels: Any) -> bool:
+    def counted(codec: TileCodec, data: bytes, pixels: Any, rows: int) -> int:
         decoded.append(len(data))
-        return decode(codec, data, pixels)
+        return decode(codec, data, pixels, rows)
 
     levels = pyramid(2048, 1024)
     path = write_svs(tmp_path / "a.svs", levels)
@@ -321,6 +321,19 @@ def test_neighbouring_boxes_share_the_tiles_between_them(
                 slide.read_level(0, Box(x, 50, 140, 900)), levels[0][50:950, x : x + 140]
             )
         assert slide._opened()._kept_bytes <= 5 * 256 * 256 * 3
+
+
+@given(st.data(), st.sampled_from(["444", "422", "420", "411", "440"]))
+def test_the_upper_part_of_a_jpeg_tile(data: st.DataObject, subsampling: str) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (112, 96, 3), dtype=np.uint8)
+    pixels = np.sort(pixels, axis=0)
+    stream = bytes(imagecodecs.jpeg8_encode(pixels, 90, subsampling=subsampling))
+    codec = TileCodec(Compression.JPEG, Size(96, 112), ycbcr=True)
+    rows = data.draw(st.integers(1, 112))
+    part = np.empty(codec.shape, np.uint8)
+    decoded = codec.decode(stream, part, rows)
+    assert rows <= decoded <= rows + 32
+    np.testing.assert_array_equal(part[:decoded], imagecodecs.jpeg8_decode(stream)[:decoded])
 
 
 def test_a_slide_that_vanishes_or_shrinks(
@@ -341,4 +354,4 @@ def test_a_codec_takes_nothing_for_sure_that_is_no_tile() -> None:
     for compression in Compression:
         codec = TileCodec(compression, Size(TILE, TILE))
         for data in (b"", b"\xff\xd8", bytes(100), b"\x13\x37" * 999, b"\xff\x4f\xff\x51"):
-            assert not codec.decode(data, room)
+            assert codec.decode(data, room, TILE) == 0
