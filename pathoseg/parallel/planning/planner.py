@@ -34,8 +34,10 @@ from pathoseg.parallel.schedule.simulate import Simulation, simulate
 
 # Caps on the memory of a stage, from a rank's memory down to the least that any cut needs.
 _CAPS = 5
-# Stage counts: all to the first, then each larger by so much.
-_EVERY, _GROWTH = 16, 1.25
+# Stage counts: all to the first of these, then each larger by so much.
+_EVERY, _GROWTH = 8, 1.5
+# Forwards and backwards of one group beyond which an order that has a plan is not looked at.
+_VISITS = 8192
 _GROUPS = 3  # data-parallel widths that are tried for one number of stages, the widest first
 _PATIENCE = 6  # candidates of an order that are simulated after its last improvement,
 _HOPE = 24  # and before the first that fits
@@ -84,7 +86,7 @@ def plan(graphs: Sequence[Priced], task: Task) -> list[Plan]:
     number of stages and placement.
 
     Everything is judged by `simulate`. What can by `least_seconds` not be better than what was
-    found is left out; so are most numbers of stages above 16, all but the widest data parallelism
+    found is left out; so are most numbers of stages above 8, all but the widest data parallelism
     for a number of stages, and for each order all cuts after the first that fits, from the best
     balanced to the one that needs least memory. Groups of ranks that do the same are simulated
     once.
@@ -203,12 +205,17 @@ class _Search:
         self._frames = 0  # for which orders were made to measure
         self._digest = cache(lambda priced: digest(priced.graph))
         self._balanced = cache(_balanced)
+        self._least_cap = cache(
+            lambda priced, stages, limit: priced.cutter.least_caps(stages, limit)[-1]
+        )
 
     def look_at(self, candidate: _Candidate) -> None:
         """Simulate what of a candidate may be better than what was found."""
         name = candidate.order.name
         known = self._fastest.get(name)
         if self._vain[name] == (_HOPE if known is None else _PATIENCE):
+            return
+        if known is not None and 2 * candidate.stages * candidate.microbatches > _VISITS:
             return
         simulated = False
         for partitions in self._cuts(candidate):
@@ -233,7 +240,7 @@ class _Search:
             return
         in_flight = candidate.order.in_flight(candidate.stages, candidate.microbatches)
         limit = MemoryLimit(None, in_flight, candidate.order.recompute)
-        least = priced.cutter.least_caps(candidate.stages, limit)[-1]
+        least = self._least_cap(priced, candidate.stages, limit)
         if least > task.memory:
             return
         seen: set[Partition] = set()
