@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -68,8 +69,12 @@ def cut_places(graph: LayerGraph) -> list[int]:
 def allocated(do: Any) -> int:
     """Most bytes that torch's CPU allocator held for what `do` made."""
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        do()
+    gc.disable()  # else it may free, and count here, what an earlier call left in circles
+    try:
+        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+            do()
+    finally:
+        gc.enable()
     events = profile.profiler.kineto_results.events()
     changes = sorted(
         (event.start_ns(), index, event.nbytes())
