@@ -143,22 +143,19 @@ class AmoebaNetD(nn.Module):
     Args:
         classes: Number of logits.
         cells: Normal cells, a multiple of 3: 6 or 18 as published.
-        filters: Channels of the network's first normal cells, all states together.
+        filters: Channels of each state in the first normal cells, a multiple of 4: 208, 256, 416…
+            as published (Huang et al., "GPipe", 2019, table 1).
     """
 
     def __init__(self, classes: int = 2, cells: int = 18, filters: int = 256) -> None:
         super().__init__()
         channels = filters // 4
-        stem = max(1, channels // 2)
-        self.stem = nn.Conv2d(3, stem, 3, stride=2, padding=1, bias=False)
+        self.stem = nn.Conv2d(3, channels, 3, stride=2, padding=1, bias=False)
         run = [False] * (cells // 3)
-        plan = [True, True, *run, True, *run, True, *run]
-        sizes = [max(1, channels // 4), max(1, channels // 2)]
-        before, last, halved, made = stem, stem, False, []
-        for index, halve in enumerate(plan):
-            if index >= 2 and halve:
-                channels *= 2
-            made.append(Cell(before, last, sizes[index] if index < 2 else channels, halve, halved))
+        before, last, halved, made = channels, channels, False, []
+        for halve in (True, True, *run, True, *run, True, *run):
+            channels *= 2 if halve else 1
+            made.append(Cell(before, last, channels, halve, halved))
             before, last, halved = last, made[-1].channels, halve
         self.cells = nn.ModuleList(made)
         self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(last, classes))

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.networks.alexnet import alexnet
+from benchmarks.networks.amoebanet import AmoebaNetD
 from benchmarks.networks.inception import InceptionV3
 from benchmarks.networks.resnet import resnet50
 from benchmarks.networks.vgg import vgg19
@@ -87,6 +88,20 @@ def test_full_networks_have_the_published_parameters(make: Any, side: int, param
     assert graph.parameter_bytes() == 4 * parameters
     assert not graph.notes
     assert LayerGraph.from_json(graph.to_json()) == graph
+
+
+@pytest.mark.parametrize(
+    ("cells", "filters", "millions"),
+    [(18, 208, 81.5), (18, 416, 319.0), (18, 544, 542.7), (36, 544, 1060), (72, 512, 1840)],
+)
+def test_amoebanets_have_the_published_parameters(
+    cells: int, filters: int, millions: float
+) -> None:
+    # Kim et al., "torchgpipe", 2020, table of memory; GPipe has 82, 318, 542, 1050 and 1800.
+    with torch.device("meta"):
+        model = AmoebaNetD(1000, cells, filters)
+    counted = sum(parameter.numel() for parameter in model.parameters())
+    assert counted == pytest.approx(millions * 1e6, rel=0.005)
 
 
 def test_a_large_tile_takes_no_memory() -> None:

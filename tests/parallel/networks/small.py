@@ -28,7 +28,7 @@ SMALL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "alexnet": (lambda: alexnet(width=1 / 16), (2, 3, 224, 224)),
     "resnet50": (lambda: resnet50(width=1 / 8, blocks=(1, 2, 1, 1)), (2, 3, 64, 64)),
     "inception-v3": (lambda: InceptionV3(width=1 / 8), (2, 3, 299, 299)),
-    "amoebanet-d": (lambda: AmoebaNetD(cells=3, filters=32), (2, 3, 64, 64)),
+    "amoebanet-d": (lambda: AmoebaNetD(cells=3, filters=8), (2, 3, 64, 64)),
     "transformer": (lambda: transformer(32, heads=4, blocks=2), (2, 16, 32)),
 }
 

@@ -28,7 +28,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "resnet20-v2-tiles": (lambda: ResNetV2(3, "classify", depth=20), (2, 3, 64, 64)),
     "resnet50": (lambda: resnet50(width=1 / 2, blocks=(1, 1, 1, 1)), (2, 3, 128, 128)),
     "vgg19": (lambda: vgg19(width=1 / 4), (2, 3, 112, 112)),
-    "amoebanet-d": (lambda: AmoebaNetD(cells=3, filters=256), (1, 3, 128, 128)),
+    "amoebanet-d": (lambda: AmoebaNetD(cells=3, filters=64), (1, 3, 128, 128)),
     "transformer": (lambda: transformer(64, heads=4, blocks=3), (4, 64, 64)),
 }
 
