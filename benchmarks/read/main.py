@@ -1,0 +1,183 @@
+"""Asks how fast readers deliver tiles: pathoseg's direct one, OpenSlide, tifffile's zarr, cuCIM."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+DATA = Path(os.environ.get("PATHOSEG_DATA", HERE.parents[2] / "shared" / "data")) / "slides"
+SLIDE, SIZE = "wsi_gastric-erosion_13196x16866.tif", (13196, 16866)
+TILE, OVERLAP = 1024, 192
+CUCIM = ["cucim==23.10.0", "numpy==1.26.4", "pillow", "lazy_loader", "packaging", "click"]
+NATIVE, TWICE, BETWEEN = 1.0, 2.0, 1.4  # times the resolution of level 0; the next level has 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is read: tiles at `factor` times level 0's resolution, in an order, by threads."""
+
+    factor: float
+    order: str
+    threads: int
+
+    @property
+    def name(self) -> str:
+        return f"x{self.factor:g}_{self.order}_{self.threads}"
+
+    def corners(self, tiles: int) -> list[tuple[int, int]]:
+        """Where the tiles begin on level 0."""
+        extent = round(TILE * self.factor)
+        if self.order == "random":
+            spots = np.random.default_rng(0).random((tiles, 2)) * (np.array(SIZE) - extent)
+            return [(int(x), int(y)) for x, y in spots]
+        stride = round((TILE - OVERLAP) * self.factor)
+        across = (SIZE[0] - extent) // stride + 1  # whole rows of the slide
+        y = SIZE[1] // 3
+        return [(n % across * stride, y + n // across * stride) for n in range(tiles)]
+
+
+CASES = [
+    Case(NATIVE, "random", 1),
+    Case(NATIVE, "random", 2),
+    Case(NATIVE, "scan", 1),
+    Case(NATIVE, "scan", 2),
+    Case(TWICE, "random", 1),
+    Case(TWICE, "scan", 1),
+    Case(TWICE, "scan", 2),
+    Case(BETWEEN, "scan", 1),
+]
+
+
+@contextmanager
+def worker(reader: str, python: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that reads with one reader, each in its own so that none warms another's memory."""
+    command = [str(python), str(HERE / "readers.py"), reader, str(DATA / SLIDE)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdin is not None
+        answer(process)  # ready
+        yield process
+        process.stdin.close()
+
+
+def answer(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise SystemExit(f"{process.args!r} ended early")
+    return line
+
+
+def seconds(process: subprocess.Popen[str], case: Case, tiles: int) -> float:
+    """How long a reader's process takes for a case."""
+    assert process.stdin is not None
+    work = {"corners": case.corners(tiles), "factor": case.factor, "threads": case.threads}
+    process.stdin.write(json.dumps(work) + "\n")
+    process.stdin.flush()
+    return float(answer(process))
+
+
+def cucims_python() -> Path | None:
+    """The interpreter of a virtual environment with cuCIM, None where it does not install."""
+    folder = HERE / ".venv"
+    python = folder / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        quiet = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        subprocess.run([python, *quiet, *CUCIM], capture_output=True, check=False)
+    found = subprocess.run(
+        [python, "-c", "from cucim import CuImage"], capture_output=True, check=False
+    )
+    return python if found.returncode == 0 else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer tiles and rounds")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    options = parser.parse_args()
+    if not (DATA / SLIDE).exists():
+        parser.exit(0, f"skipped: no {SLIDE} in {DATA} (set PATHOSEG_DATA)\n")
+    pythons = dict.fromkeys(("direct", "openslide", "zarr"), Path(sys.executable))
+    other = cucims_python()
+    if other is None:
+        print("without cuCIM, which does not install here")
+    else:
+        pythons["cucim"] = other
+    times = measured(pythons, *((8, 3) if options.quick else (16, 7)))
+    figures = {
+        f"{reader}_{case.name}_mpx_per_s": rate
+        for (reader, case), rate in rates(times, 8 if options.quick else 16).items()
+    }
+    table(times, figures)
+    for name, value in ratios(times).items():
+        figures[name] = value
+        print(f"{name:50} {value:6.2f}")
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+Times = dict[tuple[str, Case], float]
+
+
+def measured(pythons: dict[str, Path], tiles: int, rounds: int) -> Times:
+    """Median seconds of each reader and case, all in turn every round."""
+    taken: dict[tuple[str, Case], list[float]] = {}
+    with ExitStack() as stack:
+        workers = {
+            name: stack.enter_context(worker(name, python)) for name, python in pythons.items()
+        }
+        for _, case, (name, process) in product(range(rounds), CASES, workers.items()):
+            taken.setdefault((name, case), []).append(seconds(process, case, tiles))
+    return {key: statistics.median(values) for key, values in taken.items()}
+
+
+def rates(times: Times, tiles: int) -> dict[tuple[str, Case], float]:
+    """Megapixels of tiles a second."""
+    return {key: tiles * TILE * TILE / 1e6 / value for key, value in times.items()}
+
+
+def table(times: Times, figures: dict[str, float]) -> None:
+    readers = list(dict.fromkeys(reader for reader, _ in times))
+    print(f"{'megapixels a second':24}" + "".join(f"{reader:>11}" for reader in readers))
+    for case in CASES:
+        values = [figures[f"{reader}_{case.name}_mpx_per_s"] for reader in readers]
+        print(f"{case.name:24}" + "".join(f"{value:11.1f}" for value in values))
+
+
+def ratios(times: Times) -> dict[str, float]:
+    """The peer's time over the direct reader's, one thread, random and scan order together."""
+
+    def against(peer: str, factor: float) -> float:
+        cases = [case for case in CASES if (case.factor, case.threads) == (factor, 1)]
+        theirs, ours = (sum(times[name, case] for case in cases) for name in (peer, "direct"))
+        return theirs / ours
+
+    found = {
+        "direct_vs_openslide": against("openslide", NATIVE),
+        "direct_vs_zarr_store": against("zarr", NATIVE),
+        "direct_vs_openslide_between_levels": against("openslide", TWICE),
+        "direct_vs_openslide_between_levels_x1.4": against("openslide", BETWEEN),
+    }
+    if any(reader == "cucim" for reader, _ in times):
+        found["direct_vs_cucim"] = against("cucim", NATIVE)
+        found["direct_vs_cucim_between_levels"] = against("cucim", TWICE)
+    return found
+
+
+if __name__ == "__main__":
+    main()

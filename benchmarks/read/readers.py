@@ -1,0 +1,132 @@
+"""One reader of slides in its own process: reads the boxes it is told and answers in seconds."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+# read(x, y, factor): the tile whose corner is (x, y) on level 0, at `factor` times its resolution
+Read = Callable[[int, int, float], Any]
+TILE = 1024
+SLIDE_MPP = 0.5  # of slides that state none
+
+
+def direct(path: Path) -> Read:
+    """`open_slide` and `read_region` of pathoseg."""
+    import cv2
+
+    from pathoseg.geometry import Box, Frame
+    from pathoseg.slides.direct_reader import DirectSlide
+    from pathoseg.slides.region import read_region
+    from pathoseg.slides.slide import open_slide
+
+    cv2.setNumThreads(1)
+    slide = open_slide(path, SLIDE_MPP)
+    assert isinstance(slide, DirectSlide)
+
+    def read(x: int, y: int, factor: float) -> Any:
+        frame = Frame.at(slide.size, slide.mpp, slide.mpp.x * factor)
+        box = Box(round(x / factor), round(y / factor), TILE, TILE)
+        return read_region(slide, frame, box).pixels
+
+    return read
+
+
+def openslide(path: Path) -> Read:
+    """`read_region` of openslide-python, made RGB and resampled by Pillow."""
+    from openslide import OpenSlide
+
+    handle = OpenSlide(path)
+
+    def read(x: int, y: int, factor: float) -> Any:
+        side = round(TILE * factor)
+        return _resampled(handle.read_region((x, y), 0, (side, side)).convert("RGB"), factor)
+
+    return read
+
+
+def zarr_store(path: Path) -> Read:
+    """Slices of tifffile's zarr store, resampled by Pillow."""
+    import tifffile
+    import zarr
+
+    level: Any = zarr.open(tifffile.imread(path, aszarr=True, level=0), mode="r")
+
+    def read(x: int, y: int, factor: float) -> Any:
+        side = round(TILE * factor)
+        return _resampled(Image.fromarray(level[y : y + side, x : x + side]), factor)
+
+    return read
+
+
+def cucim(path: Path) -> Read:
+    """`read_region` of cuCIM on the CPU, resampled by Pillow."""
+    from cucim import CuImage
+
+    image = CuImage(str(path))
+
+    def read(x: int, y: int, factor: float) -> Any:
+        side = round(TILE * factor)
+        pixels = np.asarray(image.read_region((x, y), (side, side), 0))
+        return pixels if factor == 1 else _resampled(Image.fromarray(pixels), factor)
+
+    return read
+
+
+def _resampled(image: Image.Image, factor: float) -> Any:
+    if factor == 1:
+        return np.asarray(image)
+    if factor == round(factor):
+        return np.asarray(image.reduce(round(factor)))
+    return np.asarray(image.resize((TILE, TILE), Image.Resampling.HAMMING))
+
+
+READERS: dict[str, Callable[[Path], Read]] = {
+    "direct": direct,
+    "openslide": openslide,
+    "zarr": zarr_store,
+    "cucim": cucim,
+}
+
+
+def seconds(opener: Callable[[], Read], work: dict[str, Any]) -> float:
+    """What reading all tiles takes, dealt to threads with a reader each, opened before.
+
+    One thread's work is told in processor time, that of all threads the library starts included:
+    other work on the machine then counts little. Several threads' is told in wall time.
+    """
+    clock = time.process_time if work["threads"] == 1 else time.perf_counter
+    corners, each = work["corners"], -(-len(work["corners"]) // work["threads"])
+    shares = [corners[start : start + each] for start in range(0, len(corners), each)]
+    readers = [opener() for _ in shares]
+    for read in readers:
+        read(0, 0, work["factor"])
+
+    def run(read: Read, corners: list[list[int]]) -> None:
+        for x, y in corners:
+            pixels = read(x, y, work["factor"])
+            assert pixels.shape == (TILE, TILE, 3)
+
+    with ThreadPoolExecutor(len(shares)) as pool:
+        start = clock()
+        list(pool.map(run, readers, shares))
+        return clock() - start
+
+
+def main() -> None:
+    name, path = sys.argv[1], Path(sys.argv[2])
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(seconds(lambda: READERS[name](path), json.loads(line)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
