@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
+from pathoseg.parallel.runtime.launch import start_local
 from pathoseg.parallel.runtime.threads import run_ranks
+from pathoseg.parallel.runtime.world import Choice
 from tests.parallel.networks.runtime_models import MODELS
 from tests.parallel.runtime.cases import HYBRIDS, PLANS, Case, compare, prepare, run_case
+from tests.parallel.runtime.judged_ranks import cases_of_processes
 
 CASES = [
     *(Case(model, plan, ranks) for model in MODELS for plan in PLANS for ranks in (2, 3, 4)),
@@ -30,4 +36,21 @@ LAST = [
 @pytest.mark.parametrize("case", [*CASES, *DOUBLE, *CLIPPED, *LAST], ids=str)
 def test_ranks_train_as_one_process(case: Case) -> None:
     prepare(case)
-    compare(case, run_ranks(case.ranks, lambda transport: run_case(case, transport)))
+    verdicts = run_ranks(case.ranks, lambda transport: run_case(case, transport))
+    for rank, verdict in enumerate(verdicts):
+        compare(case, rank, verdict)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["gloo", "mpi"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_processes_train_as_one(
+    library: Choice, ranks: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if library == "mpi" and not Path(sys.executable).with_name("mpirun").exists():
+        pytest.skip("no mpirun beside this Python: pip install 'pathoseg[mpi]'")
+    script = Path(__file__).with_name("judged_ranks.py")
+    code = start_local(ranks, [sys.executable, str(script)], library)
+    out, err = capfd.readouterr()
+    assert code == 0, err
+    assert out.split() == ["passed:", *map(str, cases_of_processes(ranks))]
