@@ -59,7 +59,8 @@ class Cutter:
         graph: The model's layers.
         model: Computes what stages need; None takes AdamW and no workspace.
         most: Where there are more places to cut, only those count across which no more is sent
-            than across their neighbours. None: all count.
+            than across their neighbours; where these are too many, every second, third… of them.
+            None: all count.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Cutter:
         self._model = model
         self._cuts = places(graph)
         if most is not None and len(self._cuts) > most:
-            self._cuts = _narrowest(graph, self._cuts)
+            self._cuts = _narrowest(graph, self._cuts, most)
 
     @property
     def most_stages(self) -> int:
@@ -271,9 +272,9 @@ def places(graph: LayerGraph) -> list[int]:
     return [position for position in range(size + 1) if not inside[position]]
 
 
-def _narrowest(graph: LayerGraph, cuts: Sequence[int]) -> list[int]:
-    """The ends, and of the cuts between them those that send no more than either neighbour; of
-    equal neighbours, the last."""
+def _narrowest(graph: LayerGraph, cuts: Sequence[int], most: int) -> list[int]:
+    """The ends, and of the cuts between them those that send no more than either neighbour (of
+    equal ones, the last), evenly thinned out to about so many."""
     crossing = np.zeros(len(graph.layers) + 1)
     for position, layer in enumerate(graph.layers):
         last = graph.readers.get(layer.name, (position,))[-1]
@@ -284,7 +285,7 @@ def _narrowest(graph: LayerGraph, cuts: Sequence[int]) -> list[int]:
         for index in range(1, len(cuts) - 1)
         if sent[index - 1] >= sent[index] < sent[index + 1]
     ]
-    return [0, *kept, cuts[-1]]
+    return [0, *kept[:: -(-len(kept) // most) or 1], cuts[-1]]
 
 
 def _weights(graph: LayerGraph, by: Balance) -> list[float]:

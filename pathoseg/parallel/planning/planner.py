@@ -37,10 +37,10 @@ _CAPS = 5
 # Stage counts: all to the first of these, then each larger by so much.
 _EVERY, _GROWTH = 8, 1.5
 # Forwards and backwards of one group beyond which an order that has a plan is not looked at.
-_VISITS = 8192
+_VISITS = 2048
 _GROUPS = 3  # data-parallel widths that are tried for one number of stages, the widest first
-_PATIENCE = 6  # candidates of an order that are simulated after its last improvement,
-_HOPE = 24  # and before the first that fits
+_PATIENCE = 4  # candidates of an order that are simulated after its last improvement,
+_HOPE = 8  # and before the first that fits
 _FRAMES = 3  # for which orders are made to measure,
 _GAIN = 0.98  # where they may take less than this share of the best time
 

@@ -13,8 +13,8 @@ from pathoseg.parallel.planning.partition import Cutter
 from pathoseg.parallel.schedule.action import Edge
 from pathoseg.parallel.schedule.costs import Costs, StageCost
 
-# Of more places to cut than these, only the narrow ones are looked at.
-_PLACES = 400
+# Of more places to cut than these, only narrow ones are looked at.
+_PLACES = 300
 
 
 class Priced:
