@@ -13,9 +13,6 @@ from pathoseg.parallel.graph.kernel import describe
 from pathoseg.parallel.graph.layer_graph import Value
 from pathoseg.parallel.graph.tape import Tape
 
-# `_use_count` of a gradient that only autograd holds, while it is the first of a sum.
-_HELD_ONCE = 4
-
 
 class Saved:
     """What autograd holds in place of a tensor that a layer saved."""
@@ -29,14 +26,18 @@ class Recorder:
 
     Args:
         tape: Where it writes.
+        held_once: `_use_count` of a gradient that only autograd holds, as the first of a sum.
 
     Attributes:
+        holders: `_use_count` of each gradient that was the first of a sum.
         writes: Which layer (by position) writes in place into which storage of the tape.
         changed: Storages that the run found there (parameters, buffers) and wrote into.
     """
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Tape, held_once: int) -> None:
         self.tape = tape
+        self.holders: list[int] = []
+        self._held_once = held_once
         self.writes: set[tuple[int, int]] = set()
         self.changed: WeakSet[Any] = WeakSet()
         self._ids: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -107,7 +108,8 @@ class Recorder:
             first = read[0]
             index = self._ids.get(first.untyped_storage())
             is_whole = first.nbytes == storage.nbytes() and not first._is_view()
-            if index is not None and is_whole and first._use_count() == _HELD_ONCE:
+            self.holders.append(first._use_count())
+            if index is not None and is_whole and self.holders[-1] == self._held_once:
                 self.tape.adopted(index)
                 return index
         return self.tape.born(storage.nbytes())

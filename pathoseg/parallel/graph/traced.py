@@ -10,6 +10,7 @@ from typing import Any
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.graph import trace as fx
+from pathoseg.parallel.graph.holders import held_once
 from pathoseg.parallel.graph.layer_graph import Attribute, Layer, LayerGraph, Parameter, Value
 from pathoseg.parallel.graph.nodes import (
     MODEL,
@@ -137,7 +138,7 @@ class Traced:
 
     def _run_whole(self) -> str:
         """Runs the model as it is; says what it returns and saves."""
-        recorder = Recorder(Tape(0))
+        recorder = Recorder(Tape(0), held_once())
         with fx.Listener(self._root.fake, recorder).forward():
             for tensor in self._root.inputs:
                 recorder.watch(tensor)
@@ -148,7 +149,7 @@ class Traced:
         """Runs the layers one by one, then their backward; what that took and what it returned."""
         root, steps, end = self._root, self._steps[True], self._ends[True]
         tape = Tape(len(nodes))
-        recorder = Recorder(tape)
+        recorder = Recorder(tape, held_once())
         listener = fx.Listener(root.fake, recorder)
         values: dict[str, Any] = dict(zip(root.names, root.inputs, strict=True))
         made: dict[str, tuple[Value, ...]] = {}
