@@ -10,7 +10,7 @@ from pathoseg.parallel.planning.cost import CostModel
 from pathoseg.parallel.planning.hardware import Hardware
 from pathoseg.parallel.planning.memory_model import MemoryModel, Workspace
 from pathoseg.parallel.planning.partition import Cutter
-from pathoseg.parallel.schedule.action import Edge
+from pathoseg.parallel.schedule.action import Edge, numbered
 from pathoseg.parallel.schedule.costs import Costs, StageCost
 
 # Of more places to cut than these, only narrow ones are looked at.
@@ -117,8 +117,4 @@ class Priced:
 
 def stage_edges(partition: Partition) -> tuple[Edge, ...]:
     """The schedule's edges for the values that stages send, one each, in the same order."""
-    edges: list[Edge] = []
-    for sent in partition.edges:
-        ends = (sent.source, sent.target)
-        edges.append(Edge(*ends, sum(edge[:2] == ends for edge in edges)))
-    return tuple(edges)
+    return numbered((sent.source, sent.target) for sent in partition.edges)

@@ -120,7 +120,7 @@ class Runner:
                 training.seed,
                 device,
                 training.dtype,
-                alone=len(homes) == 1 and number not in recomputed,
+                alone=len(homes) == 1 and number not in recomputed and _in_order(whole, number),
             )
             for number in held
         }
@@ -300,6 +300,14 @@ class Runner:
         except BaseException:
             self._transport.abort(f"Rank {rank} was stopped {self.doing}.")
             raise
+
+
+def _in_order(schedule: Schedule, stage: int) -> bool:
+    """Whether a stage's forwards run in the order of the microbatches."""
+    forwards = [
+        visit_of(each)[2] for each in schedule if each.kind is Kind.FORWARD and each.stage == stage
+    ]
+    return forwards == sorted(forwards)
 
 
 def _check(partition: Partition, schedule: Schedule, transport: Transport) -> None:

@@ -16,20 +16,16 @@ from pathoseg.parallel.graph.layer_graph import Partition, StageEdge
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.runtime.batch_norm import RunningStatistics
 from pathoseg.parallel.runtime.randomness import Randomness
-from pathoseg.parallel.schedule.action import Edge
+from pathoseg.parallel.schedule.action import Edge, numbered
 
 # Of what the model returns and the targets, one number per sample.
 Loss = Callable[[Any, Any], Tensor]
 
 
 def stage_edges(partition: Partition) -> dict[Edge, StageEdge]:
-    """The edges of a schedule of these stages, and the value on each: the tensors between two
-    stages are numbered in the order of `partition.edges`."""
-    found: dict[Edge, StageEdge] = {}
-    for each in partition.edges:
-        number = sum(edge[:2] == (each.source, each.target) for edge in found)
-        found[Edge(each.source, each.target, number)] = each
-    return found
+    """The edges of a schedule of these stages, and the value on each."""
+    edges = numbered((sent.source, sent.target) for sent in partition.edges)
+    return dict(zip(edges, partition.edges, strict=True))
 
 
 @dataclass
@@ -79,8 +75,8 @@ class Stage:
         seed: Of what layers draw at random.
         device: Where it runs.
         dtype: Autocast precision, or None.
-        alone: Whether there is one copy, which runs each forward once: then layers may keep
-            running state of any kind.
+        alone: Whether there is one copy, which runs each forward once and in the order of the
+            microbatches: then layers keep running state of any kind by themselves.
 
     Attributes:
         number: Which stage it is.
@@ -108,7 +104,8 @@ class Stage:
         self.entering = {edge: sent for edge, sent in edges.items() if edge.target == number}
         self.leaving = {edge: sent for edge, sent in edges.items() if edge.source == number}
         self.is_last = number == partition.stages - 1
-        self.statistics = RunningStatistics(traced.model, traced.graph, layers)
+        watched = range(0) if alone else layers
+        self.statistics = RunningStatistics(traced.model, traced.graph, watched)
         self.losses: dict[int, Tensor] = {}
         self._traced, self._loss, self._device, self._dtype = traced, loss, device, dtype
         self._segment = traced.segment(layers)

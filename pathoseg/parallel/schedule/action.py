@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Set
+from collections import Counter
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -61,6 +62,17 @@ class Edge(NamedTuple):
 def chain(stages: int) -> tuple[Edge, ...]:
     """The edges of stages in a row, each feeding the next alone."""
     return tuple(Edge(stage, stage + 1) for stage in range(stages - 1))
+
+
+def numbered(ends: Iterable[tuple[int, int]]) -> tuple[Edge, ...]:
+    """The edges of tensors, given the stages that make and read each: those of one pair of stages
+    are numbered in turn."""
+    count: Counter[tuple[int, int]] = Counter()
+    edges = []
+    for pair in ends:
+        edges.append(Edge(*pair, count[pair]))
+        count[pair] += 1
+    return tuple(edges)
 
 
 _EDGE = r"(?P<source>\d+)>(?P<target>\d+)(?:\.(?P<slot>\d+))?"

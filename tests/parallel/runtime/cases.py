@@ -220,10 +220,13 @@ def judged(model: str, dtype: torch.dtype, sizes: tuple[int, ...], clip: float) 
     return judge(MODELS[model], reset(traced(model, dtype, "judge")), sizes, clip)
 
 
+_ROUNDING = {torch.float32: 1e-6, torch.float64: 1e-13}
+
+
 def compare(case: Case, rank: int, verdict: Verdict) -> None:
     """Fails where a rank differs from the judge by more than the order of sums explains."""
     expected = judged(case.model, case.dtype, tuple(case.sizes()), case.clip)
-    most = 1e-6 if case.dtype is torch.float32 else 1e-13
+    most = _ROUNDING[case.dtype]
     if case.keeps_order:
         most = 0.0
     where = f"{case}, rank {rank}"
@@ -232,8 +235,15 @@ def compare(case: Case, rank: int, verdict: Verdict) -> None:
     for name, gradient in verdict.gradients.items():
         _close(gradient, expected.gradients[name], most, f"{where}: gradient of {name}")
     assert set(verdict.state) == (set() if rank else set(expected.state)), where
+    # Statistics that are kept and applied later are those of torch's own kernel to rounding.
+    later = (
+        most
+        if case.keeps_order and not case.setting.recompute
+        else max(most, _ROUNDING[case.dtype])
+    )
     for name, value in verdict.state.items():
-        _close(value, expected.state[name], most, f"{where}: {name}")
+        allowed = later if "running_" in name else most
+        _close(value, expected.state[name], allowed, f"{where}: {name}")
 
 
 def _close(found: Tensor, expected: Tensor, most: float, what: str) -> None:
