@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import groupby
+from itertools import accumulate, groupby
 
-from pathoseg.parallel.graph.layer_graph import LayerGraph
+from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition
+
+# The forward and the backward of each layer, in seconds, by its name.
+Seconds = Mapping[str, tuple[float, float]]
 
 # The drawing opens as many levels of modules as fit into so many rows.
 _ROWS = 40
 
 _ROW, _INDENT, _TOP = 18, 14, 40
-# Where the columns begin, and how long a bar for the whole model is.
-_COLUMNS = {"layer": 8, "output": 330, "parameters": 480, "FLOPs": 580, "saved": 700}
-_ARCS, _WIDTH, _BAR = 830, 1000, 100
+# Columns and how wide they are; then come the arcs. A letter is this wide, or less.
+_COLUMNS = {
+    "layer": 310,
+    "output": 180,
+    "parameters": 90,
+    "FLOPs": 110,
+    "saved": 110,
+    "seconds": 110,
+    "stage": 50,
+    "receives": 110,
+}
+_LEFT, _ARCS, _GAP, _LETTER = 8, 170, 10, 7
+_BARS = {"FLOPs": "#8bd", "saved": "#bd8", "seconds": "#eb7"}
+_DASHES = 'stroke="#333" stroke-dasharray="4 2"'
+# Stages take these colours in turn.
+_TINTS = ("#e6f0fb", "#fdeedd", "#e7f5e4", "#fbe7e9", "#f0eaf8", "#f2ece4", "#e3f5f6", "#f7f5d6")
 
 _SCRIPT = """
 const rows = [...document.querySelectorAll('g.row')], arcs = document.getElementById('arcs');
@@ -27,6 +44,7 @@ function lay() {
   let next = TOP, count = 0;
   rows.forEach((row, i) => {
     row.style.display = shown(i) ? '' : 'none';
+    row.classList.toggle('open', Boolean(open[i]));
     if (shown(i)) {
       y[i] = next;
       order[i] = open[i] ? count : count++;
@@ -35,7 +53,7 @@ function lay() {
     }
     if (i in open) row.querySelector('.sign').textContent = open[i] ? '\\u25be' : '\\u25b8';
   });
-  document.documentElement.setAttribute('height', next + ROW);
+  arcs.ownerSVGElement.setAttribute('height', next + ROW);
   const sums = {};
   for (const [from, to, bytes] of edges) {
     const key = [seen(from), seen(to)];
@@ -88,12 +106,22 @@ class _Row:
     is_block: bool
 
 
-def svg(graph: LayerGraph) -> str:
+def svg(
+    graph: LayerGraph, *, seconds: Seconds | None = None, partition: Partition | None = None
+) -> str:
     """The modules in the order of execution, with arcs for values that skip a row.
 
     A click on a module opens or closes it, where the viewer runs scripts; elsewhere the drawing
-    stays as it opens. Bars are shares of the model's FLOPs and saved bytes.
+    stays as it opens. Bars are shares of the whole model. Stages are coloured; a dashed line among
+    the arcs is a cut, also inside of a closed module, and beside it stands what the stage below
+    receives.
+
+    Args:
+        graph: The layers.
+        seconds: What their forwards and backwards take, or None, where it shall not be shown.
+        partition: How they are cut, or None.
     """
+    sheet = _Sheet(graph, seconds, partition)
     rows: list[_Row] = []
     _grow(graph, rows, range(len(graph.layers)), 1, -1)
     depths = [row.depth for row in rows]
@@ -113,27 +141,109 @@ def svg(graph: LayerGraph) -> str:
         "edges": edges,
         "TOP": _TOP,
         "ROW": _ROW,
-        "ARCS": _ARCS,
-        "WIDTH": _WIDTH,
+        "ARCS": sheet.arcs,
+        "WIDTH": sheet.width,
     }
     script = "".join(f"const {name} = {json.dumps(value)};\n" for name, value in constants.items())
     head = "".join(
         f'<text x="{x}" y="{_TOP - 10}" font-weight="bold">{escape(name)}</text>'
-        for name, x in _COLUMNS.items()
+        for name, x in sheet.columns.items()
     )
-    size = f'width="{_WIDTH}" height="{_TOP + _ROW * (len(shown) + 1)}"'
+    size = f'width="{sheet.width}" height="{_TOP + _ROW * (len(shown) + 1)}"'
     font = 'font-family="sans-serif" font-size="11"'
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>',
+            "<style>.open > .cut { display: none }</style>",
             '<rect width="100%" height="100%" fill="white"/>',
-            f'<text x="8" y="14" font-size="13">{escape(graph.model)}</text>{head}',
-            *_drawn(graph, rows, is_open, tops),
+            f'<text x="{_LEFT}" y="14" font-size="13">{escape(sheet.title)}</text>{head}',
+            *_drawn(sheet, rows, is_open, tops),
             '<g id="arcs" fill="none" stroke="#c60" stroke-opacity="0.6">',
-            *_arcs(rows, edges, is_open, tops),
+            *_arcs(sheet, rows, edges, is_open, tops),
             f"</g>\n<script><![CDATA[\n{script}{_SCRIPT}]]></script>\n</svg>\n",
         ]
     )
+
+
+class _Sheet:
+    """What is written in the columns, and where they begin."""
+
+    def __init__(
+        self, graph: LayerGraph, seconds: Seconds | None, partition: Partition | None
+    ) -> None:
+        self.graph = graph
+        self._times = [sum(seconds[layer.name]) for layer in graph.layers] if seconds else []
+        self._partition = partition
+        given = {"seconds": seconds, "stage": partition, "receives": partition}
+        widths = {
+            name: width for name, width in _COLUMNS.items() if given.get(name, self) is not None
+        }
+        ends = [*accumulate(widths.values(), initial=_LEFT)]
+        self.columns = dict(zip(widths, ends, strict=False))
+        self.arcs = ends[-1]
+        self.width = self.arcs + _ARCS
+        self._whole = self._costs(range(len(graph.layers)))
+        parameters, totals = _bytes(graph.parameter_bytes()), self._whole.items()
+        words = (f"{cost}{' saved' * (column == 'saved')}" for column, (_, cost) in totals)
+        self.title = f"{graph.model}: {parameters} of parameters, {', '.join(words)}"
+
+    def cells(self, row: _Row, prefix: str, sign: str) -> Iterator[str]:
+        """A row's texts and bars."""
+        left = _LEFT + _INDENT * (row.depth - 1)
+        room = (_COLUMNS["layer"] + _LEFT - _GAP - left - 12) // _LETTER
+        name = _short(row.name.removeprefix(prefix), room)
+        kind = _short(row.kind, room - len(name) - 1)
+        label = f"{escape(name)} <tspan fill='#888'>{escape(kind)}</tspan>"
+        yield f"<title>{escape(row.name)} ({escape(row.kind)})</title>"
+        yield f'<text x="{left}" y="13" class="sign">{sign}</text>'
+        yield f'<text x="{left + 12}" y="13">{label}</text>'
+        shapes = ", ".join(_shape(v.shape) for v in self.graph.layers[row.layers.stop - 1].outputs)
+        yield self._text("output", shapes)
+        parameters = self.graph.parameter_bytes(row.layers.start, row.layers.stop)
+        yield self._text("parameters", _bytes(parameters))
+        for column, (cost, words) in self._costs(row.layers).items():
+            whole, _ = self._whole[column]
+            width = (_COLUMNS[column] - _GAP) * cost / (whole or 1)
+            bar = f'y="3" width="{width:.1f}" height="13" fill="{_BARS[column]}"'
+            yield f'<rect x="{self.columns[column]}" {bar}/>{self._text(column, words)}'
+
+    def stages(self, row: _Row) -> Iterator[str]:
+        """The colours of a row's stages, and the cuts at its top and inside of it."""
+        if self._partition is None:
+            return
+        bounds, first, size = self._partition.bounds, row.layers.start, len(row.layers)
+        held = range(bisect(bounds, first) - 1, bisect(bounds, row.layers.stop - 1))
+        lines, received = [], []
+        for stage in held:
+            start, stop = max(first, bounds[stage]), min(row.layers.stop, bounds[stage + 1])
+            y, height = _ROW * (start - first) / size, _ROW * (stop - start) / size
+            where = f'y="{y:.2f}" width="{self.arcs}" height="{height:.2f}"'
+            yield f'<rect class="stage" {where} fill="{_TINTS[stage % len(_TINTS)]}"/>'
+            if start == bounds[stage] > 0:
+                edges = self._partition.edges
+                received.append(_bytes(sum(edge.bytes for edge in edges if edge.target == stage)))
+                ends = f'x1="{self.arcs}" x2="{self.width}" y1="{y:.2f}" y2="{y:.2f}"'
+                lines.append(f"<line {ends} {_DASHES}/>")
+        words = f"{held[0]}" if len(held) == 1 else f"{held[0]}–{held[-1]}"
+        yield self._text("stage", words)
+        if lines:
+            lines.append(self._text("receives", ", ".join(received)))
+            yield f'<g class="cut">{"".join(lines)}</g>'
+
+    def _costs(self, layers: range) -> dict[str, tuple[float, str]]:
+        """What the layers cost, as a number and in words, by column with bars."""
+        own = self.graph.layers[layers.start : layers.stop]
+        flops = sum(layer.forward.flops + layer.backward.flops for layer in own)
+        saved = self.graph.saved_bytes(layers.start, layers.stop)
+        costs = {"FLOPs": (float(flops), _flops(flops)), "saved": (float(saved), _bytes(saved))}
+        if "seconds" in self.columns:
+            time = sum(self._times[layers.start : layers.stop])
+            costs["seconds"] = time, _seconds(time)
+        return costs
+
+    def _text(self, column: str, words: str) -> str:
+        room = (_COLUMNS[column] - _GAP) // _LETTER
+        return f'<text x="{self.columns[column]}" y="13">{escape(_short(words, room))}</text>'
 
 
 def _grow(graph: LayerGraph, rows: list[_Row], layers: range, level: int, parent: int) -> None:
@@ -151,7 +261,9 @@ def _grow(graph: LayerGraph, rows: list[_Row], layers: range, level: int, parent
     for run in runs:
         own, layer = range(run[0], run[-1] + 1), graph.layers[run[0]]
         if len(run) == 1:
-            rows.append(_Row(layer.name, layer.kind, parent, depth, own, False))
+            is_free = layer.is_free and layer.scope[-1:] == (layer.name,)
+            kind = graph.modules.get(layer.module, layer.kind) if is_free else layer.kind
+            rows.append(_Row(layer.name, kind, parent, depth, own, False))
         else:
             name = layer.scope[level - 1]
             kind = graph.modules[name.partition("@")[0]]
@@ -161,33 +273,21 @@ def _grow(graph: LayerGraph, rows: list[_Row], layers: range, level: int, parent
 
 
 def _drawn(
-    graph: LayerGraph, rows: Sequence[_Row], is_open: Mapping[int, bool], tops: Mapping[int, int]
+    sheet: _Sheet, rows: Sequence[_Row], is_open: Mapping[int, bool], tops: Mapping[int, int]
 ) -> Iterator[str]:
-    everything = range(len(graph.layers))
-    all_flops, all_saved = _work(graph, everything), graph.saved_bytes()
     for index, row in enumerate(rows):
-        first, stop = row.layers.start, row.layers.stop
-        prefix = f"{rows[row.parent].name}." if row.parent >= 0 else ""
+        around = rows[row.parent] if row.parent >= 0 else None
+        prefix = f"{around.name}." if around else ""
         sign = ("▾" if is_open[index] else "▸") if row.is_block else ""
-        label = (
-            f"{escape(row.name.removeprefix(prefix))} <tspan fill='#888'>{escape(row.kind)}</tspan>"
-        )
-        shapes = ", ".join(_shape(value.shape) for value in graph.layers[stop - 1].outputs)
-        flops, saved = _work(graph, row.layers), graph.saved_bytes(first, stop)
-        cells = [
-            f'<text x="{8 + _INDENT * (row.depth - 1)}" y="13" class="sign">{sign}</text>',
-            f'<text x="{20 + _INDENT * (row.depth - 1)}" y="13">{label}</text>',
-            _text("output", shapes),
-            _text("parameters", _bytes(graph.parameter_bytes(first, stop))),
-            _bar("FLOPs", flops, all_flops, _flops(flops), "#8bd"),
-            _bar("saved", saved, all_saved, _bytes(saved), "#bd8"),
-        ]
+        inside = [*sheet.stages(row), *sheet.cells(row, prefix, sign)]
         where = f'transform="translate(0 {tops[index]})"' if index in tops else ""
         style = f"{'cursor:pointer;' * row.is_block}{'display:none' * (index not in tops)}"
-        yield f'<g class="row" {where} style="{style}">{"".join(cells)}</g>'
+        kind = "row open" if is_open.get(index) else "row"
+        yield f'<g class="{kind}" {where} style="{style}">{"".join(inside)}</g>'
 
 
 def _arcs(
+    sheet: _Sheet,
     rows: Sequence[_Row],
     edges: Sequence[tuple[int, int, int]],
     is_open: Mapping[int, bool],
@@ -206,29 +306,13 @@ def _arcs(
             sums[ends[0], ends[1]] = sums.get((ends[0], ends[1]), 0) + size
     for (source, target), size in sums.items():
         top, end = tops[source] + _ROW / 2, tops[target] + _ROW / 2
-        out = _ARCS + min(_WIDTH - _ARCS - 10, 12 + (end - top) / 4)
+        out = sheet.arcs + min(sheet.width - sheet.arcs - 10, 12 + (end - top) / 4)
         title = f"{rows[source].name} → {rows[target].name}, {_bytes(size)}"
         yield (
-            f'<path d="M{_ARCS} {top}C{out} {top} {out} {end} {_ARCS} {end}" '
+            f'<path d="M{sheet.arcs} {top}C{out} {top} {out} {end} {sheet.arcs} {end}" '
             f'stroke-width="{1 + 4 * size / max(1, *sums.values()):.2f}">'
             f"<title>{escape(title)}</title></path>"
         )
-
-
-def _text(column: str, words: str) -> str:
-    return f'<text x="{_COLUMNS[column]}" y="13">{words}</text>'
-
-
-def _bar(column: str, share: int, whole: int, words: str, colour: str) -> str:
-    width = _BAR * share / max(1, whole)
-    x = _COLUMNS[column]
-    bar = f'<rect x="{x}" y="3" width="{width:.1f}" height="13" fill="{colour}"/>'
-    return bar + _text(column, words)
-
-
-def _work(graph: LayerGraph, layers: range) -> int:
-    own = graph.layers[layers.start : layers.stop]
-    return sum(layer.forward.flops + layer.backward.flops for layer in own)
 
 
 def _shape(shape: Sequence[int]) -> str:
@@ -245,7 +329,16 @@ def _flops(count: float) -> str:
 
 def _scaled(number: float, step: int, units: Sequence[str]) -> str:
     for unit in units[:-1]:
-        if number < step:
+        if number < 999.5:  # so that three digits never become 1e+03
             return f"{number:.3g} {unit}"
         number /= step
     return f"{number:.3g} {units[-1]}"
+
+
+def _seconds(time: float) -> str:
+    return _scaled(time * 1e6, 1000, ("µs", "ms", "s"))
+
+
+def _short(words: str, room: int) -> str:
+    """The words, cut to so many letters."""
+    return words if len(words) <= room else f"{words[: max(0, room - 1)]}…"
