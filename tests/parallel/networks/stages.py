@@ -71,7 +71,9 @@ def allocated(do: Any) -> int:
     activities = [torch.profiler.ProfilerActivity.CPU]
     gc.disable()  # else it may free, and count here, what an earlier call left in circles
     try:
-        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        with torch.profiler.profile(
+            activities=activities, profile_memory=True, acc_events=True
+        ) as profile:
             do()
     finally:
         gc.enable()
