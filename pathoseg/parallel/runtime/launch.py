@@ -123,8 +123,9 @@ class _Run:
 
     def _show(self, rank: int) -> None:
         output = self._folder / f"output.{rank}"
-        if output.exists():
-            lines = output.read_text(errors="replace").splitlines()[-_LAST_WORDS:]
+        lines = output.read_text(errors="replace").splitlines() if output.exists() else []
+        if lines:  # those of rank 0 have been seen, and a rank that left the word to it has none
+            lines = lines[-_LAST_WORDS:]
             print(f"Rank {rank} failed first. Its last words:", *lines, sep="\n", file=sys.stderr)
 
 
