@@ -157,12 +157,12 @@ class Tracer(fx.Tracer):
 
     def nodes(self) -> fx.Graph:
         """The graph of the root's `run`."""
-        apply = torch.autograd.Function.__dict__["apply"].__func__
+        apply = torch.autograd.Function.__dict__["apply"]
 
         def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
             if any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves((args, kwargs))):
                 raise UntraceableError("it calls a custom autograd function")
-            return apply(cls, *args, **kwargs)
+            return apply.__get__(None, cls)(*args, **kwargs)
 
         def write(proxy: fx.Proxy, key: Any, value: Any) -> None:
             self.create_proxy("call_function", operator.setitem, (proxy, key, value), {})
