@@ -7,7 +7,8 @@ import io
 import json
 import os
 import platform
-from collections.abc import Sequence
+import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 from datetime import date
 from pathlib import Path
@@ -26,8 +27,12 @@ from pathoseg.parallel.planning.hardware import (
     save_hardware,
 )
 from pathoseg.parallel.planning.measure import time_copies
+from pathoseg.parallel.runtime.links import measure_links
+from pathoseg.parallel.runtime.transport import Transport
+from pathoseg.parallel.schedule.costs import Link
 from pathoseg.workflows.device import memory_told, pick_device
 from pathoseg.workflows.interruption import Interruption
+from pathoseg.workflows.job import joined, own_device
 from pathoseg.workflows.progress import progress_bar, say
 
 _ROUNDS, _QUICK_ROUNDS = 3, 2
@@ -37,6 +42,8 @@ _UNKNOWN_GPU = "a100"
 
 def calibrate(out: Path, quick: bool = False) -> Path:
     """Times layers of many kinds and sizes, fits them, and writes what was learnt.
+
+    Under mpirun, srun or torchrun it times the links between ranks too; rank 0 times the layers.
 
     Args:
         out: The hardware file; the timings go beside it, as `.csv`.
@@ -51,6 +58,36 @@ def calibrate(out: Path, quick: bool = False) -> Path:
         StoppedError: A signal came; nothing was written.
     """
     _check(out)
+    with joined("auto") as transport:
+        links = {} if transport is None else _links(transport)
+        if transport is not None and transport.rank:
+            transport.barrier()  # until rank 0 is done
+            return out
+        _calibrate(out, quick, links)
+        if transport is not None:
+            transport.barrier()
+    return out
+
+
+def _links(transport: Transport) -> dict[str, Link]:
+    """Times the link of two ranks of one host (`inside`), and of two hosts (`between`)."""
+    device, _ = own_device(transport)
+    hosts = transport.gather(socket.gethostname())
+    pairs = {
+        "inside": next((at for at in range(1, len(hosts)) if hosts[at] in hosts[:at]), None),
+        "between": next((at for at in range(1, len(hosts)) if hosts[at] != hosts[0]), None),
+    }
+    found = {}
+    for name, second in pairs.items():
+        if second is not None:
+            first = hosts.index(hosts[second]) if name == "inside" else 0
+            link = found[name] = measure_links(transport, first, second, device)
+            each = f"{link.alpha * 1e6:.3g} µs a message, {1e-9 / link.beta:.3g} GB/s"
+            say(f"The link {name} {'a host' if name == 'inside' else 'hosts'}: {each}.")
+    return found
+
+
+def _calibrate(out: Path, quick: bool, links: Mapping[str, Link]) -> None:
     device = pick_device()
     rounds = _QUICK_ROUNDS if quick else _ROUNDS
     torch.manual_seed(0)
@@ -69,13 +106,13 @@ def calibrate(out: Path, quick: bool = False) -> Path:
         timed = time_cases(cases, device, rounds, advance)
         bar.note("networks")
         asked = interruption.raise_if_asked
-        hardware = calibrated(_known(device, out.stem), timed, device, rounds, asked)
+        known = _known(device, out.stem, links)
+        hardware = calibrated(known, timed, device, rounds, asked)
     save_hardware(hardware, out)
     write_text(out.with_suffix(".csv"), _table(timed))
     say(f"{len(timed)} layers were timed: {_rates(hardware)} ({hardware.measured}).")
     say(f"The fit is in {out}, the timings in {out.with_suffix('.csv')}.")
     say(f"Plan by it with `pathoseg plan --hardware {out}`.")
-    return out
 
 
 def _check(out: Path) -> None:
@@ -87,7 +124,7 @@ def _check(out: Path) -> None:
         raise PathosegError(f"{out.parent} cannot be written.", "Choose another folder.")
 
 
-def _known(device: torch.device, name: str) -> Hardware:
+def _known(device: torch.device, name: str, links: Mapping[str, Link]) -> Hardware:
     """What is known of the device before its layers are timed: its memory and links."""
     if device.type == "cuda":
         title = torch.cuda.get_device_name(device)
@@ -101,13 +138,17 @@ def _known(device: torch.device, name: str) -> Hardware:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // count
         title = f"{_processor()}, {threads} of {cores} cores"
     base = load_hardware(like)
-    say(f"Links between devices are not measured: they are those of `{like}`.")
+    for link in ("inside", "between"):
+        if link not in links:
+            say(f"The link {link} is not measured (it takes mpirun): it is that of `{like}`.")
     return replace(
         base,
         name=name,
         memory=memory,
         per_node=count,
         host=time_copies(device),
+        inside=links.get("inside", base.inside),
+        between=links.get("between", base.between),
         threads=threads,
         measured=f"{date.today().isoformat()}, {title}, torch {torch.__version__}",
         fit=None,

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from pathoseg.parallel.graph.traced import trace
 from pathoseg.parallel.planning.cost import cost_model
 from pathoseg.parallel.planning.grid import Case, draw_cases
 from pathoseg.parallel.planning.hardware import load_hardware
+from pathoseg.parallel.runtime.launch import start_local
 from pathoseg.workflows import calibrate as workflow
 
 
@@ -96,3 +98,33 @@ def test_a_name_that_cannot_be_written_is_refused_at_once(
     with pytest.raises(PathosegError, match=name) as raised:
         workflow.calibrate(tmp_path / name, quick=True)
     assert ".json" in raised.value.mend
+
+
+RANKS = """
+from pathlib import Path
+import torch
+from pathoseg.parallel.planning.grid import draw_cases
+from pathoseg.workflows import calibrate as workflow
+
+cases = draw_cases(0.1)
+workflow.draw_cases = lambda scale: cases[:40:2] + cases[40::4]
+workflow._QUICK_ROUNDS = 1
+workflow.calibrate(Path("linked.json"), quick=True)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_measure_the_link_between_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert start_local(2, [sys.executable, "-c", RANKS]) == 0
+    said = "".join(capfd.readouterr())
+    assert "The link inside a host: " in said
+    assert "The link between is not measured" in said
+    known, found = load_hardware("cpu"), load_hardware("linked.json")
+    assert found.inside != known.inside
+    assert found.between == known.between
+    assert 0 < found.inside.beta < 1e-6
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["linked.csv", "linked.json"]

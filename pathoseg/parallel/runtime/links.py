@@ -19,13 +19,19 @@ _BYTES = 2**28  # that one size may move
 _ROUNDS = 15
 
 
-def measure_links(transport: Transport, first: int = 0, second: int | None = None) -> Link:
+_HOST = torch.device("cpu")
+
+
+def measure_links(
+    transport: Transport, first: int = 0, second: int | None = None, device: torch.device = _HOST
+) -> Link:
     """Times messages there and back between two ranks; all ranks call this.
 
     Args:
         transport: What joins the ranks; nothing else may be under way.
         first: One end.
         second: The other end; None is the last rank.
+        device: Where this rank's messages lie.
 
     Returns:
         Seconds a message and seconds a byte, the same on every rank. A world of one rank has a
@@ -38,7 +44,7 @@ def measure_links(transport: Transport, first: int = 0, second: int | None = Non
     link = Link()
     if transport.rank in (first, second):
         other = second if transport.rank == first else first
-        link = fit_link({size: _one_way(transport, other, size) for size in _SIZES})
+        link = fit_link({size: _one_way(transport, other, size, device) for size in _SIZES})
     told = transport.gather(json.dumps([link.alpha, link.beta]))
     return Link(*json.loads(told[first]))
 
@@ -56,8 +62,8 @@ def fit_link(times: Mapping[int, float]) -> Link:
     return Link(max(float(alpha), 0.0), max(float(beta), 0.0))
 
 
-def _one_way(transport: Transport, other: int, size: int) -> float:
-    sent = torch.zeros(size, dtype=torch.uint8)
+def _one_way(transport: Transport, other: int, size: int, device: torch.device) -> float:
+    sent = torch.zeros(size, dtype=torch.uint8, device=device)
     came = torch.empty_like(sent)
     seconds = []
     for _ in range(min(_ROUNDS, max(3, _BYTES // size))):
