@@ -21,30 +21,13 @@ from pathoseg.models.unet import UNet
 from pathoseg.parallel.graph.layer_graph import LayerGraph
 from pathoseg.parallel.graph.traced import trace
 from tests.parallel.networks.small import SMALL, small_graph
-from tests.parallel.networks.stages import allocated
-
-
-def _saved_by_hooks(model: nn.Module, example: torch.Tensor) -> int:
-    """Bytes of the storages that a real forward saves, parameters and buffers aside."""
-    own = [*model.parameters(), *model.buffers()]
-    found = {tensor.untyped_storage().data_ptr() for tensor in own}
-    saved: dict[int, torch.UntypedStorage] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in found:
-            saved[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model(example)
-    return sum(storage.nbytes() for storage in saved.values())
+from tests.parallel.networks.stages import allocated, saved_by_hooks
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_saved_bytes_are_those_that_hooks_count(name: str) -> None:
     make, shape = SMALL[name]
-    assert small_graph(name).saved_bytes() == _saved_by_hooks(make(), torch.randn(shape))
+    assert small_graph(name).saved_bytes() == saved_by_hooks(make(), torch.randn(shape))
 
 
 @pytest.mark.parametrize("name", SMALL)

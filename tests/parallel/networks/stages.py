@@ -90,6 +90,23 @@ def allocated(do: Any) -> int:
     return most
 
 
+def saved_by_hooks(model: torch.nn.Module, example: torch.Tensor) -> int:
+    """Bytes of the storages that a real forward saves, parameters and buffers aside."""
+    own = [*model.parameters(), *model.buffers()]
+    found = {tensor.untyped_storage().data_ptr() for tensor in own}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in found:
+            saved[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(example)
+    return sum(storage.nbytes() for storage in saved.values())
+
+
 def run_on_messages(traced: Traced, layers: range, device: str = "cpu") -> None:
     """One forward and backward of a stage that holds what `MemoryModel` says it does."""
     segment = traced.segment(layers)

@@ -19,7 +19,7 @@ from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.cpu_kernels import cpu_workspace
 from pathoseg.parallel.planning.memory_model import MemoryModel, Workspace
 from tests.parallel.networks.small import SMALL, small_graph
-from tests.parallel.networks.stages import allocated, cut_places, run_on_messages
+from tests.parallel.networks.stages import allocated, cut_places, run_on_messages, saved_by_hooks
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "unet": (lambda: UNet(3, width=16, depth=3), (1, 3, 128, 128)),
@@ -30,6 +30,14 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "vgg19": (lambda: vgg19(width=1 / 4), (2, 3, 112, 112)),
     "amoebanet-d": (lambda: AmoebaNetD(cells=3, filters=64), (1, 3, 128, 128)),
     "transformer": (lambda: transformer(64, heads=4, blocks=3), (4, 64, 64)),
+}
+
+FULL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "unet": (lambda: UNet(2), (1, 3, 256, 256)),
+    "resnet110-v2": (lambda: ResNetV2(2, depth=110), (1, 3, 128, 128)),
+    "resnet1001-v2": (lambda: ResNetV2(2, depth=1001), (1, 3, 64, 64)),
+    "amoebanet-d-6": (lambda: AmoebaNetD(1000, 6, 64), (1, 3, 256, 256)),
+    "amoebanet-d-18": (lambda: AmoebaNetD(1000, 18, 64), (1, 3, 128, 128)),
 }
 
 
@@ -54,6 +62,18 @@ def test_peaks_of_stages_are_the_allocators(name: str) -> None:
             really = allocated(lambda layers=range(first, stop): run_on_messages(traced, layers))
             stage = model.stage(range(first, stop))
             assert stage.peak() - stage.weights == pytest.approx(really, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FULL)
+def test_full_networks_save_and_peak_as_they_really_do(name: str) -> None:
+    make, shape = FULL[name]
+    traced = Traced(make(), torch.randn(shape))
+    whole = range(len(traced.graph.layers))
+    assert traced.graph.saved_bytes() == saved_by_hooks(traced.model, torch.randn(shape))
+    stage = MemoryModel(traced.graph, fresh_gradients=True, workspace=_workspace()).stage(whole)
+    really = allocated(lambda: run_on_messages(traced, whole))
+    assert stage.peak() - stage.weights == pytest.approx(really, rel=0.01)
 
 
 @pytest.mark.cuda
