@@ -67,6 +67,12 @@ ModelName = Annotated[
         metavar="NAME",
     ),
 ]
+Order = Annotated[
+    str | None,
+    typer.Option(
+        help="How ranks take turns, e.g. 1f1b or gems-master. [default: auto]", metavar="NAME"
+    ),
+]
 ModelFolder = Annotated[
     Path | None,
     typer.Option(
@@ -119,10 +125,7 @@ def train(
         int | None,
         typer.Option(help="Start so many ranks on this machine. [default: 1]", min=1),
     ] = None,
-    order: Annotated[
-        str | None,
-        typer.Option(help="How ranks take turns, e.g. 1f1b or gems-master. [default: auto]"),
-    ] = None,
+    order: Order = None,
     trace: Annotated[
         bool, typer.Option("--trace", help="Draw what the ranks do in one step.")
     ] = False,
@@ -237,10 +240,7 @@ def plan(
     model: ModelName = None,
     tile: TileOption = None,
     ranks: Annotated[int | None, typer.Option(help="Ranks that share a step. [default: 1]")] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(help="Memory of a rank, e.g. 16GiB. [default: the hardware's]"),
-    ] = None,
+    memory: Annotated[str | None, typer.Option(help="Of a rank. [default: the hardware's]")] = None,
     batch: Annotated[int | None, typer.Option(help="Tiles a step. [default: 4]")] = None,
     hardware: Annotated[
         str | None,
@@ -250,13 +250,12 @@ def plan(
             metavar="NAME|FILE",
         ),
     ] = None,
-    order: Annotated[
-        str | None,
-        typer.Option(help="auto, 1f1b, gems-master and others. [default: auto]", metavar="NAME"),
-    ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Time the model's layers on this machine.")
+    ] = False,
+    order: Order = None,
     cut: Annotated[
-        str | None,
-        typer.Option(help="Layers or modules before which to cut, with commas.", metavar="A,B"),
+        str | None, typer.Option(help="Layers or modules before which to cut.", metavar="A,B")
     ] = None,
     draw: Annotated[
         Path | None, typer.Option(help="Draw the model into this SVG.", metavar="FILE")
@@ -280,6 +279,7 @@ def plan(
             "ranks": ranks,
             "memory": memory,
             "hardware": hardware,
+            "profile": profile or None,
             "order": order,
             "cut": cut and tuple(cut.split(",")),
         },

@@ -187,6 +187,8 @@ class ParallelConfig:
         memory: What a rank has, such as "16GiB"; None means what the hardware has.
         hardware: `v100`, `a100`, `h200`, `cpu` or a file of `pathoseg calibrate`; None means this
             machine's device.
+        profile: Times each distinct layer of the model on this machine, instead of pricing it by
+            the hardware; memory and links stay the hardware's.
         transport: What joins the ranks of a run; "auto" is MPI where there is one, else gloo.
     """
 
@@ -196,6 +198,7 @@ class ParallelConfig:
     cut: tuple[str, ...] = ()
     memory: str | None = None
     hardware: str | None = None
+    profile: bool = False
     transport: Literal["auto", "mpi", "gloo"] = "auto"
 
 

@@ -14,7 +14,7 @@ from pathoseg.errors import PathosegError
 from pathoseg.models.build import build_model, check_tile, tile_multiple
 from pathoseg.outputs.atomic import write_text
 from pathoseg.parallel.graph.draw import svg
-from pathoseg.parallel.graph.traced import trace
+from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.cost import cost_model
 from pathoseg.parallel.planning.cpu_kernels import cpu_workspace
 from pathoseg.parallel.planning.hardware import Hardware, known_hardware, load_hardware
@@ -23,12 +23,13 @@ from pathoseg.parallel.planning.plan import Plan
 from pathoseg.parallel.planning.planner import Task
 from pathoseg.parallel.planning.planner import plan as find_plans
 from pathoseg.parallel.planning.priced import Priced
+from pathoseg.parallel.planning.profiled import Profiled
 from pathoseg.parallel.planning.remedies import gib, nothing_fits
 from pathoseg.parallel.schedule import timeline
 from pathoseg.parallel.schedule.simulate import simulate
 from pathoseg.workflows.config import Config, load_config
 from pathoseg.workflows.device import pick_device
-from pathoseg.workflows.progress import say
+from pathoseg.workflows.progress import progress_bar, say
 
 PLAN, TIMELINE = "plan.json", "timeline.svg"
 
@@ -161,24 +162,36 @@ def price(model: nn.Module, config: Config, hardware: Hardware) -> list[Priced]:
         sizes = [1]
     else:
         sizes = [size for size in _SIZES if config.train.batch % size == 0]
-    return [_price(model, size, config.tiles.tile, config, hardware) for size in sizes]
+    side, profile = config.tiles.tile, config.parallel.profile
+    return [_price(model, size, side, config, hardware, profile) for size in sizes]
 
 
-def _price(model: nn.Module, size: int, side: int, config: Config, hardware: Hardware) -> Priced:
-    graph = trace(model, torch.empty(size, 3, side, side, device="meta"))
+def _price(
+    model: nn.Module,
+    size: int,
+    side: int,
+    config: Config,
+    hardware: Hardware,
+    profile: bool = False,
+) -> Priced:
+    traced = Traced(model, torch.empty(size, 3, side, side, device="meta"))
+    costs = cost_model(hardware)
+    if profile:
+        with progress_bar("timing layers", None, "visits") as bar:
+            costs = Profiled(traced, costs, advance=bar.advance)
     slots = _SLOTS[config.train.optimizer]
     workspace = cpu_workspace(threads=hardware.threads or 1) if hardware.device == "cpu" else None
-    return Priced(graph, cost_model(hardware), hardware, slots, workspace)
+    return Priced(traced.graph, costs, hardware, slots, workspace)
 
 
 def _build(config: Config) -> nn.Module:
-    """The model without memory; the user's own code may count on having some."""
+    """The model without memory, unless it is to run; the user's own code may count on some."""
     classes = len(config.data.classes or ("foreground",)) + 1
     wanted = config.model.with_classes(classes)
     torch.manual_seed(config.seed)
     if wanted.is_factory:
         return build_model(wanted, wanted.name)
-    with torch.device("meta"):
+    with torch.device(pick_device() if config.parallel.profile else "meta"):
         return build_model(wanted)
 
 

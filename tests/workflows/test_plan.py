@@ -85,6 +85,15 @@ def test_an_order_and_a_cut_are_kept(command: Command) -> None:
     assert "Best: gems-mast, 3 stages (mirrored)" in said
 
 
+def test_a_profile_times_the_layers_themselves(command: Command) -> None:
+    fitted, _ = _plan(command, "--hardware", "cpu")
+    profiled, said = _plan(command, "--hardware", "cpu", "--profile")
+    assert "distinct layers timed on this device (cpu)" in said
+    assert "timed on this device" in profiled.note
+    assert (profiled.model, profiled.digest) == (fitted.model, fitted.digest)
+    assert profiled.seconds != fitted.seconds
+
+
 def test_what_fits_alone_stays_whole(command: Command) -> None:
     assert "One rank alone" in _plan(command, "--ranks", 1)[1]
     device = load_hardware("v100")
