@@ -66,9 +66,11 @@ def start_local(ranks: int, command: Sequence[str], choice: Choice = "auto") -> 
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pathoseg-ranks-")))
         rank = ["/bin/sh", "-c", _RANK, str(folder), *command]
         start = _start_by_mpirun(mpirun, ranks, rank) if by_mpi else _start_for_gloo(ranks, rank)
+        # Ahead of the ranks: a job in the background ignores Ctrl-C, and they would, too.
+        signals = stack.enter_context(_signals())
         run = _Run(folder, stack.enter_context(start))
         stack.callback(run.end)
-        return run.code(stack.enter_context(_signals()))
+        return run.code(signals)
 
 
 class _Run:
