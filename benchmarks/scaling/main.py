@@ -15,8 +15,9 @@ from pathoseg.parallel.graph.traced import trace
 from pathoseg.parallel.planning.cost import cost_model
 from pathoseg.parallel.planning.hardware import load_hardware
 from pathoseg.parallel.planning.plan import Plan
-from pathoseg.parallel.planning.planner import Task, plan
+from pathoseg.parallel.planning.planner import plan
 from pathoseg.parallel.planning.priced import Priced, stage_edges
+from pathoseg.parallel.planning.task import Task
 from pathoseg.parallel.schedule.costs import Costs, Nodes, StageCost
 from pathoseg.parallel.schedule.gems import gems
 from pathoseg.parallel.schedule.lowering import lower

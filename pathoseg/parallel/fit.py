@@ -14,9 +14,10 @@ from pathoseg.parallel.planning.cost import cost_model
 from pathoseg.parallel.planning.cpu_kernels import cpu_workspace
 from pathoseg.parallel.planning.hardware import Hardware
 from pathoseg.parallel.planning.plan import Plan
-from pathoseg.parallel.planning.planner import Task, plan
+from pathoseg.parallel.planning.planner import plan
 from pathoseg.parallel.planning.priced import Priced
 from pathoseg.parallel.planning.remedies import nothing_fits
+from pathoseg.parallel.planning.task import Task
 from pathoseg.parallel.runtime.executor import Microbatches
 from pathoseg.parallel.runtime.runner import Runner, StepResult, Training
 from pathoseg.parallel.runtime.transport import Transport

@@ -20,11 +20,11 @@ from pathoseg.parallel.planning.cpu_kernels import cpu_workspace
 from pathoseg.parallel.planning.hardware import Hardware, known_hardware, load_hardware
 from pathoseg.parallel.planning.orders import AUTO, DATA_PARALLEL, SEQUENTIAL
 from pathoseg.parallel.planning.plan import Plan
-from pathoseg.parallel.planning.planner import Task
 from pathoseg.parallel.planning.planner import plan as find_plans
 from pathoseg.parallel.planning.priced import Priced
 from pathoseg.parallel.planning.profiled import Profiled
 from pathoseg.parallel.planning.remedies import gib, nothing_fits
+from pathoseg.parallel.planning.task import Task
 from pathoseg.parallel.schedule import timeline
 from pathoseg.parallel.schedule.simulate import simulate
 from pathoseg.workflows.config import Config, load_config

@@ -73,6 +73,11 @@ class Cutter:
             self._cuts = _narrowest(graph, self._cuts, most)
 
     @property
+    def places(self) -> Sequence[int]:
+        """The positions at which a stage may begin, and the end."""
+        return self._cuts
+
+    @property
     def most_stages(self) -> int:
         """Into how many stages the graph can be cut."""
         return len(self._cuts) - 1

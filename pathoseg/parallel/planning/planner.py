@@ -4,29 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from math import inf
-from typing import NamedTuple
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.graph.layer_graph import Partition
 from pathoseg.parallel.planning.bounds import least_bytes, least_seconds
+from pathoseg.parallel.planning.candidate import Candidate, candidates
 from pathoseg.parallel.planning.named_cuts import custom
 from pathoseg.parallel.planning.orders import (
     AUTO,
-    DATA_PARALLEL,
     PLACEMENTS,
-    SEQUENTIAL,
     SYNTHESISED,
     Frame,
-    Order,
     Variant,
-    find_order,
 )
 from pathoseg.parallel.planning.partition import MemoryLimit
 from pathoseg.parallel.planning.plan import Plan, digest, input_shape
 from pathoseg.parallel.planning.priced import Priced, stage_edges
+from pathoseg.parallel.planning.task import Task
 from pathoseg.parallel.schedule.costs import Costs
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.schedule import Schedule
@@ -34,51 +31,12 @@ from pathoseg.parallel.schedule.simulate import Simulation, simulate
 
 # Caps on the memory of a stage, from a rank's memory down to the least that any cut needs.
 _CAPS = 5
-# Stage counts: all to the first of these, then each larger by so much.
-_EVERY, _GROWTH = 8, 1.5
 # Forwards and backwards of one group beyond which an order that has a plan is not looked at.
 _VISITS = 2048
-_GROUPS = 3  # data-parallel widths that are tried for one number of stages, the widest first
 _PATIENCE = 4  # candidates of an order that are simulated after its last improvement,
 _HOPE = 8  # and before the first that fits
 _FRAMES = 3  # for which orders are made to measure,
 _GAIN = 0.98  # where they may take less than this share of the best time
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is to be planned.
-
-    Attributes:
-        ranks: The most ranks.
-        memory: Bytes of each.
-        batch: Samples of a step.
-        order: Name of an order, or `auto`.
-        stages: How many stages; None tries all.
-        cut: The layers or modules before which the model is cut; empty leaves it to the planner.
-        all_ranks: Whether every rank has to have work, as those of a job that has started do.
-    """
-
-    ranks: int
-    memory: int
-    batch: int
-    order: str = AUTO
-    stages: int | None = None
-    cut: tuple[str, ...] = ()
-    all_ranks: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("ranks", "memory", "batch"):
-            if getattr(self, name) < 1:
-                raise PathosegError(
-                    f"{name} is {getattr(self, name)}.", "Choose a whole number from 1."
-                )
-        find_order(self.order)
-        if self.cut and self.stages not in (None, len(self.cut) + 1):
-            raise PathosegError(
-                f"{len(self.cut)} cuts make {len(self.cut) + 1} stages, not {self.stages}.",
-                "Leave out the cuts or the number of stages.",
-            )
 
 
 def plan(graphs: Sequence[Priced], task: Task) -> list[Plan]:
@@ -110,9 +68,9 @@ def plan(graphs: Sequence[Priced], task: Task) -> list[Plan]:
                 "a microbatch that divides it.",
             )
     search = _Search(task)
-    candidates = [each for priced in graphs for each in _candidates(priced, task)]
-    measured = [each for each in candidates if each.order.name == SYNTHESISED]
-    named = [each for each in candidates if each.order.name != SYNTHESISED]
+    found = [each for priced in graphs for each in candidates(priced, task)]
+    measured = [each for each in found if each.order.name == SYNTHESISED]
+    named = [each for each in found if each.order.name != SYNTHESISED]
     for candidate in sorted(named, key=lambda each: (each.least, each.ranks, each.stages)):
         search.look_at(candidate)
     # Made to measure first where named orders did best.
@@ -122,72 +80,7 @@ def plan(graphs: Sequence[Priced], task: Task) -> list[Plan]:
         key=lambda each: (rank.get((each.ranks, each.groups), inf), each.least, each.stages),
     ):
         search.look_at(candidate)
-    return sorted(search.best.values(), key=lambda found: (found.seconds, found.ranks))
-
-
-class _Candidate(NamedTuple):
-    """Everything of a plan but the cut.
-
-    Attributes:
-        priced: The graph.
-        order: The order.
-        placement: Name of the placement.
-        width: Ranks of a group.
-        groups: How many.
-        least: A lower bound of its time.
-    """
-
-    priced: Priced
-    order: Order
-    placement: str
-    width: int
-    groups: int
-    microbatches: int
-    least: float
-
-    @property
-    def stages(self) -> int:
-        return self.width * (2 if self.placement == "folded" else 1)
-
-    @property
-    def ranks(self) -> int:
-        return self.width * self.groups
-
-
-def _candidates(priced: Priced, task: Task) -> Iterator[_Candidate]:
-    microbatches = task.batch // priced.microbatch
-    fixed = task.stages or (len(task.cut) + 1 if task.cut else None)
-    most = priced.cutter.most_stages
-    if fixed is not None:
-        priced.cutter.check(fixed)
-    for order in find_order(task.order):
-        for placement in order.placements:
-            for width in _widths(task.ranks) if order.staged else (1,):
-                stages = width * (2 if placement == "folded" else 1)
-                if stages > most or fixed not in (None, stages) or (order.staged and width < 2):
-                    continue
-                for groups in _groups(order, task.ranks // width, microbatches):
-                    if task.all_ranks and width * groups != task.ranks:
-                        continue
-                    own = microbatches // groups
-                    least = max(1, own / width) * priced.seconds
-                    yield _Candidate(priced, order, placement, width, groups, own, least)
-
-
-def _widths(ranks: int) -> Iterator[int]:
-    width = 2.0
-    while width <= ranks:
-        yield int(width)
-        width = width + 1 if width < _EVERY else width * _GROWTH
-
-
-def _groups(order: Order, most: int, microbatches: int) -> list[int]:
-    if order.name == SEQUENTIAL:
-        return [1]
-    fitting = [count for count in range(min(most, microbatches), 0, -1) if not microbatches % count]
-    if order.name == DATA_PARALLEL:
-        return [count for count in fitting if count > 1]
-    return fitting[:_GROUPS]
+    return sorted(search.best.values(), key=lambda each: (each.seconds, each.ranks))
 
 
 class _Search:
@@ -209,7 +102,7 @@ class _Search:
             lambda priced, stages, limit: priced.cutter.least_caps(stages, limit)[-1]
         )
 
-    def look_at(self, candidate: _Candidate) -> None:
+    def look_at(self, candidate: Candidate) -> None:
         """Simulate what of a candidate may be better than what was found."""
         name = candidate.order.name
         known = self._fastest.get(name)
@@ -232,7 +125,7 @@ class _Search:
         else:
             self._vain[name] += simulated
 
-    def _cuts(self, candidate: _Candidate) -> Iterator[list[Partition]]:
+    def _cuts(self, candidate: Candidate) -> Iterator[list[Partition]]:
         """Cuts, from the best balanced to those that need least memory."""
         priced, task = candidate.priced, self._task
         if task.cut:
@@ -248,14 +141,14 @@ class _Search:
             if candidate.least >= self._limit(candidate.order.name):
                 return
             cap = int(least + (task.memory - least) * step / _CAPS)
-            cuts = {
+            cuts = dict.fromkeys(
                 self._balanced(priced, candidate.stages, replace(limit, cap=cap), byte_cost)
-                for byte_cost in (0.0, priced.byte_cost)
-            }
+                for byte_cost in (priced.byte_cost, 0.0)
+            )
             yield [partition for partition in cuts if partition not in seen]
-            seen |= cuts
+            seen.update(cuts)
 
-    def _frame(self, candidate: _Candidate, partition: Partition) -> Frame:
+    def _frame(self, candidate: Candidate, partition: Partition) -> Frame:
         return Frame(
             PLACEMENTS[candidate.placement](candidate.width),
             candidate.microbatches,
@@ -270,7 +163,7 @@ class _Search:
             return _GAIN * min(self._fastest.values(), default=inf)
         return self._fastest.get(name, inf)
 
-    def _fits(self, candidate: _Candidate, frame: Frame, partition: Partition) -> Iterator[bool]:
+    def _fits(self, candidate: Candidate, frame: Frame, partition: Partition) -> Iterator[bool]:
         """For each family of the order, whether a variant fits; the first that does may be kept.
 
         Nothing for what no order could make fast enough.
@@ -299,7 +192,7 @@ class _Search:
 
     def _keep(
         self,
-        candidate: _Candidate,
+        candidate: Candidate,
         partition: Partition,
         frame: Frame,
         variant: Variant,

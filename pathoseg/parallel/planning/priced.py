@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cached_property
 from itertools import accumulate
 
 from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition
 from pathoseg.parallel.planning.cost import CostModel
 from pathoseg.parallel.planning.hardware import Hardware
-from pathoseg.parallel.planning.memory_model import MemoryModel, Workspace
+from pathoseg.parallel.planning.memory_model import MemoryModel, Row, StageMemory, Workspace
 from pathoseg.parallel.planning.partition import Cutter
 from pathoseg.parallel.schedule.action import Edge, numbered
 from pathoseg.parallel.schedule.costs import Costs, StageCost
@@ -48,9 +48,8 @@ class Priced:
         self.hardware = hardware
         self.note = model.note
         self._slots = optimizer_slots
-        memory = MemoryModel(graph, optimizer_slots, workspace=workspace)
-        self._stage_memory = cache(memory.stage)
-        self.cutter = Cutter(graph, memory, _PLACES)
+        self._memory = MemoryModel(graph, optimizer_slots, workspace=workspace)
+        self.cutter = Cutter(graph, self._memory, _PLACES)
         times = [model.time(layer) for layer in graph.layers]
         self._forwards = [time.forward for time in times]
         self._backwards = [time.backward for time in times]
@@ -93,7 +92,7 @@ class Priced:
 
     def _stage(self, partition: Partition, stage: int) -> StageCost:
         first, stop = partition.bounds[stage : stage + 2]
-        memory = self._stage_memory(partition.layers(stage))
+        memory = self._stage_memory(first, stop)
         entering = sum(edge.bytes for edge in partition.edges if edge.target == stage)
         returning = {
             edge.value: edge.bytes
@@ -113,6 +112,15 @@ class Priced:
             checkpoint=batch,
             step=(3 + 2 * self._slots) * memory.gradients / self.hardware.bandwidth,
         )
+
+    def _stage_memory(self, first: int, stop: int) -> StageMemory:
+        row = self._rows.get(first)  # missing where the user's cut is none of the cutter's places
+        return row.stage(stop) if row else self._memory.stage(range(first, stop))
+
+    @cached_property
+    def _rows(self) -> dict[int, Row]:
+        """By first layer, the memory of all stages that the cutter may make."""
+        return {row.first: row for row in self._memory.rows(self.cutter.places[:-1])}
 
 
 def stage_edges(partition: Partition) -> tuple[Edge, ...]:

@@ -11,8 +11,9 @@ from pathoseg.errors import PathosegError
 from pathoseg.parallel.graph.layer_graph import Partition
 from pathoseg.parallel.planning.orders import AUTO
 from pathoseg.parallel.planning.partition import MemoryLimit
-from pathoseg.parallel.planning.planner import Task, plan
+from pathoseg.parallel.planning.planner import plan
 from pathoseg.parallel.planning.priced import Priced, stage_edges
+from pathoseg.parallel.planning.task import Task
 from pathoseg.parallel.schedule.gpipe import mp_basic
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.placement import linear

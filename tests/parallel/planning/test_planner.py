@@ -18,8 +18,9 @@ from pathoseg.parallel.planning.cost import Roofline
 from pathoseg.parallel.planning.hardware import Hardware
 from pathoseg.parallel.planning.orders import AUTO, ORDERS, PLACEMENTS, Frame
 from pathoseg.parallel.planning.plan import Plan
-from pathoseg.parallel.planning.planner import Task, plan
+from pathoseg.parallel.planning.planner import plan
 from pathoseg.parallel.planning.priced import Priced, stage_edges
+from pathoseg.parallel.planning.task import Task
 from pathoseg.parallel.schedule.costs import Link
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.simulate import simulate
