@@ -53,7 +53,7 @@ def plan(
         config_file: TOML file, or None.
         flags: What overrules it, by table and key.
         out: Folder of the plan and its timeline.
-        draw: File of the model's drawing, or None.
+        draw: File of the drawing of the model with its times and stages, or None.
 
     Raises:
         PathosegError: Anything that cannot be planned, and what could.
@@ -95,7 +95,7 @@ def plan(
     write_text(out / TIMELINE, timeline.draw_svg({"planned": events}))
     say(f"Plan: {out / PLAN}. Timeline: {out / TIMELINE}.")
     if draw is not None:
-        write_text(draw, svg(priced.graph))
+        write_text(draw, svg(priced.graph, seconds=priced.times, partition=partition))
         say(f"Drawing: {draw}.")
     return best
 

@@ -77,6 +77,14 @@ def test_the_files_go_where_they_are_asked_for(command: Command) -> None:
     ElementTree.parse("model.svg")
 
 
+def test_the_drawing_shows_times_and_stages(command: Command) -> None:
+    found, _ = _plan(command, "--order", "1f1b", "--cut", "encoder.1,decoder.0", "--draw", "it.svg")
+    drawn = ElementTree.parse("it.svg")
+    words = {text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"seconds", "stage", "receives"} <= words
+    assert {str(stage) for stage in range(found.stages)} <= words
+
+
 def test_an_order_and_a_cut_are_kept(command: Command) -> None:
     found, said = _plan(
         command, "--order", "gems-mast", "--cut", "encoder.1,decoder.0", "--batch", 4

@@ -34,6 +34,7 @@ class Priced:
         hardware: The device and its links.
         note: What the times stem from.
         seconds: Of the forward and backward of one microbatch through all layers.
+        times: Seconds of the forward and the backward of each layer, by its name.
     """
 
     def __init__(
@@ -50,9 +51,13 @@ class Priced:
         self._slots = optimizer_slots
         self._memory = MemoryModel(graph, optimizer_slots, workspace=workspace)
         self.cutter = Cutter(graph, self._memory, _PLACES)
-        times = [model.time(layer) for layer in graph.layers]
-        self._forwards = [time.forward for time in times]
-        self._backwards = [time.backward for time in times]
+        found = [model.time(layer) for layer in graph.layers]
+        self._forwards = [time.forward for time in found]
+        self._backwards = [time.backward for time in found]
+        self.times = {
+            layer.name: (time.forward, time.backward)
+            for layer, time in zip(graph.layers, found, strict=True)
+        }
         # Running sums, so that a stage's time is a difference.
         self._forward = [0.0, *accumulate(self._forwards)]
         self._backward = [0.0, *accumulate(self._backwards)]
