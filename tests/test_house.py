@@ -49,6 +49,7 @@ DOORS: dict[str, set[str]] = {
     "zarr": {"tiles/cache.py"},
     "tifffile": {"slides/tiff_reader.py", "slides/tile_table.py", "outputs/mask_tiff.py"},
     "imagecodecs": {"slides/tile_codec.py", "tiles/cache.py"},
+    "simplejpeg": {"slides/jpeg_stream.py"},
     "mpi4py": {"parallel/runtime/mpi.py"},
     "torch.distributed": {"parallel/runtime/torch_dist.py"},
     "torch.fx": {"parallel/graph/trace.py"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,13 +33,6 @@ def directly(slide: OpenSlideSlide | TiffSlide) -> OpenSlideSlide | TiffSlide | 
     return DirectSlide(slide, tables) if any(tables) else slide
 
 
-class _Tile(NamedTuple):
-    """A tile of which some rows, from the top, are decoded."""
-
-    pixels: Pixels
-    rows: int
-
-
 class _TileFile:
     """An open file, its tiles decoded, and some of them kept.
 
@@ -48,34 +41,30 @@ class _TileFile:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._kept: dict[tuple[int, int], _Tile] = {}  # the oldest first
+        self._kept: dict[tuple[int, int], Pixels] = {}  # the oldest first
         self._kept_bytes = 0
         self._passing: dict[tuple[int, ...], Pixels] = {}
 
-    def tile(
-        self, level: int, table: TileTable, index: int, rows: int, keep: bool
-    ) -> Pixels | None:
+    def tile(self, level: int, table: TileTable, index: int, keep: bool) -> Pixels | None:
         """A decoded tile, to be read until the next call; None where it cannot be decoded surely.
 
         Args:
             level: Whose tile it is.
             table: That level's.
             index: Which tile.
-            rows: How many of its rows are needed, from the top.
             keep: Whether it will be needed again soon.
         """
         tile = self._kept.pop((level, index), None)
         if tile is not None:
-            self._kept_bytes -= tile.pixels.nbytes
-        if tile is None or tile.rows < rows:
-            room = tile.pixels if tile is not None else self._room(table.codec.shape, keep)
-            tile = _Tile(room, self._decode(table, index, room, rows))
-        if tile.rows == 0:
-            return None
+            self._kept_bytes -= tile.nbytes
+        else:
+            tile = self._room(table.codec.shape, keep)
+            if not self._decode(table, index, tile):
+                return None
         if keep:
             self._kept[level, index] = tile
-            self._kept_bytes += tile.pixels.nbytes
-        return tile.pixels
+            self._kept_bytes += tile.nbytes
+        return tile
 
     def _room(self, shape: tuple[int, int, int], keep: bool) -> Pixels:
         if not keep:
@@ -84,22 +73,22 @@ class _TileFile:
             return self._passing[shape]
         oldest = None
         while self._kept and self._kept_bytes + math.prod(shape) > _KEPT_BYTES:
-            oldest = self._kept.pop(next(iter(self._kept))).pixels
+            oldest = self._kept.pop(next(iter(self._kept)))
             self._kept_bytes -= oldest.nbytes
         if oldest is not None and oldest.shape == shape:
             return oldest
         return np.empty(shape, np.uint8)
 
-    def _decode(self, table: TileTable, index: int, room: Pixels, rows: int) -> int:
+    def _decode(self, table: TileTable, index: int, room: Pixels) -> bool:
         count, offset = int(table.counts[index]), int(table.offsets[index])
         # no codec doubles what it encodes
         if not (0 < count <= 2 * room.nbytes + 65_536 and offset > 0):
-            return 0
+            return False
         try:
             data = os.pread(self._descriptor, count, offset)
         except OSError:
-            return 0
-        return table.codec.decode(data, room, rows) if len(data) == count else 0
+            return False
+        return len(data) == count and table.codec.decode(data, room)
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -160,8 +149,7 @@ class DirectSlide(SlideFile[_TileFile]):
                 assert part is not None
                 index = row * table.columns + column
                 # the boxes beside this one need the tiles that its edges cut
-                rows = part.bottom - place.y
-                tile = file.tile(level, table, index, rows, keep=part != place)
+                tile = file.tile(level, table, index, keep=part != place)
                 if tile is not None:
                     pixels[_window(part, box)] = tile[_window(part, place)]
                 else:

@@ -26,6 +26,7 @@ from pathoseg.errors import PathosegError, UnreadableError
 from pathoseg.geometry import Box, Mpp, Size
 from pathoseg.slides.codestream import announced_size
 from pathoseg.slides.colour import SampleLayout
+from pathoseg.slides.jpeg_stream import check_jpeg, whole_stream
 from pathoseg.slides.levels import exact_levels, whole_downsample
 from pathoseg.slides.ome_xml import ome_magnification, ome_mpp
 from pathoseg.slides.reason import reason
@@ -39,7 +40,8 @@ from pathoseg.slides.slide_file import SlideFile
 from pathoseg.slides.tiff_directories import check_directories
 
 _MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
-_JPEG: set[int] = {COMPRESSION.OJPEG, COMPRESSION.JPEG, COMPRESSION.ALT_JPEG}
+_JPEG_STREAMS: set[int] = {COMPRESSION.JPEG, COMPRESSION.ALT_JPEG}
+_JPEG: set[int] = {COMPRESSION.OJPEG, *_JPEG_STREAMS}
 _COMPRESSIONS: set[int] = {
     *_JPEG,
     COMPRESSION.NONE,
@@ -153,6 +155,8 @@ class _PyramidLevel:
         announced = announced_size(data)
         if announced is not None and announced.pixels > 4 * self.segment.pixels:
             raise ValueError(f"{_text(announced)} claim to lie in {_text(self.segment)}")
+        if self._key.compression in _JPEG_STREAMS and self._key.bitspersample == 8:
+            check_jpeg(whole_stream(data, self._page.jpegtables))
         decoded, _, _ = self._key.decode(
             data, index, jpegtables=self._page.jpegtables, jpegheader=self._key.jpegheader
         )

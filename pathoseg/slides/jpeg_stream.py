@@ -1,0 +1,89 @@
+"""JPEG streams as TIFF stores them: decoded only where libjpeg has nothing to warn of.
+
+libjpeg goes on where a stream is damaged, shows something, and warns. OpenSlide takes the warning
+for an error; most decoders, imagecodecs and Pillow among them, do not pass it on.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import simplejpeg
+from numpy.typing import NDArray
+
+Segment = tuple[int, bytes]  # its marker and its content
+
+_SOI, _EOI, _SCAN, _RESTARTS = b"\xff\xd8", b"\xff\xd9", 0xDA, 0xDD
+_BASELINE, _EXTENDED = 0xC0, 0xC1
+_FRAMES = set(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+# What OpenSlide does not reach: it stops after the last row of a single piece.
+_AFTER_THE_LAST_ROW = "extraneous bytes before marker 0xd9"
+
+
+def whole_stream(stream: bytes, tables: bytes | None, ycbcr: bool | None = None) -> bytes:
+    """A stream that needs nothing beside it.
+
+    Args:
+        stream: As it is stored in a tile or strip.
+        tables: What the streams of a TIFF share, itself a stream without a picture.
+        ycbcr: Whether it holds YCbCr or RGB, to be said where it says nothing itself.
+
+    Raises:
+        ValueError: It does not begin like one.
+    """
+    if not stream.startswith(_SOI):
+        raise ValueError("it is no JPEG stream")
+    says = b"" if ycbcr is None else b"\xff\xee\x00\x0eAdobe\x00\x64\0\0\0\0" + bytes([ycbcr])
+    shared = (tables or b"").removeprefix(_SOI).removesuffix(_EOI)
+    return b"".join((_SOI, says, shared, stream.removeprefix(_SOI)))
+
+
+def segments(stream: bytes) -> list[Segment]:
+    """The segments of a stream's header, in order, the first scan's last."""
+    found = []
+    position = 2
+    while position + 4 <= len(stream) and stream[position] == 0xFF:
+        marker = stream[position + 1]
+        length = int.from_bytes(stream[position + 2 : position + 4], "big")
+        found.append((marker, stream[position + 4 : position + 2 + length]))
+        if marker == _SCAN:
+            break
+        position += 2 + length
+    return found
+
+
+def colours_in_one_piece(header: list[Segment]) -> int:
+    """How many colours a stream holds side by side, from top to bottom and without restarts.
+
+    0 for a stream that consists of several pieces.
+    """
+    kinds, content = [marker for marker, _ in header if marker in _FRAMES], dict(header)
+    if kinds not in ([_BASELINE], [_EXTENDED]) or _SCAN not in content or _RESTARTS in content:
+        return 0
+    colours = content[kinds[0]][5:6]
+    return colours[0] if colours and colours == content[_SCAN][:1] else 0
+
+
+def decode_jpeg(stream: bytes, pixels: NDArray[np.uint8]) -> None:
+    """Decodes a whole stream, without Python's lock.
+
+    Args:
+        stream: See `whole_stream`.
+        pixels: Receives RGB, of shape (height, width, 3), C-contiguous.
+
+    Raises:
+        ValueError: It is damaged, or of another size.
+    """
+    decoded = simplejpeg.decode_jpeg(stream, "RGB", buffer=pixels, strict=True)
+    if decoded.shape != pixels.shape:
+        raise ValueError(f"it shows {decoded.shape}, not {pixels.shape}")
+
+
+def check_jpeg(stream: bytes) -> None:
+    """Raises ValueError where OpenSlide would: libjpeg finds a whole stream damaged."""
+    try:
+        # not scaled down: simplejpeg writes past its array where a stream is a lossless one
+        simplejpeg.decode_jpeg(stream, "GRAY", strict=True)
+    except ValueError as error:
+        is_shown = _AFTER_THE_LAST_ROW in str(error) and colours_in_one_piece(segments(stream))
+        if not is_shown:
+            raise
