@@ -9,7 +9,7 @@ from pathoseg.parallel.planning.orders import DATA_PARALLEL, SEQUENTIAL, Order, 
 from pathoseg.parallel.planning.priced import Priced
 from pathoseg.parallel.planning.task import Task
 
-# Stage counts: all to the first of these, then each larger by so much.
+# Ranks of a group: all to the first of these, then each larger by so much.
 _EVERY, _GROWTH = 8, 1.5
 _GROUPS = 3  # data-parallel widths that are tried for one number of stages, the widest first
 
@@ -56,9 +56,10 @@ def candidates(priced: Priced, task: Task) -> Iterator[Candidate]:
         priced.cutter.check(fixed)
     for order in find_order(task.order):
         for placement in order.placements:
-            for width in _widths(task.ranks) if order.staged else (1,):
-                stages = width * (2 if placement == "folded" else 1)
-                if stages > most or fixed not in (None, stages) or (order.staged and width < 2):
+            chunks = 2 if placement == "folded" else 1
+            for width in _widths(task, fixed, chunks) if order.staged else (1,):
+                stages = width * chunks
+                if stages > most or fixed not in (None, stages):
                     continue
                 for groups in _groups(order, task.ranks // width, microbatches):
                     if task.all_ranks and width * groups != task.ranks:
@@ -68,11 +69,16 @@ def candidates(priced: Priced, task: Task) -> Iterator[Candidate]:
                     yield Candidate(priced, order, placement, width, groups, own, least)
 
 
-def _widths(ranks: int) -> Iterator[int]:
+def _widths(task: Task, stages: int | None, chunks: int) -> list[int]:
+    """How many ranks a group may have: those that leave no rank idle, and some between."""
+    if stages is not None:
+        return [stages // chunks] if 2 * chunks <= stages <= task.ranks * chunks else []
+    widths = {width for width in range(2, task.ranks + 1) if task.ranks % width == 0}
     width = 2.0
-    while width <= ranks:
-        yield int(width)
+    while width <= task.ranks:
+        widths.add(int(width))
         width = width + 1 if width < _EVERY else width * _GROWTH
+    return sorted(widths)
 
 
 def _groups(order: Order, most: int, microbatches: int) -> list[int]:

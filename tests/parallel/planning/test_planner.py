@@ -127,6 +127,17 @@ def test_more_ranks_than_stages_are_groups() -> None:
     assert best.sums == pytest.approx([2 * 3 / 4 * size for size in both], abs=2)
 
 
+@pytest.mark.parametrize("stages", [9, 10, 11])
+def test_any_number_of_stages_may_be_asked_for(stages: int) -> None:
+    plans = plan([UNET], Task(11, 2**40, 11, "gpipe", stages=stages))
+    assert {each.stages for each in plans} == {stages}
+
+
+def test_a_prime_number_of_ranks_can_all_have_work() -> None:
+    everyone = Task(11, int(0.5 * WHOLE), 4, "1f1b-recompute", all_ranks=True)
+    assert {each.stages for each in plan([UNET], everyone)} == {11}
+
+
 def test_a_given_cut_is_kept() -> None:
     plans = plan([UNET], Task(4, 2**40, 4, cut=("encoder.1", "decoder.0")))
     assert plans
