@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from pathoseg.errors import PathosegError
+from pathoseg.parallel.runtime.host_memory import keep_freed_memory
 from pathoseg.parallel.runtime.processes import ProcessTransport
 
 Choice = Literal["auto", "mpi", "gloo", "nccl"]
@@ -99,7 +100,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 def connect(choice: Choice = "auto", world: World | None = None) -> ProcessTransport:
     """Joins the ranks of this world, each with its share of the machine's cores.
 
-    Under MPI a process can do so once.
+    Under MPI a process can do so once. From then on it keeps what it frees (`keep_freed_memory`).
 
     Args:
         choice: The transport; "auto" is MPI under its launchers and gloo elsewhere.
@@ -127,6 +128,7 @@ def connect(choice: Choice = "auto", world: World | None = None) -> ProcessTrans
         )
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(_share_of_cores(transport))
+    keep_freed_memory()
     return transport
 
 
