@@ -46,8 +46,18 @@ class Fit:
                 (`runner.reads_inputs`), the others may hold anything.
             targets: Likewise (`runner.reads_targets`).
             trace: Whether the result says what this rank did when.
+
+        Raises:
+            PathosegError: The batch is not of the planned size, or a rank failed.
         """
         count, size = self.plan.schedule.microbatches, self.plan.microbatch
+        for name, given in (("inputs", inputs), ("targets", targets)):
+            if len(given) != self.plan.batch:
+                raise PathosegError(
+                    f"The {name} of step {number} have {len(given)} samples, and the plan is for "
+                    f"batches of {self.plan.batch}.",
+                    f"Give whole batches, or plan for batches of {len(given)}.",
+                )
 
         def part(microbatch: int) -> slice:
             return slice(microbatch * size, (microbatch + 1) * size)

@@ -16,6 +16,7 @@ from pathoseg.errors import PathosegError, StoppedError
 from pathoseg.parallel.runtime.launch import start_local
 from pathoseg.parallel.runtime.transport import Transport
 from pathoseg.parallel.runtime.world import Choice, connect, find_world
+from pathoseg.workflows.interruption import Interruption
 
 
 def start_ranks(ranks: int, arguments: Sequence[str], choice: Choice) -> int | None:
@@ -58,9 +59,23 @@ def joined(choice: Choice) -> Iterator[Transport | None]:
         except PathosegError as error:
             transport.abort(f"Rank {transport.rank}: {error.problem} {error.mend}")
             raise
+        except StoppedError:
+            transport.abort(f"Rank {transport.rank} was stopped by a signal.")
+            raise
         except BaseException as error:
             transport.abort(f"Rank {transport.rank} ended ({type(error).__name__}).")
             raise
+
+
+@contextmanager
+def stopped_together(interruption: Interruption, transport: Transport | None) -> Iterator[None]:
+    """Where a signal has come, the end of another rank is that of the job, and no error."""
+    try:
+        yield
+    except PathosegError:
+        if transport is not None:
+            interruption.raise_if_asked()
+        raise
 
 
 @contextmanager

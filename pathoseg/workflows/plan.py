@@ -37,7 +37,7 @@ PLAN, TIMELINE = "plan.json", "timeline.svg"
 _SIZES = (1, 2, 4)
 _SLOTS = {"adamw": 2, "sgd": 1}
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SHOWN = 10
 
 
@@ -60,6 +60,8 @@ def plan(
         OSError: A file cannot be written.
     """
     config = load_config(config_file, flags)
+    for folder in (out, *([] if draw is None else [draw.parent])):
+        folder.mkdir(parents=True, exist_ok=True)
     hardware = find_hardware(config.parallel.hardware)
     task = make_task(config, hardware)
     model = _build(config)
@@ -88,7 +90,6 @@ def plan(
         say(line)
     say("")
     say(_verdict(best, task))
-    out.mkdir(parents=True, exist_ok=True)
     partition = best.partition(priced.graph)
     events = simulate(best.schedule, priced.costs(partition, best.ranks)).events
     write_text(out / PLAN, best.to_json())
@@ -132,17 +133,17 @@ def make_task(config: Config, hardware: Hardware) -> Task:
 
 
 def parse_memory(text: str) -> int:
-    """Bytes of `16GiB`, `16GB` (decimal) or `16G` (as Slurm does, like GiB).
+    """Bytes of `16GiB`, `16GB` (decimal) or `16G` (as Slurm does, like GiB); a unit is needed.
 
     Raises:
         PathosegError: It is no such text.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?B)?\s*", text.upper())
-    if match is None or float(match[1]) == 0 or (match[3] == "IB" and not match[2]):
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT])(I?B)?\s*", text.upper())
+    if match is None or float(match[1]) == 0:
         raise PathosegError(f"{text!r} is no size of a memory.", "Write it as 16GiB or 16GB.")
     unit = _UNITS[match[2]]
     if match[3] == "B":
-        unit = 1000 ** [*_UNITS].index(match[2])
+        unit = 1000 ** ([*_UNITS].index(match[2]) + 1)
     return int(float(match[1]) * unit)
 
 

@@ -19,6 +19,7 @@ from pathoseg.models.build import build_model, check_tile, edge_reach, tile_mult
 from pathoseg.models.bundle import Bundle
 from pathoseg.models.losses import build_loss
 from pathoseg.outputs.atomic import replaced, write_text
+from pathoseg.parallel.planning.orders import find_order
 from pathoseg.parallel.planning.plan import Plan
 from pathoseg.parallel.runtime.transport import Transport
 from pathoseg.parallel.schedule.event import Event
@@ -32,7 +33,7 @@ from pathoseg.workflows.cutting import cut_sources
 from pathoseg.workflows.device import MEAN, STD, pick_device
 from pathoseg.workflows.engine import Engine
 from pathoseg.workflows.interruption import Interruption
-from pathoseg.workflows.job import joined
+from pathoseg.workflows.job import joined, stopped_together
 from pathoseg.workflows.loop import Loop
 from pathoseg.workflows.margins import default_overlap
 from pathoseg.workflows.one_device import OneDevice
@@ -91,7 +92,9 @@ def ranks_to_start(
     if resume and config_file is None:
         begun = (out or newest_unfinished()) / CONFIG
         config_file = begun if begun.is_file() else None
-    return load_config(config_file, flags).parallel
+    wanted = load_config(config_file, flags).parallel
+    find_order(wanted.order)  # before any rank starts
+    return wanted
 
 
 def _train(
@@ -126,7 +129,11 @@ def _train(
     _overview(sources, members)
     pool = SlidePool(lambda path: open_slide(path, config.data.assume_mpp))
     advice = "Nothing is trained yet: start the same command again."
-    with Interruption(advice) as interruption, closing(pool):
+    with (
+        Interruption(advice) as interruption,
+        stopped_together(interruption, transport),
+        closing(pool),
+    ):
         tiles = cut_sources(config, sources, members, pool, interruption)
         if transport is None or transport.rank == 0:
             _begin(run, config, members, plan)

@@ -39,6 +39,33 @@ def test_the_documented_program_trains_as_one_process(
     torch.testing.assert_close(trained, dict(model.state_dict()), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong", "said"),
+    [
+        (".mean((1, 2))", ".mean()", "not one number a sample"),
+        ("torch.randn(8, 3", "torch.randn(12, 3", "have 12 samples, and the plan is for"),
+    ],
+)
+def test_what_would_train_something_else_is_refused(
+    right: str,
+    wrong: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    found = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert found is not None
+    assert right in found[1]
+    program = tmp_path / "own.py"
+    program.write_text(found[1].replace(right, wrong))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert start_local(2, [sys.executable, str(program)]) != 0
+    assert said in "".join(capfd.readouterr())
+    assert not Path("own.pt").exists()
+
+
 def _step(
     own: dict, model: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int
 ) -> float:

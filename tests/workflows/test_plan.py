@@ -149,6 +149,11 @@ def test_what_would_fit_does(command: Command) -> None:
         (["--cut", "decoder.0,decoder.0"], "leave a stage without layers"),
         (["--memory", "10KiB"], "cannot be cut further, needs"),
         (["--memory", "lots"], "'lots' is no size of a memory"),
+        (["--memory", "16"], "'16' is no size of a memory"),
+        (["--ranks", "1", "--cut", "decoder.0"], "no way to run 2 stages on one rank"),
+        (["--ranks", "1", "--cut", "nowhere"], "no layer or module 'nowhere'"),
+        (["--ranks", "4", "--batch", "2", "--order", "gems-master"], "too few microbatches (2)"),
+        (["--order", "GPipe"], "Did you mean gpipe?"),
         (["--order", "gems"], "no order 'gems'"),
         (["--ranks", "0"], "parallel.ranks = 0"),
         (["--batch", "0"], "train.batch = 0"),
@@ -184,14 +189,15 @@ def test_bad_input_is_one_clear_error(options: list[str], problem: str, command:
         ("16GB", 16 * 10**9),
         ("1.5gib", 3 * 2**29),
         ("512MiB", 2**29),
-        ("4096", 4096),
     ],
 )
 def test_sizes_of_memory(text: str, size: int) -> None:
     assert parse_memory(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "16 gigs", "-1GiB", "0GiB", "16iB", "1e3", "16GiBs"])
+@pytest.mark.parametrize(
+    "text", ["", "16", "16B", "GiB", "16 gigs", "-1GiB", "0GiB", "16iB", "1e3", "16GiBs"]
+)
 def test_what_is_no_size_of_memory(text: str) -> None:
     with pytest.raises(PathosegError, match="no size of a memory"):
         parse_memory(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -90,9 +91,10 @@ def find_order(name: str) -> list[Order]:
     if name == AUTO:
         return list(ORDERS.values())
     if name not in ORDERS:
-        raise PathosegError(
-            f"There is no order {name!r}.", f"Choose one of {', '.join((AUTO, *ORDERS))}."
-        )
+        known = (AUTO, *ORDERS)
+        near = difflib.get_close_matches(name.lower(), known, n=1)
+        mend = f"Did you mean {near[0]}? " if near else ""
+        raise PathosegError(f"There is no order {name!r}.", f"{mend}Known: {', '.join(known)}.")
     return [ORDERS[name]]
 
 

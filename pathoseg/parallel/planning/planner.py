@@ -67,6 +67,8 @@ def plan(graphs: Sequence[Priced], task: Task) -> list[Plan]:
                 f"Choose a batch of {-(-task.batch // priced.microbatch) * priced.microbatch}, or "
                 "a microbatch that divides it.",
             )
+        if task.cut:
+            custom(priced.graph, task.cut)  # refuses a name that is none, whatever fits
     search = _Search(task)
     found = [each for priced in graphs for each in candidates(priced, task)]
     measured = [each for each in found if each.order.name == SYNTHESISED]

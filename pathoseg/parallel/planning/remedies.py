@@ -21,12 +21,14 @@ from pathoseg.parallel.schedule.simulate import simulate
 
 # More ranks than these are not recommended.
 _MOST_STAGES = 64
+_ROOMY = 2**60  # bytes that nothing fills
 
 
 def nothing_fits(
     priced: Priced, task: Task, sides: Sequence[int], at: Callable[[int], Priced]
 ) -> PathosegError:
-    """Says why no plan fits, and what would: another order, more ranks, more memory, fewer pixels.
+    """Says why no plan fits, and what would: another order, more ranks, more memory, fewer pixels,
+    or a larger batch where there are too few microbatches.
 
     The memory is that of one microbatch at a time through the cut that needs least.
 
@@ -36,6 +38,8 @@ def nothing_fits(
         sides: Smaller sides that a tile may have, ascending.
         at: Reads the model for tiles of such a side.
     """
+    if not plan([priced], replace(task, memory=_ROOMY)):
+        return _too_little_to_share(priced, replace(task, memory=_ROOMY))
     problem = (
         f"No plan of {priced.graph.model} fits on {task.ranks} ranks of {gib(task.memory)}."
         if task.ranks > 1
@@ -51,6 +55,24 @@ def nothing_fits(
     )
 
 
+def _too_little_to_share(priced: Priced, task: Task) -> PathosegError:
+    """The error where memory is not what is missing."""
+    larger = (replace(task, batch=task.batch * factor) for factor in (2, 3, 4, 8))
+    enough = next((each.batch for each in larger if plan([priced], each)), None)
+    if enough is None:
+        stages = task.stages or len(task.cut) + 1
+        return PathosegError(
+            f"The order {task.order} has no way to run {stages} stages on {_ranks(task.ranks)}.",
+            "Give more ranks, or leave out --order, --cut and stages.",
+        )
+    count = task.batch // priced.microbatch
+    return PathosegError(
+        f"A batch of {task.batch} has too few microbatches ({count}) for the order {task.order} on "
+        f"{_ranks(task.ranks)}.",
+        f"A batch of {enough} would do, or another order.",
+    )
+
+
 def _changes(
     priced: Priced, task: Task, sides: Sequence[int], at: Callable[[int], Priced]
 ) -> Iterator[str]:
@@ -62,10 +84,10 @@ def _changes(
             return
     more = _enough_ranks(priced, task)
     if more:
-        yield f"{more} ranks of {gib(task.memory)}"
+        yield f"{_ranks(more)} of {gib(task.memory)}"
     partition = _leanest(priced, task.ranks)
     need = max(_needs(priced, partition))
-    yield f"{partition.stages} ranks of {gib(need)}"
+    yield f"{_ranks(partition.stages)} of {gib(need)}"
     fitting = bisect_left(sides, True, key=lambda side: not plan([at(side)], task))
     if fitting:
         yield f"tiles of {sides[fitting - 1]} px"
@@ -100,6 +122,10 @@ def _needs(priced: Priced, partition: Partition, activations: bool = True) -> tu
         bare = tuple(replace(cost, activations=0) for cost in costs.stages)
         costs = replace(costs, stages=bare)
     return simulate(lower(order, stage_edges(partition)), costs).peak_memory
+
+
+def _ranks(count: int) -> str:
+    return "one rank" if count == 1 else f"{count} ranks"
 
 
 def gib(size: float) -> str:

@@ -20,7 +20,7 @@ MEETING = 60.0  # seconds that the ranks have to meet
 _FAREWELL = 2.0  # seconds that a rank which leaves waits for its word to be heard
 _TOKEN = 32
 _GREETING = _TOKEN + 8  # the token and the rank
-_MEND = "Mend the cause and start again with --resume to go on from the last checkpoint."
+_MEND = "Mend the cause and start again; `pathoseg train --resume` goes on from its checkpoint."
 
 
 class Lifeline:

@@ -234,7 +234,13 @@ class Stage:
         self, visit: _Visit, values: Mapping[str, Tensor], this: Pass, keep: bool
     ) -> Tensor:
         """The loss of the microbatch; where the backward begins, if that is to be kept."""
-        losses = self._loss(self._assemble(visit, values), visit.targets).sum()
+        each = self._loss(self._assemble(visit, values), visit.targets)
+        if each.ndim != 1:
+            raise PathosegError(
+                f"The loss gave a tensor of shape {tuple(each.shape)}, not one number a sample.",
+                "Let it average over everything but the samples: shape (n,), not a mean over all.",
+            )
+        losses = each.sum()
         if keep:
             visit.targets = None
             scaled = losses / this.samples * this.scale
