@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathoseg.errors import PathosegError
 
 BEAT = 1.0  # seconds between two signs of life
-SILENCE = 10.0  # seconds without one after which a rank counts as lost
+SILENCE = 60.0  # seconds without one after which a rank counts as lost: a busy host may pause
 MEETING = 60.0  # seconds that the ranks have to meet
 _FAREWELL = 2.0  # seconds that a rank which leaves waits for its word to be heard
 _TOKEN = 32
