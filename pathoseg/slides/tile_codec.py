@@ -38,6 +38,8 @@ _BYTES: dict[Compression, Callable[..., bytes | bytearray]] = {
     Compression.DEFLATE: imagecodecs.zlib_decode,
     Compression.OLD_DEFLATE: imagecodecs.zlib_decode,
 }
+# What codecs and parsers raise on a malformed stream; imagecodecs' errors are RuntimeErrors.
+_MALFORMED = (ValueError, RuntimeError, IndexError, struct.error, MemoryError)
 _APP0, _APP14 = 0xE0, 0xEE
 _SIZES = struct.Struct(">8IH")  # of the image and of its tiles, and the number of components
 _8_BITS_EACH_PIXEL = bytes((7, 1, 1)) * 3
@@ -76,7 +78,6 @@ class TileCodec:
         Returns:
             Whether `pixels` are surely what OpenSlide shows; where not, it has to be asked.
         """
-        # Codecs raise whatever a malformed stream makes them stumble over.
         try:
             if self.compression is Compression.JPEG:
                 self._decode_jpeg(data, pixels)
@@ -84,7 +85,7 @@ class TileCodec:
                 self._decode_bytes(data, pixels)
             else:
                 self._decode_jpeg_2000(data, pixels)
-        except Exception:
+        except _MALFORMED:
             return False
         return True
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, FiniteFloat
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.planning.features import BASIC
+from pathoseg.parallel.planning.versioned import read_versioned
 from pathoseg.parallel.schedule.costs import Link, Nodes
 
 # Another number where a file has other keys, or its fit other amounts or features (features.py).
@@ -171,18 +172,4 @@ def _shipped() -> Any:
 
 def _parse(content: bytes, name: str) -> Hardware:
     again = "Write it again with `pathoseg calibrate --out FILE`."
-    try:
-        data = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise PathosegError(f"{name} is no hardware file ({error}).", again) from error
-    version = data.pop("format", None) if isinstance(data, dict) else None
-    if version != FORMAT:
-        raise PathosegError(
-            f"{name} is a hardware file of format {version!r}, this pathoseg reads {FORMAT}.", again
-        )
-    try:
-        return TypeAdapter(Hardware).validate_python(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise PathosegError(f"{name}: {where}: {first['msg']}.", again) from error
+    return read_versioned(content, Hardware, "hardware file", FORMAT, name, again)

@@ -9,11 +9,12 @@ from functools import cached_property
 from itertools import pairwise
 from typing import ClassVar
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition
 from pathoseg.parallel.planning.partition import cut
+from pathoseg.parallel.planning.versioned import read_versioned
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.schedule import Schedule
 from pathoseg.parallel.schedule.validate import validate
@@ -133,21 +134,7 @@ class Plan:
         Raises:
             PathosegError: It is no plan, one of another version, or one that cannot run.
         """
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise PathosegError(f"{name} is no plan ({error}).", _AGAIN) from error
-        version = data.pop("format", None) if isinstance(data, dict) else None
-        if version != FORMAT:
-            raise PathosegError(
-                f"{name} has format {version!r}, this pathoseg reads {FORMAT}.", _AGAIN
-            )
-        try:
-            plan = TypeAdapter(cls).validate_python(data)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise PathosegError(f"{name}: {where}: {first['msg']}.", _AGAIN) from error
+        plan = read_versioned(text, cls, "plan", FORMAT, name, _AGAIN)
         plan._check(name)
         return plan
 

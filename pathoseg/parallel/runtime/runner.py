@@ -289,7 +289,7 @@ class Runner:
         except PathosegError as error:
             self._transport.abort(f"Rank {rank}, {self.doing}: {error.problem}")
             raise
-        except Exception as error:
+        except Exception as error:  # whatever the user's model or loss raises: the others wait
             first = str(error).split("\n")[0]
             problem = f"Rank {rank} failed {self.doing} ({type(error).__name__}: {first})."
             self._transport.abort(problem)
