@@ -24,6 +24,9 @@ class Step:
     run: Callable[[Mapping[str, Any]], Any]
 
 
+Call = Callable[[int, Step, Mapping[str, Any]], Any]
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Steps in order, and after which of them each value has no reader left.
@@ -51,6 +54,7 @@ class Plan:
         values: dict[str, Any],
         before: Callable[[int], None] | None = None,
         after: Callable[[Any], None] | None = None,
+        run: Call | None = None,
     ) -> None:
         """Runs the steps; `values` gains what they make, and loses what has died.
 
@@ -58,11 +62,12 @@ class Plan:
             values: What the steps read, by name.
             before: Called with the number of each step before it runs.
             after: Called with what each step made.
+            run: Called with the number, the step and the values in place of `step.run`.
         """
         for number, step, dead in self.steps:
             if before:
                 before(number)
-            made = step.run(values)
+            made = run(number, step, values) if run else step.run(values)
             if after:
                 after(made)
             values[step.name] = made
@@ -117,7 +122,10 @@ class Segment:
         }
 
     def __call__(
-        self, values: Mapping[str, Any], before: Callable[[int], None] | None = None
+        self,
+        values: Mapping[str, Any],
+        before: Callable[[int], None] | None = None,
+        run: Call | None = None,
     ) -> dict[str, Any]:
         """What the layers make for others, by name, whole numbers as int64 tensors.
 
@@ -126,13 +134,15 @@ class Segment:
         Args:
             values: What they read from outside, by name; it is left as it is.
             before: Called with the position of each layer before it runs.
+            run: Called with the position, the step and what it may read, to run a layer in place
+                of `step.run`.
         """
         at_hand = {
             name: self._from_tensor(values[name]) if name in self._numbers else values[name]
             for name in self.inputs
             if name in values
         }
-        self._plans[self._training()].run(at_hand, before)
+        self._plans[self._training()].run(at_hand, before, run=run)
         return {
             name: self._to_tensor(at_hand[name]) if name in self._numbers else at_hand[name]
             for name in self.outputs

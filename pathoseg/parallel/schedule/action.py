@@ -20,8 +20,8 @@ class Kind(StrEnum):
     RECOMPUTE = "RECOMPUTE"  # forward once more, for what was not kept
     SEND = "SEND"  # starts a message; the rank goes on
     RECV = "RECV"  # waits for a message
-    OFFLOAD = "OFFLOAD"  # starts the copy of a saved tensor to the host
-    PREFETCH = "PREFETCH"  # starts the copy back
+    OFFLOAD = "OFFLOAD"  # lets go of a saved tensor, which is on its way to the host
+    PREFETCH = "PREFETCH"  # lets it come back
     REDUCE = "REDUCE"  # adds this copy's gradients to the sum over all copies of the stage
     WAIT_REDUCE = "WAIT_REDUCE"  # waits for that sum
     STEP = "STEP"  # the optimizer's step of this copy
@@ -229,9 +229,7 @@ def predecessors(action: Action, setting: Setting) -> list[Action]:
         found.extend(setting.prefetched.get(visit, ()))
         return found
     if kind is Kind.RECOMPUTE:
-        assert microbatch is not None
-        restored = setting.prefetched.get((replica, stage, microbatch), ())
-        return [Action(Kind.FORWARD, replica, stage, microbatch), *restored]
+        return [Action(Kind.FORWARD, replica, stage, microbatch)]
     if kind is Kind.SEND:
         assert edge is not None
         made = Kind.FORWARD if stage == edge.source else Kind.BACKWARD
@@ -241,7 +239,9 @@ def predecessors(action: Action, setting: Setting) -> list[Action]:
         sender = edge.target if stage == edge.source else edge.source
         return [Action(Kind.SEND, replica, sender, microbatch, edge)]
     if kind is Kind.OFFLOAD:
-        return [Action(Kind.FORWARD, replica, stage, microbatch)]
+        assert microbatch is not None
+        again = (replica, stage, microbatch) in setting.recomputed
+        return [Action(Kind.RECOMPUTE if again else Kind.FORWARD, replica, stage, microbatch)]
     if kind is Kind.PREFETCH:
         return [Action(Kind.OFFLOAD, replica, stage, microbatch, None, tensor)]
     if kind is Kind.WAIT_REDUCE:

@@ -11,14 +11,29 @@ from pathoseg.parallel.schedule.action import Edge
 
 
 @dataclass(frozen=True, slots=True)
+class Saved:
+    """What of a stage waits in host memory between a forward and its backward, under one name.
+
+    Attributes:
+        bytes: How large it is.
+        made: Time after the start of the forward (or recomputation) when it is made.
+        needed: Time after the start of the backward when it is needed.
+    """
+
+    bytes: int
+    made: float = 0
+    needed: float = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StageCost:
     """Times and bytes of one stage for one microbatch. Any unit of time, the same everywhere.
 
     Attributes:
         forward: Time of a forward.
-        backward: Time of a backward, without recomputation.
-        activations: Bytes that a forward saves for its backward, beyond the tensors received
-            from other stages.
+        backward: Time of a backward, with what it recomputes by itself.
+        activations: Bytes on the device between a forward and its backward, beyond the tensors
+            received from other stages; what is offloaded is none of them.
         weights: Bytes of parameters, gradients and optimizer state: every copy, all the time.
         gradients: Bytes that are summed over the copies.
         forward_workspace: Bytes beyond `activations` while a forward (or recomputation) runs.
@@ -26,7 +41,7 @@ class StageCost:
         checkpoint: Bytes that a recomputed forward keeps instead of `activations`.
         recompute: Time of a recomputation; None is a forward's.
         step: Time of the optimizer's step.
-        tensors: Bytes of each saved tensor that may be offloaded; part of `activations`.
+        tensors: What may be offloaded, by name.
     """
 
     forward: float
@@ -39,7 +54,7 @@ class StageCost:
     checkpoint: int = 0
     recompute: float | None = None
     step: float = 0
-    tensors: Mapping[str, int] = field(default_factory=dict)
+    tensors: Mapping[str, Saved] = field(default_factory=dict)
 
     @property
     def recomputation(self) -> float:
@@ -136,12 +151,15 @@ class Costs:
         sizes: Bytes of each edge's tensor for one microbatch; an edge that is not here has none.
         network: The links between ranks; `Link()` costs nothing.
         host: The link of a rank to its host's memory, each direction its own channel.
+        window: Bytes on a device that may wait to be copied to the host, and as many that may be
+            back ahead of their use; 0 where nothing is offloaded.
     """
 
     stages: tuple[StageCost, ...]
     sizes: Mapping[Edge, int] = field(default_factory=dict)
     network: Network = field(default_factory=Link)
     host: Link = field(default_factory=Link)
+    window: int = 0
 
     @classmethod
     def equal(cls, stages: int, forward: float, backward: float, activations: int = 1) -> Costs:

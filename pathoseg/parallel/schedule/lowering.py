@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 
 from pathoseg.parallel.schedule.action import Action, Edge, Kind
 from pathoseg.parallel.schedule.schedule import Schedule, visit_of
@@ -29,8 +29,8 @@ def lower(
         recompute: The stages whose forward runs again ahead of the backward, except where the
             backward follows at once.
         offload: By stage, the saved tensors that wait in host memory, in the order they are
-            saved. One comes back while the visit ahead of its backward runs; where fewer than two
-            visits lie between forward and backward it stays.
+            made. They leave after the forward (or recomputation), and may come back from the visit
+            ahead of their backward on, or from the backward on where that visit is their own.
         buckets: In how many parts a stage's gradients are summed.
     """
     whole = replace(schedule, edges=schedule.edges if edges is None else tuple(edges))
@@ -52,32 +52,39 @@ def _lower_rank(
 ) -> list[Action]:
     """One rank's list with messages, recomputation and offload."""
     order = schedule.lists[rank]
-    at = {action: index for index, action in enumerate(order)}
-    # By backward: how many places after its forward it stands.
-    waits = {
-        action: index - at[action._replace(kind=Kind.FORWARD)]
-        for index, action in enumerate(order)
-        if action.kind is Kind.BACKWARD
-    }
-    away = {action: [*offload.get(action.stage, ())] for action, wait in waits.items() if wait > 2}
+    at_once = {visit_of(each) for each, after in pairwise(order) if each[1:4] == after[1:4]}
     lowered: list[Action] = []
     for action, following in zip_longest(order, order[1:]):
-        if action.stage in recompute and waits.get(action, 1) > 1:
-            # Ahead of the wait for the gradient: it needs none.
-            lowered.append(action._replace(kind=Kind.RECOMPUTE))
+        again = action.stage in recompute and visit_of(action) not in at_once
+        if action.kind is Kind.BACKWARD:
+            # Ahead of the wait for the gradient: none of this needs it.
+            if again:
+                lowered.append(action._replace(kind=Kind.RECOMPUTE))
+                lowered += _moves(action, Kind.OFFLOAD, offload)
+            if again or visit_of(action) in at_once:
+                lowered += _moves(action, Kind.PREFETCH, offload)
+        if (
+            following is not None
+            and following.kind is Kind.BACKWARD
+            and following.stage not in recompute
+            and visit_of(following) not in at_once
+        ):
+            lowered += _moves(following, Kind.PREFETCH, offload)
         lowered += _messages(schedule, action, Kind.RECV)
-        lowered += [
-            following._replace(kind=Kind.PREFETCH, tensor=tensor)
-            for tensor in reversed(away.get(following, ()))
-        ]
         lowered.append(action)
         lowered += _messages(schedule, action, Kind.SEND)
-        lowered += [
-            action._replace(kind=Kind.OFFLOAD, tensor=tensor)
-            for tensor in away.get(action._replace(kind=Kind.BACKWARD), ())
-            if action.kind is Kind.FORWARD
-        ]
+        if action.kind is Kind.FORWARD and not again:
+            lowered += _moves(action, Kind.OFFLOAD, offload)
     return lowered
+
+
+def _moves(action: Action, kind: Kind, offload: Mapping[int, Sequence[str]]) -> list[Action]:
+    """The OFFLOADs or PREFETCHes of an action's visit."""
+    names = offload.get(action.stage, ())
+    return [
+        action._replace(kind=kind, tensor=name)
+        for name in (names if kind is Kind.OFFLOAD else reversed(names))
+    ]
 
 
 def _messages(schedule: Schedule, action: Action, kind: Kind) -> list[Action]:

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.schedule.action import COMPUTE, Action, Kind
-from pathoseg.parallel.schedule.costs import Costs
+from pathoseg.parallel.schedule.action import COMPUTE, Action, Kind, Visit
+from pathoseg.parallel.schedule.copies import HostCopies
+from pathoseg.parallel.schedule.costs import Costs, Saved
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.progress import runnable
 from pathoseg.parallel.schedule.schedule import Schedule, visit_of
@@ -20,11 +21,13 @@ class Simulation:
     Attributes:
         events: What each rank does when, in no particular order between ranks.
         time: From the start of the first action to the end of the last.
-        busy: Time of forward, backward and recomputation.
-        peak_memory: Bytes of weights, activations, boundary tensors and workspace, at the worst
-            moment.
-        peak_activations: Bytes saved by forwards (or kept for recomputation), at the worst moment.
+        busy: Time of forward, backward and recomputation, without what copies made them wait.
+        peak_memory: Bytes of weights, activations, boundary tensors, workspace and the windows of
+            copies, at the worst moment.
+        peak_activations: Bytes that forwards keep on the device (or for recomputation), at the
+            worst moment.
         bytes_sent: Bytes of all messages that leave the rank; sums over copies not counted.
+        host_memory: Bytes that wait in host memory, at the worst moment.
     """
 
     events: tuple[Event, ...]
@@ -33,6 +36,7 @@ class Simulation:
     peak_memory: tuple[int, ...]
     peak_activations: tuple[int, ...]
     bytes_sent: tuple[int, ...]
+    host_memory: tuple[int, ...]
 
     @property
     def bubble(self) -> float:
@@ -44,9 +48,9 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     """Run a schedule on paper. Exact in exact numbers: give integers or fractions to be so.
 
     An action starts when its rank is free and all that must precede it (`action.predecessors`)
-    is done. A rank's messages leave one after another while it computes on; so do its copies to
-    and from the host, each direction by itself, and its sums. An order of F and B alone is
-    replayed as if tensors moved by themselves in no time.
+    is done. A rank's messages leave one after another while it computes on; so do its sums, and
+    its copies to and from the host, each direction by itself (`HostCopies` says when they make
+    it wait). An order of F and B alone is replayed as if tensors moved by themselves in no time.
 
     Memory: a copy's weights are always held; activations from the start of the forward (or of the
     recomputation) to the end of the backward; a tensor from another stage, or its gradient, from
@@ -58,7 +62,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
 
     Raises:
         PathosegError: Nothing can move any more (it names what each rank waits for), or the
-            schedule offloads a tensor that the costs do not know.
+            schedule offloads a tensor that the costs do not know or that exceeds their window.
     """
     replay = _Replay(schedule, costs)
     for rank, action, needed in runnable(schedule):
@@ -81,7 +85,8 @@ class _Replay:
         # Channels of each rank: when their last transfer ends.
         self._outgoing: list[float] = [0 for _ in ranks]
         self._summing: list[float] = [0 for _ in ranks]
-        self._hosting: dict[tuple[int, Kind], float] = {}
+        self._host = [HostCopies(rank, costs.host, costs.window) for rank in ranks]
+        self._leaving = _by_visit(each for each in schedule if each.kind is Kind.OFFLOAD)
         self._sent = [0 for _ in ranks]
         self._sums: dict[tuple[int, int | None], list[tuple[int, Action, float]]] = {}
         self._activations: list[list[tuple[float, int]]] = [[] for _ in ranks]
@@ -89,6 +94,9 @@ class _Replay:
         for home in schedule.placement.homes:
             for stage, rank in enumerate(home):
                 self._others[rank].append((0, costs.stages[stage].weights))
+        for rank, actions in enumerate(schedule.lists):
+            if any(action.kind is Kind.OFFLOAD for action in actions):
+                self._others[rank].append((0, 2 * costs.window))
 
     def run(self, rank: int, action: Action, needed: Iterable[Action]) -> None:
         """One action, of which all predecessors have run."""
@@ -100,7 +108,9 @@ class _Replay:
         elif action.kind is Kind.SEND:
             self._send(rank, action)
         elif action.kind in (Kind.OFFLOAD, Kind.PREFETCH):
-            self._copy(rank, action, ready)
+            if action.kind is Kind.PREFETCH:
+                self._host[rank].ask(action, self._clock[rank])
+            self._finished[action] = self._clock[rank]
         elif action.kind is Kind.REDUCE:
             self._add(rank, action)
         elif action.kind is Kind.STEP:
@@ -116,23 +126,29 @@ class _Replay:
     def _compute(self, rank: int, action: Action, start: float) -> None:
         cost = self._costs.stages[action.stage]
         activations, others = self._activations[rank], self._others[rank]
-        recomputed = visit_of(action) in self._setting.recomputed
+        visit = visit_of(action)
+        recomputed = visit in self._setting.recomputed
+        saves = action.kind is (Kind.RECOMPUTE if recomputed else Kind.FORWARD)
+        stall: float = 0
+        if saves:
+            stall = self._host[rank].leave(start, self._copies(self._leaving.get(visit, ())))
         if action.kind is Kind.BACKWARD:
-            end = start + cost.backward
-            workspace = cost.backward_workspace
-            activations.append((end, -cost.activations))
-            self._release_boundaries(action, end)
+            asked = self._setting.prefetched.get(visit, ())
+            stall = self._host[rank].come_back(start, self._copies(asked))
+            time, workspace = cost.backward, cost.backward_workspace
         elif action.kind is Kind.RECOMPUTE:
-            end = start + cost.recomputation
-            workspace = cost.forward_workspace
+            time, workspace = cost.recomputation, cost.forward_workspace
             activations.append((start, cost.activations - cost.checkpoint))
         else:
-            end = start + cost.forward
-            workspace = cost.forward_workspace
+            time, workspace = cost.forward, cost.forward_workspace
             activations.append((start, cost.checkpoint if recomputed else cost.activations))
+        end = start + time + stall
+        if action.kind is Kind.BACKWARD:
+            activations.append((end, -cost.activations))
+            self._release_boundaries(action, end)
         others += [(start, workspace), (end, -workspace)]
         self._occupy(rank, action, start, end)
-        self._busy[rank] += end - start
+        self._busy[rank] += time
         self._bridge(rank, action, end)
 
     def _bridge(self, rank: int, action: Action, end: float) -> None:
@@ -171,21 +187,19 @@ class _Replay:
         self._finished[action] = end + self._costs.network.latency(rank, receiver)
         self._events.append(Event(rank, action, start, end))
 
-    def _copy(self, rank: int, action: Action, ready: float) -> None:
-        assert action.tensor is not None
-        size = self._costs.stages[action.stage].tensors.get(action.tensor)
-        if size is None:
-            raise PathosegError(
-                f"The costs of stage {action.stage} know no tensor {action.tensor!r}.",
-                "Offload only tensors that the stage saves.",
-            )
-        channel = (rank, action.kind)
-        start = max(ready, self._hosting.get(channel, 0))
-        end = start + self._costs.host.alpha + self._costs.host.transfer(rank, rank, size)
-        leaving = action.kind is Kind.OFFLOAD
-        self._activations[rank].append((end, -size) if leaving else (start, size))
-        self._hosting[channel] = self._finished[action] = end
-        self._events.append(Event(rank, action, start, end))
+    def _copies(self, actions: Iterable[Action]) -> list[tuple[Action, Saved]]:
+        """What OFFLOADs or PREFETCHes copy."""
+        copies = []
+        for action in actions:
+            assert action.tensor is not None
+            saved = self._costs.stages[action.stage].tensors.get(action.tensor)
+            if saved is None:
+                raise PathosegError(
+                    f"The costs of stage {action.stage} know no tensor {action.tensor!r}.",
+                    "Offload only tensors that the stage saves.",
+                )
+            copies.append((action, saved))
+        return copies
 
     def _add(self, rank: int, action: Action) -> None:
         """Join the sum; the last copy to join starts it.
@@ -212,14 +226,23 @@ class _Replay:
 
     def result(self) -> Simulation:
         memory = zip(self._activations, self._others, strict=True)
+        events = [*self._events, *(event for host in self._host for event in host.events)]
         return Simulation(
-            tuple(self._events),
-            max((event.end for event in self._events), default=0),
+            tuple(events),
+            max((event.end for event in events), default=0),
             tuple(self._busy),
             tuple(_peak([*activations, *others]) for activations, others in memory),
             tuple(_peak(activations) for activations in self._activations),
             tuple(self._sent),
+            tuple(_peak(host.changes) for host in self._host),
         )
+
+
+def _by_visit(actions: Iterable[Action]) -> dict[Visit, list[Action]]:
+    found: dict[Visit, list[Action]] = {}
+    for action in actions:
+        found.setdefault(visit_of(action), []).append(action)
+    return found
 
 
 def _peak(changes: list[tuple[float, int]]) -> int:

@@ -68,22 +68,32 @@ def test_what_would_be_used_at_once_is_not_recomputed() -> None:
     assert again == {0, 1}
 
 
-def test_a_tensor_comes_back_one_visit_ahead_and_stays_where_there_is_no_time() -> None:
-    lowered = lower(one_f_one_b(3, 4), offload={stage: ["a", "b"] for stage in range(3)})
-    texts = _texts(lowered, 0)
-    visits = [text for text in texts if text[3] in "FB"]
-    for microbatch in range(4):
-        back, out = f"0:0PREFETCH{microbatch}", f"0:0OFFLOAD{microbatch}"
-        if visits.index(f"0:0B{microbatch}") - visits.index(f"0:0F{microbatch}") < 3:
-            assert f"{back}[a]" not in texts
-            continue
-        at = texts.index(f"{back}[b]")
-        assert texts[at + 1] == f"{back}[a]"
-        between = [text for text in texts[at : texts.index(f"0:0B{microbatch}")] if text in visits]
-        assert len(between) == 1
-        assert texts.index(f"{out}[a]") == texts.index(f"{out}[b]") - 1
-    assert not any("OFFLOAD" in text for text in _texts(lowered, 2))
+@pytest.mark.parametrize("order", [one_f_one_b(3, 4), gems(4, 2), gpipe(folded(2), 3)])
+def test_tensors_come_back_with_the_visit_ahead_of_their_backward(order: Schedule) -> None:
+    lowered = lower(order, offload={stage: ["a", "b"] for stage in range(order.stages)})
     validate(lowered)
+    for rank in range(order.placement.ranks):
+        texts = _texts(lowered, rank)
+        visits = [str(action) for action in order.lists[rank]]
+        for index, text in enumerate(visits):
+            at, visit = texts.index(text), text.replace("B", "{}").replace("F", "{}")
+            if "F" in text:
+                moves = [each for each in texts[at:] if "SEND" not in each][1:3]
+                assert moves == [visit.format("OFFLOAD") + "[a]", visit.format("OFFLOAD") + "[b]"]
+                continue
+            back = texts.index(visit.format("PREFETCH") + "[b]")
+            assert texts[back + 1] == visit.format("PREFETCH") + "[a]"
+            between = [each for each in texts[back:at] if each in visits]
+            ahead = visits[index - 1]
+            assert between == ([] if ahead == visit.format("F") else [ahead])
+
+
+def test_what_a_recomputation_saves_leaves_after_it() -> None:
+    texts = _texts(lower(one_f_one_b(2, 3), recompute=[0, 1], offload={0: ["a"], 1: ["a"]}), 0)
+    at = texts.index("0:0RECOMPUTE1")
+    wanted = ["RECOMPUTE1", "OFFLOAD1[a]", "PREFETCH1[a]", "RECV1(0>1)", "B1"]
+    assert texts[at : at + 5] == [f"0:0{each}" for each in wanted]
+    assert sum("OFFLOAD" in text for text in texts) == 3
 
 
 @pytest.mark.parametrize("ranks", [3, 4, 5])

@@ -89,34 +89,6 @@ def test_recomputation_holds_the_checkpoint_until_it_runs() -> None:
     assert again.busy == (4 * 8, 4 * 8)
 
 
-def test_an_offloaded_tensor_leaves_when_its_copy_ends_and_is_back_for_the_backward() -> None:
-    stage = StageCost(6, 12, activations=10, tensors={"a": 6})
-    costs = Costs((stage,) * 2, host=Link(alpha=1, beta=Fraction(1, 3)))
-    run = simulate(lower(gpipe(linear(2), 4), offload={0: ["a"]}), costs)
-    # A copy takes 1 + 6 / 3.
-    assert [_times(run, f"0:0OFFLOAD{m}[a]")[0] for m in range(4)] == [6, 12, 18, 24]
-    assert _times(run, "0:0PREFETCH0[a]") == (18, 21)  # with the last forward
-    assert [_times(run, f"0:0PREFETCH{m}[a]") for m in (1, 2)] == [(42, 45), (54, 57)]
-    assert [_times(run, f"0:0B{m}")[0] for m in (0, 1)] == [42, 54]
-    # At 18 two are away, one is on its way out and one is back.
-    assert run.peak_activations == (4 * 10 - 2 * 6 + 6, 40)
-    assert run.time == simulate(lower(gpipe(linear(2), 4)), costs).time
-
-
-def test_a_backward_waits_for_what_is_still_on_the_host() -> None:
-    stage = StageCost(2, 4, activations=10, tensors={"a": 6})
-    slow = Costs((stage,) * 2, host=Link(alpha=50))
-    run = simulate(lower(gpipe(linear(2), 4), offload={0: ["a"]}), slow)
-    end = {m: _times(run, f"0:0PREFETCH{m}[a]")[1] for m in range(4)}
-    assert all(_times(run, f"0:0B{m}")[0] >= end[m] for m in end)
-
-
-def test_an_unknown_tensor_is_refused() -> None:
-    schedule = lower(gpipe(linear(2), 4), offload={0: ["a"]})
-    with pytest.raises(PathosegError, match="stage 0 know no tensor 'a'"):
-        simulate(schedule, Costs.equal(2, 1, 2))
-
-
 def test_a_deadlock_is_named() -> None:
     order = gpipe(linear(2), 1)
     stuck = replace(order, lists=(order.lists[0], order.lists[1][::-1]))

@@ -11,7 +11,7 @@ import pytest
 
 from pathoseg.parallel.schedule.action import COMPUTE, Action, Kind, chain
 from pathoseg.parallel.schedule.bidirectional import bidirectional
-from pathoseg.parallel.schedule.costs import Costs, Link, StageCost
+from pathoseg.parallel.schedule.costs import Costs, Link, Saved, StageCost
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.gems import gems
 from pathoseg.parallel.schedule.gpipe import gpipe, mp_basic
@@ -24,8 +24,10 @@ from pathoseg.parallel.schedule.timeline import chrome_trace, draw_svg, draw_tex
 
 SVG = "{http://www.w3.org/2000/svg}"
 LOWERED = lower(one_f_one_b(3, 4), recompute=[0], offload={0: ["<a>"], 1: ["b"]}, buckets=2)
-STAGE = StageCost(0.5, 1.0, 10, gradients=6, step=0.25, tensors={"<a>": 4, "b": 4})
-RUN = simulate(LOWERED, Costs((STAGE,) * 3, dict.fromkeys(chain(3), 2), Link(0.1, 0.1)))
+STAGE = StageCost(0.5, 1.0, 10, gradients=6, step=0.25, tensors={"<a>": Saved(4), "b": Saved(4)})
+RUN = simulate(
+    LOWERED, Costs((STAGE,) * 3, dict.fromkeys(chain(3), 2), Link(0.1, 0.1), Link(0.1, 0.1), 4)
+)
 
 
 def test_gpipe_as_text() -> None:

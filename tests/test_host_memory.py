@@ -9,7 +9,7 @@ import pytest
 PROGRAM = """
 import sys
 import psutil, torch
-from pathoseg.parallel.runtime.host_memory import keep_freed_memory
+from pathoseg.host_memory import keep_freed_memory
 if sys.argv[1] == "keep":
     keep_freed_memory()
 before = psutil.Process().memory_info().rss

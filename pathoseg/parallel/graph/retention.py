@@ -1,0 +1,27 @@
+"""What becomes of what a forward saves: kept, waiting in host memory, or recomputed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Bytes; what is smaller stays on the device: a copy of it would take longer than its latency hides.
+SMALL = 2**16
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """The layers of one stage whose storages are not kept on the device till their backward.
+
+    A layer decides for the storages that it makes: its outputs, and internals such as a norm's
+    statistics. What an in-place layer writes into belongs to the layer that made it. What the
+    stage received, parameters and buffers always stay.
+
+    Attributes:
+        offloaded: Names of the layers whose storages wait in host memory, in the order of
+            execution; storages below `SMALL` bytes stay.
+        recomputed: Names of the layers whose storages are dropped and made again in the backward,
+            in the order of execution.
+    """
+
+    offloaded: tuple[str, ...] = ()
+    recomputed: tuple[str, ...] = ()
