@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +19,9 @@ from pathoseg.parallel.planning.priced import Priced
 from pathoseg.parallel.planning.remedies import nothing_fits
 from pathoseg.parallel.planning.task import Task
 from pathoseg.parallel.runtime.executor import Microbatches
+from pathoseg.parallel.runtime.forms import Form
+from pathoseg.parallel.runtime.memory import Memory
+from pathoseg.parallel.runtime.parking import Park
 from pathoseg.parallel.runtime.runner import Runner, StepResult, Training
 from pathoseg.parallel.runtime.transport import Transport
 
@@ -156,13 +159,33 @@ def split(
     training: Training,
     transport: Transport,
     device: torch.device,
+    form: Form = Form.OVERLAPPED,
+    parked: Set[Park] = frozenset(),
 ) -> Fit:
     """Sets up a planned model; all ranks make the same call.
+
+    Args:
+        model: As for `fit`.
+        example: As for `fit`.
+        plan: What every rank holds and does.
+        training: As for `fit`.
+        transport: As for `fit`.
+        device: As for `fit`.
+        form: How what the plan offloads, and what is parked, is copied.
+        parked: What waits in host memory of stages that are not at work; no plan counts it.
 
     Raises:
         PathosegError: The plan is for another model or microbatch.
     """
     traced = Traced(model, example)
     partition = plan.partition(traced.graph)
-    runner = Runner(traced, partition, plan.schedule, transport, device, training)
+    memory = Memory(
+        {stage: each.recomputed for stage, each in enumerate(plan.retention)},
+        plan.window,
+        form,
+        plan.memory * plan.groups,
+        plan.host_memory * plan.groups,
+        parked,
+    )
+    runner = Runner(traced, partition, plan.schedule, transport, device, training, memory)
     return Fit(plan, runner, next(iter(traced.graph.inputs)))

@@ -111,12 +111,31 @@ class MemoryModel:
         self._forward += np.array([forward for forward, _ in own], np.int64)
         backward = np.array([layer.backward.peak for layer in graph.layers], np.int64)
         backward += np.array([backward for _, backward in own], np.int64)
+        self._backward = backward
         self._gradients = PassedGradients(graph, backward)
         self._lives = lifetimes(graph)
 
     def stage(self, layers: range) -> StageMemory:
         """The stage of the layers at these positions."""
         return next(self.rows([layers.start])).stage(layers.stop)
+
+    def by_layer(self, layers: range) -> tuple[list[int], list[int], list[int]]:
+        """By position in the model: most bytes that a layer's forward takes, likewise its backward,
+        and the gradients that are there when its backward begins, in a stage of these layers."""
+        graph = self._graph
+        there = self._gradients.there(layers.stop)
+        for at in layers:
+            name = graph.layers[at].name
+            if graph.readers.get(name, (at,))[-1] >= layers.stop:
+                there += graph.gradient_bytes(name)
+        if self._fresh:
+            first: dict[str, int] = {}
+            for at in reversed(layers):
+                first.update(dict.fromkeys(graph.layers[at].parameters, at))
+            for name, at in first.items():
+                if graph.parameters[name].trained:
+                    there[:at] += graph.parameters[name].bytes
+        return self._forward.tolist(), self._backward.tolist(), there.tolist()
 
     def rows(self, firsts: Collection[int]) -> Iterator[Row]:
         """The stages that begin with each of these layers, last ones first."""

@@ -23,8 +23,10 @@ AUTO = "auto"
 SEQUENTIAL, DATA_PARALLEL = "sequential", "data-parallel"
 MP_BASIC, SYNTHESISED = "mp-basic", "synthesised"
 
+LINEAR = "linear"
+
 PLACEMENTS: Mapping[str, Callable[[int], Placement]] = {
-    "linear": linear,
+    LINEAR: linear,
     "folded": folded,
     "mirrored": mirrored,
 }
@@ -72,6 +74,7 @@ class Order:
             of stages and microbatches.
         recompute: Whether it recomputes every stage where memory asks for it.
         staged: Whether it needs two stages or more.
+        may_keep_less: Whether layers may be offloaded and recomputed for it to fit.
     """
 
     name: str
@@ -80,6 +83,7 @@ class Order:
     in_flight: _InFlight = lambda stages, microbatches: (1,) * stages
     recompute: bool = False
     staged: bool = True
+    may_keep_less: bool = False
 
 
 def find_order(name: str) -> list[Order]:
@@ -189,15 +193,15 @@ def _falling(stages: int, microbatches: int) -> tuple[int, ...]:
 ORDERS: Mapping[str, Order] = {
     order.name: order
     for order in (
-        Order(SEQUENTIAL, ("linear",), _alone, staged=False),
-        Order(DATA_PARALLEL, ("linear",), _alone, staged=False),
-        Order(MP_BASIC, ("linear", "folded"), _mp_basic),
-        Order("gpipe", ("linear", "folded"), _gpipe, _all),
-        Order("1f1b", ("linear",), _one_f_one_b, _falling),
-        Order("1f1b-recompute", ("linear",), _recomputing, _falling, recompute=True),
+        Order(SEQUENTIAL, (LINEAR,), _alone, staged=False, may_keep_less=True),
+        Order(DATA_PARALLEL, (LINEAR,), _alone, staged=False, may_keep_less=True),
+        Order(MP_BASIC, (LINEAR, "folded"), _mp_basic, may_keep_less=True),
+        Order("gpipe", (LINEAR, "folded"), _gpipe, _all, may_keep_less=True),
+        Order("1f1b", (LINEAR,), _one_f_one_b, _falling, may_keep_less=True),
+        Order("1f1b-recompute", (LINEAR,), _recomputing, _falling, recompute=True),
         Order("gems-mast", ("mirrored",), lambda frame: _gems(frame, master=False), _half),
         Order("gems-master", ("mirrored",), lambda frame: _gems(frame, master=True)),
         Order("bidirectional", ("mirrored",), _bidirectional, _both_ways),
-        Order(SYNTHESISED, ("linear", "folded", "mirrored"), _synthesised),
+        Order(SYNTHESISED, (LINEAR, "folded", "mirrored"), _synthesised),
     )
 }

@@ -24,6 +24,7 @@ class PassedGradients:
 
     def __init__(self, graph: LayerGraph, own: Bytes) -> None:
         size = len(graph.layers)
+        self._own = own
         self._held = own.copy()
         absent: list[list[tuple[int, int]]] = [[] for _ in range(size + 1)]
         for maker, layer in enumerate(graph.layers):
@@ -39,6 +40,13 @@ class PassedGradients:
             for index, (since, nbytes) in enumerate(sorted(gradients)):
                 self._since[stop, index] = since
                 self._sum[stop, index + 1] = self._sum[stop, index] + nbytes
+
+    def there(self, stop: int) -> Bytes:
+        """By layer of a stage that ends before `stop`, what is there when its backward begins."""
+        held: Bytes = self._held - self._own
+        for since, nbytes in zip(self._since[stop], np.diff(self._sum[stop]), strict=True):
+            held[since:] -= nbytes
+        return held
 
     def peaks(self, saved: Bytes, left: Bytes, first: int) -> Bytes:
         """Most bytes while the backward of each stage that begins with `first` runs, by stop.

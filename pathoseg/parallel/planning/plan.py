@@ -13,13 +13,14 @@ from pydantic import ConfigDict
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition
+from pathoseg.parallel.graph.retention import Retention
 from pathoseg.parallel.planning.partition import cut
 from pathoseg.parallel.planning.versioned import read_versioned
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.schedule import Schedule
 from pathoseg.parallel.schedule.validate import validate
 
-FORMAT = 1
+FORMAT = 2
 _AGAIN = "Plan again with `pathoseg plan`, for this model, tile and configuration."
 
 
@@ -44,6 +45,10 @@ class Plan:
         memory: By rank of a group, bytes at the worst moment.
         messages: By rank of a group, bytes of tensors that it sends to other stages in a step.
         sums: By rank of a group, bytes that it sends so that gradients are summed, in rings.
+        retention: By stage, what waits in host memory or is recomputed layer by layer.
+        window: Bytes of a device that may wait to be copied to the host, and as many that may be
+            back ahead of their use.
+        host_memory: By rank of a group, bytes in host memory at the worst moment.
     """
 
     model: str
@@ -62,13 +67,17 @@ class Plan:
     memory: tuple[int, ...]
     messages: tuple[int, ...]
     sums: tuple[int, ...]
+    retention: tuple[Retention, ...]
+    window: int
+    host_memory: tuple[int, ...]
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     @cached_property
     def schedule(self) -> Schedule:
         """What every rank of a group does, messages, recomputation and sums included."""
-        return lower(Schedule.parse(self.text), recompute=self.recompute)
+        offload = {stage: each.offloaded for stage, each in enumerate(self.retention)}
+        return lower(Schedule.parse(self.text), recompute=self.recompute, offload=offload)
 
     @property
     def stages(self) -> int:
@@ -141,10 +150,13 @@ class Plan:
     def _check(self, name: str) -> None:
         validate(self.schedule)
         ranks = self.schedule.placement.ranks
+        by_rank = (self.memory, self.messages, self.sums, self.host_memory)
         if not (
             self.schedule.stages == self.stages == len(self.starts)
             and all(first < stop for first, stop in pairwise(self.bounds))
-            and all(len(each) == ranks for each in (self.memory, self.messages, self.sums))
+            and all(len(each) == ranks for each in by_rank)
+            and len(self.retention) == self.stages
+            and self.window >= 0
             and set(self.recompute) <= set(range(self.stages))
             and self.input
             and min(self.input) > 0

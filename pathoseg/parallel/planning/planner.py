@@ -10,11 +10,13 @@ from math import inf
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.graph.layer_graph import Partition
+from pathoseg.parallel.graph.retention import Retention
 from pathoseg.parallel.planning.bounds import least_bytes, least_seconds
 from pathoseg.parallel.planning.candidate import Candidate, candidates
 from pathoseg.parallel.planning.named_cuts import custom
 from pathoseg.parallel.planning.orders import (
     AUTO,
+    LINEAR,
     PLACEMENTS,
     SYNTHESISED,
     Frame,
@@ -36,6 +38,7 @@ _VISITS = 2048
 _PATIENCE = 4  # candidates of an order that are simulated after its last improvement,
 _HOPE = 8  # and before the first that fits
 _FRAMES = 3  # for which orders are made to measure,
+_CHOICES = 24  # stages for which a retention is chosen, in all
 _GAIN = 0.98  # where they may take less than this share of the best time
 
 
@@ -46,8 +49,9 @@ def plan(graphs: Sequence[Priced], task: Task) -> list[Plan]:
     Everything is judged by `simulate`. What can by `least_seconds` not be better than what was
     found is left out; so are most numbers of stages above 8, all but the widest data parallelism
     for a number of stages, and for each order all cuts after the first that fits, from the best
-    balanced to the one that needs least memory. Groups of ranks that do the same are simulated
-    once.
+    balanced to the one that needs least memory. Where no cut fits, layers of the balanced one are
+    offloaded and recomputed until it does, if that may be the fastest plan of all. Groups of ranks
+    that do the same are simulated once.
 
     Args:
         graphs: The model, once for each size of microbatch that may be used.
@@ -98,6 +102,7 @@ class _Search:
         self._fastest: dict[str, float] = {}  # by order
         self._vain: Counter[str] = Counter()  # candidates of an order since that was found
         self._frames = 0  # for which orders were made to measure
+        self._choices = 0  # stages whose retention was chosen
         self._digest = cache(lambda priced: digest(priced.graph))
         self._balanced = cache(_balanced)
         self._least_cap = cache(
@@ -112,7 +117,7 @@ class _Search:
             return
         if known is not None and 2 * candidate.stages * candidate.microbatches > _VISITS:
             return
-        simulated = False
+        simulated = fitted = False
         for partitions in self._cuts(candidate):
             fits = [
                 fit
@@ -120,8 +125,11 @@ class _Search:
                 for fit in self._fits(candidate, self._frame(candidate, partition), partition)
             ]
             simulated |= bool(fits)
+            fitted |= any(fits)
             if fits and all(fits):
                 break
+        if not fitted and candidate.order.may_keep_less:
+            simulated |= self._keep_less(candidate)
         if self._fastest.get(name) != known:
             self._vain[name] = 0
         else:
@@ -150,11 +158,17 @@ class _Search:
             yield [partition for partition in cuts if partition not in seen]
             seen.update(cuts)
 
-    def _frame(self, candidate: Candidate, partition: Partition) -> Frame:
+    def _frame(
+        self,
+        candidate: Candidate,
+        partition: Partition,
+        retention: tuple[Retention, ...] = (),
+        window: int = 0,
+    ) -> Frame:
         return Frame(
             PLACEMENTS[candidate.placement](candidate.width),
             candidate.microbatches,
-            candidate.priced.costs(partition, candidate.ranks),
+            candidate.priced.costs(partition, candidate.ranks, retention, window),
             stage_edges(partition),
             self._task.memory,
         )
@@ -192,6 +206,45 @@ class _Search:
             else:
                 yield False
 
+    def _keep_less(self, candidate: Candidate) -> bool:
+        """Fit the balanced cut by offloading and recomputing layers, if that may be best of all;
+        whether it was tried to the end."""
+        priced, task, stages = candidate.priced, self._task, candidate.stages
+        if not (task.ways.offload or task.ways.recompute) or candidate.placement != LINEAR:
+            return False
+        fastest = min(self._fastest.values(), default=inf)
+        if candidate.least >= fastest:
+            return False
+        if task.cut:
+            partition = custom(priced.graph, task.cut)
+        else:
+            partition = self._balanced(priced, stages, MemoryLimit(), priced.byte_cost)
+        if least_seconds(self._frame(candidate, partition), candidate.groups) >= fastest:
+            return False
+        in_flight = candidate.order.in_flight(stages, candidate.microbatches)
+        room = task.memory
+        while self._choices < _CHOICES:
+            self._choices += stages
+            fitting = []
+            for stage in range(stages):
+                choice = priced.choose(partition, stage, room, in_flight[stage], task.ways)
+                if choice is None:
+                    return True
+                fitting.append(choice)
+            retention = tuple(choice.retention for choice in fitting)
+            window = max(choice.window for choice in fitting)
+            frame = self._frame(candidate, partition, retention, window)
+            variant = next(next(candidate.order.families(frame)))
+            order = replace(variant.order, name=candidate.order.name, groups=candidate.groups)
+            offload = {stage: each.offloaded for stage, each in enumerate(retention)}
+            simulation = simulate(lower(order, frame.edges, offload=offload), frame.costs)
+            excess = max(simulation.peak_memory) - task.memory
+            if excess <= 0:
+                self._keep(candidate, partition, frame, variant, order, simulation, retention)
+                return True
+            room -= excess  # tensors between stages, which a stage by itself does not see
+        return False
+
     def _keep(
         self,
         candidate: Candidate,
@@ -200,6 +253,7 @@ class _Search:
         variant: Variant,
         order: Schedule,
         simulation: Simulation,
+        retention: tuple[Retention, ...] = (),
     ) -> None:
         kind: tuple[object, ...] = (order.name,)
         if self._task.order != AUTO:
@@ -227,6 +281,9 @@ class _Search:
             memory=simulation.peak_memory,
             messages=simulation.bytes_sent,
             sums=_sums(order, frame.costs),
+            retention=retention or (Retention(),) * partition.stages,
+            window=frame.costs.window,
+            host_memory=simulation.host_memory,
         )
 
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache, cached_property
 from itertools import accumulate
 
 from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition
+from pathoseg.parallel.graph.retention import Retention
 from pathoseg.parallel.planning.cost import CostModel
 from pathoseg.parallel.planning.hardware import Hardware
+from pathoseg.parallel.planning.memory import Choice, Chooser
 from pathoseg.parallel.planning.memory_model import MemoryModel, Row, StageMemory, Workspace
 from pathoseg.parallel.planning.partition import Cutter
+from pathoseg.parallel.planning.patterns import Ways
+from pathoseg.parallel.planning.retained import Retained, retain
+from pathoseg.parallel.planning.storages import StageFacts, stage_facts
 from pathoseg.parallel.schedule.action import Edge, numbered
 from pathoseg.parallel.schedule.costs import Costs, StageCost
 
@@ -62,6 +69,15 @@ class Priced:
         self._forward = [0.0, *accumulate(self._forwards)]
         self._backward = [0.0, *accumulate(self._backwards)]
         self.seconds = self._forward[-1] + self._backward[-1]
+        self._facts = cache(self._find_facts)
+        self._chooser = cache(
+            lambda first, stop, ways: Chooser(self._facts(first, stop), hardware.host, ways)
+        )
+        self._choice = cache(
+            lambda first, stop, ways, cap, count: self._chooser(first, stop, ways).choose(
+                cap, count
+            )
+        )
 
     @property
     def microbatch(self) -> int:
@@ -80,20 +96,80 @@ class Priced:
             for forward, backward in zip(self._forwards, self._backwards, strict=True)
         ]
 
-    def costs(self, partition: Partition, ranks: int) -> Costs:
+    def choose(
+        self, partition: Partition, stage: int, memory: int, in_flight: int, ways: Ways
+    ) -> Choice | None:
+        """What of a stage is best not kept, if it alone has so many bytes of a rank.
+
+        Args:
+            partition: The stages.
+            stage: Which of them.
+            memory: Bytes for its weights and all that so many microbatches hold.
+            in_flight: Microbatches between their forward and backward.
+            ways: What is allowed.
+        """
+        first, stop = partition.bounds[stage : stage + 2]
+        need = self._stage_memory(first, stop)
+        room = memory - need.weights - in_flight * need.received
+        return self._choice(first, stop, ways, room, in_flight) if room > 0 else None
+
+    def retained(self, partition: Partition, stage: int, retention: Retention) -> Retained:
+        """What comes of a retention of a stage."""
+        return retain(self._facts(*partition.bounds[stage : stage + 2]), retention)
+
+    def costs(
+        self,
+        partition: Partition,
+        ranks: int,
+        retention: Sequence[Retention] = (),
+        window: int = 0,
+    ) -> Costs:
         """What a schedule of these stages is simulated against, on so many ranks.
 
         The optimizer's step reads and writes its state, the parameters and, reading only, the
         gradients, all at the memory's bandwidth. A value that several stages read comes back as
         one gradient from each.
+
+        Args:
+            partition: The stages.
+            ranks: How many.
+            retention: By stage, what is not kept; empty where all is.
+            window: Of the copies to the host.
         """
         edges = stage_edges(partition)
+        stages = [self._stage(partition, stage) for stage in range(partition.stages)]
+        for stage, each in enumerate(retention):
+            if each != Retention():
+                stages[stage] = self._less(partition, stage, stages[stage], each)
         return Costs(
-            tuple(self._stage(partition, stage) for stage in range(partition.stages)),
+            tuple(stages),
             {edge: sent.bytes for edge, sent in zip(edges, partition.edges, strict=True)},
             self.hardware.network(ranks),
             self.hardware.host,
+            window,
         )
+
+    def _less(
+        self, partition: Partition, stage: int, whole: StageCost, retention: Retention
+    ) -> StageCost:
+        """The stage's cost with less kept."""
+        memory = self._stage_memory(*partition.bounds[stage : stage + 2])
+        retained = self.retained(partition, stage, retention)
+        # What both count: gradients that leave are the simulator's.
+        leaving = memory.backward_workspace - whole.backward_workspace
+        return replace(
+            whole,
+            backward=whole.backward + retained.again,
+            activations=whole.activations - memory.activations + retained.kept,
+            forward_workspace=retained.forward_peak - retained.kept,
+            backward_workspace=retained.backward_peak - retained.kept - leaving,
+            tensors=retained.tensors,
+        )
+
+    def _find_facts(self, first: int, stop: int) -> StageFacts:
+        layers = range(first, stop)
+        peaks = self._memory.by_layer(layers)
+        return stage_facts(self.graph, layers, peaks, (self._forwards, self._backwards))
 
     def _stage(self, partition: Partition, stage: int) -> StageCost:
         first, stop = partition.bounds[stage : stage + 2]

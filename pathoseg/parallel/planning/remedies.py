@@ -11,6 +11,7 @@ from pathoseg.errors import PathosegError
 from pathoseg.parallel.graph.layer_graph import Partition
 from pathoseg.parallel.planning.orders import AUTO
 from pathoseg.parallel.planning.partition import MemoryLimit
+from pathoseg.parallel.planning.patterns import Ways
 from pathoseg.parallel.planning.planner import plan
 from pathoseg.parallel.planning.priced import Priced, stage_edges
 from pathoseg.parallel.planning.task import Task
@@ -21,6 +22,8 @@ from pathoseg.parallel.schedule.simulate import simulate
 
 # More ranks than these are not recommended.
 _MOST_STAGES = 64
+# Of the memory that is needed where all is kept, in how many parts less is looked for.
+_SHARES = 16
 _ROOMY = 2**60  # bytes that nothing fills
 
 
@@ -30,7 +33,7 @@ def nothing_fits(
     """Says why no plan fits, and what would: another order, more ranks, more memory, fewer pixels,
     or a larger batch where there are too few microbatches.
 
-    The memory is that of one microbatch at a time through the cut that needs least.
+    The memory is at most that of one microbatch at a time through the cut that needs least.
 
     Args:
         priced: The model with its smallest microbatch.
@@ -87,16 +90,17 @@ def _changes(
         yield f"{_ranks(more)} of {gib(task.memory)}"
     partition = _leanest(priced, task.ranks)
     need = max(_needs(priced, partition))
-    yield f"{_ranks(partition.stages)} of {gib(need)}"
+    leaner = replace(task, ranks=partition.stages)
+    shares = [need * share // _SHARES for share in range(1, _SHARES)]
+    first = bisect_left(
+        shares, True, key=lambda size: bool(plan([priced], replace(leaner, memory=size)))
+    )
+    yield f"{_ranks(partition.stages)} of {gib([*shares, need][first])}"
     fitting = bisect_left(sides, True, key=lambda side: not plan([at(side)], task))
     if fitting:
         yield f"tiles of {sides[fitting - 1]} px"
-    without = max(_needs(priced, partition, activations=False))
-    if without <= task.memory:
-        yield (
-            "activations in host memory, which pathoseg cannot do yet (a rank would hold "
-            f"{gib(without)} beside them)"
-        )
+    if task.ways != Ways() and plan([priced], replace(task, ways=Ways())):
+        yield "offload and recomputation, which [parallel] offload and recompute forbid"
 
 
 def _enough_ranks(priced: Priced, task: Task) -> int | None:
@@ -114,13 +118,10 @@ def _leanest(priced: Priced, ranks: int) -> Partition:
     return priced.cutter.balance(caps.index(min(caps)) + 1, "memory")
 
 
-def _needs(priced: Priced, partition: Partition, activations: bool = True) -> tuple[int, ...]:
+def _needs(priced: Priced, partition: Partition) -> tuple[int, ...]:
     """Bytes of each rank for one microbatch at a time; a second meets what is left of the first."""
     order = mp_basic(linear(partition.stages), 2)
     costs = priced.costs(partition, partition.stages)
-    if not activations:
-        bare = tuple(replace(cost, activations=0) for cost in costs.stages)
-        costs = replace(costs, stages=bare)
     return simulate(lower(order, stage_edges(partition)), costs).peak_memory
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.planning.orders import AUTO, find_order
+from pathoseg.parallel.planning.patterns import Ways
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Task:
         stages: How many stages; None tries all.
         cut: The layers or modules before which the model is cut; empty leaves it to the planner.
         all_ranks: Whether every rank has to have work, as those of a job that has started do.
+        ways: What of a layer's storages may be done where they do not all fit.
     """
 
     ranks: int
@@ -29,6 +31,7 @@ class Task:
     stages: int | None = None
     cut: tuple[str, ...] = ()
     all_ranks: bool = False
+    ways: Ways = field(default_factory=Ways)
 
     def __post_init__(self) -> None:
         for name in ("ranks", "memory", "batch"):

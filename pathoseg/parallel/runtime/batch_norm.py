@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
@@ -33,17 +33,11 @@ class RunningStatistics:
     def __init__(self, model: nn.Module, graph: LayerGraph, layers: range) -> None:
         self._calls: list[_Call] = []
         for position in layers:
-            paths = {name.rpartition(".")[0] for name in graph.layers[position].buffers}
-            norms = (model.get_submodule(path) for path in sorted(paths))
-            self._calls += [(position, norm) for norm in norms if isinstance(norm, _NormBase)]
+            self._calls += [(position, norm) for norm in norms_at(model, graph, position)]
         self._rounds: list[list[_Call]] = []
         self._sizes: list[int] = []
         self._again: dict[int, list[tuple[Any, Tensor, Tensor]]] = {}
         self._kept: dict[int, Tensor] = {}
-
-    def takes_care_of(self, buffer: Tensor) -> bool:
-        """Whether a buffer belongs to one of the norms."""
-        return any(buffer is own for _, norm in self._calls for own in norm.buffers())
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -121,6 +115,27 @@ class RunningStatistics:
         ]
         for number, parts in groupby(turns, lambda turn: turn[0]):
             _apply([norm for _, norm in self._rounds[number]], [part for _, part in parts])
+
+
+def norms_at(model: nn.Module, graph: LayerGraph, position: int) -> list[Any]:
+    """The norms with buffers that a layer calls."""
+    paths = {name.rpartition(".")[0] for name in graph.layers[position].buffers}
+    modules = (model.get_submodule(path) for path in sorted(paths))
+    return [module for module in modules if isinstance(module, _NormBase)]
+
+
+@contextmanager
+def uncounted(norms: Iterable[Any]) -> Iterator[None]:
+    """Within it, forwards of norms in training mode leave no trace in their running statistics."""
+    own = [(norm, dict(norm._buffers)) for norm in norms if _is_tracking(norm)]
+    for norm, _ in own:
+        _lend(norm, torch.zeros_like(norm.running_mean), torch.zeros_like(norm.running_var))
+        norm._buffers["num_batches_tracked"] = None
+    try:
+        yield
+    finally:
+        for norm, buffers in own:
+            norm._buffers.update(buffers)
 
 
 def _is_tracking(norm: Any) -> bool:

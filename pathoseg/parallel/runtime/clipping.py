@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pathoseg.parallel.runtime.parking import Park, Parking
 from pathoseg.parallel.runtime.transport import Transport
 
 _ABSENT = -1.0  # no norm is negative
@@ -36,26 +37,25 @@ class Clipping:
 
     Args:
         parameters: All trained parameters of the model by name, in its order.
-        own: Names of those on this rank.
         counted: Names of those that this rank tells the others of.
         transport: Joins the ranks.
         device: Where the gradients are.
+        parking: Has the gradients of this rank.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        own: Sequence[str],
         counted: Sequence[str],
         transport: Transport,
         device: torch.device,
+        parking: Parking,
     ) -> None:
         index = {name: number for number, name in enumerate(parameters)}
         self._size = len(index)
         self._dtype = next((each.dtype for each in parameters.values()), torch.float32)
-        self._own = [parameters[name] for name in own]
-        self._counted = [(index[name], parameters[name]) for name in counted]
-        self._transport, self._device = transport, device
+        self._counted = {id(parameters[name]): index[name] for name in counted}
+        self._transport, self._device, self._parking = transport, device, parking
 
     def agree(self, losses: Mapping[int, Tensor], microbatches: int, scale: float) -> Agreed:
         """Divides the gradients by `scale` and finds their norm.
@@ -67,17 +67,19 @@ class Clipping:
             microbatches: Of the whole step.
             scale: What the losses were multiplied by.
         """
-        if scale != 1.0:
-            for parameter in self._own:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(1.0 / scale)
         size = self._size
         told = torch.zeros(size + microbatches, dtype=torch.float64, device=self._device)
-        places = [*(place for place, _ in self._counted), *(size + each for each in losses)]
-        if places:
-            norms = [_norm(parameter.grad, told) for _, parameter in self._counted]
-            sums = [loss.to(told) for loss in losses.values()]
-            told[torch.tensor(places, device=self._device)] = torch.stack([*norms, *sums])
+        found = {size + each: loss.to(told) for each, loss in losses.items()}
+        changed = () if scale == 1.0 else (Park.GRADIENTS,)
+        for parameters in self._parking.in_turn(Park.GRADIENTS, changed=changed):
+            for parameter in parameters:
+                if scale != 1.0 and parameter.grad is not None:
+                    parameter.grad.mul_(1.0 / scale)
+                if id(parameter) in self._counted:
+                    found[self._counted[id(parameter)]] = _norm(parameter.grad, told)
+        if found:
+            places = torch.tensor([*found], device=self._device)
+            told[places] = torch.stack([*found.values()])
         if self._transport.ranks > 1:
             self._transport.sum(told, tuple(range(self._transport.ranks))).wait()
         told = told.cpu()
@@ -88,10 +90,6 @@ class Clipping:
         for loss in losses_of_all:
             loss_sum += loss
         return Agreed(norm, math.isfinite(norm.item()), loss_sum)
-
-    def clip(self, norm: Tensor, most: float) -> None:
-        """Scales this rank's gradients so that the global norm is at most `most`."""
-        torch.nn.utils.clip_grads_with_norm_(self._own, most, norm.to(self._device))
 
 
 def _norm(gradient: Tensor | None, like: Tensor) -> Tensor:

@@ -13,10 +13,14 @@ from torch import Tensor
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.runtime.messages import Messages, Route
+from pathoseg.parallel.runtime.offload import Copies
+from pathoseg.parallel.runtime.parking import Parking, changed_by
 from pathoseg.parallel.runtime.reduction import Reduction
 from pathoseg.parallel.runtime.stage import Pass, Stage
+from pathoseg.parallel.runtime.streams import Lane, Streams
+from pathoseg.parallel.runtime.tickets import Copied
 from pathoseg.parallel.runtime.transport import Transport
-from pathoseg.parallel.schedule.action import Action, Edge, Kind
+from pathoseg.parallel.schedule.action import COMPUTE, Action, Edge, Kind
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.schedule import Schedule, visit_of
 
@@ -45,6 +49,9 @@ class Executor:
         stages: The stages on this rank, by number.
         reductions: The sums of their gradients.
         device: Where they run.
+        streams: The device's lanes.
+        copies: Copies to the host, where stages offload.
+        parking: What waits in host memory of stages that are not at work.
 
     Attributes:
         doing: The action that is under way.
@@ -57,9 +64,16 @@ class Executor:
         stages: Mapping[int, Stage],
         reductions: Mapping[int, Reduction],
         device: torch.device,
+        streams: Streams,
+        copies: Copies | None,
+        parking: Parking,
     ) -> None:
         self.doing: Action | None = None
+        self._parking = parking
         self._transport, self._device = transport, device
+        self._streams = streams
+        self._host_copies = [each for each in (copies, parking.copies) if each is not None]
+        self._replica_of = schedule.replica_of
         self._stages, self._reductions = stages, reductions
         self._setting = schedule.setting
         self._step = schedule.lists[transport.rank]
@@ -87,6 +101,8 @@ class Executor:
             Kind.RECOMPUTE: self._recompute,
             Kind.SEND: self._send,
             Kind.RECV: self._receive,
+            Kind.OFFLOAD: lambda action: self._stages[action.stage].let_go(),
+            Kind.PREFETCH: self._prefetch,
             Kind.REDUCE: self._reduce,
             Kind.WAIT_REDUCE: self._wait_reduce,
             Kind.STEP: self._end_of_step,
@@ -145,25 +161,67 @@ class Executor:
             stage.begin()
         if events is not None:
             self._transport.barrier()
+            self._streams.start_clock()
             self._zero = time.perf_counter()
+            for copies in self._host_copies:
+                copies.copied = []
+        turns = self._parking.turns(actions)
+        marks: list[tuple[Action, Any, Any]] = []
         record = None if events is None else self._record
         self._messages.begin(actions, sizes, this.training, record)
         for position, action in enumerate(actions):
             self.doing = action
             self._messages.post(position)
-            start = 0.0 if events is None else time.perf_counter()
-            self._run_kind[action.kind](action)
-            if events is not None and action.kind not in (Kind.SEND, Kind.REDUCE):
-                self._record(action, start)
+            with self._parking.during(turns.get(position), changed_by(action.kind)):
+                self._perform(action, marks)
         self._messages.finish()
+        if events is not None:
+            self._record_marks(marks)
         self.doing = None
 
+    def _perform(self, action: Action, marks: list[tuple[Action, Any, Any]]) -> None:
+        if self._events is None:
+            self._run_kind[action.kind](action)
+            return
+        start, begin = time.perf_counter(), self._streams.mark(Lane.COMPUTE)
+        self._run_kind[action.kind](action)
+        if action.kind in (Kind.RECV, Kind.WAIT_REDUCE):
+            self._record(action, start)
+        elif action.kind in (*COMPUTE, Kind.STEP):
+            marks.append((action, begin, self._streams.mark(Lane.COMPUTE)))
+
     def _record(self, action: Action, start: float) -> None:
+        """Something that the process waited for."""
         assert self._events is not None
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
         rank, zero = self._transport.rank, self._zero
         self._events.append(Event(rank, action, start - zero, time.perf_counter() - zero))
+
+    def _record_marks(self, marks: Sequence[tuple[Action, Any, Any]]) -> None:
+        """What the device did, its copies too; those of one layer's storages are one event."""
+        self._streams.settle()
+        times = {
+            action: (self._streams.seconds(begin), self._streams.seconds(end))
+            for action, begin, end in marks
+        }
+        copied: list[Copied] = []
+        for copies in self._host_copies:
+            copied += copies.copied or []
+            copies.copied = None
+        parked: list[tuple[Action, tuple[float, float]]] = []
+        for lane, label, _, first, last in copied:
+            replica = 0 if label.microbatch is None else self._replica_of[label.microbatch]
+            kind = Kind.OFFLOAD if lane is Lane.OUT else Kind.PREFETCH
+            action = Action(kind, replica, label.stage, label.microbatch, tensor=label.layer)
+            begin, end = self._streams.seconds(first), self._streams.seconds(last)
+            if label.microbatch is None:
+                parked.append((action, (begin, end)))
+                continue
+            known = times.get(action, (begin, end))
+            times[action] = min(begin, known[0]), max(end, known[1])
+        assert self._events is not None
+        for action, (begin, end) in [*times.items(), *parked]:
+            place = self._transport.rank, action
+            self._events.append(Event(*place, begin - self._zero, end - self._zero))
 
     def _forward(self, action: Action) -> None:
         _, stage_number, microbatch = visit_of(action)
@@ -191,6 +249,10 @@ class Executor:
         _, stage, microbatch = visit_of(action)
         for edge, gradient in self._stages[stage].backward(microbatch).items():
             self._hand_on(action, edge, edge.source, gradient)
+
+    def _prefetch(self, action: Action) -> None:
+        _, stage, microbatch = visit_of(action)
+        self._stages[stage].prefetch(microbatch)
 
     def _hand_on(self, action: Action, edge: Edge, to: int, tensor: Tensor | None) -> None:
         """Keeps a tensor for its SEND, or gives it to the stage of this rank that needs it."""
@@ -241,14 +303,8 @@ def _is_forward(action: Action) -> bool:
 
 def refused(schedule: Schedule) -> PathosegError | None:
     """Why a schedule cannot be run."""
-    kinds = {action.kind for action in schedule}
     if not schedule.lowered:
         return PathosegError(
             f"The schedule {schedule.name} has no messages and steps.", "Lower it first."
-        )
-    if Kind.OFFLOAD in kinds:
-        return PathosegError(
-            f"The schedule {schedule.name} offloads tensors, which ranks cannot do.",
-            "Plan it without offload.",
         )
     return None

@@ -59,13 +59,17 @@ class Holdings:
         self.own = [name for name, stages in every if stages & held]
         self.told = [name for name, stages in every if placement.holders(min(stages))[0] == rank]
 
-    def trained(self, stage: int) -> list[nn.Parameter]:
-        """The trained parameters of a stage, in the model's order."""
+    def of(self, stage: int) -> list[nn.Parameter]:
+        """The parameters of a stage, in the model's order."""
         return [
             parameter
             for name, parameter in self.parameters.items()
-            if parameter.requires_grad and stage in self._stages.get(name, {0})
+            if stage in self._stages.get(name, {0})
         ]
+
+    def trained(self, stage: int) -> list[nn.Parameter]:
+        """Those of them that are trained."""
+        return [parameter for parameter in self.of(stage) if parameter.requires_grad]
 
     def settle(self, device: torch.device) -> None:
         """Moves what this rank holds to its device, and lets go of the memory of the rest."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.runtime.world import Choice, refuse_nccl
+from pathoseg.parallel.runtime.world import Choice
 
 GRACE = 5.0  # seconds that the other ranks have to end by themselves once one has failed
 _LAST_WORDS = 20  # lines
@@ -53,7 +53,10 @@ def start_local(ranks: int, command: Sequence[str], choice: Choice = "auto") -> 
     Raises:
         PathosegError: This transport cannot be started here.
     """
-    refuse_nccl(choice)
+    if choice == "nccl":
+        from pathoseg.parallel.runtime.nccl import refuse_without_gpus
+
+        refuse_without_gpus(ranks)
     mpirun = Path(sys.executable).with_name("mpirun")
     if choice == "mpi" and not mpirun.exists():
         raise PathosegError(
@@ -61,11 +64,11 @@ def start_local(ranks: int, command: Sequence[str], choice: Choice = "auto") -> 
             "Install it with pip install 'pathoseg[mpi]', start the command with the site's own "
             "mpirun instead of --ranks, or use the transport 'gloo'.",
         )
-    by_mpi = choice != "gloo" and mpirun.exists()
+    by_mpi = choice in ("auto", "mpi") and mpirun.exists()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pathoseg-ranks-")))
         rank = ["/bin/sh", "-c", _RANK, str(folder), *command]
-        start = _start_by_mpirun(mpirun, ranks, rank) if by_mpi else _start_for_gloo(ranks, rank)
+        start = _start_by_mpirun(mpirun, ranks, rank) if by_mpi else _start_with_store(ranks, rank)
         # Ahead of the ranks: a job in the background ignores Ctrl-C, and they would, too.
         signals = stack.enter_context(_signals())
         run = _Run(folder, stack.enter_context(start))
@@ -146,7 +149,7 @@ def _start_by_mpirun(
 
 
 @contextmanager
-def _start_for_gloo(ranks: int, command: list[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _start_with_store(ranks: int, command: list[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
     from pathoseg.parallel.runtime.torch_dist import keep_store
 
     store, port = keep_store()

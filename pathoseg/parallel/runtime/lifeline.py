@@ -15,7 +15,9 @@ from collections.abc import Callable
 from pathoseg.errors import PathosegError
 
 BEAT = 1.0  # seconds between two signs of life
-SILENCE = 60.0  # seconds without one after which a rank counts as lost: a busy host may pause
+# Own signs of life without one of another rank, after which that counts as lost: turns, not
+# seconds, so that a host that pauses as a whole loses nobody.
+SILENCE = 10
 MEETING = 60.0  # seconds that the ranks have to meet
 _FAREWELL = 2.0  # seconds that a rank which leaves waits for its word to be heard
 _TOKEN = 32
@@ -105,12 +107,12 @@ class Lifeline:
                 beat = now + BEAT
                 for peer in self._peers:
                     peer.say("beat")
-            for peer in self._peers:
-                if now - peer.heard > SILENCE:
-                    self._blame(
-                        f"Rank {peer.rank} has given no sign of life for {SILENCE:.0f} s: it is "
-                        "stopped, or its machine is."
-                    )
+                    peer.silent += 1
+                    if peer.silent > SILENCE:
+                        self._blame(
+                            f"Rank {peer.rank} has given no sign of life for "
+                            f"{SILENCE * BEAT:.0f} s: it is stopped, or its machine is."
+                        )
         self._part()
 
     def _hear(self, peer: _Peer) -> None:
@@ -153,7 +155,7 @@ class _Peer:
     def __init__(self, connection: socket.socket, rank: int) -> None:
         self.rank = rank
         self.connection = connection
-        self.heard = time.monotonic()
+        self.silent = 0  # turns
         self._unread = b""
 
     def say(self, word: str) -> None:
@@ -169,7 +171,7 @@ class _Peer:
             return None
         if not came:
             return None
-        self.heard = time.monotonic()
+        self.silent = 0
         *lines, self._unread = (self._unread + came).split(b"\n")
         return [json.loads(line) for line in lines]
 

@@ -5,23 +5,22 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
-import time
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from pathoseg.errors import PathosegError
+from pathoseg.parallel.runtime.address import reached_by
 from pathoseg.parallel.runtime.lifeline import Lifeline
-from pathoseg.parallel.runtime.processes import TAGS, ProcessTransport
+from pathoseg.parallel.runtime.processes import TAGS, ProcessTransport, look_again, wrong_size
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 _LARGEST = 2**30  # bytes of one MPI message; its count is a C int
-_LOOKS = 2000  # at a request in a row, before a waiting rank sleeps between them
-_NAP = 1e-4  # seconds
 _ANNOUNCEMENT = 512  # bytes
+_NAME = 256  # bytes of a host's name
 
 
 def connect_mpi(started: int = 1) -> ProcessTransport:
@@ -68,7 +67,7 @@ class MpiWire:
         node = world.Split_type(self._mpi.COMM_TYPE_SHARED)
         local = node.Get_size() == self.ranks
         node.Free()
-        self.host = "127.0.0.1" if local else os.environ.get("MASTER_ADDR", socket.gethostname())
+        self.host = "127.0.0.1" if local else os.environ.get("MASTER_ADDR") or self._address()
         self.reads_cuda = _reads_cuda(self._mpi)
 
     def announce(self, text: str) -> str:
@@ -88,11 +87,7 @@ class MpiWire:
         return MpiRequest(self._mpi, begun, into.numel())
 
     def pause(self, turns: int) -> None:
-        # A short wait is spent looking; a long one leaves the core to ranks that share it.
-        if turns < _LOOKS:
-            os.sched_yield()
-        else:
-            time.sleep(_NAP)
+        look_again(turns)
 
     def close(self, well: bool) -> None:
         # To finalize with a lost rank would hang; to end without it lets mpirun end the others.
@@ -100,6 +95,14 @@ class MpiWire:
             self._callers.Free()
             self._own.Free()
             self._mpi.Finalize()
+
+    def _address(self) -> str:
+        """Where other hosts reach this rank, found by their names."""
+        own = bytearray(socket.gethostname().encode().ljust(_NAME))
+        names = bytearray(_NAME * self.ranks)
+        self._own.Allgather([own, self._mpi.BYTE], [names, self._mpi.BYTE])
+        each = (names[at : at + _NAME].decode().strip() for at in range(0, len(names), _NAME))
+        return reached_by(each)
 
     def _comm(self, tag: int) -> tuple[MPI.Intracomm, int]:
         return (self._callers, tag) if tag < TAGS else (self._own, tag - TAGS)
@@ -142,10 +145,7 @@ class MpiRequest:
             ) from error
         came = sum(status.Get_count(self._mpi.BYTE) for status in statuses)
         if came != self._size:
-            raise PathosegError(
-                f"A message of {came} bytes came where {self._size} were expected.",
-                "Start all ranks with the same version, configuration and model.",
-            )
+            raise wrong_size(came, self._size)
         return True
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import os
+import time
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -13,6 +15,8 @@ from pathoseg.errors import PathosegError
 from pathoseg.parallel.runtime.lifeline import Lifeline
 
 TAGS = 2**20  # the callers' tags lie below; those of sums, texts and barriers from here to 2**21
+_LOOKS = 2000  # at a request in a row, before a waiting rank sleeps between them
+_NAP = 1e-4  # seconds
 _Steps = Iterator[Sequence["Request"]]
 
 
@@ -21,6 +25,13 @@ class Request(Protocol):
 
     def done(self) -> bool:
         """Whether it is finished; never blocks."""
+
+
+class Event(Protocol):
+    """A point in a device's work; torch.cuda.Event is one."""
+
+    def query(self) -> bool:
+        """Whether the device has come there."""
 
 
 class Wire(Protocol):
@@ -103,6 +114,7 @@ class ProcessTransport:
         self._lifeline = lifeline
         self._well = True
         self._shared: Counter[int] = Counter()  # sums and texts shared with each rank so far
+        self._turns: deque[Turn] = deque()  # messages that wait for the device
         self._moving: list[_Chain] = []  # chains of several steps, moved at every call
         self._held: set[_Chain] = set()  # the others, kept with their buffers until they are done
 
@@ -172,7 +184,7 @@ class ProcessTransport:
             if not self._wire.reads_cuda:
                 data = torch.empty_like(data, device="cpu", pin_memory=True)
                 data.copy_(_bytes(tensor), non_blocking=True)
-            yield [_Reached(tensor.device)]
+            yield [Turn(_come_so_far(tensor.device), self._turns)]
         yield [self._wire.send(data, to, tag)]
 
     def _receive(self, into: Tensor, source: int, tag: int) -> _Steps:
@@ -180,7 +192,8 @@ class ProcessTransport:
         if not into.is_cuda:
             yield [self._wire.receive(data, source, tag)]
         elif self._wire.reads_cuda:
-            yield [_Reached(into.device)]  # work enqueued earlier may still use this memory
+            # Work that was enqueued earlier may still use this memory.
+            yield [Turn(_come_so_far(into.device), self._turns)]
             yield [self._wire.receive(data, source, tag)]
         else:
             stream = torch.cuda.current_stream(into.device)
@@ -244,14 +257,50 @@ class ProcessTransport:
         return tag
 
 
-class _Reached:
-    """Done once the device has come to where its current stream is now."""
+class Turn:
+    """Done once the device has come to an event and all earlier turns are done: a request.
 
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.current_stream(device).record_event()
+    Without turns the later of two messages, looked at a moment later, could begin first.
+
+    Args:
+        event: Where the device must come to.
+        turns: All that are not done, the earliest first.
+    """
+
+    def __init__(self, event: Event, turns: deque[Turn]) -> None:
+        self._event = event
+        self._turns = turns
+        turns.append(self)
 
     def done(self) -> bool:
-        return bool(self._event.query())
+        if self._turns[0] is not self or not self._event.query():
+            return False
+        self._turns.popleft()
+        return True
+
+
+def _come_so_far(device: torch.device) -> Event:
+    event: Event = torch.cuda.current_stream(device).record_event()
+    return event
+
+
+def look_again(turns: int) -> None:
+    """The pause of a wire that tells nobody when a request is done.
+
+    A short wait is spent looking; a long one leaves the core to ranks that share it.
+    """
+    if turns < _LOOKS:
+        os.sched_yield()
+    else:
+        time.sleep(_NAP)
+
+
+def wrong_size(came: int, expected: int) -> PathosegError:
+    """A message of so many bytes where others were expected."""
+    return PathosegError(
+        f"A message of {came} bytes came where {expected} were expected.",
+        "Start all ranks with the same version, configuration and model.",
+    )
 
 
 def _bytes(tensor: Tensor) -> Tensor:

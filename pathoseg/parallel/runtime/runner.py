@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,17 +15,22 @@ from pathoseg.errors import PathosegError
 from pathoseg.parallel.graph.layer_graph import Partition
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.runtime.clipping import Agreed, Clipping
-from pathoseg.parallel.runtime.executor import Executor, Microbatches, refused
+from pathoseg.parallel.runtime.executor import Executor, Microbatches
+from pathoseg.parallel.runtime.forms import Form
 from pathoseg.parallel.runtime.holdings import Holdings
 from pathoseg.parallel.runtime.loss_scale import LossScale
+from pathoseg.parallel.runtime.memory import Memory, compare_hosts
+from pathoseg.parallel.runtime.offload import Copies, copies_of
+from pathoseg.parallel.runtime.parking import Park, Parking, parked_bytes
+from pathoseg.parallel.runtime.preflight import check_fit, compare_ranks
 from pathoseg.parallel.runtime.reduction import Reduction
-from pathoseg.parallel.runtime.stage import Loss, Pass, Stage, stage_edges
+from pathoseg.parallel.runtime.stage import Loss, Pass, Stage
 from pathoseg.parallel.runtime.state import gather, load_optimizer, load_tensors
+from pathoseg.parallel.runtime.streams import streams_of
 from pathoseg.parallel.runtime.transport import Transport
 from pathoseg.parallel.schedule.action import Kind
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.schedule import Schedule, visit_of
-from pathoseg.parallel.schedule.validate import validate
 
 
 @dataclass(frozen=True)
@@ -77,9 +80,11 @@ class Runner:
         transport: Joins the ranks of the schedule.
         device: Where this rank computes.
         training: How it is trained.
+        memory: What is not kept on the devices between forward and backward; None keeps all but
+            what the schedule offloads.
 
     Attributes:
-        own: The trained parameters on this rank, by name.
+        own: The trained parameters on this rank, by name. Of what is parked, they have the shapes.
         optimizer: That of this rank's parameters (set the learning rate in its groups), or None
             where there are none.
         reads_inputs: Microbatches whose inputs this rank needs.
@@ -97,20 +102,55 @@ class Runner:
         transport: Transport,
         device: torch.device,
         training: Training,
+        memory: Memory | None = None,
     ) -> None:
-        _check(partition, schedule, transport)
+        memory = memory or Memory()
+        check_fit(partition, schedule, transport)
         whole = schedule.expanded()
         self._model, self._transport, self._training = traced.model, transport, training
         self._device = device
         self._holdings = Holdings(
             traced.model, traced.graph, partition, whole.placement, transport.rank
         )
-        self._compare_ranks(traced, partition, schedule)
+        own = {
+            "model": traced.graph.to_json(),
+            "stages": str(partition.bounds),
+            "schedule": str(schedule),
+            "precision, clipping or seed": f"{training.dtype} {training.clip} {training.seed}",
+            "weights": self._holdings.digest(),
+        }
+        compare_ranks(transport, own)
         self._holdings.settle(device)
         self._placement = whole.placement
         homes = whole.placement.homes
         held = sorted({s for home in homes for s, at in enumerate(home) if at == transport.rank})
         recomputed = {stage for _, stage, _ in whole.setting.recomputed}
+        retentions = memory.retentions(whole)
+        self._memory = memory
+        mine = set(self._holdings.own)
+        trained = {
+            name: parameter
+            for name, parameter in self._holdings.parameters.items()
+            if parameter.requires_grad
+        }
+        self.own = {name: parameter for name, parameter in trained.items() if name in mine}
+        self.optimizer = training.optimizer([*self.own.values()]) if self.own else None
+        parked = memory.parked if memory.form is not Form.NONE else frozenset()
+        stages = {number: self._holdings.of(number) for number in held}
+        sizes = {
+            number: parked_bytes(parked, stages[number], training.optimizer) for number in held
+        }
+        host_bytes = memory.on_host(transport.rank)
+        compare_hosts(transport, host_bytes + sum(sizes.values()))
+        streams = streams_of(device)
+        copies: Copies | None = None
+        if any(retentions[stage].offloaded for stage in held):
+            copies = copies_of(memory.form, streams, device, memory.window, host_bytes)
+        most = max(sizes.values(), default=0)
+        parking_copies = (
+            copies_of(memory.form, streams, device, most, sum(sizes.values())) if parked else None
+        )
+        self._parking = Parking(parked, stages, self.optimizer, parking_copies)
         self._stages = {
             number: Stage(
                 traced,
@@ -121,6 +161,9 @@ class Runner:
                 device,
                 training.dtype,
                 alone=len(homes) == 1 and number not in recomputed and _in_order(whole, number),
+                retention=retentions[number],
+                copies=copies,
+                parks=Park.PARAMETERS in parked,
             )
             for number in held
         }
@@ -133,19 +176,13 @@ class Runner:
             )
             for number in held
         }
-        self._executor = Executor(transport, whole, self._stages, reductions, device)
-        mine = set(self._holdings.own)
-        trained = {
-            name: parameter
-            for name, parameter in self._holdings.parameters.items()
-            if parameter.requires_grad
-        }
-        self.own = {name: parameter for name, parameter in trained.items() if name in mine}
+        self._executor = Executor(
+            transport, whole, self._stages, reductions, device, streams, copies, self._parking
+        )
         counted = [name for name in self._holdings.told if name in trained]
-        self._clipping = Clipping(trained, [*self.own], counted, transport, device)
+        self._clipping = Clipping(trained, counted, transport, device, self._parking)
         self._agreed: Agreed
         self._scale = LossScale(training.dtype is torch.float16)
-        self.optimizer = training.optimizer([*self.own.values()]) if self.own else None
         visits = [
             visit_of(each) for each in whole.lists[transport.rank] if each.kind is Kind.FORWARD
         ]
@@ -171,6 +208,7 @@ class Runner:
         """
         events: list[Event] | None = [] if trace else None
         this = Pass(number, sum(microbatches.sizes), self._scale.scale, training=True)
+        self._parking.forget_gradients(self.own.values())
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
         with self._failing():
@@ -215,9 +253,12 @@ class Runner:
         held = self._holdings.tensors()
         told = {name: {"": held[name]} for name in self._holdings.told}
         kept = {} if self.optimizer is None else self.optimizer.state
-        for name, parameter in self.own.items():
-            if name in told and parameter in kept:
-                told[name] |= kept[parameter]
+        names = {parameter: name for name, parameter in self._holdings.parameters.items()}
+        for parameters in self._parking.in_turn(Park.PARAMETERS, Park.OPTIMIZER):
+            for parameter in parameters:
+                if names[parameter] in told:
+                    entries = {"": parameter, **kept.get(parameter, {})}
+                    told[names[parameter]] = self._parking.lasting(entries)
         with self._failing():
             whole = gather(told, self._transport, self._device)
         if self._transport.rank:
@@ -237,10 +278,16 @@ class Runner:
         """
         held = self._holdings.tensors()
         own = {key: held[name] for key, name in self._holdings.keys.items() if name in held}
-        load_tensors(own, state["model"])
-        if self.optimizer is not None:
-            names = {parameter: name for name, parameter in self.own.items()}
-            load_optimizer(self.optimizer, names, state["optimizer"])
+        changed = Park.PARAMETERS, Park.OPTIMIZER
+        names = {parameter: name for name, parameter in self.own.items()}
+        for parameters in self._parking.in_turn(*changed, changed=changed):
+            here = {id(each) for each in parameters}
+            load_tensors({key: t for key, t in own.items() if id(t) in here}, state["model"])
+            if self.optimizer is not None:
+                with self._parking.alone(parameters) as optimizer:
+                    load_optimizer(optimizer, names, state["optimizer"])
+        buffers = {key: t for key, t in own.items() if not isinstance(t, nn.Parameter)}
+        load_tensors(buffers, state["model"])
         self._scale.load_state_dict(state["scaler"])
 
     def _update(self, this: Pass, microbatches: Microbatches) -> None:
@@ -252,33 +299,17 @@ class Runner:
         }
         self._agreed = self._clipping.agree(losses, len(microbatches.sizes), this.scale)
         if self._agreed.finite and self.optimizer is not None:
-            if self._training.clip > 0:
-                self._clipping.clip(self._agreed.norm, self._training.clip)
-            self.optimizer.step()
+            norm, most = self._agreed.norm.to(self._device), self._training.clip
+            for parameters in self._parking.in_turn(*Park, changed=[*Park]):
+                if most > 0:
+                    torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
+                with self._parking.alone(parameters) as optimizer:
+                    optimizer.step()
+                self._parking.forget_gradients(parameters)
         self._scale.update(self._agreed.finite)
 
     def _holders(self, stage: int) -> tuple[int, ...]:
         return tuple(self._placement.holders(stage))
-
-    def _compare_ranks(self, traced: Traced, partition: Partition, schedule: Schedule) -> None:
-        """Refuses ranks that would not run the same."""
-        training = self._training
-        own = {
-            "model": traced.graph.to_json(),
-            "stages": str(partition.bounds),
-            "schedule": str(schedule),
-            "precision, clipping or seed": f"{training.dtype} {training.clip} {training.seed}",
-            "weights": self._holdings.digest(),
-        }
-        digests = {what: hashlib.sha256(text.encode()).hexdigest() for what, text in own.items()}
-        told = [json.loads(text) for text in self._transport.gather(json.dumps(digests))]
-        for rank, theirs in enumerate(told):
-            for what, digest in told[0].items():
-                if theirs.get(what) != digest:
-                    raise PathosegError(
-                        f"Rank {rank} has not the {what} of rank 0.",
-                        "Start all ranks with the same version, configuration and first weights.",
-                    )
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -292,10 +323,10 @@ class Runner:
         except Exception as error:  # whatever the user's model or loss raises: the others wait
             first = str(error).split("\n")[0]
             problem = f"Rank {rank} failed {self.doing} ({type(error).__name__}: {first})."
-            self._transport.abort(problem)
             mend = "Run it on one rank to see whether the model itself fails."
             if isinstance(error, torch.OutOfMemoryError):
-                mend = "Use smaller tiles or microbatches, more stages, or recomputation."
+                problem, mend = self._memory.exhausted(rank, self._device, self.doing)
+            self._transport.abort(problem)
             raise PathosegError(problem, mend) from error
         except BaseException:
             self._transport.abort(f"Rank {rank} was stopped {self.doing}.")
@@ -308,21 +339,3 @@ def _in_order(schedule: Schedule, stage: int) -> bool:
         visit_of(each)[2] for each in schedule if each.kind is Kind.FORWARD and each.stage == stage
     ]
     return forwards == sorted(forwards)
-
-
-def _check(partition: Partition, schedule: Schedule, transport: Transport) -> None:
-    problem = refused(schedule)
-    if problem is not None:
-        raise problem
-    if schedule.ranks != transport.ranks:
-        raise PathosegError(
-            f"The schedule {schedule.name} is for {schedule.ranks} ranks, not {transport.ranks}.",
-            f"Start {schedule.ranks} ranks.",
-        )
-    edges = set(stage_edges(partition))
-    if schedule.stages != partition.stages or set(schedule.edges) != edges:
-        raise PathosegError(
-            f"The schedule {schedule.name} is for other stages than these {partition.stages}.",
-            "Lower it with the edges of the partition.",
-        )
-    validate(schedule)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -13,9 +14,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.graph.layer_graph import Partition, StageEdge
+from pathoseg.parallel.graph.retention import Retention
 from pathoseg.parallel.graph.traced import Traced
-from pathoseg.parallel.runtime.batch_norm import RunningStatistics
+from pathoseg.parallel.runtime.batch_norm import RunningStatistics, norms_at
+from pathoseg.parallel.runtime.keeping import Keeping
+from pathoseg.parallel.runtime.offload import Copies
 from pathoseg.parallel.runtime.randomness import Randomness
+from pathoseg.parallel.runtime.saved import Away, Piece
 from pathoseg.parallel.schedule.action import Edge, numbered
 
 # Of what the model returns and the targets, one number per sample.
@@ -54,12 +59,14 @@ class _Visit:
         targets: What the loss compares with.
         roots: Where the backward begins, by name of the value; "" is the loss.
         gradients: What came back, by edge.
+        away: What waits in host memory, in the order in which the backward needs it.
     """
 
     received: dict[str, Tensor] = field(default_factory=dict)
     targets: Any = None
     roots: dict[str, GradientEdge] = field(default_factory=dict)
     gradients: dict[Edge, Tensor | None] = field(default_factory=dict)
+    away: list[ref[Piece]] = field(default_factory=list)
 
 
 class Stage:
@@ -77,6 +84,9 @@ class Stage:
         dtype: Autocast precision, or None.
         alone: Whether there is one copy, which runs each forward once and in the order of the
             microbatches: then layers keep running state of any kind by themselves.
+        retention: What of its forwards is not kept for their backwards.
+        copies: Copies to the host, where it offloads.
+        parks: Whether its parameters may leave the device between its visits.
 
     Attributes:
         number: Which stage it is.
@@ -97,6 +107,9 @@ class Stage:
         device: torch.device,
         dtype: torch.dtype | None,
         alone: bool,
+        retention: Retention,
+        copies: Copies | None,
+        parks: bool = False,
     ) -> None:
         layers, edges = partition.layers(number), stage_edges(partition)
         self.number = number
@@ -112,12 +125,15 @@ class Stage:
         self._randomness = Randomness(traced.graph, layers, seed, device)
         self._returned = set(traced.graph.outputs) if self.is_last else set()
         self._visits: dict[int, _Visit] = {}
+        self._keeping = Keeping(traced, layers, number, retention, copies, parks)
+        self._copies = copies
         self._to_check: dict[str, Tensor] = {}
-        if not alone:
+        if not alone or retention.recomputed:
             names = (name for at in layers for name in traced.graph.layers[at].buffers)
+            norms = (norm for at in layers for norm in norms_at(traced.model, traced.graph, at))
+            counted = {id(buffer) for norm in norms for buffer in norm.buffers()}
             buffers = {name: traced.model.get_buffer(name) for name in names}
-            handled = self.statistics.takes_care_of
-            self._to_check = {name: each for name, each in buffers.items() if not handled(each)}
+            self._to_check = {name: b for name, b in buffers.items() if id(b) not in counted}
 
     def begin(self) -> None:
         """A step or prediction begins; what an earlier one left behind is let go."""
@@ -147,7 +163,7 @@ class Stage:
         """A forward without backward: what leaves, and at the last stage what the model returns."""
         visit = self._visits.pop(microbatch, _Visit())
         with torch.no_grad():
-            values = self._run(visit, None)
+            values = self._run(visit)
         model_output = self._assemble(visit, values) if self.is_last else None
         return self._leaving(values), model_output
 
@@ -164,7 +180,7 @@ class Stage:
         versions = {} if keep else {name: each._version for name, each in visit.received.items()}
         state = {name: buffer.clone() for name, buffer in self._to_check.items()}
         with torch.set_grad_enabled(keep):
-            values = self._run(visit, (this.step, microbatch))
+            values = self._run(visit, this.step, microbatch, keep)
             if self.is_last:
                 self.losses[microbatch] = self._finish(visit, values, this, keep)
         self.statistics.keep(microbatch, row)
@@ -178,7 +194,7 @@ class Stage:
         visit = self._visits[microbatch]
         self.statistics.lend()
         with torch.enable_grad():
-            values = self._run(visit, (this.step, microbatch))
+            values = self._run(visit, this.step, microbatch, keep=True)
             if self.is_last:
                 self._finish(visit, values, this, keep=True)
         self._hold(visit, values)
@@ -198,15 +214,47 @@ class Stage:
             if sent.gradient
         }
 
-    def _run(self, visit: _Visit, drawn: tuple[int, int] | None) -> dict[str, Tensor]:
-        """What the layers make for others; `drawn` is the step and microbatch."""
+    def let_go(self) -> None:
+        """What has been copied to the host by now leaves the device."""
+        if self._copies is not None:
+            self._copies.let_go()
+
+    def prefetch(self, microbatch: int) -> None:
+        """The backward of a microbatch is near: what waits in host memory may come back."""
+        visit = self._visits.get(microbatch)
+        if self._copies is None or visit is None or not visit.away:
+            return
+        pieces = [known() for known in visit.away]
+        self._copies.ask([piece.ticket for piece in pieces if isinstance(piece, Away)])
+        visit.away = []
+
+    def _run(
+        self, visit: _Visit, step: int | None = None, microbatch: int = 0, keep: bool = False
+    ) -> dict[str, Tensor]:
+        """What the layers make for others; of a step, or of a prediction."""
         with ExitStack() as stack:
-            before = stack.enter_context(self._randomness.of(*drawn)) if drawn else None
+            before = None
+            if step is not None:
+                before = stack.enter_context(self._randomness.of(step, microbatch))
             if self.statistics.watches:
                 before = _both(self.statistics.enter, before)
-            enabled = self._dtype is not None
-            stack.enter_context(torch.autocast(self._device.type, self._dtype, enabled=enabled))
-            return self._segment(visit.received, before)
+            stack.enter_context(self._autocast())
+            if step is None or not keep or not self._keeping.active:
+                return self._segment(visit.received, before)
+
+            @contextmanager
+            def again() -> Iterator[Callable[[int], None] | None]:
+                with self._randomness.of(step, microbatch) as before, self._autocast():
+                    yield before
+
+            recording = self._keeping.recording(microbatch, visit.received, again)
+            with recording.hooks():
+                values = self._segment(visit.received, before, recording.run)
+            visit.away = recording.finish()
+            return values
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self._device.type, self._dtype, enabled=self._dtype is not None)
 
     def _check(
         self, visit: _Visit, versions: Mapping[str, int], state: Mapping[str, Tensor]

@@ -37,9 +37,8 @@ def gather(state: State, transport: Transport, device: torch.device) -> State:
     heads = [[*place, _dtype(value), list(value.shape)] for place, value in tensors.items()]
     told = transport.gather(json.dumps([plain, heads]))
     if transport.rank:
-        messages = [value.detach().to(device).reshape(-1) for value in tensors.values()]
-        for pending in [transport.send(message, 0, 0) for message in messages]:
-            pending.wait()
+        for value in tensors.values():  # one at a time: some may not be on the device
+            transport.send(value.detach().to(device).reshape(-1), 0, 0).wait()
         return {}
     whole: State = {name: {**values} for name, values in plain.items()}
     for (name, key), value in tensors.items():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ipaddress
 import queue
-import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,10 +17,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
 from pathoseg.errors import PathosegError
+from pathoseg.parallel.runtime.address import own_address, reached_by
 from pathoseg.parallel.runtime.lifeline import MEETING, Lifeline
 from pathoseg.parallel.runtime.processes import ProcessTransport
 
-_LONG = timedelta(days=365)  # the lifeline, not a time limit, ends the wait for a lost rank
+LONG = timedelta(days=365)  # the lifeline, not a time limit, ends the wait for a lost rank
 _NAP = 0.05  # seconds
 _FAREWELL = 5  # seconds
 _NOBODYS = 2**30  # a tag that no message has
@@ -29,7 +30,15 @@ _NOBODYS = 2**30  # a tag that no message has
 def connect_gloo(
     rank: int, ranks: int, host: str, port: int, *, local: bool, hosted: bool = False
 ) -> ProcessTransport:
-    """Joins ranks that know where to meet; each process may call this more than once.
+    """Joins ranks, with the arguments and errors of `join_gloo`."""
+    wire = join_gloo(rank, ranks, host, port, local=local, hosted=hosted)
+    return ProcessTransport(wire, Lifeline(rank, ranks, wire.host, wire.announce))
+
+
+def join_gloo(
+    rank: int, ranks: int, host: str, port: int, *, local: bool, hosted: bool = False
+) -> GlooWire:
+    """A group of ranks that know where to meet; each process may call this more than once.
 
     Args:
         rank: This rank.
@@ -55,7 +64,9 @@ def connect_gloo(
         # A rank that connects for the n-th time meets others that do.
         turn = store.add(f"pathoseg/turn/{rank}", 1)
         store = PrefixStore(f"pathoseg/{turn}", store)
-        wire = GlooWire(store, rank, ranks, "127.0.0.1" if local else _own_address(host, port))
+        return GlooWire(
+            store, rank, ranks, "127.0.0.1" if local else _address(store, rank, ranks, host)
+        )
     except (RuntimeError, OSError) as error:  # torch's own errors are RuntimeErrors
         raise PathosegError(
             f"Rank {rank} of {ranks} cannot meet the others at {host}:{port}: "
@@ -63,7 +74,6 @@ def connect_gloo(
             "Check that every rank has started, that MASTER_ADDR names an address of the first "
             "node that all nodes reach, and that no other program has the port.",
         ) from error
-    return ProcessTransport(wire, Lifeline(rank, ranks, wire.host, wire.announce))
 
 
 def keep_store() -> tuple[Store, int]:
@@ -83,6 +93,10 @@ class GlooWire:
         rank: This rank.
         ranks: How many there are.
         host: The address of this rank.
+
+    Attributes:
+        store: Where the ranks meet.
+        host: The address of this rank.
     """
 
     reads_cuda = False
@@ -91,7 +105,7 @@ class GlooWire:
         self.rank = rank
         self.ranks = ranks
         self.host = host
-        self._store = store
+        self.store = store
         # The only public way to choose gloo's address is the environment of the process. Torch's
         # stubs know neither this one nor `send` and `recv`.
         gloo: Any = ProcessGroupGloo
@@ -105,8 +119,8 @@ class GlooWire:
     def announce(self, text: str) -> str:
         """The text of rank 0, on every rank."""
         if self.rank == 0:
-            self._store.set("lifeline", text)
-        return str(self._store.get("lifeline").decode())
+            self.store.set("lifeline", text)
+        return str(self.store.get("lifeline").decode())
 
     def send(self, data: Tensor, to: int, tag: int) -> GlooRequest:
         return self._begin(lambda: self._group.send([data], to, tag))
@@ -115,7 +129,8 @@ class GlooWire:
         return self._begin(lambda: self._group.recv([into], source, tag))
 
     def pause(self, turns: int) -> None:
-        self._waiters.pause()
+        # Nothing wakes who waits for a GPU to come so far: a short wait is looked at often.
+        self._waiters.pause(min(_NAP, 1e-4 * (turns + 1)))
 
     def close(self, well: bool) -> None:
         atexit.unregister(self._end)
@@ -156,7 +171,7 @@ class GlooRequest:
     def wait(self) -> None:
         """Blocks; called by a thread of its own."""
         try:
-            self._work.wait(_LONG)
+            self._work.wait(LONG)
         except RuntimeError as error:
             self._error = error
         self._over = True
@@ -177,9 +192,9 @@ class _Waiters:
             self._threads[-1].start()
         self._requests.put(request)
 
-    def pause(self) -> None:
-        """Returns when a request has become done since the last time, or after a moment."""
-        self._changed.wait(_NAP)
+    def pause(self, seconds: float) -> None:
+        """Returns when a request has become done since the last time, or after so long."""
+        self._changed.wait(seconds)
         self._changed.clear()
 
     def close(self) -> None:
@@ -202,8 +217,10 @@ def _failure(error: RuntimeError) -> PathosegError:
     )
 
 
-def _own_address(host: str, port: int) -> str:
-    """The address of the interface by which this machine reaches `host`."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # sends nothing
-        return str(probe.getsockname()[0])
+def _address(store: Store, rank: int, ranks: int, host: str) -> str:
+    """Where the other ranks reach this one: on the host where they meet, by their addresses."""
+    own = own_address(host)
+    store.set(f"address/{rank}", own)
+    if not ipaddress.ip_address(own).is_loopback:
+        return own
+    return reached_by(store.get(f"address/{each}").decode() for each in range(ranks))

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.runtime.host_memory import keep_freed_memory
+from pathoseg.host_memory import keep_freed_memory
 from pathoseg.parallel.runtime.processes import ProcessTransport
 
 Choice = Literal["auto", "mpi", "gloo", "nccl"]
@@ -110,36 +110,27 @@ def connect(choice: Choice = "auto", world: World | None = None) -> ProcessTrans
         PathosegError: The ranks cannot meet, or not by this transport.
     """
     world = find_world() if world is None else world
-    refuse_nccl(choice)
     if choice == "mpi" or (choice == "auto" and world.launcher == "mpirun"):
         from pathoseg.parallel.runtime.mpi import connect_mpi
 
         transport = connect_mpi(world.ranks)
     elif world.launcher == "mpirun":
         raise PathosegError(
-            "Under the launcher of an MPI, gloo is not told where its ranks meet.",
+            f"Under the launcher of an MPI, {choice} is not told where its ranks meet.",
             "Use the transport 'mpi', or start the ranks by torchrun, srun or --ranks.",
         )
     else:
-        from pathoseg.parallel.runtime.torch_dist import connect_gloo
-
-        transport = connect_gloo(
+        if choice == "nccl":
+            from pathoseg.parallel.runtime.nccl import connect_nccl as join
+        else:
+            from pathoseg.parallel.runtime.torch_dist import connect_gloo as join
+        transport = join(
             world.rank, world.ranks, world.host, world.port, local=world.local, hosted=world.hosted
         )
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(_share_of_cores(transport))
     keep_freed_memory()
     return transport
-
-
-def refuse_nccl(choice: Choice) -> None:
-    if choice == "nccl":
-        raise PathosegError(
-            "NCCL cannot carry a schedule: its messages have no tags, so that both ranks of a "
-            "pair would have to begin them in one order, and it refuses two ranks on one GPU.",
-            "Use the transport 'mpi' (one that reads CUDA memory copies from GPU to GPU) or "
-            "'gloo'.",
-        )
 
 
 def _share_of_cores(transport: ProcessTransport) -> int:

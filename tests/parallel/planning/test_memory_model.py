@@ -15,9 +15,17 @@ from benchmarks.networks.transformer import transformer
 from benchmarks.networks.vgg import vgg19
 from pathoseg.models.resnet_v2 import ResNetV2
 from pathoseg.models.unet import UNet
+from pathoseg.parallel.graph.retention import Retention
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.cpu_kernels import cpu_workspace
+from pathoseg.parallel.planning.memory import Chooser
 from pathoseg.parallel.planning.memory_model import MemoryModel, Workspace
+from pathoseg.parallel.planning.partition import even
+from pathoseg.parallel.planning.patterns import Ways
+from pathoseg.parallel.planning.retained import retain
+from pathoseg.parallel.planning.storages import stage_facts
+from pathoseg.parallel.runtime.stage import Pass, Stage
+from pathoseg.parallel.schedule.costs import Link
 from tests.parallel.networks.small import SMALL, small_graph
 from tests.parallel.networks.stages import allocated, cut_places, run_on_messages, saved_by_hooks
 
@@ -62,6 +70,59 @@ def test_peaks_of_stages_are_the_allocators(name: str) -> None:
             really = allocated(lambda layers=range(first, stop): run_on_messages(traced, layers))
             stage = model.stage(range(first, stop))
             assert stage.peak() - stage.weights == pytest.approx(really, rel=0.01)
+
+
+RETAINED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "unet": (lambda: UNet(3, width=16, depth=3), (1, 3, 128, 128)),
+    "resnet110-v2": (lambda: ResNetV2(2, depth=110), (1, 3, 64, 64)),
+}
+
+
+@pytest.mark.parametrize("name", RETAINED)
+def test_peaks_of_what_is_recomputed_are_the_allocators(name: str) -> None:
+    make, shape = RETAINED[name]
+    traced = Traced(make(), torch.randn(shape))
+    graph = traced.graph
+    whole = range(len(graph.layers))
+    model = MemoryModel(graph, fresh_gradients=True, workspace=_workspace())
+    received = model.stage(whole).received
+    # Where layers are equally slow the fewest are recomputed.
+    times = [1.0] * len(whole)
+    facts = stage_facts(graph, whole, model.by_layer(whole), (times, times))
+    chooser = Chooser(facts, Link(), Ways(offload=False))
+    everything = retain(facts, Retention())
+    for share in (1.0, 0.75, 0.6):
+        choice = chooser.choose(int(share * everything.peak))
+        assert choice is not None
+        assert bool(choice.retention.recomputed) == (share < 1)
+        traced.model.zero_grad()
+        really = _allocated_by_stage(traced, choice.retention, shape)
+        assert choice.retained.peak + received == pytest.approx(really, rel=0.02)
+
+
+def _allocated_by_stage(traced: Traced, retention: Retention, shape: tuple[int, ...]) -> int:
+    """What the whole model as one stage takes at most, for a microbatch."""
+    stage = Stage(
+        traced,
+        even(traced.graph, 1),
+        number=0,
+        loss=lambda logits, _: logits.flatten(1).sum(1),
+        seed=0,
+        device=torch.device("cpu"),
+        dtype=None,
+        alone=True,
+        retention=retention,
+        copies=None,
+    )
+
+    def visit() -> None:
+        stage.begin()
+        stage.feed(0, {next(iter(traced.graph.inputs)): torch.ones(shape)})
+        stage.compare(0, None)
+        stage.forward(0, Pass(0, shape[0], 1.0, training=True), keep=True)
+        stage.backward(0)
+
+    return allocated(visit)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import torch
 from pathoseg.errors import PathosegError
 from pathoseg.models.unet import UNet
 from pathoseg.parallel.graph.layer_graph import LayerGraph
+from pathoseg.parallel.graph.retention import Retention
 from pathoseg.parallel.graph.traced import trace
 from pathoseg.parallel.planning.partition import balance
 from pathoseg.parallel.planning.plan import Plan, digest, input_shape
@@ -50,6 +51,9 @@ def made(graph: LayerGraph) -> Plan:
         memory=(3, 4, 5),
         messages=(6, 7, 8),
         sums=(1, 0, 0),
+        retention=(Retention((graph.layers[0].name,)), Retention(), Retention()),
+        window=2**16,
+        host_memory=(9, 0, 0),
     )
 
 
@@ -58,7 +62,8 @@ def test_a_plan_is_rebuilt_from_its_text(graph: LayerGraph, made: Plan) -> None:
     assert again == made
     partition = balance(graph, 3)
     assert again.partition(graph) == partition
-    expected = lower(one_f_one_b(3, 4), stage_edges(partition), recompute=(0,))
+    away = {0: [graph.layers[0].name]}
+    expected = lower(one_f_one_b(3, 4), stage_edges(partition), recompute=(0,), offload=away)
     assert again.schedule == expected
     assert (again.batch, again.images_per_second, again.sent) == (4, 2.0, 8)
 
@@ -79,6 +84,8 @@ def test_a_plan_of_another_model_or_tile_is_refused(made: Plan, other: dict[str,
         ({"memory": [1]}, "do not fit"),
         ({"bounds": [0, 5, 5, 9]}, "do not fit"),
         ({"recompute": [7]}, "do not fit"),
+        ({"retention": []}, "do not fit"),
+        ({"host_memory": [1, 2]}, "do not fit"),
         ({"text": "schedule x\n"}, "text has no line"),
     ],
 )

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from pathoseg.errors import PathosegError
 from pathoseg.models.unet import UNet
+from pathoseg.parallel.graph.retention import Retention
 from pathoseg.parallel.graph.traced import trace
 from pathoseg.parallel.planning.bounds import least_bytes, least_seconds
 from pathoseg.parallel.planning.cost import Roofline
 from pathoseg.parallel.planning.hardware import Hardware
 from pathoseg.parallel.planning.orders import AUTO, ORDERS, PLACEMENTS, Frame
+from pathoseg.parallel.planning.patterns import Ways
 from pathoseg.parallel.planning.plan import Plan
 from pathoseg.parallel.planning.planner import plan
 from pathoseg.parallel.planning.priced import Priced, stage_edges
@@ -67,9 +69,11 @@ def test_a_plan_runs_as_it_says(ranks: int, share: float, batch: int, order: str
         assert each.batch == batch
         assert max(each.memory) <= task.memory
         validate(each.schedule)
-        costs = UNET.costs(each.partition(UNET.graph), each.ranks)
+        partition = each.partition(UNET.graph)
+        costs = UNET.costs(partition, each.ranks, each.retention, each.window)
         found = simulate(each.schedule, costs)
         assert (float(found.time), found.peak_memory) == (each.seconds, each.memory)
+        assert found.host_memory == each.host_memory
         assert found.bytes_sent == each.messages
         assert Plan.from_json(each.to_json()) == each
 
@@ -113,9 +117,27 @@ def test_what_fits_on_one_device_is_not_cut() -> None:
 
 
 def test_what_does_not_fit_is_cut() -> None:
-    best = plan([UNET], Task(4, int(0.7 * WHOLE), 4))[0]
+    kept = Task(4, int(0.7 * WHOLE), 4, ways=Ways(offload=False, recompute=False))
+    best = plan([UNET], kept)[0]
     assert best.stages > 1
-    assert plan([UNET], Task(1, int(WHOLE) - 1, 4)) == []
+    assert plan([UNET], replace(kept, ranks=1, memory=int(WHOLE) - 1)) == []
+
+
+def test_what_does_not_fit_alone_is_recomputed_or_offloaded() -> None:
+    [alone] = plan([UNET], Task(1, int(0.7 * WHOLE), 4))
+    assert alone.order == "sequential"
+    assert alone.retention[0].recomputed
+    [keeping] = plan([UNET], Task(1, int(WHOLE) + 2**20, 4))
+    assert keeping.retention == (Retention(),)
+    assert keeping.seconds < alone.seconds
+    big = _price(side=256)
+    whole = big.cutter.least_caps(1)[0]
+    copied = Task(1, int(0.8 * whole), 4, ways=Ways(recompute=False))
+    [away] = plan([big], copied)
+    assert away.retention[0].offloaded
+    assert not away.retention[0].recomputed
+    assert away.host_memory[0] > 0
+    assert max(away.memory) <= copied.memory
 
 
 def test_more_ranks_than_stages_are_groups() -> None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
 from torch import Tensor, nn
 
-from pathoseg.parallel.graph.layer_graph import Partition
+from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.partition import balance, even
 from pathoseg.parallel.runtime.executor import Microbatches
+from pathoseg.parallel.runtime.memory import Memory
 from pathoseg.parallel.runtime.runner import Runner, Training
 from pathoseg.parallel.runtime.stage import stage_edges
 from pathoseg.parallel.runtime.transport import Transport
@@ -92,6 +93,7 @@ class Case:
         dtype: Of parameters and samples.
         clip: Largest norm of the gradient, or 0.
         last: Samples of the last microbatch; the others have 2.
+        offload: By stage, the layers whose storages wait in host memory.
     """
 
     model: str
@@ -100,6 +102,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     clip: float = 0.0
     last: int = 1
+    offload: Mapping[int, Sequence[str]] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
         name = f"{self.model}-{self.plan}-{self.ranks}"
@@ -120,7 +123,19 @@ class Case:
 
     def schedule(self) -> tuple[Schedule, Partition]:
         """What is run, groups not written out."""
-        return _schedule(self.model, self.plan, self.ranks)
+        order, partition = _cut(self.model, self.plan, self.ranks)
+        lowered = lower(
+            order,
+            list(stage_edges(partition)),
+            recompute=range(order.stages) if self.setting.recompute else (),
+            offload=self.offload,
+            buckets=self.setting.buckets,
+        )
+        return lowered, partition
+
+    def graph(self) -> LayerGraph:
+        """The layers of the model."""
+        return traced(self.model, torch.float32, "judge").graph
 
     def sizes(self) -> list[int]:
         """Samples of each microbatch."""
@@ -129,18 +144,11 @@ class Case:
 
 
 @cache
-def _schedule(model: str, name: str, ranks: int) -> tuple[Schedule, Partition]:
-    plan = Case(model, name, ranks).setting
-    order = _order(name, ranks // plan.groups)
-    graph = traced(model, torch.float32, "judge").graph
-    partition = (even if plan.naive else balance)(graph, order.stages)
-    lowered = lower(
-        replace(order, groups=plan.groups),
-        list(stage_edges(partition)),
-        recompute=range(order.stages) if plan.recompute else (),
-        buckets=plan.buckets,
-    )
-    return lowered, partition
+def _cut(model: str, name: str, ranks: int) -> tuple[Schedule, Partition]:
+    case = Case(model, name, ranks)
+    order = _order(name, ranks // case.setting.groups)
+    partition = (even if case.setting.naive else balance)(case.graph(), order.stages)
+    return replace(order, groups=case.setting.groups), partition
 
 
 @cache
@@ -186,12 +194,18 @@ def microbatches(case: Case, step: int) -> Microbatches:
     return Microbatches(sizes, lambda index: {name: part(index)[0]}, lambda index: part(index)[1])
 
 
-def start(case: Case, transport: Transport, training: Training | None = None) -> Runner:
+def start(
+    case: Case,
+    transport: Transport,
+    training: Training | None = None,
+    memory: Memory | None = None,
+) -> Runner:
     """The runner of one rank, at the first weights."""
     schedule, partition = case.schedule()
     whole = reset(traced(case.model, case.dtype, transport.rank))
     device = torch.device("cpu")
-    return Runner(whole, partition, schedule, transport, device, training or training_of(case))
+    training = training or training_of(case)
+    return Runner(whole, partition, schedule, transport, device, training, memory)
 
 
 def prepare(case: Case) -> None:
@@ -201,10 +215,10 @@ def prepare(case: Case) -> None:
         traced(case.model, case.dtype, rank)
 
 
-def run_case(case: Case, transport: Transport) -> Verdict:
+def run_case(case: Case, transport: Transport, memory: Memory | None = None) -> Verdict:
     """Three steps on one rank; gradients are those of its own parameters."""
     verdict = Verdict()
-    runner = start(case, transport)
+    runner = start(case, transport, memory=memory)
     for step in range(STEPS):
         result = runner.step(step, microbatches(case, step))
         assert result.finite

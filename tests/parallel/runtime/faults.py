@@ -6,17 +6,18 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.runtime import lifeline
-from pathoseg.parallel.runtime.world import connect
+from tests.parallel.runtime.joined import join
 
 
-def main(fault: str) -> None:
-    lifeline.SILENCE = 8.0
-    transport = connect()
+def main(library: str, fault: str) -> None:
+    transport = join(library)
     last = transport.ranks - 1
     transport.barrier()
     if transport.rank == last:
@@ -40,4 +41,4 @@ def main(fault: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2])

@@ -16,7 +16,10 @@ from torch import Tensor, nn
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.partition import even
+from pathoseg.parallel.runtime import keeping
+from pathoseg.parallel.runtime import memory as memory_module
 from pathoseg.parallel.runtime.executor import Microbatches
+from pathoseg.parallel.runtime.memory import Memory
 from pathoseg.parallel.runtime.runner import Runner, Training
 from pathoseg.parallel.runtime.stage import stage_edges
 from pathoseg.parallel.runtime.threads import ThreadTransport, run_ranks
@@ -314,6 +317,68 @@ def test_a_rank_that_fails_names_itself_to_all() -> None:
         ranks_of(case, body)
     assert len(heard) == 3
     assert all("Rank 0" in text and "the disk is gone" in text for text in heard)
+
+
+def test_a_device_without_memory_names_what_was_planned() -> None:
+    case = Case("unet", "1f1b", 2)
+    prepare(case)
+    memory = Memory(device_bytes=(3 * 2**29, 2**30))
+
+    def body(transport: ThreadTransport) -> None:
+        def targets(index: int) -> Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        batch = replace(microbatches(case, 0), targets=targets)
+        start(case, transport, memory=memory).step(0, batch)
+
+    with pytest.raises(PathosegError, match="ran out of device memory at 0:1F0 of stage 1") as told:
+        run_ranks(2, body)
+    assert "1.00 GiB were planned" in told.value.problem
+    assert "--memory" in told.value.mend
+
+
+def test_a_host_without_memory_is_refused_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = Case("unet", "1f1b", 2)
+    prepare(case)
+    monkeypatch.setattr(memory_module, "available_memory", lambda: 5 * 2**29)
+    fitting, large = Memory(host_bytes=(2**30, 2**30)), Memory(host_bytes=(2**30, 2**31))
+    run_ranks(2, lambda transport: start(case, transport, memory=fitting))
+    with pytest.raises(PathosegError, match=r"keeps 3\.00 GiB .* which has 2\.50 GiB left"):
+        run_ranks(2, lambda transport: start(case, transport, memory=large))
+
+
+def test_copies_to_the_host_are_events_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "SMALL", 1)
+    case = Case("unet", "1f1b", 2)
+    layers = case.graph().layers
+    _, partition = case.schedule()
+    names = {
+        stage: [
+            layers[at].name
+            for at in partition.layers(stage)
+            if layers[at].name.endswith(("conv1", "conv2"))
+        ]
+        for stage in range(2)
+    }
+    case = replace(case, offload=names)
+    schedule, _ = case.schedule()
+    traces = ranks_of(case, lambda runner: runner.step(0, microbatches(case, 0), trace=True))
+    for rank, result in enumerate(traces):
+        times = {event.action: (event.start, event.end) for event in result.events}
+        moves = [each for each in schedule.lists[rank] if each.tensor is not None]
+        assert moves
+        assert set(moves) <= set(times)
+        for move in moves:
+            forward = times[move._replace(kind=Kind.FORWARD, tensor=None)]
+            backward = times[move._replace(kind=Kind.BACKWARD, tensor=None)]
+            begin, end = times[move]
+            assert begin <= end
+            if move.kind is Kind.OFFLOAD:
+                assert forward[0] <= begin <= end <= forward[1]
+            else:
+                assert forward[1] <= begin <= end <= backward[1]
 
 
 def test_ranks_that_differ_are_refused() -> None:

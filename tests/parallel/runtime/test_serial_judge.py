@@ -10,9 +10,9 @@ import torch
 
 from pathoseg.parallel.runtime.launch import start_local
 from pathoseg.parallel.runtime.threads import run_ranks
-from pathoseg.parallel.runtime.world import Choice
 from tests.parallel.networks.runtime_models import MODELS
 from tests.parallel.runtime.cases import HYBRIDS, PLANS, Case, compare, prepare, run_case
+from tests.parallel.runtime.joined import Library
 from tests.parallel.runtime.judged_ranks import cases_of_processes
 
 CASES = [
@@ -42,15 +42,16 @@ def test_ranks_train_as_one_process(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("library", ["gloo", "mpi"])
+@pytest.mark.parametrize("library", ["gloo", "mpi", "ordered"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_processes_train_as_one(
-    library: Choice, ranks: int, capfd: pytest.CaptureFixture[str]
+    library: Library, ranks: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     if library == "mpi" and not Path(sys.executable).with_name("mpirun").exists():
         pytest.skip("no mpirun beside this Python: pip install 'pathoseg[mpi]'")
     script = Path(__file__).with_name("judged_ranks.py")
-    code = start_local(ranks, [sys.executable, str(script)], library)
+    choice = "gloo" if library == "ordered" else library
+    code = start_local(ranks, [sys.executable, str(script), library], choice)
     out, err = capfd.readouterr()
     assert code == 0, err
-    assert out.split() == ["passed:", *map(str, cases_of_processes(ranks))]
+    assert out.split() == ["passed:", *map(str, cases_of_processes(ranks, library))]

@@ -14,20 +14,21 @@ from pathoseg.errors import PathosegError
 from pathoseg.parallel.runtime import launch
 from pathoseg.parallel.runtime.links import fit_link, measure_links
 from pathoseg.parallel.runtime.threads import ThreadTransport, run_ranks
-from pathoseg.parallel.runtime.world import Choice, World, connect
+from pathoseg.parallel.runtime.world import World, connect
 from pathoseg.parallel.schedule.costs import Link
 from tests.parallel.runtime import transport_conformance
+from tests.parallel.runtime.joined import Library
 
 HERE = Path(__file__).parent
 NAMES = [case.__name__ for case in transport_conformance.CASES]
 
 
-def start(ranks: int, library: Choice, script: str, *arguments: str) -> int:
+def start(ranks: int, library: Library, script: str, *arguments: str) -> int:
     """Runs a script as ranks on this machine."""
     if library == "mpi" and not Path(sys.executable).with_name("mpirun").exists():
         pytest.skip("no mpirun beside this Python: pip install 'pathoseg[mpi]'")
-    command = [sys.executable, str(HERE / script), *arguments]
-    return launch.start_local(ranks, command, library)
+    command = [sys.executable, str(HERE / script), library, *arguments]
+    return launch.start_local(ranks, command, "gloo" if library == "ordered" else library)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -35,9 +36,9 @@ def test_threads_conform(ranks: int) -> None:
     assert run_ranks(ranks, transport_conformance.run_all) == [NAMES] * ranks
 
 
-@pytest.mark.parametrize("library", ["gloo", "mpi"])
+@pytest.mark.parametrize("library", ["gloo", "mpi", "ordered"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_processes_conform(library: Choice, ranks: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_processes_conform(library: Library, ranks: int, capfd: pytest.CaptureFixture[str]) -> None:
     code = start(ranks, library, "transport_conformance.py")
     out, err = capfd.readouterr()
     assert code == 0, err
@@ -54,7 +55,7 @@ def test_processes_conform(library: Choice, ranks: int, capfd: pytest.CaptureFix
     ],
 )
 def test_a_lost_rank_ends_all_with_the_reason(
-    library: Choice, fault: str, code: int, reason: str, capfd: pytest.CaptureFixture[str]
+    library: Library, fault: str, code: int, reason: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ended = start(3, library, "faults.py", fault)
     out, err = capfd.readouterr()
@@ -79,8 +80,6 @@ def test_a_world_of_one_is_joined_without_others() -> None:
 
 
 def test_a_transport_says_what_it_cannot_do() -> None:
-    with pytest.raises(PathosegError, match="NCCL cannot carry a schedule"):
-        connect("nccl")
     with pytest.raises(PathosegError, match="gloo is not told where its ranks meet"):
         connect("gloo", World("mpirun", 0, 2))
 

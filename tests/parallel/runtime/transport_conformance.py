@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -196,16 +198,17 @@ def run_all(transport: Transport) -> list[str]:
     return [case.__name__ for case in CASES]
 
 
-def main() -> None:
+def main(library: str) -> None:
     """One rank of a world of processes."""
-    from pathoseg.parallel.runtime.world import connect
+    from tests.parallel.runtime.joined import join
 
     torch.set_num_threads(1)
-    transport = connect()
+    transport = join(library)
     passed = run_all(transport)
     transport.close()
     print("passed:", *passed, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+    main(sys.argv[1])

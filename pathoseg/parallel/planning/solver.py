@@ -1,0 +1,87 @@
+"""Solves mixed-integer programs by HiGHS: the same program gives the same answer."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pathoseg.parallel.planning.program import Program
+
+# HiGHS stops this share of the cost short of the least, or after so many nodes. Never by the
+# clock: a busy machine would find another answer.
+_GAP, _NODES = 1e-3, 30
+
+
+class Relaxed(NamedTuple):
+    """A program's answer where no variable has to be whole.
+
+    Attributes:
+        cost: Not more than that of any answer.
+        dear: How much the cost grows at least with one more of each variable.
+    """
+
+    cost: float
+    dear: NDArray[np.float64]
+
+
+def relax(program: Program) -> Relaxed | None:
+    """The least cost if no variable had to be whole; None where nothing holds every row."""
+    from scipy.optimize import linprog  # a second to import, and few plans need it
+
+    rows = program.matrix().tocsr()
+    least, limits = np.array(program.least), np.array(program.limits)
+    even = least == limits
+    found = linprog(
+        program.cost,
+        A_ub=rows[~even],
+        b_ub=limits[~even],
+        A_eq=rows[even],
+        b_eq=limits[even],
+        bounds=[(0, most) for most in program.most],
+    )
+    return None if found.x is None else Relaxed(found.fun, found.lower.marginals)
+
+
+def solve(program: Program, limit: float = inf) -> NDArray[np.float64] | None:
+    """The best values whose cost is at most a limit, or None where none were found."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    with _silent():
+        result = milp(
+            program.cost,
+            integrality=np.array(program.whole, int),
+            bounds=Bounds(0, np.array(program.most)),
+            constraints=[
+                LinearConstraint(
+                    program.matrix().tocsr(), np.array(program.least), np.array(program.limits)
+                ),
+                LinearConstraint(np.array([program.cost]), -inf, limit),
+            ],
+            options={"mip_rel_gap": _GAP, "node_limit": _NODES},
+        )
+    values: NDArray[np.float64] | None = result.x
+    return values
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Nothing reaches the standard output of the process: HiGHS 1.12 prints a line there, whatever
+    its options, where it repairs what it found. Plans are made in the only thread that prints."""
+    library = ctypes.CDLL(None)
+    library.fflush(None)
+    shown, hidden = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(hidden, 1)
+    try:
+        yield
+    finally:
+        library.fflush(None)  # C holds its output back, too
+        os.dup2(shown, 1)
+        os.close(shown)
+        os.close(hidden)

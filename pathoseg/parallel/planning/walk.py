@@ -1,0 +1,207 @@
+"""Walks through the forward and backward of layers of which some storages are not kept."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from pathoseg.parallel.planning.storages import StageFacts
+
+
+@dataclass
+class Walked:
+    """What layers hold and do again, beyond what earlier ones keep.
+
+    Attributes:
+        forward_peak: Most bytes in their forward, what is kept included.
+        backward_peak: Likewise in their backward.
+        seconds: Of the forwards that run again.
+        again: How many bytes are made again.
+        needed: By offloaded storage, the seconds after the backward's start when it is needed.
+        demands: Storages that layers read which run again, and that are others' to keep.
+        last: Position of the layer in whose backward each of these is needed first.
+    """
+
+    forward_peak: int = 0
+    backward_peak: int = 0
+    seconds: float = 0.0
+    again: int = 0
+    needed: dict[int, float] = field(default_factory=dict)
+    demands: dict[int, int] = field(default_factory=dict)
+
+
+def walk(
+    facts: StageFacts,
+    layers: range,
+    own: Collection[int],
+    dropped: Collection[int],
+    offloaded: Collection[int],
+) -> Walked:
+    """Runs layers of a stage on paper.
+
+    Storages that are neither dropped nor offloaded are kept to the end of the first saver's
+    backward. A dropped one is made again when the backward first needs it, with all that this
+    takes: layers run in the order of the forward from what is at hand. What they make and other
+    backwards need stays until these have used it, the rest goes as soon as it has been read. An
+    offloaded one is on the device from its first use in the backward to its last.
+
+    Args:
+        facts: The stage.
+        layers: The layers to walk through: all, or some consecutive ones.
+        own: The saved storages that count; others are taken to be at hand, and for nothing.
+        dropped: Those of them that are recomputed.
+        offloaded: Those of them that are in host memory.
+    """
+    found = Walked()
+    _forward(facts, layers, own, dropped, offloaded, found)
+    _Backward(facts, layers, own, dropped, offloaded, found).run()
+    return found
+
+
+def _forward(
+    facts: StageFacts,
+    layers: range,
+    own: Collection[int],
+    dropped: Collection[int],
+    offloaded: Collection[int],
+    found: Walked,
+) -> None:
+    held = 0
+    freed: dict[int, int] = {}
+    for index in own:  # what earlier layers made
+        if facts.makers[index] < layers.start:
+            held += facts.sizes[index]
+            if index in dropped or index in offloaded:
+                end = facts.alive[index]
+                freed[end] = freed.get(end, 0) + facts.sizes[index]
+    for at in layers:
+        found.forward_peak = max(found.forward_peak, held + facts.forward_peak[at])
+        for index in facts.makes[at]:
+            size, end = facts.sizes[index], facts.alive[index]
+            is_kept = index in facts.saved and index not in dropped and index not in offloaded
+            if is_kept or end > at:
+                held += size
+            if end > at and not is_kept:
+                freed[end] = freed.get(end, 0) + size
+        held -= freed.get(at, 0)
+    found.forward_peak = max(found.forward_peak, held)
+
+
+class _Backward:
+    """The state of a backward on paper."""
+
+    def __init__(
+        self,
+        facts: StageFacts,
+        layers: range,
+        own: Collection[int],
+        dropped: Collection[int],
+        offloaded: Collection[int],
+        found: Walked,
+    ) -> None:
+        self._facts, self._layers, self._own = facts, layers, own
+        self._dropped, self._offloaded, self._found = dropped, offloaded, found
+        self._made: set[int] = set()  # dropped storages that are there again
+        self._back: set[int] = set()  # offloaded ones that are in use
+        self._held = 0
+        self._ending: dict[int, list[int]] = {}
+        for index in own:
+            saved = facts.saved[index]
+            self._ending.setdefault(saved.first, []).append(index)
+            if index not in dropped and index not in offloaded:
+                self._held += saved.bytes
+        self._clock = 0.0
+
+    def run(self) -> None:
+        facts, found = self._facts, self._found
+        for at in reversed(self._layers):
+            needed = [index for index in facts.saves[at] if index in self._own]
+            missing = [i for i in needed if i in self._dropped and i not in self._made]
+            if missing:
+                self._make_again(missing, at)
+            for index in needed:
+                if index in self._offloaded:
+                    self._fetch(index)
+            peak = self._held + facts.passed[at] + facts.backward_peak[at]
+            found.backward_peak = max(found.backward_peak, peak)
+            self._clock += facts.backward[at]
+            for index in self._ending.get(at, ()):
+                self._release(index)
+
+    def _release(self, index: int) -> None:
+        if index in self._dropped:
+            is_there = index in self._made
+            self._made.discard(index)
+        elif index in self._offloaded:
+            is_there = index in self._back
+            self._back.discard(index)
+        else:
+            is_there = True
+        if is_there:
+            self._held -= self._facts.sizes[index]
+
+    def _fetch(self, index: int) -> None:
+        self._found.needed.setdefault(index, self._clock)
+        if index not in self._back:
+            self._back.add(index)
+            self._held += self._facts.sizes[index]
+
+    def _make_again(self, missing: list[int], at: int) -> None:
+        """Runs the layers that the missing storages take, while the backward is at a layer."""
+        facts, found = self._facts, self._found
+        layers: set[int] = set()
+        asked = [*missing]
+        while asked:
+            index = asked.pop()
+            saved = facts.saved.get(index)
+            new = {facts.makers[index], *(saved.writers if saved else ())} - layers
+            layers |= new
+            for layer in new:
+                for read in facts.reads[layer]:
+                    if facts.makers[read] in layers:
+                        continue
+                    if self._at_hand(read, at):
+                        if read in self._offloaded:
+                            self._fetch(read)
+                    else:
+                        asked.append(read)
+        temporary = 0
+        gone: dict[int, int] = {}
+        order = sorted(layers)
+        for layer in order:
+            for read in facts.reads[layer]:
+                if facts.makers[read] in layers:
+                    gone[read] = layer
+        for layer in order:
+            peak = self._held + temporary + facts.passed[at] + facts.forward_peak[layer]
+            found.backward_peak = max(found.backward_peak, peak)
+            found.seconds += facts.forward[layer]
+            self._clock += facts.forward[layer]
+            for index in facts.makes[layer]:
+                if self._stays(index, at):
+                    self._made.add(index)
+                    self._held += facts.sizes[index]
+                    found.again += facts.sizes[index]
+                elif index in gone:
+                    temporary += facts.sizes[index]
+            for index, last in gone.items():
+                if last == layer and index not in self._made:
+                    temporary -= facts.sizes[index]
+
+    def _stays(self, index: int, at: int) -> bool:
+        """Whether a storage that is made again is needed by backwards to come."""
+        return (
+            index in self._dropped
+            and index not in self._made
+            and self._facts.saved[index].first <= at
+        )
+
+    def _at_hand(self, index: int, at: int) -> bool:
+        if index not in self._own:
+            if self._facts.makers[index] not in self._layers and index in self._facts.saved:
+                self._found.demands.setdefault(index, at)
+                return True
+            return False
+        if index in self._dropped:
+            return index in self._made
+        return self._facts.saved[index].first <= at

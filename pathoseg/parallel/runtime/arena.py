@@ -1,0 +1,124 @@
+"""Host memory that is taken once, pinned, and given out again and again."""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pathoseg.errors import PathosegError
+
+_ALIGNMENT = 512  # bytes
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Room:
+    """A part of an arena: which slab, from where, how many bytes."""
+
+    slab: int
+    start: int
+    bytes: int
+
+
+class Arena:
+    """Slabs of host memory, of which parts are taken and given back.
+
+    Args:
+        size: Bytes of the first slab; another is added where that is not enough.
+        pinned: Whether a CUDA device copies from and to it: slabs are then pinned as they are,
+            where torch's own pinned memory would be rounded up to a power of two.
+
+    Attributes:
+        held: Bytes that are taken now.
+        peak: Most that were taken at once.
+
+    Raises:
+        PathosegError: The host has not as much memory to pin; so does `take`.
+    """
+
+    def __init__(self, size: int, pinned: bool) -> None:
+        self.held = self.peak = 0
+        self._pinned = pinned
+        self._slabs: list[Tensor] = []
+        self._free: list[Room] = []
+        self._marks: dict[Room, Any] = {}
+        if pinned:
+            # The process's end unpins by itself.
+            weakref.finalize(self, _unpin, self._slabs).atexit = False
+        if size:
+            self._grow(_aligned(size))
+
+    @property
+    def bytes(self) -> int:
+        """Of all slabs together."""
+        return sum(slab.numel() for slab in self._slabs)
+
+    def take(self, size: int) -> tuple[Room, Any]:
+        """The smallest free part of so many bytes, and the mark with which it was given back."""
+        needed = _aligned(size)
+        fitting = [room for room in self._free if room.bytes >= needed]
+        if not fitting:
+            self._grow(needed)
+            fitting = self._free[-1:]
+        room = min(fitting, key=lambda each: each.bytes)
+        self._free.remove(room)
+        mark = self._marks.pop(room, None)
+        taken = Room(room.slab, room.start, needed)
+        if room.bytes > needed:
+            rest = Room(room.slab, room.start + needed, room.bytes - needed)
+            insort(self._free, rest)
+            self._marks[rest] = mark
+        self.held += needed
+        self.peak = max(self.peak, self.held)
+        return taken, mark
+
+    def give_back(self, room: Room, mark: Any) -> None:
+        """A part is free once a mark is passed; marks are given in the order of their lane."""
+        self.held -= room.bytes
+        at = bisect_left(self._free, room)
+        before = self._free[at - 1] if at else None
+        after = self._free[at] if at < len(self._free) else None
+        # The mark of the joined part is the latest, which is this one.
+        for other in (before, after):
+            if other is not None and _touch(room, other):
+                self._free.remove(other)
+                self._marks.pop(other, None)
+                room = Room(room.slab, min(room.start, other.start), room.bytes + other.bytes)
+        insort(self._free, room)
+        self._marks[room] = mark
+
+    def tensor(self, room: Room, size: int) -> Tensor:
+        """The bytes of a part."""
+        return self._slabs[room.slab][room.start : room.start + size]
+
+    def _grow(self, size: int) -> None:
+        slab = torch.empty(size, dtype=torch.uint8)
+        if self._pinned:
+            failed = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), size, 0)  # type: ignore[no-untyped-call]  # untyped in torch
+            if int(failed):
+                raise PathosegError(
+                    f"CUDA cannot pin {size / 2**30:.2f} GiB of host memory (error {int(failed)}).",
+                    "Give the job more host memory, or raise its limit of locked memory "
+                    "(ulimit -l).",
+                )
+        self._slabs.append(slab)
+        self._free.append(Room(len(self._slabs) - 1, 0, size))
+
+
+def _unpin(slabs: list[Tensor]) -> None:
+    torch.cuda.synchronize()
+    for slab in slabs:
+        torch.cuda.cudart().cudaHostUnregister(slab.data_ptr())  # type: ignore[no-untyped-call]  # untyped in torch
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _touch(one: Room, other: Room) -> bool:
+    first, second = sorted((one, other))
+    return first.slab == second.slab and first.start + first.bytes == second.start

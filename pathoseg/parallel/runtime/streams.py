@@ -1,0 +1,121 @@
+"""The lanes of a device: its compute and the copies in both directions, ordered by marks."""
+
+from __future__ import annotations
+
+import time
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Lane(Enum):
+    """Work of one lane runs in the order in which it was given; lanes run beside each other."""
+
+    COMPUTE = 0  # the stream that the caller computes on
+    OUT = 1  # copies to the host
+    BACK = 2  # copies from the host
+
+
+class Streams(Protocol):
+    """Lanes, and marks in them: a mark is passed once all work ahead of it is done."""
+
+    def copy(self, lane: Lane, into: Tensor, source: Tensor) -> None:
+        """Puts a copy of a tensor's bytes at the end of a lane."""
+
+    def mark(self, lane: Lane) -> Any:
+        """A mark at the end of a lane."""
+
+    def wait(self, lane: Lane, mark: Any) -> None:
+        """Lets what follows in a lane wait for a mark of another."""
+
+    def passed(self, mark: Any) -> bool:
+        """Whether a mark is passed; never blocks."""
+
+    def start_clock(self) -> None:
+        """From now on, until `settle`, marks are timed. All lanes are emptied first."""
+
+    def settle(self) -> None:
+        """Returns once all lanes are empty."""
+
+    def seconds(self, mark: Any) -> float:
+        """When a timed mark was passed, on the clock of `time.perf_counter`, after `settle`."""
+
+
+class HostStreams:
+    """Those of a CPU, where work is done as soon as it is given; a mark is a time."""
+
+    def copy(self, lane: Lane, into: Tensor, source: Tensor) -> None:
+        into.copy_(source)
+
+    def mark(self, lane: Lane) -> Any:
+        return time.perf_counter()
+
+    def wait(self, lane: Lane, mark: Any) -> None:
+        pass
+
+    def passed(self, mark: Any) -> bool:
+        return True
+
+    def start_clock(self) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
+
+    def seconds(self, mark: Any) -> float:
+        return float(mark)
+
+
+class CudaStreams:
+    """Those of a CUDA device; a mark is an event.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._timed = device, False
+        self._side = {lane: torch.cuda.Stream(device) for lane in (Lane.OUT, Lane.BACK)}  # type: ignore[no-untyped-call]  # untyped in torch
+        self._zero: Any = None
+        self._zero_seconds = 0.0
+
+    def copy(self, lane: Lane, into: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self._stream(lane)):
+            into.copy_(source, non_blocking=True)
+
+    def mark(self, lane: Lane) -> Any:
+        event = torch.cuda.Event(enable_timing=self._timed)  # type: ignore[no-untyped-call]  # untyped in torch
+        event.record(self._stream(lane))
+        return event
+
+    def wait(self, lane: Lane, mark: Any) -> None:
+        self._stream(lane).wait_event(mark)
+
+    def passed(self, mark: Any) -> bool:
+        return bool(mark.query())
+
+    def start_clock(self) -> None:
+        torch.cuda.synchronize(self._device)
+        self._timed = True
+        self._zero = self.mark(Lane.COMPUTE)
+        torch.cuda.synchronize(self._device)
+        self._zero_seconds = time.perf_counter()
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self._device)
+        self._timed = False
+
+    def seconds(self, mark: Any) -> float:
+        return self._zero_seconds + float(self._zero.elapsed_time(mark)) / 1e3
+
+    def _stream(self, lane: Lane) -> Any:
+        if lane is Lane.COMPUTE:
+            return torch.cuda.current_stream(self._device)
+        return self._side[lane]
+
+
+def streams_of(device: torch.device) -> Streams:
+    """The lanes of a device."""
+    return CudaStreams(device) if device.type == "cuda" else HostStreams()
