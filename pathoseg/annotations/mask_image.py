@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 
 from pathoseg.annotations.annotation import BACKGROUND, IGNORE, ClassTable, Colour
 from pathoseg.annotations.centres import ignore_outside, pixel_centres
+from pathoseg.annotations.tiled_mask import TiledMask
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, Size
 
@@ -30,9 +32,10 @@ _BAND = 256
 class MaskLabels:
     """A PNG or TIFF of class indices, of any size with the slide's aspect.
 
-    The header is checked at once; the pixels are decoded when they are first asked for and then
-    kept compressed. Value k is the class named "class k" if the run's classes are named like
-    that, and the k-th class otherwise.
+    The header is checked at once. A TIFF of 8 bits in tiles may have any size: its tiles are
+    decoded where they are asked for. Other pixels are decoded once and kept compressed. Value k is
+    the class named "class k" if the run's classes are named like that, and the k-th class
+    otherwise.
 
     Args:
         path: The file.
@@ -42,7 +45,7 @@ class MaskLabels:
 
     Raises:
         PathosegError: The file is no PNG or TIFF of one channel of whole numbers, is above 400
-            megapixels, or has another aspect than the slide.
+            megapixels without being such a TIFF, or has another aspect than the slide.
     """
 
     def __init__(
@@ -53,10 +56,12 @@ class MaskLabels:
         self._values = values
         with self._open() as image:
             size, mode = Size(*image.size), image.mode
-        if size.pixels > _LARGEST:
+            self._tiled = TiledMask.of(path, image) if isinstance(image, TiffImageFile) else None
+        if size.pixels > _LARGEST and self._tiled is None:
             raise PathosegError(
                 f"{path} has {size.width} × {size.height} px; a mask may have {_LARGEST:,} pixels.",
-                "Save it smaller: any size with the slide's aspect will do.",
+                "Save it smaller (any size with the slide's aspect will do), or as an 8-bit tiled "
+                "TIFF.",
             )
         if mode not in _INDEX_MODES:
             raise PathosegError(
@@ -93,7 +98,9 @@ class MaskLabels:
         rows = np.floor(y * (pixels.size.height / self._slide_size.height)).astype(np.int64)
         columns = columns.clip(0, pixels.size.width - 1)
         rows = rows.clip(0, pixels.size.height - 1)
-        mask = self._table(classes)[pixels.read(rows)[:, columns]]
+        with self._decoding():
+            values = pixels.read(rows, columns)
+        mask = self._table(classes)[values]
         ignore_outside(mask, box, frame, self._slide_size)
         return mask
 
@@ -116,31 +123,42 @@ class MaskLabels:
         return table
 
     @cached_property
-    def _pixels(self) -> _Pixels:
+    def _pixels(self) -> _Pixels | _Tiles:
+        binary = self._values == "binary"
+        if self._tiled is not None:
+            with self._decoding():
+                found = self._tiled.values()
+            self._refuse_no_indices(found)
+            return _Tiles(self._tiled, _colours(found, self._tiled.palette, binary), binary)
         with self._open() as image:
-            try:
-                values = np.asarray(image)
-                palette = image.getpalette() or []
-            except Exception as error:  # Pillow's decoders raise nearly everything
-                raise _unreadable(self._path, error) from error
-        return _Pixels.of(self._indices(values), palette)
+            with self._decoding():
+                values, palette = np.asarray(image), image.getpalette() or []
+            found = _values_of(values)
+            self._refuse_no_indices(found)
+            indices = (values > 0).astype(np.uint8) if binary else values.astype(np.uint8)
+            return _Pixels.of(indices, _colours(found, palette, binary))
 
-    def _indices(self, values: NDArray[np.integer[Any]]) -> NDArray[np.uint8]:
+    def _refuse_no_indices(self, values: Set[int]) -> None:
         if self._values == "binary":
-            return np.where(np.greater(values, 0), np.uint8(1), np.uint8(BACKGROUND))
-        low, high = int(values.min()), int(values.max())
+            return
+        low, high = min(values), max(values)
         if low < 0 or high > IGNORE:
             raise PathosegError(
                 f"{self._path} holds the values {low} to {high}; class indices end at 254.",
                 'If it numbers instances, set `[annotations] mask = "binary"`.',
             )
-        indices = values.astype(np.uint8)
-        if high == IGNORE and not ((indices > 0) & (indices < IGNORE)).any():
+        if high == IGNORE and values <= {BACKGROUND, IGNORE}:
             raise PathosegError(
                 f"{self._path} holds no class: all of it is 0 or 255, and 255 means ignored.",
                 'If 255 is the foreground, set `[annotations] mask = "binary"`.',
             )
-        return indices
+
+    @contextmanager
+    def _decoding(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # decoders raise nearly everything
+            raise _unreadable(self._path, error) from error
 
     def _open(self) -> ImageFile:
         # Not Image.open: its bound is a global, below ours, and it would try 40 other formats.
@@ -152,6 +170,24 @@ class MaskLabels:
 
 
 @dataclass(frozen=True, slots=True)
+class _Tiles:
+    """Indices that stay in their file."""
+
+    mask: TiledMask
+    colours: Mapping[int, Colour | None]
+    binary: bool
+
+    @property
+    def size(self) -> Size:
+        return self.mask.size
+
+    def read(self, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """The pixels where `rows` and `columns` (ascending, inside the mask) cross."""
+        values = self.mask.read(rows, columns)
+        return np.minimum(values, 1) if self.binary else values
+
+
+@dataclass(frozen=True, slots=True)
 class _Pixels:
     """Rows of indices in compressed bands, for many slides' masks are held at a time."""
 
@@ -160,23 +196,33 @@ class _Pixels:
     bands: tuple[bytes, ...]
 
     @classmethod
-    def of(cls, indices: NDArray[np.uint8], palette: list[int]) -> _Pixels:
+    def of(cls, indices: NDArray[np.uint8], colours: Mapping[int, Colour | None]) -> _Pixels:
         height, width = indices.shape
         bands = [indices[top : top + _BAND] for top in range(0, height, _BAND)]
-        present = set().union(*(np.unique(band).tolist() for band in bands))
-        colours = {
-            value: _palette_colour(palette, value)
-            for value in sorted(present - {BACKGROUND, IGNORE})
-        }
         packed = tuple(zlib.compress(band.tobytes(), 1) for band in bands)
         return cls(Size(width, height), colours, packed)
 
-    def read(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """The rows (ascending, inside the mask), shape (len(rows), width)."""
+    def read(self, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """The pixels where `rows` and `columns` (ascending, inside the mask) cross."""
         first, last = int(rows[0]) // _BAND, int(rows[-1]) // _BAND
         text = b"".join(map(zlib.decompress, self.bands[first : last + 1]))
         pixels = np.frombuffer(text, dtype=np.uint8).reshape(-1, self.size.width)
-        return pixels[rows - first * _BAND]
+        return pixels[rows - first * _BAND][:, columns]
+
+
+def _values_of(pixels: NDArray[Any]) -> set[int]:
+    """The values in use."""
+    bands = (pixels[top : top + _BAND] for top in range(0, len(pixels), _BAND))
+    return set[int]().union(*(np.unique(band).tolist() for band in bands))
+
+
+def _colours(values: Set[int], palette: list[int], binary: bool) -> Mapping[int, Colour | None]:
+    """The classes among the values, with the colours that a palette gives them."""
+    if binary:
+        values = {int(value > 0) for value in values}
+    return {
+        value: _palette_colour(palette, value) for value in sorted(values - {BACKGROUND, IGNORE})
+    }
 
 
 def _palette_colour(palette: list[int], value: int) -> Colour | None:

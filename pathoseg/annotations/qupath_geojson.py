@@ -8,7 +8,7 @@ import json
 import math
 import uuid
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 import shapely
+from numpy.typing import NDArray
 from shapely import MultiPolygon, Polygon
 from shapely.errors import ShapelyError
 
@@ -198,9 +199,27 @@ class GeoJsonWriter:
             class_index: 1 to the number of classes.
             measurements: Name to value, shown by QuPath; what is not finite is left out.
         """
-        shape = _geometry_json(geometry)
+        self.add_all([geometry], [class_index], [measurements or {}])
+
+    def add_all(
+        self,
+        geometries: Sequence[Polygon | MultiPolygon] | NDArray[np.object_],
+        class_indices: Sequence[int],
+        measurements: Sequence[Mapping[str, float]],
+    ) -> None:
+        """Writes regions, faster than one by one: what `add` takes of each."""
+        # Whole numbers come as 12.0; without the .0 a file of pixel edges is a third smaller.
+        rounded = shapely.transform(
+            np.array(geometries, object), lambda corners: np.round(corners, 2)
+        )
+        shapes = shapely.to_geojson(rounded)
+        for shape, class_index, measured in zip(shapes, class_indices, measurements, strict=True):
+            short = shape.replace(".0,", ",").replace(".0]", "]")
+            self._write(short, class_index, measured)
+
+    def _write(self, shape: str, class_index: int, measurements: Mapping[str, float]) -> None:
         identity = uuid.uuid5(uuid.NAMESPACE_OID, f"{self._count} {class_index} {shape}")
-        finite = {name: x for name, x in (measurements or {}).items() if math.isfinite(x)}
+        finite = {name: x for name, x in measurements.items() if math.isfinite(x)}
         measured = f',"measurements":{_dump(finite)}' if finite else ""
         self._text.write(
             f'{"," if self._count else ""}\n{{"type":"Feature","id":"{identity}",'
@@ -226,12 +245,6 @@ class GeoJsonWriter:
             self.close()
         else:
             self._stack.close()
-
-
-def _geometry_json(geometry: Polygon | MultiPolygon) -> str:
-    rounded = shapely.transform(geometry, lambda corners: np.round(corners, 2))
-    # whole numbers come as 12.0; without the .0 a file of pixel edges is a third smaller
-    return shapely.to_geojson(rounded).replace(".0,", ",").replace(".0]", "]")
 
 
 def _dump(value: Any) -> str:

@@ -38,16 +38,18 @@ def find_annotation(slide: Path, folder: Path | None) -> Path | None:
 
     It lies beside the slide or, where `folder` is given, there, and is named like the slide
     without its suffix: `X.geojson`, `X.geojson.gz`, `X.json`, `X.xml`, `X_mask.png`,
-    `X_mask.tif`; in another folder than the slide's also `X.png` and `X.tif`.
+    `X_mask.tif`; in another folder than the slide's also `X.png` and `X.tif`. Of `X.ome.tif`, X is
+    `X.ome` or `X`.
 
     Raises:
         PathosegError: There are several.
     """
     place = slide.parent if folder is None else folder
-    names = [slide.stem + suffix for suffix in _OUTLINES]
-    names += [f"{slide.stem}_mask{suffix}" for suffix in _MASKS]
+    suffixes = [*_OUTLINES, *(f"_mask{suffix}" for suffix in _MASKS)]
     if place.resolve() != slide.parent.resolve():
-        names += [slide.stem + suffix for suffix in _MASKS]
+        suffixes += _MASKS
+    stems = dict.fromkeys((slide.stem, slide.stem.removesuffix(".ome")))
+    names = [stem + suffix for stem in stems for suffix in suffixes]
     found = [place / name for name in names if (place / name).is_file()]
     if len(found) > 1:
         raise PathosegError(

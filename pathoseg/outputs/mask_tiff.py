@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
+from uuid import NAMESPACE_OID, uuid4, uuid5
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,12 @@ _ZLIB_LEVEL = 4  # on masks 2 to 4 times as fast as the usual 6, and a third lar
 
 
 def write_mask(
-    path: Path, size: Size, mpp: Mpp, bands: Iterable[NDArray[np.uint8]], classes: ClassTable
+    path: Path,
+    size: Size,
+    mpp: Mpp,
+    bands: Iterable[NDArray[np.uint8]],
+    classes: ClassTable,
+    origin: str | None = None,
 ) -> None:
     """Writes class indices in tiles of 512 px, each level half as large and a SubIFD.
 
@@ -38,6 +44,8 @@ def write_mask(
         mpp: Microns per pixel.
         bands: Arrays of shape (any number of rows, width), from top to bottom.
         classes: Names of the indices.
+        origin: What the mask was made of: the file's UUID follows from it, so that the same mask
+            is the same file. None takes a random one.
 
     Raises:
         OSError: The disk is full or cannot be written.
@@ -66,7 +74,7 @@ def write_mask(
                 resolutionunit="CENTIMETER",
                 subfiletype=int(number > 0),
                 subifds=0 if number else len(levels) - 1,
-                metadata=None if number else _metadata(path.name, mpp, classes),
+                metadata=None if number else _metadata(path.name, mpp, classes, origin),
             )
             # tifffile stops at the last tile; what the bands check at their end is still to come.
             next(tiles, None)
@@ -80,10 +88,12 @@ def _level_sizes(size: Size) -> list[Size]:
     return sizes
 
 
-def _metadata(name: str, mpp: Mpp, classes: ClassTable) -> dict[str, object]:
+def _metadata(name: str, mpp: Mpp, classes: ClassTable, origin: str | None) -> dict[str, object]:
+    identity = uuid4() if origin is None else uuid5(NAMESPACE_OID, origin)
     names = {str(classes.index(name)): name for name in classes.names}
     return {
         "axes": "YX",
+        "UUID": f"urn:uuid:{identity}",
         "Name": name,
         "PhysicalSizeX": mpp.x,
         "PhysicalSizeXUnit": "µm",

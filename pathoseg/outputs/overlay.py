@@ -15,6 +15,7 @@ from pathoseg.outputs.atomic import replaced
 
 _LONGEST_SIDE = 2000
 _OPACITY = 0.35
+_STRIP = 256
 _GREY: Colour = (110, 110, 110)
 
 
@@ -85,7 +86,7 @@ def write_overlay(
     page.paste(picture, (0, 0))
     page.paste(legend, (0, picture.height))
     with replaced(path) as draft:
-        page.save(draft, "PNG")
+        page.save(draft, "PNG", compress_level=1)  # twice as fast, a twelfth larger
 
 
 def _blended(
@@ -101,8 +102,14 @@ def _blended(
     y, x = np.ogrid[: mask.shape[0], : mask.shape[1]]
     opacity = np.where(mask == IGNORE, (x + y) % 8 < 3, np.where(outline, 1.0, _OPACITY))
     opacity[mask == BACKGROUND] = 0
-    blend = image + opacity[:, :, None] * (palette[mask].astype(np.float64) - image)
-    return blend.round().astype(np.uint8)
+    blend = np.empty_like(image)
+    # In strips: real numbers for all of it would be the largest thing that `infer` ever holds.
+    for top in range(0, len(image), _STRIP):
+        rows = slice(top, top + _STRIP)
+        colours = palette[mask[rows]].astype(np.float64)
+        shown = image[rows] + opacity[rows, :, None] * (colours - image[rows])
+        blend[rows] = shown.round()
+    return blend
 
 
 def _in_ascii(name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
 import shapely
@@ -20,6 +20,7 @@ from pathoseg.outputs.boundary import Boundary, Edges, polygons
 from pathoseg.outputs.runs import Indices, Runs
 
 _PIXELS_AT_ONCE = 2**22  # noise has a run every few pixels, at some hundred bytes each
+_REGIONS_AT_ONCE = 2**12
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class RegionTracer:
     Pixels are connected by edges, not by corners, across bands too. Polygons trace pixel edges: a
     region's area is its number of pixels, and its neighbours share its boundary. Background and
     unread pixels are not traced. Held are the boundaries of the regions that go on below the last
-    row.
+    row, and the regions that end within 4 megapixels.
 
     Args:
         simplify: Tolerance of Douglas and Peucker's simplification in pixels; 0 keeps all corners.
@@ -74,13 +75,20 @@ class RegionTracer:
         # The last row's runs, and which open region each belongs to.
         self._last_runs = Runs.of(np.zeros((1, 1), np.uint8), 0)
         self._last_region = np.zeros(0, np.int64)
+        self._pending: Iterator[TracedRegion] = iter(())
 
     def add(self, band: NDArray[np.uint8]) -> Iterator[TracedRegion]:
-        """Takes the next rows, of shape (rows, width), and gives the regions that they complete."""
+        """Takes the next rows, of shape (rows, width), and gives the regions that they complete.
+
+        They are traced as they are looked at, those that are not before the rows that come next:
+        until then, `band` must stay as it is.
+        """
+        for _ in self._pending:
+            pass
         rows = max(1, _PIXELS_AT_ONCE // band.shape[1])
-        pieces = [band[top : top + rows] for top in range(0, len(band), rows)]
-        # A list: the band is traced whether or not the caller looks at the result.
-        return chain.from_iterable([self._traced(piece) for piece in pieces])
+        pieces = (band[top : top + rows] for top in range(0, len(band), rows))
+        self._pending = chain.from_iterable(map(self._traced, pieces))
+        return self._pending
 
     def close(self) -> Iterator[TracedRegion]:
         """Gives the regions that reach the mask's last row."""
@@ -175,13 +183,15 @@ def write_regions(
         OSError: The disk is full or cannot be written.
     """
     scale = np.array([frame.scale_x, frame.scale_y])
-    regions = list(regions)
-    outlines = np.array([region.geometry for region in regions], object)
     written: Counter[int] = Counter()
-    for region, outline in zip(
-        regions, shapely.transform(outlines, lambda corners: corners * scale), strict=True
-    ):
-        area = region.pixels * frame.mpp.x * frame.mpp.y
-        writer.add(outline, region.class_index, {"Area µm^2": area})
-        written[region.class_index] += 1
+    waiting = iter(regions)
+    while some := list(islice(waiting, _REGIONS_AT_ONCE)):
+        outlines = np.array([region.geometry for region in some], object)
+        indices = [region.class_index for region in some]
+        writer.add_all(
+            shapely.transform(outlines, lambda corners: corners * scale),
+            indices,
+            [{"Area µm^2": region.pixels * frame.mpp.x * frame.mpp.y} for region in some],
+        )
+        written.update(indices)
     return written

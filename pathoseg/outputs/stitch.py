@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import BACKGROUND, IGNORE
 from pathoseg.errors import PathosegError
+from pathoseg.outputs.arrival import Arrival
 from pathoseg.tiles.grid import TileGrid
 
 # The least weight of a pixel: it shows only where no other tile reaches, as beside skipped tiles.
@@ -18,24 +21,27 @@ _FLOOR = 1e-6
 # The weight of an unread pixel: too little to show beside any read one (at least _FLOOR²).
 _UNREAD = 1e-30
 
-Prediction = tuple[int, NDArray[np.floating[Any]], NDArray[np.bool_] | None]
+Prediction = tuple[int, torch.Tensor, NDArray[np.bool_] | None]
+Finish = Callable[[torch.Tensor], torch.Tensor]
+_Kind = tuple[bool, bool, int]
 
 
-def argmax(probabilities: NDArray[np.float32]) -> NDArray[np.uint8]:
+def argmax(probabilities: torch.Tensor) -> torch.Tensor:
     """The most probable class of each pixel, the lower one where two tie.
 
     Args:
         probabilities: Shape (classes, height, width).
 
     Returns:
-        Shape (height, width).
+        Shape (height, width), uint8.
     """
     best = probabilities[0]
-    index = np.zeros(best.shape, np.uint8)
-    # Twice as fast as np.argmax over the first axis.
+    index = torch.zeros(best.shape, dtype=torch.uint8, device=best.device)
+    # Several times as fast as torch.argmax over the first axis.
     for number, probability in enumerate(probabilities[1:], start=1):
-        np.copyto(index, np.uint8(number), where=probability > best)
-        best = np.maximum(best, probability)
+        index.masked_fill_(probability > best, number)
+        if number < len(probabilities) - 1:
+            best = torch.maximum(best, probability)
     return index
 
 
@@ -44,14 +50,17 @@ def stitch(
     predictions: Iterable[Prediction],
     classes: int,
     margin: int,
-    finish: Callable[[NDArray[np.float32]], NDArray[Any]] = argmax,
+    finish: Finish = argmax,
+    first: int = 0,
 ) -> Iterator[NDArray[Any]]:
     """Yields the mask of a grid's extent from top to bottom, a band for each row of tiles.
 
     Where tiles overlap, a pixel is the weighted mean of their probabilities. Across an overlap a
     tile's weight is zero for `margin` pixels from its edge, then rises to one as a raised cosine;
     the weights of two neighbours add up to one. Kept from tile to tile are the sums of the columns
-    shared with the next tile, and from row to row those of the rows shared with the next row.
+    shared with the next tile, and from row to row, where there are tiles, those of the rows shared
+    with the next row. All of this happens on the device of the predictions: what comes to the host
+    is what `finish` makes of them, each pixel once.
 
     Args:
         grid: Where the tiles lie; any overlap below the tile.
@@ -61,7 +70,9 @@ def stitch(
         classes: Number of classes with background.
         margin: Pixels from a tile's edge that its network sees too little around, at most half
             of the overlap.
-        finish: Makes an array of shape (..., height, width) out of probabilities.
+        finish: Makes a tensor of shape (..., height, width) out of probabilities.
+        first: The row of tiles to begin with; the bands from `first + reach_down(grid)` on are
+            equal to the bit to those of the whole.
 
     Yields:
         Bands of shape (..., rows, extent's width). Pixels that no tile has read are 255.
@@ -79,54 +90,132 @@ def stitch(
                 f"of {margin} px.",
                 f"Choose an overlap of at least {2 * margin} px, or a smaller margin.",
             )
-    blank = finish(np.zeros((classes, 1, 1), np.float32))
-    above = np.zeros((classes + 1, rows.shared, grid.extent.width), np.float32)
+    blank = finish(torch.zeros(classes, 1, 1)).numpy()
+    blend = _Blend(rows, columns, margin)
     waiting = iter(predictions)
     following = None
-    for row in range(rows.count):
-        height = rows.finished(row)
-        band = np.zeros((*blank.shape[:-2], height, grid.extent.width), blank.dtype)
-        left = np.zeros((classes + 1, rows.length(row), columns.shared), np.float32)
+    for row in range(first, rows.count):
+        band = np.zeros((*blank.shape[:-2], rows.finished(row), grid.extent.width), blank.dtype)
+        arriving = deque[tuple[int, Arrival]]()
         for column in range(columns.count):
             # Only when it is due, so that a band never waits for the next row's first tile.
             following = following or next(waiting, None)
-            sums = np.zeros((classes + 1, rows.length(row), columns.length(column)), np.float32)
-            if following is not None and following[0] == row * columns.count + column:
-                window = np.outer(rows.window(row, margin), columns.window(column, margin))
-                _add(sums, following, window)
-                following = None
-            sums[:, :, : columns.shared] += left
-            complete, left = np.split(sums, [columns.finished(column)], axis=2)
-            across = slice(column * columns.step, column * columns.step + complete.shape[2])
-            complete[:, : rows.shared] += above[:, :, across]
-            complete, below = np.split(complete, [height], axis=1)
-            above[:, : below.shape[1], across] = below
-            if complete[-1].any():
-                band[..., across] = _finished(complete, finish)
+            due = following is not None and following[0] == row * columns.count + column
+            sums = blend.add(row, column, following if due else None)
+            following = None if due else following
+            if sums is not None:
+                arriving.append((column * columns.step, Arrival(_finished(sums, finish))))
+            # The device goes on with the next tile while the last one's pixels are on their way.
+            while arriving and (len(arriving) > 1 or arriving[0][1].is_here):
+                _put(band, *arriving.popleft())
+        while arriving:
+            _put(band, *arriving.popleft())
         yield band
     if following is not None or next(waiting, None) is not None:
         raise ValueError("the predictions are out of order or outside the grid")
 
 
-def _add(sums: NDArray[np.float32], prediction: Prediction, window: NDArray[np.float32]) -> None:
-    """Adds weighted probabilities, and the weights behind them, of a tile cut to its `sums`."""
-    _, probabilities, unread = prediction
-    height, width = window.shape
-    if unread is not None:
-        unread = unread[:height, :width]
-        window = np.where(unread, np.float32(0), window)
-    np.multiply(probabilities[:, :height, :width], window, out=sums[:-1])
-    sums[-1] = window if unread is None else np.where(unread, np.float32(_UNREAD), window)
+def reach_down(grid: TileGrid) -> int:
+    """How many rows of tiles below its own one a tile reaches into."""
+    return _reach(grid.tile.height, grid.stride.height)
 
 
-def _finished(
-    sums: NDArray[np.float32], finish: Callable[[NDArray[np.float32]], NDArray[Any]]
-) -> NDArray[Any]:
+def _reach(tile: int, step: int) -> int:
+    return -(-tile // step) - 1
+
+
+def _put(band: NDArray[Any], left: int, arrival: Arrival) -> None:
+    pixels = arrival.array()
+    band[..., left : left + pixels.shape[-1]] = pixels
+
+
+def _finished(sums: torch.Tensor, finish: Finish) -> torch.Tensor:
     weights = sums[-1]
-    result = finish(sums[:-1] / np.maximum(weights, np.float32(_UNREAD)))
-    result[..., weights < 0.5 * _FLOOR**2] = IGNORE
-    result[..., weights == 0] = BACKGROUND
-    return result
+    unread, uncovered = weights < 0.5 * _FLOOR**2, weights == 0
+    result = finish(sums[:-1].div_(weights.clamp_(min=_UNREAD)))
+    return result.masked_fill_(unread, IGNORE).masked_fill_(uncovered, BACKGROUND)
+
+
+class _Blend:
+    """Weighted sums of the probabilities of tiles, and as their last channel those of the weights.
+
+    Its memory is used for all tiles: new pages would cost more than the sums.
+
+    Args:
+        rows: The grid's, downwards.
+        columns: The grid's, across.
+        margin: See `stitch`.
+    """
+
+    def __init__(self, rows: _Axis, columns: _Axis, margin: int) -> None:
+        self._rows, self._columns, self._margin = rows, columns, margin
+        self._windows: dict[tuple[_Kind, _Kind], torch.Tensor] = {}
+        self._sums = self._left = torch.empty(0)  # of a tile, and of what it shares with the next
+        self._left_until = (0, 0)  # the row, and the first column that the shared do not reach
+        # By column, what tiles share with the next row, and the first row that it does not reach.
+        self._above: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def add(self, row: int, column: int, tile: Prediction | None) -> torch.Tensor | None:
+        """Takes the next tile and gives the sums that no later one changes.
+
+        Args:
+            row: The tile's.
+            column: The tile's.
+            tile: What is predicted, None where it is missing.
+
+        Returns:
+            Shape (classes + 1, height, width), to be used up before the next call; None where no
+            tile reaches.
+        """
+        rows, columns = self._rows, self._columns
+        shares_left = row == self._left_until[0] and column < self._left_until[1]
+        above, above_until = self._above.pop(column, (None, row))
+        if tile is None and not shares_left and above is None:
+            return None
+        height, width = rows.length(row), columns.length(column)
+        if tile is not None:
+            self._weigh(tile, self._window(row, column, tile[1].device))
+            self._left_until = (row, column + 1 + columns.reach)
+        sums = self._sums[:, :height, :width]
+        if tile is None:
+            sums.zero_()
+        if shares_left:
+            sums[:, :, : columns.shared] += self._left[:, :height, :width]
+        done, shared = sums.tensor_split([columns.finished(column)], dim=2)
+        self._left[:, :height, : shared.shape[2]] = shared
+        if above is not None:
+            done[:, : rows.shared] += above
+        done, below = done.tensor_split([rows.finished(row)], dim=1)
+        if tile is not None or shares_left:
+            above_until = row + 1 + rows.reach
+        if row + 1 < above_until:
+            self._above[column] = below.clone(), above_until
+        return done
+
+    def _weigh(self, tile: Prediction, window: torch.Tensor) -> None:
+        """Starts the sums with a tile, cut to where its window lies."""
+        _, probabilities, unread = tile
+        height, width = window.shape
+        if not len(self._sums):
+            shape = len(probabilities) + 1, self._rows.tile, self._columns.tile
+            self._sums = torch.zeros(shape, device=probabilities.device)
+            self._left = torch.zeros_like(self._sums[:, :, : self._columns.shared])
+        weights = window
+        if unread is not None:
+            lost = torch.from_numpy(unread[:height, :width]).to(window.device)
+            window, weights = window.masked_fill(lost, 0), window.masked_fill(lost, _UNREAD)
+        sums = self._sums[:, :height, :width]
+        torch.mul(probabilities[:, :height, :width], window, out=sums[:-1])
+        sums[-1] = weights
+
+    def _window(self, row: int, column: int, device: torch.device) -> torch.Tensor:
+        """The weights of a tile; few differ from each other."""
+        kind = self._rows.kind(row), self._columns.kind(column)
+        if kind not in self._windows:
+            down = self._rows.window(row, self._margin)
+            across = self._columns.window(column, self._margin)
+            self._windows[kind] = torch.from_numpy(np.outer(down, across)).to(device)
+        return self._windows[kind]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +236,11 @@ class _Axis:
     def shared(self) -> int:
         return self.tile - self.step
 
+    @property
+    def reach(self) -> int:
+        """How many of the next tiles a tile reaches into."""
+        return _reach(self.tile, self.step)
+
     def length(self, index: int) -> int:
         """Pixels of a tile inside the extent."""
         return min(self.tile, self.extent - index * self.step)
@@ -154,6 +248,10 @@ class _Axis:
     def finished(self, index: int) -> int:
         """Pixels of a tile, from its start, that no later tile shares."""
         return self.step if index < self.count - 1 else self.length(index)
+
+    def kind(self, index: int) -> _Kind:
+        """What a tile's weights depend on."""
+        return index > 0, index < self.count - 1, self.length(index)
 
     def window(self, index: int, margin: int) -> NDArray[np.float32]:
         """A tile's weights: without a ramp at the first tile's start and the last one's end."""

@@ -249,6 +249,23 @@ def test_the_file_is_as_qupath_wants_it(tmp_path: Path) -> None:
     ]
 
 
+def test_regions_written_together_are_those_written_one_by_one(tmp_path: Path) -> None:
+    hole = shapely.box(0, 0, 9.006, 9).difference(shapely.box(1, 1, 2, 2))
+    regions = [
+        hole,
+        shapely.MultiPolygon([shapely.box(20, 0, 30, 1), shapely.box(40, 0, 41, 100)]),
+        hole,
+    ]
+    measured = [{"Area": 2.5}, {}, {"Area": float("nan")}]
+    with GeoJsonWriter(tmp_path / "one.geojson", TABLE) as writer:
+        for region, index, values in zip(regions, (1, 2, 2), measured, strict=True):
+            writer.add(region, index, values)
+    with GeoJsonWriter(tmp_path / "all.geojson", TABLE) as writer:
+        writer.add_all(regions, (1, 2, 2), measured)
+    assert (tmp_path / "all.geojson").read_bytes() == (tmp_path / "one.geojson").read_bytes()
+    assert len(read_geojson(tmp_path / "all.geojson")) == 3
+
+
 @given(
     st.lists(st.tuples(st.floats(-1e5, 1e5), st.floats(-1e5, 1e5), st.floats(1, 1e4)), max_size=5)
 )

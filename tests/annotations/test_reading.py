@@ -178,6 +178,16 @@ def test_the_annotation_is_found_beside_the_slide_and_elsewhere(
     assert find_annotation(slide, None) == slides / name
 
 
+@pytest.mark.parametrize("name", ["a.ome.geojson", "a.geojson", "a_mask.png", "a.ome_mask.png"])
+def test_an_ome_tiff_is_known_by_both_of_its_stems(tmp_path: Path, name: str) -> None:
+    slide = tmp_path / "a.ome.tif"
+    (tmp_path / name).touch()
+    assert find_annotation(slide, None) == tmp_path / name
+    (tmp_path / "a.ome.xml").touch()
+    with pytest.raises(PathosegError, match="several annotation files"):
+        find_annotation(slide, None)
+
+
 def test_a_slide_is_never_its_own_mask(tmp_path: Path) -> None:
     slide = tmp_path / "a.png"
     slide.touch()

@@ -6,6 +6,7 @@ import json
 import tracemalloc
 from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -113,6 +114,21 @@ def test_a_band_counts_even_if_its_result_is_not_looked_at() -> None:
     tracer.add(np.ones((2, 3), np.uint8))
     tracer.add(np.ones((2, 3), np.uint8))
     assert [region.pixels for region in tracer.close()] == [12]
+
+
+def test_regions_are_traced_as_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the regions of a wide band are never held together."""
+    monkeypatch.setattr(module, "_PIXELS_AT_ONCE", 2 * 4)  # two rows
+    band = mask_of("1.1.", "....", "2.2.", "....", "1.1.", "....")
+    tracer = RegionTracer()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "polygons", traced := Mock(side_effect=module.polygons))
+        regions = tracer.add(band)
+        assert traced.call_count == 0
+        assert next(regions).class_index == 1
+        assert traced.call_count == 1
+        assert [region.class_index for region in regions] == [1, 2, 2, 1, 1]
+        assert traced.call_count == 3
 
 
 def test_a_region_of_many_bands_is_put_together_once(monkeypatch: pytest.MonkeyPatch) -> None:

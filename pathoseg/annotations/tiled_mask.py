@@ -1,0 +1,153 @@
+"""The class indices of a tiled TIFF of any size, decoded tile by tile where they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import imagecodecs
+import numpy as np
+from numpy.typing import NDArray
+from PIL.TiffImagePlugin import TiffImageFile
+
+from pathoseg.annotations.annotation import BACKGROUND
+from pathoseg.geometry import Size
+
+_MOST_TILE_PIXELS = 4_194_304  # larger ones are no tiles but whole images
+
+# Numbers of TIFF's tags.
+_BITS, _COMPRESSION, _PHOTOMETRIC, _FILL_ORDER = 258, 259, 262, 266
+_PREDICTOR, _COLOURS, _WIDTH, _HEIGHT, _OFFSETS, _COUNTS = 317, 320, 322, 323, 324, 325
+_SAMPLE_FORMAT = 339
+_INDICES = (1, 3)  # dark is 0, or the number of a colour in a palette
+
+_DECODERS: dict[int, Callable[..., Any]] = {
+    1: lambda data, out: data,
+    5: imagecodecs.lzw_decode,
+    8: imagecodecs.zlib_decode,
+    32773: imagecodecs.packbits_decode,
+    32946: imagecodecs.zlib_decode,
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TiledMask:
+    """The first image of a TIFF, stored in tiles of 8-bit indices.
+
+    Attributes:
+        path: The file, opened for each read: any thread may read.
+        size: Its pixels.
+        tile: Pixels of a tile.
+        compression: The number that TIFF gives to the codec.
+        places: Offset and length of each tile in bytes, row by row; length 0 for one that is
+            left out, which is background. Shape (tiles, 2).
+        palette: Red, green and blue of index 0, of index 1, and so on; empty where there is none.
+    """
+
+    path: Path
+    size: Size
+    tile: Size
+    compression: int
+    places: NDArray[np.int64]
+    palette: list[int]
+
+    @classmethod
+    def of(cls, path: Path, image: TiffImageFile) -> TiledMask | None:
+        """The mask of an opened file, or None where it is stored in another way."""
+        tags: Mapping[int, Any] = image.tag_v2
+        tile = Size(tags.get(_WIDTH, 0), tags.get(_HEIGHT, 0))
+        compression = tags.get(_COMPRESSION, 1)
+        if not (
+            0 < tile.pixels <= _MOST_TILE_PIXELS
+            and compression in _DECODERS
+            and tags.get(_BITS, (1,)) == (8,)
+            and tags.get(_PHOTOMETRIC) in _INDICES
+            and tags.get(_FILL_ORDER, 1) == tags.get(_PREDICTOR, 1) == 1
+            and tags.get(_SAMPLE_FORMAT, (1,)) == (1,)
+        ):
+            return None
+        size = Size(*image.size)
+        offsets, counts = tags.get(_OFFSETS, ()), tags.get(_COUNTS, ())
+        columns, rows = -(-size.width // tile.width), -(-size.height // tile.height)
+        if not len(offsets) == len(counts) == columns * rows:
+            return None
+        places = np.stack([np.array(offsets, np.int64), np.array(counts, np.int64)], axis=1)
+        # All reds, then all greens, then all blues, in 16 bits.
+        colours = np.array(tags.get(_COLOURS, ()), np.int64).reshape(3, -1).T.ravel() >> 8
+        return cls(path, size, tile, compression, places, colours.tolist())
+
+    def values(self) -> set[int]:
+        """The indices in use.
+
+        Of tiles that are stored alike, as empty ones are, one is decoded.
+
+        Raises:
+            OSError: The file cannot be read.
+            ValueError, RuntimeError: A tile is damaged.
+        """
+        found, seen = set[int](), set[tuple[int, int, bytes]]()
+        columns = -(-self.size.width // self.tile.width)
+        with self.path.open("rb") as file:
+            for number, place in enumerate(self.places):
+                row, column = divmod(number, columns)
+                # Of a tile at an edge, a part counts.
+                height = min(self.tile.height, self.size.height - row * self.tile.height)
+                width = min(self.tile.width, self.size.width - column * self.tile.width)
+                data = _read(file, place)
+                key = height, width, blake2b(data, digest_size=16).digest()
+                if key in seen:
+                    continue
+                seen.add(key)
+                pixels = self._decoded(data)[:height, :width]
+                found.update(np.flatnonzero(np.bincount(pixels.ravel(), minlength=256)).tolist())
+        return found
+
+    def read(self, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """The pixels where `rows` and `columns` cross, both ascending and inside the mask.
+
+        Raises:
+            OSError: The file cannot be read.
+            ValueError, RuntimeError: A tile is damaged.
+        """
+        found = np.zeros((len(rows), len(columns)), np.uint8)
+        across = -(-self.size.width // self.tile.width)
+        with self.path.open("rb") as file:
+            for row, down in _stretches(rows // self.tile.height):
+                for column, right in _stretches(columns // self.tile.width):
+                    place = self.places[row * across + column]
+                    if place[1] == 0:
+                        continue
+                    pixels = self._decoded(_read(file, place))
+                    ys = rows[down] - row * self.tile.height
+                    xs = columns[right] - column * self.tile.width
+                    found[down, right] = pixels[ys[:, None], xs]
+        return found
+
+    def _decoded(self, data: bytes) -> NDArray[np.uint8]:
+        if not data:
+            return np.full((self.tile.height, self.tile.width), BACKGROUND, np.uint8)
+        decoded = _DECODERS[self.compression](data, out=self.tile.pixels)
+        pixels = np.frombuffer(decoded, np.uint8)
+        if pixels.size != self.tile.pixels:
+            raise ValueError(f"a tile has {pixels.size} of its {self.tile.pixels} pixels")
+        return pixels.reshape(self.tile.height, self.tile.width)
+
+
+def _read(file: BinaryIO, place: NDArray[np.int64]) -> bytes:
+    offset, count = place.tolist()
+    file.seek(offset)
+    data = file.read(count)
+    if len(data) < count:
+        raise ValueError("it ends before its last tile")
+    return data
+
+
+def _stretches(numbers: NDArray[np.int64]) -> Iterator[tuple[int, slice]]:
+    """Each of some ascending numbers with where it stands."""
+    starts = np.flatnonzero(np.diff(numbers, prepend=-1))
+    ends = np.append(starts[1:], len(numbers))
+    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        yield int(numbers[start]), slice(start, end)
