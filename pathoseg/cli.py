@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 import threading
 import traceback
@@ -27,17 +26,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-
-
-def _seconds(text: str) -> float:
-    """Seconds of `90s`, `30m`, `1.5h` or `1h30m`; a bare number counts minutes."""
-    parts = re.findall(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip().lower())
-    if not parts or "".join(a + b for a, b in parts) != re.sub(r"\s", "", text.lower()):
-        raise typer.BadParameter(f"{text!r} is no duration; write for example 30m or 1h30m.")
-    return sum(float(number) * _UNITS[unit or "m"] for number, unit in parts)
-
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="TOML file with everything else.", metavar="FILE")
@@ -78,6 +66,10 @@ ModelFolder = Annotated[
     typer.Option(
         "--model", help="Run or bundle. [default: the newest finished run]", metavar="RUN"
     ),
+]
+Ranks = Annotated[
+    int | None,
+    typer.Option(help="Start so many ranks on this machine. [default: 1]", min=1),
 ]
 Factory = Annotated[
     str | None,
@@ -121,10 +113,7 @@ def train(
         str | None,
         typer.Option(help="Finish within this time, e.g. 30m or 2h.", metavar="DURATION"),
     ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(help="Start so many ranks on this machine. [default: 1]", min=1),
-    ] = None,
+    ranks: Ranks = None,
     order: Order = None,
     trace: Annotated[
         bool, typer.Option("--trace", help="Draw what the ranks do in one step.")
@@ -145,14 +134,13 @@ def train(
     from pathoseg.workflows.train import ranks_to_start
     from pathoseg.workflows.train import train as run_training
 
-    seconds = None if time_limit is None else _seconds(time_limit)
     flags = {
         "": {"seed": seed},
         "data": _data(slides, annotations, assume_mpp)
         | {"skip_bad_slides": skip_bad_slides or None},
         "tiles": {"mpp": mpp, "tile": tile},
         "model": {"name": model},
-        "train": {"epochs": epochs, "time_limit": seconds},
+        "train": {"epochs": epochs, "time_limit": time_limit},
         "parallel": {"ranks": ranks, "order": order},
     }
     wanted = ranks_to_start(config, flags, out, resume)
@@ -172,22 +160,20 @@ def infer(
     out: Annotated[Path, typer.Option(help="Folder of the results.", metavar="DIR")] = Path(
         "results"
     ),
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Skip slides whose result is whole.")
-    ] = False,
+    ranks: Ranks = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Skip what is done already.")] = False,
     factory: Factory = None,
     config: ConfigFile = None,
     assume_mpp: AssumeMpp = None,
     debug: Debug = False,
 ) -> None:
     """Segment slides: mask, outlines for QuPath, overlay and areas."""
-    from pathoseg.workflows.infer import infer as run_inference
+    from pathoseg.workflows.batch import infer as run_inference
 
-    failed = run_inference(
-        slides, model, out, config, {"data": {"assume_mpp": assume_mpp}}, resume, factory
+    flags: dict[str, Any] = {"data": {"assume_mpp": assume_mpp}, "parallel": {"ranks": ranks}}
+    raise typer.Exit(
+        run_inference(slides, model, out, config, flags, resume, factory, sys.argv[1:])
     )
-    if failed:
-        raise typer.Exit(1)
 
 
 @app.command(epilog="Example: pathoseg evaluate --slides slides/ --split test")

@@ -45,5 +45,8 @@ def fill_cache(config_file: Path | None, flags: Mapping[str, Mapping[str, Any]])
                     bar.advance(count)
                     interruption.raise_if_asked()
             say(f"{source.slide.name}: {len(tiles)} tiles")
-    say(f'The cache is in {folder}. Train from it with `cache = "{folder}"` under [tiles].')
+    say(
+        f'The cache is in {folder}. Train from it with `cache = "{folder}"` under [tiles], '
+        f"--mpp {config.tiles.mpp:g} and --tile {config.tiles.tile}: for others tiles are cut anew."
+    )
     return Path(folder)

@@ -18,6 +18,7 @@ from pathoseg.models.build import ModelConfig
 from pathoseg.models.losses import LossConfig
 from pathoseg.tiles.tissue import TissueOptions
 from pathoseg.tiles.transform import AugmentOptions
+from pathoseg.workflows.duration import Duration
 
 Count = Annotated[int, Field(ge=1)]
 NaturalNumber = Annotated[int, Field(ge=0)]
@@ -114,7 +115,7 @@ class TrainConfig:
 
     Attributes:
         epochs: Passes over the samples; None means 50, or as many as the time limit holds.
-        time_limit: Seconds for the whole run, resumed parts counted together.
+        time_limit: Time for the whole run, resumed parts counted together: seconds, or "1h30m".
         samples_per_epoch: Tiles drawn an epoch; None means as many as there are.
         batch: Tiles a step.
         microbatch: Tiles a forward pass; gradients accumulate over a step.
@@ -132,7 +133,7 @@ class TrainConfig:
     """
 
     epochs: Count | None = None
-    time_limit: Positive | None = None
+    time_limit: Duration | None = None
     samples_per_epoch: Count | None = None
     batch: Count = 4
     microbatch: Count | None = None
@@ -189,7 +190,16 @@ class ParallelConfig:
             machine's device.
         profile: Times each distinct layer of the model on this machine, instead of pricing it by
             the hardware; memory and links stay the hardware's.
-        transport: What joins the ranks of a run; "auto" is MPI where there is one, else gloo.
+        offload: How tensors are copied to host memory where a plan says so, in one of the forms of
+            the offload study (docs/memory.md) or "overlapped" with computation; "none" offloads
+            nothing. Plans are made for "overlapped".
+        recompute: Whether layers may run again in the backward where memory asks for it.
+        parked: What waits in host memory while its stage is not at work, copied in the form of
+            `offload`: "parameters", "gradients", "optimizer" (its state). The first two pay only
+            where a rank has several stages. Plans do not count it: neither what it saves nor what
+            its copies take.
+        transport: What joins the ranks of a run; "auto" is MPI where there is one, else gloo;
+            "nccl" takes a GPU for each rank, and has never been run on one.
     """
 
     ranks: Count = 1
@@ -199,7 +209,12 @@ class ParallelConfig:
     memory: str | None = None
     hardware: str | None = None
     profile: bool = False
-    transport: Literal["auto", "mpi", "gloo"] = "auto"
+    offload: Literal[
+        "none", "naive", "pinned", "non-blocking", "pinned-non-blocking", "overlapped"
+    ] = "overlapped"
+    recompute: bool = True
+    parked: tuple[Literal["parameters", "gradients", "optimizer"], ...] = ()
+    transport: Literal["auto", "mpi", "gloo", "nccl"] = "auto"
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from pathoseg.models.bundle import Bundle
 from pathoseg.models.metrics import Confusion
 from pathoseg.outputs.atomic import replaced
 from pathoseg.slides.slide import open_slide
-from pathoseg.workflows.config import load_config
+from pathoseg.workflows.config import Config, load_config
 from pathoseg.workflows.interruption import Interruption
 from pathoseg.workflows.progress import say
-from pathoseg.workflows.runs import SPLITS, bundle_of
+from pathoseg.workflows.runs import CONFIG, SPLITS, bundle_of
 from pathoseg.workflows.segment import Segmenter, load_segmenter
 from pathoseg.workflows.sources import Source, find_sources
 
@@ -41,7 +41,8 @@ def evaluate(
     """Writes Dice and IoU of every slide, and of all slides of a split taken together.
 
     A slide's split is what the model's run recorded; one that the run never saw is `unseen`.
-    Figures of training slides therefore never mix with others.
+    Figures of training slides therefore never mix with others. Without a `config_file`, slides are
+    read as the model's run read them.
 
     Returns:
         The table `slide,split,pixels,dice_<class>…,iou_<class>…`.
@@ -50,7 +51,7 @@ def evaluate(
         PathosegError: The model, a slide or an annotation cannot be used, or no slide is left.
     """
     bundle = bundle_of(model)
-    config = load_config(config_file, flags)
+    config = _configured(bundle.parent / CONFIG, config_file, flags)
     segmenter = load_segmenter(bundle, config, factory)
     card = segmenter.card
     config = replace(config, tiles=replace(config.tiles, mpp=card.mpp))
@@ -86,6 +87,19 @@ def evaluate(
         say(_line(row))
     say(f"Written to {path}")
     return path
+
+
+def _configured(
+    recorded: Path, config_file: Path | None, flags: Mapping[str, Mapping[str, Any]]
+) -> Config:
+    if config_file is not None or not recorded.is_file():
+        return load_config(config_file, flags)
+    config, run = load_config(recorded, flags), load_config(recorded)
+    if config.data.slides != run.data.slides:
+        # Where the run's annotations lie says nothing of other slides'.
+        annotations = flags.get("data", {}).get("annotations")
+        config = replace(config, data=replace(config.data, annotations=annotations, table=None))
+    return config
 
 
 def _compare(

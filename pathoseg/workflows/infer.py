@@ -1,111 +1,124 @@
-"""Segments slides, one result folder each; a slide that fails stops no other."""
+"""Computes the rows of one slide's mask, beside other processes that may work on the same slide."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
-from typing import Any
+import time
+from collections.abc import Generator
+from contextlib import closing
 
-from pathoseg.errors import PathosegError
-from pathoseg.outputs.report import (
-    Summary,
-    read_failures,
-    read_summary,
-    write_failures,
-    write_summary_table,
-)
-from pathoseg.slides.folder import slides_in
-from pathoseg.workflows.config import load_config
+from pathoseg.workflows.claims import Claims
 from pathoseg.workflows.interruption import Interruption
-from pathoseg.workflows.progress import say
-from pathoseg.workflows.publish import publish
-from pathoseg.workflows.results import SUMMARY, result_folder, result_folders
-from pathoseg.workflows.runs import bundle_of
-from pathoseg.workflows.segment import load_segmenter
+from pathoseg.workflows.saved_rows import SavedRows
+from pathoseg.workflows.segment import MaskRow, Segmenter, SlidePlan
 
-TABLE = "summary.csv"
-FAILURES = "failures.csv"
+_NAP = 0.1  # seconds
 
 
-def infer(
-    inputs: Sequence[Path],
-    model: Path | None,
-    out: Path,
-    config_file: Path | None,
-    flags: Mapping[str, Mapping[str, Any]],
-    resume: bool,
-    factory: str | None,
-) -> int:
-    """Segments every slide of `inputs` (slides, or folders of slides) into `out`.
+class SharedSlide:
+    """The rows of tiles of a slide, each computed by whichever process has claimed it.
 
-    Returns:
-        How many slides of several failed; each stands in `out/failures.csv`.
-
-    Raises:
-        PathosegError: The model or the only slide cannot be used, or an input is missing.
-        StoppedError: A signal came; finished slides are kept.
+    Args:
+        segmenter: The model; the same one in every process.
+        plan: Likewise.
+        saved: Where the rows meet.
+        claims: Those of this process.
+        interruption: Asked after every tile.
     """
-    config = load_config(config_file, flags)
-    slides = _slides(inputs)
-    folders = result_folders(out, slides)
-    segmenter = load_segmenter(bundle_of(model), config, factory)
-    summaries, failures = _earlier(out)
-    failed = 0
-    advice = f"What is done is in {out}. Go on with the same command and --resume."
-    with Interruption(advice) as interruption:
-        for slide, folder in folders.items():
-            before = summaries.get(folder)
-            if resume and before is not None and before.model == segmenter.model_id:
-                say(f"{slide.name}: already done, in {folder}")
+
+    def __init__(
+        self,
+        segmenter: Segmenter,
+        plan: SlidePlan,
+        saved: SavedRows,
+        claims: Claims,
+        interruption: Interruption,
+    ) -> None:
+        self._segmenter, self._plan, self._saved = segmenter, plan, saved
+        self._claims, self._interruption = claims, interruption
+
+    def rows(self) -> Generator[MaskRow]:
+        """Every row from top to bottom: what is saved is read, what nobody is at is computed.
+
+        Raises:
+            PathosegError: The device's memory is too small.
+            StoppedError: A signal came.
+            OSError: The disk is full or cannot be written.
+        """
+        due = 0
+        while due < self._plan.grid.rows:
+            known = self._saved.load(due)
+            if known is not None:
+                yield known
+                due += 1
                 continue
-            try:
-                with result_folder(folder) as partial:
-                    publish(slide, partial, segmenter, config, interruption)
-            except PathosegError as error:
-                if len(slides) == 1:
-                    raise
-                failures[slide.name] = error
-                failed += 1
-                say(f"{slide.name}: failed. {error.problem} {error.mend}")
-            else:
-                summaries[folder] = read_summary(folder / SUMMARY)
-                failures.pop(slide.name, None)
-                say(f"{slide.name}: done, in {folder}")
-            _write_tables(out, summaries, failures)
-            interruption.raise_if_asked()
-    _write_tables(out, summaries, failures)
-    say(f"{len(slides) - failed} of {len(slides)} slides done. Areas: {out / TABLE}")
-    return failed
+            asked = due
+            with closing(self._computed(due)) as run:
+                for row in run:
+                    yield row
+                    due = row.number + 1
+            if due == asked and not self.help(until=due):
+                self._interruption.raise_if_asked()
+                time.sleep(_NAP)
 
+    def help(self, until: int | None = None) -> bool:
+        """Computes and saves rows from a place that nobody has taken, until another's begin.
 
-def _earlier(out: Path) -> tuple[dict[Path, Summary], dict[str, PathosegError]]:
-    """Results and failures of earlier calls, which stay in the tables."""
-    summaries = {}
-    for path in sorted(out.glob(f"[!.]*/{SUMMARY}")):
-        with suppress(PathosegError):  # a folder of something else
-            summaries[path.parent] = read_summary(path)
-    return summaries, read_failures(out / FAILURES)
+        Args:
+            until: Stops as soon as this row is saved.
 
+        Returns:
+            Whether there was anything to do.
 
-def _slides(inputs: Sequence[Path]) -> list[Path]:
-    """The slides that the arguments name, each once."""
-    slides = dict[Path, None]()
-    for path in inputs:
-        for slide in slides_in(path) if path.is_dir() else [path]:
-            slides[slide] = None
-    return list(slides)
+        Raises:
+            FileNotFoundError: The slide is done meanwhile.
+            PathosegError, StoppedError, OSError: As `rows`.
+        """
+        place = self._free_place()
+        if place is None:
+            return False
+        with closing(self._computed(place)) as run:
+            for _ in run:
+                if until is not None and self._saved.has(until):
+                    break
+        return True
 
+    def _computed(self, first: int) -> Generator[MaskRow]:
+        """Rows from `first` until the next one is saved or claimed; each is saved first."""
+        held = set[int]()
 
-def _write_tables(
-    out: Path, summaries: Mapping[Path, Summary], failures: Mapping[str, PathosegError]
-) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        write_summary_table(out / TABLE, summaries.values())
-        write_failures(out / FAILURES, failures)
-    except OSError as error:
-        raise PathosegError(
-            f"The tables in {out} cannot be written ({error.strerror}).",
-            "Free space there or give --out another disk, then run again with --resume.",
-        ) from error
+        def take(row: int) -> bool:
+            claim = self._saved.claim(row)
+            if self._saved.has(row) or not self._claims.take(claim):
+                return False
+            held.add(row)
+            return not self._saved.has(row)  # saved in between
+
+        try:
+            rows = self._segmenter.rows(self._plan, self._interruption, first, take)
+            with closing(rows):
+                for row in rows:
+                    self._saved.save(row)
+                    held.remove(row.number)
+                    self._claims.release(self._saved.claim(row.number))
+                    yield row
+        finally:
+            for number in held:
+                self._claims.release(self._saved.claim(number))
+
+    def _free_place(self) -> int | None:
+        """Where another process is best to begin: in the middle of the longest free stretch.
+
+        At its start where nobody works towards it.
+        """
+        saved, claimed = self._saved.listed()
+        taken = {row for row in claimed if self._claims.is_taken(self._saved.claim(row))}
+        best, length, start = None, 0, 0
+        for row in range(self._plan.grid.rows + 1):
+            if row < self._plan.grid.rows and row not in saved and row not in taken:
+                continue
+            begin = start + (row - start) // 2 if start - 1 in taken else start
+            # A single row below a process at work is its next one.
+            if row - begin > length and not (start - 1 in taken and row - start == 1):
+                best, length = begin, row - begin
+            start = row + 1
+        return best

@@ -15,7 +15,7 @@ import torch
 from pathoseg.errors import PathosegError, StoppedError
 from pathoseg.parallel.runtime.launch import start_local
 from pathoseg.parallel.runtime.transport import Transport
-from pathoseg.parallel.runtime.world import Choice, connect, find_world
+from pathoseg.parallel.runtime.world import Choice, World, connect, find_world
 from pathoseg.workflows.interruption import Interruption
 
 
@@ -37,15 +37,21 @@ def start_ranks(ranks: int, arguments: Sequence[str], choice: Choice) -> int | N
 
 
 @contextmanager
-def joined(choice: Choice) -> Iterator[Transport | None]:
+def joined(choice: Choice, alone: bool = False) -> Iterator[Transport | None]:
     """This job's ranks, or None where there is one alone.
+
+    Args:
+        choice: The transport.
+        alone: Whether one rank gets a transport too, to run a plan.
 
     Ranks other than 0 are silent: what stops one of them is told by rank 0.
     """
     world = find_world()
-    if world.ranks == 1:
+    if world.ranks == 1 and not alone:
         yield None
         return
+    if world.ranks == 1:
+        choice, world = "gloo", World()
     with ExitStack() as stack:
         if world.rank:
             nowhere = stack.enter_context(Path(os.devnull).open("w"))

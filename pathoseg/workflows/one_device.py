@@ -61,7 +61,9 @@ class OneDevice:
         self._model.train()
         with memory_told(
             f"A microbatch of {min(samples, self._config.microbatch or samples)} tiles",
-            "Lower [train] microbatch, --tile, or the model's width, or train on several ranks.",
+            'Name what the GPU has in the configuration, as [parallel] memory = "16GiB": then '
+            "what does not fit is offloaded or recomputed. Or lower [train] microbatch or --tile, "
+            "or train on several ranks.",
         ):
             return train_step(
                 self._model,

@@ -14,11 +14,14 @@ from pathoseg.errors import PathosegError
 from pathoseg.models.build import build_model, check_tile, tile_multiple
 from pathoseg.outputs.atomic import write_text
 from pathoseg.parallel.graph.draw import svg
+from pathoseg.parallel.graph.layer_graph import Partition
+from pathoseg.parallel.graph.retention import Retention
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.cost import cost_model
 from pathoseg.parallel.planning.cpu_kernels import cpu_workspace
 from pathoseg.parallel.planning.hardware import Hardware, known_hardware, load_hardware
 from pathoseg.parallel.planning.orders import AUTO, DATA_PARALLEL, SEQUENTIAL
+from pathoseg.parallel.planning.patterns import Ways
 from pathoseg.parallel.planning.plan import Plan
 from pathoseg.parallel.planning.planner import plan as find_plans
 from pathoseg.parallel.planning.priced import Priced
@@ -91,7 +94,10 @@ def plan(
     say("")
     say(_verdict(best, task))
     partition = best.partition(priced.graph)
-    events = simulate(best.schedule, priced.costs(partition, best.ranks)).events
+    for line in not_kept(best, priced, partition):
+        say(line)
+    costs = priced.costs(partition, best.ranks, best.retention, best.window)
+    events = simulate(best.schedule, costs).events
     write_text(out / PLAN, best.to_json())
     write_text(out / TIMELINE, timeline.draw_svg({"planned": events}))
     say(f"Plan: {out / PLAN}. Timeline: {out / TIMELINE}.")
@@ -129,7 +135,15 @@ def make_task(config: Config, hardware: Hardware) -> Task:
     """
     wanted = config.parallel
     memory = hardware.memory if wanted.memory is None else parse_memory(wanted.memory)
-    return Task(wanted.ranks, memory, config.train.batch, wanted.order, wanted.stages, wanted.cut)
+    return Task(
+        wanted.ranks,
+        memory,
+        config.train.batch,
+        wanted.order,
+        wanted.stages,
+        wanted.cut,
+        ways=Ways(wanted.offload != "none", wanted.recompute),
+    )
 
 
 def parse_memory(text: str) -> int:
@@ -198,7 +212,7 @@ def _build(config: Config) -> nn.Module:
 
 def table(plans: Sequence[Plan]) -> Iterator[str]:
     """Lines that compare plans."""
-    rows = [
+    rows: list[Sequence[str]] = [
         (
             "order",
             "stages",
@@ -228,6 +242,34 @@ def table(plans: Sequence[Plan]) -> Iterator[str]:
                 gib(each.sent),
             )
         )
+    yield from _columns(rows)
+
+
+def not_kept(plan: Plan, priced: Priced, partition: Partition) -> Iterator[str]:
+    """Lines that say what of each stage is offloaded and recomputed; none where all is kept."""
+    if all(each == Retention() for each in plan.retention):
+        return
+    rows: list[Sequence[str]] = [
+        ("stage", "kept", "offloaded", "recomputed", "in host memory", "recomputing takes")
+    ]
+    home = plan.schedule.placement.homes[0]
+    for stage, retention in enumerate(plan.retention):
+        found = priced.retained(partition, stage, retention)
+        rows.append(
+            (
+                f"{stage}",
+                gib(found.kept),
+                gib(found.offloaded),
+                gib(found.recomputed),
+                gib(plan.host_memory[home[stage]]),
+                f"{found.again:.4g} s",
+            )
+        )
+    yield "Of a microbatch's activations:"
+    yield from _columns(rows)
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -29,9 +29,8 @@ from pathoseg.outputs.report import (
 from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide
 from pathoseg.workflows.config import Config
-from pathoseg.workflows.interruption import Interruption
 from pathoseg.workflows.results import SUMMARY
-from pathoseg.workflows.segment import Segmenter
+from pathoseg.workflows.segment import MaskRow, Segmenter, SlidePlan
 
 MASK = "mask.ome.tiff"
 REGIONS = "regions.geojson"
@@ -39,9 +38,20 @@ OVERLAY = "overlay.png"
 
 
 def publish(
-    slide: Path, folder: Path, segmenter: Segmenter, config: Config, interruption: Interruption
+    slide: Path,
+    folder: Path,
+    segmenter: Segmenter,
+    config: Config,
+    rows_of: Callable[[SlidePlan], Generator[MaskRow]],
 ) -> None:
-    """Segments `slide` into `folder`: mask, outlines, overlay, and last the summary.
+    """Writes the result of `slide` into `folder`: mask, outlines, overlay, and last the summary.
+
+    Args:
+        slide: The file.
+        folder: Exists.
+        segmenter: Plans the slide.
+        config: `infer` and `data.assume_mpp` are used.
+        rows_of: Gives all rows of the mask from top to bottom.
 
     Raises:
         PathosegError: The slide or the device cannot do it.
@@ -57,23 +67,26 @@ def publish(
         picture = read_region(opened, thumbnail, Box(0, 0, size.width, size.height)).pixels
     planned = time.monotonic()
     small = MaskThumbnail(plan.output, thumbnail)
-    pixels, regions = Counter[int](), Counter[int]()
+    pixels, regions, unread_tiles = Counter[int](), Counter[int](), 0
     min_pixels = max(1, round(options.min_region_um2 / plan.output.mpp.mean**2))
     tracer = RegionTracer(options.simplify, min_pixels)
     name = f"{REGIONS}.gz" if options.compress_regions else REGIONS
     with (
-        closing(segmenter.bands(plan, interruption)) as bands,
+        closing(rows_of(plan)) as rows,
         GeoJsonWriter(folder / name, classes, options.region_type) as writer,
     ):
 
         def seen() -> Iterator[NDArray[np.uint8]]:
-            for band in bands:
+            nonlocal unread_tiles
+            for row in rows:
+                band, unread_tiles = row.band, unread_tiles + row.unread_tiles
                 pixels.update(count_pixels(band, classes))
                 small.add(band)
                 regions.update(write_regions(writer, tracer.add(band), plan.output))
                 yield band
 
-        write_mask(folder / MASK, plan.output.size, plan.output.mpp, seen(), classes)
+        origin = f"{slide.name} {segmenter.model_id}"
+        write_mask(folder / MASK, plan.output.size, plan.output.mpp, seen(), classes, origin)
         regions.update(write_regions(writer, tracer.close(), plan.output))
     write_overlay(folder / OVERLAY, picture, small.pixels, classes)
     ended = time.monotonic()
@@ -84,9 +97,7 @@ def publish(
         mpp=plan.output.mpp,
         tissue_mm2=tissue,
         classes=class_summaries(classes, pixels, regions, plan.output, tissue),
-        tiles=TileCounts(
-            len(plan.indices), len(plan.grid) - len(plan.indices), segmenter.unread_tiles
-        ),
+        tiles=TileCounts(len(plan.indices), len(plan.grid) - len(plan.indices), unread_tiles),
         unread_pixels=pixels[IGNORE],
         versions={"pathoseg": __version__, "torch": str(torch.__version__)},
         seconds={"plan": round(planned - began, 3), "segment": round(ended - planned, 3)},

@@ -18,6 +18,8 @@ from pathoseg.outputs.atomic import write_text
 from pathoseg.parallel.fit import agree, best, split
 from pathoseg.parallel.planning.plan import Plan
 from pathoseg.parallel.runtime.executor import Microbatches
+from pathoseg.parallel.runtime.forms import Form
+from pathoseg.parallel.runtime.parking import Park
 from pathoseg.parallel.runtime.runner import Training
 from pathoseg.parallel.runtime.transport import Transport
 from pathoseg.parallel.schedule import timeline
@@ -63,7 +65,8 @@ def agreed_plan(
         graphs = {each.microbatch: each for each in price(model, config, hardware)}
         plan = best([*graphs.values()], task)
         priced = graphs[plan.microbatch]
-        costs = priced.costs(plan.partition(priced.graph), plan.ranks)
+        partition = plan.partition(priced.graph)
+        costs = priced.costs(partition, plan.ranks, plan.retention, plan.window)
         planned.extend(simulate(plan.schedule, costs).events)
         return plan
 
@@ -106,7 +109,9 @@ class Ranks:
             config.train.clip,
         )
         example = torch.empty(plan.input, device="meta")
-        fit = split(model, example, plan, training, transport, self._device)
+        form = Form(config.parallel.offload)
+        parked = frozenset(Park(each) for each in config.parallel.parked)
+        fit = split(model, example, plan, training, transport, self._device, form, parked)
         self._runner, self._input = fit.runner, fit.input
         self.leads = transport.rank == 0
         self.round = plan.schedule.microbatches

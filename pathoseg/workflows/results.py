@@ -5,25 +5,31 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
+from uuid import uuid4
 
 from pathoseg.errors import PathosegError
+from pathoseg.workflows.states import STATES, read_state, state_file
 
 SUMMARY = "summary.json"  # written last, so a folder that has it is whole
-_PARTIAL = ".partial"
 
 
 def result_folders(out: Path, slides: Sequence[Path]) -> dict[Path, Path]:
-    """Slide → folder: the stem, or the whole name where two slides share a stem.
+    """Slide → folder: the stem, or the whole name where another slide has the stem, here or in an
+    earlier batch.
 
     Raises:
         PathosegError: Two slides have the same file name.
     """
     stems = Counter(slide.stem for slide in slides)
-    folders = {
-        slide: out / (slide.stem if stems[slide.stem] == 1 else slide.name) for slide in slides
-    }
+    stems[STATES] += 1
+    folders = dict[Path, Path]()
+    for slide in slides:
+        before = read_state(state_file(out, out / slide.stem))
+        has_stem = None if before is None else Path(before.slide).name
+        free = stems[slide.stem] == 1 if has_stem is None else has_stem == slide.name
+        folders[slide] = out / (slide.stem if free else slide.name)
     for folder, count in Counter(folders.values()).items():
         if count > 1:
             same = [str(slide) for slide, taken in folders.items() if taken == folder]
@@ -35,24 +41,30 @@ def result_folders(out: Path, slides: Sequence[Path]) -> dict[Path, Path]:
 
 
 @contextmanager
-def result_folder(folder: Path) -> Iterator[Path]:
-    """A hidden folder to write into; it takes the place of `folder` when the block succeeds.
+def result_folder(folder: Path, work: Path) -> Iterator[Path]:
+    """A folder to write into; it takes the place of `folder` when the block succeeds.
+
+    Where another process has put the same result there at the same moment, that one stays.
+
+    Args:
+        folder: Of the result.
+        work: A folder on the same disk for what is not whole.
 
     Raises:
         PathosegError: The disk is full or cannot be written.
     """
-    partial = folder.with_name(f".{folder.name}{_PARTIAL}")
-    old = folder.with_name(f".{folder.name}.old")
-    fresh = not folder.parent.exists()
+    mark = uuid4().hex[:8]
+    partial, old = work / f"new-{mark}", work / f"old-{mark}"
     try:
-        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
-        shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
             folder.replace(old)
-        partial.replace(folder)
-        shutil.rmtree(old, ignore_errors=True)
+        try:
+            partial.replace(folder)
+        except OSError:
+            if not (folder / SUMMARY).exists():
+                raise
     except OSError as error:
         raise PathosegError(
             f"The result {folder} cannot be written ({error.strerror or error}).",
@@ -60,6 +72,4 @@ def result_folder(folder: Path) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-        if fresh:
-            with suppress(OSError):  # where a result came to lie in it, it stays
-                folder.parent.rmdir()
+        shutil.rmtree(old, ignore_errors=True)

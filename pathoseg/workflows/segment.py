@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +16,10 @@ from numpy.typing import NDArray
 from pathoseg.annotations.annotation import ClassTable
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Frame, Size
+from pathoseg.host_memory import keep_freed_memory
 from pathoseg.models.build import edge_reach
 from pathoseg.models.bundle import Bundle, bundle_id, load_bundle
-from pathoseg.outputs.stitch import stitch
+from pathoseg.outputs.stitch import Prediction, reach_down, stitch
 from pathoseg.slides.region import Region, read_region
 from pathoseg.slides.slide import Slide, open_slide
 from pathoseg.tiles.grid import TileGrid
@@ -29,12 +32,14 @@ from pathoseg.workflows.cutting import fit_stain
 from pathoseg.workflows.device import amp_dtype, pick_device
 from pathoseg.workflows.interruption import Interruption
 from pathoseg.workflows.margins import default_margin
-from pathoseg.workflows.predict import Prediction, predict
+from pathoseg.workflows.predict import predict
 from pathoseg.workflows.progress import progress_bar, say
 from pathoseg.workflows.sources import model_frame
 
 Mask = NDArray[np.uint8]
 Bands = Generator[Mask]
+
+_LARGEST_TENSOR = 2**30  # bytes that a forward pass frees and the next one takes
 
 
 def class_table_of(card: Bundle) -> ClassTable:
@@ -64,6 +69,27 @@ class SlidePlan:
     tissue: Tissue
     stain: StainNormaliser | None
 
+    def tiles_of(self, row: int) -> Sequence[int]:
+        """Those of `indices` in a row of the grid."""
+        columns = self.grid.columns
+        start, end = (bisect_left(self.indices, edge * columns) for edge in (row, row + 1))
+        return self.indices[start:end]
+
+
+@dataclass(frozen=True, slots=True)
+class MaskRow:
+    """What a row of tiles makes of the mask.
+
+    Attributes:
+        number: Of the row.
+        band: Class indices (rows, width): all that no later row of tiles changes.
+        unread_tiles: Tiles of the row with pixels that could not be read.
+    """
+
+    number: int
+    band: Mask
+    unread_tiles: int
+
 
 def load_segmenter(bundle: Path, config: Config, factory: str | None) -> Segmenter:
     """The segmenter of a bundle, on the device; tells the user which model it is.
@@ -71,6 +97,7 @@ def load_segmenter(bundle: Path, config: Config, factory: str | None) -> Segment
     Raises:
         PathosegError: The bundle cannot be used, or knows other classes than `data.classes`.
     """
+    keep_freed_memory(_LARGEST_TENSOR, one_heap=True)
     model, card = load_bundle(bundle, factory)
     names = ", ".join(card.class_names)
     if config.data.classes not in (None, card.class_names):
@@ -94,7 +121,7 @@ class Segmenter:
     Attributes:
         card: As given.
         classes: What it tells apart.
-        unread_tiles: Tiles of the last slide, so far, with pixels that could not be read.
+        model_id: As given.
     """
 
     def __init__(
@@ -103,11 +130,8 @@ class Segmenter:
         self._model, self.card, self._config = model, card, config
         self.model_id = model_id
         self.classes = class_table_of(card)
-        self.unread_tiles = 0
         device = next(model.parameters()).device
         self._dtype = amp_dtype(device, config.train.amp)
-        if device.type == "cuda":
-            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's
 
     def plan(self, slide: Slide) -> SlidePlan:
         """Finds tissue and lays the tiles.
@@ -142,30 +166,80 @@ class Segmenter:
             PathosegError: The device's memory is too small.
             StoppedError: A signal came.
         """
+        with closing(self.rows(plan, interruption)) as rows:
+            for row in rows:
+                yield row.band
+
+    def rows(
+        self,
+        plan: SlidePlan,
+        interruption: Interruption,
+        first: int = 0,
+        take: Callable[[int], bool] = lambda _: True,
+    ) -> Generator[MaskRow]:
+        """The mask by rows of tiles, equal to the bit wherever one begins.
+
+        Args:
+            plan: What to predict.
+            interruption: Asked after every tile.
+            first: The row to begin with; what reaches into it from above is predicted again.
+            take: Asked for each row when reading gets there, by another thread; the first that it
+                refuses is the end.
+
+        Yields:
+            One row after the other, to the last one taken.
+
+        Raises:
+            PathosegError: The device's memory is too small.
+            StoppedError: A signal came.
+        """
+        grid = plan.grid
+        start = max(0, first - reach_down(grid))
+        taken, unread = set[int](), Counter[int]()
+
+        def wanted() -> Iterator[Sequence[int]]:
+            for row in range(start, grid.rows):
+                if row >= first:
+                    if not take(row):
+                        return
+                    taken.add(row)
+                yield plan.tiles_of(row)
+
+        above = bisect_left(plan.indices, start * grid.columns)
         with (
             closing(SlidePool(self._open)) as slides,
-            closing(in_background(self._predict(plan, slides), ahead=2)) as predictions,
-            progress_bar(plan.slide.name, len(plan.indices), "tiles") as bar,
+            closing(in_background(self._predict(plan, slides, wanted()), ahead=2)) as predictions,
+            progress_bar(plan.slide.name, len(plan.indices), "tiles", done=above) as bar,
         ):
 
             def watched() -> Iterator[Prediction]:
-                self.unread_tiles = 0
                 for prediction in predictions:
-                    self.unread_tiles += prediction[2] is not None
+                    unread[prediction[0] // grid.columns] += prediction[2] is not None
                     interruption.raise_if_asked()
                     yield prediction
                     bar.advance()
 
-            if self.card.model.task == "classify":
-                yield _coarse_map(plan, watched())
-                return
-            overlap = plan.grid.overlap
-            margin = self._config.infer.margin
-            if margin is None:
-                margin = default_margin(overlap, edge_reach(self._model))
-            yield from stitch(plan.grid, watched(), len(self.classes), margin)
+            for row, band in enumerate(self._bands(plan, watched(), start), start):
+                # When a band comes, whether its row is taken has been asked: the prediction behind
+                # it has come too, or there is none.
+                if row in taken:
+                    yield MaskRow(row, band, unread[row])
+                elif row >= first:
+                    return
 
-    def _predict(self, plan: SlidePlan, slides: SlidePool) -> Generator[Prediction]:
+    def _bands(
+        self, plan: SlidePlan, predictions: Iterator[Prediction], start: int
+    ) -> Iterator[Mask]:
+        if self.card.model.task == "classify":
+            return _coarse_rows(plan, predictions, start)
+        margin = self._config.infer.margin
+        if margin is None:
+            margin = default_margin(plan.grid.overlap, edge_reach(self._model))
+        return stitch(plan.grid, predictions, len(self.classes), margin, first=start)
+
+    def _predict(
+        self, plan: SlidePlan, slides: SlidePool, rows: Iterable[Sequence[int]]
+    ) -> Generator[Prediction]:
         def read(index: int) -> Region:
             with slides.borrow(plan.slide) as slide:
                 region = read_region(slide, plan.frame, plan.grid.box(index))
@@ -175,17 +249,21 @@ class Segmenter:
 
         options = self._config.infer
         return predict(
-            self._model, self.card, read, plan.indices, options.batch, options.readers, self._dtype
+            self._model, self.card, read, rows, options.batch, options.readers, self._dtype
         )
 
     def _open(self, path: Path) -> Slide:
         return open_slide(path, self._config.data.assume_mpp)
 
 
-def _coarse_map(plan: SlidePlan, predictions: Iterator[Prediction]) -> Mask:
+def _coarse_rows(plan: SlidePlan, predictions: Iterator[Prediction], start: int) -> Iterator[Mask]:
     """One pixel a tile: its likeliest class, 255 where most of it was unread."""
-    coarse = np.zeros((plan.grid.rows, plan.grid.columns), np.uint8)
-    for index, chance, unread in predictions:
-        lost = unread is not None and bool(unread.mean() > 0.5)
-        coarse.flat[index] = 255 if lost else chance.argmax()
-    return coarse
+    following = next(predictions, None)
+    for row in range(start, plan.grid.rows):
+        coarse = np.zeros((1, plan.grid.columns), np.uint8)
+        while following is not None and following[0] // plan.grid.columns == row:
+            index, chance, unread = following
+            lost = unread is not None and bool(unread.mean() > 0.5)
+            coarse[0, index % plan.grid.columns] = 255 if lost else int(chance.argmax())
+            following = next(predictions, None)
+        yield coarse

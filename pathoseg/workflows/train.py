@@ -21,6 +21,7 @@ from pathoseg.models.losses import build_loss
 from pathoseg.outputs.atomic import replaced, write_text
 from pathoseg.parallel.planning.orders import find_order
 from pathoseg.parallel.planning.plan import Plan
+from pathoseg.parallel.planning.remedies import gib
 from pathoseg.parallel.runtime.transport import Transport
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.slides.slide import open_slide
@@ -39,7 +40,7 @@ from pathoseg.workflows.margins import default_overlap
 from pathoseg.workflows.one_device import OneDevice
 from pathoseg.workflows.plan import PLAN
 from pathoseg.workflows.progress import say
-from pathoseg.workflows.ranks import Ranks, agreed_plan, draw_step
+from pathoseg.workflows.ranks import TIMELINE, Ranks, agreed_plan, draw_step
 from pathoseg.workflows.runs import (
     CONFIG,
     SPLITS,
@@ -75,8 +76,9 @@ def train(
         PathosegError: Anything that keeps the run from starting or going on.
         StoppedError: A signal came; `--resume` goes on.
     """
-    wanted = load_config(config_file, flags).parallel
-    with joined(wanted.transport) as transport:
+    wanted = ranks_to_start(config_file, flags, out, resume)
+    # Where memory is limited a plan says what is kept of it, on one rank too.
+    with joined(wanted.transport, alone=wanted.memory is not None) as transport:
         return _train(config_file, flags, out, resume, trace, transport)
 
 
@@ -109,7 +111,7 @@ def _train(
     if trace and transport is None:
         raise PathosegError(
             "--trace draws how ranks take turns, and this run has one rank.",
-            "Add --ranks N, or leave out --trace.",
+            "Add --ranks N or [parallel] memory, or leave out --trace.",
         )
     run, config = _start(config_file, flags, out, resume, transport)
     if is_finished(run):
@@ -170,6 +172,8 @@ def _train(
     }
     if engine.leads:
         finish_run(run, summary)
+    if trace and not (run / TIMELINE).exists():
+        say("No step is drawn: the run had too few, as the first ones warm up.")
     say(
         f"Best epoch: {progress.best_epoch}. Model: {run / 'model'}. Figures: {run / 'metrics.csv'}"
     )
@@ -219,6 +223,9 @@ def _begin(run: Path, config: Config, members: Mapping[str, Member], plan: Plan 
         write_text(run / PLAN, plan.to_json())
         stages = f"{plan.stages} stages" if plan.stages > 1 else "the whole model on each"
         say(f"{plan.ranks} ranks: {plan.order}, {stages}, {plan.groups} groups. {run / PLAN}")
+        away = max(plan.host_memory)
+        if away:
+            say(f"A rank has up to {gib(away)} of activations in host memory.")
     say(f"Run: {run}")
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -98,37 +99,39 @@ def command(
     return run
 
 
+def save_tiny_bundle(
+    place: Path,
+    folder: str = "model",
+    network: ModelConfig | None = None,
+    mpp: float = 0.5,
+    tile: int = 64,
+    overlap: int = 48,
+    stain: str | None = None,
+) -> Path:
+    """Saves an untrained network of two classes, whose answers are as good as noise."""
+    network = network or ModelConfig("unet", "segment", 3, width=4, depth=2)
+    torch.manual_seed(1)
+    model = build_model(network, network.name if network.is_factory else None)
+    for name, values in model.named_buffers():
+        if values.is_floating_point():  # running statistics, as of some training
+            values.uniform_(*((-0.5, 0.5) if name.endswith("mean") else (0.5, 2.0)))
+    card = Bundle(
+        model=network,
+        class_names=("gland", "stroma"),
+        class_colours=((200, 0, 0), (0, 150, 0)),
+        mpp=mpp,
+        tile=tile,
+        overlap=overlap,
+        mean=(0.485, 0.456, 0.406),
+        std=(0.229, 0.224, 0.225),
+        multiple=tile_multiple(model),
+        stain=None if stain is None else {"method": stain},
+    )
+    save_bundle(place / folder, model.state_dict(), card)
+    return place / folder
+
+
 @pytest.fixture
 def tiny_bundle(tmp_path: Path) -> Callable[..., Path]:
-    """Saves an untrained network of two classes, whose answers are as good as noise."""
-
-    def save(
-        folder: str = "model",
-        network: ModelConfig | None = None,
-        mpp: float = 0.5,
-        tile: int = 64,
-        overlap: int = 48,
-        stain: str | None = None,
-    ) -> Path:
-        network = network or ModelConfig("unet", "segment", 3, width=4, depth=2)
-        torch.manual_seed(1)
-        model = build_model(network, network.name if network.is_factory else None)
-        for name, values in model.named_buffers():
-            if values.is_floating_point():  # running statistics, as of some training
-                values.uniform_(*((-0.5, 0.5) if name.endswith("mean") else (0.5, 2.0)))
-        card = Bundle(
-            model=network,
-            class_names=("gland", "stroma"),
-            class_colours=((200, 0, 0), (0, 150, 0)),
-            mpp=mpp,
-            tile=tile,
-            overlap=overlap,
-            mean=(0.485, 0.456, 0.406),
-            std=(0.229, 0.224, 0.225),
-            multiple=tile_multiple(model),
-            stain=None if stain is None else {"method": stain},
-        )
-        save_bundle(tmp_path / folder, model.state_dict(), card)
-        return tmp_path / folder
-
-    return save
+    """Saves an untrained network in `tmp_path`."""
+    return partial(save_tiny_bundle, tmp_path)

@@ -39,7 +39,7 @@ def test_help_lists_every_command_and_only_those(command: Command) -> None:
 def test_the_help_of_a_command_has_an_example_that_parses(name: str, command: Command) -> None:
     code, said = command(name, "--help")
     assert code == 0
-    assert ("--ranks" in said) == (name in ("train", "plan"))
+    assert ("--ranks" in said) == (name in ("train", "infer", "plan"))
     assert ("--order" in said) == (name in ("train", "plan"))
     example = said.partition("Example: ")[2].split()
     assert example[:2] == ["pathoseg", name]

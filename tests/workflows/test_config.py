@@ -47,6 +47,13 @@ def test_mistakes_name_the_key_and_the_mend(
     assert str(path) in caught.value.problem
 
 
+@pytest.mark.parametrize("value", ["150", '"2m30s"', '"2.5"'])
+def test_a_time_limit_is_seconds_or_a_duration(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(f"[train]\ntime_limit = {value}\n")
+    assert load_config(path).train.time_limit == 150
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(PathosegError, match=r"nothing\.toml cannot be read"):
         load_config(tmp_path / "nothing.toml")

@@ -70,6 +70,26 @@ def test_one_split_alone_and_slides_the_run_never_saw(toy_slides: Path, command:
     }  # fmt: skip
 
 
+def test_slides_are_read_as_the_run_read_them(toy_slides: Path, command: Command) -> None:
+    masks = toy_slides.parent / "masks"
+    masks.mkdir()
+    for mask in toy_slides.glob("*_mask.png"):
+        mask.rename(masks / mask.name)
+    where = ("--slides", toy_slides, "--annotations", masks)
+    train = ("train", *where, "--config", "tiny.toml", "--epochs", 1)
+    assert command(*train, "--out", "run")[0] == 0
+    # The slides state no mpp: tiny.toml, which is not given again, supplies it.
+    code, said = command("evaluate", "--slides", toy_slides)
+    assert code == 0, said
+    others = toy_slides.rename(toy_slides.parent / "others")
+    code, said = command("evaluate", "--slides", others)
+    assert code == 2
+    assert "annotation" in said
+    assert command("evaluate", "--slides", others, "--annotations", masks)[0] == 0
+    code, said = command("evaluate", "--slides", others, "--config", "tiny.toml")
+    assert code == 2
+
+
 def test_a_class_the_model_does_not_know_is_refused(
     toy_slides: Path, command: Command, tiny_bundle: SaveBundle
 ) -> None:

@@ -128,7 +128,9 @@ def test_a_network_of_ones_own(command: Command, monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_would_fit_does(command: Command) -> None:
-    refused = ("plan", "--config", "small.toml", "--ranks", 2, "--memory")
+    bare = SMALL.replace("[parallel]", '[parallel]\noffload = "none"\nrecompute = false')
+    Path("bare.toml").write_text(bare)
+    refused = ("plan", "--config", "bare.toml", "--ranks", 2, "--memory")
     code, said = command(*refused, "600KiB")
     assert code == 2
     offers = re.search(r"What would fit: (\d+) ranks of .*; or 2 ranks of (.*?) GiB; or", said)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from pathoseg.models.bundle import load_bundle
+from pathoseg.parallel.graph.retention import Retention
 from pathoseg.parallel.planning.plan import Plan
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -96,6 +97,37 @@ def test_ranks_train_what_one_process_trains(
     trace = json.loads(Path("ranks/trace.json").read_text())
     assert {"planned", "measured"} <= set(json.dumps(trace).replace('"', " ").split())
     assert output.count("epoch 2 ") == 1, "only rank 0 speaks"
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_one_rank_is_trained_all_the_same(
+    train: Callable[..., tuple[int, str]],
+) -> None:
+    # Below 64 KiB nothing is offloaded.
+    larger = Path("tiny.toml").read_text().replace("tile = 32", "tile = 64")
+    Path("tiny.toml").write_text(larger.replace("width = 4", "width = 8"))
+    _configure(2)
+    assert train("--out", "judge")[0] == 0
+    parked = 'parked = ["parameters", "gradients", "optimizer"]'
+    _configure(2, f'[parallel]\nmemory = "1GiB"\n{parked}\n')
+    assert train("--out", "roomy", "--trace")[0] == 0
+    trace = Path("roomy/trace.json").read_text()
+    assert all(each in trace for each in ("[parameters]", "[gradients]", "[optimizer]"))
+    whole = Plan.from_json(Path("roomy/plan.json").read_text())
+    assert (whole.ranks, whole.retention, whole.host_memory) == (1, (Retention(),), (0,))
+    _assert_same("roomy", "judge", 0.0)
+    for run, ways in (("recomputed", 'offload = "none"'), ("offloaded", "recompute = false")):
+        cap = f"{0.85 * whole.memory[0] / 1000:.0f}KB"
+        _configure(2, f'[parallel]\nmemory = "{cap}"\n{ways}\n')
+        code, output = train("--out", run)
+        assert code == 0, output
+        plan = Plan.from_json((Path(run) / "plan.json").read_text())
+        assert plan.memory[0] < 0.851 * whole.memory[0]
+        assert bool(plan.retention[0].recomputed) == (run == "recomputed")
+        assert (
+            bool(plan.retention[0].offloaded) == (run == "offloaded") == (plan.host_memory[0] > 0)
+        )
+        _assert_same(run, "judge", 0.0)
 
 
 @pytest.mark.slow

@@ -1,0 +1,202 @@
+"""Segments many slides with however many processes: each takes what no other is at."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pathoseg.errors import PathosegError, StoppedError
+from pathoseg.outputs.report import read_summary, write_failures, write_summary_table
+from pathoseg.parallel.runtime.crew import start_crew
+from pathoseg.parallel.runtime.transport import Transport
+from pathoseg.parallel.runtime.world import find_world
+from pathoseg.slides.folder import slides_in
+from pathoseg.slides.slide import open_slide
+from pathoseg.workflows.claims import Claims
+from pathoseg.workflows.config import load_config
+from pathoseg.workflows.interruption import Interruption
+from pathoseg.workflows.job import joined, own_device
+from pathoseg.workflows.progress import say
+from pathoseg.workflows.results import SUMMARY, result_folders
+from pathoseg.workflows.runs import bundle_of
+from pathoseg.workflows.segment import load_segmenter
+from pathoseg.workflows.slide_work import WORK, Hand, SlideWork
+from pathoseg.workflows.sources import model_frame
+from pathoseg.workflows.states import STATES, read_state
+
+TABLE = "summary.csv"
+FAILURES = "failures.csv"
+_NAP = 0.5  # seconds
+
+
+def infer(
+    inputs: Sequence[Path],
+    model: Path | None,
+    out: Path,
+    config_file: Path | None,
+    flags: Mapping[str, Mapping[str, Any]],
+    resume: bool,
+    factory: str | None,
+    arguments: Sequence[str],
+) -> int:
+    """Segments every slide of `inputs` (slides, or folders of slides) into `out`.
+
+    All processes that do so at the same time share the work: the ranks of one job, and jobs that
+    know nothing of each other. They meet in `out` alone.
+
+    Args:
+        inputs: Slides and folders of slides.
+        model: Run or bundle; None is the newest finished run.
+        out: Folder of the results.
+        config_file: TOML file, or None.
+        flags: What overrules it, by table and key.
+        resume: Keep what earlier batches have done, and go on where they stopped.
+        factory: The user's own network that may be imported.
+        arguments: The command line's, for ranks to be started.
+
+    Returns:
+        The exit code: 0, or 1 where slides of several failed; each stands in `out/failures.csv`.
+
+    Raises:
+        PathosegError: The model or the only slide cannot be used, or an input is missing.
+        StoppedError: A signal came; what is finished is kept.
+    """
+    config = load_config(config_file, flags)
+    world = find_world()
+    if config.parallel.ranks > 1 and world.launcher is None:
+        command = [sys.executable, "-m", "pathoseg", *arguments]
+        return start_crew(config.parallel.ranks, command)
+    advice = f"What is done is in {out}. Go on with the same command and --resume."
+    with Interruption(advice) as interruption:
+        if world.launcher is not None:
+            _stop_with_launcher(interruption)
+        # Ranks of our own start, and torchrun's, meet by gloo whatever trains.
+        with joined("auto" if world.hosted else config.parallel.transport) as transport:
+            if transport is not None:
+                own_device(transport)
+            folders = result_folders(out, _slides(inputs))
+            segmenter = load_segmenter(bundle_of(model), config, factory)
+            if len(folders) == 1:  # refused before anything is written
+                with open_slide(next(iter(folders)), config.data.assume_mpp) as opened:
+                    model_frame(opened, segmenter.card.mpp)
+            interruption.raise_if_asked()
+            claims = Claims(out / STATES)
+            since = _first(claims.now(), transport)
+        with claims:
+            hand = Hand(segmenter, config, claims, interruption, resume, since)
+            batch = [SlideWork(slide, folder, hand) for slide, folder in folders.items()]
+            try:
+                _work(batch, interruption)
+            except (PathosegError, StoppedError) as end:
+                with suppress(OSError):  # told already
+                    _write_tables(out, claims)
+                if world.rank and isinstance(end, StoppedError):  # rank 0 tells it for all
+                    raise SystemExit(end.exit_code) from None
+                raise
+            _write_tables(out, claims)
+            with suppress(OSError):  # another process works there
+                (out / WORK).rmdir()
+    return _verdict(batch, out, leads=world.rank == 0)
+
+
+def _stop_with_launcher(interruption: Interruption) -> None:
+    """Takes the end of the process that started this one for a SIGTERM: nobody else would."""
+    launcher = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(1)
+        interruption.number = interruption.number or signal.SIGTERM
+
+    threading.Thread(target=watch, name="launcher", daemon=True).start()
+
+
+def _slides(inputs: Sequence[Path]) -> list[Path]:
+    """The slides that the arguments name, each once."""
+    slides = dict[Path, None]()
+    for path in inputs:
+        for slide in slides_in(path) if path.is_dir() else [path]:
+            slides[slide] = None
+    return list(slides)
+
+
+def _first(now: float, transport: Transport | None) -> float:
+    """When the first rank began: what is done from then on is done in this batch."""
+    return now if transport is None else min(map(float, transport.gather(repr(now))))
+
+
+def _work(batch: Sequence[SlideWork], interruption: Interruption) -> None:
+    """Leads each slide that nobody is at, then helps with those that are left, until none is."""
+
+    def lead(slide: SlideWork) -> None:
+        interruption.raise_if_asked()
+        if slide.lead():
+            if slide.outcome() == "done":
+                say(f"{slide.slide.name}: done, in {slide.folder}")
+            elif len(batch) > 1 and (state := slide.state):
+                say(f"{slide.slide.name}: failed. {state.problem} {state.mend}")
+
+    for slide in batch:
+        lead(slide)
+    while left := [slide for slide in batch if slide.outcome() is None]:
+        for slide in left:
+            lead(slide)  # where its process has died
+        if not any(slide.help() for slide in left):
+            interruption.raise_if_asked()
+            time.sleep(_NAP)
+
+
+def _write_tables(out: Path, claims: Claims) -> None:
+    """Tables of all that lies in `out`; one process at a time, so that the last one saw all."""
+    claim = out / STATES / ".tables"
+    while not claims.take(claim):
+        time.sleep(0.1)
+    try:
+        summaries = []
+        for path in sorted(out.glob(f"[!.]*/{SUMMARY}")):
+            with suppress(PathosegError):  # a folder of something else
+                summaries.append(read_summary(path))
+        states = map(read_state, sorted((out / STATES).glob("[!.]*.json")))
+        failures = {
+            Path(state.slide).name: PathosegError(state.problem, state.mend)
+            for state in states
+            if state is not None and state.status == "failed"
+        }
+        write_summary_table(out / TABLE, summaries)
+        write_failures(out / FAILURES, failures)
+    finally:
+        claims.release(claim)
+
+
+def _verdict(batch: Sequence[SlideWork], out: Path, *, leads: bool) -> int:
+    """The exit code; the rank that leads says what the batch came to."""
+    counts = Counter(slide.outcome() for slide in batch)
+    failed = {
+        slide.slide: state
+        for slide in batch
+        if slide.outcome() == "failed" and (state := slide.state) is not None
+    }
+    if len(batch) == 1 and failed:
+        if leads:
+            [state] = failed.values()
+            raise PathosegError(state.problem, state.mend)
+        return 2
+    if leads:
+        for slide in batch:
+            if slide.outcome() == "skipped":
+                say(f"{slide.slide.name}: already done, in {slide.folder}")
+        say(
+            f"{counts['done']} of {len(batch)} slides done, {counts['skipped']} skipped as done "
+            f"before, {counts['failed']} failed. Areas: {out / TABLE}"
+        )
+        for path, state in failed.items():
+            say(f"Failed: {path.name}: {state.problem}")
+    return 1 if failed else 0

@@ -1,0 +1,153 @@
+"""Claims on pieces of work that processes share through a folder, on one machine or many."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from uuid import uuid4
+
+import psutil
+
+BEAT = 5.0  # seconds between two signs of life of a claim
+LEASE = 60.0  # seconds without one, after which a claim is anybody's
+_CLOCK = ".clock"
+
+
+class Claims:
+    """What this process has claimed: each claim is a file, which only one can create.
+
+    A claim lives while its owner touches it; times are the file system's, so that clocks of
+    several hosts need not agree. A claim of a process of this machine that has ended is dead at
+    once. Claims spare work: two processes can come to do the same piece (where one was paused for
+    longer than the lease), so what they write must be the same and appear by rename.
+
+    Args:
+        folder: Of the work that is shared; made where it is missing.
+
+    Raises:
+        OSError: The folder cannot be written; `take` may raise it, too.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._clock = folder / _CLOCK
+        self._owner = {**_machine(), "pid": os.getpid(), "born": _born(os.getpid())}
+        self._text = json.dumps(self._owner | {"token": uuid4().hex})
+        self._held = set[Path]()
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._beat, name="claims", daemon=True)
+        self._thread.start()
+
+    def take(self, path: Path) -> bool:
+        """Claims what `path` stands for, unless somebody alive has; its folder must exist."""
+        while True:
+            try:
+                descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+            except FileExistsError:
+                if self.is_taken(path):
+                    return False
+                # Of several that find it dead, one moves it away.
+                grave = path.with_name(f".{uuid4().hex[:8]}-{path.name}")
+                with suppress(FileNotFoundError):
+                    path.rename(grave)
+                grave.unlink(missing_ok=True)
+                continue
+            with self._lock:
+                self._held.add(path)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(self._text)
+            return True
+
+    def is_taken(self, path: Path) -> bool:
+        """Whether somebody alive, this process perhaps, holds the claim."""
+        try:
+            with path.open(encoding="utf-8") as file:
+                touched = os.fstat(file.fileno()).st_mtime
+                text = file.read()
+        except FileNotFoundError:
+            return False
+        with suppress(ValueError, LookupError, TypeError):  # its owner writes it just now
+            if _has_ended(json.loads(text), self._owner):
+                return False
+        return self.now() - touched < LEASE
+
+    def release(self, path: Path) -> None:
+        """Gives up a claim, if this process still holds it."""
+        with self._lock:
+            self._held.discard(path)
+        with suppress(OSError):
+            if path.read_text(encoding="utf-8") == self._text:
+                path.unlink()
+
+    @contextmanager
+    def held(self, path: Path) -> Iterator[bool]:
+        """Claims for the length of the block; whether that succeeded."""
+        taken = self.take(path)
+        try:
+            yield taken
+        finally:
+            if taken:
+                self.release(path)
+
+    def now(self) -> float:
+        """The file system's time in seconds."""
+        descriptor = os.open(self._clock, os.O_CREAT | os.O_WRONLY, 0o666)
+        try:
+            os.utime(descriptor)
+            return os.fstat(descriptor).st_mtime
+        finally:
+            os.close(descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+        for path in list(self._held):
+            self.release(path)
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT):
+            with self._lock:
+                held = list(self._held)
+            for path in held:
+                with suppress(OSError):  # another has taken it over, or the disk is away for now
+                    os.utime(path)
+
+
+def _machine() -> dict[str, Any]:
+    """What tells apart machines, and containers that do not see each other's processes."""
+    found: dict[str, Any] = {"host": socket.gethostname(), "boot": "", "pids": ""}
+    with suppress(OSError):
+        found["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        found["pids"] = str(Path("/proc/self/ns/pid").readlink())
+    return found
+
+
+def _born(pid: int) -> float:
+    """When a process began, 0 where there is none: a number is given to later processes again."""
+    try:
+        return psutil.Process(pid).create_time()
+    except psutil.Error:
+        return 0.0
+
+
+def _has_ended(owner: Any, me: dict[str, Any]) -> bool:
+    """Whether an owner is a process of this machine that is no more."""
+    here = all(owner[key] == me[key] for key in ("host", "boot", "pids"))
+    # Two processes that look may differ in when a third was born, as the clock is set.
+    return here and abs(_born(owner["pid"]) - owner["born"]) > 5

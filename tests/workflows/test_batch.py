@@ -1,0 +1,278 @@
+"""Many slides, many processes, and what befalls them: the results are those of a calm run."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import tifffile
+from PIL import Image
+
+from tests.workflows.conftest import save_tiny_bundle
+
+RESULT = {"mask.ome.tiff", "regions.geojson", "overlay.png", "summary.json"}
+NAMES = ("small", "tall", "torn")
+MPIRUN = Path(sys.executable).with_name("mpirun")
+
+
+@dataclass
+class Place:
+    """A folder with slides, a model, and in `calm` the results of an undisturbed run."""
+
+    folder: Path
+    stack: ExitStack
+
+    def start(
+        self, *options: str, out: Path, before: tuple[str, ...] = (), slides: tuple[str, ...] = ()
+    ) -> subprocess.Popen[str]:
+        program = before or (sys.executable, "-m", "pathoseg")
+        model = ("--model", "model", "--assume-mpp", "0.5", "--config", "exact.toml")
+        process = subprocess.Popen(
+            [*program, "infer", *(slides or ("slides",)), *model, "--out", str(out), *options],
+            cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        self.stack.enter_context(process)
+        self.stack.callback(process.kill)
+        return process
+
+    def run(self, *options: str, **places: Any) -> tuple[int, str]:
+        process = self.start(*options, **places)
+        said, _ = process.communicate()
+        return process.returncode, said
+
+    def resumed(self, out: Path) -> None:
+        """Goes on, and finds nothing different from the calm run."""
+        code, said = self.run("--resume", out=out)
+        assert code == 0, said
+        self.same(out)
+
+    def same(self, out: Path) -> None:
+        calm = self.folder / "calm"
+        assert {path.name for path in out.iterdir()} == {path.name for path in calm.iterdir()}
+        for table in ("summary.csv", "failures.csv"):
+            assert (out / table).read_bytes() == (calm / table).read_bytes()
+        for name in NAMES:
+            assert {path.name for path in (out / name).iterdir()} == RESULT
+            for file in RESULT - {"summary.json"}:
+                assert (out / name / file).read_bytes() == (calm / name / file).read_bytes(), file
+            one, other = (json.loads((each / name / "summary.json").read_text())
+                          for each in (out, calm))  # fmt: skip
+            assert one | {"seconds": {}} == other | {"seconds": {}}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("batch")
+    (folder / "slides").mkdir()
+    save_tiny_bundle(folder, overlap=16)
+    (folder / "exact.toml").write_text("[infer]\nmin_region_um2 = 0.0\nbatch = 3\n")
+    for seed, (name, width, height) in enumerate([("small", 200, 150), ("tall", 500, 1300)]):
+        Image.fromarray(_picture(seed, width, height)).save(folder / "slides" / f"{name}.png")
+    _tear(folder / "slides" / "torn.tif")
+    with ExitStack() as stack:
+        code, said = Place(folder, stack).run(out=folder / "calm")
+    assert code == 0, said
+    assert json.loads((folder / "calm" / "torn" / "summary.json").read_text())["unread_pixels"] > 0
+    return folder
+
+
+@pytest.fixture
+def place(home: Path) -> Iterator[Place]:
+    with ExitStack() as stack:
+        yield Place(home, stack)
+
+
+def _picture(seed: int, width: int, height: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    rng = np.random.default_rng(seed)
+    coarse = Image.fromarray(rng.integers(60, 230, (12, 16, 3), np.uint8))
+    pixels = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)).astype(int)
+    return (pixels + rng.normal(0, 12, pixels.shape)).clip(0, 255).astype(np.uint8)
+
+
+def _tear(path: Path) -> None:
+    """A slide with a broken tile in its middle."""
+    tifffile.imwrite(
+        path, _picture(7, 320, 320), tile=(64, 64), compression="zlib", photometric="rgb",
+        resolution=(20000, 20000), resolutionunit="CENTIMETER",
+    )  # fmt: skip
+    with tifffile.TiffFile(path) as tiff:
+        offset, length = tiff.pages[0].dataoffsets[12], tiff.pages[0].databytecounts[12]
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(b"\xff" * length)
+
+
+def _until(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.005)
+
+
+def _rows(out: Path, slide: str) -> list[Path]:
+    return list((out / ".work" / slide).glob("*/[0-9]*.row"))
+
+
+def _leader(out: Path, slide: str) -> int:
+    """The process that makes a slide's result."""
+    return int(json.loads((out / ".work" / slide / "claim").read_text())["pid"])
+
+
+def _states(out: Path) -> dict[str, dict[str, Any]]:
+    return {path.stem: json.loads(path.read_text()) for path in (out / "states").glob("[!.]*")}
+
+
+@pytest.mark.parametrize("launcher", ["--ranks", "mpirun"])
+def test_the_number_of_ranks_changes_nothing(place: Place, tmp_path: Path, launcher: str) -> None:
+    """Whoever is done with the small ones helps with the tall one."""
+    out = tmp_path / "out"
+    if launcher == "--ranks":
+        code, said = place.run("--ranks", "3", out=out)
+    elif MPIRUN.exists():
+        mpirun = (str(MPIRUN), "--allow-run-as-root", "--oversubscribe", "-n", "3")
+        code, said = place.run(out=out, before=(*mpirun, sys.executable, "-m", "pathoseg"))
+    else:
+        pytest.skip("there is no mpirun")
+    assert code == 0, said
+    place.same(out)
+    assert said.count("Model: ") == 1
+    assert said.count(": done, in ") == 3
+    assert "3 of 3 slides done, 0 skipped" in said
+    for name, state in _states(out).items():
+        assert (state["status"], state["attempts"]) == ("done", 1)
+        assert state["outputs"] == {p.name: p.stat().st_size for p in (out / name).iterdir()}
+        assert len(state["seconds"]) == 1
+
+
+def test_a_killed_rank_takes_nothing_down(place: Place, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    process = place.start("--ranks", "2", out=out)
+    _until(lambda: len(_rows(out, "tall")) > 2, process)
+    psutil.Process(_leader(out, "tall")).kill()
+    said, _ = process.communicate()
+    assert process.returncode == 0, said
+    assert "was killed; the others did its share" in said
+    place.same(out)
+    assert _states(out)["tall"]["attempts"] == 2
+
+
+def test_ranks_end_with_their_launcher(place: Place, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    process = place.start("--ranks", "2", out=out)
+    _until(lambda: len(_rows(out, "tall")) > 2, process)
+    ranks = psutil.Process(process.pid).children()
+    assert len(ranks) == 2
+    process.kill()
+    _, left = psutil.wait_procs(ranks, timeout=60)
+    assert not left
+    place.resumed(out)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_stopped_writer_goes_on_from_its_rows(
+    place: Place, tmp_path: Path, number: signal.Signals
+) -> None:
+    """In the middle of the mask's TIFF."""
+    out = tmp_path / "out"
+    process = place.start(out=out)
+    _until(lambda: len(_rows(out, "tall")) > 5, process)
+    assert list(out.glob(".work/tall/new-*/*mask.ome.tiff"))
+    process.send_signal(number)
+    said, _ = process.communicate()
+    assert process.returncode == (143 if number == signal.SIGTERM else -9), said
+    assert not (out / "tall").exists()
+    assert len(_rows(out, "tall")) > 5
+    assert _states(out)["tall"]["status"] == "begun"
+    if number == signal.SIGTERM:
+        assert "--resume" in said
+        assert "Traceback" not in said
+    place.resumed(out)
+    assert _states(out)["tall"]["attempts"] == 2
+    assert _states(out)["small"]["attempts"] == 1
+
+
+def test_two_batches_in_one_folder_share_the_work(place: Place, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    both = [place.start("--resume", out=out) for _ in range(2)]
+    for process in both:
+        said, _ = process.communicate()
+        assert process.returncode == 0, said
+    place.same(out)
+    assert {state["attempts"] for state in _states(out).values()} == {1}
+
+
+HASTY = """
+import sys
+from pathoseg.workflows import claims
+claims.LEASE, claims.BEAT = 1.0, 0.1
+from pathoseg.__main__ import main
+main()
+"""
+
+
+def test_a_process_that_was_asleep_does_no_harm(place: Place, tmp_path: Path) -> None:
+    """Longer than the lease, as on a disk that hangs: its slide is taken over meanwhile."""
+    out = tmp_path / "out"
+    hasty = (sys.executable, "-c", HASTY)
+    asleep = place.start("--resume", out=out, before=hasty)
+    _until(lambda: len(_rows(out, "tall")) > 2, asleep)
+    asleep.send_signal(signal.SIGSTOP)
+    code, said = place.run("--resume", out=out, before=hasty)
+    assert code == 0, said
+    asleep.send_signal(signal.SIGCONT)
+    said, _ = asleep.communicate()
+    assert asleep.returncode == 0, said
+    place.same(out)
+
+
+def test_a_slide_that_vanishes_fails_alone(place: Place, tmp_path: Path) -> None:
+    out, slides = tmp_path / "out", tmp_path / "slides"
+    shutil.copytree(place.folder / "slides", slides)  # with their times
+    (slides / "small.png").rename(slides / "x.png")  # comes after the tall one
+    process = place.start(out=out, slides=(str(slides),))
+    _until(lambda: _rows(out, "tall"), process)
+    (slides / "x.png").unlink()
+    said, _ = process.communicate()
+    assert process.returncode == 1, said
+    assert "2 of 3 slides done, 0 skipped as done before, 1 failed" in said
+    with (out / "failures.csv").open(newline="") as file:
+        [row] = csv.DictReader(file)
+    assert row["slide"] == "x.png"
+    assert row["reason"] in said
+    shutil.copy2(place.folder / "slides" / "small.png", slides / "x.png")
+    code, said = place.run("--resume", out=out, slides=(str(slides),))
+    assert code == 0, said
+    assert "1 of 3 slides done, 2 skipped as done before, 0 failed" in said
+    assert (out / "failures.csv").read_text() == "slide,reason,mend\n"
+    name = "overlay.png"
+    assert (out / "x" / name).read_bytes() == (place.folder / "calm/small" / name).read_bytes()
+
+
+def test_separate_batches_keep_equal_stems_apart(
+    place: Place, tmp_path: Path, command: Callable[..., tuple[int, str]]
+) -> None:
+    out = tmp_path / "out"
+    model = ("--model", place.folder / "model", "--assume-mpp", 0.5, "--out", out, "--resume")
+    for name in ("a.png", "a.bmp", "a.png", "states.png"):
+        Image.fromarray(_picture(1, 90, 70)).save(tmp_path / name)
+        os.utime(tmp_path / name, (1e9, 1e9))
+        code, said = command("infer", tmp_path / name, *model)
+        assert code == 0, said
+    assert {path.name for path in out.iterdir()} == {
+        "a", "a.bmp", "states.png", "states", "summary.csv", "failures.csv",
+    }  # fmt: skip
+    assert json.loads((out / "a" / "summary.json").read_text())["slide"] == "a.png"
+    assert _states(out)["a"]["attempts"] == 1
