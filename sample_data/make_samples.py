@@ -96,13 +96,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="folder, or with --size the file to write")
     parser.add_argument("--size", type=int, help="write one slide with sides of SIZE pixels")
+    parser.add_argument(
+        "--from",
+        dest="source",
+        type=Path,
+        metavar="DIR",
+        help="with --size: paste annotated tiles of DIR instead of painted ones",
+    )
     given = parser.parse_args()
     if given.size is None:
+        if given.source is not None:
+            parser.error("--from belongs to --size")
         write_samples(given.out or Path(__file__).parent)
     elif given.out is None or given.size < 1:
         parser.error("--size needs a positive number of pixels and --out FILE")
     else:
-        write_mosaic(given.out, given.size)
+        write_mosaic(given.out, given.size, given.source)
 
 
 if __name__ == "__main__":

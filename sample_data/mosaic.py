@@ -1,105 +1,123 @@
-"""Writes a slide of any size in flat memory: painted cores pasted like a tissue microarray."""
+"""Writes a slide of any size in flat memory, from few encoded cells that it repeats."""
 
 from __future__ import annotations
 
-import dataclasses
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-from aperio_svs import TILE, Level, Pixels, cut, encode, shrink, write_svs
+from aperio_svs import TILE, Level, Pixels, encode, shrink, write_svs
+from cells import CELL, MPP, Cell, glass, painted_cells, real_cells
 from numpy.typing import NDArray
-from scene import MPP, make_scene
-from shapely import LineString
-from texture import Stain, covered, paint
+from scipy.ndimage import gaussian_filter
 from tifffile import TiffWriter
 
-CELL = 2048
-"""Side of a cell of the mosaic in level-0 pixels; a cell holds one core or glass."""
+TISSUE = 0.2
+"""The share of a slide that is tissue, nearly: whole cells are laid."""
 
-SHARE = 0.35
-"""Cells that hold a core; as a core fills half of its cell, a fifth of the slide is tissue."""
+_FACTORS = (1, 4, 16, 64)
+_PIECE = 2  # reach in cells of the noise that gathers cells in pieces of tissue
 
-CLASSES = {"gland": 1, "tumour": 2}
-STAIN = Stain(1.0, 1.0, 0.0, (243, 243, 241), (1.0, 1.0, 1.0))
+Layout = NDArray[np.int64]
+"""Which cell lies where, 0 for glass."""
 
 
-def write_mosaic(path: Path, side: int, cores: int = 6) -> None:
+def write_mosaic(path: Path, side: int, source: Path | None = None, painted: int = 6) -> None:
     """Writes `path`, `side` pixels square, and the exact class indices as `<stem>_mask.tif`.
+
+    Both are pyramids. Tiles are encoded once for each different cell, so size alone costs little.
 
     Args:
         path: The slide, overwritten like its mask.
         side: Width and height in level-0 pixels.
-        cores: Different cores. Their tiles are encoded once, so size alone costs little.
+        source: Folder of annotated tiles to paste; None paints cells.
+        painted: How many different cells are painted.
     """
     rng = np.random.default_rng(side)
-    images, masks = zip(*(_core(rng) for _ in range(cores)), strict=True)
-    glass = np.broadcast_to(np.array(STAIN.glass, np.uint8), (CELL, CELL, 3))
-    images, masks = (glass, *images), (np.zeros((CELL, CELL), np.uint8), *masks)
-    cells = (-(-side // CELL),) * 2
-    layout = np.where(rng.random(cells) < SHARE, rng.integers(1, cores + 1, cells), 0)
+    tissue = painted_cells(painted, rng) if source is None else real_cells(source)
+    share = TISSUE / float(np.mean([cell.tissue for cell in tissue]))
+    layout = _layout(-(-side // CELL), share, len(tissue), rng)
+    cells = [glass(), *tissue]
 
-    levels = []
-    for factor in (1, 4, 16, 64):
-        small = [shrink(image, factor) for image in images]
-        if CELL // factor >= TILE:
-            tiles = _pasted([list(cut(image)) for image in small], layout, side // factor)
-        else:
-            tiles = _assembled(small, layout, side // factor)
-        levels.append(Level(side // factor, side // factor, tiles))
-    thumbnail = _assembly([shrink(image, 64) for image in images], layout)
-    write_svs(path, levels, thumbnail, path.stem, MPP, big=True)
-
-    encoded = [list(_deflated(mask)) for mask in masks]
-    with TiffWriter(path.with_name(f"{path.stem}_mask.tif"), bigtiff=True) as tiff:
-        tiff.write(
-            _pasted(encoded, layout, side),
-            shape=(side, side),
-            dtype=np.uint8,
-            tile=(TILE, TILE),
-            photometric="minisblack",
-            compression="adobe_deflate",
-            metadata=None,
-            software=False,
-        )
+    levels, thumbnail = [], []
+    for factor in _FACTORS:
+        small = [shrink(cell.image, factor) for cell in cells]
+        levels.append(_level(small, layout, side // factor, encode))
+        thumbnail = small
+    write_svs(path, levels, _assembly(thumbnail, layout), path.stem, MPP, big=True)
+    _write_mask(path.with_name(f"{path.stem}_mask.tif"), cells, layout, side)
 
 
-def _core(rng: np.random.Generator) -> tuple[Pixels, Pixels]:
-    """A painted section that fits a cell, and its class indices."""
-    scene = dataclasses.replace(make_scene(CELL, CELL, rng), pen=LineString())
-    mask = np.zeros((CELL, CELL), np.uint8)
-    for region in scene.regions:
-        index = CLASSES[region.class_name]
-        np.maximum(mask, covered([region.geometry], CELL, CELL, index), out=mask)
-    return paint(scene, STAIN, rng), mask
+def _layout(count: int, share: float, kinds: int, rng: np.random.Generator) -> Layout:
+    """`count`² cells, `share` of which, in a few pieces, are one of 1 … `kinds`."""
+    height = gaussian_filter(rng.standard_normal((count, count)), _PIECE, mode="constant")
+    held = min(max(1, round(share * height.size)), height.size)
+    order = height.ravel().argsort()[::-1]
+    layout = np.zeros(height.size, np.int64)
+    layout[order[:held]] = rng.permutation(np.arange(held) % kinds) + 1
+    return layout.reshape(height.shape)
 
 
-def _deflated(mask: Pixels) -> Iterator[bytes]:
-    for top in range(0, CELL, TILE):
-        for left in range(0, CELL, TILE):
-            yield zlib.compress(mask[top : top + TILE, left : left + TILE].tobytes())
+def _write_mask(path: Path, cells: list[Cell], layout: Layout, side: int) -> None:
+    with TiffWriter(path, bigtiff=True) as tiff:
+        for factor in _FACTORS:
+            small = [np.ascontiguousarray(cell.mask[::factor, ::factor]) for cell in cells]
+            level = _level(small, layout, side // factor, _deflated)
+            tiff.write(
+                iter(level.tiles),
+                shape=(level.height, level.width),
+                dtype=np.uint8,
+                tile=(TILE, TILE),
+                photometric="minisblack",
+                compression="adobe_deflate",
+                subfiletype=int(factor > 1),
+                metadata=None,
+                software=False,
+            )
 
 
-def _pasted(encoded: list[list[bytes]], layout: NDArray[np.int64], side: int) -> Iterator[bytes]:
-    """Tiles of a level on which a cell is several tiles: picked among those `encoded` by cell."""
-    each = round(len(encoded[0]) ** 0.5)
+def _deflated(tile: Pixels) -> bytes:
+    return zlib.compress(tile.tobytes())
+
+
+def _level(
+    small: list[Pixels], layout: Layout, side: int, encoded: Callable[[Pixels], bytes]
+) -> Level:
+    """A level of the pyramid, given its cells."""
+    tiles = _pasted if len(small[0]) >= TILE else _assembled
+    return Level(side, side, tiles(small, layout, side, encoded))
+
+
+def _pasted(
+    small: list[Pixels], layout: Layout, side: int, encoded: Callable[[Pixels], bytes]
+) -> Iterator[bytes]:
+    """Tiles of a level on which a cell is several tiles, each of them encoded once."""
+    each = len(small[0]) // TILE
+    known: dict[tuple[int, int, int], bytes] = {}
     tiles = -(-side // TILE)
     for row in range(tiles):
         for column in range(tiles):
-            cell = layout[row // each, column // each]
-            yield encoded[cell][row % each * each + column % each]
+            cell = int(layout[row // each, column // each])
+            # Glass is everywhere the same.
+            top, left = (row % each * TILE, column % each * TILE) if cell else (0, 0)
+            if (cell, top, left) not in known:
+                tile = small[cell][top : top + TILE, left : left + TILE]
+                known[cell, top, left] = encoded(tile)
+            yield known[cell, top, left]
 
 
-def _assembled(small: list[Pixels], layout: NDArray[np.int64], side: int) -> Iterator[bytes]:
+def _assembled(
+    small: list[Pixels], layout: Layout, side: int, encoded: Callable[[Pixels], bytes]
+) -> Iterator[bytes]:
     """Tiles of a level on which several cells make one tile."""
-    each = TILE // small[0].shape[0]
+    each = TILE // len(small[0])
     tiles = -(-side // TILE)
     padded = np.pad(layout, (0, tiles * each - len(layout)))
     for row in range(0, tiles * each, each):
         for column in range(0, tiles * each, each):
-            yield encode(_assembly(small, padded[row : row + each, column : column + each]))
+            yield encoded(_assembly(small, padded[row : row + each, column : column + each]))
 
 
-def _assembly(small: list[Pixels], layout: NDArray[np.int64]) -> Pixels:
+def _assembly(small: list[Pixels], layout: Layout) -> Pixels:
     return np.vstack([np.hstack([small[cell] for cell in line]) for line in layout])

@@ -6,13 +6,17 @@ import dataclasses
 import importlib
 import json
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import openslide
 import pytest
 import tifffile
+from PIL import Image
 from shapely import hausdorff_distance
 from shapely.geometry import shape
+
+from pathoseg.errors import PathosegError
 
 pytestmark = pytest.mark.usefixtures("generator")
 
@@ -47,20 +51,37 @@ def test_the_committed_slides_come_from_the_generator(tmp_path: Path, sample_dat
     assert np.abs(images[0] - images[1]).mean() < 1
 
 
-def test_a_mosaic_is_one_pyramid_with_its_exact_mask(tmp_path: Path) -> None:
-    mosaic = importlib.import_module("mosaic")
-    side = 2 * mosaic.CELL + 300
+@pytest.fixture
+def mosaic(generator: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module, with cells of a quarter of their size."""
+    mosaic, cells = importlib.import_module("mosaic"), importlib.import_module("cells")
+    for module in (mosaic, cells):
+        monkeypatch.setattr(module, "CELL", 2048)
+    monkeypatch.setattr(cells, "_PAINTED", 1024)
+    return mosaic
+
+
+def test_a_mosaic_is_one_pyramid_with_its_exact_mask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mosaic: ModuleType
+) -> None:
+    monkeypatch.setattr(mosaic, "TISSUE", 0.6)  # in all four cells
+    side = mosaic.CELL + 300
     path = tmp_path / "large.svs"
-    mosaic.write_mosaic(path, side, cores=1)
-    mask = tifffile.imread(tmp_path / "large_mask.tif")
+    mosaic.write_mosaic(path, side, painted=1)
+    with tifffile.TiffFile(tmp_path / "large_mask.tif") as tiff:
+        mask, *coarser = [page.asarray() for page in tiff.pages]
     assert mask.shape == (side, side)
     assert set(np.unique(mask)) == {0, 1, 2}
+    for pixels, factor in zip(coarser, (4, 16, 64), strict=True):
+        n = side // factor
+        np.testing.assert_array_equal(pixels, mask[::factor, ::factor][:n, :n])
 
     with openslide.OpenSlide(path) as slide:
         assert slide.properties["openslide.vendor"] == "aperio"
+        assert float(slide.properties["openslide.mpp-x"]) == 0.25
         assert slide.level_dimensions == tuple((side // f, side // f) for f in (1, 4, 16, 64))
         levels = [
-            np.asarray(slide.read_region((0, 0), level, size).convert("L"), float)
+            np.asarray(slide.read_region((0, 0), level, size).convert("L"), np.float32)
             for level, size in enumerate(slide.level_dimensions)
         ]
     for level, factor in ((1, 4), (2, 16), (3, 64)):
@@ -69,3 +90,46 @@ def test_a_mosaic_is_one_pyramid_with_its_exact_mask(tmp_path: Path) -> None:
         alike = np.corrcoef(levels[level].ravel(), means.ravel())[0, 1]
         assert alike > 0.98, "every level shows the same mosaic"
     assert (levels[0][mask > 0] < 225).mean() > 0.98, "labels lie on tissue"
+
+
+def test_real_tiles_fill_the_tissue_of_a_mosaic(tmp_path: Path, mosaic: ModuleType) -> None:
+    """Two tiles: one red with class 1 below a diagonal, one blue with 2 and ignored pixels."""
+    tiles = tmp_path / "tiles"
+    tiles.mkdir()
+    y, x = np.mgrid[:208, :304]
+    colours = {"a": (200, 60, 60), "b": (60, 60, 200)}
+    truths = {"a": (x > y).astype(np.uint8), "b": np.where(x > 100, 2, 255).astype(np.uint8)}
+    for name, truth in truths.items():
+        Image.new("RGB", (304, 208), colours[name]).save(tiles / f"{name}.png")
+        Image.fromarray(truth).save(tiles / f"{name}_mask.png")
+
+    cell = mosaic.CELL
+    side = 2 * cell
+    path = tmp_path / "large.svs"
+    mosaic.write_mosaic(path, side, tiles)
+    mask = tifffile.imread(tmp_path / "large_mask.tif", key=0)
+    with openslide.OpenSlide(path) as slide:
+        middles = {
+            (top, left): slide.read_region((left + 1000, top + 1000), 0, (1, 1)).getpixel((0, 0))
+            for top in (0, cell)
+            for left in (0, cell)
+        }
+    assert (side, side) == mask.shape
+    seen = []
+    for (top, left), (red, _, blue, _) in middles.items():
+        found = mask[top : top + cell, left : left + cell]
+        if red == blue + 2:  # glass
+            assert not found.any()
+            continue
+        name = "a" if red > blue else "b"
+        seen.append(name)
+        np.testing.assert_array_equal(found[:208, :304], truths[name])
+        np.testing.assert_array_equal(found[208:416, 304:608], truths[name][::-1, ::-1])
+    assert len(seen) == 1, "a fifth of four cells"
+
+
+def test_a_folder_without_annotations_is_refused(tmp_path: Path) -> None:
+    cells = importlib.import_module("cells")
+    Image.new("RGB", (30, 20)).save(tmp_path / "a.png")
+    with pytest.raises(PathosegError, match="has an annotation"):
+        cells.real_cells(tmp_path)
