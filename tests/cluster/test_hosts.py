@@ -1,0 +1,82 @@
+"""Ranks on several hosts: a slow link, and one that is cut in the middle of a step."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import NODES, Hosts
+from tests.cluster.lab import PATHOSEG, Lab, assert_same_run
+
+pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(900)]
+
+MPIRUN = Path(__file__).resolve().parents[2] / "pipelines/hosts/mpirun.sh"
+# Starts a command as a rank on each node, and gives the processes to wait for.
+Starter = Callable[[Hosts, Lab, list[str]], "list[subprocess.Popen[str]]"]
+
+
+def by_mpi(hosts: Hosts, lab: Lab, command: list[str]) -> list[subprocess.Popen[str]]:
+    where = {"HOSTS": ",".join(f"{node}:1" for node in NODES)}
+    agent = {"PRTE_MCA_plm_ssh_agent": str(hosts.agent)}
+    return [lab.start(hosts.command(NODES[0], MPIRUN, *command), **where, **agent)]
+
+
+def by_gloo(hosts: Hosts, lab: Lab, command: list[str]) -> list[subprocess.Popen[str]]:
+    meeting = {"MASTER_ADDR": NODES[0], "MASTER_PORT": "29500"}
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    return [
+        lab.start(hosts.command(node, *command), **meeting, **world, RANK=str(rank))
+        for rank, node in enumerate(NODES)
+    ]
+
+
+@pytest.fixture
+def slow_link(hosts: Hosts) -> Iterator[None]:
+    """A link that a step keeps busy, most of its time."""
+    with ExitStack() as stack:
+        for node in NODES:
+            hosts.slow(node, "60mbit")
+            stack.callback(hosts.slow, node, "10gbit")
+        yield
+
+
+@pytest.mark.usefixtures("slow_link")
+@pytest.mark.parametrize("start", [by_mpi, by_gloo])
+def test_a_link_that_is_cut_in_a_step_costs_no_more_than_the_time(
+    start: Starter, hosts: Hosts, lab: Lab
+) -> None:
+    run = start.__name__
+    training = lab.training(run, "--order", "gpipe")
+    started = start(hosts, lab, training)
+    lab.wait_for_epochs(run, 2)
+    with hosts.cut(NODES[1]):
+        output = _end(hosts, started, code=2)
+    assert "Error: Rank 1 has given no sign of life for 10 s" in output
+    assert "(Rank 0 waited for " in output
+    assert lab.epochs(run) < lab.epochs(lab.undisturbed.name)
+    _end(hosts, start(hosts, lab, [*training, "--resume"]), code=0)
+    assert_same_run(lab.folder / run, lab.undisturbed)
+
+
+@pytest.mark.parametrize("start", [by_mpi, by_gloo])
+def test_ranks_on_several_hosts_segment_what_one_process_does(
+    start: Starter, hosts: Hosts, lab: Lab
+) -> None:
+    alone, out = lab.segmented, f"slides-{start.__name__}"
+    _end(hosts, start(hosts, lab, [PATHOSEG, "infer", *lab.inference(out)]), code=0)
+    assert lab.results(out) == alone
+    states = [json.loads(p.read_text()) for p in (lab.folder / out / "states").glob("*.json")]
+    assert {state["host"] for state in states} == set(NODES)
+
+
+def _end(hosts: Hosts, started: list[subprocess.Popen[str]], code: int) -> str:
+    """The output of rank 0, once nothing is left running on any node."""
+    outputs = [process.communicate(timeout=200)[0] for process in started]
+    assert {process.returncode for process in started} == {code}, outputs
+    assert [hosts.running(node) for node in NODES] == [[], []]
+    return outputs[0]
