@@ -15,8 +15,8 @@ import torch
 from pathoseg.models.build import ModelConfig, build_model, edge_reach, tile_multiple
 from pathoseg.models.bundle import Bundle, load_bundle, save_bundle
 from pathoseg.outputs.report import read_summary
+from pathoseg.workflows.batch import infer
 from pathoseg.workflows.device import MEAN, STD, pick_device
-from pathoseg.workflows.infer import infer
 from pathoseg.workflows.margins import default_overlap
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +42,9 @@ def main() -> None:
         for number in range(rounds):
             out = Path(folder) / f"results-{number}"
             began = time.perf_counter()
-            infer([options.slide], bundle, out, None, flags, resume=False, factory=None)
+            infer(
+                [options.slide], bundle, out, None, flags, resume=False, factory=None, arguments=[]
+            )
             walls.append(time.perf_counter() - began)
             summary = read_summary(next(out.glob("*/summary.json")))
             tiles = summary.tiles.done
@@ -82,8 +84,10 @@ def _bundle(folder: Path, tile: int, mpp: float) -> Path:
 
 def _bare(bundle: Path, tile: int, tiles: int) -> float:
     device = pick_device()
+    layout = torch.channels_last  # as `infer` has it
     model = load_bundle(bundle)[0].to(device)
-    inputs = torch.rand(1, 3, tile, tile, device=device)
+    model.to(memory_format=layout)  # type: ignore[call-overload]  # torch's
+    inputs = torch.rand(1, 3, tile, tile, device=device).contiguous(memory_format=layout)
     with torch.inference_mode():
         began = time.perf_counter()
         for _ in range(tiles):

@@ -26,7 +26,6 @@ from pathoseg.workflows.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / "sample_data"
-Probabilities = NDArray[np.float32]
 
 
 def main() -> None:
@@ -64,10 +63,10 @@ def _seam(bundle: Path, overlap: int) -> tuple[int, float, float]:
         pixels = read_region(slide, frame, Box(0, 0, size.width, size.height)).pixels
     grid = TileGrid.cover(size, card.tile, overlap, card.multiple)
 
-    def chances(image: NDArray[np.uint8]) -> Probabilities:
+    def chances(image: NDArray[np.uint8]) -> torch.Tensor:
         with torch.inference_mode():
             logits = model(to_input(image[None], card.mean, card.std, pick_device()))
-        answer: Probabilities = logits[0].softmax(0).cpu().numpy()
+        answer: torch.Tensor = logits[0].softmax(0)
         return answer
 
     def tiles() -> Iterator[Prediction]:
@@ -78,8 +77,8 @@ def _seam(bundle: Path, overlap: int) -> tuple[int, float, float]:
             yield index, chances(tile), None
 
     margin = default_margin(overlap, edge_reach(model))
-    bands = list(stitch(grid, tiles(), len(card.class_names) + 1, margin, lambda p: p.copy()))
-    tiled, whole = np.concatenate(bands, axis=1), chances(pixels)
+    bands = list(stitch(grid, tiles(), len(card.class_names) + 1, margin, lambda p: p))
+    tiled, whole = np.concatenate(bands, axis=1), chances(pixels).cpu().numpy()
     differ = float((tiled.argmax(0) != whole.argmax(0)).mean())
     return margin, differ, float(np.abs(tiled - whole).max())
 

@@ -1,0 +1,49 @@
+"""Asks what less activation memory costs: six forms of offload, plans under caps, torch's ways."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from benchmarks.offload.caps import caps
+from benchmarks.offload.study import study
+from benchmarks.offload.subject import DEVICE
+from benchmarks.offload.trace import write_trace
+from pathoseg.parallel.planning.hardware import load_hardware
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="small networks and tiles, few steps")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    parser.add_argument(
+        "--hardware",
+        default="h200" if DEVICE.type == "cuda" else "cpu",
+        metavar="NAME|FILE",
+        help="what the planner prices by; best a file of `pathoseg calibrate` on this device",
+    )
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace of a step")
+    parser.add_argument("--part", choices=("study", "caps"), help="one of the two")
+    options = parser.parse_args()
+    name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
+    print(f"Device: {name}, torch {torch.__version__}")
+    figures: dict[str, float | str] = {"device": name}
+    hardware = load_hardware(options.hardware)
+    if options.part != "caps":
+        figures.update(study(options.quick))
+    if options.part != "study":
+        figures.update(caps(options.quick, hardware))
+    if options.trace:
+        write_trace(options.trace, options.quick)
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""The offload study's table: four classic networks, six forms, what they cost in a whole run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from statistics import median
+
+from torch import nn
+
+from benchmarks.networks.alexnet import alexnet
+from benchmarks.networks.inception import InceptionV3
+from benchmarks.networks.resnet import resnet50
+from benchmarks.networks.vgg import vgg19
+from benchmarks.offload.ours import Ours, everything, graph_of, ours
+from benchmarks.offload.subject import Subject, seconds_of
+from pathoseg.parallel.graph.retention import Retention
+from pathoseg.parallel.runtime.forms import Form
+from pathoseg.parallel.runtime.parking import Park
+from pathoseg.parallel.schedule.action import Kind
+from pathoseg.parallel.schedule.event import Event
+
+# By name: the network of a width, and the side of its images.
+_NETWORKS: dict[str, tuple[Callable[[float], nn.Module], int]] = {
+    "vgg19": (lambda width: vgg19(width=width), 224),
+    "alexnet": (lambda width: alexnet(width=width), 224),
+    "resnet50": (lambda width: resnet50(width=width), 224),
+    "inception_v3": (lambda width: InceptionV3(width=width), 299),
+}
+BATCH, STEPS = 32, 160  # 20 epochs of 8 steps
+_PUBLISHED = "1.7–5.0"  # times the baseline, over the study's networks and forms
+
+
+_STAGES = 8  # the network's parts, of which all but one or two wait
+
+
+def study(quick: bool) -> Iterator[tuple[str, float]]:
+    """Prints a table for activations and one for parameters; yields the figures.
+
+    Args:
+        quick: A small part of each network, two images, two steps.
+    """
+    yield from _table("activations", _activations, quick)
+    for name, ratio in _table("parameters", _parameters, quick):
+        yield name, ratio
+        if "_overlapped_" in name:
+            yield name.replace("_parameters", ""), ratio
+
+
+# Makes a network's run in a form; told whether its steps are traced.
+_Run = Callable[[Form, bool], Ours]
+
+
+def _activations(subject: Subject) -> _Run:
+    retention = Retention(offloaded=everything(graph_of(subject)))
+    return lambda form, trace: ours(subject, retention, form, trace=trace)
+
+
+def _parameters(subject: Subject) -> _Run:
+    def run(form: Form, trace: bool) -> Ours:
+        parked = {Park.PARAMETERS}
+        return ours(subject, Retention(), form, trace=trace, stages=_STAGES, parked=parked)
+
+    return run
+
+
+def _table(what: str, ways: Callable[[Subject], _Run], quick: bool) -> Iterator[tuple[str, float]]:
+    batch, rounds, width = (2, 1, 1 / 16) if quick else (BATCH, STEPS, 1.0)
+    print(f"\n## Forms of offload, {what} ({batch} images, {rounds} steps; median step)\n")
+    print("| network | form | seconds | to none | published | ms out (min, max) | ms back |")
+    print("|---|---|---|---|---|---|---|")
+    for name, (make, side) in _NETWORKS.items():
+        run = ways(Subject(partial(make, width), side, batch, dense=False))
+        runs = {form: run(form, False) for form in Form}
+        seconds = seconds_of({form.value: each.step for form, each in runs.items()}, rounds)
+        del runs
+        for form in Form:
+            traced = run(form, True)
+            for number in range(2):
+                traced.step(number)
+            ratio = seconds[form.value] / seconds[Form.NONE.value]
+            out, back = (_range(traced.events, kind) for kind in (Kind.OFFLOAD, Kind.PREFETCH))
+            published = "1" if form is Form.NONE else "–" if form is Form.OVERLAPPED else _PUBLISHED
+            print(
+                f"| {name} | {form.value} | {seconds[form.value]:.4f} | {ratio:.2f} "
+                f"| {published} | {out} | {back} |"
+            )
+            if form is not Form.NONE:
+                key = form.value.replace("-", "_")
+                yield f"overhead_{what}_{key}_{name}", ratio
+
+
+def _range(events: list[Event], kind: Kind) -> str:
+    """Median, least and most milliseconds of the copies in one direction."""
+    taken = [1e3 * (each.end - each.start) for each in events if each.action.kind is kind]
+    return f"{median(taken):.2f} ({min(taken):.2f}, {max(taken):.2f})" if taken else "–"

@@ -1,0 +1,65 @@
+"""The networks that all systems run: as a factory of pathoseg, a bundle, and a TorchScript."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pathoseg.models.build import ModelConfig, build_model, tile_multiple
+from pathoseg.models.bundle import Bundle, save_bundle
+from pathoseg.workflows.device import MEAN, STD
+
+POINT = "weights:point"
+
+
+def point(in_channels: int, classes: int) -> nn.Module:
+    """A 1×1 convolution that tells dark pixels from bright ones: next to no work."""
+    network = nn.Conv2d(in_channels, classes, 1)
+    with torch.no_grad():
+        network.weight.zero_()[1] = -1.0
+        assert network.bias is not None
+        network.bias.zero_()[1] = -1.0
+    return network
+
+
+class _Whole(nn.Module):
+    """Pixels of 0…255 to probabilities, the scaling included: what the peers are given."""
+
+    mean: torch.Tensor
+    std: torch.Tensor
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        self.register_buffer("mean", torch.tensor(MEAN).view(3, 1, 1) * 255)
+        self.register_buffer("std", torch.tensor(STD).view(3, 1, 1) * 255)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(self.network((pixels - self.mean) / self.std), 1)
+
+
+def write_weights(folder: Path, name: str, width: int, mpp: float, tile: int, stride: int) -> None:
+    """Writes `bundle/` and `script.pt` of the same weights."""
+    torch.manual_seed(0)
+    is_point = name == "point"
+    config = ModelConfig(
+        POINT if is_point else "unet", "segment", classes=2, width=None if is_point else width
+    )
+    network = build_model(config, POINT if is_point else None).eval()
+    card = Bundle(
+        model=config,
+        class_names=("dark",),
+        class_colours=((200, 0, 0),),
+        mpp=mpp,
+        tile=tile,
+        overlap=tile - stride,
+        mean=MEAN,
+        std=STD,
+        multiple=tile_multiple(network),
+    )
+    save_bundle(folder / "bundle", network.state_dict(), card)
+    script: Any = torch.jit.trace(_Whole(network), torch.zeros(1, 3, 64, 64))  # type: ignore[no-untyped-call]  # untyped in torch
+    script.save(str(folder / "script.pt"))
