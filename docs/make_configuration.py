@@ -14,8 +14,7 @@ PAGE = Path(__file__).with_name("configuration.md")
 
 _HEAD = """# The configuration file
 
-`--config FILE.toml` takes everything that the flags take (durations as a number of seconds), and
-the rest. Flags overrule the file;
+`--config FILE.toml` takes everything that the flags take, and the rest. Flags overrule the file;
 what a run used in the end is written to `RUN/config.toml`, which `--config` takes again. An
 unknown key is refused with the nearest known one. A key that is left out, or whose default is
 "–", is decided by what its description says.
