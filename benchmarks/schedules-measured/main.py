@@ -42,9 +42,9 @@ from pathoseg.parallel.runtime.links import measure_links
 from pathoseg.parallel.runtime.runner import Runner
 from pathoseg.parallel.runtime.transport import Transport
 from pathoseg.parallel.runtime.world import connect
-from pathoseg.parallel.schedule.action import Action, Kind
+from pathoseg.parallel.schedule.action import Kind
 from pathoseg.parallel.schedule.costs import Costs, Link, StageCost
-from pathoseg.parallel.schedule.event import Event
+from pathoseg.parallel.schedule.event import Event, from_json, to_json
 from pathoseg.parallel.schedule.gems import gems
 from pathoseg.parallel.schedule.gpipe import gpipe, mp_basic
 from pathoseg.parallel.schedule.lowering import lower
@@ -215,14 +215,8 @@ def time_case(case: Case, transport: Transport, link: Link, rounds: int) -> Time
                 times.losses[name] = max(each[1] for each in told)
     check(times)
     for events in times.events.values():
-        everyone = transport.gather(
-            json.dumps([(rank, str(action), start, end) for rank, action, start, end in events])
-        )
-        events[:] = [
-            Event(rank, Action.parse(action), start, end)
-            for text in everyone
-            for rank, action, start, end in json.loads(text)
-        ]
+        everyone = transport.gather(to_json(events))
+        events[:] = [event for text in everyone for event in from_json(text)]
     return times
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,8 +22,7 @@ from pathoseg.parallel.runtime.parking import Park
 from pathoseg.parallel.runtime.runner import Training
 from pathoseg.parallel.runtime.transport import Transport
 from pathoseg.parallel.schedule import timeline
-from pathoseg.parallel.schedule.action import Action
-from pathoseg.parallel.schedule.event import Event
+from pathoseg.parallel.schedule.event import Event, from_json, to_json
 from pathoseg.parallel.schedule.simulate import simulate
 from pathoseg.tiles.dataset import Batch
 from pathoseg.workflows.config import Config
@@ -165,9 +163,8 @@ class Ranks:
 
     def _draw(self, events: Sequence[Event]) -> None:
         """Hands what all ranks did in a step to whoever draws it."""
-        own = json.dumps([(each.rank, str(each.action), each.start, each.end) for each in events])
-        told = [entry for text in self.gather(own) for entry in json.loads(text)]
-        measured = [Event(rank, Action.parse(text), start, end) for rank, text, start, end in told]
+        told = self.gather(to_json(events))
+        measured = [event for text in told for event in from_json(text)]
         if self._drawing is not None and self.leads:
             self._drawing(measured)
 

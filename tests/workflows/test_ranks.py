@@ -105,7 +105,7 @@ def test_what_does_not_fit_one_rank_is_trained_all_the_same(
 ) -> None:
     # Below 64 KiB nothing is offloaded.
     larger = Path("tiny.toml").read_text().replace("tile = 32", "tile = 64")
-    Path("tiny.toml").write_text(larger.replace("width = 4", "width = 8"))
+    Path("tiny.toml").write_text(larger.replace("width = 4", "width = 16"))
     _configure(2)
     assert train("--out", "judge")[0] == 0
     parked = 'parked = ["parameters", "gradients", "optimizer"]'

@@ -14,6 +14,7 @@ import pytest
 Command = Callable[..., tuple[int, str]]
 SaveBundle = Callable[..., Path]
 
+BATCH = {"summary.csv", "failures.csv", "states"}
 RESULT = {"mask.ome.tiff", "regions.geojson", "overlay.png", "summary.json"}
 ONE_STEP = """
 [data]
@@ -65,7 +66,7 @@ def test_each_file_as_the_slide_of_infer(
         if refused:
             assert not list(out.glob("*/summary.json"))
         else:
-            assert _names(out) == {path.stem, "summary.csv", "failures.csv"}
+            assert _names(out) == BATCH | {path.stem}
             assert _names(out / path.stem) == RESULT
     assert outcomes[False] >= 20
 
@@ -82,7 +83,7 @@ def test_all_files_as_one_batch(
     code, said = command("infer", slides, *arguments, "--out", tmp_path / "out")
     assert code == 1
     assert "Traceback" not in said
-    done = _names(tmp_path / "out") - {"summary.csv", "failures.csv"}
+    done = _names(tmp_path / "out") - BATCH
     failed = (tmp_path / "out" / "failures.csv").read_text().count("tif,")
     assert len(done) + failed == len(_names(slides))
     assert done

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from pathoseg.parallel.schedule.action import Action
+from pathoseg.parallel.schedule.action import Action, Edge, Kind
 
 
 class Event(NamedTuple):
@@ -18,3 +20,18 @@ class Event(NamedTuple):
     action: Action
     start: float
     end: float
+
+
+def to_json(events: Iterable[Event]) -> str:
+    """Events of any kind, copies of what a stage has parked among them, for another process."""
+    return json.dumps([*events])
+
+
+def from_json(text: str) -> list[Event]:
+    """The inverse of `to_json`."""
+    events = []
+    for rank, fields, start, end in json.loads(text):
+        action = Action(*fields)
+        edge = action.edge and Edge(*action.edge)
+        events.append(Event(rank, action._replace(kind=Kind(action.kind), edge=edge), start, end))
+    return events
