@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 import tomli_w
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from pathoseg.annotations.annotation import AnnotationOptions
 from pathoseg.errors import PathosegError
+from pathoseg.memory_size import parse_memory
 from pathoseg.models.build import ModelConfig
 from pathoseg.models.losses import LossConfig
 from pathoseg.tiles.tissue import TissueOptions
@@ -25,6 +26,14 @@ NaturalNumber = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
+
+
+def _memory_size(given: object) -> object:
+    parse_memory(given)
+    return given
+
+
+MemorySize = Annotated[str, BeforeValidator(_memory_size)]
 
 
 @dataclass(frozen=True)
@@ -206,7 +215,7 @@ class ParallelConfig:
     order: str = "auto"
     stages: Count | None = None
     cut: tuple[str, ...] = ()
-    memory: str | None = None
+    memory: MemorySize | None = None
     hardware: str | None = None
     profile: bool = False
     offload: Literal[

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from pathoseg.errors import PathosegError
+from pathoseg.memory_size import memory_text, parse_memory
 from pathoseg.models.build import build_model, check_tile, tile_multiple
 from pathoseg.outputs.atomic import write_text
 from pathoseg.parallel.graph.draw import svg
@@ -26,7 +26,7 @@ from pathoseg.parallel.planning.plan import Plan
 from pathoseg.parallel.planning.planner import plan as find_plans
 from pathoseg.parallel.planning.priced import Priced
 from pathoseg.parallel.planning.profiled import Profiled
-from pathoseg.parallel.planning.remedies import gib, nothing_fits
+from pathoseg.parallel.planning.remedies import count_ranks, nothing_fits
 from pathoseg.parallel.planning.task import Task
 from pathoseg.parallel.schedule import timeline
 from pathoseg.parallel.schedule.simulate import simulate
@@ -40,7 +40,6 @@ PLAN, TIMELINE = "plan.json", "timeline.svg"
 _SIZES = (1, 2, 4)
 _SLOTS = {"adamw": 2, "sgd": 1}
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SHOWN = 10
 
 
@@ -85,7 +84,7 @@ def plan(
         say(note)
     say(
         f"{config.model.name}, tiles of {config.tiles.tile} px, steps of {task.batch}, on "
-        f"{task.ranks} ranks of {gib(task.memory)} ({hardware.name})."
+        f"{count_ranks(task.ranks)} of {memory_text(task.memory)} ({hardware.name})."
     )
     say(f"Times: {best.note}.")
     say("")
@@ -144,21 +143,6 @@ def make_task(config: Config, hardware: Hardware) -> Task:
         wanted.cut,
         ways=Ways(wanted.offload != "none", wanted.recompute),
     )
-
-
-def parse_memory(text: str) -> int:
-    """Bytes of `16GiB`, `16GB` (decimal) or `16G` (as Slurm does, like GiB); a unit is needed.
-
-    Raises:
-        PathosegError: It is no such text.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT])(I?B)?\s*", text.upper())
-    if match is None or float(match[1]) == 0:
-        raise PathosegError(f"{text!r} is no size of a memory.", "Write it as 16GiB or 16GB.")
-    unit = _UNITS[match[2]]
-    if match[3] == "B":
-        unit = 1000 ** ([*_UNITS].index(match[2]) + 1)
-    return int(float(match[1]) * unit)
 
 
 def price(model: nn.Module, config: Config, hardware: Hardware) -> list[Priced]:
@@ -238,8 +222,8 @@ def table(plans: Sequence[Plan]) -> Iterator[str]:
                 f"{each.seconds:.4g} s",
                 f"{each.images_per_second:.4g}",
                 f"{each.bubble:.1%}",
-                gib(max(each.memory)),
-                gib(each.sent),
+                memory_text(max(each.memory)),
+                memory_text(each.sent),
             )
         )
     yield from _columns(rows)
@@ -258,10 +242,10 @@ def not_kept(plan: Plan, priced: Priced, partition: Partition) -> Iterator[str]:
         rows.append(
             (
                 f"{stage}",
-                gib(found.kept),
-                gib(found.offloaded),
-                gib(found.recomputed),
-                gib(plan.host_memory[home[stage]]),
+                memory_text(found.kept),
+                memory_text(found.offloaded),
+                memory_text(found.recomputed),
+                memory_text(plan.host_memory[home[stage]]),
                 f"{found.again:.4g} s",
             )
         )

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from pathoseg.errors import PathosegError
+from pathoseg.memory_size import memory_text
 from pathoseg.models.build import build_model, check_tile, edge_reach, tile_multiple
 from pathoseg.models.bundle import Bundle
 from pathoseg.models.losses import build_loss
 from pathoseg.outputs.atomic import replaced, write_text
 from pathoseg.parallel.planning.orders import find_order
 from pathoseg.parallel.planning.plan import Plan
-from pathoseg.parallel.planning.remedies import gib
 from pathoseg.parallel.runtime.transport import Transport
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.slides.slide import open_slide
@@ -221,11 +221,15 @@ def _begin(run: Path, config: Config, members: Mapping[str, Member], plan: Plan 
     write_splits(run / SPLITS, members.values())
     if plan is not None:
         write_text(run / PLAN, plan.to_json())
-        stages = f"{plan.stages} stages" if plan.stages > 1 else "the whole model on each"
-        say(f"{plan.ranks} ranks: {plan.order}, {stages}, {plan.groups} groups. {run / PLAN}")
+        if plan.ranks == 1:
+            say(f"One rank, by a plan: {run / PLAN}")
+        else:
+            stages = f"{plan.stages} stages" if plan.stages > 1 else "the whole model on each"
+            groups = f"{plan.groups} groups" if plan.groups > 1 else "one group"
+            say(f"{plan.ranks} ranks: {plan.order}, {stages}, {groups}. {run / PLAN}")
         away = max(plan.host_memory)
         if away:
-            say(f"A rank has up to {gib(away)} of activations in host memory.")
+            say(f"A rank has up to {memory_text(away)} of activations in host memory.")
     say(f"Run: {run}")
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pathoseg.errors import PathosegError
+from pathoseg.memory_size import memory_text
 from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition, StageEdge
 from pathoseg.parallel.planning.intervals import Distinct
 from pathoseg.parallel.planning.memory_model import MemoryModel
@@ -210,18 +211,20 @@ class Cutter:
         peaks = self._peaks(limit)
         smallest = np.min([np.diagonal(peaks(stage), 1) for stage in range(stages)], 0)
         worst = int(smallest.argmax())
+        rank = f"the {memory_text(limit.cap)} of a rank"
         if smallest[worst] > limit.cap:
-            name = self._graph.layers[self._cuts[worst]].name
+            name, needs = self._graph.layers[self._cuts[worst]].name, memory_text(smallest[worst])
             return PathosegError(
-                f"{name}, which cannot be cut further, needs {_gib(smallest[worst])}, more than "
-                f"the {_gib(limit.cap)} of a rank.",
+                f"{name}, which cannot be cut further, needs {needs}, more than {rank}.",
                 "Make the tile or the microbatch smaller, or use ranks with more memory.",
             )
-        least = self.least_caps(stages, limit)[-1]
+        least = memory_text(self.least_caps(stages, limit)[-1])
+        model = self._graph.model
         return PathosegError(
-            f"No cut of {self._graph.model} into {stages} stages fits the {_gib(limit.cap)} of a "
-            "rank.",
-            f"Use more stages, or ranks with {_gib(least)}, or fewer microbatches in flight.",
+            f"No cut of {model} into {stages} stages fits {rank}."
+            if stages > 1
+            else f"Whole, {model} needs {least}, more than {rank}.",
+            f"Use more stages, or ranks with {least}, or fewer microbatches in flight.",
         )
 
 
@@ -326,7 +329,3 @@ def _shortest(
     for choice in reversed(choices):
         path.append(int(choice[path[-1]]))
     return least, [0, *reversed(path)]
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.3g} GiB"

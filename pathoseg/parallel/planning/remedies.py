@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from math import ceil
 
 from pathoseg.errors import PathosegError
+from pathoseg.memory_size import memory_text
 from pathoseg.parallel.graph.layer_graph import Partition
 from pathoseg.parallel.planning.orders import AUTO
 from pathoseg.parallel.planning.partition import MemoryLimit
@@ -43,11 +43,8 @@ def nothing_fits(
     """
     if not plan([priced], replace(task, memory=_ROOMY)):
         return _too_little_to_share(priced, replace(task, memory=_ROOMY))
-    problem = (
-        f"No plan of {priced.graph.model} fits on {task.ranks} ranks of {gib(task.memory)}."
-        if task.ranks > 1
-        else f"{priced.graph.model} does not fit on one rank of {gib(task.memory)}."
-    )
+    where = f"{count_ranks(task.ranks)} of {memory_text(task.memory)}"
+    problem = f"No plan of {priced.graph.model} fits on {where}."
     try:
         stages = min(task.ranks, priced.cutter.most_stages)
         priced.cutter.balance(stages, "memory", MemoryLimit(task.memory))
@@ -65,13 +62,14 @@ def _too_little_to_share(priced: Priced, task: Task) -> PathosegError:
     if enough is None:
         stages = task.stages or len(task.cut) + 1
         return PathosegError(
-            f"The order {task.order} has no way to run {stages} stages on {_ranks(task.ranks)}.",
+            f"The order {task.order} has no way to run {stages} stages on "
+            f"{count_ranks(task.ranks)}.",
             "Give more ranks, or leave out --order, --cut and stages.",
         )
     count = task.batch // priced.microbatch
     return PathosegError(
         f"A batch of {task.batch} has too few microbatches ({count}) for the order {task.order} on "
-        f"{_ranks(task.ranks)}.",
+        f"{count_ranks(task.ranks)}.",
         f"A batch of {enough} would do, or another order.",
     )
 
@@ -87,7 +85,7 @@ def _changes(
             return
     more = _enough_ranks(priced, task)
     if more:
-        yield f"{_ranks(more)} of {gib(task.memory)}"
+        yield f"{count_ranks(more)} of {memory_text(task.memory)}"
     partition = _leanest(priced, task.ranks)
     need = max(_needs(priced, partition))
     leaner = replace(task, ranks=partition.stages)
@@ -95,7 +93,7 @@ def _changes(
     first = bisect_left(
         shares, True, key=lambda size: bool(plan([priced], replace(leaner, memory=size)))
     )
-    yield f"{_ranks(partition.stages)} of {gib([*shares, need][first])}"
+    yield f"{count_ranks(partition.stages)} of {memory_text([*shares, need][first])}"
     fitting = bisect_left(sides, True, key=lambda side: not plan([at(side)], task))
     if fitting:
         yield f"tiles of {sides[fitting - 1]} px"
@@ -125,10 +123,6 @@ def _needs(priced: Priced, partition: Partition) -> tuple[int, ...]:
     return simulate(lower(order, stage_edges(partition)), costs).peak_memory
 
 
-def _ranks(count: int) -> str:
+def count_ranks(count: int) -> str:
+    """How many ranks, in words."""
     return "one rank" if count == 1 else f"{count} ranks"
-
-
-def gib(size: float) -> str:
-    """Bytes in words; rounded up, so that what is recommended is enough."""
-    return f"{ceil(size / 2**30 * 100) / 100:g} GiB"

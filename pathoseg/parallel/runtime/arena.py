@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pathoseg.errors import PathosegError
+from pathoseg.memory_size import memory_text
 
 _ALIGNMENT = 512  # bytes
 
@@ -101,7 +102,7 @@ class Arena:
             failed = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), size, 0)  # type: ignore[no-untyped-call]  # untyped in torch
             if int(failed):
                 raise PathosegError(
-                    f"CUDA cannot pin {size / 2**30:.2f} GiB of host memory (error {int(failed)}).",
+                    f"CUDA cannot pin {memory_text(size)} of host memory (error {int(failed)}).",
                     "Give the job more host memory, or raise its limit of locked memory "
                     "(ulimit -l).",
                 )

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pathoseg.errors import PathosegError
+from pathoseg.memory_size import memory_text
 
 _ROOT = Path("/")
 
@@ -37,8 +38,8 @@ def too_small(hosts: Iterable[tuple[str, int, int | None]]) -> PathosegError | N
     for host, found in left.items():
         if needed[host] > found:
             return PathosegError(
-                f"The plan keeps {needed[host] / 2**30:.2f} GiB of tensors in the memory of host "
-                f"{host}, which has {found / 2**30:.2f} GiB left for it.",
+                f"The plan keeps {memory_text(needed[host])} of tensors in the memory of host "
+                f"{host}, which has {memory_text(found)} left for it.",
                 "Give the job more host memory, start fewer ranks on a host, or give a device "
                 "more memory (--memory, or memory in [parallel]).",
             )

@@ -10,6 +10,7 @@ from socket import gethostname
 import torch
 
 from pathoseg.errors import PathosegError
+from pathoseg.memory_size import memory_text
 from pathoseg.parallel.graph.retention import Retention
 from pathoseg.parallel.runtime.available import available_memory, too_small
 from pathoseg.parallel.runtime.forms import Form
@@ -63,10 +64,10 @@ class Memory:
         """What is told of a device whose memory is used up, and the mend."""
         figures = []
         if self.device_bytes:
-            figures.append(f"{self.device_bytes[rank] / 2**30:.2f} GiB were planned")
+            figures.append(f"{memory_text(self.device_bytes[rank])} were planned")
         if device.type == "cuda":
             taken = torch.cuda.max_memory_allocated(device)
-            figures.append(f"{taken / 2**30:.2f} GiB were taken at the peak")
+            figures.append(f"{memory_text(taken)} were taken at the peak")
         problem = f"Rank {rank} ran out of device memory {doing}"
         mend = (
             "Plan with less memory (--memory, or memory in [parallel]), or use smaller tiles or "

@@ -57,7 +57,7 @@ def test_a_small_host_is_refused_with_both_figures() -> None:
     assert too_small(ranks) is None
     refused = too_small([*ranks, ("a", GIB, 8 * GIB)])
     assert refused is not None
-    assert "9.00 GiB of tensors in the memory of host a, which has 8.00 GiB left" in str(refused)
+    assert "9 GiB of tensors in the memory of host a, which has 8 GiB left" in str(refused)
 
 
 def test_this_host_tells() -> None:
