@@ -74,10 +74,8 @@ def plan(graphs: Sequence[Priced], task: Task) -> list[Plan]:
         if task.cut:
             custom(priced.graph, task.cut)  # refuses a name that is none, whatever fits
     search = _Search(task)
-    found = [each for priced in graphs for each in candidates(priced, task)]
-    measured = [each for each in found if each.order.name == SYNTHESISED]
-    named = [each for each in found if each.order.name != SYNTHESISED]
-    for candidate in sorted(named, key=lambda each: (each.least, each.ranks, each.stages)):
+    named, measured = _sorted_out(graphs, task)
+    for candidate in named:
         search.look_at(candidate)
     # Made to measure first where named orders did best.
     rank = {(each.ranks, each.groups): each.seconds for each in search.best.values()}
@@ -87,6 +85,32 @@ def plan(graphs: Sequence[Priced], task: Task) -> list[Plan]:
     ):
         search.look_at(candidate)
     return sorted(search.best.values(), key=lambda each: (each.seconds, each.ranks))
+
+
+def fits(priced: Priced, task: Task) -> bool:
+    """Whether a named order has a plan, or the one that the task asks for.
+
+    Orders made to measure take minutes to try at many sizes, and hardly ever need less memory.
+
+    Raises:
+        PathosegError: As `plan`.
+    """
+    if task.order == SYNTHESISED:
+        return bool(plan([priced], task))
+    search = _Search(task)
+    for candidate in _sorted_out([priced], task)[0]:
+        search.look_at(candidate)
+        if search.best:
+            return True
+    return False
+
+
+def _sorted_out(graphs: Sequence[Priced], task: Task) -> tuple[list[Candidate], list[Candidate]]:
+    """Candidates of named orders, the fastest at best first, and of orders made to measure."""
+    found = [each for priced in graphs for each in candidates(priced, task)]
+    named = [each for each in found if each.order.name != SYNTHESISED]
+    named.sort(key=lambda each: (each.least, each.ranks, each.stages))
+    return named, [each for each in found if each.order.name == SYNTHESISED]
 
 
 class _Search:

@@ -12,7 +12,7 @@ from pathoseg.parallel.graph.layer_graph import Partition
 from pathoseg.parallel.planning.orders import AUTO
 from pathoseg.parallel.planning.partition import MemoryLimit
 from pathoseg.parallel.planning.patterns import Ways
-from pathoseg.parallel.planning.planner import plan
+from pathoseg.parallel.planning.planner import fits, plan
 from pathoseg.parallel.planning.priced import Priced, stage_edges
 from pathoseg.parallel.planning.task import Task
 from pathoseg.parallel.schedule.gpipe import mp_basic
@@ -41,7 +41,7 @@ def nothing_fits(
         sides: Smaller sides that a tile may have, ascending.
         at: Reads the model for tiles of such a side.
     """
-    if not plan([priced], replace(task, memory=_ROOMY)):
+    if not fits(priced, replace(task, memory=_ROOMY)):
         return _too_little_to_share(priced, replace(task, memory=_ROOMY))
     where = f"{count_ranks(task.ranks)} of {memory_text(task.memory)}"
     problem = f"No plan of {priced.graph.model} fits on {where}."
@@ -58,7 +58,7 @@ def nothing_fits(
 def _too_little_to_share(priced: Priced, task: Task) -> PathosegError:
     """The error where memory is not what is missing."""
     larger = (replace(task, batch=task.batch * factor) for factor in (2, 3, 4, 8))
-    enough = next((each.batch for each in larger if plan([priced], each)), None)
+    enough = next((each.batch for each in larger if fits(priced, each)), None)
     if enough is None:
         stages = task.stages or len(task.cut) + 1
         return PathosegError(
@@ -90,14 +90,12 @@ def _changes(
     need = max(_needs(priced, partition))
     leaner = replace(task, ranks=partition.stages)
     shares = [need * share // _SHARES for share in range(1, _SHARES)]
-    first = bisect_left(
-        shares, True, key=lambda size: bool(plan([priced], replace(leaner, memory=size)))
-    )
+    first = bisect_left(shares, True, key=lambda size: fits(priced, replace(leaner, memory=size)))
     yield f"{count_ranks(partition.stages)} of {memory_text([*shares, need][first])}"
-    fitting = bisect_left(sides, True, key=lambda side: not plan([at(side)], task))
+    fitting = bisect_left(sides, True, key=lambda side: not fits(at(side), task))
     if fitting:
         yield f"tiles of {sides[fitting - 1]} px"
-    if task.ways != Ways() and plan([priced], replace(task, ways=Ways())):
+    if task.ways != Ways() and fits(priced, replace(task, ways=Ways())):
         yield "offload and recomputation, which [parallel] offload and recompute forbid"
 
 
@@ -106,7 +104,7 @@ def _enough_ranks(priced: Priced, task: Task) -> int | None:
     for ranks, cap in enumerate(caps, 1):
         if ranks <= task.ranks or cap > task.memory:
             continue
-        if plan([priced], replace(task, ranks=ranks)):
+        if fits(priced, replace(task, ranks=ranks)):
             return ranks
     return None
 
