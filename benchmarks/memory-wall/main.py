@@ -1,86 +1,160 @@
-"""Asks how large a tile trains under a cap of memory: all kept, planned, and planned on 8 ranks."""
+"""Asks how large a tile trains under a cap of memory, by prediction and, with --measure, really."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+from cases import BATCH, RANKS, SIDES, WAYS, Case, networks
 from torch import nn
 
-from pathoseg.models.resnet_v2 import ResNetV2
-from pathoseg.models.unet import UNet
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.cost import cost_model
+from pathoseg.parallel.planning.cpu_kernels import cpu_workspace
 from pathoseg.parallel.planning.hardware import Hardware, load_hardware
-from pathoseg.parallel.planning.patterns import Ways
 from pathoseg.parallel.planning.plan import Plan
 from pathoseg.parallel.planning.planner import plan
 from pathoseg.parallel.planning.priced import Priced
-from pathoseg.parallel.planning.task import Task
 
-_LARGEST = 8192
-_NONE = Ways(offload=False, recompute=False)
-_RANKS = 8
+_BEYOND = (1, 1.25, 1.5, 2, 4, 1024)  # shares of the cap for which a plan is looked for
+
+
+@dataclass
+class Wall:
+    """How one way does with tiles that grow.
+
+    Attributes:
+        plans: By side, the plan, and whether it fits the cap.
+        trained: By side that was tried, seconds a tile, or None where memory did not do.
+    """
+
+    plans: dict[int, tuple[Plan, bool]] = field(default_factory=dict)
+    trained: dict[int, float | None] = field(default_factory=dict)
+
+    def predicted(self) -> int:
+        """The largest side with a plan that fits; 0 where there is none."""
+        return max((side for side, (_, fits) in self.plans.items() if fits), default=0)
+
+    def measured(self) -> int:
+        """The largest side that trained; 0 where none did."""
+        return max((side for side, seconds in self.trained.items() if seconds), default=0)
+
+    def right(self) -> list[bool]:
+        """By side that was tried, whether it trained where that was predicted, and only there."""
+        return [
+            (seconds is not None) == self.plans[side][1] for side, seconds in self.trained.items()
+        ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="narrow networks, 1 GiB, coarse sides")
+    parser.add_argument("--quick", action="store_true", help="narrow networks, less memory")
+    parser.add_argument("--measure", action="store_true", help="train what is predicted to fit")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
-    parser.add_argument("--hardware", default="v100", help="by which plans are made")
+    parser.add_argument("--hardware", help="by which plans are made (default: v100, quick: cpu)")
+    parser.add_argument("--network", action="append", help="only this one (may be repeated)")
     options = parser.parse_args()
-    hardware = load_hardware(options.hardware)
-    memory, step = (2**30, 256) if options.quick else (2**34, 64)
-    networks: dict[str, Callable[[], nn.Module]] = {
-        "unet64": lambda: UNet(2, width=8 if options.quick else 64),
-        "resnet110_v2": lambda: ResNetV2(2, depth=29 if options.quick else 110),
-    }
-    print(f"Predicted for ranks of {memory / 2**30:g} GiB of a {hardware.name}, float32, AdamW.\n")
-    print("| network | way | largest tile | seconds a tile | in host memory |")
-    print("|---|---|---|---|---|")
+    hardware = load_hardware(options.hardware or ("cpu" if options.quick else "v100"))
+    memory = 2**26 if options.quick else 2**34
+    ranks = 2 if options.quick else RANKS
+    known = networks(options.quick)
+    print(f"Ranks of {memory / 2**30:g} GiB ({hardware.name}), steps of {BATCH} tiles, AdamW.\n")
+    print("| network | way | predicted | in host memory | trained | seconds a tile | tries |")
+    print("|---|---|---|---|---|---|---|")
     figures: dict[str, float | str] = {"hardware": hardware.name, "memory_gib": memory / 2**30}
-    for name, make in networks.items():
-        tasks = {
-            "none": Task(1, memory, _RANKS, ways=_NONE),
-            "planned": Task(1, memory, _RANKS),
-            f"planned_{_RANKS}_ranks": Task(_RANKS, memory, _RANKS),
-        }
-        sides = range(step, _LARGEST + 1, step)
-        for way, task in tasks.items():
-            side, best = _largest(make, sides, hardware, task)
-            figures[f"largest_tile_{name}_{way}"] = side
-            if best is None:
-                print(f"| {name} | {way} | none | | |")
-                continue
-            sides = range(side, _LARGEST + 1, step)
-            seconds, host = best.seconds / best.batch, max(best.host_memory) / 2**30
-            figures[f"seconds_a_tile_{name}_{way}"] = seconds
-            print(f"| {name} | {way} | {side} px | {seconds:.3g} | {host:.2f} GiB |", flush=True)
+    right: list[bool] = []
+    for network in options.network or known:
+        for way in WAYS:
+            wall = _predict(known[network], way, hardware, memory, ranks)
+            side = wall.predicted()
+            figures[f"predicted_tile_{way}_{network}"] = side
+            if options.measure:
+                _measure(wall, Case(network, options.quick), memory)
+                right += wall.right()
+                figures[f"largest_tile_{way}_{network}"] = wall.measured()
+                for tried, seconds in wall.trained.items():
+                    if seconds is not None:
+                        figures[f"seconds_a_tile_{way}_{network}_{tried}"] = seconds
+            print(_row(network, way, wall), flush=True)
+    if right:
+        figures["fit_predictions_right"] = sum(right) / len(right)
+        figures["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        print(f"\nPredictions right: {sum(right)} of {len(right)}")
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
-def _largest(
-    make: Callable[[], nn.Module], sides: Sequence[int], hardware: Hardware, task: Task
-) -> tuple[int, Plan | None]:
-    """The largest side that fits, by bisection, and its plan; 0 where none does."""
-    low, high, best = -1, len(sides), None
-    while high - low > 1:
-        middle = (low + high) // 2
+def _predict(
+    make: Callable[[], nn.Module], way: str, hardware: Hardware, memory: int, ranks: int
+) -> Wall:
+    """Plans up to the first side that does not fit, that one for as little more as it needs."""
+    wall = Wall()
+    own = cpu_workspace(threads=1) if hardware.device == "cpu" else None
+    for side in SIDES:
         with torch.device("meta"):
-            traced = Traced(make(), torch.empty(1, 3, sides[middle], sides[middle]))
-        found = plan([Priced(traced.graph, cost_model(hardware), hardware)], task)
-        if found:
-            low, best = middle, found[0]
-        else:
-            high = middle
-    return (sides[low] if low >= 0 else 0), best
+            traced = Traced(make(), torch.empty(1, 3, side, side))
+        priced = Priced(traced.graph, cost_model(hardware), hardware, workspace=own)
+        for share in _BEYOND:
+            found = plan([priced], WAYS[way](traced.graph, ranks, int(memory * share)))
+            if found:
+                wall.plans[side] = found[0], share == 1
+                break
+        if not found or share > 1:
+            break
+    return wall
+
+
+def _measure(wall: Wall, case: Case, memory: int) -> None:
+    """Tries the largest side that is predicted to fit, then up or down from it."""
+    sides = [*wall.plans]
+    at = max(0, sides.index(wall.predicted()) if wall.predicted() else 0)
+    step = 1
+    while 0 <= at < len(sides):
+        side = sides[at]
+        wall.trained[side] = _try(wall.plans[side][0], case, side, memory)
+        if wall.trained[side] is None and len(wall.trained) == 1:
+            step = -1
+        elif (wall.trained[side] is None) == (step == 1):
+            return
+        at += step
+
+
+def _try(chosen: Plan, case: Case, side: int, memory: int) -> float | None:
+    """Seconds a tile of a step on really started ranks, or None where it did not train."""
+    with TemporaryDirectory() as folder:
+        order, result = Path(folder) / "plan.json", Path(folder) / "seconds"
+        order.write_text(chosen.to_json())
+        attempt = Path(__file__).with_name("attempt.py")
+        told = [case.network, "--side", side, "--plan", order, "--memory", memory, "--out", result]
+        command = [sys.executable, attempt, *told, *(["--quick"] if case.quick else [])]
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True)
+        if done.returncode == 0:
+            return float(result.read_text())
+        said = done.stdout + done.stderr
+        if "memory" not in said:  # something else is wrong
+            raise RuntimeError(said)
+        return None
+
+
+def _row(network: str, way: str, wall: Wall) -> str:
+    largest, measured = wall.predicted(), wall.measured()
+    host = max(wall.plans[largest][0].host_memory) / 2**30 if largest else 0.0
+    tries = ", ".join(f"{side}{'' if taken else ' not'}" for side, taken in wall.trained.items())
+    seconds = wall.trained.get(measured)
+    return (
+        f"| {network} | {way} | {largest} px | {host:.2f} GiB | "
+        f"{f'{measured} px' if wall.trained else ''} | {f'{seconds:.3g}' if seconds else ''} | "
+        f"{tries} |"
+    )
 
 
 if __name__ == "__main__":

@@ -22,9 +22,11 @@ _ATTEMPTS = 4
 _SLOWNESS = (None, 1.0, 3.0)  # of copies; None is none
 _GAIN = 1e-3  # of the time: what may be had by copies is not looked for below this
 # A program with more patterns is solved with those that are nearest to the best of its relaxed one:
-# of each run so many. Where nothing else is known and these do not fit, then with more, and all.
+# of each run so many. Where these do not come so close to it, or nothing fits, then with more; with
+# all where nothing else is known.
 _MANY = 300
-_NEAREST = (8, 24, None)
+_NEAREST = (8, 24)
+_CLOSE = 1.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +78,44 @@ class Chooser:
         """
         if self._everything.need(in_flight) <= cap:
             return self._everything
-        if not self._patterns:
-            self._runs = runs_of(self._facts, MOST_UNITS)
-            self._patterns = [
-                patterns_of(self._facts, run, self._host, self._ways) for run in self._runs
-            ]
+        self._prepare()
         best, least = None, inf
         for slowness in _SLOWNESS if self._ways.offload else (None,):
             choice = self._fitting(slowness, cap, in_flight, least)
             if choice is None:
                 continue
-            seconds = self._replayed(choice, in_flight)
+            seconds = self.seconds(choice, in_flight)
             if seconds < least:
                 best, least = choice, seconds
         return best
+
+    def bound(self, cap: int, in_flight: int = 1) -> float:
+        """Seconds of a microbatch below which no mixture of the ways of all blocks comes: of the
+        program with all of them, no variable whole, and copies that are a fluid."""
+        self._prepare()
+        slowness = 1.0 if self._ways.offload else None
+        posed = self._pose(self._patterns, slowness, cap, in_flight)
+        relaxed = relax(posed.program)
+        return inf if relaxed is None else relaxed.cost * posed.second
+
+    def seconds(self, choice: Choice, in_flight: int = 1) -> float:
+        """Of a microbatch, where so many are in flight, by `simulate`."""
+        cost = StageCost(
+            sum(self._facts.forward.values()),
+            sum(self._facts.backward.values()) + choice.retained.again,
+            tensors=choice.retained.tensors,
+        )
+        order = gpipe(linear(1), 2 * in_flight, in_flight)
+        lowered = lower(order, offload={0: choice.retention.offloaded})
+        costs = Costs((cost,), host=self._host, window=choice.window)
+        return float(simulate(lowered, costs).time) / (2 * in_flight)
+
+    def _prepare(self) -> None:
+        if not self._patterns:
+            self._runs = runs_of(self._facts, MOST_UNITS)
+            self._patterns = [
+                patterns_of(self._facts, run, self._host, self._ways) for run in self._runs
+            ]
 
     def _fitting(
         self, slowness: float | None, cap: int, in_flight: int, least: float
@@ -120,32 +146,28 @@ class Chooser:
     ) -> list[tuple[Retention, int]]:
         """What the program says, in each arrangement; nothing where it has no answer, or none that
         gains on so many seconds."""
-
-        def pose(patterns: list[list[Pattern]]) -> RetentionProgram:
-            return RetentionProgram(
-                self._facts, self._runs, patterns, self._host, slowness, room, in_flight
-            )
-
-        posed = pose(self._patterns)
+        posed = self._pose(self._patterns, slowness, room, in_flight)
         limit = (1 - _GAIN) * least / posed.second
         relaxed = relax(posed.program)
         if relaxed is None or relaxed.cost > limit:
             return []
-        for count in _NEAREST[: 1 if least < inf else None] if posed.size > _MANY else (None,):
-            tried = pose(posed.nearest(relaxed.dear, count)) if count else posed
-            values = solve(tried.program, limit)
+        best, cost = None, limit
+        for count in _NEAREST if posed.size > _MANY else ():
+            nearest = posed.nearest(relaxed.dear, count)
+            tried = self._pose(nearest, slowness, room, in_flight)
+            values = solve(tried.program, cost)
             if values is not None:
-                return [*tried.choices(values)]
-        return []
+                best, cost = [*tried.choices(values)], float(values @ tried.program.cost)
+            if cost <= _CLOSE * relaxed.cost:
+                break
+        if best is None and (posed.size <= _MANY or least == inf):
+            values = solve(posed.program, limit)
+            best = None if values is None else [*posed.choices(values)]
+        return best or []
 
-    def _replayed(self, choice: Choice, in_flight: int) -> float:
-        """Seconds of a microbatch, where so many are in flight."""
-        cost = StageCost(
-            sum(self._facts.forward.values()),
-            sum(self._facts.backward.values()) + choice.retained.again,
-            tensors=choice.retained.tensors,
+    def _pose(
+        self, patterns: list[list[Pattern]], slowness: float | None, cap: int, in_flight: int
+    ) -> RetentionProgram:
+        return RetentionProgram(
+            self._facts, self._runs, patterns, self._host, slowness, cap, in_flight
         )
-        order = gpipe(linear(1), 2 * in_flight, in_flight)
-        lowered = lower(order, offload={0: choice.retention.offloaded})
-        costs = Costs((cost,), host=self._host, window=choice.window)
-        return float(simulate(lowered, costs).time) / (2 * in_flight)

@@ -175,13 +175,19 @@ class RetentionProgram:
                 yield (there, size / cap), range(owner + 1, asking + 1)
 
     def _run(self, cap: int, in_flight: int) -> None:
-        """The time, of which forward and backward take at least what they compute."""
+        """The time, of which forward and backward take at least what they compute.
+
+        What a forward gives to be copied beyond what is copied meanwhile is still there for the
+        next microbatch's, and what a backward uses beyond what comes meanwhile is not there for
+        the next: it is the last one in flight that has to do with the window.
+        """
         program, facts, second = self.program, self._facts, self.second
-        copying = self._copying
+        copying, others = self._copying, in_flight - 1.0
         window = (self._window, self._beta * cap / copying)
         given: list[list[Term]] = [[]]  # after each run, what was given to be copied
         clock: list[Term] = []
         copied: list[Term] = []
+        behind = program.variable()  # after each forward
         for run, taken, patterns in zip(self._runs, self._taken, self._patterns, strict=True):
             copies = [(count, each.copies / copying) for (count, _), each in _both(taken, patterns)]
             total = program.variable()
@@ -189,23 +195,27 @@ class RetentionProgram:
             given.append([(total, 1.0)])
             computing = sum(facts.forward[at] for block in run.blocks for at in block.layers)
             clock, copied = self._pass(clock, copied, computing / second, [])
-            program.at_most(0, *copied, *less(*given[-1]))
-            program.at_most(0, *given[-1], *less(*copied, window))
+            program.at_most(0, *copied, *less(*given[-1], (behind, others)))
+            program.at_most(0, *given[-1], *less(*copied, window), (behind, others))
+        program.at_most(0, *given[-1], *less(*copied, (behind, 1.0)))
         program.cost[clock[0][0]] += 1.0
         program.cost[given[-1][0][0]] += _TIE
         clock, copied = [], []
-        if in_flight > 1:  # what is needed first comes back while another microbatch computes
+        early: list[Term] = []  # what of the last microbatch was there ahead of its backward
+        short = program.variable()  # after each backward
+        if in_flight > 1:
             ahead = program.variable()
             program.at_most(0, (ahead, 1.0), *less(window))
-            copied = [(ahead, 1.0)]
+            early = [(ahead, 1.0), (short, -others)]
         backwards = zip(self._runs, self._taken, self._patterns, given[:-1], strict=True)
         for run, taken, patterns, before in reversed([*backwards]):
             again = [(count, each.again / second) for (count, _), each in _both(taken, patterns)]
             computing = sum(facts.backward[at] for block in run.blocks for at in block.layers)
             clock, copied = self._pass(clock, copied, computing / second, again)
             used = [*given[-1], *less(*before)]
-            program.at_most(0, *used, *less(*copied))
-            program.at_most(0, *copied, *less(*used, window))
+            program.at_most(0, *used, *less(*copied, *early))
+            program.at_most(0, *copied, *early, *less(*used, window))
+        program.at_most(0, *given[-1], *less(*copied, (short, 1.0)))
         program.cost[clock[0][0]] += 1.0
 
     def _pass(

@@ -26,8 +26,6 @@ _DTYPES = (
     torch.bool,
 )
 _MOST_DIMENSIONS = 8
-# Visits ahead of which a rank posts what they receive.
-_AHEAD = 2
 
 
 class Layout(NamedTuple):
@@ -169,7 +167,8 @@ class Messages:
         self._posted, self._next = {}, 0
 
     def post(self, position: int) -> None:
-        """Posts what the action at `position` and the visits soon after it receive."""
+        """Posts what is received ahead of the visit after `position`: no more, for the memory of
+        buffers counts (`simulate`), and no less, so that it comes while this visit computes."""
         self._reap()
         while self._next < self._until[position]:
             send = self._receives[self._next]
@@ -275,18 +274,16 @@ def _is_forward(send: Action) -> bool:
 
 
 def _horizons(actions: Sequence[Action]) -> list[int]:
-    """By position: how many of the RECVs, from the first, the next visits need."""
-    received = [0]
-    for action in actions:
-        received.append(received[-1] + (action.kind is Kind.RECV))
-    visits = [index for index, action in enumerate(actions) if action.kind in COMPUTE]
-    horizons, at = [], 0
-    for position in range(len(actions)):
-        while at < len(visits) and visits[at] <= position:
-            at += 1
-        last = visits[at + _AHEAD - 1] if at + _AHEAD <= len(visits) else len(actions)
-        horizons.append(received[last])
-    return horizons
+    """By position: how many of the RECVs, from the first, come ahead of the visit after it."""
+    received = sum(action.kind is Kind.RECV for action in actions)
+    horizons, ahead = [], received
+    for action in reversed(actions):
+        horizons.append(ahead)
+        if action.kind is Kind.RECV:
+            received -= 1
+        elif action.kind in COMPUTE:
+            ahead = received
+    return horizons[::-1]
 
 
 _HEADER = 2 + 2 * _MOST_DIMENSIONS

@@ -53,9 +53,9 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     it wait). An order of F and B alone is replayed as if tensors moved by themselves in no time.
 
     Memory: a copy's weights are always held; activations from the start of the forward (or of the
-    recomputation) to the end of the backward; a tensor from another stage, or its gradient, from
-    the start of its arrival to the end of the backward that uses it, and at its sender until it
-    has left.
+    recomputation) to the end of the backward; a tensor from another stage, or its gradient, to
+    the end of the backward that uses it: from the start of the visit ahead of its RECV, when its
+    buffer is posted (`messages`); and at its sender until it has left.
 
     Of equal groups one is replayed. Its ranks are numbered from 0, so that with several groups on
     nodes of a `Nodes` network the ranks of a group should fill nodes.
@@ -82,6 +82,7 @@ class _Replay:
         self._events: list[Event] = []
         self._clock: list[float] = [0 for _ in ranks]
         self._busy: list[float] = [0 for _ in ranks]
+        self._visited: list[float] = [0 for _ in ranks]  # when the last visit began
         # Channels of each rank: when their last transfer ends.
         self._outgoing: list[float] = [0 for _ in ranks]
         self._summing: list[float] = [0 for _ in ranks]
@@ -116,6 +117,9 @@ class _Replay:
         elif action.kind is Kind.STEP:
             self._occupy(rank, action, ready, ready + self._costs.stages[action.stage].step)
         else:  # RECV and WAIT_REDUCE
+            if action.edge is not None:
+                size = self._costs.sizes.get(action.edge, 0)
+                self._others[rank].append((self._visited[rank], size))
             self._occupy(rank, action, self._clock[rank], ready)
 
     def _occupy(self, rank: int, action: Action, start: float, end: float) -> None:
@@ -149,6 +153,7 @@ class _Replay:
         others += [(start, workspace), (end, -workspace)]
         self._occupy(rank, action, start, end)
         self._busy[rank] += time
+        self._visited[rank] = start
         self._bridge(rank, action, end)
 
     def _bridge(self, rank: int, action: Action, end: float) -> None:
@@ -183,7 +188,6 @@ class _Replay:
         self._outgoing[rank] = end
         self._sent[rank] += size
         self._others[rank] += [(made, size), (end, -size)]
-        self._others[receiver].append((start, size))
         self._finished[action] = end + self._costs.network.latency(rank, receiver)
         self._events.append(Event(rank, action, start, end))
 

@@ -178,7 +178,7 @@ def test_gems_is_what_comes_of_a_cap_of_one(ranks: int) -> None:
 def test_messages_and_received_tensors_are_counted() -> None:
     sizes = dict.fromkeys([*chain(3), Edge(0, 2)], 5)
     costs = Costs((StageCost(2, 4, 10),) * 3, sizes, Link(alpha=1, beta=1))
-    order = synthesise(linear(3), costs, 4, 40, list(sizes))
+    order = synthesise(linear(3), costs, 4, 50, list(sizes))
     run = simulate(lower(order), costs)
     assert run.time < simulate(lower(gpipe(linear(3), 4, 1), list(sizes)), costs).time
     with pytest.raises(PathosegError, match="needs 20 bytes on rank 0, above the cap of 19"):

@@ -1,0 +1,86 @@
+"""Trains two steps by a plan on ranks that each have so much memory and no more."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from cases import Case
+
+from pathoseg.errors import PathosegError
+from pathoseg.models.losses import LossConfig, build_loss
+from pathoseg.parallel.fit import Fit, split
+from pathoseg.parallel.planning.plan import Plan
+from pathoseg.parallel.runtime.launch import start_local
+from pathoseg.parallel.runtime.runner import Training
+from pathoseg.parallel.runtime.transport import Transport
+from pathoseg.parallel.runtime.world import World, connect, find_world
+from tests.parallel.networks.stages import allocated
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("network")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--side", type=int, required=True)
+    parser.add_argument("--plan", type=Path, required=True)
+    parser.add_argument("--memory", type=int, required=True, help="bytes of a rank")
+    parser.add_argument("--out", type=Path, required=True, help="where the seconds a tile go")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    chosen = Plan.from_json(options.plan.read_text())
+    if chosen.ranks > 1 and not options.rank:
+        sys.exit(start_local(chosen.ranks, [sys.executable, *sys.argv, "--rank"], "auto"))
+    try:
+        _train(options, chosen)
+    except PathosegError as error:
+        sys.exit(f"{error}")
+
+
+def _train(options: argparse.Namespace, chosen: Plan) -> None:
+    torch.set_num_threads(1)
+    transport = connect("auto", find_world() if options.rank else World())
+    torch.manual_seed(0)
+    loss = build_loss(LossConfig())
+    training = Training(loss, lambda parameters: torch.optim.AdamW(parameters, 1e-4))
+    if DEVICE.type == "cuda":
+        total = torch.cuda.get_device_properties(DEVICE).total_memory
+        torch.cuda.set_per_process_memory_fraction(options.memory / total)
+    model = Case(options.network, options.quick).make()
+    side = options.side
+    images = torch.rand(chosen.batch, 3, side, side)
+    targets = torch.randint(2, (chosen.batch, side, side))
+    example = torch.empty(1, 3, side, side, device="meta")
+    fitted = split(model, example, chosen, training, transport, DEVICE)
+    # Twice: from the second step on buffers are posted ahead.
+    steps = [partial(fitted.step, number, images, targets) for number in range(3)]
+    if DEVICE.type == "cpu":
+        _count(fitted, lambda: [steps.pop(0)(), steps.pop(0)()], transport, options.memory)
+    while len(steps) > 1:
+        steps.pop(0)()
+    begin = time.perf_counter()
+    steps.pop()()
+    if transport.rank == 0:
+        options.out.write_text(str((time.perf_counter() - begin) / chosen.batch))
+    transport.close()
+
+
+def _count(fitted: Fit, step: Callable[[], object], transport: Transport, memory: int) -> None:
+    """Refuses what a step on CPUs, which cap nothing, holds above the cap."""
+    held = allocated(step) + sum(each.nbytes for each in fitted.runner.own.values())
+    over = held - memory
+    if max(map(int, transport.gather(str(over)))) > 0:
+        sys.exit(f"Rank {transport.rank}: {over} bytes of memory too many.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""The networks, the sides of their tiles, and the ways to train them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from pathoseg.models.resnet_v2 import ResNetV2
+from pathoseg.models.unet import UNet
+from pathoseg.parallel.graph.layer_graph import LayerGraph
+from pathoseg.parallel.planning.orders import MP_BASIC, SEQUENTIAL
+from pathoseg.parallel.planning.partition import even
+from pathoseg.parallel.planning.patterns import Ways
+from pathoseg.parallel.planning.task import Task
+
+SIDES = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+BATCH = 8  # tiles of a step, one a microbatch
+RANKS = 8
+_KEEP = Ways(offload=False, recompute=False)
+# A CPU's tensors are in host memory already.
+_PLANNED = Ways(offload=torch.cuda.is_available())
+
+
+def networks(quick: bool) -> Mapping[str, Callable[[], nn.Module]]:
+    """How each is made. The heavy one stops after 512 px on one rank of 16 GiB, as in the
+    published table."""
+    if quick:
+        return {
+            "unet64": lambda: UNet(2, width=16),
+            "heavy": lambda: ResNetV2(2, depth=29, width=32),
+        }
+    return {
+        "unet64": lambda: UNet(2, width=64),
+        "resnet110_v2": lambda: ResNetV2(2, depth=110),
+        "heavy": lambda: ResNetV2(2, depth=110, width=32),
+    }
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network by its name."""
+
+    network: str
+    quick: bool
+
+    def make(self) -> nn.Module:
+        return networks(self.quick)[self.network]()
+
+
+def _naive(graph: LayerGraph, ranks: int, memory: int) -> Task:
+    starts = even(graph, ranks).bounds[1:-1]
+    cut = tuple(graph.layers[first].name for first in starts)
+    return Task(ranks, memory, BATCH, MP_BASIC, cut=cut, ways=_KEEP)
+
+
+WAYS: Mapping[str, Callable[[LayerGraph, int, int], Task]] = {
+    "sequential": lambda graph, ranks, memory: Task(1, memory, BATCH, SEQUENTIAL, ways=_KEEP),
+    "sequential_planned": lambda graph, ranks, memory: Task(
+        1, memory, BATCH, SEQUENTIAL, ways=_PLANNED
+    ),
+    "naive": _naive,
+    "model_aware": lambda graph, ranks, memory: Task(
+        ranks, memory, BATCH, MP_BASIC, stages=ranks, ways=_KEEP
+    ),
+    "gems_master": lambda graph, ranks, memory: Task(
+        ranks, memory, BATCH, "gems-master", stages=ranks, ways=_KEEP
+    ),
+    "planned": lambda graph, ranks, memory: Task(ranks, memory, BATCH, ways=_PLANNED),
+}

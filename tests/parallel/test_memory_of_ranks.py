@@ -1,0 +1,69 @@
+"""Tests that ranks hold what their plan says: messages, gradients and optimizer state included."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pathoseg.models.unet import UNet
+from pathoseg.parallel.graph.traced import Traced
+from pathoseg.parallel.planning.cost import cost_model
+from pathoseg.parallel.planning.cpu_kernels import cpu_workspace
+from pathoseg.parallel.planning.hardware import load_hardware
+from pathoseg.parallel.planning.plan import Plan
+from pathoseg.parallel.planning.planner import plan
+from pathoseg.parallel.planning.priced import Priced
+from pathoseg.parallel.planning.task import Task
+
+ROOT = Path(__file__).resolve().parents[2]
+ATTEMPT = ROOT / "benchmarks" / "memory-wall" / "attempt.py"
+SIDE = 128
+
+
+def _plan(order: str) -> Plan:
+    with torch.device("meta"):
+        traced = Traced(UNet(2, width=16), torch.empty(1, 3, SIDE, SIDE))
+    hardware = load_hardware("cpu")
+    priced = Priced(
+        traced.graph, cost_model(hardware), hardware, workspace=cpu_workspace(threads=1)
+    )
+    return plan([priced], Task(2, 2**40, 8, order, stages=2))[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("mpi4py") is None,
+    reason="threads that gloo frees memory in are not counted; install pathoseg[mpi]",
+)
+@pytest.mark.parametrize("order", ["mp-basic", "1f1b", "gems-master"])
+def test_a_step_needs_no_more_than_its_plan_says_and_not_much_less(
+    order: str, tmp_path: Path
+) -> None:
+    chosen = _plan(order)
+    (tmp_path / "plan.json").write_text(chosen.to_json())
+
+    def attempt(memory: int) -> tuple[int, str]:
+        done = subprocess.run(
+            [
+                *(sys.executable, ATTEMPT, "unet64", "--quick", "--side", str(SIDE)),
+                *("--plan", "plan.json", "--out", "seconds", "--memory", str(memory)),
+            ],
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    code, said = attempt(max(chosen.memory))
+    assert code == 0, said
+    assert float((tmp_path / "seconds").read_text()) > 0
+    code, said = attempt(int(0.75 * max(chosen.memory)))
+    assert code != 0
+    assert "bytes of memory too many" in said
