@@ -162,14 +162,23 @@ def _tissue_mask(pixels: NDArray[np.uint8], mpp: float, threshold: float | None)
     if threshold is None and pixels[..., 0].size * mpp**2 * 1e-6 < _FIELD_MM2:
         return np.full(pixels.shape[:2], np.ptp(pixels, axis=(0, 1)).max() > _BLANK)
     sigma = _GRAIN_UM / mpp
-    smooth = ndimage.gaussian_filter(pixels.astype(np.float32), (sigma, sigma, 0), mode="nearest")
+    smooth = ndimage.gaussian_filter(pixels, (sigma, sigma, 0), output=np.float32, mode="nearest")
     if _is_dark(smooth):
         return _cleaned(_brighter_than_dark(smooth, threshold), mpp)
     glass = _glass(smooth)
     if glass is None:
         return np.ones(pixels.shape[:2], np.bool_)
-    density: Colours = -np.log((smooth + 1) / (glass + 1)).clip(-5, 0)
+    density = _optical_density(smooth, glass)
     return _cleaned(_coloured(density, threshold) & ~_ink(density, mpp), mpp)
+
+
+def _optical_density(smooth: Colours, glass: Colours) -> Colours:
+    """How much darker than glass; in the memory of `smooth`, the largest thing here."""
+    smooth += 1
+    smooth /= glass + 1
+    np.log(smooth, out=smooth)
+    np.clip(smooth, -5, 0, out=smooth)
+    return np.negative(smooth, out=smooth)
 
 
 def _is_dark(smooth: Colours) -> bool:
@@ -204,14 +213,15 @@ def _glass(smooth: Colours) -> Colours | None:
         return None
     counts = np.bincount((light[likely] / 4).astype(np.int64))
     brightest = int(np.flatnonzero(counts >= 0.05 * counts.sum()).max()) * 4 + 2
-    glass: Colours = np.median(smooth[likely & (np.abs(light - brightest) < 6)], axis=0)
-    return glass
+    likely &= np.abs(light - brightest) < 6
+    return np.array([np.median(smooth[..., channel][likely]) for channel in range(3)], np.float32)
 
 
 def _coloured(density: Colours, threshold: float | None) -> Mask:
     """Where there is more colour than on glass; on a slide in grey, where it is darker."""
-    strength = np.linalg.norm(density, axis=2)
-    colour = np.linalg.norm(density - density.min(axis=2, keepdims=True), axis=2)
+    strength = np.sqrt(np.einsum("ijk,ijk->ij", density, density))
+    least = density.min(axis=2)
+    colour = np.sqrt(sum((density[..., channel] - least) ** 2 for channel in range(3)))
     if colour.max() < 0.01:
         colour = strength
     if threshold is None:
@@ -232,11 +242,14 @@ def _ink(density: Colours, mpp: float) -> Mask:
     red, green, blue = np.moveaxis(density, 2, 0)
     cold = (red > 1.18 * green) & (red > 0.9)
     warm = (green > 1.2) & (blue > 0.72 * green) & (red < 0.22 * green)
+    likely: Mask = cold | warm
+    if not likely.any():
+        return likely
     strength = density.sum(axis=2)
     radius = _PEN_UM / mpp
     ripple = strength - ndimage.gaussian_filter(strength, radius / 2, mode="nearest")
     rough = np.sqrt(ndimage.gaussian_filter(ripple**2, radius / 2, mode="nearest"))
-    core = _within((cold | warm) & (rough < 0.25 * strength), -radius)
+    core = _within(likely & (rough < 0.25 * strength), -radius)
     return _within(core, 3 * radius)
 
 
