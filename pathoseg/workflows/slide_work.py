@@ -162,6 +162,7 @@ class SlideWork:
             self._rows.mkdir(exist_ok=True)
             with result_folder(self.folder, self._work) as partial:
                 publish(self.slide, partial, hand.segmenter, hand.config, self._all_rows)
+                self._refuse_change()
                 outputs = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
         except PathosegError as error:
             if self._settled() is None:  # else another took over, and has done it
@@ -177,6 +178,21 @@ class SlideWork:
             seconds = (*begun.seconds, round(time.monotonic() - began, 3))
             self._write(replace(begun, status="done", seconds=seconds, outputs=outputs))
             shutil.rmtree(self._work, ignore_errors=True)
+
+    def _refuse_change(self) -> None:
+        """What was read of a file that is another by now is no result, nor are rows of it.
+
+        Raises:
+            PathosegError: It is.
+        """
+        with suppress(PathosegError):  # it is gone
+            if Fingerprint.of(self.slide) == self._fingerprint:
+                return
+        shutil.rmtree(self._rows, ignore_errors=True)
+        raise PathosegError(
+            f"{self.slide} changed while it was read.",
+            "Wait until it is copied whole, then run again with --resume.",
+        )
 
     def _settled(self) -> Outcome | None:
         state, since = self.state, self._hand.since
@@ -208,13 +224,18 @@ class SlideWork:
         return self._work / self._key
 
     @cached_property
+    def _fingerprint(self) -> Fingerprint:
+        """Of the file as it was when this process first looked."""
+        return Fingerprint.of(self.slide)
+
+    @cached_property
     def _key(self) -> str:
         """A hash of all that the result depends on."""
         config = self._hand.config
         infer = asdict(config.infer)
         del infer["readers"]
         told = {
-            "slide": asdict(Fingerprint.of(self.slide)),
+            "slide": asdict(self._fingerprint),
             "model": self._hand.segmenter.model_id,
             "assume_mpp": config.data.assume_mpp,
             "tissue": asdict(config.tissue),

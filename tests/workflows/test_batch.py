@@ -261,6 +261,33 @@ def test_a_slide_that_vanishes_fails_alone(place: Place, tmp_path: Path) -> None
     assert (out / "x" / name).read_bytes() == (place.folder / "calm/small" / name).read_bytes()
 
 
+def test_a_slide_that_is_cut_short_while_it_is_read_fails_alone(
+    place: Place, tmp_path: Path
+) -> None:
+    out, slides, whole = tmp_path / "out", tmp_path / "slides", tmp_path / "long.tif"
+    tifffile.imwrite(
+        whole, _picture(3, 500, 1300), tile=(64, 64), compression="zlib", photometric="rgb"
+    )
+    slides.mkdir()
+    shutil.copy2(whole, slides / "long.tif")
+    shutil.copy2(place.folder / "slides" / "torn.tif", slides / "torn.tif")
+    process = place.start(out=out, slides=(str(slides),))
+    _until(lambda: _rows(out, "long"), process)
+    os.truncate(slides / "long.tif", whole.stat().st_size // 2)
+    said, _ = process.communicate()
+    assert process.returncode == 1, said
+    assert "1 of 2 slides done, 0 skipped as done before, 1 failed" in said
+    assert "long.tif changed while it was read" in said
+    assert "Traceback" not in said
+    assert not (out / "long").exists()
+    shutil.copy2(whole, slides / "long.tif")
+    assert place.run("--resume", out=out, slides=(str(slides),))[0] == 0
+    calm = tmp_path / "calm"
+    assert place.run(out=calm, slides=(str(slides),))[0] == 0
+    for file in RESULT - {"summary.json"}:
+        assert (out / "long" / file).read_bytes() == (calm / "long" / file).read_bytes(), file
+
+
 def test_separate_batches_keep_equal_stems_apart(
     place: Place, tmp_path: Path, command: Callable[..., tuple[int, str]]
 ) -> None:

@@ -63,6 +63,7 @@ def _facts(name: str, side: int = 64) -> StageFacts:
     known = {
         "unet": lambda: UNet(2, width=8, depth=2),
         "resnet": lambda: ResNetV2(2, depth=29),
+        "resnet110": lambda: ResNetV2(2, depth=110),
         **TINY,
     }
     with torch.device("meta"):
@@ -175,3 +176,16 @@ def test_equal_blocks_are_found() -> None:
     assert sum(len(run.blocks) == 4 for run in runs) == 3
     covered = [at for run in runs for block in run.blocks for at in block.layers]
     assert covered == [*layers]
+
+
+@pytest.mark.parametrize("in_flight", [1, 4])
+@pytest.mark.parametrize("share", [0.75, 0.5, 0.4])
+def test_no_mixture_is_much_faster(share: float, in_flight: int) -> None:
+    """Of ResNet-110-v2, whose blocks are small beside the whole: less is lost to rounding."""
+    facts, chooser = _facts("resnet110", 512), _chooser("resnet110", Ways(), 512)
+    everything = retain(facts, Retention())
+    cap = int(share * (everything.peak + (in_flight - 1) * everything.kept))
+    choice = chooser.choose(cap, in_flight)
+    assert choice is not None
+    bound = chooser.bound(cap, in_flight)
+    assert 0.999 * bound <= chooser.seconds(choice, in_flight) <= 1.03 * bound
