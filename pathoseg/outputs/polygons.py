@@ -21,6 +21,9 @@ from pathoseg.outputs.runs import Indices, Runs
 
 _PIXELS_AT_ONCE = 2**22  # noise has a run every few pixels, at some hundred bytes each
 _REGIONS_AT_ONCE = 2**12
+# Corners times holes of a region whose outline is simplified in about a second: GEOS looks at all
+# holes wherever it leaves out a corner.
+_MOST_SIMPLIFIED = 2 * 10**9
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,8 @@ class RegionTracer:
     row, and the regions that end within 4 megapixels.
 
     Args:
-        simplify: Tolerance of Douglas and Peucker's simplification in pixels; 0 keeps all corners.
+        simplify: Tolerance of Douglas and Peucker's simplification in pixels; 0 keeps all corners,
+            as do regions like noise, of very many holes.
         min_pixels: The smallest region that is traced.
     """
 
@@ -159,7 +163,12 @@ class RegionTracer:
             return []
         outlines = polygons(edges)
         if self._simplify > 0:
-            outlines = shapely.simplify(outlines, self._simplify, preserve_topology=True)
+            holes, corners = (
+                count(outlines).astype(np.int64)
+                for count in (shapely.get_num_interior_rings, shapely.get_num_coordinates)
+            )
+            few = holes * corners <= _MOST_SIMPLIFIED
+            outlines[few] = shapely.simplify(outlines[few], self._simplify, preserve_topology=True)
         return [
             TracedRegion(outline, int(value[number]), int(pixels[number]))
             for number, outline in zip(np.unique(edges["region"]), outlines, strict=True)

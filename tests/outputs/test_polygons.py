@@ -193,6 +193,21 @@ def test_a_simplified_outline_stays_near_the_true_one() -> None:
     assert shapely.is_valid(simple.geometry)
 
 
+def test_an_outline_of_too_many_holes_keeps_its_corners(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simplifying is quadratic in them: the noise of an untrained model would take hours."""
+    rows, columns = np.mgrid[:60, :60]
+    disc = (np.hypot(rows - 30, columns - 30) < 25).astype(np.uint8)
+    ring = disc - (np.hypot(rows - 30, columns - 30) < 10)
+    both = np.hstack([disc, ring])
+    whole = trace(both, [])
+    monkeypatch.setattr(module, "_MOST_SIMPLIFIED", 0)
+    plain, holed = trace(both, [], RegionTracer(simplify=1.0))
+    assert shapely.get_num_coordinates(plain.geometry) < shapely.get_num_coordinates(
+        whole[0].geometry
+    )
+    assert holed.geometry.equals_exact(whole[1].geometry)
+
+
 def test_regions_are_written_in_level_0_pixels(tmp_path: Path) -> None:
     path = tmp_path / "regions.geojson"
     mask = mask_of("1111.", "1..1.", "11112")
