@@ -21,13 +21,12 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.peers.systems import NOT_INSTALLED
-from benchmarks.peers.weights import POINT, write_weights
+from benchmarks.peers.weights import POINT, SAMPLE, write_weights
 from pathoseg.geometry import Box, Frame
 from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide
 
 HERE = Path(__file__).resolve().parent
-SAMPLE = HERE.parents[1] / "sample_data" / "sample_06.svs"
 PEERS = Path.home() / ".cache" / "pathoseg-peers"
 SIDE, TILE, STRIDE = 16_384, 1_024, 768
 STORED_TILE, MPP = 512, 0.5

@@ -5,14 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from pathoseg.geometry import Box, Frame
 from pathoseg.models.build import ModelConfig, build_model, tile_multiple
 from pathoseg.models.bundle import Bundle, save_bundle
+from pathoseg.slides.region import read_region
+from pathoseg.slides.slide import open_slide
 from pathoseg.workflows.device import MEAN, STD
 
 POINT = "weights:point"
+SAMPLE = Path(__file__).resolve().parents[2] / "sample_data" / "sample_06.svs"
+_SIDE, _STEPS = 256, 40
 
 
 def point(in_channels: int, classes: int) -> nn.Module:
@@ -41,6 +47,25 @@ class _Whole(nn.Module):
         return torch.softmax(self.network((pixels - self.mean) / self.std), 1)
 
 
+def _train(network: nn.Module, mpp: float) -> None:
+    """Some steps to tell dark places of a sample slide from bright ones: the mask of a network with
+    fresh weights is noise, whose outlines take longer than the forward."""
+    with open_slide(SAMPLE) as slide:
+        frame = Frame.at(slide.size, slide.mpp, mpp)
+        boxes = [Box(x, y, _SIDE, _SIDE) for y in (256, 768) for x in (256, 768)]
+        tiles = [read_region(slide, frame, box).pixels for box in boxes]
+    pixels = torch.from_numpy(np.stack(tiles)).permute(0, 3, 1, 2).float()
+    around = nn.functional.avg_pool2d(pixels.mean(1, keepdim=True), 31, 1, 15)[:, 0]
+    dark = (around < around.median()).long()
+    mean, std = (torch.tensor(each).view(3, 1, 1) * 255 for each in (MEAN, STD))
+    optimizer = torch.optim.AdamW(network.parameters(), 3e-3)
+    for _ in range(_STEPS):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(network((pixels - mean) / std), dark)
+        torch.autograd.backward(loss)
+        optimizer.step()
+
+
 def write_weights(folder: Path, name: str, width: int, mpp: float, tile: int, stride: int) -> None:
     """Writes `bundle/` and `script.pt` of the same weights."""
     torch.manual_seed(0)
@@ -48,7 +73,10 @@ def write_weights(folder: Path, name: str, width: int, mpp: float, tile: int, st
     config = ModelConfig(
         POINT if is_point else "unet", "segment", classes=2, width=None if is_point else width
     )
-    network = build_model(config, POINT if is_point else None).eval()
+    network = build_model(config, POINT if is_point else None)
+    if not is_point:
+        _train(network, mpp)
+    network.eval()
     card = Bundle(
         model=config,
         class_names=("dark",),
