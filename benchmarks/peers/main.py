@@ -184,7 +184,8 @@ def _compare(case: Case, results: Path, names: set[str]) -> None:
     """Requires the same classes wherever systems define the same, but for near ties.
 
     The 1×1 convolution's answer for a pixel is the same in all tiles that hold it, so all pixels
-    are compared; of the U-Net's those that lie in one tile alone, as systems blend differently.
+    are compared; of the U-Net's those that lie in one tile alone, and that one whole on the slide,
+    as systems blend and pad differently.
     """
     ours = tifffile.imread(next(results.glob("pathoseg/*/mask.ome.tiff")), level=0)
     alone = np.ones(case.side, bool)
@@ -192,7 +193,8 @@ def _compare(case: Case, results: Path, names: set[str]) -> None:
         starts = np.arange(0, case.side, STRIDE)
         covered = np.zeros(starts[-1] + TILE, int)
         for start in starts:
-            covered[start : start + TILE] += 1
+            # What lies beyond the slide is white for us and black for others.
+            covered[start : start + TILE] += 1 if start + TILE <= case.side else 2
         alone = covered[: case.side] == 1
     for name in sorted(names - {"pathoseg"}):
         theirs = _classes(name, results / name)

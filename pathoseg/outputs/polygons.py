@@ -20,7 +20,7 @@ from pathoseg.outputs.boundary import Boundary, Edges, polygons
 from pathoseg.outputs.runs import Indices, Runs
 
 _PIXELS_AT_ONCE = 2**22  # noise has a run every few pixels, at some hundred bytes each
-_REGIONS_AT_ONCE = 2**12
+_REGIONS_AT_ONCE = 2**9
 # Corners times holes of a region whose outline is simplified in about a second: GEOS looks at all
 # holes wherever it leaves out a corner.
 _MOST_SIMPLIFIED = 2 * 10**9
