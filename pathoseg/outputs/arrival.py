@@ -27,7 +27,7 @@ class Arrival:
     @property
     def is_here(self) -> bool:
         """Whether `array` would not wait."""
-        return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]
+        return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]  # torch's
 
     def array(self) -> NDArray[Any]:
         """The tensor on the host."""

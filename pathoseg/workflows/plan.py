@@ -68,7 +68,8 @@ def plan(
     task = make_task(config, hardware)
     model = _build(config)
     graphs = price(model, config, hardware)
-    plans = find_plans(graphs, task)
+    with progress_bar("planning", None, "plans"):
+        plans = find_plans(graphs, task)
     if not plans:
         multiple = tile_multiple(model)
         sides = range(2 * multiple, config.tiles.tile, multiple)

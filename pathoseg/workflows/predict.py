@@ -92,7 +92,7 @@ def _laid_out(model: torch.nn.Module, card: Bundle, device: torch.device) -> tor
             with torch.inference_mode():
                 model(image.contiguous(memory_format=torch.channels_last))
         except RuntimeError:  # it asks for views that only the usual layout has
-            model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+            model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # torch's
             return torch.contiguous_format
     return torch.channels_last
 

@@ -126,7 +126,7 @@ class NcclChannels:
         self._rank = rank
         self._device = device
         # A group lets its stream wait for the current one.
-        self._idle = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._idle = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
         self._groups: dict[tuple[int, int], Any] = {}
         for source, to in permutations(range(ranks), 2):
             if rank in (source, to):

@@ -156,7 +156,7 @@ class Again:
             tensor = leaf.place.on(storages[key])
             if leaf.requires_grad and key in overwritten:
                 token = torch.empty(0, requires_grad=True)
-                found: Tensor = _Inner.apply(token, tensor)  # type: ignore[no-untyped-call]
+                found: Tensor = _Inner.apply(token, tensor)  # type: ignore[no-untyped-call]  # torch's
                 return found
             return tensor.requires_grad_(leaf.requires_grad)
 
@@ -201,7 +201,7 @@ class Again:
         storage = source.storage()
         written = any((leaf.made, leaf.version) == key for leaf, _ in self.layer.writes)
         shared = source.packed or source.readers > 1 or not isinstance(source, Dropped)
-        return storage.clone() if written and shared else storage  # type: ignore[no-untyped-call]
+        return storage.clone() if written and shared else storage  # type: ignore[no-untyped-call]  # torch's
 
     def _give(self, made: Made, version: int, storage: torch.UntypedStorage) -> None:
         piece = made.piece(version)

@@ -330,9 +330,9 @@ def test_a_graph_does_not_hold_on_to_parameters(
             if stage.number == 0:
                 weight = next(_stages_of(runner)[0].parameters())
                 assert weight.untyped_storage().nbytes() > 4
-                seen.append(StorageWeakRef(weight.untyped_storage()))  # type: ignore[no-untyped-call]
+                seen.append(StorageWeakRef(weight.untyped_storage()))  # type: ignore[no-untyped-call]  # torch's
             elif stage.is_last:
-                assert seen[-1].expired()  # type: ignore[no-untyped-call]
+                assert seen[-1].expired()  # type: ignore[no-untyped-call]  # torch's
             return result
 
         monkeypatch.setattr(Stage, "forward", watched)
