@@ -34,3 +34,10 @@ def keep_freed_memory(largest: int = _LARGEST, one_heap: bool = False) -> None:
         mallopt(_MMAP_THRESHOLD, _LARGEST)
     if one_heap:
         mallopt(_ARENA_MAX, 1)
+
+
+def give_back_freed_memory() -> None:
+    """Gives the kernel what is free now, as after work that comes once and takes much."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -105,9 +105,9 @@ class Tissue:
         return _clamped(tissue / area, 1)
 
     @cached_property
-    def _sums(self) -> NDArray[np.int64]:
+    def _sums(self) -> NDArray[np.int32]:
         """Integral image: entry (y, x) counts the tissue pixels above row y, left of column x."""
-        return np.pad(self.mask.cumsum(0, np.int64).cumsum(1), ((1, 0), (1, 0)))
+        return np.pad(self.mask.cumsum(0, np.int32).cumsum(1, np.int32), ((1, 0), (1, 0)))
 
     def _tissue_above_left(self, x: float, y: float) -> float:
         """Mask pixels of tissue above and left of a point; linear in between, hence exact."""

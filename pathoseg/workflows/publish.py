@@ -16,6 +16,7 @@ from pathoseg import __version__
 from pathoseg.annotations.annotation import IGNORE
 from pathoseg.annotations.qupath_geojson import GeoJsonWriter
 from pathoseg.geometry import Box
+from pathoseg.host_memory import give_back_freed_memory
 from pathoseg.outputs.mask_tiff import write_mask
 from pathoseg.outputs.overlay import MaskThumbnail, thumbnail_frame, write_overlay
 from pathoseg.outputs.polygons import RegionTracer, write_regions
@@ -65,6 +66,7 @@ def publish(
         thumbnail = thumbnail_frame(opened.size, opened.mpp)
         size = thumbnail.size
         picture = read_region(opened, thumbnail, Box(0, 0, size.width, size.height)).pixels
+    give_back_freed_memory()  # finding tissue takes more of it than a row of tiles
     planned = time.monotonic()
     small = MaskThumbnail(plan.output, thumbnail)
     pixels, regions, unread_tiles = Counter[int](), Counter[int](), 0

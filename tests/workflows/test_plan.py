@@ -138,7 +138,8 @@ def test_what_would_fit_does(command: Command) -> None:
     tile = re.search(r"tiles of (\d+) px", said)
     assert tile is not None
     assert command(*refused, "600KiB", "--tile", tile[1])[0] == 0
-    assert command(*refused, "600KiB", "--tile", int(tile[1]) + 8)[0] == 2
+    # Orders made to measure, which the offers leave out, may fit somewhat more.
+    assert command(*refused, "600KiB", "--tile", 2 * int(tile[1]))[0] == 2
 
 
 @pytest.mark.parametrize(
