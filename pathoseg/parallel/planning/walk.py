@@ -52,68 +52,53 @@ def walk(
         dropped: Those of them that are recomputed.
         offloaded: Those of them that are in host memory.
     """
-    found = Walked()
-    _forward(facts, layers, own, dropped, offloaded, found)
-    _Backward(facts, layers, own, dropped, offloaded, found).run()
-    return found
+    state = _State(facts, layers, own, dropped, offloaded)
+    state.forward()
+    state.backward()
+    return state.found
 
 
-def _forward(
-    facts: StageFacts,
-    layers: range,
-    own: Collection[int],
-    dropped: Collection[int],
-    offloaded: Collection[int],
-    found: Walked,
-) -> None:
-    held = 0
-    freed: dict[int, int] = {}
-    for index in own:  # what earlier layers made
-        if facts.makers[index] < layers.start:
-            held += facts.sizes[index]
-            if index in dropped or index in offloaded:
-                end = facts.alive[index]
-                freed[end] = freed.get(end, 0) + facts.sizes[index]
-    for at in layers:
-        found.forward_peak = max(found.forward_peak, held + facts.forward_peak[at])
-        for index in facts.makes[at]:
-            size, end = facts.sizes[index], facts.alive[index]
-            is_kept = index in facts.saved and index not in dropped and index not in offloaded
-            if is_kept or end > at:
-                held += size
-            if end > at and not is_kept:
-                freed[end] = freed.get(end, 0) + size
-        held -= freed.get(at, 0)
-    found.forward_peak = max(found.forward_peak, held)
+class _State:
+    """The state of layers on paper."""
 
-
-class _Backward:
-    """The state of a backward on paper."""
-
-    def __init__(
-        self,
-        facts: StageFacts,
-        layers: range,
-        own: Collection[int],
-        dropped: Collection[int],
-        offloaded: Collection[int],
-        found: Walked,
-    ) -> None:
-        self._facts, self._layers, self._own = facts, layers, own
-        self._dropped, self._offloaded, self._found = dropped, offloaded, found
+    def __init__(self, facts: StageFacts, layers: range, *stored: Collection[int]) -> None:
+        self._facts, self._layers, self.found = facts, layers, Walked()
+        self._own, self._dropped, self._offloaded = stored
         self._made: set[int] = set()  # dropped storages that are there again
         self._back: set[int] = set()  # offloaded ones that are in use
         self._held = 0
         self._ending: dict[int, list[int]] = {}
-        for index in own:
+        for index in self._own:
             saved = facts.saved[index]
             self._ending.setdefault(saved.first, []).append(index)
-            if index not in dropped and index not in offloaded:
+            if self._is_kept(index):
                 self._held += saved.bytes
         self._clock = 0.0
 
-    def run(self) -> None:
-        facts, found = self._facts, self._found
+    def forward(self) -> None:
+        facts, found = self._facts, self.found
+        held = 0
+        freed: dict[int, int] = {}
+        for index in self._own:  # what earlier layers made
+            if facts.makers[index] < self._layers.start:
+                held += facts.sizes[index]
+                if not self._is_kept(index):
+                    end = facts.alive[index]
+                    freed[end] = freed.get(end, 0) + facts.sizes[index]
+        for at in self._layers:
+            found.forward_peak = max(found.forward_peak, held + facts.forward_peak[at])
+            for index in facts.makes[at]:
+                size, end = facts.sizes[index], facts.alive[index]
+                is_kept = index in facts.saved and self._is_kept(index)
+                if is_kept or end > at:
+                    held += size
+                if end > at and not is_kept:
+                    freed[end] = freed.get(end, 0) + size
+            held -= freed.get(at, 0)
+        found.forward_peak = max(found.forward_peak, held)
+
+    def backward(self) -> None:
+        facts, found = self._facts, self.found
         for at in reversed(self._layers):
             needed = [index for index in facts.saves[at] if index in self._own]
             missing = [i for i in needed if i in self._dropped and i not in self._made]
@@ -128,6 +113,9 @@ class _Backward:
             for index in self._ending.get(at, ()):
                 self._release(index)
 
+    def _is_kept(self, index: int) -> bool:
+        return index not in self._dropped and index not in self._offloaded
+
     def _release(self, index: int) -> None:
         if index in self._dropped:
             is_there = index in self._made
@@ -141,14 +129,14 @@ class _Backward:
             self._held -= self._facts.sizes[index]
 
     def _fetch(self, index: int) -> None:
-        self._found.needed.setdefault(index, self._clock)
+        self.found.needed.setdefault(index, self._clock)
         if index not in self._back:
             self._back.add(index)
             self._held += self._facts.sizes[index]
 
     def _make_again(self, missing: list[int], at: int) -> None:
         """Runs the layers that the missing storages take, while the backward is at a layer."""
-        facts, found = self._facts, self._found
+        facts, found = self._facts, self.found
         layers: set[int] = set()
         asked = [*missing]
         while asked:
@@ -199,7 +187,7 @@ class _Backward:
     def _at_hand(self, index: int, at: int) -> bool:
         if index not in self._own:
             if self._facts.makers[index] not in self._layers and index in self._facts.saved:
-                self._found.demands.setdefault(index, at)
+                self.found.demands.setdefault(index, at)
                 return True
             return False
         if index in self._dropped:

@@ -138,7 +138,7 @@ def test_full_networks_save_and_peak_as_they_really_do(name: str) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", NETWORKS)
 def test_peaks_of_stages_are_those_of_cuda(name: str) -> None:
     make, (_, *sizes) = NETWORKS[name]

@@ -19,7 +19,9 @@ from tests.parallel.runtime.joined import OnDevice
 
 NAMES = [case.__name__ for case in transport_conformance.CASES]
 TOO_FEW = "(has no NCCL|needs a GPU for each rank).*gloo"
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL takes a GPU a rank")
+two_gpus = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="needs two CUDA devices: NCCL takes a GPU a rank"
+)
 
 
 def _start(ranks: int, script: str, library: str, choice: Choice, *more: str) -> int:
@@ -34,7 +36,7 @@ def test_too_few_gpus_are_refused_before_any_rank_starts(tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks what a machine without a GPU says")
 def test_a_rank_without_a_gpu_is_refused() -> None:
     with pytest.raises(PathosegError, match=TOO_FEW):
         connect("nccl", World("torchrun", 0, 2, port=1))

@@ -254,7 +254,7 @@ def test_every_form_brings_back_what_left(form: Form) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("form", [form for form in Form if form is not Form.NONE])
 def test_every_form_brings_back_what_left_a_cuda_device(form: Form) -> None:
     device = torch.device("cuda")
