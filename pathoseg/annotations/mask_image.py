@@ -98,7 +98,7 @@ class MaskLabels:
         rows = np.floor(y * (pixels.size.height / self._slide_size.height)).astype(np.int64)
         columns = columns.clip(0, pixels.size.width - 1)
         rows = rows.clip(0, pixels.size.height - 1)
-        with self._decoding():
+        with self._told(*_DAMAGE):
             values = pixels.read(rows, columns)
         mask = self._table(classes)[values]
         ignore_outside(mask, box, frame, self._slide_size)
@@ -126,12 +126,12 @@ class MaskLabels:
     def _pixels(self) -> _Pixels | _Tiles:
         binary = self._values == "binary"
         if self._tiled is not None:
-            with self._decoding():
+            with self._told(*_DAMAGE):
                 found = self._tiled.values()
             self._refuse_no_indices(found)
             return _Tiles(self._tiled, _colours(found, self._tiled.palette, binary), binary)
         with self._open() as image:
-            with self._decoding():
+            with self._told(Exception):  # Pillow's decoders raise nearly everything
                 values, palette = np.asarray(image), image.getpalette() or []
             found = _values_of(values)
             self._refuse_no_indices(found)
@@ -154,10 +154,10 @@ class MaskLabels:
             )
 
     @contextmanager
-    def _decoding(self) -> Iterator[None]:
+    def _told(self, *errors: type[Exception]) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # decoders raise nearly everything
+        except errors as error:
             raise _unreadable(self._path, error) from error
 
     def _open(self) -> ImageFile:
@@ -167,6 +167,9 @@ class MaskLabels:
             return kind(self._path)
         except Exception as error:  # Pillow's parsers raise nearly everything
             raise _unreadable(self._path, error) from error
+
+
+_DAMAGE = (OSError, ValueError, RuntimeError)  # as `TiledMask` says
 
 
 @dataclass(frozen=True, slots=True)
