@@ -118,12 +118,14 @@ class Lab:
         """Returns once a run has finished so many epochs."""
         self.wait_for(lambda: self.epochs(run) >= epochs)
 
-    @staticmethod
-    def wait_for(met: Callable[[], bool]) -> None:
+    def wait_for(self, met: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 300
         while not met():
-            assert time.monotonic() < deadline
+            assert time.monotonic() < deadline, self._logs()
             time.sleep(0.05)
+
+    def _logs(self) -> str:
+        return "\n".join(f"{log.name}: {log.read_text()}" for log in self.folder.glob("*.log"))
 
     def epochs(self, run: str) -> int:
         """How many a run has finished."""

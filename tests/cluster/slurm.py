@@ -116,12 +116,13 @@ class Slurm:
         self._until(lambda: self.state(job) in states)
 
     def wait_for_requeue(self, job: str) -> None:
-        """Waits until a job is back in the queue, and lets it start at once.
+        """Waits until a job is back in the queue, and lets it start soon.
 
-        Slurm itself waits for two minutes.
+        Slurm itself waits for two minutes. A node refuses a job ("credential revoked") that starts
+        in the very second in which it ended there.
         """
         self._until(lambda: self._shown(job, "Restarts") != "0" and self.state(job) == "PENDING")
-        self._tell("scontrol", "update", f"JobId={job}", "StartTime=now")
+        self._tell("scontrol", "update", f"JobId={job}", "StartTime=now+3")
 
     def _is_up(self) -> bool:
         with suppress(AssertionError):  # the controller does not answer yet
