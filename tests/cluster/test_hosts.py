@@ -77,6 +77,8 @@ def test_ranks_on_several_hosts_segment_what_one_process_does(
 def _end(hosts: Hosts, started: list[subprocess.Popen[str]], code: int) -> str:
     """The output of rank 0, once nothing is left running on any node."""
     outputs = [process.communicate(timeout=200)[0] for process in started]
-    assert {process.returncode for process in started} == {code}, outputs
+    codes = [process.returncode for process in started]
+    if set(codes) != {code}:
+        pytest.fail(f"exit codes {codes}, not {code}:\n" + "\n".join(outputs))  # all that was said
     assert [hosts.running(node) for node in NODES] == [[], []]
     return outputs[0]
