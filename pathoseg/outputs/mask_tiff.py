@@ -110,35 +110,39 @@ def _metadata(name: str, mpp: Mpp, classes: ClassTable, origin: str | None) -> d
 
 def _tiles(bands: Iterable[NDArray[np.uint8]], size: Size, below: _Spill) -> Iterator[bytes]:
     """The encoded tiles of a level, row by row; its half goes to `below` ahead of them."""
-    padded_width = size.rounded_up(_TILE).width
-    for strip in _strips(bands, size):
-        below.put(_halved(strip))
-        rows, columns = _TILE - strip.shape[0], padded_width - strip.shape[1]
-        padded = np.pad(strip, ((0, rows), (0, columns)))
-        for x in range(0, padded_width, _TILE):
+    padded = np.zeros((_TILE, size.rounded_up(_TILE).width), np.uint8)
+    strip = padded[:, : size.width]
+    for rows in _refilled(strip, bands, size.height):
+        below.put(_halved(strip[:rows]))
+        for x in range(0, padded.shape[1], _TILE):
             yield zlib.compress(padded[:, x : x + _TILE].tobytes(), _ZLIB_LEVEL)
 
 
-def _strips(bands: Iterable[NDArray[np.uint8]], size: Size) -> Iterator[NDArray[np.uint8]]:
-    """The same rows, as many at a time as a tile has; the last ones may be fewer."""
-    strip = np.empty((_TILE, size.width), np.uint8)
+def _refilled(
+    strip: NDArray[np.uint8], bands: Iterable[NDArray[np.uint8]], height: int
+) -> Iterator[int]:
+    """Fills `strip` again and again with the rows of `bands`; gives how many rows it has of them.
+
+    Only the last time may they be fewer than all, with zeros below them.
+    """
     filled = total = 0
     for band in bands:
         total += len(band)
-        if total > size.height:
+        if total > height:
             break
         rest = band
         while len(rest):
-            taken, rest = np.split(rest, [_TILE - filled])
+            taken, rest = np.split(rest, [len(strip) - filled])
             strip[filled : filled + len(taken)] = taken
             filled += len(taken)
-            if filled == _TILE:
-                yield strip
+            if filled == len(strip):
+                yield filled
                 filled = 0
-    if total != size.height:
-        raise ValueError(f"the bands' rows are not the mask's {size.height}")
+    if total != height:
+        raise ValueError(f"the bands' rows are not the mask's {height}")
     if filled:
-        yield strip[:filled]
+        strip[filled:] = 0
+        yield filled
 
 
 def _halved(strip: NDArray[np.uint8]) -> NDArray[np.uint8]:

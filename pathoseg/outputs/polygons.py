@@ -19,7 +19,7 @@ from pathoseg.geometry import Frame
 from pathoseg.outputs.boundary import Boundary, Edges, polygons
 from pathoseg.outputs.runs import Indices, Runs
 
-_PIXELS_AT_ONCE = 2**22  # noise has a run every few pixels, at some hundred bytes each
+_PIXELS_AT_ONCE = 2**20  # noise has a run every few pixels, at some hundred bytes each
 _REGIONS_AT_ONCE = 2**9
 # Corners times holes of a region whose outline is simplified in about a second: GEOS looks at all
 # holes wherever it leaves out a corner.
@@ -62,7 +62,7 @@ class RegionTracer:
     Pixels are connected by edges, not by corners, across bands too. Polygons trace pixel edges: a
     region's area is its number of pixels, and its neighbours share its boundary. Background and
     unread pixels are not traced. Held are the boundaries of the regions that go on below the last
-    row, and the regions that end within 4 megapixels.
+    row, and the regions that end within a megapixel.
 
     Args:
         simplify: Tolerance of Douglas and Peucker's simplification in pixels; 0 keeps all corners,

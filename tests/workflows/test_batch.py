@@ -23,6 +23,7 @@ import tifffile
 from PIL import Image
 
 from tests.workflows.conftest import save_tiny_bundle
+from tests.workflows.slow_disk import slow_disk
 
 RESULT = {"mask.ome.tiff", "regions.geojson", "overlay.png", "summary.json"}
 NAMES = ("small", "tall", "torn")
@@ -236,6 +237,20 @@ def test_a_process_that_was_asleep_does_no_harm(place: Place, tmp_path: Path) ->
     said, _ = asleep.communicate()
     assert asleep.returncode == 0, said
     place.same(out)
+
+
+def test_a_slow_disk_costs_time_alone(place: Place, tmp_path: Path) -> None:
+    """Slides and results on it, for two batches whose signs of life come late for their lease."""
+    with slow_disk(tmp_path, place.folder / "slides", rate=1_000_000) as disk:
+        hasty = disk.starting(sys.executable, "-c", HASTY)
+        out, slides = disk.folder / "out", (str(disk.folder / "slides"),)
+        both = [place.start("--resume", out=out, before=hasty, slides=slides) for _ in range(2)]
+        for process in both:
+            said, _ = process.communicate()
+            assert process.returncode == 0, said
+        place.same(out)
+        assert disk.bytes_moved("Read") > 100_000
+        assert disk.bytes_moved("Write") > 100_000
 
 
 def test_a_slide_that_vanishes_fails_alone(place: Place, tmp_path: Path) -> None:
