@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import nn
 
+from benchmarks.retention.measured import measured
 from pathoseg.models.resnet_v2 import ResNetV2
 from pathoseg.models.unet import UNet
 from pathoseg.parallel.graph.retention import Retention
@@ -34,13 +35,27 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small networks")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     parser.add_argument("--hardware", default="h200", help="by which layers and copies are priced")
+    parser.add_argument(
+        "--measure", action="store_true", help="run what is recomputed, on this CPU, instead"
+    )
     options = parser.parse_args()
-    hardware = load_hardware(options.hardware)
+    figures = (
+        {"device": "cpu", **dict(measured(options.quick))}
+        if options.measure
+        else _predicted(options.quick, options.hardware)
+    )
+    print("", *(f"{name:28} {value}" for name, value in figures.items()), sep="\n")
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def _predicted(quick: bool, name_of_hardware: str) -> dict[str, float | str]:
+    hardware = load_hardware(name_of_hardware)
     networks: dict[str, tuple[Callable[[], nn.Module], int]] = {
-        "unet64": (lambda: UNet(2, width=8 if options.quick else 64), 1024),
-        "resnet110_v2": (lambda: ResNetV2(2, depth=20 if options.quick else 110), 1024),
+        "unet64": (lambda: UNet(2, width=8 if quick else 64), 1024),
+        "resnet110_v2": (lambda: ResNetV2(2, depth=20 if quick else 110), 1024),
     }
-    if not options.quick:
+    if not quick:
         networks["resnet1001_v2"] = (lambda: ResNetV2(2, depth=1001), 512)
     print(f"By the figures of {hardware.name}, float32, one tile a microbatch.\n")
     print("| network | in flight | cap | time to keep all | bound | above it | chosen in |")
@@ -75,10 +90,7 @@ def main() -> None:
                     f"{row} {chosen:.3f} | {bound:.3f} | {gaps[-1]:.1%} | {taken[-1]:.1f} s |",
                     flush=True,
                 )
-    figures |= {"largest_gap": max(gaps), "slowest_choice_s": max(taken)}
-    print("", *(f"{name:28} {value}" for name, value in figures.items()), sep="\n")
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    return figures | {"largest_gap": max(gaps), "slowest_choice_s": max(taken)}
 
 
 def _need(facts: StageFacts, in_flight: int) -> int:

@@ -10,7 +10,7 @@ from pathoseg.parallel.planning.blocks import Run, runs_of
 from pathoseg.parallel.planning.patterns import MOST_UNITS, Pattern, Ways, patterns_of
 from pathoseg.parallel.planning.retained import Retained, retain
 from pathoseg.parallel.planning.retention_program import RetentionProgram
-from pathoseg.parallel.planning.solver import relax, solve
+from pathoseg.parallel.planning.solver import least, relax, solve
 from pathoseg.parallel.planning.storages import StageFacts
 from pathoseg.parallel.schedule.costs import Costs, Link, StageCost
 from pathoseg.parallel.schedule.gpipe import gpipe
@@ -22,11 +22,10 @@ _ATTEMPTS = 4
 _SLOWNESS = (None, 1.0, 3.0)  # of copies; None is none
 _GAIN = 1e-3  # of the time: what may be had by copies is not looked for below this
 # A program with more patterns is solved with those that are nearest to the best of its relaxed one:
-# of each run so many. Where these do not come so close to it, or nothing fits, then with more; with
-# all where nothing else is known.
+# of each run so many. Where these do not come so close to it, then with more, and at last with all.
 _MANY = 300
 _NEAREST = (8, 24)
-_CLOSE = 1.03
+_CLOSE = 1.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,24 +78,23 @@ class Chooser:
         if self._everything.need(in_flight) <= cap:
             return self._everything
         self._prepare()
-        best, least = None, inf
+        best, fastest = None, inf
         for slowness in _SLOWNESS if self._ways.offload else (None,):
-            choice = self._fitting(slowness, cap, in_flight, least)
+            choice = self._fitting(slowness, cap, in_flight, fastest)
             if choice is None:
                 continue
             seconds = self.seconds(choice, in_flight)
-            if seconds < least:
-                best, least = choice, seconds
+            if seconds < fastest:
+                best, fastest = choice, seconds
         return best
 
     def bound(self, cap: int, in_flight: int = 1) -> float:
         """Seconds of a microbatch below which no mixture of the ways of all blocks comes: of the
-        program with all of them, no variable whole, and copies that are a fluid."""
+        program with all of them, where copies are a fluid; inf where none fits."""
         self._prepare()
         slowness = 1.0 if self._ways.offload else None
         posed = self._pose(self._patterns, slowness, cap, in_flight)
-        relaxed = relax(posed.program)
-        return inf if relaxed is None else relaxed.cost * posed.second
+        return least(posed.program) * posed.second
 
     def seconds(self, choice: Choice, in_flight: int = 1) -> float:
         """Of a microbatch, where so many are in flight, by `simulate`."""
@@ -118,7 +116,7 @@ class Chooser:
             ]
 
     def _fitting(
-        self, slowness: float | None, cap: int, in_flight: int, least: float
+        self, slowness: float | None, cap: int, in_flight: int, fastest: float
     ) -> Choice | None:
         """The program's best, in the first arrangement that fits.
 
@@ -128,7 +126,7 @@ class Chooser:
         room = cap
         for _ in range(_ATTEMPTS):
             needs = []
-            for retention, window in self._solved(slowness, room, in_flight, least):
+            for retention, window in self._solved(slowness, room, in_flight, fastest):
                 choice = Choice(retention, window, retain(self._facts, retention))
                 spare = cap - choice.need(in_flight)
                 if spare >= 0:
@@ -142,12 +140,12 @@ class Chooser:
         return None
 
     def _solved(
-        self, slowness: float | None, room: int, in_flight: int, least: float
+        self, slowness: float | None, room: int, in_flight: int, fastest: float
     ) -> list[tuple[Retention, int]]:
         """What the program says, in each arrangement; nothing where it has no answer, or none that
         gains on so many seconds."""
         posed = self._pose(self._patterns, slowness, room, in_flight)
-        limit = (1 - _GAIN) * least / posed.second
+        limit = (1 - _GAIN) * fastest / posed.second
         relaxed = relax(posed.program)
         if relaxed is None or relaxed.cost > limit:
             return []
@@ -159,11 +157,9 @@ class Chooser:
             if values is not None:
                 best, cost = [*tried.choices(values)], float(values @ tried.program.cost)
             if cost <= _CLOSE * relaxed.cost:
-                break
-        if best is None and (posed.size <= _MANY or least == inf):
-            values = solve(posed.program, limit)
-            best = None if values is None else [*posed.choices(values)]
-        return best or []
+                return best or []
+        values = solve(posed.program, cost)
+        return (best or []) if values is None else [*posed.choices(values)]
 
     def _pose(
         self, patterns: list[list[Pattern]], slowness: float | None, cap: int, in_flight: int

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from pathoseg.parallel.planning.program import Program
 
 # HiGHS stops this share of the cost short of the least, or after so many nodes. Never by the
 # clock: a busy machine would find another answer.
-_GAP, _NODES = 1e-3, 30
+_GAP, _NODES = 1e-3, 1000
 
 
 class Relaxed(NamedTuple):
@@ -51,10 +51,22 @@ def relax(program: Program) -> Relaxed | None:
 
 def solve(program: Program, limit: float = inf) -> NDArray[np.float64] | None:
     """The best values whose cost is at most a limit, or None where none were found."""
+    values: NDArray[np.float64] | None = _solved(program, limit).x
+    return values
+
+
+def least(program: Program) -> float:
+    """A cost that no values are below, and some are hardly above; inf where nothing holds every
+    row."""
+    bound: float | None = _solved(program, inf).mip_dual_bound
+    return inf if bound is None else bound
+
+
+def _solved(program: Program, limit: float) -> Any:
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     with _silent():
-        result = milp(
+        return milp(
             program.cost,
             integrality=np.array(program.whole, int),
             bounds=Bounds(0, np.array(program.most)),
@@ -66,8 +78,6 @@ def solve(program: Program, limit: float = inf) -> NDArray[np.float64] | None:
             ],
             options={"mip_rel_gap": _GAP, "node_limit": _NODES},
         )
-    values: NDArray[np.float64] | None = result.x
-    return values
 
 
 @contextmanager

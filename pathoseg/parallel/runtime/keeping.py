@@ -90,12 +90,16 @@ class Keeping:
         if copies is None:
             self._fates = {at: f for at, f in self._fates.items() if f is not Fate.OFFLOAD}
         self.recomputes = bool(retention.recomputed)
-        self._model = traced.model
-        self._own = {
+        own = {
             name
             for position in layers
             for name in (*graph.layers[position].parameters, *graph.layers[position].buffers)
         }
+        # Modules and names: `get_submodule` would take a tenth of what recording takes.
+        self._own = [
+            (traced.model.get_submodule(path), last)
+            for path, _, last in (name.rpartition(".") for name in sorted(own))
+        ]
         self._norms = {
             position: norms_at(traced.model, graph, position) if self.recomputes else []
             for position in layers
@@ -116,8 +120,8 @@ class Keeping:
         """
         given = [
             tensor
-            for name in self._own
-            if isinstance(tensor := self._attribute(name), Tensor) and is_plain(tensor)
+            for module, name in self._own
+            if isinstance(tensor := getattr(module, name), Tensor) and is_plain(tensor)
         ]
         given += [each for each in received.values() if is_plain(each)]
         return Recording(self, microbatch, given, again)
@@ -125,10 +129,6 @@ class Keeping:
     def uncounted(self, positions: Iterable[int]) -> AbstractContextManager[None]:
         """Within it the norms of these layers leave their running statistics alone."""
         return uncounted(norm for position in positions for norm in self._norms[position])
-
-    def _attribute(self, name: str) -> Any:
-        path, _, last = name.rpartition(".")
-        return getattr(self._model.get_submodule(path), last)
 
 
 class Recording:

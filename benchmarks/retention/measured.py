@@ -1,0 +1,84 @@
+"""Compares what recomputation is predicted to take, in time and memory, with steps that do it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from benchmarks.offload.ours import ours
+from benchmarks.offload.subject import DEVICE, Step, Subject, seconds_of
+from benchmarks.steps.timed import Timed
+from pathoseg.models.resnet_v2 import ResNetV2
+from pathoseg.models.unet import UNet
+from pathoseg.parallel.graph.retention import Retention
+from pathoseg.parallel.graph.traced import Traced
+from pathoseg.parallel.planning.cpu_kernels import cpu_workspace
+from pathoseg.parallel.planning.hardware import load_hardware
+from pathoseg.parallel.planning.memory import Choice, Chooser
+from pathoseg.parallel.planning.memory_model import MemoryModel
+from pathoseg.parallel.planning.patterns import Ways
+from pathoseg.parallel.planning.retained import retain
+from pathoseg.parallel.planning.storages import stage_facts
+from tests.parallel.networks.stages import allocated
+
+_SHARES = (75, 50, 40, 25, 10)  # per cent of what is needed with everything kept
+_LANES = {"AVX512": 16, "AVX2": 8}  # of float32; oneDNN's blocks of channels
+
+
+def measured(quick: bool) -> Iterator[tuple[str, float]]:
+    """Prints a table for each network; yields the figures. On a CPU, whose copies hide behind
+    nothing, so nothing is offloaded."""
+    networks: dict[str, tuple[Callable[[], nn.Module], int]] = {
+        "unet": (lambda: UNet(2, width=8 if quick else 16), 128 if quick else 352),
+        "resnet110_v2": (lambda: ResNetV2(2, depth=20 if quick else 110), 64 if quick else 256),
+    }
+    for name, (make, side) in networks.items():
+        yield from _network(name, Subject(make, side), 2 if quick else 5)
+
+
+def _network(name: str, subject: Subject, rounds: int) -> Iterator[tuple[str, float]]:
+    traced = Traced(subject.model(), subject.images)
+    graph, layers = traced.graph, range(len(traced.graph.layers))
+    timed = Timed(traced, subject.images, subject.targets)
+    prices = [timed.time(each) for each in graph.layers]
+    seconds = [each.forward for each in prices], [each.backward for each in prices]
+    lanes = _LANES[torch.backends.cpu.get_cpu_capability()]
+    memory = MemoryModel(graph, workspace=cpu_workspace(lanes, torch.get_num_threads()))
+    facts = stage_facts(graph, layers, memory.by_layer(layers), seconds)
+    chooser = Chooser(facts, load_hardware("cpu").host, Ways(offload=False))
+    keep = Choice(Retention(), 0, retain(facts, Retention()))
+    choices = {"all": keep}
+    for share in _SHARES:
+        found = chooser.choose(keep.need(1) * share // 100)
+        if found is not None:
+            choices[f"{share} %"] = found
+    steps = {cap: ours(subject, choice.retention).step for cap, choice in choices.items()}
+    taken = seconds_of(steps, rounds)
+    print(f"\n## {name}, {subject.side} px\n")
+    print(
+        "| cap | time, predicted | measured | error | MiB, predicted | with gradients | measured |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    # Of the weights' gradients, which plans count whole, some are there at the peak.
+    gradients = sum(each.nbytes for each in subject.model().parameters())
+    errors, beyond = [], []
+    for cap, choice in choices.items():
+        predicted = chooser.seconds(choice) / chooser.seconds(keep)
+        ratio = taken[cap] / taken["all"]
+        need, held = choice.need(1), _held(steps[cap])
+        errors.append(predicted / ratio - 1)
+        beyond.append(max(need / held - 1, 1 - (need + gradients) / held, 0.0))
+        print(
+            f"| {cap} | {predicted:.3f} | {ratio:.3f} | {errors[-1]:+.3f} "
+            f"| {need / 2**20:.1f} | {(need + gradients) / 2**20:.1f} | {held / 2**20:.1f} |"
+        )
+    yield f"time_error_{name}", max(errors, key=abs)
+    yield f"memory_error_{name}", max(beyond)
+
+
+def _held(step: Step) -> int:
+    """Most bytes that a step holds of what it makes, of weights' gradients those that are there."""
+    assert DEVICE.type == "cpu"
+    return allocated(lambda: step(0))
