@@ -42,7 +42,7 @@ from pathoseg.parallel.runtime.links import measure_links
 from pathoseg.parallel.runtime.runner import Runner
 from pathoseg.parallel.runtime.transport import Transport
 from pathoseg.parallel.runtime.world import connect
-from pathoseg.parallel.schedule.action import Kind
+from pathoseg.parallel.schedule.action import Edge, Kind
 from pathoseg.parallel.schedule.costs import Costs, Link, StageCost
 from pathoseg.parallel.schedule.event import Event, from_json, to_json
 from pathoseg.parallel.schedule.gems import gems
@@ -87,13 +87,15 @@ class Times:
 
     Attributes:
         rounds: By way, seconds of each step.
-        predicted: By order, seconds by the simulator at profiled costs.
+        edges: Of the cut.
+        profiled: What its stages take, by their layers.
         events: By order, what both ranks did when in all steps.
         losses: By way, of the first step.
     """
 
     rounds: dict[str, list[float]] = field(default_factory=dict)
-    predicted: dict[str, float] = field(default_factory=dict)
+    edges: tuple[Edge, ...] = ()
+    profiled: Costs = field(default_factory=lambda: Costs(()))
     events: dict[str, list[Event]] = field(default_factory=dict)
     losses: dict[str, float] = field(default_factory=dict)
 
@@ -113,9 +115,21 @@ class Times:
         )
         return self.median("mp-basic") / self.median("gems-master") / (basic / master)
 
+    def predicted(self, order: str) -> float:
+        """Seconds by the simulator, at profiled costs that add up to what a process takes for the
+        whole model while the other one does the same: in these rounds, as machines change."""
+        stages = self.profiled.stages
+        scale = self.median(BOTH) / COUNT / sum(each.forward + each.backward for each in stages)
+        scaled = tuple(
+            replace(each, forward=each.forward * scale, backward=each.backward * scale)
+            for each in stages
+        )
+        lowered = lower(ORDERS[order], self.edges)
+        return float(simulate(lowered, replace(self.profiled, stages=scaled)).time)
+
     def error(self, order: str) -> float:
         measured = self.median(order)
-        return (self.predicted[order] - measured) / measured
+        return (self.predicted(order) - measured) / measured
 
     def _cost(self, stage: int) -> StageCost:
         """What a stage took where nothing else ran."""
@@ -229,7 +243,7 @@ def choose_cut(
     link: Link,
     times: Times,
 ) -> Partition:
-    """The cut that balances what layers take; notes what it is predicted to take.
+    """The cut that balances what layers take; notes what its stages take.
 
     Both ranks time at once, as they will compute at once; rank 0's figures count.
     """
@@ -240,10 +254,7 @@ def choose_cut(
     priced = Priced(traced.graph, Timed(traced, own_images, own_targets), hardware)
     partition = priced.cutter.balance(RANKS, priced.weights(), byte_cost=priced.byte_cost)
     partition = cut(traced.graph, json.loads(transport.gather(json.dumps(partition.bounds))[0]))
-    costs = priced.costs(partition, RANKS)
-    for name, order in ORDERS.items():
-        lowered = lower(order, stage_edges(partition))
-        times.predicted[name] = float(simulate(lowered, costs).time)
+    times.edges, times.profiled = stage_edges(partition), priced.costs(partition, RANKS)
     return partition
 
 
@@ -300,8 +311,8 @@ def table(times: Times) -> str:
         speed = times.median(ALONE) / times.median(way)
         row = f"| {way} | {times.median(way):.3f} | {min(seconds):.3f} to {max(seconds):.3f} "
         row += f"| {speed:.2f} | {speed / IDEAL:.3f} "
-        if way in times.predicted:
-            row += f"| {times.predicted[way]:.3f} | {times.error(way):+.3f} |"
+        if way in ORDERS:
+            row += f"| {times.predicted(way):.3f} | {times.error(way):+.3f} |"
         else:
             row += "| | |"
         rows.append(row)
