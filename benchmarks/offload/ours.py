@@ -79,6 +79,7 @@ def ours(
     largest = max(storage.bytes for storage in traced.graph.storages)
     memory = Memory(
         {0: retention.recomputed},
+        {0: retention.twice},
         2 * largest if window is None else window,
         form,
         host_bytes=(host_bytes,),

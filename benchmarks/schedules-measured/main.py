@@ -11,7 +11,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import torch
 import torch.distributed as dist
@@ -102,9 +102,15 @@ class Times:
     def median(self, way: str) -> float:
         return median(self.rounds[way])
 
+    def ratio(self, way: str, other: str) -> float:
+        """Of the two ways' seconds in the same round, the median of all rounds: a machine whose
+        speed changes within minutes has both alike."""
+        pairs = zip(self.rounds[way], self.rounds[other], strict=True)
+        return median(seconds / others for seconds, others in pairs)
+
     def share(self, order: str) -> float:
         """Of the ideal speed-up over one process."""
-        return self.median(ALONE) / self.median(order) / IDEAL
+        return self.ratio(ALONE, order) / IDEAL
 
     def gain_share(self) -> float:
         """GEMS-MASTER's gain over MP-Basic, over what it is on paper with free links."""
@@ -113,11 +119,11 @@ class Times:
             simulate(lower(ORDERS[name]), Costs(stages)).time
             for name in ("mp-basic", "gems-master")
         )
-        return self.median("mp-basic") / self.median("gems-master") / (basic / master)
+        return self.ratio("mp-basic", "gems-master") / (basic / master)
 
     def predicted(self, order: str) -> float:
         """Seconds by the simulator, at profiled costs that add up to what a process takes for the
-        whole model while the other one does the same: in these rounds, as machines change."""
+        whole model while the other one does the same."""
         stages = self.profiled.stages
         scale = self.median(BOTH) / COUNT / sum(each.forward + each.backward for each in stages)
         scaled = tuple(
@@ -128,8 +134,7 @@ class Times:
         return float(simulate(lowered, replace(self.profiled, stages=scaled)).time)
 
     def error(self, order: str) -> float:
-        measured = self.median(order)
-        return (self.predicted(order) - measured) / measured
+        return self.predicted(order) / self.median(BOTH) * self.ratio(BOTH, order) - 1
 
     def _cost(self, stage: int) -> StageCost:
         """What a stage took where nothing else ran."""
@@ -169,7 +174,7 @@ def measure(quick: bool) -> dict[str, float | str]:
     link = measure_links(transport)
     overhead = empty_actions(transport, 5 if quick else 20)
     times = {
-        case.name: time_case(case, transport, link, 3 if quick else 5) for case in cases(quick)
+        case.name: time_case(case, transport, link, 3 if quick else 9) for case in cases(quick)
     }
     dist.destroy_process_group()
     transport.close()
@@ -178,13 +183,12 @@ def measure(quick: bool) -> dict[str, float | str]:
     figures: dict[str, float | str] = {"device": "cpu", "action_overhead_us": overhead * 1e6}
     for name, found in times.items():
         print(f"\n{name}\n\n{table(found)}")
-        peer = found.median(PEER) / found.median("gpipe")
         figures |= {
             f"gems_master_gain_share_{name}": found.gain_share(),
             f"gpipe_efficiency_share_{name}": found.share("gpipe"),
             f"one_f_one_b_efficiency_share_{name}": found.share("1f1b"),
             f"prediction_error_{name}": max(abs(found.error(order)) for order in ORDERS),
-            f"vs_torch_gpipe_{name}": peer,
+            f"vs_torch_gpipe_{name}": found.ratio(PEER, "gpipe"),
         }
     for what, worst in (
         ("gems_master_gain_share", min),
@@ -224,7 +228,8 @@ def time_case(case: Case, transport: Transport, link: Link, rounds: int) -> Time
             seconds = time.perf_counter() - begin
             told = [json.loads(text) for text in transport.gather(json.dumps([seconds, loss]))]
             if number:
-                times.rounds.setdefault(name, []).append(max(each[0] for each in told))
+                taken = mean if name == BOTH else max
+                times.rounds.setdefault(name, []).append(taken(each[0] for each in told))
             else:
                 times.losses[name] = max(each[1] for each in told)
     check(times)
@@ -308,7 +313,7 @@ def table(times: Times) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for way, seconds in times.rounds.items():
-        speed = times.median(ALONE) / times.median(way)
+        speed = times.ratio(ALONE, way)
         row = f"| {way} | {times.median(way):.3f} | {min(seconds):.3f} to {max(seconds):.3f} "
         row += f"| {speed:.2f} | {speed / IDEAL:.3f} "
         if way in ORDERS:

@@ -181,6 +181,7 @@ def split(
     partition = plan.partition(traced.graph)
     memory = Memory(
         {stage: each.recomputed for stage, each in enumerate(plan.retention)},
+        {stage: each.twice for stage, each in enumerate(plan.retention)},
         plan.window,
         form,
         plan.memory * plan.groups,

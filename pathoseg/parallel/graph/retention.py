@@ -21,7 +21,17 @@ class Retention:
             execution; storages below `SMALL` bytes stay.
         recomputed: Names of the layers whose storages are dropped and made again in the backward,
             in the order of execution.
+        twice: Names of the layers whose storages are dropped and made again twice, in the order of
+            execution: for recomputed layers behind them, which hold what they make, while of these
+            nothing stays; and when their own backwards come. So long chains are recomputed in
+            the memory of a short one and of the recomputed layers between.
     """
 
     offloaded: tuple[str, ...] = ()
     recomputed: tuple[str, ...] = ()
+    twice: tuple[str, ...] = ()
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether any layer runs more than once."""
+        return bool(self.recomputed or self.twice)

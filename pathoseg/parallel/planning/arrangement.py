@@ -36,6 +36,7 @@ def arrangements(
     for smooth in (True, False):
         offloaded: list[int] = []
         recomputed: list[int] = []
+        twice: list[int] = []
         for run, some, numbers in zip(runs, patterns, counts, strict=True):
             blocks = iter(run.blocks)
             for pattern in _in_turn(some, numbers) if smooth else _in_order(some, numbers):
@@ -44,9 +45,10 @@ def arrangements(
                     next(blocks)
                 offloaded += [first + at for at in pattern.offloaded]
                 recomputed += [first + at for at in pattern.recomputed]
+                twice += [first + at for at in pattern.twice]
         names = [
             tuple(facts.graph.layers[at].name for at in sorted(some))
-            for some in (offloaded, recomputed)
+            for some in (offloaded, recomputed, twice)
         ]
         yield Retention(*names)
 

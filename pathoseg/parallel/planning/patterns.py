@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from pathoseg.parallel.planning.storages import StageFacts
 from pathoseg.parallel.planning.walk import walk
 from pathoseg.parallel.schedule.costs import Link
 
-Way = Literal["keep", "offload", "recompute"]
+Way = Literal["keep", "offload", "recompute", "twice"]
 
 # Of a block with more units than these, those of one kind are treated alike.
 MOST_UNITS = 6
@@ -39,6 +39,7 @@ class Pattern:
         blocks: How many blocks it is for.
         offloaded: Layers, by their distance from the first block's first, before it if negative.
         recomputed: Likewise.
+        twice: Likewise.
         kept: Bytes that stay on the device.
         copies: Seconds that the copies take, each way.
         again: Seconds of the forwards that run again.
@@ -52,6 +53,7 @@ class Pattern:
     blocks: int
     offloaded: tuple[int, ...]
     recomputed: tuple[int, ...]
+    twice: tuple[int, ...]
     kept: int
     copies: float
     again: float
@@ -84,10 +86,8 @@ def patterns_of(facts: StageFacts, run: Run, host: Link, ways: Ways) -> list[Pat
         for count in _lengths(len(run.blocks)):
             blocks = run.blocks[:count]
             for given in ("keep", "offload") if ways.offload else ("keep",):
-                chosen = {
-                    unit.maker: _deepest(unit, block, given) for b in blocks for unit in b.units
-                }
-                found.append(_pattern(facts, blocks, chosen, host))
+                for chosen in _together(blocks, given):
+                    found.append(_pattern(facts, blocks, chosen, host))
     stop = block.layers.stop
     shared = {i for unit in block.units for i in unit.storages if facts.alive[i] >= stop}
     return _best(found, shared)
@@ -103,11 +103,23 @@ def _lengths(most: int) -> Iterator[int]:
         yield most
 
 
-def _deepest(unit: Unit, first: Block, given: str) -> str:
-    return given if unit.maker < first.layers.start else "recompute"
+def _together(blocks: Sequence[Block], given: Way) -> Iterator[dict[int, Way]]:
+    """Ways for blocks of which all is recomputed but what the first is given: from there to the
+    end at once; or in passing first, so that what each block is given is there, and then each."""
+    units = [unit for block in blocks for unit in block.units]
+    first = blocks[0].layers.start
+    for inner in ("recompute", "twice"):
+        chosen: dict[int, Way] = {
+            unit.maker: "recompute" if unit.maker >= first else given for unit in units
+        }
+        if inner == "twice":
+            for block in blocks[:-1]:
+                own = (unit.maker for unit in block.units if unit.maker >= block.layers.start)
+                chosen |= dict.fromkeys(own, "twice")
+        yield chosen
 
 
-def _choices(facts: StageFacts, block: Block, ways: Ways) -> Iterator[dict[int, str]]:
+def _choices(facts: StageFacts, block: Block, ways: Ways) -> Iterator[dict[int, Way]]:
     """Every way for every unit, or for every kind of unit where there are many."""
     sizes = {unit.maker: sum(facts.sizes[index] for index in unit.storages) for unit in block.units}
     least = _NOTHING * sum(sizes.values())
@@ -124,7 +136,7 @@ def _choices(facts: StageFacts, block: Block, ways: Ways) -> Iterator[dict[int, 
     joined = [units for units in joined if units]
     options = []
     for units in joined:
-        some = ["keep"]
+        some: list[Way] = ["keep"]
         if ways.offload and any(facts.sizes[i] >= SMALL for unit in units for i in unit.storages):
             some.append("offload")
         if ways.recompute and units[0].maker >= block.layers.start:
@@ -140,24 +152,26 @@ def _choices(facts: StageFacts, block: Block, ways: Ways) -> Iterator[dict[int, 
 
 
 def _pattern(
-    facts: StageFacts, blocks: Sequence[Block], chosen: dict[int, str], host: Link
+    facts: StageFacts, blocks: Sequence[Block], chosen: Mapping[int, Way], host: Link
 ) -> Pattern:
     first = blocks[0].layers.start
     units = [unit for block in blocks for unit in block.units]
     own = {index for unit in units for index in unit.storages}
-    by_way: dict[str, set[int]] = {"keep": set(), "offload": set(), "recompute": set()}
+    by_way: dict[Way, set[int]] = {way: set() for way in get_args(Way)}
     for unit in units:
         way = chosen.get(unit.maker, "keep")
         for index in unit.storages:
             small = facts.sizes[index] < SMALL
             by_way["keep" if way == "offload" and small else way].add(index)
-    dropped, copied = by_way["recompute"], by_way["offload"]
-    walked = walk(facts, range(first, blocks[-1].layers.stop), own, dropped, copied)
+    once, twice, copied = by_way["recompute"], by_way["twice"], by_way["offload"]
+    dropped = once | twice
+    walked = walk(facts, range(first, blocks[-1].layers.stop), own, once, copied, twice)
     sizes = [facts.sizes[index] for index in copied]
     return Pattern(
         len(blocks),
         tuple(u.maker - first for u in units if chosen.get(u.maker) == "offload"),
         tuple(u.maker - first for u in units if chosen.get(u.maker) == "recompute"),
+        tuple(u.maker - first for u in units if chosen.get(u.maker) == "twice"),
         sum(facts.sizes[index] for index in by_way["keep"]),
         len(sizes) * host.alpha + sum(sizes) * host.beta,
         walked.seconds,

@@ -45,16 +45,20 @@ class Retained:
 def retain(facts: StageFacts, retention: Retention) -> Retained:
     """Walks through a stage's forward and backward under a retention."""
     away, again = set(retention.offloaded), set(retention.recomputed)
+    more = set(retention.twice)
     dropped: set[int] = set()
+    twice: set[int] = set()
     copied: dict[str, list[int]] = {}
     for index, saved in facts.saved.items():
         name = facts.graph.layers[saved.maker].name
         if name in again:
             dropped.add(index)
+        elif name in more:
+            twice.add(index)
         elif name in away and saved.bytes >= SMALL:
             copied.setdefault(name, []).append(index)
     offloaded = {index for indices in copied.values() for index in indices}
-    walked = walk(facts, facts.layers, facts.saved, dropped, offloaded)
+    walked = walk(facts, facts.layers, facts.saved, dropped, offloaded, twice)
     ends = dict(zip(facts.layers, accumulate(facts.forward.values()), strict=True))
     tensors = {
         name: Saved(
@@ -65,7 +69,7 @@ def retain(facts: StageFacts, retention: Retention) -> Retained:
         for name, indices in copied.items()
     }
     return Retained(
-        sum(s.bytes for index, s in facts.saved.items() if index not in dropped | offloaded),
+        sum(s.bytes for index, s in facts.saved.items() if index not in dropped | offloaded | twice),
         walked.again,
         walked.seconds,
         walked.forward_peak,

@@ -16,7 +16,7 @@ from pathoseg.parallel.planning.program import Program
 
 # HiGHS stops this share of the cost short of the least, or after so many nodes. Never by the
 # clock: a busy machine would find another answer.
-_GAP, _NODES = 1e-3, 1000
+_GAP, _NODES = 2e-3, 1000
 
 
 class Relaxed(NamedTuple):

@@ -36,6 +36,7 @@ def walk(
     own: Collection[int],
     dropped: Collection[int],
     offloaded: Collection[int],
+    twice: Collection[int] = (),
 ) -> Walked:
     """Runs layers of a stage on paper.
 
@@ -51,8 +52,10 @@ def walk(
         own: The saved storages that count; others are taken to be at hand, and for nothing.
         dropped: Those of them that are recomputed.
         offloaded: Those of them that are in host memory.
+        twice: Those that are dropped and, where recomputed ones behind them need them, made in
+            passing: they go when these have read them, and are made again for their own backward.
     """
-    state = _State(facts, layers, own, dropped, offloaded)
+    state = _State(facts, layers, own, dropped, offloaded, twice)
     state.forward()
     state.backward()
     return state.found
@@ -63,7 +66,8 @@ class _State:
 
     def __init__(self, facts: StageFacts, layers: range, *stored: Collection[int]) -> None:
         self._facts, self._layers, self.found = facts, layers, Walked()
-        self._own, self._dropped, self._offloaded = stored
+        self._own, once, self._offloaded, self._twice = stored
+        self._dropped = {*once, *self._twice}
         self._made: set[int] = set()  # dropped storages that are there again
         self._back: set[int] = set()  # offloaded ones that are in use
         self._held = 0
@@ -137,59 +141,69 @@ class _State:
     def _make_again(self, missing: list[int], at: int) -> None:
         """Runs the layers that the missing storages take, while the backward is at a layer."""
         facts, found = self._facts, self.found
-        layers: set[int] = set()
-        asked = [*missing]
+        runs: set[tuple[int, bool]] = set()  # positions, and whether in passing
+        asked = [(index, self._in_passing(index, False)) for index in missing]
         while asked:
-            index = asked.pop()
+            index, passing = asked.pop()
             saved = facts.saved.get(index)
-            new = {facts.makers[index], *(saved.writers if saved else ())} - layers
-            layers |= new
-            for layer in new:
+            layers = facts.makers[index], *(saved.writers if saved else ())
+            new = {(layer, passing) for layer in layers} - runs
+            runs |= new
+            for layer, _ in new:
                 for read in facts.reads[layer]:
-                    if facts.makers[read] in layers:
+                    how = self._in_passing(read, passing)
+                    if (facts.makers[read], how) in runs:
                         continue
-                    if self._at_hand(read, at):
+                    if self._at_hand(read, at, how):
                         if read in self._offloaded:
                             self._fetch(read)
                     else:
-                        asked.append(read)
+                        asked.append((read, how))
+        order = sorted(runs)
+        gone: dict[tuple[int, bool], tuple[int, bool]] = {}
+        for run in order:
+            for read in facts.reads[run[0]]:
+                how = self._in_passing(read, run[1])
+                if (facts.makers[read], how) in runs:
+                    gone[read, how] = run
+        leaving: dict[tuple[int, bool], list[int]] = {}
         temporary = 0
-        gone: dict[int, int] = {}
-        order = sorted(layers)
-        for layer in order:
-            for read in facts.reads[layer]:
-                if facts.makers[read] in layers:
-                    gone[read] = layer
-        for layer in order:
+        for run in order:
+            layer, passing = run
             peak = self._held + temporary + facts.passed[at] + facts.forward_peak[layer]
             found.backward_peak = max(found.backward_peak, peak)
             found.seconds += facts.forward[layer]
             self._clock += facts.forward[layer]
             for index in facts.makes[layer]:
-                if self._stays(index, at):
+                size = facts.sizes[index]
+                if self._stays(index, at, passing):
                     self._made.add(index)
-                    self._held += facts.sizes[index]
-                    found.again += facts.sizes[index]
-                elif index in gone:
-                    temporary += facts.sizes[index]
-            for index, last in gone.items():
-                if last == layer and index not in self._made:
-                    temporary -= facts.sizes[index]
+                    self._held += size
+                    found.again += size
+                elif (index, passing) in gone:
+                    temporary += size
+                    leaving.setdefault(gone[index, passing], []).append(size)
+            temporary -= sum(leaving.pop(run, ()))
 
-    def _stays(self, index: int, at: int) -> bool:
+    def _in_passing(self, index: int, passing: bool) -> bool:
+        """Whether the run that makes a storage is one in passing, where such a one asks for it."""
+        return passing or (index in self._dropped and index not in self._twice)
+
+    def _stays(self, index: int, at: int, passing: bool) -> bool:
         """Whether a storage that is made again is needed by backwards to come."""
         return (
             index in self._dropped
+            and passing != (index in self._twice)
             and index not in self._made
             and self._facts.saved[index].first <= at
         )
 
-    def _at_hand(self, index: int, at: int) -> bool:
+    def _at_hand(self, index: int, at: int, passing: bool) -> bool:
         if index not in self._own:
             if self._facts.makers[index] not in self._layers and index in self._facts.saved:
                 self.found.demands.setdefault(index, at)
                 return True
             return False
         if index in self._dropped:
-            return index in self._made
+            return index in self._made and not (passing and index in self._twice)
         return self._facts.saved[index].first <= at

@@ -76,6 +76,7 @@ class Keeping:
         for names, fate in (
             (retention.offloaded, Fate.OFFLOAD),
             (retention.recomputed, Fate.RECOMPUTE),
+            (retention.twice, Fate.TWICE),
         ):
             for name in names:
                 position = positions.get(name)
@@ -89,13 +90,13 @@ class Keeping:
                 self._fates[position] = fate
         if copies is None:
             self._fates = {at: f for at, f in self._fates.items() if f is not Fate.OFFLOAD}
-        self.recomputes = bool(retention.recomputed)
+        self.recomputes = retention.runs_again
         own = {
             name
             for position in layers
             for name in (*graph.layers[position].parameters, *graph.layers[position].buffers)
         }
-        # Modules and names: `get_submodule` would take a tenth of what recording takes.
+        # Modules and names: looking them up would be done for each microbatch.
         self._own = [
             (traced.model.get_submodule(path), last)
             for path, _, last in (name.rpartition(".") for name in sorted(own))
@@ -269,7 +270,7 @@ class Recording:
         return self._keeping._parks and isinstance(made.given, nn.Parameter)
 
     def _piece(self, made: Made, tensor: Tensor) -> Piece:
-        if made.fate is Fate.RECOMPUTE:
+        if made.fate in (Fate.RECOMPUTE, Fate.TWICE):
             return Dropped(packed=True)
         if self._may_leave(made):
             assert made.given is not None

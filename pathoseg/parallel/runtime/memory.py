@@ -26,6 +26,7 @@ class Memory:
 
     Attributes:
         recomputed: By stage, the layers whose storages the backward makes again.
+        twice: By stage, those whose storages it makes again twice.
         window: Bytes on a device that may wait to be copied to the host, and as many that may be
             back ahead of their use.
         form: How tensors wait in host memory.
@@ -36,6 +37,7 @@ class Memory:
     """
 
     recomputed: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    twice: Mapping[int, Sequence[str]] = field(default_factory=dict)
     window: int = 0
     form: Form = Form.OVERLAPPED
     device_bytes: tuple[int, ...] = ()
@@ -56,7 +58,11 @@ class Memory:
         """
         offloaded = _offloaded(schedule)
         return {
-            stage: Retention(offloaded.get(stage, ()), tuple(self.recomputed.get(stage, ())))
+            stage: Retention(
+                offloaded.get(stage, ()),
+                tuple(self.recomputed.get(stage, ())),
+                tuple(self.twice.get(stage, ())),
+            )
             for stage in range(schedule.stages)
         }
 

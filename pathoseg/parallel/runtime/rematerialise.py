@@ -15,7 +15,16 @@ from torch import Tensor
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.graph.segment import Step
-from pathoseg.parallel.runtime.saved import GIVEN, Dropped, Kept, Made, Piece, Place, is_plain
+from pathoseg.parallel.runtime.saved import (
+    GIVEN,
+    Dropped,
+    Fate,
+    Kept,
+    Made,
+    Piece,
+    Place,
+    is_plain,
+)
 
 # Sets up what layers at these positions need to run as in their forward; gives what is to be called
 # with the position of each.
@@ -61,7 +70,9 @@ def plan_again(
     """Finds the layers that have to run once more: each makes what no longer exists of its own.
 
     What is kept or waits in host memory is had from there, and held until the layers that read it
-    have run; what nobody saved is made again too.
+    have run; what nobody saved is made again too. Layers of the fate TWICE run once in passing,
+    for recomputed ones behind them, and what they make then goes when it has been read; for their
+    own backward they run again.
 
     Args:
         dropped: Content that will be needed, with its storage and version.
@@ -72,46 +83,54 @@ def plan_again(
         PathosegError: A layer read what was overwritten since.
     """
     turns = count()
-    wanted = [(-piece.needed, next(turns), piece, made, at) for piece, made, at in dropped]
+    wanted = [
+        (-piece.needed, next(turns), piece, made, at, made.fate is not Fate.TWICE)
+        for piece, made, at in dropped
+    ]
     heapify(wanted)
-    runs: dict[int, Again] = {}
+    runs: dict[tuple[int, bool], Again] = {}
     while wanted:
         # Latest needs first, so that each source learns of the first that asks for it.
-        _, _, piece, made, version = heappop(wanted)
+        _, _, piece, made, version, passing = heappop(wanted)
         if piece.run is not None:
             continue
-        position = made.maker(version)
-        piece.run = run = runs.get(position) or Again(recorded[position], context)
-        if position in runs:
+        key = made.maker(version), passing
+        piece.run = run = runs.get(key) or Again(recorded[key[0]], passing, context)
+        if key in runs:
             continue
-        runs[position] = run
+        runs[key] = run
         for leaf in leaves_in(run.layer.reads):
             if (leaf.made, leaf.version) in run.sources:
                 continue
-            source = _source(leaf, run.layer, recorded)
+            source = _source(leaf, run, recorded)
             source.readers += 1
             source.needed = max(source.needed, piece.needed)
             run.sources[leaf.made, leaf.version] = source
             if isinstance(source, Dropped) and source.run is None:
-                heappush(wanted, (-source.needed, next(turns), source, leaf.made, leaf.version))
+                once = passing or leaf.made.fate is Fate.RECOMPUTE
+                item = -source.needed, next(turns), source, leaf.made, leaf.version, once
+                heappush(wanted, item)
 
 
-def _source(leaf: Leaf, layer: Recorded, recorded: Mapping[int, Recorded]) -> Piece:
-    found = leaf.made.piece(leaf.version)
-    if found is not None:
-        return found
-    source: Piece
-    if leaf.made.maker(leaf.version) != GIVEN:
+def _source(leaf: Leaf, run: Again, recorded: Mapping[int, Recorded]) -> Piece:
+    made, version = leaf.made, leaf.version
+    source = made.piece(version)
+    passing = run.passing and made.fate is not Fate.RECOMPUTE
+    if passing and (source is None or isinstance(source, Dropped)):
+        source = made.piece(version, passing)
+    if source is not None:
+        return source
+    if made.maker(version) != GIVEN:
         source = Dropped(packed=False)
-    elif leaf.made.given is not None and leaf.made.given._version == leaf.version:
-        source = Kept(leaf.made.given)
+    elif made.given is not None and made.given._version == version:
+        source = Kept(made.given)
     else:
-        writer = recorded[leaf.made.makers[-1][0]].step.name
+        name, writer = run.layer.step.name, recorded[made.makers[-1][0]].step.name
         raise PathosegError(
-            f"{layer.step.name} cannot be recomputed: {writer} writes into what it has read.",
-            f"Keep what {layer.step.name} makes.",
+            f"{name} cannot be recomputed: {writer} writes into what it has read.",
+            f"Keep what {name} makes.",
         )
-    leaf.made.pieces[leaf.version] = ref(source)
+    (made.passing if passing else made.pieces)[version] = ref(source)
     return source
 
 
@@ -120,31 +139,34 @@ class Again:
 
     Attributes:
         layer: What its forward did.
+        passing: Whether for layers behind it, and not for the backward of what it saves (TWICE).
         sources: The content that it reads; emptied when it has run.
     """
 
-    def __init__(self, layer: Recorded, context: Context) -> None:
-        self.layer = layer
+    def __init__(self, layer: Recorded, passing: bool, context: Context) -> None:
+        self.layer, self.passing = layer, passing
         self.sources: dict[tuple[Made, int], Piece] = {}
         self._context = context
 
     def give(self, piece: Dropped) -> None:
         """Runs the layer and, in the order of the forward, all that has to run ahead of it."""
-        ahead: dict[int, Again] = {}
+        ahead: dict[tuple[int, bool], Again] = {}
         waiting = [self]
         while waiting:
             run = waiting.pop()
-            if run.layer.position in ahead:
+            key = run.layer.position, run.passing
+            if key in ahead:
                 continue
-            ahead[run.layer.position] = run
+            ahead[key] = run
             for source in run.sources.values():
                 if isinstance(source, Dropped) and source.made is None:
                     assert isinstance(source.run, Again)
                     waiting.append(source.run)
-        with self._context(sorted(ahead)) as before:
-            for position in sorted(ahead):
-                before(position)
-                ahead.pop(position)._run()
+        order = sorted(ahead)
+        with self._context([position for position, _ in order]) as before:
+            for key in order:
+                before(key[0])
+                ahead.pop(key)._run()
 
     def _run(self) -> None:
         layer = self.layer
@@ -204,9 +226,9 @@ class Again:
         return storage.clone() if written and shared else storage  # type: ignore[no-untyped-call]  # torch's
 
     def _give(self, made: Made, version: int, storage: torch.UntypedStorage) -> None:
-        piece = made.piece(version)
-        if isinstance(piece, Dropped) and piece.run is self and piece.made is None:
-            piece.made = storage
+        for piece in (made.piece(version), made.piece(version, passing=True)):
+            if isinstance(piece, Dropped) and piece.run is self and piece.made is None:
+                piece.made = storage
 
 
 class _Inner(torch.autograd.Function):

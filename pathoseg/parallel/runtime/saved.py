@@ -24,6 +24,7 @@ class Fate(Enum):
     KEEP = 0
     OFFLOAD = 1
     RECOMPUTE = 2
+    TWICE = 3  # for layers behind it, and for its own backward
 
 
 class Place(NamedTuple):
@@ -139,6 +140,7 @@ class Made:
         given: What the stage was given in it, where no layer made it.
         makers: The layers that made its content, each with the version that it found.
         pieces: Its content by version, as long as somebody needs it.
+        passing: Likewise what is made again for recomputed layers behind it alone.
     """
 
     known: StorageWeakRef
@@ -146,9 +148,10 @@ class Made:
     given: Tensor | None
     makers: list[tuple[int, int]]
     pieces: dict[int, ref[Piece]] = field(default_factory=dict)
+    passing: dict[int, ref[Piece]] = field(default_factory=dict)
 
-    def piece(self, version: int) -> Piece | None:
-        found = self.pieces.get(version)
+    def piece(self, version: int, passing: bool = False) -> Piece | None:
+        found = (self.passing if passing else self.pieces).get(version)
         return None if found is None else found()
 
     def maker(self, version: int) -> int:

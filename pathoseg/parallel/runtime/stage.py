@@ -128,7 +128,7 @@ class Stage:
         self._keeping = Keeping(traced, layers, number, retention, copies, parks)
         self._copies = copies
         self._to_check: dict[str, Tensor] = {}
-        if not alone or retention.recomputed:
+        if not alone or retention.runs_again:
             names = (name for at in layers for name in traced.graph.layers[at].buffers)
             norms = (norm for at in layers for norm in norms_at(traced.model, traced.graph, at))
             counted = {id(buffer) for norm in norms for buffer in norm.buffers()}

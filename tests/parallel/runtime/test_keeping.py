@@ -33,21 +33,24 @@ def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @st.composite
 def mixtures(draw: st.DrawFn, model: str, plan: str) -> tuple[Case, Memory]:
-    """A case with some of each stage's layers offloaded and some recomputed."""
+    """A case with some of each stage's layers offloaded and some recomputed, once or twice."""
     case = Case(model, plan, PLANS[plan])
     _, partition = case.schedule()
     layers = case.graph().layers
-    offloaded, recomputed = {}, {}
+    offloaded, recomputed, twice = {}, {}, {}
     for stage in range(partition.stages):
         share = draw(st.sampled_from([(1, 0), (0, 1), (1, 1), (1, 2), (2, 1)]))
-        fates = st.sampled_from(["keep", *["offload"] * share[0], *["recompute"] * share[1]])
+        again = ["recompute"] * share[1] + ["twice"] * draw(st.integers(0, 2 * share[1]))
+        fates = st.sampled_from(["keep", *["offload"] * share[0], *again])
         names = [layers[position].name for position in partition.layers(stage)]
         drawn = dict(zip(names, draw(st.lists(fates, min_size=len(names))), strict=False))
         offloaded[stage] = tuple(name for name, fate in drawn.items() if fate == "offload")
         recomputed[stage] = tuple(name for name, fate in drawn.items() if fate == "recompute")
+        twice[stage] = tuple(name for name, fate in drawn.items() if fate == "twice")
     form = draw(st.sampled_from([*Form]))
     window = draw(st.sampled_from([0, 2_000, 20_000, 10**9]))
-    memory = Memory(recomputed, window, form, host_bytes=(draw(st.sampled_from([0, 10**5])),) * 4)
+    host_bytes = (draw(st.sampled_from([0, 10**5])),) * 4
+    memory = Memory(recomputed, twice, window, form, host_bytes=host_bytes)
     return replace(case, offload=offloaded), memory
 
 
@@ -79,5 +82,5 @@ def test_all_models_offload_and_recompute_in_every_form(model: str, form: Form) 
         ]
         offloaded = {stage: own[first::2] for stage, own in enumerate(names)}
         recomputed = {stage: own[1 - first :: 2] for stage, own in enumerate(names)}
-        memory = Memory(recomputed, 5_000, form)
+        memory = Memory(recomputed, window=5_000, form=form)
         _trains_as_one_process(replace(case, offload=offloaded), memory)

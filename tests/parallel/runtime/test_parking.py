@@ -129,10 +129,11 @@ def _on_ranks(case: Case, memory: Memory, work: Callable[[Runner, Microbatches],
     graph = traced[0].graph
     partition = even(graph, whole.stages)
     names = [[graph.layers[at].name for at in partition.layers(s)] for s in range(whole.stages)]
-    offload, recomputed = {}, {}
+    offload, recomputed, twice = {}, {}, {}
     if case.mixture:
         offload = {stage: each[1::3] for stage, each in enumerate(names)}
         recomputed = {stage: each[2::3] for stage, each in enumerate(names)}
+        twice = {stage: each[3::6] for stage, each in enumerate(names)}
     schedule = lower(
         whole,
         list(stage_edges(partition)),
@@ -140,7 +141,7 @@ def _on_ranks(case: Case, memory: Memory, work: Callable[[Runner, Microbatches],
         offload=offload,
         buckets=2,
     )
-    memory = Memory(recomputed, 2_000, memory.form, parked=memory.parked)
+    memory = Memory(recomputed, twice, 2_000, memory.form, parked=memory.parked)
     training = Training(_loss, OPTIMIZERS[case.optimizer], dtype=case.dtype, clip=case.clip)
     [name] = graph.inputs
     seeded = torch.Generator().manual_seed(1)

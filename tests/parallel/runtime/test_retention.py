@@ -130,6 +130,7 @@ def _train(
     memory: Memory,
     dtype: torch.dtype | None = None,
     stages: int = 1,
+    twice: Callable[[int], bool] = lambda at: False,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and state after two steps; layers are chosen by position."""
     images = torch.randn(COUNT, SAMPLES, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -145,7 +146,7 @@ def _train(
         }
 
     schedule = lower(gpipe(linear(stages), COUNT), offload=names(offload))
-    given = Memory(names(recompute), memory.window, memory.form)
+    given = Memory(names(recompute), names(twice), memory.window, memory.form)
     training = Training(
         lambda returned, targets: returned.float().pow(2).flatten(1).sum(1), optimizer, dtype=dtype
     )
@@ -189,6 +190,9 @@ def test_what_layers_do_with_storages_is_done_again(name: str, dtype: torch.dtyp
     expected = _train(model, _never, _never, Memory(), dtype)
     for offload, recompute in CHOICES.values():
         _equal(_train(model, offload, recompute, Memory(window=3_000), dtype), expected)
+    for period in (2, 3, 5):
+        recompute, twice = (lambda at: at % period == 1), (lambda at: at % period != 1)
+        _equal(_train(model, _never, recompute, Memory(), dtype, twice=twice), expected)
 
 
 def test_two_stages_mix_what_they_keep() -> None:
