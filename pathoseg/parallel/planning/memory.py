@@ -9,7 +9,7 @@ from pathoseg.parallel.graph.retention import Retention
 from pathoseg.parallel.planning.blocks import Run, runs_of
 from pathoseg.parallel.planning.patterns import MOST_UNITS, Pattern, Ways, patterns_of
 from pathoseg.parallel.planning.retained import Retained, retain
-from pathoseg.parallel.planning.retention_program import RetentionProgram
+from pathoseg.parallel.planning.retention_program import RetentionProgram, windows
 from pathoseg.parallel.planning.solver import least, relax, solve
 from pathoseg.parallel.planning.storages import StageFacts
 from pathoseg.parallel.schedule.costs import Costs, Link, StageCost
@@ -45,7 +45,7 @@ class Choice:
     def need(self, in_flight: int) -> int:
         """Bytes that so many microbatches hold at the worst moment, windows included."""
         kept = self.retained.kept
-        return self.retained.peak + (in_flight - 1) * kept + 2 * self.window
+        return self.retained.peak + (in_flight - 1) * kept + windows(in_flight) * self.window
 
 
 class Chooser:
@@ -131,7 +131,9 @@ class Chooser:
                 spare = cap - choice.need(in_flight)
                 if spare >= 0:
                     # A wider window costs nothing where there is room for it.
-                    wider = min(window + spare // 2, choice.retained.offloaded * in_flight)
+                    wider = min(
+                        window + spare // windows(in_flight), choice.retained.offloaded * in_flight
+                    )
                     return replace(choice, window=max(window, wider))
                 needs.append(-spare)
             room -= min(needs, default=room)

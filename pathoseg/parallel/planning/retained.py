@@ -69,7 +69,9 @@ def retain(facts: StageFacts, retention: Retention) -> Retained:
         for name, indices in copied.items()
     }
     return Retained(
-        sum(s.bytes for index, s in facts.saved.items() if index not in dropped | offloaded | twice),
+        sum(
+            s.bytes for index, s in facts.saved.items() if index not in dropped | offloaded | twice
+        ),
         walked.again,
         walked.seconds,
         walked.forward_peak,

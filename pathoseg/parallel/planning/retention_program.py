@@ -25,12 +25,18 @@ _Other = TypeVar("_Other")
 _TIE = 1e-5
 
 
+def windows(in_flight: int) -> int:
+    """How many windows a stage's copies take: with one microbatch in flight, nothing leaves while
+    anything comes back (`take_turns`)."""
+    return 1 if in_flight == 1 else 2
+
+
 class RetentionProgram:
     """The integer program of one stage.
 
     Each run of equal blocks takes patterns. The backward of a block needs what all earlier blocks
-    keep, its own peak and two windows; of equal blocks those come first whose peak exceeds most
-    what they keep, which needs least (Liu, 1987). Copies are a fluid that flows while layers
+    keep, its own peak and the copies' windows; of equal blocks those come first whose peak exceeds
+    most what they keep, which needs least (Liu, 1987). Copies are a fluid that flows while layers
     compute: of what the runs up to some layer give to be copied no more than a window may wait, and
     no more than a window may be back ahead of its use.
 
@@ -128,7 +134,7 @@ class RetentionProgram:
     def _hold(self, cap: int, in_flight: int) -> None:
         """The memory of each block's backward."""
         program = self.program
-        always = [(self._window, 2.0), (self._final, in_flight - 1.0)]
+        always = [(self._window, float(windows(in_flight))), (self._final, in_flight - 1.0)]
         before: list[Term] = []
         early = list(self._early(cap))
         for number, (taken, patterns) in enumerate(_both(self._taken, self._patterns)):
@@ -197,7 +203,8 @@ class RetentionProgram:
             clock, copied = self._pass(clock, copied, computing / second, [])
             program.at_most(0, *copied, *less(*given[-1], (behind, others)))
             program.at_most(0, *given[-1], *less(*copied, window), (behind, others))
-        program.at_most(0, *given[-1], *less(*copied, (behind, 1.0)))
+        tail = [(behind, 1.0)] if windows(in_flight) > 1 else []  # copied beside the backward
+        program.at_most(0, *given[-1], *less(*copied, *tail))
         program.cost[clock[0][0]] += 1.0
         program.cost[given[-1][0][0]] += _TIE
         clock, copied = [], []

@@ -108,7 +108,12 @@ class Direct:
 
 
 def copies_of(
-    form: Form, streams: Streams, device: torch.device, window: int, host_bytes: int
+    form: Form,
+    streams: Streams,
+    device: torch.device,
+    window: int,
+    host_bytes: int,
+    turns: bool = False,
 ) -> Copies | None:
     """The copies of one rank in a form; None where everything stays on the device.
 
@@ -118,10 +123,11 @@ def copies_of(
         device: Where the rank computes.
         window: Bytes on the device that may wait to leave, and as many that may be back early.
         host_bytes: Bytes of host memory that are taken at once.
+        turns: Whether nothing leaves while anything is back early.
     """
     if form is Form.NONE:
         return None
     if form is Form.OVERLAPPED:
         arena = Arena(host_bytes, pinned=device.type == "cuda")
-        return Overlapped(streams, device, arena, window)
+        return Overlapped(streams, device, arena, window, turns)
     return Direct(streams, device, form)

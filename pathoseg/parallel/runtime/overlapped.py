@@ -59,19 +59,30 @@ class Overlapped:
     A storage is copied out as soon as it is given. Its device memory is let go once that copy is
     over, or, where more than a window would wait, once the compute lane has been told to wait for
     the oldest copy: whatever takes that memory next then runs after it, and the process need not
-    wait. Copies back begin when they are asked for, at most a window ahead of their use. Device
-    memory is taken and given back in the order of the compute lane alone.
+    wait. Copies back begin when they are asked for, at most a window ahead of their use; where the
+    directions take turns, the compute lane has then been told to wait for all that is leaving, so
+    that one window of memory serves both. Device memory is taken and given back in the order of
+    the compute lane alone.
 
     Args:
         streams: The lanes of the device.
         device: Where bytes come back to.
         arena: Host memory.
         window: Bytes, for each direction; a larger storage travels alone.
+        turns: Whether nothing leaves while anything is back ahead of its use.
     """
 
-    def __init__(self, streams: Streams, device: torch.device, arena: Arena, window: int) -> None:
+    def __init__(
+        self,
+        streams: Streams,
+        device: torch.device,
+        arena: Arena,
+        window: int,
+        turns: bool = False,
+    ) -> None:
         self.copied: list[Copied] | None = None
-        self._streams, self._device, self._arena, self._window = streams, device, arena, window
+        self._streams, self._device, self._arena = streams, device, arena
+        self._window, self._turns = window, turns
         self._leaving: deque[Ticket] = deque()
         self._leaving_bytes = 0
         self._asked: deque[Ticket] = deque()
@@ -86,8 +97,7 @@ class Overlapped:
         size = source.numel()
         self.let_go()
         while self._leaving and self._leaving_bytes + size > self._window:
-            self._streams.wait(Lane.COMPUTE, self._leaving[0].left)
-            self._free_oldest()
+            self._await_oldest()
         room, given_back = self._arena.take(size)
         if given_back is not None:
             self._streams.wait(Lane.OUT, given_back)
@@ -127,6 +137,10 @@ class Overlapped:
             self._arena.give_back(ticket.room, self._last_back)
             ticket.room = None
 
+    def _await_oldest(self) -> None:
+        self._streams.wait(Lane.COMPUTE, self._leaving[0].left)
+        self._free_oldest()
+
     def _free_oldest(self) -> None:
         ticket = self._leaving.popleft()
         self._leaving_bytes -= ticket.size
@@ -143,6 +157,8 @@ class Overlapped:
 
     def _start(self, ticket: Ticket) -> None:
         assert ticket.room is not None
+        while self._turns and self._leaving:
+            self._await_oldest()
         ticket.device = torch.empty(ticket.size, dtype=torch.uint8, device=self._device)
         self._streams.wait(Lane.BACK, self._streams.mark(Lane.COMPUTE))
         self._streams.wait(Lane.BACK, ticket.left)

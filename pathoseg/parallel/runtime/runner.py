@@ -29,6 +29,7 @@ from pathoseg.parallel.runtime.state import gather, load_optimizer, load_tensors
 from pathoseg.parallel.runtime.streams import streams_of
 from pathoseg.parallel.runtime.transport import Transport
 from pathoseg.parallel.schedule.action import Kind
+from pathoseg.parallel.schedule.copies import take_turns
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.schedule import Schedule, visit_of
 
@@ -145,7 +146,8 @@ class Runner:
         streams = streams_of(device)
         copies: Copies | None = None
         if any(retentions[stage].offloaded for stage in held):
-            copies = copies_of(memory.form, streams, device, memory.window, host_bytes)
+            turns = take_turns(whole.lists[transport.rank])
+            copies = copies_of(memory.form, streams, device, memory.window, host_bytes, turns)
         most = max(sizes.values(), default=0)
         parking_copies = (
             copies_of(memory.form, streams, device, most, sum(sizes.values())) if parked else None

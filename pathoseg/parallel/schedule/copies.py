@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.schedule.action import Action, Kind, Visit
@@ -12,28 +12,44 @@ from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.schedule import visit_of
 
 
+def take_turns(actions: Iterable[Action]) -> bool:
+    """Whether nothing leaves a rank between a PREFETCH and its backward: one window then serves
+    both directions in turn, else each has its own."""
+    coming: set[Visit] = set()
+    for action in actions:
+        if action.kind is Kind.PREFETCH:
+            coming.add(visit_of(action))
+        elif action.kind is Kind.BACKWARD:
+            coming.discard(visit_of(action))
+        elif action.kind is Kind.OFFLOAD and coming:
+            return False
+    return True
+
+
 class HostCopies:
     """The two channels of one rank, one in each direction, each with a window of device memory.
 
     A tensor leaves as soon as it is made, the oldest first; the forward waits where more than a
     window would be waiting to leave. It comes back in the order in which the backwards need them,
     from its PREFETCH on, as soon as it fits into the window beside what came before it and is not
-    yet used; the backward waits for what is not there.
+    yet used; the backward waits for what is not there. Where the directions take turns, it waits
+    until all has left, too.
 
     Args:
         rank: Whose copies.
         link: What a copy takes.
         window: Bytes.
+        turns: Whether the directions share it (`take_turns`).
 
     Attributes:
         events: An OFFLOAD or PREFETCH for each copy, while it is on its way.
         changes: When so many bytes more (or fewer) are in host memory.
     """
 
-    def __init__(self, rank: int, link: Link, window: int) -> None:
+    def __init__(self, rank: int, link: Link, window: int, turns: bool) -> None:
         self.events: list[Event] = []
         self.changes: list[tuple[float, int]] = []
-        self._rank, self._link, self._window = rank, link, window
+        self._rank, self._link, self._window, self._turns = rank, link, window, turns
         self._leaving, self._returning = _Window(window), _Window(window)
         self._free: dict[Kind, float] = {Kind.OFFLOAD: 0, Kind.PREFETCH: 0}
         self._away: dict[tuple[Visit, str | None], float] = {}  # when it was whole on the host
@@ -68,12 +84,14 @@ class HostCopies:
 
     def come_back(self, start: float, copies: Sequence[tuple[Action, Saved]]) -> float:
         """How long a backward that begins now waits in all, given its PREFETCHes."""
-        stall: float = 0
+        left = self._free[Kind.OFFLOAD] if self._turns and copies else 0
+        stall: float = max(0, left - start)
         for action, saved in sorted(copies, key=lambda copy: copy[1].needed):
             possible = max(
                 self._asked.pop(action),
                 self._away.pop((visit_of(action), action.tensor)),
                 self._free[Kind.PREFETCH],
+                left,
             )
             _, end = self._copy(action, saved.bytes, self._returning.fits(saved.bytes, possible))
             stall = max(stall, end - start - saved.needed)

@@ -152,7 +152,7 @@ class Costs:
         network: The links between ranks; `Link()` costs nothing.
         host: The link of a rank to its host's memory, each direction its own channel.
         window: Bytes on a device that may wait to be copied to the host, and as many that may be
-            back ahead of their use; 0 where nothing is offloaded.
+            back ahead of their use, at once or (`take_turns`) never; 0 where nothing is offloaded.
     """
 
     stages: tuple[StageCost, ...]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.schedule.action import COMPUTE, Action, Kind, Visit
-from pathoseg.parallel.schedule.copies import HostCopies
+from pathoseg.parallel.schedule.copies import HostCopies, take_turns
 from pathoseg.parallel.schedule.costs import Costs, Saved
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.progress import runnable
@@ -86,7 +86,8 @@ class _Replay:
         # Channels of each rank: when their last transfer ends.
         self._outgoing: list[float] = [0 for _ in ranks]
         self._summing: list[float] = [0 for _ in ranks]
-        self._host = [HostCopies(rank, costs.host, costs.window) for rank in ranks]
+        turns = [take_turns(actions) for actions in schedule.lists]
+        self._host = [HostCopies(rank, costs.host, costs.window, turns[rank]) for rank in ranks]
         self._leaving = _by_visit(each for each in schedule if each.kind is Kind.OFFLOAD)
         self._sent = [0 for _ in ranks]
         self._sums: dict[tuple[int, int | None], list[tuple[int, Action, float]]] = {}
@@ -97,7 +98,7 @@ class _Replay:
                 self._others[rank].append((0, costs.stages[stage].weights))
         for rank, actions in enumerate(schedule.lists):
             if any(action.kind is Kind.OFFLOAD for action in actions):
-                self._others[rank].append((0, 2 * costs.window))
+                self._others[rank].append((0, costs.window if turns[rank] else 2 * costs.window))
 
     def run(self, rank: int, action: Action, needed: Iterable[Action]) -> None:
         """One action, of which all predecessors have run."""

@@ -112,14 +112,15 @@ class Device:
     visits=st.integers(1, 3),
     window=st.integers(0, 100),
     host=st.sampled_from([0, 512, 2_000, 20_000]),
+    turns=st.booleans(),
     data=st.data(),
 )
 def test_no_two_lanes_ever_race_and_the_bytes_are_those_that_left(
-    sizes: list[int], visits: int, window: int, host: int, data: st.DataObject
+    sizes: list[int], visits: int, window: int, host: int, turns: bool, data: st.DataObject
 ) -> None:
     streams = RacingStreams()
     device = Device(streams)
-    copies = Overlapped(streams, CPU, Arena(host, pinned=False), window)
+    copies = Overlapped(streams, CPU, Arena(host, pinned=False), window, turns)
     empty = torch.empty
     held: deque[list[tuple[int, Any]]] = deque()
     value = 0
@@ -183,6 +184,18 @@ def test_no_more_than_a_window_waits_to_leave_or_is_back_early() -> None:
     assert [ticket.device is not None for ticket in tickets] == [False] * 3 + [True] * 3
     copies.fetch(tickets[0])  # out of turn: it comes at once
     assert tickets[0].device is not None
+
+
+def test_one_window_serves_directions_that_take_turns() -> None:
+    streams = RacingStreams()
+    copies = Overlapped(streams, CPU, Arena(10_000, pinned=False), window=25, turns=True)
+    tickets = [copies.leave(torch.full((10,), at, dtype=torch.uint8), LABEL) for at in range(6)]
+    assert [ticket.source is None for ticket in tickets] == [True] * 4 + [False] * 2
+    copies.ask(tickets[::-1])
+    # All has left when the first is back; the compute was told to wait for it.
+    assert all(ticket.source is None for ticket in tickets)
+    assert streams.clocks[Lane.COMPUTE][Lane.OUT] == tickets[5].left[Lane.OUT]
+    assert [ticket.device is not None for ticket in tickets] == [False] * 4 + [True] * 2
 
 
 def test_a_copy_is_not_waited_for_where_the_device_is_done() -> None:

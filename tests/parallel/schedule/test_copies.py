@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.schedule.action import Kind
 from pathoseg.parallel.schedule.bidirectional import bidirectional
+from pathoseg.parallel.schedule.copies import take_turns
 from pathoseg.parallel.schedule.costs import Costs, Link, Saved, StageCost
 from pathoseg.parallel.schedule.gems import gems
-from pathoseg.parallel.schedule.gpipe import gpipe, sequential
+from pathoseg.parallel.schedule.gpipe import gpipe, mp_basic, sequential
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.one_f_one_b import one_f_one_b
-from pathoseg.parallel.schedule.placement import folded
+from pathoseg.parallel.schedule.placement import folded, linear
 from pathoseg.parallel.schedule.schedule import Schedule
 from pathoseg.parallel.schedule.simulate import Simulation, simulate
 
@@ -50,7 +51,7 @@ def test_a_copy_begins_within_the_forward_and_ends_under_the_next_work() -> None
     assert _times(run, "0:0B0") == (6, 18)
     assert run.host_memory == (9,)
     assert run.peak_activations == (10,)
-    assert run.peak_memory == (10 + 2 * 9,)
+    assert run.peak_memory == (10 + 9,)
 
 
 def test_a_forward_waits_while_more_than_a_window_would_wait_to_leave() -> None:
@@ -72,15 +73,16 @@ def test_a_backward_waits_for_a_copy_and_a_copy_for_room() -> None:
     run = simulate(*_one_stage(1, tensors, Link(beta=Fraction(1, 2)), window=6))
     assert _times(run, "0:0OFFLOAD0[b]") == (4, 7)
     assert _times(run, "0:0PREFETCH0[b]") == (7, 10)
-    # It is needed at 6 + 8 = 14; only then is there room for the other, needed at 17.
-    assert _times(run, "0:0PREFETCH0[a]") == (14, 17)
-    assert _times(run, "0:0B0") == (6, 18)
+    # The backward waits for 1 till all has left, so that b is needed at 6 + 8 + 1; only then is
+    # there room for the other, needed at 18.
+    assert _times(run, "0:0PREFETCH0[a]") == (15, 18)
+    assert _times(run, "0:0B0") == (6, 19)
     slower = simulate(*_one_stage(1, tensors, Link(beta=1), window=6))
     assert _times(slower, "0:0OFFLOAD0[b]") == (7, 13)
     assert _times(slower, "0:0F0") == (0, 9)
-    assert _times(slower, "0:0PREFETCH0[b]") == (13, 19)  # needed at 17
-    assert _times(slower, "0:0PREFETCH0[a]") == (19, 25)  # needed at 20 + 2
-    assert _times(slower, "0:0B0") == (9, 9 + 12 + 2 + 3)
+    assert _times(slower, "0:0PREFETCH0[b]") == (13, 19)  # needed at 17 + 4
+    assert _times(slower, "0:0PREFETCH0[a]") == (21, 27)  # needed at 20 + 4
+    assert _times(slower, "0:0B0") == (9, 9 + 12 + 4 + 3)
 
 
 def test_copies_of_several_visits_share_the_channels_and_the_window() -> None:
@@ -92,6 +94,32 @@ def test_copies_of_several_visits_share_the_channels_and_the_window() -> None:
     assert all(end - start == 6 for start, end in outs)
     assert all(end <= start for (_, end), (start, _) in pairwise(outs))
     assert run.host_memory == (18,)
+
+
+def test_directions_take_turns_where_nothing_leaves_before_a_backward() -> None:
+    def turns(order: Schedule, recompute: Sequence[int] = ()) -> list[bool]:
+        offload = {stage: ["a"] for stage in range(order.stages)}
+        return [take_turns(own) for own in lower(order, recompute, offload=offload).lists]
+
+    assert turns(sequential(3)) == [True]
+    assert turns(mp_basic(linear(3), 4)) == [True] * 3
+    assert turns(gpipe(linear(2), 3)) == [False, False]
+    # The last stage has one microbatch in flight.
+    assert turns(one_f_one_b(3, 5)) == [False, False, True]
+
+
+def test_one_window_serves_directions_that_take_turns() -> None:
+    tensors = {"a": Saved(4, made=3, needed=8), "b": Saved(4, made=6, needed=2)}
+    stage = StageCost(6, 12, tensors=tensors)
+    costs = Costs((stage,), host=Link(beta=1), window=8)
+    run = simulate(lower(sequential(1), offload={0: ["a", "b"]}), costs)
+    assert _times(run, "0:0OFFLOAD0[b]") == (7, 11)
+    # The backward waits till all has left: 5; then for b, needed at 11 + 2 and there at 15.
+    assert _times(run, "0:0PREFETCH0[b]") == (11, 15)
+    assert _times(run, "0:0B0") == (6, 6 + 12 + 5 + 2)
+    assert run.peak_memory == (8,)
+    several = simulate(lower(gpipe(linear(1), 2), offload={0: ["a", "b"]}), costs)
+    assert several.peak_memory == (16,)
 
 
 def test_a_recomputation_is_what_saves() -> None:
