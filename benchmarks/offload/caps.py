@@ -8,7 +8,16 @@ import torch
 from torch import nn
 
 from benchmarks.offload.ours import everything, graph_of, ours
-from benchmarks.offload.subject import DEVICE, Step, Subject, optimizer, peak_of, plain, seconds_of
+from benchmarks.offload.subject import (
+    DEVICE,
+    SHARES,
+    Step,
+    Subject,
+    optimizer,
+    peak_of,
+    plain,
+    seconds_of,
+)
 from benchmarks.offload.torch_ways import (
     Way,
     blocks_of,
@@ -29,7 +38,6 @@ from pathoseg.parallel.runtime.runner import Training
 from pathoseg.parallel.runtime.world import World, connect
 from pathoseg.parallel.schedule.action import Kind
 
-_SHARES = (75, 50, 40, 25, 10)  # per cent of the peak with everything kept
 _IN_FLIGHT = 4
 _TORCHS: dict[str, Way] = {"save_on_cpu": saved_on_cpu, "checkpoint": checkpointed}
 _CHEAP = ("native_batch_norm", "relu")
@@ -80,7 +88,7 @@ def _one_in_flight(
         _row("none", way, peaks[way], seconds[way], seconds["keep"])
     del whole
     free = peaks["keep"] or max(_fitted(subject, _ROOMY, hardware).plan.memory)
-    for share in _SHARES:
+    for share in SHARES:
         cap = free * share // 100
         ways = {"keep": ours(subject, Retention()).step}
         found = _planned(subject, cap, hardware)

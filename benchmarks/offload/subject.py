@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pathoseg.models.losses import LossConfig, build_loss
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SHARES = (75, 50, 40, 25, 10)  # caps, in per cent of the peak with everything kept
 _SEGMENTATION = build_loss(LossConfig())
 
 # Runs one step, of which it is told the number; returns the sum of the samples' losses.

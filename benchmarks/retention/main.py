@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import nn
 
+from benchmarks.offload.subject import SHARES
 from benchmarks.retention.measured import measured
 from pathoseg.models.resnet_v2 import ResNetV2
 from pathoseg.models.unet import UNet
@@ -26,8 +27,6 @@ from pathoseg.parallel.planning.memory_model import MemoryModel
 from pathoseg.parallel.planning.patterns import Ways
 from pathoseg.parallel.planning.retained import retain
 from pathoseg.parallel.planning.storages import StageFacts, stage_facts
-
-_SHARES = (75, 50, 40, 25, 10)  # per cent of what is needed with everything kept
 
 
 def main() -> None:
@@ -72,7 +71,7 @@ def _predicted(quick: bool, name_of_hardware: str) -> dict[str, float | str]:
         facts = stage_facts(graph, layers, MemoryModel(graph).by_layer(layers), seconds)
         chooser = Chooser(facts, hardware.host, Ways())
         for in_flight in (1, 4):
-            for share in _SHARES:
+            for share in SHARES:
                 begin = time.perf_counter()
                 cap = _need(facts, in_flight) * share // 100
                 choice = chooser.choose(cap, in_flight)

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from benchmarks.offload.ours import ours
-from benchmarks.offload.subject import DEVICE, Step, Subject, seconds_of
+from benchmarks.offload.subject import DEVICE, SHARES, Step, Subject, seconds_of
 from benchmarks.steps.timed import Timed
 from pathoseg.models.resnet_v2 import ResNetV2
 from pathoseg.models.unet import UNet
 from pathoseg.parallel.graph.retention import Retention
 from pathoseg.parallel.graph.traced import Traced
-from pathoseg.parallel.planning.cpu_kernels import cpu_workspace
+from pathoseg.parallel.planning.cpu_kernels import cpu_workspace, vector_lanes
 from pathoseg.parallel.planning.hardware import load_hardware
 from pathoseg.parallel.planning.memory import Choice, Chooser
 from pathoseg.parallel.planning.memory_model import MemoryModel
@@ -23,13 +23,12 @@ from pathoseg.parallel.planning.retained import retain
 from pathoseg.parallel.planning.storages import stage_facts
 from tests.parallel.networks.stages import allocated
 
-_SHARES = (75, 50, 40, 25, 10)  # per cent of what is needed with everything kept
-_LANES = {"AVX512": 16, "AVX2": 8}  # of float32; oneDNN's blocks of channels
-
 
 def measured(quick: bool) -> Iterator[tuple[str, float]]:
-    """Prints a table for each network; yields the figures. On a CPU, whose copies hide behind
-    nothing, so nothing is offloaded."""
+    """Prints a table for each network; yields the figures.
+
+    Nothing is offloaded: on a CPU copies hide behind nothing.
+    """
     networks: dict[str, tuple[Callable[[], nn.Module], int]] = {
         "unet": (lambda: UNet(2, width=8 if quick else 16), 128 if quick else 352),
         "resnet110_v2": (lambda: ResNetV2(2, depth=20 if quick else 110), 64 if quick else 256),
@@ -44,13 +43,15 @@ def _network(name: str, subject: Subject, rounds: int) -> Iterator[tuple[str, fl
     timed = Timed(traced, subject.images, subject.targets)
     prices = [timed.time(each) for each in graph.layers]
     seconds = [each.forward for each in prices], [each.backward for each in prices]
-    lanes = _LANES[torch.backends.cpu.get_cpu_capability()]
+    lanes = vector_lanes()
+    if lanes is None:
+        raise SystemExit("What kernels take is known for CPUs with AVX2 and AVX-512.")
     memory = MemoryModel(graph, workspace=cpu_workspace(lanes, torch.get_num_threads()))
     facts = stage_facts(graph, layers, memory.by_layer(layers), seconds)
     chooser = Chooser(facts, load_hardware("cpu").host, Ways(offload=False))
     keep = Choice(Retention(), 0, retain(facts, Retention()))
     choices = {"all": keep}
-    for share in _SHARES:
+    for share in SHARES:
         found = chooser.choose(keep.need(1) * share // 100)
         if found is not None:
             choices[f"{share} %"] = found
@@ -79,6 +80,6 @@ def _network(name: str, subject: Subject, rounds: int) -> Iterator[tuple[str, fl
 
 
 def _held(step: Step) -> int:
-    """Most bytes that a step holds of what it makes, of weights' gradients those that are there."""
+    """Most bytes that a step holds at once of what it makes, gradients of weights included."""
     assert DEVICE.type == "cpu"
     return allocated(lambda: step(0))

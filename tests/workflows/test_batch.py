@@ -240,7 +240,7 @@ def test_a_process_that_was_asleep_does_no_harm(place: Place, tmp_path: Path) ->
 
 
 def test_a_slow_disk_costs_time_alone(place: Place, tmp_path: Path) -> None:
-    """Slides and results on it, for two batches whose signs of life come late for their lease."""
+    """Slides and results on it, for two batches at once, with leases that a slow write outlasts."""
     with slow_disk(tmp_path, place.folder / "slides", rate=1_000_000) as disk:
         hasty = disk.starting(sys.executable, "-c", HASTY)
         out, slides = disk.folder / "out", (str(disk.folder / "slides"),)

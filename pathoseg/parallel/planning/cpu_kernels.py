@@ -15,6 +15,13 @@ _FEW = 3
 _MANY = 16
 
 
+def vector_lanes() -> int | None:
+    """Channels in a block on this machine; None where it is not known."""
+    import torch
+
+    return {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability())
+
+
 def cpu_workspace(lanes: int = 16, threads: int = 1) -> Workspace:
     """The workspace of contiguous (NCHW) float32 layers, found by watching torch 2.13's allocator.
 

@@ -18,7 +18,7 @@ from pathoseg.models.unet import UNet
 from pathoseg.parallel.graph.retention import Retention
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.blocks import units_of
-from pathoseg.parallel.planning.cpu_kernels import cpu_workspace
+from pathoseg.parallel.planning.cpu_kernels import cpu_workspace, vector_lanes
 from pathoseg.parallel.planning.memory import Chooser
 from pathoseg.parallel.planning.memory_model import MemoryModel, Workspace
 from pathoseg.parallel.planning.partition import even
@@ -51,7 +51,7 @@ FULL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def _workspace() -> Workspace:
-    lanes = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability())
+    lanes = vector_lanes()
     if lanes is None:
         pytest.skip("oneDNN's blocks of channels are known for AVX2 and AVX-512")
     return cpu_workspace(lanes, torch.get_num_threads())
