@@ -138,5 +138,5 @@ def test_a_step_without_duration_does_not_divide_by_zero() -> None:
     ],
 )
 def test_the_documented_pictures_are_what_is_drawn(order: Schedule) -> None:
-    text = (Path(__file__).resolve().parents[3] / "docs" / "schedules.md").read_text()
+    text = (Path(__file__).resolve().parents[3] / "docs" / "parallel.md").read_text()
     assert draw_text(simulate(order, Costs.equal(4, 1, 2)).events, 130) in text
