@@ -140,7 +140,7 @@ def _work(batch: Sequence[SlideWork], interruption: Interruption) -> None:
         interruption.raise_if_asked()
         if slide.lead():
             if slide.outcome() == "done":
-                say(f"{slide.slide.name}: done, in {slide.folder}")
+                say(f"{slide.slide.name}: done, in {slide.folder}{_unread(slide.folder)}")
             elif len(batch) > 1 and (state := slide.state):
                 say(f"{slide.slide.name}: failed. {state.problem} {state.mend}")
 
@@ -152,6 +152,17 @@ def _work(batch: Sequence[SlideWork], interruption: Interruption) -> None:
         if not any(slide.help() for slide in left):
             interruption.raise_if_asked()
             time.sleep(_NAP)
+
+
+def _unread(folder: Path) -> str:
+    """What is to be said of a result's slide whose file is damaged."""
+    tiles = read_summary(folder / SUMMARY).tiles
+    if not tiles.unread:
+        return ""
+    return (
+        f". The slide is damaged: {tiles.unread} of {tiles.done} tiles could not be read whole. "
+        "What is missing is 255 in the mask and hatched in the overlay."
+    )
 
 
 def _write_tables(out: Path, claims: Claims) -> None:

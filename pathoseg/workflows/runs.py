@@ -95,6 +95,8 @@ def bundle_of(model: Path | None) -> Path:
             f"There is no finished run in {RUNS.resolve()}.",
             "Train one with `pathoseg train --slides DIR`, or name a run with --model RUN.",
         )
+    if not model.exists():
+        raise PathosegError(f"{model} does not exist.", "Check the path behind --model.")
     raise PathosegError(
         f"{model} holds no model (no model.json in it or in its model/ folder).",
         "Give --model the folder of a run or of a bundle.",

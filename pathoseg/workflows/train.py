@@ -20,7 +20,7 @@ from pathoseg.models.build import build_model, check_tile, edge_reach, tile_mult
 from pathoseg.models.bundle import Bundle
 from pathoseg.models.losses import build_loss
 from pathoseg.outputs.atomic import replaced, write_text
-from pathoseg.parallel.planning.orders import find_order
+from pathoseg.parallel.planning.orders import AUTO, find_order
 from pathoseg.parallel.planning.plan import Plan
 from pathoseg.parallel.runtime.transport import Transport
 from pathoseg.parallel.schedule.event import Event
@@ -114,6 +114,8 @@ def _train(
             "Add --ranks N or [parallel] memory, or leave out --trace.",
         )
     run, config = _start(config_file, flags, out, resume, transport)
+    if transport is None and config.parallel.order != AUTO:
+        say(f"One process: the order {config.parallel.order} is for several ranks (--ranks).")
     if is_finished(run):
         say(f"{run} is finished; its model is in {run / 'model'}.")
         return run

@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 from shapely.geometry import shape
 
+from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box
 from pathoseg.models.build import ModelConfig, edge_reach
 from pathoseg.models.bundle import load_bundle
@@ -30,6 +31,7 @@ from pathoseg.workflows.config import load_config
 from pathoseg.workflows.device import to_input
 from pathoseg.workflows.margins import default_margin
 from pathoseg.workflows.predict import predict
+from pathoseg.workflows.runs import bundle_of
 from pathoseg.workflows.segment import Segmenter
 
 Command = Callable[..., tuple[int, str]]
@@ -135,6 +137,11 @@ def test_predicting_in_tiles_equals_predicting_whole(
     np.testing.assert_allclose(np.concatenate(bands, axis=1), whole, rtol=0, atol=1e-5)
 
 
+def test_a_model_that_is_not_there_is_said_to_be_so(tmp_path: Path) -> None:
+    with pytest.raises(PathosegError, match="nowhere does not exist"):
+        bundle_of(tmp_path / "nowhere")
+
+
 def test_unread_parts_are_255_and_counted(
     tmp_path: Path, command: Command, tiny_bundle: SaveBundle
 ) -> None:
@@ -160,6 +167,8 @@ def test_unread_parts_are_255_and_counted(
     assert np.array_equal(mask == 255, torn)
     assert summary["unread_pixels"] == torn.sum()
     assert 0 < summary["tiles"]["unread"] < summary["tiles"]["done"]
+    tiles = summary["tiles"]
+    assert f"{tiles['unread']} of {tiles['done']} tiles could not be read" in said
 
 
 def test_a_batch_goes_on_after_a_bad_slide(

@@ -232,6 +232,18 @@ def test_a_stain_normaliser_is_fitted_and_recorded(
     assert card.stain == {"method": method}
 
 
+def test_an_order_that_one_process_cannot_follow_is_named(
+    toy_slides: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = {
+        "data": {"slides": str(toy_slides)},
+        "train": {"epochs": 1},
+        "parallel": {"order": "1f1b"},
+    }
+    train(Path("tiny.toml"), flags, None, resume=False)
+    assert "the order 1f1b is for several ranks" in capsys.readouterr().err
+
+
 def test_without_validation_the_last_epoch_is_kept(toy_slides: Path) -> None:
     for name in ("slide1", "slide2", "slide3"):
         (toy_slides / f"{name}.png").unlink()
