@@ -83,6 +83,7 @@ def plan_again(
         PathosegError: A layer read what was overwritten since.
     """
     turns = count()
+    # What is asked for, and last whether of a run in passing.
     wanted = [
         (-piece.needed, next(turns), piece, made, at, made.fate is not Fate.TWICE)
         for piece, made, at in dropped
@@ -107,8 +108,8 @@ def plan_again(
             source.needed = max(source.needed, piece.needed)
             run.sources[leaf.made, leaf.version] = source
             if isinstance(source, Dropped) and source.run is None:
-                once = passing or leaf.made.fate is Fate.RECOMPUTE
-                item = -source.needed, next(turns), source, leaf.made, leaf.version, once
+                how = passing or leaf.made.fate is Fate.RECOMPUTE
+                item = -source.needed, next(turns), source, leaf.made, leaf.version, how
                 heappush(wanted, item)
 
 
