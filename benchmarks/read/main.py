@@ -20,7 +20,14 @@ HERE = Path(__file__).resolve().parent
 DATA = Path(os.environ.get("PATHOSEG_DATA", HERE.parents[2] / "shared" / "data")) / "slides"
 SLIDE, SIZE = "wsi_gastric-erosion_13196x16866.tif", (13196, 16866)
 TILE, OVERLAP = 1024, 192
-CUCIM = ["cucim==23.10.0", "numpy==1.26.4", "pillow", "lazy_loader", "packaging", "click"]
+CUCIM = [
+    "cucim==23.10.0",
+    "numpy==1.26.4",
+    "opencv-python-headless==4.10.0.84",
+    "lazy_loader",
+    "packaging",
+    "click",
+]
 NATIVE, TWICE, BETWEEN = 1.0, 2.0, 1.4  # times the resolution of level 0; the next level has 4
 
 

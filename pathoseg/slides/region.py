@@ -17,8 +17,11 @@ from pathoseg.slides.slide import Slide
 
 # A level this much too coarse still serves: 0.5 µm is asked of slides of 0.499 and 0.5016.
 _TOLERANCE = 0.02
-# Sampling positions this close to a level's pixels, in its pixels, are those pixels.
-_SAME = 1 / 64
+_STEPS = 32  # sampling positions are told in this share of a pixel, the finest OpenCV knows
+_SAME = 1 / (2 * _STEPS)  # so positions this close to a level's pixels are those pixels
+_LONGEST = 32_766  # and they are 16 bits wide
+_STRIP = 64  # rows sampled at a time: positions take more memory than pixels, new memory takes time
+_MARGIN = 2  # cells around a box that its outermost samples may reach
 _BLOCK = 256  # the unread is found in blocks of this side, the usual side of a stored tile
 _MOST_SOURCE_PIXELS = 16_000_000
 _NEGLIGIBLE = 1e-3  # a share of unread pixels that changes no value of 255
@@ -42,9 +45,12 @@ def read_region(slide: Slide, frame: Frame, box: Box) -> Region:
     """Reads `box`, given in pixels of `frame`, as if the slide lay on an endless white ground.
 
     The coarsest level that is fine enough is averaged over as many whole pixels as fit into one
-    of the frame's, on a grid that starts at the slide's corner, and what remains to the frame's
-    resolution (less than a factor of two) is resampled by a Hamming-windowed sinc, linearly where
-    the slide is coarser than the frame. So a box reads the same alone and as part of a larger one.
+    of the frame's, on a grid that starts at the slide's corner. What remains to the frame's
+    resolution (less than a factor of two) is interpolated linearly, at positions that are rounded
+    to 1/32 cell. A pixel reads the same in every box that contains it.
+
+    Over all positions, linear interpolation blurs by a variance of 1/6 squared cell, the mean over
+    a frame's pixel of r cells by r²/12: what is missing from r = √2 on is blurred before.
 
     Args:
         slide: The slide.
@@ -61,7 +67,8 @@ def read_region(slide: Slide, frame: Frame, box: Box) -> Region:
         across.count * across.cell,
         down.count * down.cell,
     )
-    if source.size.pixels > _MOST_SOURCE_PIXELS and box.size.pixels > 1:
+    longest = max(across.count, down.count, box.width, box.height)
+    if (source.size.pixels > _MOST_SOURCE_PIXELS or longest > _LONGEST) and box.size.pixels > 1:
         return _read_halves(slide, frame, box)
     return _resampled(_read_padded(slide, index, source), box.size, across, down)
 
@@ -80,22 +87,16 @@ class _Span:
         cell: Pixels of the level that are averaged into one cell.
         first: The first cell to read.
         count: How many cells.
-        low: Where the box begins, in cells from the first.
-        high: Where it ends.
+        samples: Where the pixels of the box lie, in 1/32 cell from the middle of the first;
+            None where they are the cells.
         rest: Cells per pixel of the frame.
     """
 
     cell: int
     first: int
     count: int
-    low: float
-    high: float
+    samples: NDArray[np.int64] | None
     rest: float
-
-    @property
-    def whole(self) -> bool:
-        """Whether the box consists of whole cells."""
-        return self.low == 0 and self.high == self.count
 
 
 def _span(start: int, length: int, step: float) -> _Span:
@@ -105,10 +106,11 @@ def _span(start: int, length: int, step: float) -> _Span:
     low, high = start * rest, (start + length) * rest
     first = round(low)
     if abs(low - first) < _SAME and abs(high - first - length) < _SAME:
-        return _Span(cell, first, length, 0.0, float(length), rest)
-    margin = math.ceil(max(rest, 1.0)) + 1  # the filter's reach
-    first, last = math.floor(low) - margin, math.ceil(high) + margin
-    return _Span(cell, first, last - first, low - first, high - first, rest)
+        return _Span(cell, first, length, None, rest)
+    first, last = math.floor(low) - _MARGIN, math.ceil(high) + _MARGIN
+    middles = (np.arange(start, start + length) + 0.5) * rest - 0.5
+    samples = np.rint(middles * _STEPS).astype(np.int64) - first * _STEPS
+    return _Span(cell, first, last - first, samples, rest)
 
 
 def _read_halves(slide: Slide, frame: Frame, box: Box) -> Region:
@@ -180,14 +182,31 @@ def _resampled(source: Region, size: Size, across: _Span, down: _Span) -> Region
 
 def _resampled_image(source: NDArray[Any], size: Size, across: _Span, down: _Span) -> NDArray[Any]:
     cells = _means(source, across.cell, down.cell)
-    if across.whole and down.whole:
+    if across.samples is None and down.samples is None:
         return cells
-    kernel = (
-        Image.Resampling.HAMMING if max(across.rest, down.rest) > 1 else Image.Resampling.BILINEAR
-    )
-    part = (across.low, down.low, across.high, down.high)
-    sampled = Image.fromarray(cells).resize((size.width, size.height), kernel, part)
-    return np.array(sampled)
+    if max(across.rest, down.rest) ** 2 > 2:
+        cells = cv2.sepFilter2D(cells, -1, _blur(across.rest), _blur(down.rest))
+    (x, right), (y, below) = _positions(across), _positions(down)
+    sampled = np.empty((size.height, size.width, *cells.shape[2:]), cells.dtype)
+    for top in range(0, size.height, _STRIP):
+        rows = slice(top, top + _STRIP)
+        places = np.stack(np.broadcast_arrays(x, y[rows, None]), -1)
+        shares = below[rows, None] * _STEPS + right
+        cv2.remap(cells, places, shares, cv2.INTER_LINEAR, dst=sampled[rows])
+    return sampled
+
+
+def _blur(rest: float) -> NDArray[np.float64]:
+    """Three weights that blur by what linear interpolation lacks, see `read_region`."""
+    side = max(0.0, rest**2 - 2) / 24
+    return np.array([side, 1 - 2 * side, side])
+
+
+def _positions(span: _Span) -> tuple[NDArray[np.int16], NDArray[np.uint16]]:
+    """The cells that the samples of a box follow, and by how many 32nds, as OpenCV wants them."""
+    samples = span.samples if span.samples is not None else np.arange(span.count) * _STEPS
+    cells, shares = np.divmod(samples, _STEPS)
+    return cells.astype(np.int16), shares.astype(np.uint16)
 
 
 def _means(pixels: NDArray[Any], width: int, height: int) -> NDArray[Any]:

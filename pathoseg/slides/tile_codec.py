@@ -6,6 +6,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 
 import imagecodecs
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from pathoseg.geometry import Size
 from pathoseg.slides.jpeg_stream import (
+    Segment,
     colours_in_one_piece,
     decode_jpeg,
     segments,
@@ -68,6 +70,10 @@ class TileCodec:
         """Shape of the pixels of a tile."""
         return self.size.height, self.size.width, 3
 
+    @cached_property
+    def _shared(self) -> list[Segment]:
+        return segments(self.tables or b"")
+
     def decode(self, data: bytes, pixels: NDArray[np.uint8]) -> bool:
         """Decodes a tile, which releases the interpreter's lock meanwhile.
 
@@ -91,7 +97,7 @@ class TileCodec:
 
     def _decode_jpeg(self, data: bytes, pixels: NDArray[np.uint8]) -> None:
         stream = whole_stream(data, self.tables, self.ycbcr)
-        header = segments(stream)
+        header = self._shared + segments(data)
         # OpenSlide has its own ways with the rest
         if any(_says_ycbcr(*segment, self.ycbcr) != self.ycbcr for segment in header):
             raise ValueError("says other things of its colours than the TIFF does")
