@@ -182,7 +182,10 @@ def evaluate(
     annotations: Annotations = None,
     model: ModelFolder = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of evaluation.csv. [default: the run's]")
+        Path | None,
+        typer.Option(
+            help="Folder of evaluation.csv, or evaluation-SPLIT.csv. [default: the run's]"
+        ),
     ] = None,
     split: Annotated[
         str | None, typer.Option(help="Only slides of this split: train, val or test.")

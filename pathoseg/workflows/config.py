@@ -266,8 +266,9 @@ def load_config(path: Path | None, flags: Mapping[str, Mapping[str, Any]] | None
     except ValidationError as wrong:
         first = wrong.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
+        why = first["msg"].removeprefix("Value error, ")
         raise PathosegError(
-            f"{where}: {key} = {first['input']!r} does not fit ({first['msg']}).",
+            f"{where}: {key} = {first['input']!r} does not fit ({why}).",
             "See docs/configuration.md for the values it takes.",
         ) from None
 

@@ -26,7 +26,6 @@ from pathoseg.workflows.runs import CONFIG, SPLITS, bundle_of
 from pathoseg.workflows.segment import Segmenter, load_segmenter
 from pathoseg.workflows.sources import Source, find_sources
 
-RESULT = "evaluation.csv"
 _UNSEEN = "unseen"
 
 
@@ -45,7 +44,8 @@ def evaluate(
     read as the model's run read them.
 
     Returns:
-        The table `slide,split,pixels,dice_<class>…,iou_<class>…`.
+        The table `slide,split,pixels,dice_mean,iou_mean,dice_<class>…,iou_<class>…`: in a file
+        evaluation.csv, or evaluation-<split>.csv for one split.
 
     Raises:
         PathosegError: The model, a slide or an annotation cannot be used, or no slide is left.
@@ -77,7 +77,9 @@ def evaluate(
             pooled.setdefault(part, Confusion(len(confusion.matrix))).merge(confusion)
             say(_line(rows[-1]))
     rows += [_row("all", part, confusion, card) for part, confusion in pooled.items()]
-    path = (out or bundle.parent) / RESULT
+    path = (out or bundle.parent) / (
+        "evaluation.csv" if split is None else f"evaluation-{split}.csv"
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as draft, draft.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
@@ -105,7 +106,7 @@ class Loop:
             for batch in batches:
                 self._step(batch, records, interruption)
                 bar.advance(self._training.batch)
-                bar.note(f"epoch {at.epoch + 1}  loss {at.loss_sum / at.samples:.4f}")
+                bar.note(f"{self._title(at.epoch + 1)}  loss {at.loss_sum / at.samples:.4f}")
                 if self._clock is not None:
                     self._lay_schedule(bar)
                 if interruption.number is not None:
@@ -179,7 +180,7 @@ class Loop:
         at.rows.append(row)
         if records:
             records.epoch(at.rows)
-        say(_line(row))
+        say(f"{self._title(int(row['epoch']))}  {_figures(row)}")
         self._save()
 
     def _finished(self) -> bool:
@@ -196,6 +197,12 @@ class Loop:
             at.epoch - at.best_epoch >= config.patience
         )
 
+    def _title(self, epoch: int) -> str:
+        total = self._progress.total_steps
+        if total is None:
+            return f"epoch {epoch}"
+        return f"epoch {epoch} of {math.ceil(total / self._epoch_steps)}"
+
     def _save(self, name: str = LAST, publish: bool = False) -> None:
         self._progress.seconds = self._elapsed
         state = self._engine.state()
@@ -206,8 +213,8 @@ class Loop:
         self._saved_at = self._elapsed
 
 
-def _line(row: dict[str, float]) -> str:
-    parts = [f"epoch {row['epoch']:.0f}", f"train loss {row['train_loss']:.4f}"]
+def _figures(row: dict[str, float]) -> str:
+    parts = [f"train loss {row['train_loss']:.4f}"]
     for name, title in (
         ("val_loss", "val loss"),
         ("val_dice_mean", "val Dice"),

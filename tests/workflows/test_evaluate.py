@@ -58,14 +58,14 @@ def test_one_split_alone_and_slides_the_run_never_saw(toy_slides: Path, command:
     assert command(*train, "--out", "run")[0] == 0
     evaluate = ("evaluate", "--slides", toy_slides, "--config", "tiny.toml", "--out", "figures")
     assert command(*evaluate, "--split", "val")[0] == 0
-    assert {split for _, split in _rows(Path("figures/evaluation.csv"))} == {"val"}
+    assert {split for _, split in _rows(Path("figures/evaluation-val.csv"))} == {"val"}
     code, said = command(*evaluate, "--split", "test")
     assert code == 2
     assert "of these: train, val; what the model's run never saw is unseen" in said
     for name in ("slide0.png", "slide0_mask.png"):
         (toy_slides / name).rename(toy_slides / name.replace("0", "9"))
     assert command(*evaluate, "--split", "unseen")[0] == 0
-    assert set(_rows(Path("figures/evaluation.csv"))) == {
+    assert set(_rows(Path("figures/evaluation-unseen.csv"))) == {
         ("slide9.png", "unseen"), ("all", "unseen"),
     }  # fmt: skip
 
