@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from pathoseg.models.resnet_v2 import ResNetV2
@@ -20,8 +19,6 @@ SIDES = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 BATCH = 8  # tiles of a step, one a microbatch
 RANKS = 8
 _KEEP = Ways(offload=False, recompute=False)
-# A CPU's tensors are in host memory already.
-_PLANNED = Ways(offload=torch.cuda.is_available())
 
 
 def networks(quick: bool) -> Mapping[str, Callable[[], nn.Module]]:
@@ -50,23 +47,26 @@ class Case:
         return networks(self.quick)[self.network]()
 
 
-def _naive(graph: LayerGraph, ranks: int, memory: int) -> Task:
+def _naive(graph: LayerGraph, ranks: int, memory: int, planned: Ways) -> Task:
     starts = even(graph, ranks).bounds[1:-1]
     cut = tuple(graph.layers[first].name for first in starts)
     return Task(ranks, memory, BATCH, MP_BASIC, cut=cut, ways=_KEEP)
 
 
-WAYS: Mapping[str, Callable[[LayerGraph, int, int], Task]] = {
-    "sequential": lambda graph, ranks, memory: Task(1, memory, BATCH, SEQUENTIAL, ways=_KEEP),
-    "sequential_planned": lambda graph, ranks, memory: Task(
-        1, memory, BATCH, SEQUENTIAL, ways=_PLANNED
+# Of a network, ranks, bytes of each, and what a plan that is free to choose may do with layers.
+WAYS: Mapping[str, Callable[[LayerGraph, int, int, Ways], Task]] = {
+    "sequential": lambda graph, ranks, memory, planned: Task(
+        1, memory, BATCH, SEQUENTIAL, ways=_KEEP
+    ),
+    "sequential_planned": lambda graph, ranks, memory, planned: Task(
+        1, memory, BATCH, SEQUENTIAL, ways=planned
     ),
     "naive": _naive,
-    "model_aware": lambda graph, ranks, memory: Task(
+    "model_aware": lambda graph, ranks, memory, planned: Task(
         ranks, memory, BATCH, MP_BASIC, stages=ranks, ways=_KEEP
     ),
-    "gems_master": lambda graph, ranks, memory: Task(
+    "gems_master": lambda graph, ranks, memory, planned: Task(
         ranks, memory, BATCH, "gems-master", stages=ranks, ways=_KEEP
     ),
-    "planned": lambda graph, ranks, memory: Task(ranks, memory, BATCH, ways=_PLANNED),
+    "planned": lambda graph, ranks, memory, planned: Task(ranks, memory, BATCH, ways=planned),
 }

@@ -21,6 +21,7 @@ from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.cost import cost_model
 from pathoseg.parallel.planning.cpu_kernels import cpu_workspace
 from pathoseg.parallel.planning.hardware import Hardware, load_hardware
+from pathoseg.parallel.planning.patterns import Ways
 from pathoseg.parallel.planning.plan import Plan
 from pathoseg.parallel.planning.planner import plan
 from pathoseg.parallel.planning.priced import Priced
@@ -72,9 +73,12 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     figures: dict[str, float | str] = {"hardware": hardware.name, "memory_gib": memory / 2**30}
     right: list[bool] = []
+    # A CPU's tensors are in host memory already.
+    real = torch.cuda.is_available() or not options.measure
+    ways = Ways(offload=hardware.device != "cpu" and real)
     for network in options.network or known:
         for way in WAYS:
-            wall = _predict(known[network], way, hardware, memory, ranks)
+            wall = _predict(known[network], way, hardware, memory, ranks, ways)
             side = wall.predicted()
             figures[f"predicted_tile_{way}_{network}"] = side
             if options.measure:
@@ -94,7 +98,12 @@ def main() -> None:
 
 
 def _predict(
-    make: Callable[[], nn.Module], way: str, hardware: Hardware, memory: int, ranks: int
+    make: Callable[[], nn.Module],
+    way: str,
+    hardware: Hardware,
+    memory: int,
+    ranks: int,
+    planned: Ways,
 ) -> Wall:
     """Plans up to the first side that does not fit, that one for as little more as it needs."""
     wall = Wall()
@@ -104,7 +113,8 @@ def _predict(
             traced = Traced(make(), torch.empty(1, 3, side, side))
         priced = Priced(traced.graph, cost_model(hardware), hardware, workspace=own)
         for share in _BEYOND:
-            found = plan([priced], WAYS[way](traced.graph, ranks, int(memory * share)))
+            task = WAYS[way](traced.graph, ranks, int(memory * share), planned)
+            found = plan([priced], task)
             if found:
                 wall.plans[side] = found[0], share == 1
                 break

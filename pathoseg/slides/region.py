@@ -20,7 +20,7 @@ _TOLERANCE = 0.02
 _STEPS = 32  # sampling positions are told in this share of a pixel, the finest OpenCV knows
 _SAME = 1 / (2 * _STEPS)  # so positions this close to a level's pixels are those pixels
 _LONGEST = 32_766  # and they are 16 bits wide
-_STRIP = 64  # rows sampled at a time: positions take more memory than pixels, new memory takes time
+_STRIP = 32  # rows sampled at a time: positions take more memory than pixels, new memory takes time
 _MARGIN = 2  # cells around a box that its outermost samples may reach
 _BLOCK = 256  # the unread is found in blocks of this side, the usual side of a stored tile
 _MOST_SOURCE_PIXELS = 16_000_000
@@ -188,9 +188,12 @@ def _resampled_image(source: NDArray[Any], size: Size, across: _Span, down: _Spa
         cells = cv2.sepFilter2D(cells, -1, _blur(across.rest), _blur(down.rest))
     (x, right), (y, below) = _positions(across), _positions(down)
     sampled = np.empty((size.height, size.width, *cells.shape[2:]), cells.dtype)
+    strip = np.empty((_STRIP, size.width, 2), np.int16)
+    strip[..., 0] = x
     for top in range(0, size.height, _STRIP):
         rows = slice(top, top + _STRIP)
-        places = np.stack(np.broadcast_arrays(x, y[rows, None]), -1)
+        places = strip[: size.height - top]
+        places[..., 1] = y[rows, None]
         shares = below[rows, None] * _STEPS + right
         cv2.remap(cells, places, shares, cv2.INTER_LINEAR, dst=sampled[rows])
     return sampled
