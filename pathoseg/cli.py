@@ -188,7 +188,7 @@ def evaluate(
         ),
     ] = None,
     split: Annotated[
-        str | None, typer.Option(help="Only slides of this split: train, val or test.")
+        str | None, typer.Option(help="Only slides of this split: train, val, test or unseen.")
     ] = None,
     factory: Factory = None,
     config: ConfigFile = None,

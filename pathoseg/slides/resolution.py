@@ -59,8 +59,7 @@ def slide_mpp(
         )
     raise PathosegError(
         f"{path} does not state its microns per pixel.",
-        "Add --assume-mpp with the true value; usual are 0.25 for a 40× scan and 0.5 for 20×. A "
-        "scanner's file that states none may be cut short: copy it again.",
+        "Add --assume-mpp with the true value; usual are 0.25 for a 40× scan and 0.5 for 20×.",
     )
 
 

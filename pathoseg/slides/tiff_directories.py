@@ -10,8 +10,11 @@ _SUB_IFDS = 330
 _MOST_DIRECTORIES, _MOST_SUB_IFDS, _MOST_ENTRIES = 1000, 100, 4096
 
 
-def check_directories(path: Path) -> None:
+def check_directories(path: Path) -> bool:
     """Makes sure that the directories of a TIFF come to an end, be it the file's.
+
+    Returns:
+        Whether all of them are in the file; else it is cut short.
 
     Raises:
         ValueError: They run in a circle, or are more than any slide has.
@@ -26,7 +29,7 @@ def check_directories(path: Path) -> None:
         while len(pointer) == place.size:
             (offset,) = place.unpack(pointer)
             if offset == 0:
-                return
+                return True
             if offset in seen or len(seen) == _MOST_DIRECTORIES:
                 raise ValueError("its list of images has no end")
             seen.add(offset)
@@ -39,3 +42,4 @@ def check_directories(path: Path) -> None:
                 if code == _SUB_IFDS and values > _MOST_SUB_IFDS:
                     raise ValueError(f"an image in it claims {values} smaller ones")
             pointer = file.read(place.size)
+    return False

@@ -256,6 +256,12 @@ class TiffSlide(SlideFile[_OpenTiff]):
             self.levels = exact_levels([level.size for level in tiff.levels])
             stated = (ome_mpp(xml, self.size) if xml else None) or _tagged(tiff)
             magnification = ome_magnification(xml) if xml else None
+            whole = check_directories(self.path)
+        if stated is None and assume_mpp is None and not whole:
+            raise PathosegError(
+                f"{self.path} is cut short: images that it lists lie behind its end.",
+                "Copy it again. With --assume-mpp, what is left of it is read.",
+            )
         self.mpp = slide_mpp(self.path, stated, magnification, assume_mpp)
 
     def read_level(self, level: int, box: Box) -> NDArray[np.uint8]:

@@ -127,7 +127,9 @@ class TrainConfig:
         time_limit: Time for the whole run, resumed parts counted together: seconds, or "1h30m".
         samples_per_epoch: Tiles drawn an epoch; None means as many as there are.
         batch: Tiles a step.
-        microbatch: Tiles a forward pass; gradients accumulate over a step.
+        microbatch: Tiles a forward pass; gradients accumulate over a step. None means the whole
+            batch in one process; by a plan (`parallel.ranks`, `parallel.memory`) one tile where the
+            model has batch norm, whose statistics are those of a microbatch, else what is fastest.
         optimizer: AdamW, or SGD with Nesterov momentum 0.9.
         lr: Highest learning rate.
         weight_decay: Decoupled (adamw) or L2 (sgd); never on norms and biases.
@@ -265,10 +267,15 @@ def load_config(path: Path | None, flags: Mapping[str, Mapping[str, Any]] | None
         return adapter.validate_python(table)
     except ValidationError as wrong:
         first = wrong.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
+        *within, key = (str(part) for part in first["loc"])
         why = first["msg"].removeprefix("Value error, ")
+        if (flags or {}).get(".".join(within), {}).get(key) is not None:
+            raise PathosegError(
+                f"--{key.replace('_', '-')} {first['input']} does not fit ({why}).",
+                "Add --help to the command for the values it takes.",
+            ) from None
         raise PathosegError(
-            f"{where}: {key} = {first['input']!r} does not fit ({why}).",
+            f"{where}: {'.'.join((*within, key))} = {first['input']!r} does not fit ({why}).",
             "See docs/configuration.md for the values it takes.",
         ) from None
 

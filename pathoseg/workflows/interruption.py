@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Self
 
 from pathoseg.errors import StoppedError
+
+_HEARD = b"\nStopping, as soon as what is under way can be saved. Ctrl-C again stops at once.\n"
 
 
 class Interruption:
@@ -53,3 +58,6 @@ class Interruption:
         if self.number is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.number = number
+        # Not print: the work may be within one. And there may be no file behind the stream.
+        with suppress(OSError, ValueError):
+            os.write(sys.stderr.fileno(), _HEARD)

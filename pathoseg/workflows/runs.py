@@ -11,6 +11,7 @@ from typing import Any
 
 from pathoseg.errors import PathosegError
 from pathoseg.outputs.atomic import replaced
+from pathoseg.workflows.progress import say
 
 RUNS = Path("runs")
 CONFIG = "config.toml"
@@ -89,6 +90,9 @@ def bundle_of(model: Path | None) -> Path:
     given = model or RUNS / "latest"
     for folder in (given / "model", given):
         if (folder / "model.json").is_file():
+            run = folder.parent
+            if (run / CONFIG).is_file() and not is_finished(run):
+                say(f"{run} is not finished: this is its best model so far.")
             return folder
     if model is None:
         raise PathosegError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 
 from pathoseg.annotations.annotation import ClassTable, Labels
@@ -48,7 +49,7 @@ def model_frame(slide: Slide, mpp: float) -> Frame:
         raise PathosegError(
             f"{slide.path} has {slide.mpp.mean:.4g} µm per pixel, more than twice the {mpp:g} µm "
             "of the model: the detail it needs was never scanned.",
-            f"Use a model trained at --mpp {slide.mpp.mean:.2g} or coarser, or a finer scan.",
+            f"Train at --mpp {ceil(50 * slide.mpp.mean) / 100:g} or coarser, or use a finer scan.",
         )
     return Frame.at(slide.size, slide.mpp, mpp)
 

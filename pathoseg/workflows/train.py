@@ -128,6 +128,11 @@ def _train(
     planned: Sequence[Event] = ()
     if transport is not None:
         plan, planned = agreed_plan(model, config, transport)
+        if config.train.microbatch is None and plan.microbatch != config.train.batch:
+            say(
+                f"Microbatches of {plan.microbatch}: batch norm, if there is one, sees so many "
+                f"tiles, not {config.train.batch} as in one process. [train] microbatch sets it."
+            )
         config = replace(config, train=replace(config.train, microbatch=plan.microbatch))
     card = _card(config, sources, model)
     _overview(sources, members)

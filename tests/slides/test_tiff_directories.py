@@ -26,11 +26,25 @@ def test_real_chains_end(tmp_path: Path, byteorder: Any, bigtiff: bool) -> None:
             tiff.write(PIXELS, photometric="rgb", subifds=2, metadata=None)
             tiff.write(PIXELS[::2, ::2], photometric="rgb", metadata=None)
             tiff.write(PIXELS[::4, ::4], photometric="rgb", metadata=None)
-    check_directories(path)
-    whole = path.read_bytes()
+    assert check_directories(path)
+    whole, found = path.read_bytes(), []
     for end in range(0, len(whole), 499):
         path.write_bytes(whole[:end])
-        check_directories(path)
+        found.append(check_directories(path))
+    assert found == sorted(found), (
+        "once the last directory is there, more of the file changes nothing"
+    )
+    assert not all(found)
+
+
+def test_a_slide_cut_short_says_so(write_svs: Any, pyramid: Any, tmp_path: Path) -> None:
+    path = write_svs(tmp_path / "a.svs", pyramid(1024, 768, (4,)))
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 9 // 10])
+    with pytest.raises(PathosegError, match=r"a\.svs is cut short") as refusal:
+        open_slide(path)
+    assert "Copy it again" in refusal.value.mend
+    with open_slide(path, assume_mpp=0.5) as slide:
+        assert slide.mpp.x == 0.5
 
 
 def _directory(entries: bytes, following: int) -> bytes:

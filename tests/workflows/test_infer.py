@@ -142,6 +142,20 @@ def test_a_model_that_is_not_there_is_said_to_be_so(tmp_path: Path) -> None:
         bundle_of(tmp_path / "nowhere")
 
 
+def test_the_model_of_an_unfinished_run_is_said_to_be_so(
+    tmp_path: Path, tiny_bundle: SaveBundle, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = tiny_bundle()
+    (tmp_path / "run").mkdir()
+    bundle.rename(tmp_path / "run" / "model")
+    (tmp_path / "run" / "config.toml").touch()
+    assert bundle_of(tmp_path / "run") == tmp_path / "run" / "model"
+    assert "run is not finished" in capsys.readouterr().err
+    (tmp_path / "run" / "summary.json").touch()
+    assert bundle_of(tmp_path / "run") == tmp_path / "run" / "model"
+    assert "not finished" not in capsys.readouterr().err
+
+
 def test_unread_parts_are_255_and_counted(
     tmp_path: Path, command: Command, tiny_bundle: SaveBundle
 ) -> None:

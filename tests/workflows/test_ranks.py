@@ -130,6 +130,19 @@ def test_what_does_not_fit_one_rank_is_trained_all_the_same(
         _assert_same(run, "judge", 0.0)
 
 
+def test_a_plan_that_changes_what_batch_norm_sees_says_so(
+    train: Callable[..., tuple[int, str]],
+) -> None:
+    _configure(1, '[parallel]\nmemory = "8GiB"\n')
+    text = Path("steady.toml").read_text()
+    assert "Microbatches of" not in train("--out", "chosen")[1]
+    Path("steady.toml").write_text(text.replace("microbatch = 1\n", ""))
+    code, output = train("--out", "planned")
+    assert code == 0, output
+    assert "Microbatches of 1: batch norm, if there is one, sees" in output
+    _assert_same("planned", "chosen", 0.0)
+
+
 @pytest.mark.slow
 def test_a_stopped_run_goes_on_with_other_ranks(
     train: Callable[..., tuple[int, str]], start: Start

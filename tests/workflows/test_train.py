@@ -111,6 +111,7 @@ def test_a_signal_saves_and_says_how_to_go_on(
     process.send_signal(number)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == code
+    assert "Stopping, as soon as" in output
     assert "--resume" in output
     assert "Traceback" not in output
     assert list(Path("runs").glob("*/checkpoints/last.pt"))
