@@ -119,7 +119,9 @@ def main() -> None:
     options = parser.parse_args()
     if not (DATA / SLIDE).exists():
         parser.exit(0, f"skipped: no {SLIDE} in {DATA} (set PATHOSEG_DATA)\n")
-    pythons = dict.fromkeys(("direct", "openslide", "zarr"), Path(sys.executable))
+    pythons = dict.fromkeys(
+        ("direct", "openslide", "openslide_pillow", "zarr"), Path(sys.executable)
+    )
     other = cucims_python()
     if other is None:
         print("without cuCIM, which does not install here")
@@ -160,10 +162,10 @@ def rates(times: Times, tiles: int) -> dict[tuple[str, Case], float]:
 
 def table(times: Times, figures: dict[str, float]) -> None:
     readers = list(dict.fromkeys(reader for reader, _ in times))
-    print(f"{'megapixels a second':24}" + "".join(f"{reader:>11}" for reader in readers))
+    print(f"{'megapixels a second':24}" + "".join(f"{reader:>18}" for reader in readers))
     for case in CASES:
         values = [figures[f"{reader}_{case.name}_mpx_per_s"] for reader in readers]
-        print(f"{case.name:24}" + "".join(f"{value:11.1f}" for value in values))
+        print(f"{case.name:24}" + "".join(f"{value:18.1f}" for value in values))
 
 
 def ratios(times: Times) -> dict[str, float]:
@@ -180,6 +182,8 @@ def ratios(times: Times) -> dict[str, float]:
         "direct_vs_openslide_between_levels": against("openslide", TWICE),
         "direct_vs_openslide_between_levels_x1.4": against("openslide", BETWEEN),
     }
+    for factor, name in ((TWICE, "between_levels"), (BETWEEN, "between_levels_x1.4")):
+        found[f"direct_vs_openslide_{name}_by_pillow"] = against("openslide_pillow", factor)
     if any(reader == "cucim" for reader, _ in times):
         found["direct_vs_cucim"] = against("cucim", NATIVE)
         found["direct_vs_cucim_between_levels"] = against("cucim", TWICE)

@@ -53,6 +53,23 @@ def openslide(path: Path) -> Read:
     return read
 
 
+def openslide_pillow(path: Path) -> Read:
+    """The same, resampled by Pillow, whose images OpenSlide gives."""
+    from openslide import OpenSlide
+    from PIL.Image import Resampling
+
+    handle = OpenSlide(path)
+
+    def read(x: int, y: int, factor: float) -> Any:
+        side = round(TILE * factor)
+        region = handle.read_region((x, y), 0, (side, side)).convert("RGB")
+        if factor == round(factor):
+            return np.asarray(region.reduce(round(factor)))
+        return np.asarray(region.resize((TILE, TILE), Resampling.BILINEAR))
+
+    return read
+
+
 def zarr_store(path: Path) -> Read:
     """Slices of tifffile's zarr store, resampled."""
     import tifffile
@@ -91,6 +108,7 @@ def _resampled(pixels: NDArray[np.uint8], factor: float) -> Any:
 READERS: dict[str, Callable[[Path], Read]] = {
     "direct": direct,
     "openslide": openslide,
+    "openslide_pillow": openslide_pillow,
     "zarr": zarr_store,
     "cucim": cucim,
 }
