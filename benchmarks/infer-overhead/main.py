@@ -86,7 +86,7 @@ def _bare(bundle: Path, tile: int, tiles: int) -> float:
     device = pick_device()
     layout = torch.channels_last  # as `infer` has it
     model = load_bundle(bundle)[0].to(device)
-    model.to(memory_format=layout)  # type: ignore[call-overload]  # torch's
+    model.to(memory_format=layout)  # type: ignore[call-overload]  # not in torch's stub
     inputs = torch.rand(1, 3, tile, tile, device=device).contiguous(memory_format=layout)
     with torch.inference_mode():
         began = time.perf_counter()

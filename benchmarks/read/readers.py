@@ -41,31 +41,22 @@ def direct(path: Path) -> Read:
 
 def openslide(path: Path) -> Read:
     """`read_region` of openslide-python, made RGB and resampled."""
-    from openslide import OpenSlide
-
-    handle = OpenSlide(path)
-
-    def read(x: int, y: int, factor: float) -> Any:
-        side = round(TILE * factor)
-        region = handle.read_region((x, y), 0, (side, side)).convert("RGB")
-        return _resampled(np.asarray(region), factor)
-
-    return read
+    return _by_openslide(path, lambda image, factor: _resampled(np.asarray(image), factor))
 
 
 def openslide_pillow(path: Path) -> Read:
     """The same, resampled by Pillow, whose images OpenSlide gives."""
+    return _by_openslide(path, _resampled_by_pillow)
+
+
+def _by_openslide(path: Path, resampled: Callable[[Any, float], Any]) -> Read:
     from openslide import OpenSlide
-    from PIL.Image import Resampling
 
     handle = OpenSlide(path)
 
     def read(x: int, y: int, factor: float) -> Any:
         side = round(TILE * factor)
-        region = handle.read_region((x, y), 0, (side, side)).convert("RGB")
-        if factor == round(factor):
-            return np.asarray(region.reduce(round(factor)))
-        return np.asarray(region.resize((TILE, TILE), Resampling.BILINEAR))
+        return resampled(handle.read_region((x, y), 0, (side, side)).convert("RGB"), factor)
 
     return read
 
@@ -103,6 +94,14 @@ def _resampled(pixels: NDArray[np.uint8], factor: float) -> Any:
         return pixels
     kernel = cv2.INTER_AREA if factor == round(factor) else cv2.INTER_LINEAR
     return cv2.resize(pixels, (TILE, TILE), interpolation=kernel)
+
+
+def _resampled_by_pillow(image: Any, factor: float) -> Any:
+    from PIL.Image import Resampling
+
+    if factor == round(factor):
+        return np.asarray(image.reduce(round(factor)))
+    return np.asarray(image.resize((TILE, TILE), Resampling.BILINEAR))
 
 
 READERS: dict[str, Callable[[Path], Read]] = {

@@ -148,15 +148,15 @@ def run_rank(trial: Trial, folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=trial.ranks)
+    told = folder / f"{rank}.text"
     try:
         answer = trial.run(rank)
         dist.barrier()  # what one rank has done is no answer while another still waits
     except Exception as error:  # whatever torch refuses with is the answer
-        first = re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0])
-        answer = f"refused: {first.split(', but ')[0].split(' (')[0]}"
+        first = re.sub(r"^\[[^]]*\] ", "", str(error).partition("\n")[0])
+        told.write_text(f"refused: {first.split(', but ')[0].split(' (')[0]}")
         raise
-    finally:
-        (folder / f"{rank}.text").write_text(answer)
+    told.write_text(answer)
 
 
 def _example(samples: int) -> tuple[nn.Module, Tensor, Tensor]:

@@ -21,13 +21,13 @@ class Arrival:
         if tensor.device.type == "cuda":
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
             self._copied.record()
 
     @property
     def is_here(self) -> bool:
         """Whether `array` would not wait."""
-        return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]  # torch's
+        return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]  # untyped in torch
 
     def array(self) -> NDArray[Any]:
         """The tensor on the host."""
