@@ -199,7 +199,7 @@ class Loop:
 
     def _title(self, epoch: int) -> str:
         total = self._progress.total_steps
-        if total is None:
+        if total is None or self._config.time_limit is not None:  # which may end it earlier
             return f"epoch {epoch}"
         return f"epoch {epoch} of {math.ceil(total / self._epoch_steps)}"
 

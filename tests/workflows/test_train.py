@@ -117,11 +117,16 @@ def test_a_signal_saves_and_says_how_to_go_on(
     assert list(Path("runs").glob("*/checkpoints/last.pt"))
 
 
-def test_a_time_limit_ends_in_order_and_is_laid_over_the_schedule(toy_slides: Path) -> None:
+def test_a_time_limit_ends_in_order_and_is_laid_over_the_schedule(
+    toy_slides: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = {"data": {"slides": str(toy_slides)}, "train": {"epochs": None, "time_limit": 8.0}}
     config = Path("limited.toml")
     config.write_text(Path("tiny.toml").read_text().replace("epochs = 4\n", ""))
     run = train(config, flags, None, resume=False)
+    said = capsys.readouterr().err
+    assert "epoch 2  " in said
+    assert "epoch 2 of" not in said, "the limit may end it before the schedule does"
     state = torch.load(run / "checkpoints" / "last.pt", weights_only=True)
     progress = state["progress"]
     assert progress["total_steps"] is not None
@@ -242,7 +247,9 @@ def test_an_order_that_one_process_cannot_follow_is_named(
         "parallel": {"order": "1f1b"},
     }
     train(Path("tiny.toml"), flags, None, resume=False)
-    assert "the order 1f1b is for several ranks" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "the order 1f1b is for several ranks" in said
+    assert "epoch 1 of 1  " in said
 
 
 def test_without_validation_the_last_epoch_is_kept(toy_slides: Path) -> None:
