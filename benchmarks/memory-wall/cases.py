@@ -47,26 +47,21 @@ class Case:
         return networks(self.quick)[self.network]()
 
 
-def _naive(graph: LayerGraph, ranks: int, memory: int, planned: Ways) -> Task:
+def _naive(graph: LayerGraph, ranks: int, memory: int) -> Task:
     starts = even(graph, ranks).bounds[1:-1]
     cut = tuple(graph.layers[first].name for first in starts)
     return Task(ranks, memory, BATCH, MP_BASIC, cut=cut, ways=_KEEP)
 
 
-# Of a network, ranks, bytes of each, and what a plan that is free to choose may do with layers.
-WAYS: Mapping[str, Callable[[LayerGraph, int, int, Ways], Task]] = {
-    "sequential": lambda graph, ranks, memory, planned: Task(
-        1, memory, BATCH, SEQUENTIAL, ways=_KEEP
-    ),
-    "sequential_planned": lambda graph, ranks, memory, planned: Task(
-        1, memory, BATCH, SEQUENTIAL, ways=planned
-    ),
+WAYS: Mapping[str, Callable[[LayerGraph, int, int], Task]] = {
+    "sequential": lambda graph, ranks, memory: Task(1, memory, BATCH, SEQUENTIAL, ways=_KEEP),
+    "sequential_planned": lambda graph, ranks, memory: Task(1, memory, BATCH, SEQUENTIAL),
     "naive": _naive,
-    "model_aware": lambda graph, ranks, memory, planned: Task(
+    "model_aware": lambda graph, ranks, memory: Task(
         ranks, memory, BATCH, MP_BASIC, stages=ranks, ways=_KEEP
     ),
-    "gems_master": lambda graph, ranks, memory, planned: Task(
+    "gems_master": lambda graph, ranks, memory: Task(
         ranks, memory, BATCH, "gems-master", stages=ranks, ways=_KEEP
     ),
-    "planned": lambda graph, ranks, memory, planned: Task(ranks, memory, BATCH, ways=planned),
+    "planned": lambda graph, ranks, memory: Task(ranks, memory, BATCH),
 }

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,7 +21,6 @@ from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.cost import cost_model
 from pathoseg.parallel.planning.cpu_kernels import cpu_workspace
 from pathoseg.parallel.planning.hardware import Hardware, load_hardware
-from pathoseg.parallel.planning.patterns import Ways
 from pathoseg.parallel.planning.plan import Plan
 from pathoseg.parallel.planning.planner import plan
 from pathoseg.parallel.planning.priced import Priced
@@ -75,10 +74,10 @@ def main() -> None:
     right: list[bool] = []
     # A CPU's tensors are in host memory already.
     real = torch.cuda.is_available() or not options.measure
-    ways = Ways(offload=hardware.device != "cpu" and real)
+    offload = hardware.device != "cpu" and real
     for network in options.network or known:
         for way in WAYS:
-            wall = _predict(known[network], way, hardware, memory, ranks, ways)
+            wall = _predict(known[network], way, hardware, memory, ranks, offload)
             side = wall.predicted()
             figures[f"predicted_tile_{way}_{network}"] = side
             if options.measure:
@@ -103,7 +102,7 @@ def _predict(
     hardware: Hardware,
     memory: int,
     ranks: int,
-    planned: Ways,
+    offload: bool,
 ) -> Wall:
     """Plans up to the first side that does not fit, that one for as little more as it needs."""
     wall = Wall()
@@ -113,8 +112,9 @@ def _predict(
             traced = Traced(make(), torch.empty(1, 3, side, side))
         priced = Priced(traced.graph, cost_model(hardware), hardware, workspace=own)
         for share in _BEYOND:
-            task = WAYS[way](traced.graph, ranks, int(memory * share), planned)
-            found = plan([priced], task)
+            task = WAYS[way](traced.graph, ranks, int(memory * share))
+            ways = replace(task.ways, offload=task.ways.offload and offload)
+            found = plan([priced], replace(task, ways=ways))
             if found:
                 wall.plans[side] = found[0], share == 1
                 break
