@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Size
+from pathoseg.slides.averages import averages
 from pathoseg.slides.openslide_reader import OpenSlideSlide
+from pathoseg.slides.reduction import reductions
 from pathoseg.slides.slide_file import SlideFile
 from pathoseg.slides.tiff_reader import TiffSlide
 from pathoseg.slides.tile_table import TileTable, tile_tables
@@ -81,8 +83,9 @@ class _TileFile:
 
     def _decode(self, table: TileTable, index: int, room: Pixels) -> bool:
         count, offset = int(table.counts[index]), int(table.offsets[index])
+        stored = room.nbytes * table.codec.shrink**2
         # no codec doubles what it encodes
-        if not (0 < count <= 2 * room.nbytes + 65_536 and offset > 0):
+        if not (0 < count <= 2 * stored + 65_536 and offset > 0):
             return False
         try:
             data = os.pread(self._descriptor, count, offset)
@@ -97,9 +100,10 @@ class _TileFile:
 class DirectSlide(SlideFile[_TileFile]):
     """A tiled TIFF (Aperio, OME, generic) read tile by tile.
 
-    Pixels are those of the reader it takes the place of. That one gives the header, and reads the
-    levels and single tiles of which it is not certain how OpenSlide would show them: left out,
-    broken, or stored in an unusual way.
+    Pixels of stored levels are those of the reader it takes the place of. That one gives the
+    header, and reads the levels and single tiles of which it is not certain how OpenSlide would
+    show them: left out, broken, or stored in an unusual way. Between stored levels that are JPEG
+    lie reduced ones.
 
     Args:
         fallback: The slide, opened by the other reader.
@@ -110,6 +114,7 @@ class DirectSlide(SlideFile[_TileFile]):
         self, fallback: OpenSlideSlide | TiffSlide, tables: list[TileTable | None]
     ) -> None:
         self._fallback, self._tables = fallback, tables
+        self._reductions = reductions(fallback.levels, tables)
         self._left = 0
         super().__init__(fallback.path)
         fallback.close()  # until it is needed
@@ -133,18 +138,20 @@ class DirectSlide(SlideFile[_TileFile]):
     def _read_header(self, assume_mpp: float | None) -> None:
         fallback = self._fallback
         self.vendor, self.levels = fallback.vendor, fallback.levels
+        self.reduced = tuple(reduction.level for reduction in self._reductions)
         self.mpp, self.origin = fallback.mpp, fallback.origin
 
     def read_level(self, level: int, box: Box) -> Pixels:
         """See `Slide.read_level`."""
-        table = self._tables[level]
+        table = (*self._tables, *(reduction.table for reduction in self._reductions))[level]
         if table is None:
             return self._fallback.read_level(level, box)
         file, side = self._opened(), table.codec.size
+        size = (*self.levels, *self.reduced)[level].size
         pixels = np.empty((box.height, box.width, 3), np.uint8)
         for row in range(box.y // side.height, -(-box.bottom // side.height)):
             for column in range(box.x // side.width, -(-box.right // side.width)):
-                place = _place(row, column, side, self.levels[level].size)
+                place = _place(row, column, side, size)
                 part = place.intersection(box)
                 assert part is not None
                 index = row * table.columns + column
@@ -154,8 +161,16 @@ class DirectSlide(SlideFile[_TileFile]):
                     pixels[_window(part, box)] = tile[_window(part, place)]
                 else:
                     self._left += 1
-                    pixels[_window(part, box)] = self._fallback.read_level(level, part)
+                    pixels[_window(part, box)] = self._read_otherwise(level, part)
         return pixels
+
+    def _read_otherwise(self, level: int, box: Box) -> Pixels:
+        if level < len(self.levels):
+            return self._fallback.read_level(level, box)
+        reduction = self._reductions[level - len(self.levels)]
+        n = reduction.shrink
+        stored = Box(n * box.x, n * box.y, n * box.width, n * box.height)
+        return averages(self._fallback.read_level(reduction.stored, stored), n, n)
 
     def close(self) -> None:
         """Frees the handles; a later read opens others."""

@@ -68,12 +68,16 @@ def decode_jpeg(stream: bytes, pixels: NDArray[np.uint8]) -> None:
 
     Args:
         stream: See `whole_stream`.
-        pixels: Receives RGB, of shape (height, width, 3), C-contiguous.
+        pixels: Receives RGB, of shape (height, width, 3), C-contiguous; where it has a half, a
+            fourth or an eighth of the stream's height and width, the stream is decoded smaller.
 
     Raises:
         ValueError: It is damaged, or of another size.
     """
-    decoded = simplejpeg.decode_jpeg(stream, "RGB", buffer=pixels, strict=True)
+    height, width = pixels.shape[:2]
+    decoded = simplejpeg.decode_jpeg(
+        stream, "RGB", min_height=height, min_width=width, buffer=pixels, strict=True
+    )
     if decoded.shape != pixels.shape:
         raise ValueError(f"it shows {decoded.shape}, not {pixels.shape}")
 

@@ -9,10 +9,10 @@ from typing import Any
 import cv2
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from pathoseg.errors import UnreadableError
 from pathoseg.geometry import Box, Frame, Level, Size
+from pathoseg.slides.averages import averages
 from pathoseg.slides.slide import Slide
 
 # A level this much too coarse still serves: 0.5 µm is asked of slides of 0.499 and 0.5016.
@@ -57,8 +57,8 @@ def read_region(slide: Slide, frame: Frame, box: Box) -> Region:
         frame: The resolution asked for.
         box: May reach outside the slide.
     """
-    index = _level_for(slide.levels, min(frame.scale_x, frame.scale_y))
-    downsample = slide.levels[index].downsample
+    index, level = _level_for(slide, min(frame.scale_x, frame.scale_y))
+    downsample = level.downsample
     across = _span(box.x, box.width, frame.scale_x / downsample)
     down = _span(box.y, box.height, frame.scale_y / downsample)
     source = Box(
@@ -70,13 +70,15 @@ def read_region(slide: Slide, frame: Frame, box: Box) -> Region:
     longest = max(across.count, down.count, box.width, box.height)
     if (source.size.pixels > _MOST_SOURCE_PIXELS or longest > _LONGEST) and box.size.pixels > 1:
         return _read_halves(slide, frame, box)
-    return _resampled(_read_padded(slide, index, source), box.size, across, down)
+    padded = _read_padded(slide, index, level.size, source)
+    return _resampled(padded, box.size, across, down)
 
 
-def _level_for(levels: tuple[Level, ...], downsample: float) -> int:
+def _level_for(slide: Slide, downsample: float) -> tuple[int, Level]:
     """The coarsest level that is no coarser than asked for, to within the tolerance."""
-    fit = [i for i, level in enumerate(levels) if level.downsample <= downsample * (1 + _TOLERANCE)]
-    return max(fit, key=lambda i: levels[i].downsample, default=0)
+    levels = list(enumerate((*slide.levels, *slide.reduced)))
+    fit = [pair for pair in levels if pair[1].downsample <= downsample * (1 + _TOLERANCE)]
+    return max(fit, key=lambda pair: pair[1].downsample, default=levels[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +137,8 @@ def _read_halves(slide: Slide, frame: Frame, box: Box) -> Region:
     return Region(pixels, np.concatenate(flags, axis))
 
 
-def _read_padded(slide: Slide, index: int, source: Box) -> Region:
-    """The pixels of `source` in a level, white where it reaches outside."""
-    size = slide.levels[index].size
+def _read_padded(slide: Slide, index: int, size: Size, source: Box) -> Region:
+    """The pixels of `source` in a level of that size, white where it reaches outside."""
     inside = source.intersection(Box(0, 0, size.width, size.height))
     if inside is None:
         return Region(_white(source))
@@ -181,7 +182,7 @@ def _resampled(source: Region, size: Size, across: _Span, down: _Span) -> Region
 
 
 def _resampled_image(source: NDArray[Any], size: Size, across: _Span, down: _Span) -> NDArray[Any]:
-    cells = _means(source, across.cell, down.cell)
+    cells = averages(source, across.cell, down.cell)
     if across.samples is None and down.samples is None:
         return cells
     if max(across.rest, down.rest) ** 2 > 2:
@@ -210,16 +211,6 @@ def _positions(span: _Span) -> tuple[NDArray[np.int16], NDArray[np.uint16]]:
     samples = span.samples if span.samples is not None else np.arange(span.count) * _STEPS
     cells, shares = np.divmod(samples, _STEPS)
     return cells.astype(np.int16), shares.astype(np.uint16)
-
-
-def _means(pixels: NDArray[Any], width: int, height: int) -> NDArray[Any]:
-    """The means of cells of so many pixels, rounded where pixels are whole numbers."""
-    if (width, height) == (1, 1):
-        return pixels
-    if (width, height) == (2, 2):  # what Pillow gives, in a quarter of the time
-        size = pixels.shape[1] // 2, pixels.shape[0] // 2
-        return cv2.resize(pixels, size, interpolation=cv2.INTER_AREA)
-    return np.array(Image.fromarray(pixels).reduce((width, height)))
 
 
 def _white(box: Box) -> NDArray[np.uint8]:

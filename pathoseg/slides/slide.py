@@ -28,6 +28,8 @@ class Slide(Protocol):
         path: The file.
         vendor: Who wrote it ("aperio", "hamamatsu", "ome", "image"…).
         levels: Stored resolutions, level 0 first.
+        reduced: Resolutions that are not stored, but read in less time than the stored one that
+            they come from; `read_level` counts them on from the stored ones.
         mpp: Microns per level-0 pixel.
         origin: Where the frame's (0, 0) lies in the file's uncropped level 0: (0, 0) mostly.
     """
@@ -38,6 +40,8 @@ class Slide(Protocol):
     def vendor(self) -> str: ...
     @property
     def levels(self) -> tuple[Level, ...]: ...
+    @property
+    def reduced(self) -> tuple[Level, ...]: ...
     @property
     def mpp(self) -> Mpp: ...
     @property

@@ -34,6 +34,7 @@ class SlideFile(ABC, Generic[Handle]):
 
     vendor: str
     levels: tuple[Level, ...]
+    reduced: tuple[Level, ...] = ()
     mpp: Mpp
     origin: tuple[int, int] = (0, 0)
 

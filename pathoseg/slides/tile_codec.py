@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pathoseg.geometry import Size
+from pathoseg.slides.codestream import announced_size
 from pathoseg.slides.jpeg_stream import (
     Segment,
     colours_in_one_piece,
@@ -53,7 +54,9 @@ class TileCodec:
 
     Attributes:
         compression: The codec.
-        size: Pixels of a tile.
+        size: Pixels of a tile, as it is decoded.
+        shrink: Pixels of the stored tile per decoded one, across and down: 1, and 2, 4 or 8 for
+            JPEG.
         differences: Whether samples are stored as differences from their left neighbours.
         ycbcr: Whether JPEG streams hold YCbCr rather than RGB, whatever they say themselves.
         tables: JPEG tables that the streams share.
@@ -64,6 +67,7 @@ class TileCodec:
     differences: bool = False
     ycbcr: bool = False
     tables: bytes | None = None
+    shrink: int = 1
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -103,6 +107,9 @@ class TileCodec:
             raise ValueError("says other things of its colours than the TIFF does")
         if colours_in_one_piece(header) != 3:
             raise ValueError("not three colours in one piece")
+        stored = Size(self.size.width * self.shrink, self.size.height * self.shrink)
+        if announced_size(data) != stored:
+            raise ValueError("of another size")
         decode_jpeg(stream, pixels)
 
     def _decode_bytes(self, data: bytes, pixels: NDArray[np.uint8]) -> None:

@@ -176,6 +176,7 @@ class MemorySlide:
     path: Path = Path("memory.svs")
     vendor: str = "memory"
     origin: tuple[int, int] = (0, 0)
+    reduced: tuple[Level, ...] = ()
 
     @property
     def levels(self) -> tuple[Level, ...]:

@@ -16,6 +16,7 @@ from PIL import Image
 
 from pathoseg.geometry import Box, Frame, Mpp
 from pathoseg.slides import region
+from pathoseg.slides.averages import averages
 from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide
 
@@ -164,7 +165,7 @@ def test_means_of_four_are_pillows(width: int, height: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     pixels = rng.integers(0, 256, (2 * height, 2 * width, 3), dtype=np.uint8)
     expected = np.asarray(Image.fromarray(pixels).reduce(2))
-    np.testing.assert_array_equal(region._means(pixels, 2, 2), expected)
+    np.testing.assert_array_equal(averages(pixels, 2, 2), expected)
 
 
 def test_a_level_of_4_00011_serves_as_4(memory_slide: Any) -> None:

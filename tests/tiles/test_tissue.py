@@ -34,6 +34,7 @@ class ArraySlide:
     path = Path("memory")
     vendor = "memory"
     origin = (0, 0)
+    reduced: tuple[Level, ...] = ()
 
     def __init__(self, pixels: NDArray[np.uint8], mpp: float, broken: Box | None = None) -> None:
         self._pixels = pixels
