@@ -106,6 +106,7 @@ def own_device(transport: Transport) -> tuple[torch.device, int]:
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
         sharing = -(-hosts.count(mine) // torch.cuda.device_count())
-        return device, torch.cuda.get_device_properties(device).total_memory // sharing
+        free, _ = torch.cuda.mem_get_info()  # without what this process's context takes
+        return device, free // sharing
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return torch.device("cpu"), memory // hosts.count(mine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.cost import cost_model
 from pathoseg.parallel.planning.cpu_kernels import cpu_workspace
 from pathoseg.parallel.planning.hardware import Hardware, known_hardware, load_hardware
+from pathoseg.parallel.planning.memory_model import MemoryModel
 from pathoseg.parallel.planning.orders import AUTO, DATA_PARALLEL, SEQUENTIAL
 from pathoseg.parallel.planning.patterns import Ways
 from pathoseg.parallel.planning.plan import Plan
@@ -28,6 +30,7 @@ from pathoseg.parallel.planning.priced import Priced
 from pathoseg.parallel.planning.profiled import Profiled
 from pathoseg.parallel.planning.remedies import count_ranks, nothing_fits
 from pathoseg.parallel.planning.task import Task
+from pathoseg.parallel.runtime.available import available_memory, too_small
 from pathoseg.parallel.schedule import timeline
 from pathoseg.parallel.schedule.simulate import simulate
 from pathoseg.workflows.config import Config, load_config
@@ -182,6 +185,26 @@ def _price(
     slots = _SLOTS[config.train.optimizer]
     workspace = cpu_workspace(threads=hardware.threads or 1) if hardware.device == "cpu" else None
     return Priced(traced.graph, costs, hardware, slots, workspace)
+
+
+def check_host(model: nn.Module, config: Config) -> None:
+    """Makes sure that one process on the CPU can hold what a microbatch takes.
+
+    Raises:
+        PathosegError: The host has too little memory left.
+    """
+    side, size = config.tiles.tile, config.train.microbatch or config.train.batch
+    try:
+        graph = Traced(model, torch.empty(size, 3, side, side, device="meta")).graph
+    except PathosegError:
+        return  # what no graph can be made of trains in one process all the same
+    workspace = cpu_workspace(threads=torch.get_num_threads())
+    memory = MemoryModel(graph, _SLOTS[config.train.optimizer], workspace=workspace)
+    needed = memory.stage(range(len(graph.layers)))
+    more = needed.peak() - needed.parameters - needed.buffers  # which the model has already
+    refusal = too_small([(gethostname(), more, available_memory())], computes=True)
+    if refusal is not None:
+        raise refusal
 
 
 def _build(config: Config) -> nn.Module:

@@ -38,7 +38,7 @@ from pathoseg.workflows.job import joined, stopped_together
 from pathoseg.workflows.loop import Loop
 from pathoseg.workflows.margins import default_overlap
 from pathoseg.workflows.one_device import OneDevice
-from pathoseg.workflows.plan import PLAN
+from pathoseg.workflows.plan import PLAN, check_host
 from pathoseg.workflows.progress import say
 from pathoseg.workflows.ranks import TIMELINE, Ranks, agreed_plan, draw_step
 from pathoseg.workflows.runs import (
@@ -134,6 +134,8 @@ def _train(
                 f"tiles, not {config.train.batch} as in one process. [train] microbatch sets it."
             )
         config = replace(config, train=replace(config.train, microbatch=plan.microbatch))
+    elif pick_device().type == "cpu":
+        check_host(model, config)
     card = _card(config, sources, model)
     _overview(sources, members)
     pool = SlidePool(lambda path: open_slide(path, config.data.assume_mpp))
@@ -152,8 +154,7 @@ def _train(
         batch, readers = config.train.microbatch or config.train.batch, config.train.readers
         engine: Engine
         if transport is None or plan is None:
-            device = pick_device()
-            engine = OneDevice(model.to(device), loss, task, card, config.train, config.seed)
+            engine = OneDevice(model.to(pick_device()), loss, task, card, config.train, config.seed)
         else:
             drawing = partial(draw_step, run, planned) if trace else None
             engine = Ranks(transport, plan, model, loss, task, card, config, drawing)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import math
 import random
+import re
 import signal
 import subprocess
 import time
@@ -17,6 +19,7 @@ from PIL import Image
 
 from pathoseg.errors import PathosegError
 from pathoseg.models.bundle import load_bundle
+from pathoseg.workflows import plan as plan_module
 from pathoseg.workflows.train import train
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -32,6 +35,22 @@ def _rows(run: Path) -> list[dict[str, str]]:
 
 def _weights(run: Path) -> dict[str, torch.Tensor]:
     return load_bundle(run / "model")[0].state_dict()
+
+
+def test_what_the_host_cannot_hold_is_refused_before_anything_is_read(
+    toy_slides: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 1, "batch": 4}}
+    monkeypatch.setattr(plan_module, "available_memory", lambda: 2**20)
+    with pytest.raises(PathosegError, match=r"takes about .* which has 1 MiB left") as refused:
+        train(Path("tiny.toml"), flags, Path("run"), resume=False)
+    assert '[parallel] memory = "922 KiB"' in refused.value.mend
+    assert not Path("run").exists()
+    needed = re.search(r"about ([\d.]+) MiB", refused.value.problem)
+    assert needed is not None
+    room = math.ceil(float(needed[1])) << 20
+    monkeypatch.setattr(plan_module, "available_memory", lambda: room)
+    train(Path("tiny.toml"), flags, Path("run"), resume=False)
 
 
 def test_a_run_leaves_what_the_contract_says_and_learns(toy_slides: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -23,27 +24,45 @@ def available_memory(root: Path = _ROOT) -> int | None:
     return min(_limits(root), default=None)
 
 
-def too_small(hosts: Iterable[tuple[str, int, int | None]]) -> PathosegError | None:
-    """Why the tensors of some ranks cannot wait in the memory of their hosts.
+def too_small(
+    hosts: Iterable[tuple[str, int, int | None]], computes: bool = False
+) -> PathosegError | None:
+    """Why some ranks do not find room in the memory of their hosts.
 
     Args:
         hosts: Of each rank the name of its host, the bytes it will take and `available_memory`.
+        computes: Whether all that a rank holds is there, since its device is the CPU; else what
+            waits for its device.
     """
     needed: dict[str, int] = {}
+    ranks = Counter[str]()
     left: dict[str, int] = {}
     for host, own, found in hosts:
         needed[host] = needed.get(host, 0) + own
+        ranks[host] += 1
         if found is not None:
             left[host] = min(found, left.get(host, found))
     for host, found in left.items():
         if needed[host] > found:
-            return PathosegError(
-                f"The plan keeps {memory_text(needed[host])} of tensors in the memory of host "
-                f"{host}, which has {memory_text(found)} left for it.",
-                "Give the job more host memory, start fewer ranks on a host, or give a device "
-                "more memory (--memory, or memory in [parallel]).",
-            )
+            return _refusal(host, needed[host], found, ranks[host], computes)
     return None
+
+
+def _refusal(host: str, needed: int, found: int, ranks: int, computes: bool) -> PathosegError:
+    if computes:
+        return PathosegError(
+            f"Training takes about {memory_text(needed)} of the memory of host {host}, which has "
+            f"{memory_text(found)} left.",
+            "Lower [train] microbatch or --tile, or name what one process may take, as [parallel] "
+            f'memory = "{memory_text(found // ranks * 9 // 10)}": then what does not fit is recomputed. Or '
+            "give the job more memory, or start fewer ranks on a host.",
+        )
+    return PathosegError(
+        f"The plan keeps {memory_text(needed)} of tensors in the memory of host {host}, which has "
+        f"{memory_text(found)} left for it.",
+        "Give the job more host memory, start fewer ranks on a host, or give a device more memory "
+        "(--memory, or memory in [parallel]).",
+    )
 
 
 def _limits(root: Path) -> Iterator[int]:

@@ -45,10 +45,14 @@ class Memory:
     parked: Set[Park] = frozenset()
 
     def on_host(self, rank: int) -> int:
-        """Bytes of host memory that a rank will take, as far as that is planned."""
+        """Bytes that wait in host memory for a rank, as far as that is planned."""
         if not self.host_bytes or self.form is Form.NONE:
             return 0
         return self.host_bytes[rank]
+
+    def on_device(self, rank: int) -> int:
+        """Bytes that a rank will hold on its device, as far as that is planned."""
+        return self.device_bytes[rank] if self.device_bytes else 0
 
     def retentions(self, schedule: Schedule) -> dict[int, Retention]:
         """What each stage of a schedule does not keep.
@@ -70,7 +74,7 @@ class Memory:
         """What is told of a device whose memory is used up, and the mend."""
         figures = []
         if self.device_bytes:
-            figures.append(f"{memory_text(self.device_bytes[rank])} were planned")
+            figures.append(f"{memory_text(self.on_device(rank))} were planned")
         if device.type == "cuda":
             taken = torch.cuda.max_memory_allocated(device)
             figures.append(f"{memory_text(taken)} were taken at the peak")
@@ -82,18 +86,19 @@ class Memory:
         return f"{problem}{': ' if figures else ''}{', '.join(figures)}.", mend
 
 
-def compare_hosts(transport: Transport, own: int) -> None:
+def compare_hosts(transport: Transport, own: int, computes: bool) -> None:
     """Refuses hosts with less memory than their ranks will take; all ranks call this.
 
     Args:
         transport: Joins the ranks.
         own: Bytes of host memory that this rank will take.
+        computes: Whether that is all that it will hold, its device being the CPU.
 
     Raises:
         PathosegError: A host has less; on all ranks.
     """
     told = transport.gather(json.dumps([gethostname(), own, available_memory()]))
-    refusal = too_small(json.loads(text) for text in told)
+    refusal = too_small((json.loads(text) for text in told), computes)
     if refusal is not None:
         raise refusal
 

@@ -142,7 +142,9 @@ class Runner:
             number: parked_bytes(parked, stages[number], training.optimizer) for number in held
         }
         host_bytes = memory.on_host(transport.rank)
-        compare_hosts(transport, host_bytes + sum(sizes.values()))
+        computes = device.type == "cpu" and bool(memory.device_bytes)
+        taken = host_bytes + sum(sizes.values()) + computes * memory.on_device(transport.rank)
+        compare_hosts(transport, taken, computes)
         streams = streams_of(device)
         copies: Copies | None = None
         if any(retentions[stage].offloaded for stage in held):

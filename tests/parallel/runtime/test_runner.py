@@ -349,6 +349,17 @@ def test_a_host_without_memory_is_refused_before_the_first_step(
         run_ranks(2, lambda transport: start(case, transport, memory=large))
 
 
+def test_on_a_cpu_what_a_rank_computes_with_counts_as_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = Case("unet", "1f1b", 2)
+    prepare(case)
+    monkeypatch.setattr(memory_module, "available_memory", lambda: 5 * 2**29)
+    memory = Memory(host_bytes=(2**30, 2**30), device_bytes=(2**28, 2**29))
+    with pytest.raises(PathosegError, match=r"takes about 2\.75 GiB .* which has 2\.5 GiB left"):
+        run_ranks(2, lambda transport: start(case, transport, memory=memory))
+
+
 def test_copies_to_the_host_are_events_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeping, "SMALL", 1)
     case = Case("unet", "1f1b", 2)
