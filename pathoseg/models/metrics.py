@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.metrics import roc_auc_score
 
 from pathoseg.models.losses import IGNORE
 
@@ -93,6 +92,8 @@ def accuracy_and_auc(target: Indices, probability: NDArray[np.floating]) -> Tile
     Returns:
         Both; accuracy is nan without tiles, a class's AUC where all or none are of that class.
     """
+    from sklearn.metrics import roc_auc_score  # a second to import, and only tiles ask for it
+
     valid = target != IGNORE
     truth, scores = target[valid], probability[valid]
     auc = np.full(probability.shape[1], math.nan)

@@ -50,12 +50,13 @@ def too_small(
 
 def _refusal(host: str, needed: int, found: int, ranks: int, computes: bool) -> PathosegError:
     if computes:
+        share = memory_text(found // ranks * 9 // 10)
         return PathosegError(
             f"Training takes about {memory_text(needed)} of the memory of host {host}, which has "
             f"{memory_text(found)} left.",
             "Lower [train] microbatch or --tile, or name what one process may take, as [parallel] "
-            f'memory = "{memory_text(found // ranks * 9 // 10)}": then what does not fit is recomputed. Or '
-            "give the job more memory, or start fewer ranks on a host.",
+            f'memory = "{share}": then what does not fit is recomputed. Or give the job more '
+            "memory, or start fewer ranks on a host.",
         )
     return PathosegError(
         f"The plan keeps {memory_text(needed)} of tensors in the memory of host {host}, which has "
