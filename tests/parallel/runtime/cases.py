@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from tests.parallel.networks.runtime_models import MODELS, SIDE, per_sample_loss
 from tests.parallel.runtime.judge import STEPS, Verdict, judge, optimizer
 
 Order = Callable[[int], Schedule]
+JUDGE = "judge"  # whose model the serial step trains
 
 
 def _synthesised(mirror: bool) -> Order:
@@ -135,7 +137,7 @@ class Case:
 
     def graph(self) -> LayerGraph:
         """The layers of the model."""
-        return traced(self.model, torch.float32, "judge").graph
+        return traced(self.model, torch.float32, JUDGE).graph
 
     def sizes(self) -> list[int]:
         """Samples of each microbatch."""
@@ -199,10 +201,11 @@ def start(
     transport: Transport,
     training: Training | None = None,
     memory: Memory | None = None,
+    whose: object = None,
 ) -> Runner:
-    """The runner of one rank, at the first weights."""
+    """The runner of one rank, at the first weights of a model of its own, or of `whose`."""
     schedule, partition = case.schedule()
-    whole = reset(traced(case.model, case.dtype, transport.rank))
+    whole = reset(traced(case.model, case.dtype, transport.rank if whose is None else whose))
     device = torch.device("cpu")
     training = training or training_of(case)
     return Runner(whole, partition, schedule, transport, device, training, memory)
@@ -215,10 +218,12 @@ def prepare(case: Case) -> None:
         traced(case.model, case.dtype, rank)
 
 
-def run_case(case: Case, transport: Transport, memory: Memory | None = None) -> Verdict:
+def run_case(
+    case: Case, transport: Transport, memory: Memory | None = None, whose: object = None
+) -> Verdict:
     """Three steps on one rank; gradients are those of its own parameters."""
     verdict = Verdict()
-    runner = start(case, transport, memory=memory)
+    runner = start(case, transport, memory=memory, whose=whose)
     for step in range(STEPS):
         result = runner.step(step, microbatches(case, step))
         assert result.finite
@@ -231,15 +236,33 @@ def run_case(case: Case, transport: Transport, memory: Memory | None = None) -> 
 
 @cache
 def judged(model: str, dtype: torch.dtype, sizes: tuple[int, ...], clip: float) -> Verdict:
-    return judge(MODELS[model], reset(traced(model, dtype, "judge")), sizes, clip)
+    return judge(MODELS[model], reset(traced(model, dtype, JUDGE)), sizes, clip)
+
+
+def save_verdicts(cases: Sequence[Case], path: Path) -> None:
+    """Judges cases for ranks that are processes, which then need not each do so."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the ranks have: others would add in another order
+    found = {
+        str(case): asdict(judged(case.model, case.dtype, tuple(case.sizes()), case.clip))
+        for case in cases
+    }
+    torch.set_num_threads(threads)
+    torch.save(found, path)
+
+
+def load_verdicts(path: Path) -> dict[str, Verdict]:
+    """By the cases' names."""
+    return {name: Verdict(**each) for name, each in torch.load(path, weights_only=True).items()}
 
 
 _ROUNDING = {torch.float32: 1e-6, torch.float64: 1e-13}
 
 
-def compare(case: Case, rank: int, verdict: Verdict) -> None:
+def compare(case: Case, rank: int, verdict: Verdict, expected: Verdict | None = None) -> None:
     """Fails where a rank differs from the judge by more than the order of sums explains."""
-    expected = judged(case.model, case.dtype, tuple(case.sizes()), case.clip)
+    if expected is None:
+        expected = judged(case.model, case.dtype, tuple(case.sizes()), case.clip)
     most = _ROUNDING[case.dtype]
     if case.keeps_order:
         most = 0.0

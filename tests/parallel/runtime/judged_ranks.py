@@ -10,7 +10,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from tests.parallel.networks.runtime_models import MODELS
-from tests.parallel.runtime.cases import HYBRIDS, PLANS, Case, compare, run_case
+from tests.parallel.runtime.cases import (
+    HYBRIDS,
+    JUDGE,
+    PLANS,
+    Case,
+    compare,
+    load_verdicts,
+    run_case,
+)
 from tests.parallel.runtime.joined import join
 
 CROSSING = ("gpipe-folded", "gems-master", "bidirectional", "synthesised-mirrored", "hybrid-gpipe")
@@ -30,13 +38,16 @@ def cases_of_processes(ranks: int, library: str) -> list[Case]:
     return list(dict.fromkeys(found))
 
 
-def main(library: str) -> None:
+def main(library: str, verdicts: Path) -> None:
     torch.set_num_threads(1)
     transport = join(library)
     cases = cases_of_processes(transport.ranks, library)
+    expected = load_verdicts(verdicts)
     for case in cases:
         try:
-            compare(case, transport.rank, run_case(case, transport))
+            # The judge's model is free in this process, and traced for the schedule already.
+            verdict = run_case(case, transport, whose=JUDGE)
+            compare(case, transport.rank, verdict, expected[str(case)])
         except BaseException as error:
             transport.abort(f"Rank {transport.rank}: {case}: {error!r}")
             raise
@@ -47,4 +58,4 @@ def main(library: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -15,7 +15,9 @@ from pathoseg.parallel.runtime.threads import run_ranks
 from pathoseg.parallel.runtime.transport import Transport
 from pathoseg.parallel.runtime.world import Choice, World, connect
 from tests.parallel.runtime import transport_conformance
+from tests.parallel.runtime.cases import save_verdicts
 from tests.parallel.runtime.joined import OnDevice
+from tests.parallel.runtime.judged_ranks import cases_of_processes
 
 NAMES = [case.__name__ for case in transport_conformance.CASES]
 TOO_FEW = "(has no NCCL|needs a GPU for each rank).*gloo"
@@ -77,9 +79,11 @@ def test_a_lost_rank_aborts_every_communicator(capfd: pytest.CaptureFixture[str]
 @two_gpus
 @pytest.mark.parametrize("script", ["transport_conformance.py", "judged_ranks.py"])
 def test_nccl_joins_ranks_as_all_transports_do(
-    script: str, capfd: pytest.CaptureFixture[str]
+    script: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    code = _start(2, script, "nccl", "nccl")
+    verdicts = tmp_path / "verdicts.pt"
+    save_verdicts(cases_of_processes(2, "nccl"), verdicts)
+    code = _start(2, script, "nccl", "nccl", *([str(verdicts)] if "judged" in script else []))
     out, err = capfd.readouterr()
     assert code == 0, err
     assert out.startswith("passed:")

@@ -11,7 +11,15 @@ import torch
 from pathoseg.parallel.runtime.launch import start_local
 from pathoseg.parallel.runtime.threads import run_ranks
 from tests.parallel.networks.runtime_models import MODELS
-from tests.parallel.runtime.cases import HYBRIDS, PLANS, Case, compare, prepare, run_case
+from tests.parallel.runtime.cases import (
+    HYBRIDS,
+    PLANS,
+    Case,
+    compare,
+    prepare,
+    run_case,
+    save_verdicts,
+)
 from tests.parallel.runtime.joined import Library
 from tests.parallel.runtime.judged_ranks import cases_of_processes
 
@@ -45,13 +53,15 @@ def test_ranks_train_as_one_process(case: Case) -> None:
 @pytest.mark.parametrize("library", ["gloo", "mpi", "ordered"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_processes_train_as_one(
-    library: Library, ranks: int, capfd: pytest.CaptureFixture[str]
+    library: Library, ranks: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     if library == "mpi" and not Path(sys.executable).with_name("mpirun").exists():
         pytest.skip("no mpirun beside this Python: pip install 'pathoseg[mpi]'")
     script = Path(__file__).with_name("judged_ranks.py")
     choice = "gloo" if library == "ordered" else library
-    code = start_local(ranks, [sys.executable, str(script), library], choice)
+    cases, verdicts = cases_of_processes(ranks, library), tmp_path / "verdicts.pt"
+    save_verdicts(cases, verdicts)
+    code = start_local(ranks, [sys.executable, str(script), library, str(verdicts)], choice)
     out, err = capfd.readouterr()
     assert code == 0, err
-    assert out.split() == ["passed:", *map(str, cases_of_processes(ranks, library))]
+    assert out.split() == ["passed:", *map(str, cases)]
