@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from pathoseg.geometry import Level, Size
 from pathoseg.slides.tile_codec import Compression
@@ -50,7 +51,7 @@ def reductions(
         for shrink in _SHRINKS:
             reduced = _reduced(level, shrink)
             divisible = table.codec.size.width % shrink == table.codec.size.height % shrink == 0
-            if divisible and reduced.size.pixels and reduced.downsample < min(coarser, default=1e9):
+            if divisible and reduced.size.pixels and reduced.downsample < min(coarser, default=inf):
                 codec = replace(table.codec, size=_divided(table.codec.size, shrink), shrink=shrink)
                 found.append(Reduction(reduced, index, shrink, replace(table, codec=codec)))
     return tuple(found)
