@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 
 # Parameters of glibc's mallopt.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
@@ -11,7 +12,7 @@ _NEVER = -1
 _LARGEST = 2**25  # bytes; older releases allow no more
 
 
-def keep_freed_memory(largest: int = _LARGEST, one_heap: bool = False) -> None:
+def keep_freed_memory(largest: int = _LARGEST) -> None:
     """Has glibc keep what this process frees, but for tensors above `largest`.
 
     It would give the activations of a step back to the kernel, and the next step would pay for
@@ -21,19 +22,31 @@ def keep_freed_memory(largest: int = _LARGEST, one_heap: bool = False) -> None:
 
     Args:
         largest: In bytes.
-        one_heap: Whether all threads share one heap; a thread's own one holds no large tensors. To
-            be said before there are threads.
     """
-    if "MALLOC_TRIM_THRESHOLD_" in os.environ:
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = _mallopt()
     if mallopt is None:
         return
     mallopt(_TRIM_THRESHOLD, _NEVER)
     if not mallopt(_MMAP_THRESHOLD, largest):
         mallopt(_MMAP_THRESHOLD, _LARGEST)
-    if one_heap:
+
+
+def share_one_heap() -> None:
+    """Has all threads take memory from the process's one heap; a thread's own holds no large
+    tensors, and a forward pass in it pays for each page at every layer.
+
+    To be called before anything computes: threads that have a heap by then keep it, and later ones
+    are given it, too, in turn. Nothing happens where `keep_freed_memory` does nothing.
+    """
+    mallopt = _mallopt()
+    if mallopt is not None:
         mallopt(_ARENA_MAX, 1)
+
+
+def _mallopt() -> Callable[[int, int], int] | None:
+    if "MALLOC_TRIM_THRESHOLD_" in os.environ:
+        return None
+    return getattr(ctypes.CDLL(None), "mallopt", None)
 
 
 def give_back_freed_memory() -> None:

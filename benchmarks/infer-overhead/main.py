@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from pathoseg.host_memory import share_one_heap
 from pathoseg.models.build import ModelConfig, build_model, edge_reach, tile_multiple
 from pathoseg.models.bundle import Bundle, load_bundle, save_bundle
 from pathoseg.outputs.report import read_summary
@@ -24,6 +25,7 @@ SAMPLE = ROOT / "sample_data" / "sample_06.svs"
 
 
 def main() -> None:
+    share_one_heap()  # as `infer` does, which on the command line is the first to compute
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--slide", type=Path, default=SAMPLE)
     parser.add_argument("--assume-mpp", type=float, default=0.5)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pathoseg.errors import PathosegError, StoppedError
+from pathoseg.host_memory import share_one_heap
 from pathoseg.outputs.report import read_summary, write_failures, write_summary_table
 from pathoseg.parallel.runtime.crew import start_crew
 from pathoseg.parallel.runtime.transport import Transport
@@ -69,6 +70,7 @@ def infer(
         PathosegError: The model or the only slide cannot be used, or an input is missing.
         StoppedError: A signal came; what is finished is kept.
     """
+    share_one_heap()
     config = load_config(config_file, flags)
     world = find_world()
     if config.parallel.ranks > 1 and world.launcher is None:

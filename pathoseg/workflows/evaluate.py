@@ -15,6 +15,7 @@ import numpy as np
 from pathoseg.annotations.annotation import IGNORE
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box
+from pathoseg.host_memory import share_one_heap
 from pathoseg.models.bundle import Bundle
 from pathoseg.models.metrics import Confusion
 from pathoseg.outputs.atomic import replaced
@@ -50,6 +51,7 @@ def evaluate(
     Raises:
         PathosegError: The model, a slide or an annotation cannot be used, or no slide is left.
     """
+    share_one_heap()
     bundle = bundle_of(model)
     config = _configured(bundle.parent / CONFIG, config_file, flags)
     segmenter = load_segmenter(bundle, config, factory)

@@ -97,7 +97,7 @@ def load_segmenter(bundle: Path, config: Config, factory: str | None) -> Segment
     Raises:
         PathosegError: The bundle cannot be used, or knows other classes than `data.classes`.
     """
-    keep_freed_memory(_LARGEST_TENSOR, one_heap=True)
+    keep_freed_memory(_LARGEST_TENSOR)
     model, card = load_bundle(bundle, factory)
     names = ", ".join(card.class_names)
     if config.data.classes not in (None, card.class_names):
