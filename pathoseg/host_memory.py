@@ -9,6 +9,7 @@ from collections.abc import Callable
 # Parameters of glibc's mallopt.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 _NEVER = -1
+LARGE = 2**30  # bytes of a tensor that a layer frees and the next one takes
 _LARGEST = 2**25  # bytes; older releases allow no more
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from pathoseg.errors import PathosegError
+from pathoseg.host_memory import LARGE, keep_freed_memory
 from pathoseg.memory_size import memory_text, parse_memory
 from pathoseg.models.build import build_model, check_tile, tile_multiple
 from pathoseg.outputs.atomic import write_text
@@ -190,6 +191,9 @@ def _price(
 def check_host(model: nn.Module, config: Config) -> None:
     """Makes sure that one process on the CPU can hold what a microbatch takes.
 
+    Where it can twice over, the process keeps from then on what it frees: layers leave holes that
+    no tensor fits into.
+
     Raises:
         PathosegError: The host has too little memory left.
     """
@@ -202,9 +206,12 @@ def check_host(model: nn.Module, config: Config) -> None:
     memory = MemoryModel(graph, _SLOTS[config.train.optimizer], workspace=workspace)
     needed = memory.stage(range(len(graph.layers)))
     more = needed.peak() - needed.parameters - needed.buffers  # which the model has already
-    refusal = too_small([(gethostname(), more, available_memory())], computes=True)
+    room = available_memory()
+    refusal = too_small([(gethostname(), more, room)], computes=True)
     if refusal is not None:
         raise refusal
+    if room is not None and 2 * more <= room:
+        keep_freed_memory(LARGE)
 
 
 def _build(config: Config) -> nn.Module:

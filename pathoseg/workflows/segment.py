@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pathoseg.annotations.annotation import ClassTable
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Frame, Size
-from pathoseg.host_memory import keep_freed_memory
+from pathoseg.host_memory import LARGE, keep_freed_memory
 from pathoseg.models.build import edge_reach
 from pathoseg.models.bundle import Bundle, bundle_id, load_bundle
 from pathoseg.outputs.stitch import Prediction, reach_down, stitch
@@ -38,8 +38,6 @@ from pathoseg.workflows.sources import model_frame
 
 Mask = NDArray[np.uint8]
 Bands = Generator[Mask]
-
-_LARGEST_TENSOR = 2**30  # bytes that a forward pass frees and the next one takes
 
 
 def class_table_of(card: Bundle) -> ClassTable:
@@ -97,7 +95,7 @@ def load_segmenter(bundle: Path, config: Config, factory: str | None) -> Segment
     Raises:
         PathosegError: The bundle cannot be used, or knows other classes than `data.classes`.
     """
-    keep_freed_memory(_LARGEST_TENSOR)
+    keep_freed_memory(LARGE)
     model, card = load_bundle(bundle, factory)
     names = ", ".join(card.class_names)
     if config.data.classes not in (None, card.class_names):

@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 
 from pathoseg.errors import PathosegError
+from pathoseg.host_memory import LARGE
 from pathoseg.models.bundle import load_bundle
 from pathoseg.workflows import plan as plan_module
 from pathoseg.workflows.train import train
@@ -49,8 +50,14 @@ def test_what_the_host_cannot_hold_is_refused_before_anything_is_read(
     needed = re.search(r"about ([\d.]+) MiB", refused.value.problem)
     assert needed is not None
     room = math.ceil(float(needed[1])) << 20
+    kept: list[int] = []
+    monkeypatch.setattr(plan_module, "keep_freed_memory", kept.append)
     monkeypatch.setattr(plan_module, "available_memory", lambda: room)
     train(Path("tiny.toml"), flags, Path("run"), resume=False)
+    assert not kept  # what the heap's holes take is not there
+    monkeypatch.setattr(plan_module, "available_memory", lambda: 2 * room)
+    train(Path("tiny.toml"), flags, Path("roomy"), resume=False)
+    assert kept == [LARGE]
 
 
 def test_a_run_leaves_what_the_contract_says_and_learns(toy_slides: Path) -> None:
