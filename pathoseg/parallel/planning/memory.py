@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -10,7 +11,7 @@ from pathoseg.parallel.planning.blocks import Run, runs_of
 from pathoseg.parallel.planning.patterns import MOST_UNITS, Pattern, Ways, patterns_of
 from pathoseg.parallel.planning.retained import Retained, retain
 from pathoseg.parallel.planning.retention_program import RetentionProgram, windows
-from pathoseg.parallel.planning.solver import least, relax, solve
+from pathoseg.parallel.planning.solver import GAP, least, relax, solve
 from pathoseg.parallel.planning.storages import StageFacts
 from pathoseg.parallel.schedule.costs import Costs, Link, StageCost
 from pathoseg.parallel.schedule.gpipe import gpipe
@@ -21,11 +22,12 @@ from pathoseg.parallel.schedule.simulate import simulate
 _ATTEMPTS = 4
 _SLOWNESS = (None, 1.0, 3.0)  # of copies; None is none
 _GAIN = 1e-3  # of the time: what may be had by copies is not looked for below this
-# A program with more patterns is solved with those that are nearest to the best of its relaxed one:
-# of each run so many. Where these do not come so close to it, then with more, and at last with all.
+# A program with more patterns is solved with those first that are nearest to the best of its
+# relaxed one: of each run so many. Where these do not come so close to that, it is solved with all
+# that may be better than them: to the solver's own gap where copies are as fast as they are.
 _MANY = 300
 _NEAREST = (8, 24)
-_CLOSE = 1.02
+_CLOSE = 2e-2
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +82,10 @@ class Chooser:
         self._prepare()
         best, fastest = None, inf
         for slowness in _SLOWNESS if self._ways.offload else (None,):
-            choice = self._fitting(slowness, cap, in_flight, fastest)
-            if choice is None:
-                continue
-            seconds = self.seconds(choice, in_flight)
-            if seconds < fastest:
-                best, fastest = choice, seconds
+            for choice in self._fitting(slowness, cap, in_flight, fastest):
+                seconds = self.seconds(choice, in_flight)
+                if seconds < fastest:
+                    best, fastest = choice, seconds
         return best
 
     def bound(self, cap: int, in_flight: int = 1) -> float:
@@ -117,51 +117,62 @@ class Chooser:
 
     def _fitting(
         self, slowness: float | None, cap: int, in_flight: int, fastest: float
-    ) -> Choice | None:
-        """The program's best, in the first arrangement that fits.
+    ) -> list[Choice]:
+        """The program's answers, each in the first arrangement that fits.
 
         The program neglects that what a forward still reads is on the device even if it is not
         kept; where that is too much, the program's cap is lowered by it.
         """
-        room = cap
+        room, found = cap, []
         for _ in range(_ATTEMPTS):
-            needs = []
-            for retention, window in self._solved(slowness, room, in_flight, fastest):
-                choice = Choice(retention, window, retain(self._facts, retention))
-                spare = cap - choice.need(in_flight)
-                if spare >= 0:
-                    # A wider window costs nothing where there is room for it.
-                    wider = min(
-                        window + spare // windows(in_flight), choice.retained.offloaded * in_flight
-                    )
-                    return replace(choice, window=max(window, wider))
-                needs.append(-spare)
-            room -= min(needs, default=room)
-            if room <= 0:
-                return None
-        return None
+            missing = 0
+            for answer in self._solved(slowness, room, in_flight, fastest):
+                choices = [
+                    Choice(retention, window, retain(self._facts, retention))
+                    for retention, window in answer
+                ]
+                missing = min(choice.need(in_flight) for choice in choices) - cap
+                if missing <= 0:
+                    fits = next(each for each in choices if each.need(in_flight) <= cap)
+                    found.append(self._widened(fits, cap, in_flight))
+            if missing <= 0:
+                break
+            room -= missing
+        return found
+
+    def _widened(self, choice: Choice, cap: int, in_flight: int) -> Choice:
+        """The choice with all the room that is left as window, which costs no time."""
+        spare = cap - choice.need(in_flight)
+        wider = min(
+            choice.window + spare // windows(in_flight), choice.retained.offloaded * in_flight
+        )
+        return replace(choice, window=max(choice.window, wider))
 
     def _solved(
         self, slowness: float | None, room: int, in_flight: int, fastest: float
-    ) -> list[tuple[Retention, int]]:
-        """What the program says, in each arrangement; nothing where it has no answer, or none that
-        gains on so many seconds."""
+    ) -> Iterator[Iterator[tuple[Retention, int]]]:
+        """The program's best and what was found on the way to it, in each arrangement; nothing
+        where it has no answer, or none that gains on so many seconds."""
         posed = self._pose(self._patterns, slowness, room, in_flight)
-        limit = (1 - _GAIN) * fastest / posed.second
         relaxed = relax(posed.program)
-        if relaxed is None or relaxed.cost > limit:
-            return []
-        best, cost = None, limit
+        if relaxed is None or relaxed.cost * posed.second > (1 - _GAIN) * fastest:
+            return
+        close = _CLOSE if slowness is not None and slowness > 1 else GAP
+        cost = inf
         for count in _NEAREST if posed.size > _MANY else ():
             nearest = posed.nearest(relaxed.dear, count)
             tried = self._pose(nearest, slowness, room, in_flight)
-            values = solve(tried.program, cost)
+            values = solve(tried.program)
             if values is not None:
-                best, cost = [*tried.choices(values)], float(values @ tried.program.cost)
-            if cost <= _CLOSE * relaxed.cost:
-                return best or []
-        values = solve(posed.program, cost)
-        return (best or []) if values is None else [*posed.choices(values)]
+                cost = min(cost, float(values @ tried.program.cost))
+                yield tried.choices(values)
+            if cost <= (1 + close) * relaxed.cost:
+                return
+        hopeful = posed.within(relaxed.dear, (1 - GAP) * cost - relaxed.cost)
+        posed = self._pose(hopeful, slowness, room, in_flight)
+        values = solve(posed.program)
+        if values is not None:
+            yield posed.choices(values)
 
     def _pose(
         self, patterns: list[list[Pattern]], slowness: float | None, cap: int, in_flight: int

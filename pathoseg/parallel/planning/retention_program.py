@@ -98,6 +98,13 @@ class RetentionProgram:
             found.append([patterns[at] for at in dict.fromkeys([*order[:most], leanest])])
         return found
 
+    def within(self, dear: NDArray[np.float64], margin: float) -> list[list[Pattern]]:
+        """Of each run the patterns with which the cost may grow by no more than a margin."""
+        return [
+            [each for pair, each in _both(taken, patterns) if sum(dear[[*{*pair}]]) <= margin]
+            for taken, patterns in _both(self._taken, self._patterns)
+        ]
+
     def choices(self, values: NDArray[np.float64]) -> Iterator[tuple[Retention, int]]:
         """What the variables' values say, and the window: in each order that equal blocks may
         have it in, the smoothest first."""
