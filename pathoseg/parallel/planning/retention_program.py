@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import ceil
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,18 @@ def windows(in_flight: int) -> int:
     return 1 if in_flight == 1 else 2
 
 
+class Copying(NamedTuple):
+    """How copies to the host and back are taken to be.
+
+    Attributes:
+        slowness: What they take over what they do; None forbids them.
+        at_once: How many of the largest layer the window has room for at least.
+    """
+
+    slowness: float | None = 1.0
+    at_once: int = 1
+
+
 class RetentionProgram:
     """The integer program of one stage.
 
@@ -47,7 +59,7 @@ class RetentionProgram:
         runs: Its equal blocks.
         patterns: Of each run.
         host: What a copy takes.
-        slowness: What copies take over that; None forbids them.
+        copying: How it is taken to be.
         cap: Bytes for what microbatches hold, for workspace and the windows.
         in_flight: Microbatches between their forward and backward at once.
 
@@ -62,10 +74,11 @@ class RetentionProgram:
         runs: Sequence[Run],
         patterns: Sequence[Sequence[Pattern]],
         host: Link,
-        slowness: float | None,
+        copying: Copying,
         cap: int,
         in_flight: int,
     ) -> None:
+        slowness = copying.slowness
         self._facts, self._runs = facts, runs
         if slowness is None:
             patterns = [[each for each in some if not each.largest] for some in patterns]
@@ -78,7 +91,7 @@ class RetentionProgram:
         self._final = self.program.variable()  # what one microbatch keeps
         # Of each run, by pattern: how often it is taken, and whether it is.
         self._taken: list[list[tuple[int, int]]] = []
-        self._take(cap)
+        self._take(cap, copying.at_once)
         self._hold(cap, in_flight)
         self._run(cap, in_flight)
 
@@ -98,6 +111,13 @@ class RetentionProgram:
             found.append([patterns[at] for at in dict.fromkeys([*order[:most], leanest])])
         return found
 
+    def within(self, dear: NDArray[np.float64], margin: float) -> list[list[Pattern]]:
+        """Of each run the patterns with which the cost may grow by no more than a margin."""
+        return [
+            [each for pair, each in _both(taken, patterns) if sum(dear[[*{*pair}]]) <= margin]
+            for taken, patterns in _both(self._taken, self._patterns)
+        ]
+
     def choices(self, values: NDArray[np.float64]) -> Iterator[tuple[Retention, int]]:
         """What the variables' values say, and the window: in each order that equal blocks may
         have it in, the smoothest first."""
@@ -112,8 +132,8 @@ class RetentionProgram:
         for retention in arrangements(self._facts, self._runs, self._patterns, counts):
             yield retention, window
 
-    def _take(self, cap: int) -> None:
-        """Every block is in one pattern; the window takes the largest storage."""
+    def _take(self, cap: int, at_once: int) -> None:
+        """Every block is in one pattern; the window takes the largest layer, so many times."""
         program = self.program
         for run, patterns in zip(self._runs, self._patterns, strict=True):
             taken = []
@@ -125,7 +145,9 @@ class RetentionProgram:
                     program.at_most(0, (count, 1), (used, -most))
                 taken.append((count, used))
             self._taken.append(taken)
-            sizes = [(used, each.largest / cap) for (_, used), each in _both(taken, patterns)]
+            sizes = [
+                (used, at_once * each.largest / cap) for (_, used), each in _both(taken, patterns)
+            ]
             for some in _alternatives(run, sizes):
                 program.at_most(0, *some, (self._window, -1))
             blocks = [(count, each.blocks) for (count, _), each in _both(taken, patterns)]

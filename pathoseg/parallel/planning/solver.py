@@ -16,7 +16,8 @@ from pathoseg.parallel.planning.program import Program
 
 # HiGHS stops this share of the cost short of the least, or after so many nodes. Never by the
 # clock: a busy machine would find another answer.
-_GAP, _NODES = 2e-3, 1000
+GAP = 2e-3
+_NODES = 1000
 
 
 class Relaxed(NamedTuple):
@@ -49,20 +50,20 @@ def relax(program: Program) -> Relaxed | None:
     return None if found.x is None else Relaxed(found.fun, found.lower.marginals)
 
 
-def solve(program: Program, limit: float = inf) -> NDArray[np.float64] | None:
-    """The best values whose cost is at most a limit, or None where none were found."""
-    values: NDArray[np.float64] | None = _solved(program, limit).x
+def solve(program: Program) -> NDArray[np.float64] | None:
+    """The best values, or None where none were found."""
+    values: NDArray[np.float64] | None = _solved(program).x
     return values
 
 
 def least(program: Program) -> float:
     """A cost that no values are below, and some are hardly above; inf where nothing holds every
     row."""
-    bound: float | None = _solved(program, inf).mip_dual_bound
+    bound: float | None = _solved(program).mip_dual_bound
     return inf if bound is None else bound
 
 
-def _solved(program: Program, limit: float) -> Any:
+def _solved(program: Program) -> Any:
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     with _silent():
@@ -73,10 +74,9 @@ def _solved(program: Program, limit: float) -> Any:
             constraints=[
                 LinearConstraint(
                     program.matrix().tocsr(), np.array(program.least), np.array(program.limits)
-                ),
-                LinearConstraint(np.array([program.cost]), -inf, limit),
+                )
             ],
-            options={"mip_rel_gap": _GAP, "node_limit": _NODES},
+            options={"mip_rel_gap": GAP, "node_limit": _NODES},
         )
 
 
