@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from itertools import product
+from math import inf
 
 import pytest
 import torch
@@ -21,8 +22,11 @@ from pathoseg.parallel.planning.cost import Roofline
 from pathoseg.parallel.planning.hardware import load_hardware
 from pathoseg.parallel.planning.memory import Chooser
 from pathoseg.parallel.planning.memory_model import MemoryModel
-from pathoseg.parallel.planning.patterns import Ways
+from pathoseg.parallel.planning.patterns import MOST_UNITS, Ways, patterns_of
+from pathoseg.parallel.planning.program import Program
 from pathoseg.parallel.planning.retained import retain
+from pathoseg.parallel.planning.retention_program import Copying, RetentionProgram
+from pathoseg.parallel.planning.solver import GAP, relax, solve
 from pathoseg.parallel.planning.storages import StageFacts, stage_facts
 from tests.parallel.networks.small import SMALL as NETWORKS
 from tests.parallel.networks.small import small_graph
@@ -122,6 +126,35 @@ def test_no_set_of_recomputed_layers_fits_and_takes_less(name: str, share: float
 @cache
 def _chooser(name: str, ways: Ways, side: int = 64) -> Chooser:
     return Chooser(_facts(name, side), DEVICE.host, ways)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.sampled_from(sorted(TINY)), st.floats(0.3, 0.95), st.integers(1, 3), st.integers(1, 3))
+def test_no_way_that_is_left_out_by_its_reduced_cost_is_missed(
+    name: str, share: float, in_flight: int, near: int
+) -> None:
+    facts, host = _facts(name), DEVICE.host
+    runs = runs_of(facts, MOST_UNITS)
+    patterns = [patterns_of(facts, run, host, Ways()) for run in runs]
+    everything = retain(facts, Retention())
+    cap = int(share * (everything.peak + (in_flight - 1) * everything.kept))
+
+    def cost(program: Program) -> float:
+        values = solve(program)
+        return inf if values is None else float(values @ program.cost)
+
+    whole = RetentionProgram(facts, runs, patterns, host, Copying(), cap, in_flight)
+    relaxed = relax(whole.program)
+    if relaxed is None:
+        assert cost(whole.program) == inf
+        return
+    nearest = whole.nearest(relaxed.dear, near)
+    assert all(0 < len(some) <= near + 1 for some in nearest)
+    first = cost(RetentionProgram(facts, runs, nearest, host, Copying(), cap, in_flight).program)
+    hopeful = whole.within(relaxed.dear, (1 - GAP) * first - relaxed.cost)
+    then = cost(RetentionProgram(facts, runs, hopeful, host, Copying(), cap, in_flight).program)
+    assert relaxed.cost <= min(first, then) * (1 + 1e-6)
+    assert min(first, then) <= (1 + 2 * GAP) * cost(whole.program)
 
 
 @pytest.mark.parametrize("name", ["unet", "resnet"])
