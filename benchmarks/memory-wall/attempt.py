@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import psutil
 import torch
 from cases import Case
 
@@ -52,7 +54,11 @@ def _train(options: argparse.Namespace, chosen: Plan) -> None:
     torch.manual_seed(0)
     loss = build_loss(LossConfig())
     training = Training(loss, lambda parameters: torch.optim.AdamW(parameters, 1e-4))
-    if DEVICE.type == "cuda":
+    if DEVICE.type == "cpu":
+        # Where more is asked for, torch says so; the kernel would kill, and not this alone.
+        left = psutil.virtual_memory().available // chosen.ranks
+        resource.setrlimit(resource.RLIMIT_DATA, (left, left))
+    else:
         total = torch.cuda.get_device_properties(DEVICE).total_memory
         torch.cuda.set_per_process_memory_fraction(options.memory / total)
     model = Case(options.network, options.quick).make()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -16,7 +16,6 @@ from pathoseg.parallel.planning.patterns import Ways
 from pathoseg.parallel.planning.task import Task
 
 SIDES = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
-BATCH = 8  # tiles of a step, one a microbatch
 RANKS = 8
 _KEEP = Ways(offload=False, recompute=False)
 
@@ -47,21 +46,22 @@ class Case:
         return networks(self.quick)[self.network]()
 
 
-def _naive(graph: LayerGraph, ranks: int, memory: int) -> Task:
-    starts = even(graph, ranks).bounds[1:-1]
+def _naive(graph: LayerGraph, asked: Task) -> Task:
+    starts = even(graph, asked.ranks).bounds[1:-1]
     cut = tuple(graph.layers[first].name for first in starts)
-    return Task(ranks, memory, BATCH, MP_BASIC, cut=cut, ways=_KEEP)
+    return replace(asked, order=MP_BASIC, cut=cut, ways=_KEEP)
 
 
-WAYS: Mapping[str, Callable[[LayerGraph, int, int], Task]] = {
-    "sequential": lambda graph, ranks, memory: Task(1, memory, BATCH, SEQUENTIAL, ways=_KEEP),
-    "sequential_planned": lambda graph, ranks, memory: Task(1, memory, BATCH, SEQUENTIAL),
+# What each asks for, of so many ranks and so large steps.
+WAYS: Mapping[str, Callable[[LayerGraph, Task], Task]] = {
+    "sequential": lambda graph, asked: replace(asked, ranks=1, order=SEQUENTIAL, ways=_KEEP),
+    "sequential_planned": lambda graph, asked: replace(asked, ranks=1, order=SEQUENTIAL),
     "naive": _naive,
-    "model_aware": lambda graph, ranks, memory: Task(
-        ranks, memory, BATCH, MP_BASIC, stages=ranks, ways=_KEEP
+    "model_aware": lambda graph, asked: replace(
+        asked, order=MP_BASIC, stages=asked.ranks, ways=_KEEP
     ),
-    "gems_master": lambda graph, ranks, memory: Task(
-        ranks, memory, BATCH, "gems-master", stages=ranks, ways=_KEEP
+    "gems_master": lambda graph, asked: replace(
+        asked, order="gems-master", stages=asked.ranks, ways=_KEEP
     ),
-    "planned": lambda graph, ranks, memory: Task(ranks, memory, BATCH),
+    "planned": lambda graph, asked: asked,
 }

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from cases import BATCH, RANKS, SIDES, WAYS, Case, networks
+from cases import RANKS, SIDES, WAYS, Case, networks
 from torch import nn
 
 from pathoseg.parallel.graph.traced import Traced
@@ -24,6 +24,7 @@ from pathoseg.parallel.planning.hardware import Hardware, load_hardware
 from pathoseg.parallel.planning.plan import Plan
 from pathoseg.parallel.planning.planner import plan
 from pathoseg.parallel.planning.priced import Priced
+from pathoseg.parallel.planning.task import Task
 
 _BEYOND = (1, 1.25, 1.5, 2, 4, 1024)  # shares of the cap for which a plan is looked for
 
@@ -62,26 +63,30 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     parser.add_argument("--hardware", help="by which plans are made (default: v100, quick: cpu)")
     parser.add_argument("--network", action="append", help="only this one (may be repeated)")
+    parser.add_argument("--way", action="append", choices=WAYS, help="likewise")
+    parser.add_argument("--memory", type=float, metavar="GIB", help="of a rank (default: 16)")
+    parser.add_argument("--batch", type=int, default=8, help="tiles of a step (default: 8)")
     options = parser.parse_args()
     hardware = load_hardware(options.hardware or ("cpu" if options.quick else "v100"))
-    memory = 2**26 if options.quick else 2**34
+    gib = options.memory or (1 / 16 if options.quick else 16)
     ranks = 2 if options.quick else RANKS
+    asked = Task(ranks, int(gib * 2**30), options.batch)
     known = networks(options.quick)
-    print(f"Ranks of {memory / 2**30:g} GiB ({hardware.name}), steps of {BATCH} tiles, AdamW.\n")
+    print(f"Ranks of {gib:g} GiB ({hardware.name}), steps of {asked.batch} tiles, AdamW.\n")
     print("| network | way | predicted | in host memory | trained | seconds a tile | tries |")
     print("|---|---|---|---|---|---|---|")
-    figures: dict[str, float | str] = {"hardware": hardware.name, "memory_gib": memory / 2**30}
+    figures: dict[str, float | str] = {"hardware": hardware.name, "memory_gib": gib}
     right: list[bool] = []
     # A CPU's tensors are in host memory already.
     real = torch.cuda.is_available() or not options.measure
     offload = hardware.device != "cpu" and real
     for network in options.network or known:
-        for way in WAYS:
-            wall = _predict(known[network], way, hardware, memory, ranks, offload)
+        for way in options.way or WAYS:
+            wall = _predict(known[network], way, hardware, asked, offload)
             side = wall.predicted()
             figures[f"predicted_tile_{way}_{network}"] = side
             if options.measure:
-                _measure(wall, Case(network, options.quick), memory)
+                _measure(wall, Case(network, options.quick), asked.memory)
                 right += wall.right()
                 figures[f"largest_tile_{way}_{network}"] = wall.measured()
                 for tried, seconds in wall.trained.items():
@@ -100,8 +105,7 @@ def _predict(
     make: Callable[[], nn.Module],
     way: str,
     hardware: Hardware,
-    memory: int,
-    ranks: int,
+    asked: Task,
     offload: bool,
 ) -> Wall:
     """Plans up to the first side that does not fit, that one for as little more as it needs."""
@@ -112,7 +116,7 @@ def _predict(
             traced = Traced(make(), torch.empty(1, 3, side, side))
         priced = Priced(traced.graph, cost_model(hardware), hardware, workspace=own)
         for share in _BEYOND:
-            task = WAYS[way](traced.graph, ranks, int(memory * share))
+            task = WAYS[way](traced.graph, replace(asked, memory=int(asked.memory * share)))
             ways = replace(task.ways, offload=task.ways.offload and offload)
             found = plan([priced], replace(task, ways=ways))
             if found:
