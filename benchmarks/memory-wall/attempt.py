@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--side", type=int, required=True)
     parser.add_argument("--plan", type=Path, required=True)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--memory", type=int, required=True, help="bytes of a rank")
     parser.add_argument("--out", type=Path, required=True, help="where the seconds a tile go")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
@@ -49,7 +50,7 @@ def main() -> None:
 
 
 def _train(options: argparse.Namespace, chosen: Plan) -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(options.threads)
     transport = connect("auto", find_world() if options.rank else World())
     torch.manual_seed(0)
     loss = build_loss(LossConfig())
@@ -61,7 +62,7 @@ def _train(options: argparse.Namespace, chosen: Plan) -> None:
     else:
         total = torch.cuda.get_device_properties(DEVICE).total_memory
         torch.cuda.set_per_process_memory_fraction(options.memory / total)
-    model = Case(options.network, options.quick).make()
+    model = Case(options.network, options.quick, options.threads).make()
     side = options.side
     images = torch.rand(chosen.batch, 3, side, side)
     targets = torch.randint(2, (chosen.batch, side, side))

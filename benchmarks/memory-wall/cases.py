@@ -37,10 +37,11 @@ def networks(quick: bool) -> Mapping[str, Callable[[], nn.Module]]:
 
 @dataclass(frozen=True)
 class Case:
-    """A network by its name."""
+    """A network by its name, and the threads of a rank that trains it."""
 
     network: str
     quick: bool
+    threads: int
 
     def make(self) -> nn.Module:
         return networks(self.quick)[self.network]()

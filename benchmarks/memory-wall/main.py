@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--way", action="append", choices=WAYS, help="likewise")
     parser.add_argument("--memory", type=float, metavar="GIB", help="of a rank (default: 16)")
     parser.add_argument("--batch", type=int, default=8, help="tiles of a step (default: 8)")
+    parser.add_argument("--threads", type=int, default=1, help="of a rank on a CPU (default: 1)")
     options = parser.parse_args()
     hardware = load_hardware(options.hardware or ("cpu" if options.quick else "v100"))
     gib = options.memory or (1 / 16 if options.quick else 16)
@@ -82,11 +83,11 @@ def main() -> None:
     offload = hardware.device != "cpu" and real
     for network in options.network or known:
         for way in options.way or WAYS:
-            wall = _predict(known[network], way, hardware, asked, offload)
+            wall = _predict(known[network], way, hardware, asked, offload, options.threads)
             side = wall.predicted()
             figures[f"predicted_tile_{way}_{network}"] = side
             if options.measure:
-                _measure(wall, Case(network, options.quick), asked.memory)
+                _measure(wall, Case(network, options.quick, options.threads), asked.memory)
                 right += wall.right()
                 figures[f"largest_tile_{way}_{network}"] = wall.measured()
                 for tried, seconds in wall.trained.items():
@@ -107,10 +108,11 @@ def _predict(
     hardware: Hardware,
     asked: Task,
     offload: bool,
+    threads: int,
 ) -> Wall:
     """Plans up to the first side that does not fit, that one for as little more as it needs."""
     wall = Wall()
-    own = cpu_workspace(threads=1) if hardware.device == "cpu" else None
+    own = cpu_workspace(threads=threads) if hardware.device == "cpu" else None
     for side in SIDES:
         with torch.device("meta"):
             traced = Traced(make(), torch.empty(1, 3, side, side))
@@ -149,7 +151,8 @@ def _try(chosen: Plan, case: Case, side: int, memory: int) -> float | None:
         order.write_text(chosen.to_json())
         attempt = Path(__file__).with_name("attempt.py")
         told = [case.network, "--side", side, "--plan", order, "--memory", memory, "--out", result]
-        command = [sys.executable, attempt, *told, *(["--quick"] if case.quick else [])]
+        told += ["--threads", case.threads, *(["--quick"] if case.quick else [])]
+        command = [sys.executable, attempt, *told]
         done = subprocess.run([*map(str, command)], capture_output=True, text=True)
         if done.returncode == 0:
             return float(result.read_text())
