@@ -56,8 +56,10 @@ def _train(options: argparse.Namespace, chosen: Plan) -> None:
     loss = build_loss(LossConfig())
     training = Training(loss, lambda parameters: torch.optim.AdamW(parameters, 1e-4))
     if DEVICE.type == "cpu":
-        # Where more is asked for, torch says so; the kernel would kill, and not this alone.
+        # Beyond it torch says that there is no more; the kernel would kill, and not this alone.
         left = psutil.virtual_memory().available // chosen.ranks
+        if left < options.memory:
+            sys.exit(f"This host has {left} bytes for each rank; {options.memory} were asked for.")
         resource.setrlimit(resource.RLIMIT_DATA, (left, left))
     else:
         total = torch.cuda.get_device_properties(DEVICE).total_memory

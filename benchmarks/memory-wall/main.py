@@ -77,6 +77,7 @@ def main() -> None:
     print("| network | way | predicted | in host memory | trained | seconds a tile | tries |")
     print("|---|---|---|---|---|---|---|")
     figures: dict[str, float | str] = {"hardware": hardware.name, "memory_gib": gib}
+    figures |= {"tiles_a_step": asked.batch, "threads": options.threads}
     right: list[bool] = []
     # A CPU's tensors are in host memory already.
     real = torch.cuda.is_available() or not options.measure

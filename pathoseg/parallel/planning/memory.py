@@ -25,8 +25,9 @@ _AS_IT_IS = Copying()
 # These two get nearest to the bound over `benchmarks/retention`, of 24 that were tried.
 _CAUTIOUS = (Copying(at_once=2), Copying(1.5, at_once=4))
 # A program with more patterns is solved with those first that are nearest to the best of its
-# relaxed one: of each run so many. Where these do not come within the solver's gap of that, the
-# task itself is solved with all patterns that may be better than them.
+# relaxed one: of each run so many. Where these do not come within the solver's gap of that, it is
+# solved with all patterns that may be better than them; not so the cautious programs, of which
+# nothing is to be proven.
 _MANY = 300
 _NEAREST = (8, 24)
 
@@ -72,7 +73,8 @@ class Chooser:
         `RetentionProgram` takes copies for a fluid. Tensors are none, and their copies hide less
         well than it says: it is solved without copies, then with copies as they are, then with
         slower ones and with room for more of them, and what these give is replayed, tensor by
-        tensor (`simulate`). What cannot gain, as the relaxed program shows, is not solved.
+        tensor (`simulate`). A program whose relaxed one is no better than the fastest of these is
+        not solved: it cannot gain, or, with slower copies, is not likely to.
 
         Args:
             cap: Bytes for what microbatches hold, for workspace and the windows.
@@ -138,6 +140,8 @@ class Chooser:
             if missing <= 0:
                 break
             room -= missing
+            if room <= 0:
+                break
         return found
 
     def _widened(self, choice: Choice, cap: int, in_flight: int) -> Choice:
@@ -158,20 +162,21 @@ class Chooser:
         if relaxed is None or relaxed.cost * posed.second > (1 - GAP) * fastest:
             return
         cost = inf
-        few = posed.size > _MANY
-        for count in _NEAREST if few else ():
+        many = posed.size > _MANY
+        for count in _NEAREST if many else ():
             nearest = posed.nearest(relaxed.dear, count)
             tried = self._pose(nearest, copying, room, in_flight)
             values = solve(tried.program)
             if values is not None:
                 cost = min(cost, float(values @ tried.program.cost))
                 yield tried.choices(values)
-            if cost <= (1 + GAP) * relaxed.cost:
+            if (1 - GAP) * cost <= relaxed.cost:
                 return
-        if few and copying in _CAUTIOUS:
-            return
-        hopeful = posed.within(relaxed.dear, (1 - GAP) * cost - relaxed.cost)
-        posed = self._pose(hopeful, copying, room, in_flight)
+        if many:
+            if copying in _CAUTIOUS:
+                return
+            hopeful = posed.within(relaxed.dear, (1 - GAP) * cost - relaxed.cost)
+            posed = self._pose(hopeful, copying, room, in_flight)
         values = solve(posed.program)
         if values is not None:
             yield posed.choices(values)

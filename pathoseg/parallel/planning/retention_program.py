@@ -35,7 +35,7 @@ class Copying(NamedTuple):
     """How copies to the host and back are taken to be.
 
     Attributes:
-        slowness: What they take over what they do; None forbids them.
+        slowness: How many times as long as the host's link says; None forbids them.
         at_once: How many of the largest layer the window has room for at least.
     """
 
@@ -84,7 +84,7 @@ class RetentionProgram:
             patterns = [[each for each in some if not each.largest] for some in patterns]
         self._patterns = [earliest_first(some) for some in patterns]
         self.second = sum(facts.forward.values()) + sum(facts.backward.values())
-        self._copying = self.second / (slowness or 1.0)
+        self._second_of_copies = self.second / (slowness or 1.0)
         self._beta, self._cap = host.beta, cap
         self.program = Program()
         self._window = self.program.variable(cost=_TIE, most=0.5)
@@ -112,7 +112,8 @@ class RetentionProgram:
         return found
 
     def within(self, dear: NDArray[np.float64], margin: float) -> list[list[Pattern]]:
-        """Of each run the patterns with which the cost may grow by no more than a margin."""
+        """Of each run the patterns without which something may be missed that costs less than a
+        margin beyond the relaxed program: by its reduced costs, others add more."""
         return [
             [each for pair, each in _both(taken, patterns) if sum(dear[[*{*pair}]]) <= margin]
             for taken, patterns in _both(self._taken, self._patterns)
@@ -210,7 +211,7 @@ class RetentionProgram:
         the next: it is the last one in flight that has to do with the window.
         """
         program, facts, second = self.program, self._facts, self.second
-        copying, others = self._copying, in_flight - 1.0
+        copying, others = self._second_of_copies, in_flight - 1.0
         window = (self._window, self._beta * cap / copying)
         given: list[list[Term]] = [[]]  # after each run, what was given to be copied
         clock: list[Term] = []
