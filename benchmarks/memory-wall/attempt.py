@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import psutil
 import torch
-from cases import Case
+from cases import networks
 
 from pathoseg.errors import PathosegError
 from pathoseg.models.losses import LossConfig, build_loss
@@ -64,7 +64,7 @@ def _train(options: argparse.Namespace, chosen: Plan) -> None:
     else:
         total = torch.cuda.get_device_properties(DEVICE).total_memory
         torch.cuda.set_per_process_memory_fraction(options.memory / total)
-    model = Case(options.network, options.quick, options.threads).make()
+    model = networks(options.quick)[options.network]()
     side = options.side
     images = torch.rand(chosen.batch, 3, side, side)
     targets = torch.randint(2, (chosen.batch, side, side))

@@ -43,9 +43,6 @@ class Case:
     quick: bool
     threads: int
 
-    def make(self) -> nn.Module:
-        return networks(self.quick)[self.network]()
-
 
 def _naive(graph: LayerGraph, asked: Task) -> Task:
     starts = even(graph, asked.ranks).bounds[1:-1]
