@@ -32,6 +32,8 @@ def whole_stream(stream: bytes, tables: bytes | None, ycbcr: bool | None = None)
     """
     if not stream.startswith(_SOI):
         raise ValueError("it is no JPEG stream")
+    if not tables and ycbcr is None:
+        return stream
     says = b"" if ycbcr is None else b"\xff\xee\x00\x0eAdobe\x00\x64\0\0\0\0" + bytes([ycbcr])
     shared = (tables or b"").removeprefix(_SOI).removesuffix(_EOI)
     return b"".join((_SOI, says, shared, stream.removeprefix(_SOI)))
@@ -61,6 +63,15 @@ def colours_in_one_piece(header: list[Segment]) -> int:
         return 0
     colours = content[kinds[0]][5:6]
     return colours[0] if colours and colours == content[_SCAN][:1] else 0
+
+
+def taken_for_ycbcr(header: list[Segment]) -> bool:
+    """Whether libjpeg takes three colours for YCbCr where no segment says what they are.
+
+    It does unless they are named "RGB" (its jdapimin.c).
+    """
+    frame = next((content for marker, content in header if marker in _FRAMES), b"")
+    return frame[6:15:3] != b"RGB"
 
 
 def decode_jpeg(stream: bytes, pixels: NDArray[np.uint8]) -> None:

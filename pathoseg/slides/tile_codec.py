@@ -19,6 +19,7 @@ from pathoseg.slides.jpeg_stream import (
     colours_in_one_piece,
     decode_jpeg,
     segments,
+    taken_for_ycbcr,
     whole_stream,
 )
 
@@ -100,7 +101,6 @@ class TileCodec:
         return True
 
     def _decode_jpeg(self, data: bytes, pixels: NDArray[np.uint8]) -> None:
-        stream = whole_stream(data, self.tables, self.ycbcr)
         header = self._shared + segments(data)
         # OpenSlide has its own ways with the rest
         if any(_says_ycbcr(*segment, self.ycbcr) != self.ycbcr for segment in header):
@@ -110,7 +110,8 @@ class TileCodec:
         stored = Size(self.size.width * self.shrink, self.size.height * self.shrink)
         if announced_size(data) != stored:
             raise ValueError("of another size")
-        decode_jpeg(stream, pixels)
+        told = None if taken_for_ycbcr(header) == self.ycbcr else self.ycbcr
+        decode_jpeg(whole_stream(data, self.tables, told), pixels)
 
     def _decode_bytes(self, data: bytes, pixels: NDArray[np.uint8]) -> None:
         decoded = _BYTES[self.compression](data, out=pixels.size)

@@ -207,6 +207,24 @@ def test_jpeg_tables_are_shared(tmp_path: Path, picture: Callable[..., Any]) -> 
     assert np.abs(read.astype(int) - pixels).mean() < 8
 
 
+@pytest.mark.parametrize("names", [b"\1\2\3", b"RGB", b"\0\1\2"])
+@pytest.mark.parametrize("photometric", ["ycbcr", "rgb"])
+def test_colours_are_what_the_tiff_says_where_no_stream_does(
+    tmp_path: Path, picture: Callable[..., Any], names: bytes, photometric: str
+) -> None:
+    streams = []
+    for stream in _jpegs(picture(3 * TILE, 2 * TILE)):
+        bare = bytearray(b"\xff\xd8" + stream[stream.index(b"\xff\xdb") :])
+        frame, scan = bare.index(b"\xff\xc0"), bare.index(b"\xff\xda")
+        bare[frame + 10 : frame + 19 : 3] = bare[scan + 5 : scan + 11 : 2] = names
+        streams.append(bytes(bare))
+    path = _aperio(tmp_path / "a.svs", streams, 3, photometric=photometric, compression=7)
+    _assert_equal_to_openslide(path, 10)
+    with _opened(path) as slide:
+        slide.read_level(0, Box(0, 0, 3 * TILE, 2 * TILE))
+        assert "0 tiles left" in repr(slide)
+
+
 def _by_pillow(pixels: Any, **how: Any) -> bytes:
     """A JPEG stream of a kind that imagecodecs does not write."""
     file = BytesIO()
