@@ -1,5 +1,8 @@
 """The one error a user meets: what is wrong with which file, and how to mend it."""
 
+# What torch says in a RuntimeError: it has a class of its own for accelerators alone.
+_NO_MEMORY = ("out of memory", "can't allocate memory", "std::bad_alloc")
+
 
 class PathosegError(Exception):
     """Bad input or a machine's limit, told in two sentences instead of a traceback.
@@ -35,3 +38,9 @@ class StoppedError(Exception):
         super().__init__(advice)
         self.exit_code = 128 + number
         self.advice = advice
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that the memory of a host or an accelerator is used up."""
+    told = isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+    return told or isinstance(error, MemoryError)

@@ -35,7 +35,6 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--side", type=int, required=True)
     parser.add_argument("--plan", type=Path, required=True)
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--memory", type=int, required=True, help="bytes of a rank")
     parser.add_argument("--out", type=Path, required=True, help="where the seconds a tile go")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
@@ -50,7 +49,6 @@ def main() -> None:
 
 
 def _train(options: argparse.Namespace, chosen: Plan) -> None:
-    torch.set_num_threads(options.threads)
     transport = connect("auto", find_world() if options.rank else World())
     torch.manual_seed(0)
     loss = build_loss(LossConfig())

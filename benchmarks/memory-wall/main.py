@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -64,6 +65,7 @@ def main() -> None:
     parser.add_argument("--hardware", help="by which plans are made (default: v100, quick: cpu)")
     parser.add_argument("--network", action="append", help="only this one (may be repeated)")
     parser.add_argument("--way", action="append", choices=WAYS, help="likewise")
+    parser.add_argument("--side", action="append", type=int, metavar="PX", help="likewise")
     parser.add_argument("--memory", type=float, metavar="GIB", help="of a rank (default: 16)")
     parser.add_argument("--batch", type=int, default=8, help="tiles of a step (default: 8)")
     parser.add_argument("--threads", type=int, default=1, help="of a rank on a CPU (default: 1)")
@@ -84,7 +86,8 @@ def main() -> None:
     offload = hardware.device != "cpu" and real
     for network in options.network or known:
         for way in options.way or WAYS:
-            wall = _predict(known[network], way, hardware, asked, offload, options.threads)
+            make, sides = known[network], sorted(options.side or SIDES)
+            wall = _predict(make, way, sides, hardware, asked, offload, options.threads)
             side = wall.predicted()
             figures[f"predicted_tile_{way}_{network}"] = side
             if options.measure:
@@ -106,6 +109,7 @@ def main() -> None:
 def _predict(
     make: Callable[[], nn.Module],
     way: str,
+    sides: Sequence[int],
     hardware: Hardware,
     asked: Task,
     offload: bool,
@@ -114,7 +118,7 @@ def _predict(
     """Plans up to the first side that does not fit, that one for as little more as it needs."""
     wall = Wall()
     own = cpu_workspace(threads=threads) if hardware.device == "cpu" else None
-    for side in SIDES:
+    for side in sides:
         with torch.device("meta"):
             traced = Traced(make(), torch.empty(1, 3, side, side))
         priced = Priced(traced.graph, cost_model(hardware), hardware, workspace=own)
@@ -152,9 +156,9 @@ def _try(chosen: Plan, case: Case, side: int, memory: int) -> float | None:
         order.write_text(chosen.to_json())
         attempt = Path(__file__).with_name("attempt.py")
         told = [case.network, "--side", side, "--plan", order, "--memory", memory, "--out", result]
-        told += ["--threads", case.threads, *(["--quick"] if case.quick else [])]
-        command = [sys.executable, attempt, *told]
-        done = subprocess.run([*map(str, command)], capture_output=True, text=True)
+        command = [sys.executable, attempt, *told, *(["--quick"] if case.quick else [])]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(case.threads)}
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=environment)
         if done.returncode == 0:
             return float(result.read_text())
         said = done.stdout + done.stderr

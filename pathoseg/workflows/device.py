@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pathoseg.errors import PathosegError
+from pathoseg.errors import PathosegError, is_out_of_memory
 
 # ImageNet's channel statistics: what most published pathology models are scaled by.
 MEAN = (0.485, 0.456, 0.406)
@@ -67,13 +67,16 @@ def to_input(
 
 @contextmanager
 def memory_told(what: str, mend: str) -> Iterator[None]:
-    """Turns running out of device memory into an error that says what to change."""
+    """Turns running out of memory, the device's or the host's, into an error that says what to
+    change."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        free, total = torch.cuda.mem_get_info()
-        raise PathosegError(
-            f"{what} does not fit on the GPU ({free / 2**30:.1f} of {total / 2**30:.1f} GiB "
-            f"are free): {str(error).splitlines()[0]}",
-            mend,
-        ) from None
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        where = "into memory"
+        if isinstance(error, torch.OutOfMemoryError):
+            free, total = torch.cuda.mem_get_info()
+            where = f"on the GPU ({free / 2**30:.1f} of {total / 2**30:.1f} GiB are free)"
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        raise PathosegError(f"{what} does not fit {where}: {said}.", mend) from None

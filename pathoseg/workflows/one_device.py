@@ -61,7 +61,7 @@ class OneDevice:
         self._model.train()
         with memory_told(
             f"A microbatch of {min(samples, self._config.microbatch or samples)} tiles",
-            'Name what the GPU has in the configuration, as [parallel] memory = "16GiB": then '
+            'Name what it may take in the configuration, as [parallel] memory = "16GiB": then '
             "what does not fit is offloaded or recomputed. Or lower [train] microbatch or --tile, "
             "or train on several ranks.",
         ):

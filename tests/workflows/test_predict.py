@@ -56,6 +56,20 @@ class Viewing(Plain):
         return logits.view(len(images), -1).view_as(logits)
 
 
+class Greedy(Plain):
+    """Asks for more memory than there is."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.empty(2**52))
+
+
+class Wrong(Plain):
+    """Fails for another reason."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return super().forward(images[:, :2])
+
+
 def _predicted(model: nn.Module, rows: Sequence[Sequence[int]], batch: int) -> list[Prediction]:
     return list(predict(model, CARD, lambda i: Region(TILES[i]), rows, batch, 2, None))
 
@@ -85,6 +99,14 @@ def test_an_answer_that_is_not_finite_is_refused() -> None:
     nn.init.constant_(model.convolve.weight, float("inf"))
     with pytest.raises(PathosegError, match="tile 3 with numbers that are not finite"):
         _predicted(model, [[3, 4]], 2)
+
+
+def test_memory_that_is_used_up_is_told_with_what_to_change() -> None:
+    with pytest.raises(PathosegError, match="2 tiles does not fit into memory") as told:
+        _predicted(Greedy().eval(), [[3, 4]], 2)
+    assert "[infer] batch" in told.value.mend
+    with pytest.raises(RuntimeError, match="to have 3 channels"):
+        _predicted(Wrong().eval(), [[3, 4]], 2)
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pathoseg.errors import PathosegError
+from pathoseg.errors import PathosegError, is_out_of_memory
 from pathoseg.parallel.graph.layer_graph import Partition
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.runtime.clipping import Agreed, Clipping
@@ -328,7 +328,7 @@ class Runner:
             first = str(error).split("\n")[0]
             problem = f"Rank {rank} failed {self.doing} ({type(error).__name__}: {first})."
             mend = "Run it on one rank to see whether the model itself fails."
-            if isinstance(error, torch.OutOfMemoryError):
+            if is_out_of_memory(error):
                 problem, mend = self._memory.exhausted(rank, self._device, self.doing)
             self._transport.abort(problem)
             raise PathosegError(problem, mend) from error

@@ -319,14 +319,18 @@ def test_a_rank_that_fails_names_itself_to_all() -> None:
     assert all("Rank 0" in text and "the disk is gone" in text for text in heard)
 
 
-def test_a_device_without_memory_names_what_was_planned() -> None:
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("std::bad_alloc"), MemoryError()],
+)
+def test_a_device_without_memory_names_what_was_planned(error: Exception) -> None:
     case = Case("unet", "1f1b", 2)
     prepare(case)
     memory = Memory(device_bytes=(3 * 2**29, 2**30))
 
     def body(transport: ThreadTransport) -> None:
         def targets(index: int) -> Tensor:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+            raise error
 
         batch = replace(microbatches(case, 0), targets=targets)
         start(case, transport, memory=memory).step(0, batch)
