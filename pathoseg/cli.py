@@ -311,6 +311,8 @@ def main() -> NoReturn:
         except OSError as error:
             where, why = error.filename or "A file", error.strerror or error
             mend = "Free space on its disk, see whether it may be written, or choose another place."
+            if isinstance(error, (NotADirectoryError, FileExistsError)):
+                mend = "A file stands where a folder is needed: choose another place."
             _refuse(PathosegError(f"{where} cannot be read or written ({why}).", mend), debug)
     sys.exit(0)
 

@@ -72,10 +72,10 @@ class ClassTable:
         names = set(names)
         if unknown := sorted(names.difference(self.names)):
             raise PathosegError(
-                f"{path} has regions of class {_quoted(unknown)}, which is not among the classes "
-                f"of this run: {_quoted(self.names)}.",
-                "Add it to the config's `classes`, or rename it in the annotation program: a name "
-                "that ends in * is ignored.",
+                f"{path} has regions of class {_quoted(unknown)}, beside the classes of this run: "
+                f"{_quoted(self.names)}.",
+                "Train with it among the config's `classes`, or rename it in the annotation "
+                "program: a name that ends in * is ignored.",
             )
         return {name: self.index(name) for name in names}
 

@@ -77,6 +77,15 @@ def stated_mpp(x: object, y: object, unit: float = 1.0) -> Mpp | None:
     return Mpp(across * unit, down * unit)
 
 
+def aperio_mpp(description: str) -> Mpp | None:
+    """What Aperio says in a TIFF's description: `Aperio … |AppMag = 20|MPP = 0.4990`."""
+    if not description.startswith("Aperio"):
+        return None
+    words = (part.partition("=") for part in description.split("|"))
+    said = {key.strip(): value for key, _, value in words}
+    return stated_mpp(said.get("MPP"), said.get("MPP"))
+
+
 def tagged_mpp(x: object, y: object, unit: float) -> Mpp | None:
     """The resolution behind a plain image's resolution tags, None unless a microscope's.
 

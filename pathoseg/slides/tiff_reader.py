@@ -33,6 +33,7 @@ from pathoseg.slides.reason import reason
 from pathoseg.slides.resolution import (
     MICRONS_PER_INCH,
     MICRONS_PER_UNIT,
+    aperio_mpp,
     slide_mpp,
     tagged_mpp,
 )
@@ -257,12 +258,13 @@ class TiffSlide(SlideFile[_OpenTiff]):
             stated = (ome_mpp(xml, self.size) if xml else None) or _tagged(tiff)
             magnification = ome_magnification(xml) if xml else None
             whole = check_directories(self.path)
+            scanned = aperio_mpp(tiff.key.description)
         if stated is None and assume_mpp is None and not whole:
             raise PathosegError(
                 f"{self.path} is cut short: images that it lists lie behind its end.",
                 "Copy it again. With --assume-mpp, what is left of it is read.",
             )
-        self.mpp = slide_mpp(self.path, stated, magnification, assume_mpp)
+        self.mpp = slide_mpp(self.path, stated or scanned, magnification, assume_mpp)
 
     def read_level(self, level: int, box: Box) -> NDArray[np.uint8]:
         """See `Slide.read_level`."""

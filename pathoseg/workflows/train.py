@@ -51,7 +51,7 @@ from pathoseg.workflows.runs import (
     newest_unfinished,
 )
 from pathoseg.workflows.sources import Sources, find_sources
-from pathoseg.workflows.splits import Member, find_table, split_slides, write_splits
+from pathoseg.workflows.splits import TABLE, Member, find_table, split_slides, write_splits
 from pathoseg.workflows.tasks import make_task
 from pathoseg.workflows.validation import Validation
 
@@ -120,7 +120,11 @@ def _train(
         say(f"{run} is finished; its model is in {run / 'model'}.")
         return run
     sources = find_sources(config)
-    members = _split(config, sources)
+    table = find_table(
+        config.data.table, _folder(config.data.slides), _folder(config.data.annotations)
+    )
+    names = [source.slide.name for source in sources.usable]
+    members = split_slides(names, table, config.seed, config.data.val_share)
     torch.manual_seed(config.seed)
     model = build_model(config.model.with_classes(len(sources.classes)), _factory(config))
     check_tile(model, config.tiles.tile)
@@ -137,7 +141,7 @@ def _train(
     elif pick_device().type == "cpu":
         check_host(model, config)
     card = _card(config, sources, model)
-    _overview(sources, members)
+    _overview(sources, members, table)
     pool = SlidePool(lambda path: open_slide(path, config.data.assume_mpp))
     advice = "Nothing is trained yet: start the same command again."
     with (
@@ -182,9 +186,8 @@ def _train(
         finish_run(run, summary)
     if trace and not (run / TIMELINE).exists():
         say("No step is drawn: the run had too few, as the first ones warm up.")
-    say(
-        f"Best epoch: {progress.best_epoch}. Model: {run / 'model'}. Figures: {run / 'metrics.csv'}"
-    )
+    kept = f"{'Best' if tiles.val else 'Last'} epoch: {progress.best_epoch}"
+    say(f"{kept}. Model: {run / 'model'}. Figures: {run / 'metrics.csv'}")
     return run
 
 
@@ -257,13 +260,6 @@ def _refuse_changes(run: Path, recorded: Config, asked: Config) -> None:
             )
 
 
-def _split(config: Config, sources: Sources) -> dict[str, Member]:
-    data = config.data
-    table = find_table(data.table, _folder(data.slides), _folder(data.annotations))
-    names = [source.slide.name for source in sources.usable]
-    return split_slides(names, table, config.seed, data.val_share)
-
-
 def _folder(name: str | None) -> Path | None:
     return None if name is None else Path(name)
 
@@ -306,12 +302,14 @@ def _card(config: Config, sources: Sources, model: torch.nn.Module) -> Bundle:
     )
 
 
-def _overview(sources: Sources, members: Mapping[str, Member]) -> None:
+def _overview(sources: Sources, members: Mapping[str, Member], table: Path | None) -> None:
     counts = Counter(member.split for member in members.values())
     split = ", ".join(f"{counts[part]} {part}" for part in ("train", "val", "test"))
     say(f"{len(members)} slides ({split}). Classes: {', '.join(sources.classes.names)}.")
-    if len({member.patient for member in members.values()}) == len(members):
-        say("Every slide counts as a patient of its own; slides.csv can say otherwise.")
+    if table is None:
+        say(f"Every slide counts as a patient of its own; {TABLE} can say otherwise.")
+    else:
+        say(f"Patients and splits: {table}")
     if not counts["val"]:
         say("No slide validates: the last epoch is kept, whatever it is worth.")
     for name, reason in sources.left_out.items():

@@ -43,8 +43,8 @@ def test_a_slide_cut_short_says_so(write_svs: Any, pyramid: Any, tmp_path: Path)
     with pytest.raises(PathosegError, match=r"a\.svs is cut short") as refusal:
         open_slide(path)
     assert "Copy it again" in refusal.value.mend
-    with open_slide(path, assume_mpp=0.5) as slide:
-        assert slide.mpp.x == 0.5
+    with open_slide(path, assume_mpp=2.5) as slide:
+        assert slide.mpp.x == 0.5, "what the file still states is not overruled"
 
 
 def _directory(entries: bytes, following: int) -> bytes:

@@ -192,6 +192,7 @@ def test_a_file_where_a_folder_must_be(
         )
         assert code == 2
         assert "taken" in said
+        assert "a folder is needed" in said
     assert Path("taken").read_text() == "a file"
 
 

@@ -275,16 +275,25 @@ def test_an_order_that_one_process_cannot_follow_is_named(
     train(Path("tiny.toml"), flags, None, resume=False)
     said = capsys.readouterr().err
     assert "the order 1f1b is for several ranks" in said
+    assert "Every slide counts as a patient of its own" in said
     assert "epoch 1 of 1  " in said
 
 
-def test_without_validation_the_last_epoch_is_kept(toy_slides: Path) -> None:
+def test_without_validation_the_last_epoch_is_kept(
+    toy_slides: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("slide1", "slide2", "slide3"):
         (toy_slides / f"{name}.png").unlink()
         (toy_slides / f"{name}_mask.png").unlink()
+    table = toy_slides / "slides.csv"
+    table.write_text("slide,patient,split\nslide0.png,anna,train\n")
     flags = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 3, "time_limit": 600.0}}
     run = train(Path("tiny.toml"), flags, None, resume=False)
     assert len(_rows(run)) == 3
     last = torch.load(run / "checkpoints" / "last.pt", weights_only=True)
     torch.testing.assert_close(_weights(run), dict(last["model"]), rtol=0, atol=0)
     assert '"best_score": null' in (run / "summary.json").read_text()
+    said = capsys.readouterr().err
+    assert f"Patients and splits: {table}" in said
+    assert "a patient of its own" not in said
+    assert "Last epoch: 3. Model:" in said
