@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import cv2
@@ -123,18 +124,23 @@ def seconds(opener: Callable[[], Read], work: dict[str, Any]) -> float:
     corners, each = work["corners"], -(-len(work["corners"]) // work["threads"])
     shares = [corners[start : start + each] for start in range(0, len(corners), each)]
     readers = [opener() for _ in shares]
-    for read in readers:  # memory that is new costs more than memory used before
+    warm = Barrier(len(shares) + 1, timeout=120)  # where one fails, no other waits for ever
+
+    def run(read: Read, mine: list[list[int]]) -> None:
+        # In the thread that reads: memory that is new to it costs more than memory used before.
         for x, y in corners[-WARM_UP:]:
             read(x, y, work["factor"])
-
-    def run(read: Read, corners: list[list[int]]) -> None:
-        for x, y in corners:
+        warm.wait()
+        for x, y in mine:
             pixels = read(x, y, work["factor"])
             assert pixels.shape == (TILE, TILE, 3)
 
     with ThreadPoolExecutor(len(shares)) as pool:
+        done = [pool.submit(run, *pair) for pair in zip(readers, shares, strict=True)]
+        warm.wait()
         start = clock()
-        list(pool.map(run, readers, shares))
+        for future in done:
+            future.result()
         return clock() - start
 
 
