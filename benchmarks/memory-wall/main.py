@@ -74,7 +74,7 @@ def main() -> None:
     gib = options.memory or (1 / 16 if options.quick else 16)
     ranks = 2 if options.quick else RANKS
     asked = Task(ranks, int(gib * 2**30), options.batch)
-    known = networks(options.quick)
+    known, sides = networks(options.quick), sorted(options.side or SIDES)
     print(f"Ranks of {gib:g} GiB ({hardware.name}), steps of {asked.batch} tiles, AdamW.\n")
     print("| network | way | predicted | in host memory | trained | seconds a tile | tries |")
     print("|---|---|---|---|---|---|---|")
@@ -86,7 +86,7 @@ def main() -> None:
     offload = hardware.device != "cpu" and real
     for network in options.network or known:
         for way in options.way or WAYS:
-            make, sides = known[network], sorted(options.side or SIDES)
+            make = known[network]
             wall = _predict(make, way, sides, hardware, asked, offload, options.threads)
             side = wall.predicted()
             figures[f"predicted_tile_{way}_{network}"] = side
