@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -16,6 +16,7 @@ from pathoseg.geometry import Box, Frame
 
 BACKGROUND = 0
 IGNORE = 255
+_IGNORED_SUFFIX = "*"  # QuPath's way
 
 Colour = tuple[int, int, int]
 
@@ -46,11 +47,15 @@ class AnnotationOptions:
         exclude: ASAP groups, in any case, that are cut out of all other regions.
         mask: What the values of a mask image are: "indices" of classes (255 is ignored), or
             "binary", where whatever is above 0 is class 1 (a map of instances counts as such).
+        rename: What classes are called here, by the names that the files give them; the values of a
+            mask are "class 1", "class 2"… there. Several may become one; a name that ends in * is
+            ignored.
     """
 
     frame: Literal["auto", "bounds", "full"] = "auto"
     exclude: tuple[str, ...] = ("exclusion", "_2")
     mask: Literal["indices", "binary"] = "indices"
+    rename: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +79,8 @@ class ClassTable:
             raise PathosegError(
                 f"{path} has regions of class {_quoted(unknown)}, beside the classes of this run: "
                 f"{_quoted(self.names)}.",
-                "Train with it among the config's `classes`, or rename it in the annotation "
-                "program: a name that ends in * is ignored.",
+                "Train with it among the config's `classes`, or rename it with `[annotations] "
+                "rename`: a name that ends in * is ignored.",
             )
         return {name: self.index(name) for name in names}
 
@@ -104,6 +109,11 @@ class Labels(Protocol):
             PathosegError: A class is not in `classes`.
         """
         ...
+
+
+def is_ignored(class_name: str) -> bool:
+    """Whether regions of a class of this name say nothing of what they show."""
+    return class_name.endswith(_IGNORED_SUFFIX)
 
 
 def _quoted(names: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +18,7 @@ from PIL.ImageFile import ImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from pathoseg.annotations.annotation import BACKGROUND, IGNORE, ClassTable, Colour
+from pathoseg.annotations.annotation import BACKGROUND, IGNORE, ClassTable, Colour, is_ignored
 from pathoseg.annotations.centres import ignore_outside, pixel_centres
 from pathoseg.annotations.tiled_mask import TiledMask
 from pathoseg.errors import PathosegError
@@ -34,14 +35,15 @@ class MaskLabels:
 
     The header is checked at once. A TIFF of 8 bits in tiles may have any size: its tiles are
     decoded where they are asked for. Other pixels are decoded once and kept compressed. Value k is
-    the class named "class k" if the run's classes are named like that, and the k-th class
-    otherwise.
+    the class named "class k" if values are renamed or the run's classes are named like that, and
+    the k-th class otherwise.
 
     Args:
         path: The file.
         slide_size: Level-0 pixels of the slide, all of which the mask covers.
         values: "indices": 0 background, 1..254 classes, 255 ignored. "binary": class 1 where
             a value is above 0.
+        rename: See `AnnotationOptions`.
 
     Raises:
         PathosegError: The file is no PNG or TIFF of one channel of whole numbers, is above 400
@@ -49,11 +51,16 @@ class MaskLabels:
     """
 
     def __init__(
-        self, path: Path, slide_size: Size, values: Literal["indices", "binary"] = "indices"
+        self,
+        path: Path,
+        slide_size: Size,
+        values: Literal["indices", "binary"] = "indices",
+        rename: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._path = path
         self._slide_size = slide_size
         self._values = values
+        self._rename = rename
         with self._open() as image:
             size, mode = Size(*image.size), image.mode
             self._tiled = TiledMask.of(path, image) if isinstance(image, TiffImageFile) else None
@@ -80,8 +87,17 @@ class MaskLabels:
         return self._path
 
     def classes(self) -> Mapping[str, Colour | None]:
-        """Names ("class 1"…) in use, with the colours of a palette."""
-        return {f"class {index}": colour for index, colour in self._pixels.colours.items()}
+        """Names ("class 1"…) in use with the colours of a palette, without ignored ones."""
+        classes: dict[str, Colour | None] = {}
+        for value, name in self._names().items():
+            if not is_ignored(name):
+                classes[name] = classes.get(name) or self._pixels.colours[value]
+        return classes
+
+    def _names(self) -> dict[int, str]:
+        """What the values in use are called."""
+        own = {value: f"class {value}" for value in self._pixels.colours}
+        return {value: self._rename.get(name, name) for value, name in own.items()}
 
     def rasterise(self, box: Box, frame: Frame, classes: ClassTable) -> NDArray[np.uint8]:
         """Class indices of `box` (pixels of `frame`): of the mask's pixel under each centre.
@@ -108,10 +124,10 @@ class MaskLabels:
         """The class index of each value, shape (256,)."""
         table = np.full(256, IGNORE, dtype=np.uint8)
         table[0] = BACKGROUND
-        if any(_NUMBERED.fullmatch(name) for name in classes.names):
+        if self._rename or any(_NUMBERED.fullmatch(name) for name in classes.names):
             found = classes.indices(self.classes(), self._path)
-            for value in self._pixels.colours:
-                table[value] = found[f"class {value}"]
+            for value, name in self._names().items():
+                table[value] = found.get(name, IGNORE)
             return table
         if self._pixels.colours and max(self._pixels.colours) >= len(classes):
             raise PathosegError(

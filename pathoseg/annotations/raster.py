@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import shapely
 from numpy.typing import NDArray
 
-from pathoseg.annotations.annotation import BACKGROUND, IGNORE, Annotation, ClassTable, Colour
+from pathoseg.annotations.annotation import (
+    BACKGROUND,
+    IGNORE,
+    Annotation,
+    ClassTable,
+    Colour,
+    is_ignored,
+)
 from pathoseg.annotations.centres import ignore_outside, pixel_centres
 from pathoseg.geometry import Box, Frame, Size
 
 _UNCLASSIFIED = "annotation"
-_IGNORED_SUFFIX = "*"
 
 
 class PolygonLabels:
@@ -28,18 +35,26 @@ class PolygonLabels:
         path: The file they come from.
         annotations: In level-0 pixels of the slide's frame.
         slide_size: Level-0 pixels of the slide.
+        rename: See `AnnotationOptions`.
     """
 
-    def __init__(self, path: Path, annotations: Sequence[Annotation], slide_size: Size) -> None:
+    def __init__(
+        self,
+        path: Path,
+        annotations: Sequence[Annotation],
+        slide_size: Size,
+        rename: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         named = [region for region in annotations if region.class_name is not None]
         regions = sorted(named or annotations, key=lambda region: -region.geometry.area)
         self._path = path
         self._slide_size = slide_size
         self._tree = shapely.STRtree([region.geometry for region in regions])
-        self._names = [region.class_name or _UNCLASSIFIED for region in regions]
+        names = (region.class_name or _UNCLASSIFIED for region in regions)
+        self._names = [rename.get(name, name) for name in names]
         self._classes: dict[str, Colour | None] = {}
         for name, region in zip(self._names, regions, strict=True):
-            if not name.endswith(_IGNORED_SUFFIX):
+            if not is_ignored(name):
                 self._classes[name] = self._classes.get(name) or region.colour
 
     @property

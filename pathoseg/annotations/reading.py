@@ -77,7 +77,7 @@ def read_labels(
     """
     name = path.name.lower()
     if name.endswith(_MASKS):
-        return MaskLabels(path, slide_size, options.mask)
+        return MaskLabels(path, slide_size, options.mask, options.rename)
     if name.endswith(".xml"):
         annotations, frame = _read_xml(path, options), "full"
     elif name.endswith(_OUTLINES):
@@ -95,7 +95,7 @@ def read_labels(
             for region in annotations
         ]
     _refuse_outside(path, annotations, slide_size, frame)
-    return PolygonLabels(path, annotations, slide_size)
+    return PolygonLabels(path, annotations, slide_size, options.rename)
 
 
 def _read_xml(path: Path, options: AnnotationOptions) -> list[Annotation]:

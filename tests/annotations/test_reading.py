@@ -127,6 +127,49 @@ def test_options_reach_the_readers(tmp_path: Path) -> None:
     assert list(labels.classes()) == ["class 1"]
 
 
+RENAME = {
+    "Tumor": "tumour",
+    "class 1": "tumour",
+    "class 2": "tumour",
+    "fold": "x*",
+    "class 3": "x*",
+}
+
+
+def _outlines_to_rename(folder: Path) -> Path:
+    names = ("Tumor", "tumour", "fold", "stroma")
+    return _geojson(folder, *(_square(20 * n, 0, name=name) for n, name in enumerate(names)))
+
+
+def _mask_to_rename(folder: Path) -> Path:
+    values = np.zeros((100, 100), np.uint8)
+    for n, value in enumerate((1, 2, 3, 4)):
+        values[:10, 20 * n : 20 * n + 10] = value
+    path = folder / "slide_mask.png"
+    Image.fromarray(values).save(path)
+    return path
+
+
+@pytest.mark.parametrize("write", [_outlines_to_rename, _mask_to_rename])
+def test_classes_are_renamed_merged_and_ignored(tmp_path: Path, write: Any) -> None:
+    options = AnnotationOptions(rename={**RENAME, "class 4": "stroma", "nowhere": "nothing"})
+    labels = read_labels(write(tmp_path), SLIDE, (0, 0), options)
+    assert [*labels.classes()] == ["tumour", "stroma"]
+    table = ClassTable(("stroma", "tumour"), ((1, 1, 1), (2, 2, 2)))
+    found = labels.rasterise(Box(0, 0, 100, 1), Frame.at(SLIDE, Mpp(0.25, 0.25), 0.25), table)
+    assert [*found[0, ::10]] == [2, 0, 2, 0, 255, 0, 1, 0, 0, 0]
+    with pytest.raises(PathosegError, match=r"stroma.+rename"):
+        labels.rasterise(Box(0, 0, 100, 1), Frame.at(SLIDE, Mpp(0.25, 0.25), 0.25), TABLE)
+
+
+def test_where_nothing_has_a_class_the_one_class_may_be_renamed(tmp_path: Path) -> None:
+    square = _square(0, 0)
+    del square["properties"]["classification"]
+    options = AnnotationOptions(rename={"annotation": "nucleus"})
+    labels = read_labels(_geojson(tmp_path, square), SLIDE, (0, 0), options)
+    assert dict(labels.classes()) == {"nucleus": None}
+
+
 @pytest.mark.parametrize("name", ["slide.csv", "slide.tsv", "slide.jpg", "slide.gz", "slide"])
 def test_other_formats_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("x")

@@ -17,10 +17,14 @@ def test_defaults_round_trip(tmp_path: Path) -> None:
 
 def test_flags_overrule_the_file_and_the_record_keeps_both(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
-    path.write_text('seed = 3\n[tiles]\nmpp = 1\ntile = 256\n[data]\nclasses = ["a", "b"]\n')
+    path.write_text(
+        'seed = 3\n[tiles]\nmpp = 1\ntile = 256\n[data]\nclasses = ["a", "b"]\n'
+        '[annotations.rename]\n"Class 1: Positive" = "a"\n'
+    )
     config = load_config(path, {"": {"seed": None}, "tiles": {"tile": 512, "mpp": None}})
     assert (config.seed, config.tiles.mpp, config.tiles.tile) == (3, 1.0, 512)
     assert config.data.classes == ("a", "b")
+    assert config.annotations.rename == {"Class 1: Positive": "a"}
     write_config(config, tmp_path / "record.toml")
     assert load_config(tmp_path / "record.toml") == config
 
