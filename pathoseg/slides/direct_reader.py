@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import math
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pathoseg.errors import PathosegError
-from pathoseg.geometry import Box, Size
+from pathoseg.geometry import Box
 from pathoseg.slides.averages import averages
 from pathoseg.slides.openslide_reader import OpenSlideSlide
 from pathoseg.slides.reduction import reductions
@@ -149,19 +150,20 @@ class DirectSlide(SlideFile[_TileFile]):
         file, side = self._opened(), table.codec.size
         size = (*self.levels, *self.reduced)[level].size
         pixels = np.empty((box.height, box.width, 3), np.uint8)
-        for row in range(box.y // side.height, -(-box.bottom // side.height)):
-            for column in range(box.x // side.width, -(-box.right // side.width)):
-                place = _place(row, column, side, size)
-                part = place.intersection(box)
-                assert part is not None
-                index = row * table.columns + column
+        columns = _pieces(box.x, box.right, side.width, size.width)
+        for row in _pieces(box.y, box.bottom, side.height, size.height):
+            for column in columns:
+                index = row.number * table.columns + column.number
                 # the boxes beside this one need the tiles that its edges cut
-                tile = file.tile(level, table, index, keep=part != place)
+                tile = file.tile(level, table, index, keep=row.is_cut or column.is_cut)
+                room = pixels[row.target, column.target]
                 if tile is not None:
-                    pixels[_window(part, box)] = tile[_window(part, place)]
+                    room[:] = tile[row.source, column.source]
                 else:
                     self._left += 1
-                    pixels[_window(part, box)] = self._read_otherwise(level, part)
+                    x, y = box.x + column.target.start, box.y + row.target.start
+                    part = Box(x, y, room.shape[1], room.shape[0])
+                    room[:] = self._read_otherwise(level, part)
         return pixels
 
     def _read_otherwise(self, level: int, box: Box) -> Pixels:
@@ -181,13 +183,29 @@ class DirectSlide(SlideFile[_TileFile]):
         return {**super().__getstate__(), "_fallback": copy.copy(self._fallback), "_left": 0}
 
 
-def _place(row: int, column: int, side: Size, level: Size) -> Box:
-    """What a tile shows of its level."""
-    x, y = column * side.width, row * side.height
-    return Box(x, y, min(side.width, level.width - x), min(side.height, level.height - y))
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What a box takes of one row or column of tiles.
+
+    Attributes:
+        number: Of the row or column.
+        source: Where it lies in the tiles.
+        target: Where it lies in the box.
+        is_cut: Whether the tiles show more of the slide.
+    """
+
+    number: int
+    source: slice
+    target: slice
+    is_cut: bool
 
 
-def _window(part: Box, whole: Box) -> tuple[slice, slice]:
-    """Where `part` lies in an array that shows `whole`."""
-    x, y = part.x - whole.x, part.y - whole.y
-    return slice(y, y + part.height), slice(x, x + part.width)
+def _pieces(start: int, end: int, side: int, length: int) -> list[_Piece]:
+    """The pieces of a box from `start` to `end` of a level of some length, in tiles of `side`."""
+    found = []
+    for number in range(start // side, -(-end // side)):
+        first, last = number * side, min((number + 1) * side, length)
+        low, high = max(first, start), min(last, end)
+        source, target = slice(low - first, high - first), slice(low - start, high - start)
+        found.append(_Piece(number, source, target, (low, high) != (first, last)))
+    return found

@@ -6,6 +6,8 @@ for an error; most decoders, imagecodecs and Pillow among them, do not pass it o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
@@ -39,18 +41,25 @@ def whole_stream(stream: bytes, tables: bytes | None, ycbcr: bool | None = None)
     return b"".join((_SOI, says, shared, stream.removeprefix(_SOI)))
 
 
+def header_of(stream: bytes) -> bytes:
+    """The stream up to what is coded of the picture."""
+    return stream[: max((end for _, end in _extents(stream)), default=len(_SOI))]
+
+
 def segments(stream: bytes) -> list[Segment]:
     """The segments of a stream's header, in order, the first scan's last."""
-    found = []
-    position = 2
-    while position + 4 <= len(stream) and stream[position] == 0xFF:
-        marker = stream[position + 1]
-        length = int.from_bytes(stream[position + 2 : position + 4], "big")
-        found.append((marker, stream[position + 4 : position + 2 + length]))
-        if marker == _SCAN:
+    return [(stream[start + 1], stream[start + 4 : end]) for start, end in _extents(stream)]
+
+
+def _extents(stream: bytes) -> Iterator[tuple[int, int]]:
+    """Where each segment of a header begins and ends."""
+    start = 2
+    while start + 4 <= len(stream) and stream[start] == 0xFF:
+        end = start + 2 + int.from_bytes(stream[start + 2 : start + 4], "big")
+        yield start, end
+        if stream[start + 1] == _SCAN:
             break
-        position += 2 + length
-    return found
+        start = end
 
 
 def colours_in_one_piece(header: list[Segment]) -> int:

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
+from functools import lru_cache
 
 import imagecodecs
 import numpy as np
@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from pathoseg.geometry import Size
 from pathoseg.slides.codestream import announced_size
 from pathoseg.slides.jpeg_stream import (
-    Segment,
     colours_in_one_piece,
     decode_jpeg,
+    header_of,
     segments,
     taken_for_ycbcr,
     whole_stream,
@@ -75,10 +75,6 @@ class TileCodec:
         """Shape of the pixels of a tile."""
         return self.size.height, self.size.width, 3
 
-    @cached_property
-    def _shared(self) -> list[Segment]:
-        return segments(self.tables or b"")
-
     def decode(self, data: bytes, pixels: NDArray[np.uint8]) -> bool:
         """Decodes a tile, which releases the interpreter's lock meanwhile.
 
@@ -101,16 +97,8 @@ class TileCodec:
         return True
 
     def _decode_jpeg(self, data: bytes, pixels: NDArray[np.uint8]) -> None:
-        header = self._shared + segments(data)
-        # OpenSlide has its own ways with the rest
-        if any(_says_ycbcr(*segment, self.ycbcr) != self.ycbcr for segment in header):
-            raise ValueError("says other things of its colours than the TIFF does")
-        if colours_in_one_piece(header) != 3:
-            raise ValueError("not three colours in one piece")
         stored = Size(self.size.width * self.shrink, self.size.height * self.shrink)
-        if announced_size(data) != stored:
-            raise ValueError("of another size")
-        told = None if taken_for_ycbcr(header) == self.ycbcr else self.ycbcr
+        told = _to_be_told(header_of(data), self.tables, stored, self.ycbcr)
         decode_jpeg(whole_stream(data, self.tables, told), pixels)
 
     def _decode_bytes(self, data: bytes, pixels: NDArray[np.uint8]) -> None:
@@ -131,6 +119,29 @@ class TileCodec:
         if components != 3 or kinds != _8_BITS_EACH_PIXEL:
             raise ValueError("not three components of 8 bits at each pixel")
         imagecodecs.jpeg2k_decode(data, numthreads=1, out=pixels)
+
+
+@lru_cache(256)  # most tiles of a slide have the same header
+def _to_be_told(header: bytes, tables: bytes | None, size: Size, ycbcr: bool) -> bool | None:
+    """What libjpeg has to be told of a stream's colours: whether they are YCbCr, None if nothing.
+
+    Args:
+        header: The stream's.
+        tables: See `TileCodec`.
+        size: What it has to show.
+        ycbcr: See `TileCodec`.
+
+    Raises:
+        ValueError: OpenSlide has its own ways with such a stream.
+    """
+    found = segments(tables or b"") + segments(header)
+    if any(_says_ycbcr(*segment, ycbcr) != ycbcr for segment in found):
+        raise ValueError("says other things of its colours than the TIFF does")
+    if colours_in_one_piece(found) != 3:
+        raise ValueError("not three colours in one piece")
+    if announced_size(header) != size:
+        raise ValueError("of another size")
+    return None if taken_for_ycbcr(found) == ycbcr else ycbcr
 
 
 def _says_ycbcr(marker: int, content: bytes, otherwise: bool) -> bool:
