@@ -87,7 +87,8 @@ def bundle_of(model: Path | None) -> Path:
     Raises:
         PathosegError: There is none.
     """
-    given = model or RUNS / "latest"
+    # The run behind the link says more, and stays the same when another run is finished.
+    given = model or Path(os.path.relpath((RUNS / "latest").resolve()))
     for folder in (given / "model", given):
         if (folder / "model.json").is_file():
             run = folder.parent

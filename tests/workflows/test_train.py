@@ -21,6 +21,7 @@ from pathoseg.errors import PathosegError
 from pathoseg.host_memory import LARGE
 from pathoseg.models.bundle import load_bundle
 from pathoseg.workflows import plan as plan_module
+from pathoseg.workflows.runs import bundle_of
 from pathoseg.workflows.train import train
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -73,6 +74,7 @@ def test_a_run_leaves_what_the_contract_says_and_learns(toy_slides: Path) -> Non
     ):
         assert (run / name).exists(), name
     assert Path("runs/latest").resolve() == run.resolve()
+    assert bundle_of(None) == run / "model"
     rows = _rows(run)
     assert [row["epoch"] for row in rows] == [str(i) for i in range(1, 13)]
     assert list(rows[0])[:6] == [
