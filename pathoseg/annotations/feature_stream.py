@@ -44,6 +44,8 @@ def features(path: Path) -> Iterator[Any]:
             limit = min(limit, max(_ALWAYS_ALLOWED, _LARGEST_EXPANSION * path.stat().st_size))
         bytes_ = stack.enter_context(gzip.GzipFile(fileobj=file)) if packed else file
         text = _Text(stack.enter_context(io.TextIOWrapper(bytes_, encoding="utf-8-sig")), limit)
+        if not text.peek():
+            raise ValueError("it is empty")
         yield from _top_level(text)
         if text.peek():
             raise ValueError("text goes on after the end of the JSON")
@@ -104,8 +106,9 @@ class _Text:
 
     def expect(self, character: str) -> None:
         if not self.take(character):
-            found = repr(self.peek()) if self.peek() else "the end"
-            raise ValueError(f"{found} comes where {character!r} should")
+            if not self.peek():
+                raise ValueError("it is cut short")
+            raise ValueError(f"{self.peek()!r} comes where {character!r} should")
 
     def value(self) -> Any:
         """The next whole value."""
@@ -116,7 +119,7 @@ class _Text:
                 value, end = self._decoder.raw_decode(self._buffer, self._at)
             except json.JSONDecodeError as error:
                 if all_read:
-                    raise ValueError(f"{error.msg}, or the file is cut short") from error
+                    raise ValueError(f"{error.msg}, or it is cut short") from error
             else:
                 # Near the buffer's end a number may go on: 1 | 2, 1. | 5, 1e+ | 5.
                 if all_read or end + 3 <= len(self._buffer):

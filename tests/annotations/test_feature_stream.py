@@ -78,6 +78,15 @@ def test_what_is_no_json_is_refused(tmp_path: Path, text: str | bytes) -> None:
         list(features(_file(tmp_path, text)))
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("", "empty"), ("\n ", "empty"), ("[{}", "cut short"), ('{"type": "Fea', "cut short")],
+)
+def test_what_ended_early_is_told_as_such(tmp_path: Path, text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"it is {reason}$"):
+        list(features(_file(tmp_path, text)))
+
+
 @pytest.mark.parametrize("damage", [lambda packed: packed[:-9], lambda packed: packed[:40] + b"??"])
 def test_damaged_gzip_is_refused(tmp_path: Path, damage: Any) -> None:
     text = json.dumps([{"number": number} for number in range(1000)]).encode()
