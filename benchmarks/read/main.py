@@ -147,20 +147,21 @@ Times = dict[tuple[str, Case], float]
 def measured(pythons: dict[str, Path], tiles: int, rounds: int) -> Times:
     """Median seconds of each reader and case, all in turn every round.
 
-    Another reader is first each time: the first after a case of one thread finds the second core
-    asleep, or on a virtual machine beside the first on one core of the host.
+    Another reader is first each time: who is first after a case of one thread may find the second
+    core asleep, or on a virtual machine beside the first on one core of the host.
     """
     taken: dict[tuple[str, Case], list[float]] = {}
     with ExitStack() as stack:
         workers = {
             name: stack.enter_context(worker(name, python)) for name, python in pythons.items()
         }
-        turns = deque(workers.items())
-        for _, case in product(range(rounds), CASES):
-            for name, process in turns:
-                taken.setdefault((name, case), []).append(seconds(process, case, tiles))
-            turns.rotate()
-    return {key: statistics.median(values) for key, values in taken.items()}
+        for turn, (number, case) in product(range(rounds), enumerate(CASES)):
+            turns = deque(workers)
+            turns.rotate(turn + number)
+            for name in turns:
+                found = seconds(workers[name], case, tiles)
+                taken.setdefault((name, case), []).append(found)
+    return {key: statistics.median(taken[key]) for key in product(pythons, CASES)}
 
 
 def rates(times: Times, tiles: int) -> dict[tuple[str, Case], float]:

@@ -47,15 +47,26 @@ class AnnotationOptions:
         exclude: ASAP groups, in any case, that are cut out of all other regions.
         mask: What the values of a mask image are: "indices" of classes (255 is ignored), or
             "binary", where whatever is above 0 is class 1 (a map of instances counts as such).
-        rename: What classes are called here, by the names that the files give them; the values of a
-            mask are "class 1", "class 2"… there. Several may become one; a name that ends in * is
-            ignored.
+        rename: Names of classes in annotation files → names in the run, such as "Tumor" → "tumour".
+            Values of masks are called "class 1", "class 2"…. Several classes may get one name;
+            one that ends in * is ignored.
+
+    Raises:
+        PathosegError: A class is given no name.
     """
 
     frame: Literal["auto", "bounds", "full"] = "auto"
     exclude: tuple[str, ...] = ("exclusion", "_2")
     mask: Literal["indices", "binary"] = "indices"
     rename: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for old, new in self.rename.items():
+            if not new or new != new.strip():
+                raise PathosegError(
+                    f'[annotations] rename gives the class "{old}" the name "{new}".',
+                    "Give it one without blanks around it; one that ends in * is ignored.",
+                )
 
 
 @dataclass(frozen=True, slots=True)

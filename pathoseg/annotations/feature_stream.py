@@ -119,7 +119,8 @@ class _Text:
                 value, end = self._decoder.raw_decode(self._buffer, self._at)
             except json.JSONDecodeError as error:
                 if all_read:
-                    raise ValueError(f"{error.msg}, or it is cut short") from error
+                    told = f"{error.msg}, or it" if self.peek() else "it"
+                    raise ValueError(f"{told} is cut short") from error
             else:
                 # Near the buffer's end a number may go on: 1 | 2, 1. | 5, 1e+ | 5.
                 if all_read or end + 3 <= len(self._buffer):

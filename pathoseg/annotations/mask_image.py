@@ -35,8 +35,8 @@ class MaskLabels:
 
     The header is checked at once. A TIFF of 8 bits in tiles may have any size: its tiles are
     decoded where they are asked for. Other pixels are decoded once and kept compressed. Value k is
-    the class named "class k" if values are renamed or the run's classes are named like that, and
-    the k-th class otherwise.
+    the class named "class k" if such names are renamed or the run's classes are named like that,
+    and the k-th class otherwise.
 
     Args:
         path: The file.
@@ -124,7 +124,7 @@ class MaskLabels:
         """The class index of each value, shape (256,)."""
         table = np.full(256, IGNORE, dtype=np.uint8)
         table[0] = BACKGROUND
-        if self._rename or any(_NUMBERED.fullmatch(name) for name in classes.names):
+        if any(map(_NUMBERED.fullmatch, (*self._rename, *classes.names))):
             found = classes.indices(self.classes(), self._path)
             for value, name in self._names().items():
                 table[value] = found.get(name, IGNORE)

@@ -53,8 +53,9 @@ def read_geojson(path: Path) -> list[Annotation]:
                 objects.append(found)
     except (OSError, EOFError, zlib.error, ValueError, RecursionError, ShapelyError) as error:
         problem = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        where = f" (object {count})" if count else ""
         raise PathosegError(
-            f"{path} cannot be read as GeoJSON: {problem} (object {count}).",
+            f"{path} cannot be read as GeoJSON: {problem}{where}.",
             "Export it again from QuPath as GeoJSON; other programs' JSON is not understood.",
         ) from error
     refuse_without_area(path, count, len(objects))

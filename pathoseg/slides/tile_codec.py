@@ -44,6 +44,7 @@ _BYTES: dict[Compression, Callable[..., bytes | bytearray]] = {
 }
 # What codecs and parsers raise on a malformed stream; imagecodecs' errors are RuntimeErrors.
 _MALFORMED = (ValueError, RuntimeError, IndexError, struct.error, MemoryError)
+_USUAL_HEADER = 16_384  # bytes; what is said of longer ones is not kept
 _APP0, _APP14 = 0xE0, 0xEE
 _SIZES = struct.Struct(">8IH")  # of the image and of its tiles, and the number of components
 _8_BITS_EACH_PIXEL = bytes((7, 1, 1)) * 3
@@ -98,7 +99,9 @@ class TileCodec:
 
     def _decode_jpeg(self, data: bytes, pixels: NDArray[np.uint8]) -> None:
         stored = Size(self.size.width * self.shrink, self.size.height * self.shrink)
-        told = _to_be_told(header_of(data), self.tables, stored, self.ycbcr)
+        header = header_of(data)
+        judge = _to_be_told if len(header) <= _USUAL_HEADER else _to_be_told.__wrapped__
+        told = judge(header, self.tables, stored, self.ycbcr)
         decode_jpeg(whole_stream(data, self.tables, told), pixels)
 
     def _decode_bytes(self, data: bytes, pixels: NDArray[np.uint8]) -> None:

@@ -88,7 +88,7 @@ def bundle_of(model: Path | None) -> Path:
         PathosegError: There is none.
     """
     # The run behind the link says more, and stays the same when another run is finished.
-    given = model or Path(os.path.relpath((RUNS / "latest").resolve()))
+    given = model or Path(os.path.relpath(os.path.realpath(RUNS / "latest")))
     for folder in (given / "model", given):
         if (folder / "model.json").is_file():
             run = folder.parent

@@ -80,7 +80,13 @@ def test_what_is_no_json_is_refused(tmp_path: Path, text: str | bytes) -> None:
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("", "empty"), ("\n ", "empty"), ("[{}", "cut short"), ('{"type": "Fea', "cut short")],
+    [
+        ("", "empty"),
+        ("\n ", "empty"),
+        ("[{}", "cut short"),
+        ("{", "cut short"),
+        ('{"features": [', "cut short"),
+    ],
 )
 def test_what_ended_early_is_told_as_such(tmp_path: Path, text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=f"it is {reason}$"):

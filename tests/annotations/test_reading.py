@@ -162,6 +162,20 @@ def test_classes_are_renamed_merged_and_ignored(tmp_path: Path, write: Any) -> N
         labels.rasterise(Box(0, 0, 100, 1), Frame.at(SLIDE, Mpp(0.25, 0.25), 0.25), TABLE)
 
 
+def test_names_of_outlines_leave_masks_as_they_are(tmp_path: Path) -> None:
+    options = AnnotationOptions(rename={"Tumor": "tumour"})
+    labels = read_labels(_mask_to_rename(tmp_path), SLIDE, (0, 0), options)
+    table = ClassTable(("a", "b", "c", "d"), ((1, 1, 1), (2, 2, 2), (3, 3, 3), (4, 4, 4)))
+    found = labels.rasterise(Box(0, 0, 100, 1), Frame.at(SLIDE, Mpp(0.25, 0.25), 0.25), table)
+    assert [*found[0, ::20]] == [1, 2, 3, 4, 0]
+
+
+@pytest.mark.parametrize("name", ["", " ", "tumour "])
+def test_no_name_is_no_name(name: str) -> None:
+    with pytest.raises(PathosegError, match="Tumor"):
+        AnnotationOptions(rename={"Tumor": name})
+
+
 def test_where_nothing_has_a_class_the_one_class_may_be_renamed(tmp_path: Path) -> None:
     square = _square(0, 0)
     del square["properties"]["classification"]

@@ -19,7 +19,7 @@ from PIL import Image
 
 from pathoseg.errors import PathosegError, UnreadableError
 from pathoseg.geometry import Box, Size
-from pathoseg.slides import direct_reader
+from pathoseg.slides import direct_reader, tile_codec
 from pathoseg.slides.direct_reader import DirectSlide
 from pathoseg.slides.openslide_reader import OpenSlideSlide
 from pathoseg.slides.slide import open_slide
@@ -366,3 +366,25 @@ def test_a_codec_takes_nothing_for_sure_that_is_no_tile() -> None:
         codec = TileCodec(compression, Size(TILE, TILE))
         for data in (b"", b"\xff\xd8", bytes(100), b"\x13\x37" * 999, b"\xff\x4f\xff\x51"):
             assert not codec.decode(data, room)
+
+
+def test_a_known_header_is_judged_anew_for_another_tile(picture: Callable[..., Any]) -> None:
+    [stream] = _jpegs(picture(TILE, TILE))
+    for ycbcr, side in ((True, TILE), (True, TILE // 2), (False, TILE), (True, TILE)):
+        codec = TileCodec(Compression.JPEG, Size(side, side), ycbcr=ycbcr)
+        room = np.empty(codec.shape, np.uint8)
+        assert codec.decode(stream, room) is (ycbcr and side == TILE)
+
+
+def test_a_header_of_any_length_is_read_and_only_a_usual_one_is_kept(
+    picture: Callable[..., Any],
+) -> None:
+    [stream] = _jpegs(picture(TILE, TILE))
+    comment = b"\xff\xfe" + (20_000).to_bytes(2, "big") + bytes(19_998)
+    codec = TileCodec(Compression.JPEG, Size(TILE, TILE), ycbcr=True)
+    plain, long = (np.empty(codec.shape, np.uint8) for _ in range(2))
+    assert codec.decode(stream, plain)
+    kept = tile_codec._to_be_told.cache_info().currsize
+    assert codec.decode(stream[:2] + comment + stream[2:], long)
+    np.testing.assert_array_equal(plain, long)
+    assert tile_codec._to_be_told.cache_info().currsize == kept
