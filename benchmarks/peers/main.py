@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.peers.installed import PEERS, peers_python
 from benchmarks.peers.systems import NOT_INSTALLED
 from benchmarks.peers.weights import POINT, SAMPLE, write_weights
 from pathoseg.geometry import Box, Frame
@@ -27,22 +28,8 @@ from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide
 
 HERE = Path(__file__).resolve().parent
-PEERS = Path.home() / ".cache" / "pathoseg-peers"
 SIDE, TILE, STRIDE = 16_384, 1_024, 768
 STORED_TILE, MPP = 512, 0.5
-
-# TIAToolbox pins torch and torchvision to releases older than the one that all systems run here,
-# so it and what asks for these two come without their needs, which are named instead.
-ALONE = ["tiatoolbox==2.1.3", "monai==1.6.1", "torchvision==0.28.0", "timm==1.0.27"]
-ALONE += ["transformers==5.13.1"]
-NEEDS = [
-    *("bokeh<3.9", "click", "dask<2026.7", "defusedxml", "flask", "flask-cors", "glymur"),
-    *("huggingface_hub<1.24", "imagecodecs", "joblib", "matplotlib", "numba", "numpy<2.4.4"),
-    *("opencv-python-headless", "openslide-bin", "openslide-python", "pandas<3.0.3", "pillow"),
-    *("psutil", "pydicom", "pyyaml", "requests", "safetensors", "scikit-image", "scikit-learn"),
-    *("regex", "scipy", "shapely", "SimpleITK", "tifffile", "tokenizers<=0.23.0", "tqdm", "typer"),
-    *("umap-learn", "universal_pathlib", "wsidicom", "zarr<3.2"),
-]
 
 
 @dataclass(frozen=True)
@@ -78,7 +65,7 @@ def main() -> None:
     options = parser.parse_args()
     pythons = {"pathoseg": Path(sys.executable)}
     for peer in ("tiatoolbox", "monai"):
-        pythons[peer] = _peers_python(options.peers)
+        pythons[peer] = peers_python(options.peers)
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         slide = Path(folder) / "slide.tif"
@@ -91,17 +78,6 @@ def main() -> None:
         print(f"{name:40} {value:10.3f}")
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
-
-
-def _peers_python(folder: Path) -> Path:
-    """The interpreter of the peers' virtual environment, made where it is missing."""
-    python = folder / "bin" / "python"
-    if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        for wanted in (["torch==2.13.0"], ["--no-deps", *ALONE], ["torch==2.13.0", *NEEDS]):
-            subprocess.run([*pip, *wanted], check=False)
-    return python
 
 
 def _write_slide(path: Path, slide_side: int) -> None:

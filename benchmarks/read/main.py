@@ -1,13 +1,15 @@
-"""Asks how fast readers deliver tiles: pathoseg's direct one, OpenSlide, tifffile's zarr, cuCIM."""
+"""Asks how fast readers deliver tiles: pathoseg's direct one and five others."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,10 +18,16 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
+import tifffile
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.peers.installed import PEERS, peers_python
 
 HERE = Path(__file__).resolve().parent
 DATA = Path(os.environ.get("PATHOSEG_DATA", HERE.parents[2] / "shared" / "data")) / "slides"
 SLIDE, SIZE = "wsi_gastric-erosion_13196x16866.tif", (13196, 16866)
+SLIDE_MPP = 0.5
 TILE, OVERLAP = 1024, 192
 CUCIM = [
     "cucim==23.10.0",
@@ -69,9 +77,9 @@ CASES = [
 
 
 @contextmanager
-def worker(reader: str, python: Path) -> Iterator[subprocess.Popen[str]]:
+def worker(reader: str, python: Path, slide: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that reads with one reader, each in its own so that none warms another's memory."""
-    command = [str(python), str(HERE / "readers.py"), reader, str(DATA / SLIDE)]
+    command = [str(python), str(HERE / "readers.py"), reader, str(slide)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -107,28 +115,54 @@ def cucims_python() -> Path | None:
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         quiet = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
         subprocess.run([python, *quiet, *CUCIM], capture_output=True, check=False)
-    found = subprocess.run(
-        [python, "-c", "from cucim import CuImage"], capture_output=True, check=False
-    )
-    return python if found.returncode == 0 else None
+    return python if _imports(python, "from cucim import CuImage") else None
+
+
+def tiatoolboxs_python(folder: Path) -> Path | None:
+    """The interpreter of the environment of benchmarks/peers, None where it has no TIAToolbox."""
+    python = peers_python(folder)
+    statement = "from tiatoolbox.wsicore.wsireader import OpenSlideWSIReader"
+    return python if _imports(python, statement) else None
+
+
+def _imports(python: Path, statement: str) -> bool:
+    return subprocess.run([python, "-c", statement], capture_output=True).returncode == 0
+
+
+def write_stated(path: Path) -> None:
+    """A copy of the slide that states its resolution; TIAToolbox reads no slide without one."""
+    shutil.copyfile(DATA / SLIDE, path)
+    with tifffile.TiffFile(path, mode="r+") as tiff:
+        for level in tiff.pages:
+            per_centimeter = 1e4 / SLIDE_MPP * level.shape[1] / SIZE[0]
+            for axis in ("XResolution", "YResolution"):
+                level.tags[axis].overwrite((round(per_centimeter * 1000), 1000))
+            level.tags["ResolutionUnit"].overwrite(tifffile.RESUNIT.CENTIMETER)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer tiles and rounds")
+    parser.add_argument("--peers", type=Path, default=PEERS, help="TIAToolbox's environment")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     options = parser.parse_args()
     if not (DATA / SLIDE).exists():
         parser.exit(0, f"skipped: no {SLIDE} in {DATA} (set PATHOSEG_DATA)\n")
     pythons = dict.fromkeys(
-        ("direct", "openslide", "openslide_pillow", "zarr"), Path(sys.executable)
+        ("direct", "openslide", "openslide_pillow", "zarr_store"), Path(sys.executable)
     )
-    other = cucims_python()
-    if other is None:
-        print("without cuCIM, which does not install here")
-    else:
-        pythons["cucim"] = other
-    times = measured(pythons, *((8, 3) if options.quick else (16, 7)))
+    for name, python in (
+        ("cucim", cucims_python()),
+        ("tiatoolbox", tiatoolboxs_python(options.peers)),
+    ):
+        if python is None:
+            print(f"without {name}, which does not install here")
+        else:
+            pythons[name] = python
+    with tempfile.TemporaryDirectory() as folder:
+        slide = Path(folder) / SLIDE
+        write_stated(slide)
+        times = measured(pythons, slide, *((8, 3) if options.quick else (16, 7)))
     figures = {
         f"{reader}_{case.name}_mpx_per_s": rate
         for (reader, case), rate in rates(times, 8 if options.quick else 16).items()
@@ -144,7 +178,7 @@ def main() -> None:
 Times = dict[tuple[str, Case], float]
 
 
-def measured(pythons: dict[str, Path], tiles: int, rounds: int) -> Times:
+def measured(pythons: dict[str, Path], slide: Path, tiles: int, rounds: int) -> Times:
     """Median seconds of each reader and case, all in turn every round.
 
     Another reader is first each time: who is first after a case of one thread may find the second
@@ -153,7 +187,8 @@ def measured(pythons: dict[str, Path], tiles: int, rounds: int) -> Times:
     taken: dict[tuple[str, Case], list[float]] = {}
     with ExitStack() as stack:
         workers = {
-            name: stack.enter_context(worker(name, python)) for name, python in pythons.items()
+            name: stack.enter_context(worker(name, python, slide))
+            for name, python in pythons.items()
         }
         for turn, (number, case) in product(range(rounds), enumerate(CASES)):
             turns = deque(workers)
@@ -186,20 +221,16 @@ def ratios(times: Times) -> dict[str, float]:
         return theirs / ours
 
     found = {
-        "direct_vs_openslide": against("openslide", NATIVE),
-        "direct_vs_openslide_two_threads": against("openslide", NATIVE, 2),
-        "direct_vs_zarr_store": against("zarr", NATIVE),
-        "direct_vs_openslide_between_levels": against("openslide", TWICE),
-        "direct_vs_openslide_between_levels_x1.4": against("openslide", BETWEEN),
+        "direct_vs_openslide_between_levels_by_pillow": against("openslide_pillow", TWICE),
+        "direct_vs_openslide_between_levels_x1.4_by_pillow": against("openslide_pillow", BETWEEN),
     }
-    has_cucim = any(reader == "cucim" for reader, _ in times)
-    if has_cucim:
-        found["direct_vs_cucim"] = against("cucim", NATIVE)
-        found["direct_vs_cucim_two_threads"] = against("cucim", NATIVE, 2)
-    for factor, name in ((TWICE, "between_levels"), (BETWEEN, "between_levels_x1.4")):
-        found[f"direct_vs_openslide_{name}_by_pillow"] = against("openslide_pillow", factor)
-        if has_cucim:
-            found[f"direct_vs_cucim_{name}"] = against("cucim", factor)
+    for peer in dict.fromkeys(reader for reader, _ in times):
+        if peer in ("direct", "openslide_pillow"):
+            continue
+        found[f"direct_vs_{peer}"] = against(peer, NATIVE)
+        found[f"direct_vs_{peer}_two_threads"] = against(peer, NATIVE, 2)
+        found[f"direct_vs_{peer}_between_levels"] = against(peer, TWICE)
+        found[f"direct_vs_{peer}_between_levels_x1.4"] = against(peer, BETWEEN)
     return found
 
 

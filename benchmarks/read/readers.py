@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 Read = Callable[[int, int, float], Any]
 TILE = 1024
 WARM_UP = 4
-SLIDE_MPP = 0.5  # of slides that state none
 
 
 def direct(path: Path) -> Read:
@@ -29,7 +28,7 @@ def direct(path: Path) -> Read:
     from pathoseg.slides.region import read_region
     from pathoseg.slides.slide import open_slide
 
-    slide = open_slide(path, SLIDE_MPP)
+    slide = open_slide(path)
     assert isinstance(slide, DirectSlide)
 
     def read(x: int, y: int, factor: float) -> Any:
@@ -89,6 +88,20 @@ def cucim(path: Path) -> Read:
     return read
 
 
+def tiatoolbox(path: Path) -> Read:
+    """`read_rect` of TIAToolbox's reader for slides, which resamples."""
+    from tiatoolbox.wsicore.wsireader import OpenSlideWSIReader
+
+    # By name: `WSIReader.open` takes a TIFF that is neither Aperio's, OME nor BigTIFF for a
+    # picture, and loads all of it.
+    reader = OpenSlideWSIReader(path, power=20)  # without a power it warns each time
+
+    def read(x: int, y: int, factor: float) -> Any:
+        return reader.read_rect((x, y), (TILE, TILE), resolution=1 / factor, units="baseline")
+
+    return read
+
+
 def _resampled(pixels: NDArray[np.uint8], factor: float) -> Any:
     """By OpenCV, which pathoseg uses too, in the fastest way that it has."""
     if factor == 1:
@@ -109,8 +122,9 @@ READERS: dict[str, Callable[[Path], Read]] = {
     "direct": direct,
     "openslide": openslide,
     "openslide_pillow": openslide_pillow,
-    "zarr": zarr_store,
+    "zarr_store": zarr_store,
     "cucim": cucim,
+    "tiatoolbox": tiatoolbox,
 }
 
 
