@@ -94,7 +94,7 @@ def tiatoolbox(path: Path) -> Read:
 
     # By name: `WSIReader.open` takes a TIFF that is neither Aperio's, OME nor BigTIFF for a
     # picture, and loads all of it.
-    reader = OpenSlideWSIReader(path, power=20)  # without a power it warns each time
+    reader = OpenSlideWSIReader(path)
 
     def read(x: int, y: int, factor: float) -> Any:
         return reader.read_rect((x, y), (TILE, TILE), resolution=1 / factor, units="baseline")
