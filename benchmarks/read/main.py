@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tifffile
@@ -133,7 +134,8 @@ def write_stated(path: Path) -> None:
     """A copy of the slide that states its resolution; TIAToolbox reads no slide without one."""
     shutil.copyfile(DATA / SLIDE, path)
     with tifffile.TiffFile(path, mode="r+") as tiff:
-        for level in tiff.pages:
+        levels: Any = tiff.pages  # typed as what may lack tags
+        for level in levels:
             per_centimeter = 1e4 / SLIDE_MPP * level.shape[1] / SIZE[0]
             for axis in ("XResolution", "YResolution"):
                 level.tags[axis].overwrite((round(per_centimeter * 1000), 1000))
