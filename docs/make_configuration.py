@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from pathoseg.workflows.config import Config
+from pathoseg.config import Config
 
 PAGE = Path(__file__).with_name("configuration.md")
 

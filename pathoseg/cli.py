@@ -130,7 +130,7 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Train a model from slides and their annotations."""
-    from pathoseg.workflows.job import start_ranks
+    from pathoseg.training.distributed import start_ranks
     from pathoseg.workflows.train import ranks_to_start
     from pathoseg.workflows.train import train as run_training
 
@@ -168,7 +168,7 @@ def infer(
     debug: Debug = False,
 ) -> None:
     """Segment slides: mask, outlines for QuPath, overlay and areas."""
-    from pathoseg.workflows.batch import infer as run_inference
+    from pathoseg.workflows.infer import infer as run_inference
 
     flags: dict[str, Any] = {"data": {"assume_mpp": assume_mpp}, "parallel": {"ranks": ranks}}
     raise typer.Exit(

@@ -1,12 +1,24 @@
-"""What every test may use: the real data, where it is."""
+"""What every test may use: the real data, tiny annotated images, and the command line."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import settings
+from PIL import Image
+
+from pathoseg.cli import main
+from pathoseg.models.build import ModelConfig, build_model, tile_multiple
+from pathoseg.models.bundle import Bundle, save_bundle
 
 # Examples are not timed: this suite runs on machines with two busy cores. They are the same in
 # every run, so that a change is judged and not the luck of the draw.
@@ -23,3 +35,122 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"real data not at hand: neither $PATHOSEG_DATA nor {folder}")
     return folder
+
+
+TINY = """
+[data]
+assume_mpp = 0.5
+classes = ["disc"]
+[tiles]
+mpp = 0.5
+tile = 32
+[model]
+width = 4
+depth = 2
+[train]
+epochs = 4
+batch = 2
+lr = 1e-2
+checkpoint_minutes = 0.0001
+[augment]
+blur = 0.0
+noise = 0.0
+"""
+
+
+def draw_disc(path: Path, seed: int, side: int = 96) -> None:
+    """A noisy pink image with a dark disc, and the disc's mask beside it."""
+    rng = np.random.default_rng(seed)
+    y, x = np.mgrid[:side, :side]
+    centre = rng.uniform(0.3, 0.7, 2) * side
+    disc = (y - centre[0]) ** 2 + (x - centre[1]) ** 2 < (side / 5) ** 2
+    image = np.where(disc[..., None], (120, 60, 140), (225, 170, 200))
+    image = np.clip(image + rng.normal(0, 8, image.shape), 0, 255).astype(np.uint8)
+    Image.fromarray(image).save(path)
+    Image.fromarray(disc.astype(np.uint8)).save(path.with_name(f"{path.stem}_mask.png"))
+
+
+@pytest.fixture
+def toy_slides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`tmp_path/slides` with four images, and the working directory set to `tmp_path`."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "slides"
+    folder.mkdir()
+    for seed in range(4):
+        draw_disc(folder / f"slide{seed}.png", seed)
+    (tmp_path / "tiny.toml").write_text(TINY)
+    return folder
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts the real command in `tmp_path`; what still runs at the end of the test is killed."""
+    with ExitStack() as stack:
+
+        def run(*arguments: str) -> subprocess.Popen[str]:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pathoseg", *arguments],
+                cwd=tmp_path,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return process
+
+        yield run
+
+
+@pytest.fixture
+def command(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Runs the command line in this process; gives its exit code and all that it printed."""
+
+    def run(*arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["pathoseg", *map(str, arguments)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        return int(end.value.code or 0), "".join(capfd.readouterr())
+
+    return run
+
+
+def save_tiny_bundle(
+    place: Path,
+    folder: str = "model",
+    network: ModelConfig | None = None,
+    mpp: float = 0.5,
+    tile: int = 64,
+    overlap: int = 48,
+    stain: str | None = None,
+) -> Path:
+    """Saves an untrained network of two classes, whose answers are as good as noise."""
+    network = network or ModelConfig("unet", "segment", 3, width=4, depth=2)
+    torch.manual_seed(1)
+    model = build_model(network, network.name if network.is_factory else None)
+    for name, values in model.named_buffers():
+        if values.is_floating_point():  # running statistics, as of some training
+            values.uniform_(*((-0.5, 0.5) if name.endswith("mean") else (0.5, 2.0)))
+    card = Bundle(
+        model=network,
+        class_names=("gland", "stroma"),
+        class_colours=((200, 0, 0), (0, 150, 0)),
+        mpp=mpp,
+        tile=tile,
+        overlap=overlap,
+        mean=(0.485, 0.456, 0.406),
+        std=(0.229, 0.224, 0.225),
+        multiple=tile_multiple(model),
+        stain=None if stain is None else {"method": stain},
+    )
+    save_bundle(place / folder, model.state_dict(), card)
+    return place / folder
+
+
+@pytest.fixture
+def tiny_bundle(tmp_path: Path) -> Callable[..., Path]:
+    """Saves an untrained network in `tmp_path`."""
+    return partial(save_tiny_bundle, tmp_path)

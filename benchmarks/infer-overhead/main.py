@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 
+from pathoseg.device import MEAN, STD, pick_device
 from pathoseg.host_memory import share_one_heap
+from pathoseg.inference.margins import default_overlap
 from pathoseg.models.build import ModelConfig, build_model, edge_reach, tile_multiple
 from pathoseg.models.bundle import Bundle, load_bundle, save_bundle
 from pathoseg.outputs.report import read_summary
-from pathoseg.workflows.batch import infer
-from pathoseg.workflows.device import MEAN, STD, pick_device
-from pathoseg.workflows.margins import default_overlap
+from pathoseg.workflows.infer import infer
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = ROOT / "sample_data" / "sample_06.svs"

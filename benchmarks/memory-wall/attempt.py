@@ -18,12 +18,12 @@ from cases import networks
 
 from pathoseg.errors import PathosegError
 from pathoseg.models.losses import LossConfig, build_loss
-from pathoseg.parallel.fit import Fit, split
+from pathoseg.parallel.comm.launcher import World, connect, find_world
+from pathoseg.parallel.comm.local_ranks import start_local
+from pathoseg.parallel.comm.transport import Transport
+from pathoseg.parallel.fitting import Fit, split
 from pathoseg.parallel.planning.plan import Plan
-from pathoseg.parallel.runtime.launch import start_local
 from pathoseg.parallel.runtime.runner import Training
-from pathoseg.parallel.runtime.transport import Transport
-from pathoseg.parallel.runtime.world import World, connect, find_world
 from tests.parallel.networks.stages import allocated
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

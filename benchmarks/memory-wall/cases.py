@@ -12,8 +12,8 @@ from pathoseg.models.unet import UNet
 from pathoseg.parallel.graph.layer_graph import LayerGraph
 from pathoseg.parallel.planning.orders import MP_BASIC, SEQUENTIAL
 from pathoseg.parallel.planning.partition import even
-from pathoseg.parallel.planning.patterns import Ways
 from pathoseg.parallel.planning.task import Task
+from pathoseg.parallel.retention.policy_options import Ways
 
 SIDES = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 RANKS = 8

@@ -18,13 +18,13 @@ import torch
 from cases import RANKS, SIDES, WAYS, Case, networks
 from torch import nn
 
+from pathoseg.parallel.cost.cost_model import cost_model
+from pathoseg.parallel.cost.hardware import Hardware, load_hardware
 from pathoseg.parallel.graph.traced import Traced
-from pathoseg.parallel.planning.cost import cost_model
-from pathoseg.parallel.planning.cpu_kernels import cpu_workspace
-from pathoseg.parallel.planning.hardware import Hardware, load_hardware
+from pathoseg.parallel.planning.cpu_workspace import cpu_workspace
 from pathoseg.parallel.planning.plan import Plan
 from pathoseg.parallel.planning.planner import plan
-from pathoseg.parallel.planning.priced import Priced
+from pathoseg.parallel.planning.stage_costs import Priced
 from pathoseg.parallel.planning.task import Task
 
 _BEYOND = (1, 1.25, 1.5, 2, 4, 1024)  # shares of the cap for which a plan is looked for

@@ -29,13 +29,13 @@ from benchmarks.offload.torch_ways import (
 from pathoseg.errors import PathosegError
 from pathoseg.models.resnet_v2 import ResNetV2
 from pathoseg.models.unet import UNet
-from pathoseg.parallel.fit import Fit, fit
+from pathoseg.parallel.comm.launcher import World, connect
+from pathoseg.parallel.cost.hardware import Hardware
+from pathoseg.parallel.fitting import Fit, fit
+from pathoseg.parallel.graph.activation_policy import Retention
 from pathoseg.parallel.graph.layer_graph import LayerGraph
-from pathoseg.parallel.graph.retention import Retention
-from pathoseg.parallel.planning.hardware import Hardware
 from pathoseg.parallel.planning.task import Task
 from pathoseg.parallel.runtime.runner import Training
-from pathoseg.parallel.runtime.world import World, connect
 from pathoseg.parallel.schedule.action import Kind
 
 _IN_FLIGHT = 4

@@ -15,7 +15,7 @@ from benchmarks.offload.caps import caps
 from benchmarks.offload.study import study
 from benchmarks.offload.subject import DEVICE
 from benchmarks.offload.trace import write_trace
-from pathoseg.parallel.planning.hardware import load_hardware
+from pathoseg.parallel.cost.hardware import load_hardware
 
 
 def main() -> None:

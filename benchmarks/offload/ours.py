@@ -8,17 +8,17 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.offload.subject import DEVICE, Step, Subject, optimizer
+from pathoseg.parallel.activations.forms import Form
+from pathoseg.parallel.activations.stage_offload import Park
+from pathoseg.parallel.comm.launcher import World, connect
+from pathoseg.parallel.graph.activation_policy import Retention
 from pathoseg.parallel.graph.layer_graph import LayerGraph
-from pathoseg.parallel.graph.retention import Retention
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.partition import even
 from pathoseg.parallel.runtime.executor import Microbatches
-from pathoseg.parallel.runtime.forms import Form
-from pathoseg.parallel.runtime.memory import Memory
-from pathoseg.parallel.runtime.parking import Park
+from pathoseg.parallel.runtime.memory_check import Memory
 from pathoseg.parallel.runtime.runner import Runner, Training
 from pathoseg.parallel.runtime.stage import stage_edges
-from pathoseg.parallel.runtime.world import World, connect
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.gpipe import gpipe
 from pathoseg.parallel.schedule.lowering import lower

@@ -10,7 +10,7 @@ from benchmarks.offload.caps import recomputed_and_rest
 from benchmarks.offload.ours import graph_of, ours
 from benchmarks.offload.subject import DEVICE, Subject, settle
 from pathoseg.models.unet import UNet
-from pathoseg.parallel.graph.retention import Retention
+from pathoseg.parallel.graph.activation_policy import Retention
 
 _WARM_UP = 2  # steps
 

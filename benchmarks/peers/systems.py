@@ -21,7 +21,7 @@ def pathoseg(job: dict[str, Any], out: Path) -> Segment:
 
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # as its command line sets it
 
-    from pathoseg.workflows.batch import infer
+    from pathoseg.workflows.infer import infer
 
     sys.path.insert(0, str(Path(__file__).parent))  # for the factory
     config = out.parent / "pathoseg.toml"

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from pathoseg.device import MEAN, STD
 from pathoseg.geometry import Box, Frame
 from pathoseg.models.build import ModelConfig, build_model, tile_multiple
 from pathoseg.models.bundle import Bundle, save_bundle
 from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide
-from pathoseg.workflows.device import MEAN, STD
 
 POINT = "weights:point"
 SAMPLE = Path(__file__).resolve().parents[2] / "sample_data" / "sample_06.svs"

@@ -18,15 +18,15 @@ from benchmarks.offload.subject import SHARES
 from benchmarks.retention.measured import measured
 from pathoseg.models.resnet_v2 import ResNetV2
 from pathoseg.models.unet import UNet
-from pathoseg.parallel.graph.retention import Retention
+from pathoseg.parallel.cost.cost_model import cost_model
+from pathoseg.parallel.cost.hardware import load_hardware
+from pathoseg.parallel.graph.activation_policy import Retention
 from pathoseg.parallel.graph.traced import trace
-from pathoseg.parallel.planning.cost import cost_model
-from pathoseg.parallel.planning.hardware import load_hardware
-from pathoseg.parallel.planning.memory import Chooser
 from pathoseg.parallel.planning.memory_model import MemoryModel
-from pathoseg.parallel.planning.patterns import Ways
-from pathoseg.parallel.planning.retained import retain
-from pathoseg.parallel.planning.storages import StageFacts, stage_facts
+from pathoseg.parallel.retention.policy_options import Ways
+from pathoseg.parallel.retention.policy_search import Chooser
+from pathoseg.parallel.retention.retained import retain
+from pathoseg.parallel.retention.stage_liveness import StageFacts, stage_facts
 
 
 def main() -> None:

@@ -12,15 +12,15 @@ from benchmarks.offload.subject import DEVICE, SHARES, Step, Subject, seconds_of
 from benchmarks.steps.timed import Timed
 from pathoseg.models.resnet_v2 import ResNetV2
 from pathoseg.models.unet import UNet
-from pathoseg.parallel.graph.retention import Retention
+from pathoseg.parallel.cost.hardware import load_hardware
+from pathoseg.parallel.graph.activation_policy import Retention
 from pathoseg.parallel.graph.traced import Traced
-from pathoseg.parallel.planning.cpu_kernels import cpu_workspace, vector_lanes
-from pathoseg.parallel.planning.hardware import load_hardware
-from pathoseg.parallel.planning.memory import Choice, Chooser
+from pathoseg.parallel.planning.cpu_workspace import cpu_workspace, vector_lanes
 from pathoseg.parallel.planning.memory_model import MemoryModel
-from pathoseg.parallel.planning.patterns import Ways
-from pathoseg.parallel.planning.retained import retain
-from pathoseg.parallel.planning.storages import stage_facts
+from pathoseg.parallel.retention.policy_options import Ways
+from pathoseg.parallel.retention.policy_search import Choice, Chooser
+from pathoseg.parallel.retention.retained import retain
+from pathoseg.parallel.retention.stage_liveness import stage_facts
 from tests.parallel.networks.stages import allocated
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 
 from pathoseg.models.build import ModelConfig, build_model
+from pathoseg.parallel.cost.cost_model import cost_model
+from pathoseg.parallel.cost.hardware import load_hardware
 from pathoseg.parallel.graph.traced import trace
-from pathoseg.parallel.planning.cost import cost_model
-from pathoseg.parallel.planning.hardware import load_hardware
 from pathoseg.parallel.planning.plan import Plan
 from pathoseg.parallel.planning.planner import plan
-from pathoseg.parallel.planning.priced import Priced, stage_edges
+from pathoseg.parallel.planning.stage_costs import Priced, stage_edges
 from pathoseg.parallel.planning.task import Task
 from pathoseg.parallel.schedule.costs import Costs, Nodes, StageCost
 from pathoseg.parallel.schedule.gems import gems

@@ -31,17 +31,17 @@ from benchmarks.steps.ways import (
     torch_gpipe,
 )
 from pathoseg.models.build import ModelConfig, build_model
+from pathoseg.parallel.comm.launcher import connect
+from pathoseg.parallel.comm.link_benchmark import measure_links
+from pathoseg.parallel.comm.local_ranks import start_local
+from pathoseg.parallel.comm.transport import Transport
+from pathoseg.parallel.cost.hardware import load_hardware
 from pathoseg.parallel.graph.layer_graph import Partition
 from pathoseg.parallel.graph.traced import Traced
-from pathoseg.parallel.planning.hardware import load_hardware
 from pathoseg.parallel.planning.partition import cut
-from pathoseg.parallel.planning.priced import Priced, stage_edges
+from pathoseg.parallel.planning.stage_costs import Priced, stage_edges
 from pathoseg.parallel.runtime.executor import Microbatches
-from pathoseg.parallel.runtime.launch import start_local
-from pathoseg.parallel.runtime.links import measure_links
 from pathoseg.parallel.runtime.runner import Runner
-from pathoseg.parallel.runtime.transport import Transport
-from pathoseg.parallel.runtime.world import connect
 from pathoseg.parallel.schedule.action import Edge, Kind
 from pathoseg.parallel.schedule.costs import Costs, Link, StageCost
 from pathoseg.parallel.schedule.event import Event, from_json, to_json

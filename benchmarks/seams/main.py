@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pathoseg.device import pick_device, to_input
 from pathoseg.geometry import Box, Frame
+from pathoseg.inference.margins import default_margin
 from pathoseg.models.build import edge_reach
 from pathoseg.models.bundle import load_bundle
 from pathoseg.outputs.stitch import Prediction, stitch
 from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.grid import TileGrid
-from pathoseg.workflows.device import pick_device, to_input
-from pathoseg.workflows.margins import default_margin
 from pathoseg.workflows.train import train
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from benchmarks.steps.ways import LOSS
+from pathoseg.parallel.cost.cost_model import LayerTime, Roofline
+from pathoseg.parallel.cost.hardware import load_hardware
+from pathoseg.parallel.cost.profiled import Profiled
+from pathoseg.parallel.cost.timing import Whole, time_in_turn
 from pathoseg.parallel.graph.layer_graph import Layer
 from pathoseg.parallel.graph.traced import Traced
-from pathoseg.parallel.planning.cost import LayerTime, Roofline
-from pathoseg.parallel.planning.hardware import load_hardware
-from pathoseg.parallel.planning.measure import Whole, time_in_turn
-from pathoseg.parallel.planning.profiled import Profiled
 
 
 class Timed:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from pathoseg.models.losses import LossConfig, build_loss
+from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.graph.layer_graph import Partition
 from pathoseg.parallel.graph.traced import Traced
-from pathoseg.parallel.planning.priced import stage_edges
+from pathoseg.parallel.planning.stage_costs import stage_edges
 from pathoseg.parallel.runtime.executor import Microbatches
 from pathoseg.parallel.runtime.runner import Runner, Training
-from pathoseg.parallel.runtime.transport import Transport
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.schedule import Schedule

@@ -13,11 +13,11 @@ from statistics import median
 
 import torch
 
-from pathoseg.parallel.runtime.launch import start_local
-from pathoseg.parallel.runtime.links import measure_links
-from pathoseg.parallel.runtime.torch_dist import connect_gloo, keep_store
-from pathoseg.parallel.runtime.transport import Pending, Transport
-from pathoseg.parallel.runtime.world import connect
+from pathoseg.parallel.comm.gloo import connect_gloo, keep_store
+from pathoseg.parallel.comm.launcher import connect
+from pathoseg.parallel.comm.link_benchmark import measure_links
+from pathoseg.parallel.comm.local_ranks import start_local
+from pathoseg.parallel.comm.transport import Pending, Transport
 
 PIECES = 12  # of computation between the start of a message and the wait for it
 MIB = 2**20

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pathoseg.config import load_config
+from pathoseg.interruption import Interruption
+from pathoseg.progress import progress_bar, say
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.slide_pool import SlidePool
-from pathoseg.workflows.config import load_config
-from pathoseg.workflows.cutting import cut
-from pathoseg.workflows.interruption import Interruption
-from pathoseg.workflows.progress import progress_bar, say
-from pathoseg.workflows.sources import find_sources
+from pathoseg.training.cutting import cut
+from pathoseg.training.labelled_slides import find_sources
 
 DEFAULT = "tiles"
 

@@ -15,25 +15,20 @@ from pathlib import Path
 
 import torch
 
+from pathoseg.device import memory_told, pick_device
 from pathoseg.errors import PathosegError
+from pathoseg.interruption import Interruption
 from pathoseg.outputs.atomic import write_text
-from pathoseg.parallel.planning.calibration import Timed, calibrated, time_cases
-from pathoseg.parallel.planning.features import family
-from pathoseg.parallel.planning.grid import draw_cases
-from pathoseg.parallel.planning.hardware import (
-    Hardware,
-    known_hardware,
-    load_hardware,
-    save_hardware,
-)
-from pathoseg.parallel.planning.measure import time_copies
-from pathoseg.parallel.runtime.links import measure_links
-from pathoseg.parallel.runtime.transport import Transport
+from pathoseg.parallel.comm.link_benchmark import measure_links
+from pathoseg.parallel.comm.transport import Transport
+from pathoseg.parallel.cost.calibration import Timed, calibrated, time_cases
+from pathoseg.parallel.cost.calibration_layers import draw_cases
+from pathoseg.parallel.cost.features import family
+from pathoseg.parallel.cost.hardware import Hardware, known_hardware, load_hardware, save_hardware
+from pathoseg.parallel.cost.timing import time_copies
 from pathoseg.parallel.schedule.costs import Link
-from pathoseg.workflows.device import memory_told, pick_device
-from pathoseg.workflows.interruption import Interruption
-from pathoseg.workflows.job import joined, own_device
-from pathoseg.workflows.progress import progress_bar, say
+from pathoseg.progress import progress_bar, say
+from pathoseg.training.distributed import joined, own_device
 
 _ROUNDS, _QUICK_ROUNDS = 3, 2
 _QUICK_SCALE = 0.15

@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 
 from pathoseg.annotations.annotation import IGNORE
+from pathoseg.config import Config, load_config
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box
 from pathoseg.host_memory import share_one_heap
+from pathoseg.inference.segmenter import Segmenter, load_segmenter
+from pathoseg.interruption import Interruption
 from pathoseg.models.bundle import Bundle
 from pathoseg.models.metrics import Confusion
 from pathoseg.outputs.atomic import replaced
+from pathoseg.progress import say
 from pathoseg.slides.slide import open_slide
-from pathoseg.workflows.config import Config, load_config
-from pathoseg.workflows.interruption import Interruption
-from pathoseg.workflows.progress import say
-from pathoseg.workflows.runs import CONFIG, SPLITS, bundle_of
-from pathoseg.workflows.segment import Segmenter, load_segmenter
-from pathoseg.workflows.sources import Source, find_sources
+from pathoseg.training.labelled_slides import Source, find_sources
+from pathoseg.training.run_folder import CONFIG, SPLITS, bundle_of
 
 _UNSEEN = "unseen"
 

@@ -1,124 +1,215 @@
-"""Computes the rows of one slide's mask, beside other processes that may work on the same slide."""
+"""Segments many slides with however many processes: each takes what no other is at."""
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import threading
 import time
-from collections.abc import Generator
-from contextlib import closing
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
-from pathoseg.workflows.claims import Claims
-from pathoseg.workflows.interruption import Interruption
-from pathoseg.workflows.saved_rows import SavedRows
-from pathoseg.workflows.segment import MaskRow, Segmenter, SlidePlan
+from pathoseg.config import load_config
+from pathoseg.errors import PathosegError, StoppedError
+from pathoseg.host_memory import share_one_heap
+from pathoseg.inference.leases import Claims
+from pathoseg.inference.result_folder import SUMMARY, result_folders
+from pathoseg.inference.segmenter import load_segmenter
+from pathoseg.inference.slide_job import WORK, Hand, SlideWork
+from pathoseg.inference.states import STATES, read_state
+from pathoseg.interruption import Interruption
+from pathoseg.outputs.report import read_summary, write_failures, write_summary_table
+from pathoseg.parallel.comm.crew import start_crew
+from pathoseg.parallel.comm.launcher import find_world
+from pathoseg.parallel.comm.transport import Transport
+from pathoseg.progress import say
+from pathoseg.slides.folder import slides_in
+from pathoseg.slides.slide import open_slide
+from pathoseg.training.distributed import joined, own_device
+from pathoseg.training.labelled_slides import model_frame
+from pathoseg.training.run_folder import bundle_of
 
-_NAP = 0.1  # seconds
+TABLE = "summary.csv"
+FAILURES = "failures.csv"
+_NAP = 0.5  # seconds
 
 
-class SharedSlide:
-    """The rows of tiles of a slide, each computed by whichever process has claimed it.
+def infer(
+    inputs: Sequence[Path],
+    model: Path | None,
+    out: Path,
+    config_file: Path | None,
+    flags: Mapping[str, Mapping[str, Any]],
+    resume: bool,
+    factory: str | None,
+    arguments: Sequence[str],
+) -> int:
+    """Segments every slide of `inputs` (slides, or folders of slides) into `out`.
+
+    All processes that do so at the same time share the work: the ranks of one job, and jobs that
+    know nothing of each other. They meet in `out` alone.
 
     Args:
-        segmenter: The model; the same one in every process.
-        plan: Likewise.
-        saved: Where the rows meet.
-        claims: Those of this process.
-        interruption: Asked after every tile.
+        inputs: Slides and folders of slides.
+        model: Run or bundle; None is the newest finished run.
+        out: Folder of the results.
+        config_file: TOML file, or None.
+        flags: What overrules it, by table and key.
+        resume: Keep what earlier batches have done, and go on where they stopped.
+        factory: The user's own network that may be imported.
+        arguments: The command line's, for ranks to be started.
+
+    Returns:
+        The exit code: 0, or 1 where slides of several failed; each stands in `out/failures.csv`.
+
+    Raises:
+        PathosegError: The model or the only slide cannot be used, or an input is missing.
+        StoppedError: A signal came; what is finished is kept.
     """
+    share_one_heap()
+    config = load_config(config_file, flags)
+    world = find_world()
+    if config.parallel.ranks > 1 and world.launcher is None:
+        command = [sys.executable, "-m", "pathoseg", *arguments]
+        return start_crew(config.parallel.ranks, command)
+    advice = f"What is done is in {out}. Go on with the same command and --resume."
+    with Interruption(advice) as interruption:
+        if world.launcher is not None:
+            _stop_with_launcher(interruption)
+        # Ranks of our own start, and torchrun's, meet by gloo whatever trains.
+        with joined("auto" if world.hosted else config.parallel.transport) as transport:
+            if transport is not None:
+                own_device(transport)
+            folders = result_folders(out, _slides(inputs))
+            segmenter = load_segmenter(bundle_of(model), config, factory)
+            if len(folders) == 1:  # refused before anything is written
+                with open_slide(next(iter(folders)), config.data.assume_mpp) as opened:
+                    model_frame(opened, segmenter.card.mpp)
+            interruption.raise_if_asked()
+            claims = Claims(out / STATES)
+            since = _first(claims.now(), transport)
+        with claims:
+            hand = Hand(segmenter, config, claims, interruption, resume, since)
+            batch = [SlideWork(slide, folder, hand) for slide, folder in folders.items()]
+            try:
+                _work(batch, interruption)
+            except (PathosegError, StoppedError) as end:
+                with suppress(OSError):  # told already
+                    _write_tables(out, claims)
+                if world.rank and isinstance(end, StoppedError):  # rank 0 tells it for all
+                    raise SystemExit(end.exit_code) from None
+                raise
+            _write_tables(out, claims)
+            with suppress(OSError):  # another process works there
+                (out / WORK).rmdir()
+    return _verdict(batch, out, leads=world.rank == 0)
 
-    def __init__(
-        self,
-        segmenter: Segmenter,
-        plan: SlidePlan,
-        saved: SavedRows,
-        claims: Claims,
-        interruption: Interruption,
-    ) -> None:
-        self._segmenter, self._plan, self._saved = segmenter, plan, saved
-        self._claims, self._interruption = claims, interruption
 
-    def rows(self) -> Generator[MaskRow]:
-        """Every row from top to bottom: what is saved is read, what nobody is at is computed.
+def _stop_with_launcher(interruption: Interruption) -> None:
+    """Takes the end of the process that started this one for a SIGTERM: nobody else would."""
+    launcher = os.getppid()
 
-        Raises:
-            PathosegError: The device's memory is too small.
-            StoppedError: A signal came.
-            OSError: The disk is full or cannot be written.
-        """
-        due = 0
-        while due < self._plan.grid.rows:
-            known = self._saved.load(due)
-            if known is not None:
-                yield known
-                due += 1
-                continue
-            asked = due
-            with closing(self._computed(due)) as run:
-                for row in run:
-                    yield row
-                    due = row.number + 1
-            if due == asked and not self.help(until=due):
-                self._interruption.raise_if_asked()
-                time.sleep(_NAP)
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(1)
+        interruption.number = interruption.number or signal.SIGTERM
 
-    def help(self, until: int | None = None) -> bool:
-        """Computes and saves rows from a place that nobody has taken, until another's begin.
+    threading.Thread(target=watch, name="launcher", daemon=True).start()
 
-        Args:
-            until: Stops as soon as this row is saved.
 
-        Returns:
-            Whether there was anything to do.
+def _slides(inputs: Sequence[Path]) -> list[Path]:
+    """The slides that the arguments name, each once."""
+    slides = dict[Path, None]()
+    for path in inputs:
+        for slide in slides_in(path) if path.is_dir() else [path]:
+            slides[slide] = None
+    return list(slides)
 
-        Raises:
-            FileNotFoundError: The slide is done meanwhile.
-            PathosegError, StoppedError, OSError: As `rows`.
-        """
-        place = self._free_place()
-        if place is None:
-            return False
-        with closing(self._computed(place)) as run:
-            for _ in run:
-                if until is not None and self._saved.has(until):
-                    break
-        return True
 
-    def _computed(self, first: int) -> Generator[MaskRow]:
-        """Rows from `first` until the next one is saved or claimed; each is saved first."""
-        held = set[int]()
+def _first(now: float, transport: Transport | None) -> float:
+    """When the first rank began: what is done from then on is done in this batch."""
+    return now if transport is None else min(map(float, transport.gather(repr(now))))
 
-        def take(row: int) -> bool:
-            claim = self._saved.claim(row)
-            if self._saved.has(row) or not self._claims.take(claim):
-                return False
-            held.add(row)
-            return not self._saved.has(row)  # saved in between
 
-        try:
-            rows = self._segmenter.rows(self._plan, self._interruption, first, take)
-            with closing(rows):
-                for row in rows:
-                    self._saved.save(row)
-                    held.remove(row.number)
-                    self._claims.release(self._saved.claim(row.number))
-                    yield row
-        finally:
-            for number in held:
-                self._claims.release(self._saved.claim(number))
+def _work(batch: Sequence[SlideWork], interruption: Interruption) -> None:
+    """Leads each slide that nobody is at, then helps with those that are left, until none is."""
 
-    def _free_place(self) -> int | None:
-        """Where another process is best to begin: in the middle of the longest free stretch.
+    def lead(slide: SlideWork) -> None:
+        interruption.raise_if_asked()
+        if slide.lead():
+            if slide.outcome() == "done":
+                say(f"{slide.slide.name}: done, in {slide.folder}{_unread(slide.folder)}")
+            elif len(batch) > 1 and (state := slide.state):
+                say(f"{slide.slide.name}: failed. {state.problem} {state.mend}")
 
-        At its start where nobody works towards it.
-        """
-        saved, claimed = self._saved.listed()
-        taken = {row for row in claimed if self._claims.is_taken(self._saved.claim(row))}
-        best, length, start = None, 0, 0
-        for row in range(self._plan.grid.rows + 1):
-            if row < self._plan.grid.rows and row not in saved and row not in taken:
-                continue
-            begin = start + (row - start) // 2 if start - 1 in taken else start
-            # A single row below a process at work is its next one.
-            if row - begin > length and not (start - 1 in taken and row - start == 1):
-                best, length = begin, row - begin
-            start = row + 1
-        return best
+    for slide in batch:
+        lead(slide)
+    while left := [slide for slide in batch if slide.outcome() is None]:
+        for slide in left:
+            lead(slide)  # where its process has died
+        if not any(slide.help() for slide in left):
+            interruption.raise_if_asked()
+            time.sleep(_NAP)
+
+
+def _unread(folder: Path) -> str:
+    """What is to be said of a result's slide whose file is damaged."""
+    tiles = read_summary(folder / SUMMARY).tiles
+    if not tiles.unread:
+        return ""
+    return (
+        f". The slide is damaged: {tiles.unread} of {tiles.done} tiles could not be read whole. "
+        "What is missing is 255 in the mask and hatched in the overlay."
+    )
+
+
+def _write_tables(out: Path, claims: Claims) -> None:
+    """Tables of all that lies in `out`; one process at a time, so that the last one saw all."""
+    claim = out / STATES / ".tables"
+    while not claims.take(claim):
+        time.sleep(0.1)
+    try:
+        summaries = []
+        for path in sorted(out.glob(f"[!.]*/{SUMMARY}")):
+            with suppress(PathosegError):  # a folder of something else
+                summaries.append(read_summary(path))
+        states = map(read_state, sorted((out / STATES).glob("[!.]*.json")))
+        failures = {
+            Path(state.slide).name: PathosegError(state.problem, state.mend)
+            for state in states
+            if state is not None and state.status == "failed"
+        }
+        write_summary_table(out / TABLE, summaries)
+        write_failures(out / FAILURES, failures)
+    finally:
+        claims.release(claim)
+
+
+def _verdict(batch: Sequence[SlideWork], out: Path, *, leads: bool) -> int:
+    """The exit code; the rank that leads says what the batch came to."""
+    counts = Counter(slide.outcome() for slide in batch)
+    failed = {
+        slide.slide: state
+        for slide in batch
+        if slide.outcome() == "failed" and (state := slide.state) is not None
+    }
+    if len(batch) == 1 and failed:
+        if leads:
+            [state] = failed.values()
+            raise PathosegError(state.problem, state.mend)
+        return 2
+    if leads:
+        for slide in batch:
+            if slide.outcome() == "skipped":
+                say(f"{slide.slide.name}: already done, in {slide.folder}")
+        say(
+            f"{counts['done']} of {len(batch)} slides done, {counts['skipped']} skipped as done "
+            f"before, {counts['failed']} failed. Areas: {out / TABLE}"
+        )
+        for path, state in failed.items():
+            say(f"Failed: {path.name}: {state.problem}")
+    return 1 if failed else 0

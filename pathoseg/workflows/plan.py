@@ -10,33 +10,33 @@ from typing import Any
 import torch
 from torch import nn
 
+from pathoseg.config import Config, load_config
+from pathoseg.device import pick_device
 from pathoseg.errors import PathosegError
 from pathoseg.host_memory import LARGE, keep_freed_memory
 from pathoseg.memory_size import memory_text, parse_memory
 from pathoseg.models.build import build_model, check_tile, tile_multiple
 from pathoseg.outputs.atomic import write_text
+from pathoseg.parallel.cost.cost_model import cost_model
+from pathoseg.parallel.cost.hardware import Hardware, known_hardware, load_hardware
+from pathoseg.parallel.cost.profiled import Profiled
+from pathoseg.parallel.graph.activation_policy import Retention
 from pathoseg.parallel.graph.draw import svg
 from pathoseg.parallel.graph.layer_graph import Partition
-from pathoseg.parallel.graph.retention import Retention
 from pathoseg.parallel.graph.traced import Traced
-from pathoseg.parallel.planning.cost import cost_model
-from pathoseg.parallel.planning.cpu_kernels import cpu_workspace
-from pathoseg.parallel.planning.hardware import Hardware, known_hardware, load_hardware
+from pathoseg.parallel.planning.cpu_workspace import cpu_workspace
+from pathoseg.parallel.planning.infeasibility import count_ranks, nothing_fits
 from pathoseg.parallel.planning.memory_model import MemoryModel
 from pathoseg.parallel.planning.orders import AUTO, DATA_PARALLEL, SEQUENTIAL
-from pathoseg.parallel.planning.patterns import Ways
 from pathoseg.parallel.planning.plan import Plan
 from pathoseg.parallel.planning.planner import plan as find_plans
-from pathoseg.parallel.planning.priced import Priced
-from pathoseg.parallel.planning.profiled import Profiled
-from pathoseg.parallel.planning.remedies import count_ranks, nothing_fits
+from pathoseg.parallel.planning.stage_costs import Priced
 from pathoseg.parallel.planning.task import Task
+from pathoseg.parallel.retention.policy_options import Ways
 from pathoseg.parallel.runtime.available import available_memory, too_small
 from pathoseg.parallel.schedule import timeline
 from pathoseg.parallel.schedule.simulate import simulate
-from pathoseg.workflows.config import Config, load_config
-from pathoseg.workflows.device import pick_device
-from pathoseg.workflows.progress import progress_bar, say
+from pathoseg.progress import progress_bar, say
 
 PLAN, TIMELINE = "plan.json", "timeline.svg"
 

@@ -14,34 +14,33 @@ from typing import Any
 
 import torch
 
+from pathoseg.config import Config, ParallelConfig, load_config, write_config
+from pathoseg.device import MEAN, STD, pick_device
 from pathoseg.errors import PathosegError
+from pathoseg.inference.margins import default_overlap
+from pathoseg.interruption import Interruption
 from pathoseg.memory_size import memory_text
 from pathoseg.models.build import build_model, check_tile, edge_reach, tile_multiple
 from pathoseg.models.bundle import Bundle
 from pathoseg.models.losses import build_loss
 from pathoseg.outputs.atomic import replaced, write_text
+from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.planning.orders import AUTO, find_order
 from pathoseg.parallel.planning.plan import Plan
-from pathoseg.parallel.runtime.transport import Transport
 from pathoseg.parallel.schedule.event import Event
+from pathoseg.progress import say
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.dataset import TrainingSet
 from pathoseg.tiles.slide_pool import SlidePool
 from pathoseg.tiles.tiles import SlideTiles
 from pathoseg.tiles.transform import Augmentation
-from pathoseg.workflows.config import Config, ParallelConfig, load_config, write_config
-from pathoseg.workflows.cutting import cut_sources
-from pathoseg.workflows.device import MEAN, STD, pick_device
-from pathoseg.workflows.engine import Engine
-from pathoseg.workflows.interruption import Interruption
-from pathoseg.workflows.job import joined, stopped_together
-from pathoseg.workflows.loop import Loop
-from pathoseg.workflows.margins import default_overlap
-from pathoseg.workflows.one_device import OneDevice
-from pathoseg.workflows.plan import PLAN, check_host
-from pathoseg.workflows.progress import say
-from pathoseg.workflows.ranks import TIMELINE, Ranks, agreed_plan, draw_step
-from pathoseg.workflows.runs import (
+from pathoseg.training.cutting import cut_sources
+from pathoseg.training.distributed import joined, stopped_together
+from pathoseg.training.engine import Engine
+from pathoseg.training.labelled_slides import Sources, find_sources
+from pathoseg.training.one_device import OneDevice
+from pathoseg.training.pipeline_engine import TIMELINE, Ranks, agreed_plan, draw_step
+from pathoseg.training.run_folder import (
     CONFIG,
     SPLITS,
     finish_run,
@@ -50,10 +49,11 @@ from pathoseg.workflows.runs import (
     new_run,
     newest_unfinished,
 )
-from pathoseg.workflows.sources import Sources, find_sources
-from pathoseg.workflows.splits import TABLE, Member, find_table, split_slides, write_splits
-from pathoseg.workflows.tasks import make_task
-from pathoseg.workflows.validation import Validation
+from pathoseg.training.splits import TABLE, Member, find_table, split_slides, write_splits
+from pathoseg.training.tasks import make_task
+from pathoseg.training.trainer import Loop
+from pathoseg.training.validation import Validation
+from pathoseg.workflows.plan import PLAN, check_host
 
 
 def train(

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.workflows.conftest import TINY, draw_disc
+from tests.conftest import TINY, draw_disc
 
 BIN = Path(sys.executable).parent
 PATHOSEG = str(BIN / "pathoseg")

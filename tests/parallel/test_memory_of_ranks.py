@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from pathoseg.models.unet import UNet
+from pathoseg.parallel.cost.cost_model import cost_model
+from pathoseg.parallel.cost.hardware import load_hardware
 from pathoseg.parallel.graph.traced import Traced
-from pathoseg.parallel.planning.cost import cost_model
-from pathoseg.parallel.planning.cpu_kernels import cpu_workspace
-from pathoseg.parallel.planning.hardware import load_hardware
+from pathoseg.parallel.planning.cpu_workspace import cpu_workspace
 from pathoseg.parallel.planning.plan import Plan
 from pathoseg.parallel.planning.planner import plan
-from pathoseg.parallel.planning.priced import Priced
+from pathoseg.parallel.planning.stage_costs import Priced
 from pathoseg.parallel.planning.task import Task
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.workflows.conftest import TINY, draw_disc
+from tests.conftest import TINY, draw_disc
 
 pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(600)]
 

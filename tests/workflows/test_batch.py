@@ -22,7 +22,7 @@ import pytest
 import tifffile
 from PIL import Image
 
-from tests.workflows.conftest import save_tiny_bundle
+from tests.conftest import save_tiny_bundle
 from tests.workflows.slow_disk import slow_disk
 
 RESULT = {"mask.ome.tiff", "regions.geojson", "overlay.png", "summary.json"}
@@ -217,7 +217,7 @@ def test_two_batches_in_one_folder_share_the_work(place: Place, tmp_path: Path) 
 
 HASTY = """
 import sys
-from pathoseg.workflows import claims
+from pathoseg.inference import leases as claims
 claims.LEASE, claims.BEAT = 1.0, 0.1
 from pathoseg.__main__ import main
 main()

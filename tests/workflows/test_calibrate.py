@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 
 from pathoseg.cli import app
 from pathoseg.errors import PathosegError, StoppedError
+from pathoseg.parallel.comm.local_ranks import start_local
+from pathoseg.parallel.cost.calibration_layers import Case, draw_cases
+from pathoseg.parallel.cost.cost_model import cost_model
+from pathoseg.parallel.cost.hardware import load_hardware
 from pathoseg.parallel.graph.traced import trace
-from pathoseg.parallel.planning.cost import cost_model
-from pathoseg.parallel.planning.grid import Case, draw_cases
-from pathoseg.parallel.planning.hardware import load_hardware
-from pathoseg.parallel.runtime.launch import start_local
 from pathoseg.workflows import calibrate as workflow
 
 
@@ -103,7 +103,7 @@ def test_a_name_that_cannot_be_written_is_refused_at_once(
 RANKS = """
 from pathlib import Path
 import torch
-from pathoseg.parallel.planning.grid import draw_cases
+from pathoseg.parallel.cost.calibration_layers import draw_cases
 from pathoseg.workflows import calibrate as workflow
 
 cases = draw_cases(0.1)

@@ -20,19 +20,19 @@ import torch
 from PIL import Image
 from shapely.geometry import shape
 
+from pathoseg.config import load_config
+from pathoseg.device import to_input
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box
+from pathoseg.inference.margins import default_margin
+from pathoseg.inference.predict import predict
+from pathoseg.inference.segmenter import Segmenter
 from pathoseg.models.build import ModelConfig, edge_reach
 from pathoseg.models.bundle import load_bundle
 from pathoseg.outputs.stitch import stitch
 from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide
-from pathoseg.workflows.config import load_config
-from pathoseg.workflows.device import to_input
-from pathoseg.workflows.margins import default_margin
-from pathoseg.workflows.predict import predict
-from pathoseg.workflows.runs import bundle_of
-from pathoseg.workflows.segment import Segmenter
+from pathoseg.training.run_folder import bundle_of
 
 Command = Callable[..., tuple[int, str]]
 SaveBundle = Callable[..., Path]

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from pathoseg.models.build import ModelConfig, build_model
+from pathoseg.parallel.cost.hardware import load_hardware, save_hardware
 from pathoseg.parallel.graph.traced import trace
-from pathoseg.parallel.planning.hardware import load_hardware, save_hardware
 from pathoseg.parallel.planning.plan import Plan
 
 Command = Callable[..., tuple[int, str]]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from pathoseg.models.bundle import load_bundle
-from pathoseg.parallel.graph.retention import Retention
+from pathoseg.parallel.graph.activation_policy import Retention
 from pathoseg.parallel.planning.plan import Plan
 
 Start = Callable[..., "subprocess.Popen[str]"]

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from pathoseg.config import load_config
+from pathoseg.inference.leases import Claims
+from pathoseg.inference.saved_rows import SavedRows
+from pathoseg.inference.segmenter import MaskRow, Segmenter, SlidePlan
+from pathoseg.inference.shared_slide import SharedSlide
+from pathoseg.interruption import Interruption
 from pathoseg.models.build import ModelConfig
 from pathoseg.models.bundle import load_bundle
 from pathoseg.slides.slide import open_slide
-from pathoseg.workflows.claims import Claims
-from pathoseg.workflows.config import load_config
-from pathoseg.workflows.infer import SharedSlide
-from pathoseg.workflows.interruption import Interruption
-from pathoseg.workflows.saved_rows import SavedRows
-from pathoseg.workflows.segment import MaskRow, Segmenter, SlidePlan
 
 SaveBundle = Callable[..., Path]
 CALM = Interruption("")

@@ -20,8 +20,8 @@ from PIL import Image
 from pathoseg.errors import PathosegError
 from pathoseg.host_memory import LARGE
 from pathoseg.models.bundle import load_bundle
+from pathoseg.training.run_folder import bundle_of
 from pathoseg.workflows import plan as plan_module
-from pathoseg.workflows.runs import bundle_of
 from pathoseg.workflows.train import train
 
 Start = Callable[..., "subprocess.Popen[str]"]

@@ -7,9 +7,9 @@ from functools import cache
 from typing import Any
 
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.graph import trace as fx
+from pathoseg.parallel.graph import fx_tracer as fx
+from pathoseg.parallel.graph.memory_profile import Tape
 from pathoseg.parallel.graph.record import Recorder
-from pathoseg.parallel.graph.tape import Tape
 
 
 @cache

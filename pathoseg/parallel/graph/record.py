@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet, finalize
 
 from pathoseg.parallel.graph.kernel import describe
 from pathoseg.parallel.graph.layer_graph import Value
-from pathoseg.parallel.graph.tape import Tape
+from pathoseg.parallel.graph.memory_profile import Tape
 
 
 class Saved:

@@ -9,9 +9,10 @@ from traceback import walk_tb
 from typing import Any
 
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.graph import trace as fx
+from pathoseg.parallel.graph import fx_tracer as fx
 from pathoseg.parallel.graph.holders import held_once
 from pathoseg.parallel.graph.layer_graph import Attribute, Layer, LayerGraph, Parameter, Value
+from pathoseg.parallel.graph.memory_profile import Tape
 from pathoseg.parallel.graph.nodes import (
     MODEL,
     attribute,
@@ -23,7 +24,6 @@ from pathoseg.parallel.graph.nodes import (
 )
 from pathoseg.parallel.graph.record import Recorder
 from pathoseg.parallel.graph.segment import Plan, Segment, Step
-from pathoseg.parallel.graph.tape import Tape
 from pathoseg.parallel.graph.ties import find_ties
 
 

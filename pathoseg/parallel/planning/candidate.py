@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from pathoseg.parallel.planning.orders import DATA_PARALLEL, SEQUENTIAL, Order, find_order
-from pathoseg.parallel.planning.priced import Priced
+from pathoseg.parallel.planning.stage_costs import Priced
 from pathoseg.parallel.planning.task import Task
 
 # Ranks of a group: all to the first of these, then each larger by so much.

@@ -12,10 +12,10 @@ from typing import ClassVar
 from pydantic import ConfigDict
 
 from pathoseg.errors import PathosegError
+from pathoseg.parallel.cost.versioned import read_versioned
+from pathoseg.parallel.graph.activation_policy import Retention
 from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition
-from pathoseg.parallel.graph.retention import Retention
 from pathoseg.parallel.planning.partition import cut
-from pathoseg.parallel.planning.versioned import read_versioned
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.schedule import Schedule
 from pathoseg.parallel.schedule.validate import validate

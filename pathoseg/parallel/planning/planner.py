@@ -9,8 +9,8 @@ from functools import cache
 from math import inf
 
 from pathoseg.errors import PathosegError
+from pathoseg.parallel.graph.activation_policy import Retention
 from pathoseg.parallel.graph.layer_graph import Partition
-from pathoseg.parallel.graph.retention import Retention
 from pathoseg.parallel.planning.bounds import least_bytes, least_seconds
 from pathoseg.parallel.planning.candidate import Candidate, candidates
 from pathoseg.parallel.planning.named_cuts import custom
@@ -24,7 +24,7 @@ from pathoseg.parallel.planning.orders import (
 )
 from pathoseg.parallel.planning.partition import MemoryLimit
 from pathoseg.parallel.planning.plan import Plan, digest, input_shape
-from pathoseg.parallel.planning.priced import Priced, stage_edges
+from pathoseg.parallel.planning.stage_costs import Priced, stage_edges
 from pathoseg.parallel.planning.task import Task
 from pathoseg.parallel.schedule.costs import Costs
 from pathoseg.parallel.schedule.lowering import lower

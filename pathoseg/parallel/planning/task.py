@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.planning.orders import AUTO, find_order
-from pathoseg.parallel.planning.patterns import Ways
+from pathoseg.parallel.retention.policy_options import Ways
 
 
 @dataclass(frozen=True)

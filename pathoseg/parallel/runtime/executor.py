@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from pathoseg.errors import PathosegError
+from pathoseg.parallel.activations.offload import Copies
+from pathoseg.parallel.activations.stage_offload import Parking, changed_by
+from pathoseg.parallel.activations.streams import Lane, Streams
+from pathoseg.parallel.activations.tickets import Copied
+from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.runtime.messages import Messages, Route
-from pathoseg.parallel.runtime.offload import Copies
-from pathoseg.parallel.runtime.parking import Parking, changed_by
 from pathoseg.parallel.runtime.reduction import Reduction
 from pathoseg.parallel.runtime.stage import Pass, Stage
-from pathoseg.parallel.runtime.streams import Lane, Streams
-from pathoseg.parallel.runtime.tickets import Copied
-from pathoseg.parallel.runtime.transport import Transport
 from pathoseg.parallel.schedule.action import COMPUTE, Action, Edge, Kind
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.schedule import Schedule, visit_of

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.runtime.transport import Pending, Transport
+from pathoseg.parallel.comm.transport import Pending, Transport
 from pathoseg.parallel.schedule.action import COMPUTE, Action, Kind
 from pathoseg.parallel.schedule.schedule import Schedule
 

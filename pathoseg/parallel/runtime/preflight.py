@@ -7,10 +7,10 @@ import json
 from collections.abc import Mapping
 
 from pathoseg.errors import PathosegError
+from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.graph.layer_graph import Partition
 from pathoseg.parallel.runtime.executor import refused
 from pathoseg.parallel.runtime.stage import stage_edges
-from pathoseg.parallel.runtime.transport import Transport
 from pathoseg.parallel.schedule.schedule import Schedule
 from pathoseg.parallel.schedule.validate import validate
 

@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from pathoseg.parallel.runtime.transport import Pending, Transport
+from pathoseg.parallel.comm.transport import Pending, Transport
 
 
 class Reduction:

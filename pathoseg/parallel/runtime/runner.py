@@ -12,22 +12,22 @@ import torch
 from torch import nn
 
 from pathoseg.errors import PathosegError, is_out_of_memory
+from pathoseg.parallel.activations.forms import Form
+from pathoseg.parallel.activations.offload import Copies, copies_of
+from pathoseg.parallel.activations.stage_offload import Park, Parking, parked_bytes
+from pathoseg.parallel.activations.streams import streams_of
+from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.graph.layer_graph import Partition
 from pathoseg.parallel.graph.traced import Traced
-from pathoseg.parallel.runtime.clipping import Agreed, Clipping
 from pathoseg.parallel.runtime.executor import Executor, Microbatches
-from pathoseg.parallel.runtime.forms import Form
+from pathoseg.parallel.runtime.grad_clip import Agreed, Clipping
 from pathoseg.parallel.runtime.holdings import Holdings
 from pathoseg.parallel.runtime.loss_scale import LossScale
-from pathoseg.parallel.runtime.memory import Memory, compare_hosts
-from pathoseg.parallel.runtime.offload import Copies, copies_of
-from pathoseg.parallel.runtime.parking import Park, Parking, parked_bytes
+from pathoseg.parallel.runtime.memory_check import Memory, compare_hosts
 from pathoseg.parallel.runtime.preflight import check_fit, compare_ranks
 from pathoseg.parallel.runtime.reduction import Reduction
 from pathoseg.parallel.runtime.stage import Loss, Pass, Stage
 from pathoseg.parallel.runtime.state import gather, load_optimizer, load_tensors
-from pathoseg.parallel.runtime.streams import streams_of
-from pathoseg.parallel.runtime.transport import Transport
 from pathoseg.parallel.schedule.action import Kind
 from pathoseg.parallel.schedule.copies import take_turns
 from pathoseg.parallel.schedule.event import Event

@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pathoseg.errors import PathosegError
+from pathoseg.parallel.activations.offload import Copies
+from pathoseg.parallel.activations.running_statistics import RunningStatistics, norms_at
+from pathoseg.parallel.activations.saved import Away, Piece
+from pathoseg.parallel.activations.saved_tensor_hooks import Keeping
+from pathoseg.parallel.graph.activation_policy import Retention
 from pathoseg.parallel.graph.layer_graph import Partition, StageEdge
-from pathoseg.parallel.graph.retention import Retention
 from pathoseg.parallel.graph.traced import Traced
-from pathoseg.parallel.runtime.batch_norm import RunningStatistics, norms_at
-from pathoseg.parallel.runtime.keeping import Keeping
-from pathoseg.parallel.runtime.offload import Copies
-from pathoseg.parallel.runtime.randomness import Randomness
-from pathoseg.parallel.runtime.saved import Away, Piece
+from pathoseg.parallel.runtime.rng import Randomness
 from pathoseg.parallel.schedule.action import Edge, numbered
 
 # Of what the model returns and the targets, one number per sample.

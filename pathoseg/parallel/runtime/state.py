@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pathoseg.parallel.runtime.transport import Transport
+from pathoseg.parallel.comm.transport import Transport
 
 # By name of the parameter or buffer, then what of it: "" is its value.
 State = dict[str, dict[str, Any]]

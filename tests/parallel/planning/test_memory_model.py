@@ -15,16 +15,16 @@ from benchmarks.networks.transformer import transformer
 from benchmarks.networks.vgg import vgg19
 from pathoseg.models.resnet_v2 import ResNetV2
 from pathoseg.models.unet import UNet
-from pathoseg.parallel.graph.retention import Retention
+from pathoseg.parallel.graph.activation_policy import Retention
 from pathoseg.parallel.graph.traced import Traced
-from pathoseg.parallel.planning.blocks import units_of
-from pathoseg.parallel.planning.cpu_kernels import cpu_workspace, vector_lanes
-from pathoseg.parallel.planning.memory import Chooser
+from pathoseg.parallel.planning.cpu_workspace import cpu_workspace, vector_lanes
 from pathoseg.parallel.planning.memory_model import MemoryModel, Workspace
 from pathoseg.parallel.planning.partition import even
-from pathoseg.parallel.planning.patterns import Ways
-from pathoseg.parallel.planning.retained import retain
-from pathoseg.parallel.planning.storages import stage_facts
+from pathoseg.parallel.retention.blocks import units_of
+from pathoseg.parallel.retention.policy_options import Ways
+from pathoseg.parallel.retention.policy_search import Chooser
+from pathoseg.parallel.retention.retained import retain
+from pathoseg.parallel.retention.stage_liveness import stage_facts
 from pathoseg.parallel.runtime.stage import Pass, Stage
 from pathoseg.parallel.schedule.costs import Link
 from tests.parallel.networks.small import SMALL, small_graph

@@ -10,12 +10,12 @@ import torch
 
 from pathoseg.errors import PathosegError
 from pathoseg.models.unet import UNet
+from pathoseg.parallel.graph.activation_policy import Retention
 from pathoseg.parallel.graph.layer_graph import LayerGraph
-from pathoseg.parallel.graph.retention import Retention
 from pathoseg.parallel.graph.traced import trace
 from pathoseg.parallel.planning.partition import balance
 from pathoseg.parallel.planning.plan import Plan, digest, input_shape
-from pathoseg.parallel.planning.priced import stage_edges
+from pathoseg.parallel.planning.stage_costs import stage_edges
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.one_f_one_b import one_f_one_b
 

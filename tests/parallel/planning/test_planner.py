@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 
 from pathoseg.errors import PathosegError
 from pathoseg.models.unet import UNet
-from pathoseg.parallel.graph.retention import Retention
+from pathoseg.parallel.cost.cost_model import Roofline
+from pathoseg.parallel.cost.hardware import Hardware
+from pathoseg.parallel.graph.activation_policy import Retention
 from pathoseg.parallel.graph.traced import trace
 from pathoseg.parallel.planning.bounds import least_bytes, least_seconds
-from pathoseg.parallel.planning.cost import Roofline
-from pathoseg.parallel.planning.hardware import Hardware
 from pathoseg.parallel.planning.orders import AUTO, ORDERS, PLACEMENTS, Frame
-from pathoseg.parallel.planning.patterns import Ways
 from pathoseg.parallel.planning.plan import Plan
 from pathoseg.parallel.planning.planner import plan
-from pathoseg.parallel.planning.priced import Priced, stage_edges
+from pathoseg.parallel.planning.stage_costs import Priced, stage_edges
 from pathoseg.parallel.planning.task import Task
+from pathoseg.parallel.retention.policy_options import Ways
 from pathoseg.parallel.schedule.costs import Link
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.simulate import simulate

@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.partition import balance, even
 from pathoseg.parallel.runtime.executor import Microbatches
-from pathoseg.parallel.runtime.memory import Memory
+from pathoseg.parallel.runtime.memory_check import Memory
 from pathoseg.parallel.runtime.runner import Runner, Training
 from pathoseg.parallel.runtime.stage import stage_edges
-from pathoseg.parallel.runtime.transport import Transport
 from pathoseg.parallel.schedule.bidirectional import bidirectional
 from pathoseg.parallel.schedule.costs import Costs
 from pathoseg.parallel.schedule.gems import gems

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pathoseg.parallel.graph.traced import Traced
-from pathoseg.parallel.runtime.randomness import seed_of
+from pathoseg.parallel.runtime.rng import seed_of
 from tests.parallel.networks.runtime_models import RuntimeModel, per_sample_loss, samples
 
 LEARNING_RATE = 0.01

@@ -9,6 +9,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+from tests.parallel.comm.joined import join
 from tests.parallel.networks.runtime_models import MODELS
 from tests.parallel.runtime.cases import (
     HYBRIDS,
@@ -19,7 +20,6 @@ from tests.parallel.runtime.cases import (
     load_verdicts,
     run_case,
 )
-from tests.parallel.runtime.joined import join
 
 CROSSING = ("gpipe-folded", "gems-master", "bidirectional", "synthesised-mirrored", "hybrid-gpipe")
 

@@ -11,14 +11,14 @@ from torch import nn
 
 from pathoseg.models.resnet_v2 import ResNetV2
 from pathoseg.models.unet import UNet
+from pathoseg.parallel.activations.overlapped import Overlapped
+from pathoseg.parallel.activations.pinned_arena import Arena
+from pathoseg.parallel.activations.streams import HostStreams
+from pathoseg.parallel.graph.activation_policy import SMALL, Retention
 from pathoseg.parallel.graph.layer_graph import LayerGraph
-from pathoseg.parallel.graph.retention import SMALL, Retention
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.partition import even
-from pathoseg.parallel.runtime.arena import Arena
-from pathoseg.parallel.runtime.overlapped import Overlapped
 from pathoseg.parallel.runtime.stage import Pass, Stage
-from pathoseg.parallel.runtime.streams import HostStreams
 
 CPU = torch.device("cpu")
 VISITS = 3

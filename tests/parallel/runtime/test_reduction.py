@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pathoseg.parallel.runtime.reduction import Reduction
-from pathoseg.parallel.runtime.threads import ThreadTransport, run_ranks
+from tests.parallel.comm.thread_ranks import ThreadTransport, run_ranks
 
 _DTYPES = st.sampled_from([torch.float32, torch.float64])
 

@@ -14,22 +14,22 @@ import torch
 from torch import Tensor, nn
 
 from pathoseg.errors import PathosegError
+from pathoseg.parallel.activations import saved_tensor_hooks as keeping
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.partition import even
-from pathoseg.parallel.runtime import keeping
-from pathoseg.parallel.runtime import memory as memory_module
+from pathoseg.parallel.runtime import memory_check as memory_module
 from pathoseg.parallel.runtime.executor import Microbatches
-from pathoseg.parallel.runtime.memory import Memory
+from pathoseg.parallel.runtime.memory_check import Memory
 from pathoseg.parallel.runtime.runner import Runner, Training
 from pathoseg.parallel.runtime.stage import stage_edges
-from pathoseg.parallel.runtime.threads import ThreadTransport, run_ranks
 from pathoseg.parallel.schedule.action import Kind
 from pathoseg.parallel.schedule.gems import gems
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.one_f_one_b import one_f_one_b
 from pathoseg.parallel.schedule.schedule import Schedule
-from pathoseg.workflows.optimizer import load_by_name, state_by_name
-from pathoseg.workflows.step import train_step
+from pathoseg.training.optimizer import load_by_name, state_by_name
+from pathoseg.training.step import train_step
+from tests.parallel.comm.thread_ranks import ThreadTransport, run_ranks
 from tests.parallel.networks.runtime_models import MODELS, per_sample_loss
 from tests.parallel.runtime.cases import (
     Case,

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pathoseg.parallel.runtime.launch import start_local
-from pathoseg.parallel.runtime.threads import run_ranks
+from pathoseg.parallel.comm.local_ranks import start_local
+from tests.parallel.comm.joined import Library
+from tests.parallel.comm.thread_ranks import run_ranks
 from tests.parallel.networks.runtime_models import MODELS
 from tests.parallel.runtime.cases import (
     HYBRIDS,
@@ -20,7 +21,6 @@ from tests.parallel.runtime.cases import (
     run_case,
     save_verdicts,
 )
-from tests.parallel.runtime.joined import Library
 from tests.parallel.runtime.judged_ranks import cases_of_processes
 
 CASES = [

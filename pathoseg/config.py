@@ -1,0 +1,322 @@
+"""What a run is asked to do: frozen, read from TOML and flags, written back as the run's record."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+import tomli_w
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+
+from pathoseg.annotations.annotation import AnnotationOptions
+from pathoseg.duration import Duration
+from pathoseg.errors import PathosegError
+from pathoseg.memory_size import parse_memory
+from pathoseg.models.build import ModelConfig
+from pathoseg.models.losses import LossConfig
+from pathoseg.tiles.tissue import TissueOptions
+from pathoseg.tiles.transform import AugmentOptions
+
+Count = Annotated[int, Field(ge=1)]
+NaturalNumber = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+def _memory_size(given: object) -> object:
+    parse_memory(given)
+    return given
+
+
+MemorySize = Annotated[str, BeforeValidator(_memory_size)]
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where slides and annotations come from.
+
+    Attributes:
+        slides: Folder of slides.
+        annotations: Folder of annotations; None means beside the slides.
+        table: CSV with the columns slide, patient, split; None means `slides.csv` in either folder.
+        classes: Names of the classes in order; None means all that the annotations name, sorted.
+        assume_mpp: Microns per pixel of slides that state none.
+        val_share: Share of patients held out for validation where no table splits them.
+        skip_bad_slides: Leave out slides that cannot be read instead of refusing to start.
+    """
+
+    slides: str | None = None
+    annotations: str | None = None
+    table: str | None = None
+    classes: tuple[str, ...] | None = None
+    assume_mpp: Positive | None = None
+    val_share: Share = 0.2
+    skip_bad_slides: bool = False
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """How slides are cut for training.
+
+    Attributes:
+        mpp: Microns per pixel the model sees.
+        tile: Side of a tile in pixels.
+        overlap: Pixels that neighbouring training tiles share.
+        balance: "class" draws tiles so that every class is seen equally often, "none" takes all.
+        min_tissue: Least share of tissue in a tile without annotation.
+        cache: Folder of the tile cache; None reads slides directly.
+        codec: How cached tiles are compressed.
+        stain: Stain normalisation, fitted once per slide.
+        min_cover: (classify) least share of a tile's annotated pixels that its class must cover.
+    """
+
+    mpp: Positive = 0.5
+    tile: Count = 1024
+    overlap: NaturalNumber = 0
+    balance: Literal["none", "class"] = "class"
+    min_tissue: Share = 0.1
+    cache: str | None = None
+    codec: Literal["lossless", "lossy"] = "lossless"
+    stain: Literal["none", "macenko", "reinhard"] = "none"
+    min_cover: Share = 0.5
+
+    def __post_init__(self) -> None:
+        if self.overlap >= self.tile:
+            raise PathosegError(
+                f"[tiles] overlap = {self.overlap} leaves nothing new to tiles of {self.tile} px.",
+                "Choose an overlap below the tile's side.",
+            )
+
+
+@dataclass(frozen=True)
+class NetConfig:
+    """The network; sizes left out take the values its name implies.
+
+    Attributes:
+        name: `unet`, `unet64`, `resnet110_v2`, `resnet1001_v2` or `module:factory`.
+        task: "segment" labels pixels, "classify" labels tiles.
+        width: Channels of the first block.
+        depth: (U-Net) number of poolings.
+        norm: Normalisation layer.
+        options: Keyword arguments of a `module:factory`.
+    """
+
+    name: str = "unet"
+    task: Literal["segment", "classify"] = "segment"
+    width: int | None = None
+    depth: int | None = None
+    norm: Literal["batch", "group", "instance"] = "batch"
+    options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+
+    def with_classes(self, classes: int) -> ModelConfig:
+        """The network for `classes` classes, background included."""
+        return ModelConfig(classes=classes, **{f.name: getattr(self, f.name) for f in fields(self)})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The training loop.
+
+    Attributes:
+        epochs: Passes over the samples; None means 50, or as many as the time limit holds.
+        time_limit: Time for the whole run, resumed parts counted together: seconds, or "1h30m".
+        samples_per_epoch: Tiles drawn an epoch; None means as many as there are.
+        batch: Tiles a step.
+        microbatch: Tiles a forward pass; gradients accumulate over a step. None means the whole
+            batch in one process; by a plan (`parallel.ranks`, `parallel.memory`) one tile where the
+            model has batch norm, whose statistics are those of a microbatch, else what is fastest.
+        optimizer: AdamW, or SGD with Nesterov momentum 0.9.
+        lr: Highest learning rate.
+        weight_decay: Decoupled (adamw) or L2 (sgd); never on norms and biases.
+        schedule: Shape of the learning rate after the warm-up.
+        warmup: Share of all steps over which the learning rate rises.
+        clip: Largest global gradient norm; 0 leaves gradients alone.
+        amp: Arithmetic on CUDA; "auto" means bf16 where the device has it. CPUs use float32.
+        patience: Epochs without a better validation Dice before stopping; 0 never stops.
+        validate_every: Epochs between validations.
+        checkpoint_minutes: Minutes between checkpoints within an epoch.
+        readers: Threads that read and augment tiles.
+    """
+
+    epochs: Count | None = None
+    time_limit: Duration | None = None
+    samples_per_epoch: Count | None = None
+    batch: Count = 4
+    microbatch: Count | None = None
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    lr: Positive = 1e-3
+    weight_decay: NotNegative = 1e-2
+    schedule: Literal["cosine", "poly", "constant"] = "cosine"
+    warmup: Share = 0.05
+    clip: NotNegative = 1.0
+    amp: Literal["auto", "none", "bf16", "fp16"] = "auto"
+    patience: NaturalNumber = 0
+    validate_every: Count = 1
+    checkpoint_minutes: NotNegative = 10.0
+    readers: Count = 2
+
+
+@dataclass(frozen=True)
+class InferConfig:
+    """Segmenting slides.
+
+    Attributes:
+        overlap: Pixels that neighbouring tiles share; None means a quarter of the tile.
+        margin: Outer pixels of a tile whose predictions get no weight; None means overlap // 4.
+        batch: Tiles a forward pass.
+        readers: Threads that read tiles ahead.
+        simplify: Tolerance of the outlines in pixels of the mask; 0 keeps pixel edges.
+        min_region_um2: Smaller regions are left out of the outlines (the mask keeps them).
+        compress_regions: Write `regions.geojson.gz`.
+        region_type: How QuPath shows regions; `detection` draws faster when there are many.
+    """
+
+    overlap: NaturalNumber | None = None
+    margin: NaturalNumber | None = None
+    batch: Count = 1
+    readers: Count = 2
+    simplify: NotNegative = 0.5
+    min_region_um2: NotNegative = 10.0
+    compress_regions: bool = False
+    region_type: Literal["annotation", "detection"] = "annotation"
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How ranks share a step; docs/planning.md says how a plan is found.
+
+    Attributes:
+        ranks: How many ranks there are; a launcher such as mpirun overrules it.
+        order: In which order the microbatches go through the stages: a name that
+            docs/planning.md lists, or "auto" for the fastest that fits.
+        stages: Into how many stages the model is cut; None lets the planner choose.
+        cut: Layers or modules before which the model is cut, instead of the planner's cuts.
+        memory: What a rank has, such as "16GiB"; None means what the hardware has.
+        hardware: `v100`, `a100`, `h200`, `cpu` or a file of `pathoseg calibrate`; None means this
+            machine's device.
+        profile: Times each distinct layer of the model on this machine, instead of pricing it by
+            the hardware; memory and links stay the hardware's.
+        offload: How tensors are copied to host memory where a plan says so, in one of the forms of
+            the offload study (docs/memory.md) or "overlapped" with computation; "none" offloads
+            nothing. Plans are made for "overlapped".
+        recompute: Whether layers may run again in the backward where memory asks for it.
+        parked: What waits in host memory while its stage is not at work, copied in the form of
+            `offload`: "parameters", "gradients", "optimizer" (its state). The first two pay only
+            where a rank has several stages. Plans do not count it: neither what it saves nor what
+            its copies take.
+        transport: What joins the ranks of a run; "auto" is MPI where there is one, else gloo;
+            "nccl" takes a GPU for each rank, and has never been run on one.
+    """
+
+    ranks: Count = 1
+    order: str = "auto"
+    stages: Count | None = None
+    cut: tuple[str, ...] = ()
+    memory: MemorySize | None = None
+    hardware: str | None = None
+    profile: bool = False
+    offload: Literal[
+        "none", "naive", "pinned", "non-blocking", "pinned-non-blocking", "overlapped"
+    ] = "overlapped"
+    recompute: bool = True
+    parked: tuple[Literal["parameters", "gradients", "optimizer"], ...] = ()
+    transport: Literal["auto", "mpi", "gloo", "nccl"] = "auto"
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a run is told, one table of the TOML file each."""
+
+    seed: int = 0
+    data: DataConfig = field(default_factory=DataConfig)
+    annotations: AnnotationOptions = field(default_factory=AnnotationOptions)
+    tiles: TileConfig = field(default_factory=TileConfig)
+    tissue: TissueOptions = field(default_factory=TissueOptions)
+    model: NetConfig = field(default_factory=NetConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    augment: AugmentOptions = field(default_factory=AugmentOptions)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    infer: InferConfig = field(default_factory=InferConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+
+def load_config(path: Path | None, flags: Mapping[str, Mapping[str, Any]] | None = None) -> Config:
+    """The configuration of `path` (TOML), overruled by `flags`.
+
+    Args:
+        path: TOML file, or None for the defaults.
+        flags: Section → key → value; None values are flags not given. Top-level keys stand
+            under the section "".
+
+    Raises:
+        PathosegError: The file cannot be read, a key is unknown, or a value does not fit.
+    """
+    table = _read(path) if path else {}
+    where = str(path) if path else "The options"
+    _refuse_unknown(Config, table, where, "")
+    for section, values in (flags or {}).items():
+        target = table.setdefault(section, {}) if section else table
+        target.update({key: value for key, value in values.items() if value is not None})
+    adapter = TypeAdapter(Config)
+    try:
+        return adapter.validate_python(table)
+    except ValidationError as wrong:
+        first = wrong.errors()[0]
+        *within, key = (str(part) for part in first["loc"])
+        why = first["msg"].removeprefix("Value error, ")
+        if (flags or {}).get(".".join(within), {}).get(key) is not None:
+            raise PathosegError(
+                f"--{key.replace('_', '-')} {first['input']} does not fit ({why}).",
+                "Add --help to the command for the values it takes.",
+            ) from None
+        raise PathosegError(
+            f"{where}: {'.'.join((*within, key))} = {first['input']!r} does not fit ({why}).",
+            "See docs/configuration.md for the values it takes.",
+        ) from None
+
+
+def write_config(config: Config, path: Path) -> None:
+    """Writes `config` as TOML that `load_config` reads back equal; what is None is left out."""
+    path.write_text(tomli_w.dumps(_without_none(asdict(config))))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise PathosegError(
+            f"{path} cannot be read ({error.strerror}).", "Check the path given to --config."
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise PathosegError(f"{path} is not valid TOML: {error}.", "Mend that line.") from None
+
+
+def _refuse_unknown(cls: type, table: Mapping[str, Any], where: str, prefix: str) -> None:
+    known = get_type_hints(cls)
+    names = [entry.name for entry in fields(cls)]
+    for key, value in table.items():
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+            mend = f"Did you mean `{near[0]}`?" if near else f"Known here: {', '.join(names)}."
+            raise PathosegError(f"{where}: unknown key `{prefix}{key}`.", mend)
+        if is_dataclass(known[key]) and isinstance(known[key], type):
+            if not isinstance(value, dict):
+                raise PathosegError(
+                    f"{where}: `{prefix}{key}` is a table, not a value.",
+                    f"Write it as [{prefix}{key}] with keys below.",
+                )
+            _refuse_unknown(known[key], value, where, f"{prefix}{key}.")
+
+
+def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_none(value) if isinstance(value, Mapping) else value
+        for key, value in table.items()
+        if value is not None
+    }

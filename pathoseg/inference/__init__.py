@@ -1,0 +1,1 @@
+"""From a model and a slide to the files of its result."""

@@ -1,0 +1,107 @@
+"""Writes the files of one slide's result while its mask's bands arrive."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pathoseg import __version__
+from pathoseg.annotations.annotation import IGNORE
+from pathoseg.annotations.qupath_geojson import GeoJsonWriter
+from pathoseg.config import Config
+from pathoseg.geometry import Box
+from pathoseg.host_memory import give_back_freed_memory
+from pathoseg.inference.result_folder import SUMMARY
+from pathoseg.inference.segmenter import MaskRow, Segmenter, SlidePlan
+from pathoseg.outputs.mask_tiff import write_mask
+from pathoseg.outputs.overlay import MaskThumbnail, thumbnail_frame, write_overlay
+from pathoseg.outputs.polygons import RegionTracer, write_regions
+from pathoseg.outputs.report import (
+    Summary,
+    TileCounts,
+    class_summaries,
+    count_pixels,
+    write_summary,
+)
+from pathoseg.slides.region import read_region
+from pathoseg.slides.slide import open_slide
+
+MASK = "mask.ome.tiff"
+REGIONS = "regions.geojson"
+OVERLAY = "overlay.png"
+
+
+def publish(
+    slide: Path,
+    folder: Path,
+    segmenter: Segmenter,
+    config: Config,
+    rows_of: Callable[[SlidePlan], Generator[MaskRow]],
+) -> None:
+    """Writes the result of `slide` into `folder`: mask, outlines, overlay, and last the summary.
+
+    Args:
+        slide: The file.
+        folder: Exists.
+        segmenter: Plans the slide.
+        config: `infer` and `data.assume_mpp` are used.
+        rows_of: Gives all rows of the mask from top to bottom.
+
+    Raises:
+        PathosegError: The slide or the device cannot do it.
+        StoppedError: A signal came.
+        OSError: The disk is full or cannot be written.
+    """
+    began = time.monotonic()
+    classes, options = segmenter.classes, config.infer
+    with open_slide(slide, config.data.assume_mpp) as opened:
+        plan = segmenter.plan(opened)
+        thumbnail = thumbnail_frame(opened.size, opened.mpp)
+        size = thumbnail.size
+        picture = read_region(opened, thumbnail, Box(0, 0, size.width, size.height)).pixels
+    give_back_freed_memory()  # finding tissue takes more of it than a row of tiles
+    planned = time.monotonic()
+    small = MaskThumbnail(plan.output, thumbnail)
+    pixels, regions, unread_tiles = Counter[int](), Counter[int](), 0
+    min_pixels = max(1, round(options.min_region_um2 / plan.output.mpp.mean**2))
+    tracer = RegionTracer(options.simplify, min_pixels)
+    name = f"{REGIONS}.gz" if options.compress_regions else REGIONS
+    with (
+        closing(rows_of(plan)) as rows,
+        GeoJsonWriter(folder / name, classes, options.region_type) as writer,
+    ):
+
+        def seen() -> Iterator[NDArray[np.uint8]]:
+            nonlocal unread_tiles
+            for row in rows:
+                band, unread_tiles = row.band, unread_tiles + row.unread_tiles
+                pixels.update(count_pixels(band, classes))
+                small.add(band)
+                regions.update(write_regions(writer, tracer.add(band), plan.output))
+                yield band
+
+        origin = f"{slide.name} {segmenter.model_id}"
+        write_mask(folder / MASK, plan.output.size, plan.output.mpp, seen(), classes, origin)
+        regions.update(write_regions(writer, tracer.close(), plan.output))
+    write_overlay(folder / OVERLAY, picture, small.pixels, classes)
+    ended = time.monotonic()
+    tissue = plan.tissue.area_mm2
+    summary = Summary(
+        slide=slide.name,
+        model=segmenter.model_id,
+        mpp=plan.output.mpp,
+        tissue_mm2=tissue,
+        classes=class_summaries(classes, pixels, regions, plan.output, tissue),
+        tiles=TileCounts(len(plan.indices), len(plan.grid) - len(plan.indices), unread_tiles),
+        unread_pixels=pixels[IGNORE],
+        versions={"pathoseg": __version__, "torch": str(torch.__version__)},
+        seconds={"plan": round(planned - began, 3), "segment": round(ended - planned, 3)},
+    )
+    write_summary(folder / SUMMARY, summary)

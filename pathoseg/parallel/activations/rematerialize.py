@@ -1,0 +1,281 @@
+"""Runs layers once more in the backward, for what their forward made and nobody kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from pathoseg.errors import PathosegError
+from pathoseg.parallel.activations.saved import (
+    GIVEN,
+    Dropped,
+    Fate,
+    Kept,
+    Made,
+    Piece,
+    Place,
+    is_plain,
+)
+from pathoseg.parallel.graph.segment import Step
+
+# Sets up what layers at these positions need to run as in their forward; gives what is to be called
+# with the position of each.
+Context = Callable[[Sequence[int]], AbstractContextManager[Callable[[int], None]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A tensor that a layer read or made: where its content was, and which."""
+
+    made: Made
+    version: int
+    place: Place
+    requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What one forward of a layer did.
+
+    Attributes:
+        position: The layer's.
+        step: The layer.
+        reads: By name what it read, with a `Leaf` for each tensor.
+        saves: The content that it saved, in turn.
+        returns: What it returned, likewise.
+        writes: What it read and then wrote into: as it was found and left.
+    """
+
+    position: int
+    step: Step
+    reads: Mapping[str, Any]
+    saves: Sequence[tuple[Made, int] | None]
+    returns: Any
+    writes: Sequence[tuple[Leaf, int]]
+
+
+def plan_again(
+    dropped: Iterable[tuple[Dropped, Made, int]],
+    recorded: Mapping[int, Recorded],
+    context: Context,
+) -> None:
+    """Finds the layers that have to run once more: each makes what no longer exists of its own.
+
+    What is kept or waits in host memory is had from there, and held until the layers that read it
+    have run; what nobody saved is made again too. Layers of the fate TWICE run once in passing,
+    for recomputed ones behind them, and what they make then goes when it has been read; for their
+    own backward they run again.
+
+    Args:
+        dropped: Content that will be needed, with its storage and version.
+        recorded: What the forward of each layer did, by position.
+        context: What layers need to run again.
+
+    Raises:
+        PathosegError: A layer read what was overwritten since.
+    """
+    turns = count()
+    # What is asked for, and last whether of a run in passing.
+    wanted = [
+        (-piece.needed, next(turns), piece, made, at, made.fate is not Fate.TWICE)
+        for piece, made, at in dropped
+    ]
+    heapify(wanted)
+    runs: dict[tuple[int, bool], Again] = {}
+    while wanted:
+        # Latest needs first, so that each source learns of the first that asks for it.
+        _, _, piece, made, version, passing = heappop(wanted)
+        if piece.run is not None:
+            continue
+        key = made.maker(version), passing
+        piece.run = run = runs.get(key) or Again(recorded[key[0]], passing, context)
+        if key in runs:
+            continue
+        runs[key] = run
+        for leaf in leaves_in(run.layer.reads):
+            if (leaf.made, leaf.version) in run.sources:
+                continue
+            source = _source(leaf, run, recorded)
+            source.readers += 1
+            source.needed = max(source.needed, piece.needed)
+            run.sources[leaf.made, leaf.version] = source
+            if isinstance(source, Dropped) and source.run is None:
+                how = passing or leaf.made.fate is Fate.RECOMPUTE
+                item = -source.needed, next(turns), source, leaf.made, leaf.version, how
+                heappush(wanted, item)
+
+
+def _source(leaf: Leaf, run: Again, recorded: Mapping[int, Recorded]) -> Piece:
+    made, version = leaf.made, leaf.version
+    source = made.piece(version)
+    passing = run.passing and made.fate is not Fate.RECOMPUTE
+    if passing and (source is None or isinstance(source, Dropped)):
+        source = made.piece(version, passing)
+    if source is not None:
+        return source
+    if made.maker(version) != GIVEN:
+        source = Dropped(packed=False)
+    elif made.given is not None and made.given._version == version:
+        source = Kept(made.given)
+    else:
+        name, writer = run.layer.step.name, recorded[made.makers[-1][0]].step.name
+        raise PathosegError(
+            f"{name} cannot be recomputed: {writer} writes into what it has read.",
+            f"Keep what {name} makes.",
+        )
+    (made.passing if passing else made.pieces)[version] = ref(source)
+    return source
+
+
+class Again:
+    """A layer that is to run once more, at most once.
+
+    Attributes:
+        layer: What its forward did.
+        passing: Whether for layers behind it, and not for the backward of what it saves (TWICE).
+        sources: The content that it reads; emptied when it has run.
+    """
+
+    def __init__(self, layer: Recorded, passing: bool, context: Context) -> None:
+        self.layer, self.passing = layer, passing
+        self.sources: dict[tuple[Made, int], Piece] = {}
+        self._context = context
+
+    def give(self, piece: Dropped) -> None:
+        """Runs the layer and, in the order of the forward, all that has to run ahead of it."""
+        ahead: dict[tuple[int, bool], Again] = {}
+        waiting = [self]
+        while waiting:
+            run = waiting.pop()
+            key = run.layer.position, run.passing
+            if key in ahead:
+                continue
+            ahead[key] = run
+            for source in run.sources.values():
+                if isinstance(source, Dropped) and source.made is None:
+                    assert isinstance(source.run, Again)
+                    waiting.append(source.run)
+        order = sorted(ahead)
+        with self._context([position for position, _ in order]) as before:
+            for key in order:
+                before(key[0])
+                ahead.pop(key)._run()
+
+    def _run(self) -> None:
+        layer = self.layer
+        storages = {key: self._storage(key) for key in self.sources}
+        overwritten = {(leaf.made, leaf.version) for leaf, _ in layer.writes}
+
+        def restore(leaf: Leaf) -> Tensor:
+            key = leaf.made, leaf.version
+            tensor = leaf.place.on(storages[key])
+            if leaf.requires_grad and key in overwritten:
+                token = torch.empty(0, requires_grad=True)
+                found: Tensor = _Inner.apply(token, tensor)  # type: ignore[no-untyped-call]  # torch's
+                return found
+            return tensor.requires_grad_(leaf.requires_grad)
+
+        saves: list[Tensor] = []
+        nothing = torch.empty(0)
+
+        def save(tensor: Tensor) -> Tensor:
+            saves.append(tensor.detach())
+            return nothing  # the tensor itself could hold on to what saves it
+
+        with torch.autograd.graph.saved_tensors_hooks(save, _never):
+            returns = layer.step.run(map_leaves(layer.reads, Leaf, restore))
+        if len(saves) != len(layer.saves):
+            raise PathosegError(
+                f"{layer.step.name} saves {len(saves)} tensors when it runs once more, and "
+                f"{len(layer.saves)} in its forward.",
+                f"Keep what {layer.step.name} makes.",
+            )
+        for known, tensor in zip(layer.saves, saves, strict=True):
+            if known is not None:
+                self._give(*known, tensor.untyped_storage())
+        made = filter(is_plain, leaves_of(returns, Tensor))
+        for leaf, tensor in zip(leaves_in(layer.returns), made, strict=True):
+            self._give(leaf.made, leaf.version, tensor.untyped_storage())
+        for leaf, version in layer.writes:
+            self._give(leaf.made, version, storages[leaf.made, leaf.version])
+        for key, source in self.sources.items():
+            source.readers -= 1
+            if key in overwritten and isinstance(source, Dropped):
+                source.made = None
+        self.sources.clear()
+
+    def _storage(self, key: tuple[Made, int]) -> torch.UntypedStorage:
+        """What the layer reads; a copy where it writes into what others will need."""
+        source = self.sources[key]
+        if isinstance(source, Kept) and source.tensor._version != key[1]:
+            raise PathosegError(
+                f"What {self.layer.step.name} has read was written into since, so it cannot be "
+                "recomputed.",
+                "Let the model write into copies of what other layers need, not in place.",
+            )
+        storage = source.storage()
+        written = any((leaf.made, leaf.version) == key for leaf, _ in self.layer.writes)
+        shared = source.packed or source.readers > 1 or not isinstance(source, Dropped)
+        return storage.clone() if written and shared else storage  # type: ignore[no-untyped-call]  # torch's
+
+    def _give(self, made: Made, version: int, storage: torch.UntypedStorage) -> None:
+        for piece in (made.piece(version), made.piece(version, passing=True)):
+            if isinstance(piece, Dropped) and piece.run is self and piece.made is None:
+                piece.made = storage
+
+
+class _Inner(torch.autograd.Function):
+    """A tensor that is no leaf, so that a layer may write into it."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, tensor: Tensor) -> Tensor:
+        return Place.of(tensor).on(tensor.untyped_storage())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        raise AssertionError("what runs once more has no backward of its own")
+
+
+def _never(tensor: Tensor) -> Tensor:
+    raise AssertionError("what runs once more has no backward of its own")
+
+
+def leaves_of(value: Any, kind: type) -> Iterator[Any]:
+    """What is of a kind in (nested) tuples, lists and dicts, in a fixed order."""
+    if isinstance(value, kind):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from leaves_of(item, kind)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from leaves_of(item, kind)
+
+
+def leaves_in(value: Any) -> Iterator[Leaf]:
+    """The leaves of what was recorded."""
+    return leaves_of(value, Leaf)
+
+
+def map_leaves(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """The same (nested) tuples, lists and dicts, with what is of a kind changed."""
+    if isinstance(value, kind):
+        return change(value)
+    if not isinstance(value, (tuple, list, dict)) or _has_none(value, kind):
+        return value
+    if isinstance(value, dict):
+        return type(value)((key, map_leaves(item, kind, change)) for key, item in value.items())
+    items = [map_leaves(item, kind, change) for item in value]
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def _has_none(value: Any, kind: type) -> bool:
+    return next(leaves_of(value, kind), None) is None

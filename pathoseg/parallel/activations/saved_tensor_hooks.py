@@ -1,0 +1,287 @@
+"""Keeps, offloads or drops what the forwards of one stage save for their backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from pathoseg.errors import PathosegError
+from pathoseg.parallel.activations.offload import Copies
+from pathoseg.parallel.activations.rematerialize import (
+    Leaf,
+    Recorded,
+    leaves_in,
+    leaves_of,
+    map_leaves,
+    plan_again,
+)
+from pathoseg.parallel.activations.running_statistics import norms_at, uncounted
+from pathoseg.parallel.activations.saved import (
+    Away,
+    Dropped,
+    Fate,
+    Handle,
+    Kept,
+    Made,
+    Piece,
+    Place,
+    Storages,
+    bytes_of,
+    is_plain,
+    unpack,
+)
+from pathoseg.parallel.activations.tickets import Label
+from pathoseg.parallel.graph.activation_policy import SMALL, Retention
+from pathoseg.parallel.graph.segment import Step
+from pathoseg.parallel.graph.traced import Traced
+
+# Sets up randomness and precision as in the forward; gives what is called ahead of each layer.
+Again = Callable[[], AbstractContextManager[Callable[[int], None] | None]]
+
+
+class Keeping:
+    """What a stage does with what its layers make.
+
+    Args:
+        traced: The model.
+        layers: Positions of the stage's layers.
+        number: Which stage it is.
+        retention: What is not kept.
+        copies: Copies to the host; None where everything stays on the device.
+        parks: Whether the stage's parameters may leave the device ahead of a backward.
+
+    Raises:
+        PathosegError: The retention names a layer that is not there, or twice.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        layers: range,
+        number: int,
+        retention: Retention,
+        copies: Copies | None,
+        parks: bool = False,
+    ) -> None:
+        self._number, self._copies, self._parks = number, copies, parks
+        graph = traced.graph
+        self._names = {position: graph.layers[position].name for position in layers}
+        self._fates: dict[int, Fate] = {}
+        positions = {name: position for position, name in self._names.items()}
+        for names, fate in (
+            (retention.offloaded, Fate.OFFLOAD),
+            (retention.recomputed, Fate.RECOMPUTE),
+            (retention.twice, Fate.TWICE),
+        ):
+            for name in names:
+                position = positions.get(name)
+                if position is None or position in self._fates:
+                    raise PathosegError(
+                        f"Stage {number} has no layer {name} that could be "
+                        f"{'offloaded' if fate is Fate.OFFLOAD else 'recomputed'}"
+                        + (" beside what is planned for it." if position is not None else "."),
+                        "Plan the memory of these stages again.",
+                    )
+                self._fates[position] = fate
+        if copies is None:
+            self._fates = {at: f for at, f in self._fates.items() if f is not Fate.OFFLOAD}
+        self.recomputes = retention.runs_again
+        own = {
+            name
+            for position in layers
+            for name in (*graph.layers[position].parameters, *graph.layers[position].buffers)
+        }
+        # Modules and names: looking them up would be done for each microbatch.
+        self._own = [
+            (traced.model.get_submodule(path), last)
+            for path, _, last in (name.rpartition(".") for name in sorted(own))
+        ]
+        self._norms = {
+            position: norms_at(traced.model, graph, position) if self.recomputes else []
+            for position in layers
+        }
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is not kept."""
+        return bool(self._fates) or self._parks
+
+    def recording(self, microbatch: int, received: Mapping[str, Tensor], again: Again) -> Recording:
+        """Sees to one forward that saves.
+
+        Args:
+            microbatch: Its number.
+            received: What the stage was given for it.
+            again: Sets up what its layers need to run once more.
+        """
+        given = [
+            tensor
+            for module, name in self._own
+            if isinstance(tensor := getattr(module, name), Tensor) and is_plain(tensor)
+        ]
+        given += [each for each in received.values() if is_plain(each)]
+        return Recording(self, microbatch, given, again)
+
+    def uncounted(self, positions: Iterable[int]) -> AbstractContextManager[None]:
+        """Within it the norms of these layers leave their running statistics alone."""
+        return uncounted(norm for position in positions for norm in self._norms[position])
+
+
+class Recording:
+    """One forward of a stage: its tensors are saved as the stage's retention says.
+
+    It runs the layers in place of the segment (`run`), within `hooks`; `finish` ends it.
+    """
+
+    def __init__(
+        self, keeping: Keeping, microbatch: int, given: Iterable[Tensor], again: Again
+    ) -> None:
+        self._keeping, self._microbatch, self._again = keeping, microbatch, again
+        self._fates, self._names, self._copies = keeping._fates, keeping._names, keeping._copies
+        self._storages = Storages(given)
+        self._position: int | None = None
+        self._saves: list[tuple[Made, int] | None] = []
+        self._recorded: dict[int, Recorded] = {}
+        self._notes: dict[str, Any] = {}
+        self._pieces: list[tuple[ref[Piece], Made, int]] = []
+        self._count = 0
+
+    def hooks(self) -> AbstractContextManager[Any]:
+        """Within it, what autograd saves comes here."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
+
+    def run(self, position: int, step: Step, values: Mapping[str, Any]) -> Any:
+        """Runs a layer."""
+        self._position = position
+        if self._keeping.recomputes:
+            made = self._run_recorded(position, step, values)
+        else:
+            made = step.run(values)
+            for tensor in leaves_of(made, Tensor):
+                self._made(tensor)
+        self._position = None
+        return made
+
+    def finish(self) -> list[ref[Piece]]:
+        """Plans what will run once more; what is away, in the order in which it is needed.
+
+        Raises:
+            PathosegError: A layer that is to be recomputed cannot be.
+        """
+        alive = [
+            (piece, made, at) for known, made, at in self._pieces if (piece := known()) is not None
+        ]
+        keeping, again = self._keeping, self._again
+
+        @contextmanager
+        def context(positions: Sequence[int]) -> Iterator[Callable[[int], None]]:
+            with torch.enable_grad(), keeping.uncounted(positions), again() as before:
+                yield before or _nothing
+
+        plan_again(
+            [(piece, made, at) for piece, made, at in alive if isinstance(piece, Dropped)],
+            self._recorded,
+            context,
+        )
+        away = [piece for piece, _, _ in alive if isinstance(piece, Away)]
+        away.sort(key=lambda piece: -piece.needed)
+        # Autograd holds on to the hooks, and through them to this.
+        self._storages, self._recorded, self._notes = Storages(()), {}, {}
+        self._pieces, self._saves = [], []
+        return [ref(piece) for piece in away]
+
+    def _run_recorded(self, position: int, step: Step, values: Mapping[str, Any]) -> Any:
+        reads = {name: self._note_of(name, values[name]) for name in step.inputs}
+        found = [
+            (tensor, leaf)
+            for name in reads
+            for tensor, leaf in zip(
+                filter(is_plain, leaves_of(values[name], Tensor)),
+                leaves_in(reads[name]),
+                strict=True,
+            )
+        ]
+        saves: list[tuple[Made, int] | None] = []
+        self._saves = saves
+        made = step.run(values)
+        writes = {}
+        for tensor, leaf in found:
+            if tensor._version != leaf.version and (leaf.made, leaf.version) not in writes:
+                writes[leaf.made, leaf.version] = leaf, tensor._version
+                leaf.made.makers.append((position, leaf.version))
+        self._notes[step.name] = returns = self._note(made)
+        self._recorded[position] = Recorded(
+            position, step, reads, saves, returns, [*writes.values()]
+        )
+        return made
+
+    def _note_of(self, name: str, value: Any) -> Any:
+        """What is known of a value, as it is now."""
+        note = self._notes.get(name)
+        if not isinstance(note, Leaf) or note.version != value._version:
+            note = self._notes[name] = self._note(value)
+        return note
+
+    def _note(self, value: Any) -> Any:
+        def leaf(tensor: Tensor) -> Any:
+            if not is_plain(tensor):
+                return tensor.detach()
+            made = self._made(tensor)
+            return Leaf(made, tensor._version, Place.of(tensor), tensor.requires_grad)
+
+        return map_leaves(value, Tensor, leaf)
+
+    def _made(self, tensor: Tensor) -> Made:
+        position = -1 if self._position is None else self._position
+        fate = self._fates.get(position, Fate.KEEP)
+        return self._storages.of(tensor.untyped_storage(), position, fate)
+
+    def _pack(self, tensor: Tensor) -> Handle:
+        """The hook that autograd calls with each tensor that it saves."""
+        assert self._position is not None
+        layer = self._names[self._position]
+        tensor = tensor.detach()  # it may be the one that the layer returns
+        if not is_plain(tensor):
+            self._saves.append(None)
+            return Handle(tensor, layer, None, None)
+        made, version = self._made(tensor), tensor._version
+        self._saves.append((made, version))
+        piece = made.piece(version)
+        if piece is None:
+            piece = self._piece(made, tensor)
+            made.pieces[version] = ref(piece)
+            self._pieces.append((ref(piece), made, version))
+        self._count += 1
+        piece.needed = self._count
+        if isinstance(piece, Kept) and not self._may_leave(made):
+            return Handle(tensor, layer, piece, None)
+        handle = Handle(tensor, layer, piece, Place.of(tensor))
+        # The version counter stays, the memory goes.
+        tensor.data = tensor.new_empty(0)
+        return handle
+
+    def _may_leave(self, made: Made) -> bool:
+        """Whether it is a parameter's: what is saved must not hold on to the memory of now."""
+        return self._keeping._parks and isinstance(made.given, nn.Parameter)
+
+    def _piece(self, made: Made, tensor: Tensor) -> Piece:
+        if made.fate in (Fate.RECOMPUTE, Fate.TWICE):
+            return Dropped(packed=True)
+        if self._may_leave(made):
+            assert made.given is not None
+            return Kept(made.given)
+        storage = tensor.untyped_storage()
+        if made.fate is Fate.KEEP or storage.nbytes() < SMALL:
+            return Kept(tensor)
+        assert self._copies is not None
+        label = Label(self._keeping._number, self._microbatch, self._names[made.makers[0][0]])
+        return Away(self._copies, self._copies.leave(bytes_of(storage), label))
+
+
+def _nothing(position: int) -> None:
+    """Where no layer has to be prepared."""

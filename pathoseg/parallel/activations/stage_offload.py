@@ -1,0 +1,315 @@
+"""Parameters, gradients and optimizer state of stages that wait, in host memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pathoseg.parallel.activations.offload import Copies
+from pathoseg.parallel.activations.saved import Place, is_plain
+from pathoseg.parallel.activations.tickets import Label
+from pathoseg.parallel.graph.activation_policy import SMALL
+from pathoseg.parallel.schedule.action import Action, Kind
+
+
+class Park(StrEnum):
+    """What of a stage may wait in host memory while others are at work."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+
+
+# What an action needs of its stage. A REDUCE takes gradients away, a WAIT_REDUCE leaves their sums.
+_NEEDS: Mapping[Kind, Collection[Park]] = {
+    Kind.FORWARD: {Park.PARAMETERS},
+    Kind.RECOMPUTE: {Park.PARAMETERS},
+    Kind.BACKWARD: {Park.PARAMETERS, Park.GRADIENTS},
+    Kind.REDUCE: {Park.GRADIENTS},
+    Kind.WAIT_REDUCE: {Park.GRADIENTS},
+}
+
+Key = tuple[Park, int]  # what, and of which parameter
+
+
+class Turn(NamedTuple):
+    """What an action needs, and what the next that needs anything does."""
+
+    now: Collection[Key]
+    then: Collection[Key]
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A tensor whose bytes are on the host.
+
+    Attributes:
+        tensor: It stays the same object, and is given its bytes again.
+        place: How it lies on them.
+        ticket: Stands for the bytes.
+    """
+
+    tensor: Tensor
+    place: Place
+    ticket: Any
+
+
+class Parking:
+    """What waits in host memory of the stages of one rank.
+
+    Tensors stay the objects that they are; while their bytes are away, reading them gives NaN.
+    What the next visit needs and is here stays here; where copies run ahead of use, what is not
+    here comes while the visit ahead of it computes. Bytes that nobody has changed are not copied
+    out again. Tensors below `SMALL` bytes stay on the device.
+
+    Args:
+        parked: What of a stage waits.
+        stages: The parameters of each stage on this rank.
+        optimizer: That of the rank, or None.
+        copies: Copies to the host; None where nothing waits.
+    """
+
+    def __init__(
+        self,
+        parked: Collection[Park],
+        stages: Mapping[int, Sequence[nn.Parameter]],
+        optimizer: torch.optim.Optimizer | None,
+        copies: Copies | None,
+    ) -> None:
+        self.copies = copies
+        self._parked = frozenset(parked if copies is not None else ())
+        self._optimizer = optimizer
+        self._parameters: list[nn.Parameter] = []
+        self._home: list[int] = []  # by parameter, the first stage with it
+        numbers: dict[int, int] = {}
+        self._stages: dict[int, list[int]] = {}
+        for stage, parameters in stages.items():
+            for each in parameters:
+                if id(each) not in numbers:
+                    numbers[id(each)] = len(numbers)
+                    self._parameters.append(each)
+                    self._home.append(stage)
+            self._stages[stage] = [numbers[id(each)] for each in parameters]
+        homes: dict[int, list[int]] = {}
+        for number, stage in enumerate(self._home):
+            homes.setdefault(0 if not self._parked else stage, []).append(number)
+        self._turns = [*homes.values()]
+        self._nothing: dict[torch.dtype, Tensor] = {}
+        self._away: dict[Key, list[_Waiting]] = {}
+        # What is on the device, with what is the same on the host.
+        self._here: dict[Key, list[_Waiting]] = {
+            key: [] for key in self._keys(range(len(self._parameters)), {Park.PARAMETERS})
+        }
+        self._leave(())
+
+    @property
+    def active(self) -> bool:
+        """Whether anything waits."""
+        return bool(self._parked)
+
+    def turns(self, actions: Sequence[Action]) -> dict[int, Turn]:
+        """What is needed by the actions at some positions of a rank's list."""
+        if not self._parked:
+            return {}
+        needs = {
+            position: self._keys(self._stages[action.stage], _NEEDS[action.kind])
+            for position, action in enumerate(actions)
+            if action.kind in _NEEDS
+        }
+        needs = {position: keys for position, keys in needs.items() if keys}
+        return {
+            position: Turn(needs[position], needs.get(then, ()))
+            for position, then in pairwise([*needs, -1])
+        }
+
+    @contextmanager
+    def during(self, turn: Turn | None, changed: Collection[Park]) -> Iterator[None]:
+        """Within it all that a turn needs is on the device.
+
+        Args:
+            turn: None where nothing is needed.
+            changed: What is not the same afterwards.
+        """
+        if turn is None:
+            yield
+            return
+        self._bring(turn.now, changed)
+        self._ask(turn.then)
+        yield
+        self._leave(turn.then)
+
+    def in_turn(
+        self, *needed: Park, changed: Collection[Park] = ()
+    ) -> Iterator[Sequence[nn.Parameter]]:
+        """All parameters of the rank, stage by stage, while what is needed of them is here.
+
+        Args:
+            needed: Of each.
+            changed: What is not the same afterwards.
+        """
+        keys = [self._keys(numbers, needed) for numbers in self._turns]
+        for turn, numbers in enumerate(self._turns):
+            then = keys[turn + 1] if turn + 1 < len(keys) else ()
+            with self.during(Turn(keys[turn], then), changed):
+                yield [self._parameters[number] for number in numbers]
+
+    @contextmanager
+    def alone(self, parameters: Sequence[nn.Parameter]) -> Iterator[torch.optim.Optimizer]:
+        """The optimizer, which within this knows of these parameters alone."""
+        optimizer = self._optimizer
+        assert optimizer is not None
+        if not self._parked:
+            yield optimizer
+            return
+        chosen = {id(each) for each in parameters}
+        whole, state = [group["params"] for group in optimizer.param_groups], optimizer.state
+        for group in optimizer.param_groups:
+            group["params"] = [each for each in group["params"] if id(each) in chosen]
+        optimizer.state = defaultdict(dict)
+        optimizer.state.update((each, state[each]) for each in parameters if each in state)
+        try:
+            yield optimizer
+        finally:
+            for group, every in zip(optimizer.param_groups, whole, strict=True):
+                group["params"] = every
+            for each in parameters:
+                state.pop(each, None)
+            state.update(optimizer.state)
+            optimizer.state = state
+
+    def forget_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Lets go of gradients that no step needs any more, where gradients wait."""
+        if Park.GRADIENTS not in self._parked:
+            return
+        chosen = {id(each) for each in parameters}
+        for number, parameter in enumerate(self._parameters):
+            if id(parameter) in chosen:
+                key = Park.GRADIENTS, number
+                for each in [*self._away.pop(key, ()), *self._here.pop(key, ())]:
+                    self._drop(each)
+                parameter.grad = None
+
+    def lasting(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """The same, with copies on the host of tensors that are here only for now."""
+        if not self._parked:
+            return dict(entries)
+        return {
+            name: each.detach().to("cpu", copy=True) if isinstance(each, Tensor) else each
+            for name, each in entries.items()
+        }
+
+    def _keys(self, numbers: Iterable[int], needed: Collection[Park]) -> dict[Key, None]:
+        chosen = [park for park in Park if park in self._parked and park in needed]
+        return {(park, number): None for number in numbers for park in chosen}
+
+    def _tensors(self, key: Key) -> Iterator[Tensor]:
+        park, number = key
+        parameter = self._parameters[number]
+        found: Iterable[Any] = [parameter]
+        if park is Park.GRADIENTS:
+            found = [parameter.grad]
+        elif park is Park.OPTIMIZER:
+            found = (
+                () if self._optimizer is None else self._optimizer.state.get(parameter, {}).values()
+            )
+        for each in found:
+            if not isinstance(each, Tensor) or not is_plain(each) or each.nbytes < SMALL:
+                continue
+            if each.device == parameter.device:
+                yield each
+
+    def _ask(self, keys: Collection[Key]) -> None:
+        assert self.copies is not None or not keys
+        if self.copies is not None:
+            tickets = [each.ticket for key in keys for each in self._away.get(key, ())]
+            self.copies.ask(tickets)
+
+    def _bring(self, keys: Collection[Key], changed: Collection[Park]) -> None:
+        for key in keys:
+            waiting = self._away.pop(key, [])
+            for each in waiting:
+                assert self.copies is not None
+                bytes_of_it = self.copies.fetch(each.ticket)
+                each.tensor.data = each.place.on(bytes_of_it.untyped_storage())
+            same = self._here.setdefault(key, [])
+            same += waiting
+            if key[0] in changed:
+                while same:
+                    self._drop(same.pop())
+
+    def _leave(self, but: Collection[Key]) -> None:
+        """What is here goes, except for some."""
+        for key in [key for key in self._here if key not in but]:
+            same = {id(each.tensor): each for each in self._here.pop(key)}
+            for tensor in self._tensors(key):
+                waiting = same.get(id(tensor))
+                if waiting is None:
+                    waiting = self._waiting(key, tensor)
+                else:
+                    assert self.copies is not None
+                    self.copies.release(waiting.ticket)
+                tensor.data = self._empty(tensor)
+                self._away.setdefault(key, []).append(waiting)
+        if self.copies is not None:
+            self.copies.let_go()
+
+    def _waiting(self, key: Key, tensor: Tensor) -> _Waiting:
+        assert self.copies is not None
+        place = Place.of(tensor)
+        size = tensor.element_size()
+        last = sum((n - 1) * stride for n, stride in zip(place.sizes, place.strides, strict=True))
+        # Not the whole storage: gradients that were summed over ranks share one.
+        span = Place(torch.uint8, ((last + 1) * size,), (1,), place.offset * size)
+        label = Label(self._home[key[1]], None, str(key[0]))
+        ticket = self.copies.leave(span.on(tensor.untyped_storage()), label, lasting=True)
+        return _Waiting(tensor, place._replace(offset=0), ticket)
+
+    def _empty(self, like: Tensor) -> Tensor:
+        """Of its type and shape, with hardly any memory."""
+        if like.dtype not in self._nothing:
+            unknown = torch.nan if like.is_floating_point() or like.is_complex() else 0
+            self._nothing[like.dtype] = like.detach().new_full((), unknown)
+        return self._nothing[like.dtype].expand(like.shape)
+
+    def _drop(self, waiting: _Waiting) -> None:
+        assert self.copies is not None
+        self.copies.drop(waiting.ticket)
+
+
+def changed_by(kind: Kind) -> Collection[Park]:
+    """What an action leaves behind changed."""
+    return set(_NEEDS.get(kind, ())) & {Park.GRADIENTS}
+
+
+def parked_bytes(
+    parked: Collection[Park],
+    parameters: Iterable[nn.Parameter],
+    optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
+) -> int:
+    """Bytes of what waits of some parameters; at most, as small tensors stay.
+
+    Args:
+        parked: What waits.
+        parameters: Each once.
+        optimizer: Makes an optimizer; what it keeps is told by a step on a small parameter.
+    """
+    own = [*parameters]
+    all_of_them = sum(each.nbytes for each in own)
+    trained = sum(each.nbytes for each in own if each.requires_grad)
+    total = all_of_them * (Park.PARAMETERS in parked) + trained * (Park.GRADIENTS in parked)
+    if trained and Park.OPTIMIZER in parked:
+        small = nn.Parameter(own[0].detach().new_zeros(8, 8))
+        small.grad = torch.zeros_like(small)
+        probe = optimizer([small])
+        probe.step()
+        kept = [each for each in probe.state[small].values() if isinstance(each, Tensor)]
+        total += trained * sum(each.nbytes for each in kept if each.ndim) // small.nbytes
+    return total

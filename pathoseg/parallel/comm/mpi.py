@@ -1,0 +1,174 @@
+"""Messages by MPI, through mpi4py: under mpirun, srun or a site's own launcher."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from pathoseg.errors import PathosegError
+from pathoseg.parallel.comm.address import reached_by
+from pathoseg.parallel.comm.heartbeat import Lifeline
+from pathoseg.parallel.comm.process_transport import TAGS, ProcessTransport, look_again, wrong_size
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_LARGEST = 2**30  # bytes of one MPI message; its count is a C int
+_ANNOUNCEMENT = 512  # bytes
+_NAME = 256  # bytes of a host's name
+
+
+def connect_mpi(started: int = 1) -> ProcessTransport:
+    """Joins the ranks of MPI's world; each process calls this once.
+
+    Args:
+        started: How many ranks the launcher says it has started.
+
+    Raises:
+        PathosegError: There is no MPI, it is not the launcher's, or it is too small.
+    """
+    wire = MpiWire()
+    if wire.ranks == 1 < started:
+        raise PathosegError(
+            f"{started} ranks were started, but each finds itself alone: the launcher is not "
+            f"that of the MPI which mpi4py loads ({wire.library}).",
+            "Start with the mpirun of that MPI, or set MPI4PY_MPIABI or build mpi4py for the "
+            "launcher's (pip install --no-binary mpi4py mpi4py).",
+        )
+    return ProcessTransport(wire, Lifeline(wire.rank, wire.ranks, wire.host, wire.announce))
+
+
+class MpiWire:
+    """MPI's world: implements Wire. One thread at a time may use it.
+
+    Nothing moves a message while a rank computes, see docs/transports.md: every look at a request
+    does.
+    """
+
+    def __init__(self) -> None:
+        self._mpi = _import_mpi()
+        world = self._mpi.COMM_WORLD
+        self.rank: int = world.Get_rank()
+        self.ranks: int = world.Get_size()
+        self.library: str = self._mpi.Get_library_version().split(",")[0].strip("\0\n")
+        largest = world.Get_attr(self._mpi.TAG_UB)
+        if largest < TAGS - 1:
+            raise PathosegError(
+                f"The tags of {self.library} end at {largest}, pathoseg needs {TAGS - 1}.",
+                "Use another MPI, or the transport 'gloo'.",
+            )
+        self._callers = world.Dup()
+        self._own = world.Dup()
+        node = world.Split_type(self._mpi.COMM_TYPE_SHARED)
+        local = node.Get_size() == self.ranks
+        node.Free()
+        self.host = "127.0.0.1" if local else os.environ.get("MASTER_ADDR") or self._address()
+        self.reads_cuda = _reads_cuda(self._mpi)
+
+    def announce(self, text: str) -> str:
+        """The text of rank 0, on every rank."""
+        data = bytearray(text.encode().ljust(_ANNOUNCEMENT))
+        self._own.Bcast([data, self._mpi.BYTE], root=0)
+        return data.decode().strip()
+
+    def send(self, data: Tensor, to: int, tag: int) -> MpiRequest:
+        comm, tag = self._comm(tag)
+        begun = [comm.Isend(each, to, tag) for each in self._pieces(data)]
+        return MpiRequest(self._mpi, begun, None)
+
+    def receive(self, into: Tensor, source: int, tag: int) -> MpiRequest:
+        comm, tag = self._comm(tag)
+        begun = [comm.Irecv(each, source, tag) for each in self._pieces(into)]
+        return MpiRequest(self._mpi, begun, into.numel())
+
+    def pause(self, turns: int) -> None:
+        look_again(turns)
+
+    def close(self, well: bool) -> None:
+        # To finalize with a lost rank would hang; to end without it lets mpirun end the others.
+        if well:
+            self._callers.Free()
+            self._own.Free()
+            self._mpi.Finalize()
+
+    def _address(self) -> str:
+        """Where other hosts reach this rank, found by their names."""
+        own = bytearray(socket.gethostname().encode().ljust(_NAME))
+        names = bytearray(_NAME * self.ranks)
+        self._own.Allgather([own, self._mpi.BYTE], [names, self._mpi.BYTE])
+        each = (names[at : at + _NAME].decode().strip() for at in range(0, len(names), _NAME))
+        return reached_by(each)
+
+    def _comm(self, tag: int) -> tuple[MPI.Intracomm, int]:
+        return (self._callers, tag) if tag < TAGS else (self._own, tag - TAGS)
+
+    def _pieces(self, data: Tensor) -> list[tuple[MPI.buffer, MPI.Datatype]]:
+        # An address instead of an array: numpy knows no bfloat16 and no CUDA memory.
+        start, size = data.data_ptr(), data.numel()
+        return [
+            (self._mpi.buffer.fromaddress(start + at, min(size - at, _LARGEST)), self._mpi.BYTE)
+            for at in range(0, max(size, 1), _LARGEST)
+        ]
+
+
+class MpiRequest:
+    """The pieces of one message: implements Request.
+
+    Args:
+        mpi: The library.
+        begun: A request for each piece.
+        size: Bytes that must come; None for a message that is sent.
+    """
+
+    def __init__(self, mpi: ModuleType, begun: list[MPI.Request], size: int | None) -> None:
+        self._mpi = mpi
+        self._begun = begun
+        self._size = size
+
+    def done(self) -> bool:
+        try:
+            if self._size is None:
+                return bool(self._mpi.Request.Testall(self._begun))
+            statuses = [self._mpi.Status() for _ in self._begun]
+            if not self._mpi.Request.Testall(self._begun, statuses):
+                return False
+        except self._mpi.Exception as error:
+            raise PathosegError(
+                f"MPI cannot deliver a message: {error.Get_error_string()}.",
+                "Look for the first error of another rank; if there is none, the two ranks do "
+                "not run the same plan.",
+            ) from error
+        came = sum(status.Get_count(self._mpi.BYTE) for status in statuses)
+        if came != self._size:
+            raise wrong_size(came, self._size)
+        return True
+
+
+def _import_mpi() -> ModuleType:
+    import mpi4py
+
+    mpi4py.rc.thread_level = "serialized"
+    mpi4py.rc.finalize = False  # a rank that fails must not wait for the others at its exit
+    try:
+        from mpi4py import MPI  # initialises MPI
+    except (ImportError, RuntimeError) as error:
+        raise PathosegError(
+            f"mpi4py finds no MPI: {error}.",
+            "Install one with pip install 'pathoseg[mpi]', load the site's (module load openmpi), "
+            "or use the transport 'gloo'.",
+        ) from error
+    return MPI
+
+
+def _reads_cuda(mpi: ModuleType) -> bool:
+    """Whether this MPI takes addresses of CUDA memory, by Open MPI's and MPICH's own query."""
+    for library in (None, mpi.__file__):
+        query = getattr(ctypes.CDLL(library), "MPIX_Query_cuda_support", None)
+        if query is not None:
+            return bool(query())
+    return False

@@ -1,0 +1,312 @@
+"""The transport between processes: what MPI and torch.distributed have in common."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pathoseg.errors import PathosegError
+from pathoseg.parallel.comm.heartbeat import Lifeline
+
+TAGS = 2**20  # the callers' tags lie below; those of sums, texts and barriers from here to 2**21
+_LOOKS = 2000  # at a request in a row, before a waiting rank sleeps between them
+_NAP = 1e-4  # seconds
+_Steps = Iterator[Sequence["Request"]]
+
+
+class Request(Protocol):
+    """A message that a library has begun."""
+
+    def done(self) -> bool:
+        """Whether it is finished; never blocks."""
+
+
+class Event(Protocol):
+    """A point in a device's work; torch.cuda.Event is one."""
+
+    def query(self) -> bool:
+        """Whether the device has come there."""
+
+
+class Wire(Protocol):
+    """Bytes between processes, by a library.
+
+    Messages with the same sender, receiver and tag arrive in the order in which they were sent.
+    """
+
+    rank: int
+    ranks: int
+    reads_cuda: bool
+
+    def send(self, data: Tensor, to: int, tag: int) -> Request:
+        """Begins to send the bytes of a flat uint8 tensor."""
+
+    def receive(self, into: Tensor, source: int, tag: int) -> Request:
+        """Begins to receive as many bytes."""
+
+    def pause(self, turns: int) -> None:
+        """Lets others run until a request may be done; called `turns` times without success."""
+
+    def close(self, well: bool) -> None:
+        """Ends the library's use; not `well` where other ranks may be gone."""
+
+
+class _Chain:
+    """Steps, each of requests that must all be done before the next begins: itself a request."""
+
+    def __init__(self, steps: _Steps) -> None:
+        self._steps = steps
+        self._open: Sequence[Request] | None = next(steps)
+
+    def done(self) -> bool:
+        while self._open is not None:
+            self._open = [request for request in self._open if not request.done()]
+            if self._open:
+                return False
+            self._open = next(self._steps, None)
+        return True
+
+
+class Operation:
+    """Something that a process transport has begun: implements Pending."""
+
+    def __init__(self, transport: ProcessTransport, what: str, chain: _Chain) -> None:
+        self._transport = transport
+        self._what = what
+        self._chain = chain
+
+    def done(self) -> bool:
+        return self._transport.moved(self._chain, self._what)
+
+    def wait(self) -> None:
+        turns = 0
+        while not self.done():
+            self._transport.pause(turns)
+            turns += 1
+
+
+class ProcessTransport:
+    """One rank's end of a wire: implements Transport.
+
+    Sums are taken by exchange: each rank adds up one part of the tensor, in the order of the
+    ranks, and sends it to the others (a reduce-scatter and an all-gather in two rounds; a rank
+    sends 2 (n - 1) / n of the tensor, as in a ring). So the result is equal to the bit on all
+    ranks, in every run and with every library. 16-bit floats are added up in float32.
+
+    CUDA tensors go through pinned memory unless the wire reads them; what is received is ready
+    for work enqueued on the stream that was current when the receive was posted.
+
+    Args:
+        wire: What carries the bytes.
+        lifeline: What tells of lost ranks.
+    """
+
+    def __init__(self, wire: Wire, lifeline: Lifeline) -> None:
+        self.rank = wire.rank
+        self.ranks = wire.ranks
+        self._wire = wire
+        self._lifeline = lifeline
+        self._well = True
+        self._shared: Counter[int] = Counter()  # sums and texts shared with each rank so far
+        self._turns: deque[Turn] = deque()  # messages that wait for the device
+        self._moving: list[_Chain] = []  # chains of several steps, moved at every call
+        self._held: set[_Chain] = set()  # the others, kept with their buffers until they are done
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> Operation:
+        what = f"rank {to} to take message {tag}"
+        return self._begin(what, self._send(tensor, to, tag), tensor.is_cuda)
+
+    def receive(self, into: Tensor, source: int, tag: int) -> Operation:
+        what = f"message {tag} of rank {source}"
+        return self._begin(what, self._receive(into, source, tag), into.is_cuda)
+
+    def sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Operation:
+        return self._begin(f"the sum over ranks {ranks}", self._sum(tensor, ranks), True)
+
+    def gather(self, text: str) -> list[str]:
+        found: list[str] = []
+        self._begin("all ranks", self._gather(text.encode(), found), True).wait()
+        return found
+
+    def barrier(self) -> None:
+        self.gather("")
+
+    def abort(self, reason: str) -> None:
+        self._lifeline.abort(reason)
+        self._well = False
+
+    def close(self) -> None:
+        try:
+            self.barrier()  # no rank leaves while another still needs it
+        except PathosegError:
+            self._well = False
+        self._lifeline.close()
+        self._wire.close(self._well)
+
+    def moved(self, chain: _Chain, what: str) -> bool:
+        """Moves all that has several steps, and this; whether this is done."""
+        self._check(what)
+        try:
+            self._moving = [each for each in self._moving if not each.done()]
+            done = chain.done()
+        except PathosegError:
+            self._check(what, patience=2)  # the lifeline may know the cause of the wire's failure
+            raise
+        if done:
+            self._held.discard(chain)
+        return done
+
+    def pause(self, turns: int) -> None:
+        self._wire.pause(turns)
+
+    def _check(self, what: str, patience: float = 0) -> None:
+        try:
+            self._lifeline.check(patience)
+        except PathosegError as lost:
+            problem = f"{lost.problem} (Rank {self.rank} waited for {what}.)"
+            raise PathosegError(problem, lost.mend) from None
+
+    def _begin(self, what: str, steps: _Steps, several: bool) -> Operation:
+        self._check(what)
+        chain = _Chain(steps)
+        (self._moving.append if several else self._held.add)(chain)
+        return Operation(self, what, chain)
+
+    def _send(self, tensor: Tensor, to: int, tag: int) -> _Steps:
+        data = _bytes(tensor)
+        if tensor.is_cuda:
+            if not self._wire.reads_cuda:
+                data = torch.empty_like(data, device="cpu", pin_memory=True)
+                data.copy_(_bytes(tensor), non_blocking=True)
+            yield [Turn(_come_so_far(tensor.device), self._turns)]
+        yield [self._wire.send(data, to, tag)]
+
+    def _receive(self, into: Tensor, source: int, tag: int) -> _Steps:
+        data = _bytes(into)
+        if not into.is_cuda:
+            yield [self._wire.receive(data, source, tag)]
+        elif self._wire.reads_cuda:
+            # Work that was enqueued earlier may still use this memory.
+            yield [Turn(_come_so_far(into.device), self._turns)]
+            yield [self._wire.receive(data, source, tag)]
+        else:
+            stream = torch.cuda.current_stream(into.device)
+            pinned = torch.empty_like(data, device="cpu", pin_memory=True)
+            yield [self._wire.receive(pinned, source, tag)]
+            with torch.cuda.stream(stream):
+                data.copy_(pinned, non_blocking=True)
+
+    def _sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> _Steps:
+        parts = dict(zip(ranks, tensor.detach().view(-1).tensor_split(len(ranks)), strict=True))
+        mine = parts[self.rank]
+        tags = {rank: self._next_tag(rank) for rank in ranks if rank != self.rank}
+        came = {rank: torch.empty_like(mine) for rank in tags}
+        yield [_Chain(self._send(parts[rank], rank, tag)) for rank, tag in tags.items()] + [
+            _Chain(self._receive(came[rank], rank, tag)) for rank, tag in tags.items()
+        ]
+        came[self.rank] = mine
+        first, *rest = (came[rank] for rank in ranks)
+        half = mine.dtype in (torch.float16, torch.bfloat16)
+        total = first.float() if half else first.clone()
+        for part in rest:
+            total += part
+        mine.copy_(total)
+        yield [_Chain(self._send(mine, rank, tag + 1)) for rank, tag in tags.items()] + [
+            _Chain(self._receive(parts[rank], rank, tag + 1)) for rank, tag in tags.items()
+        ]
+
+    def _gather(self, text: bytes, found: list[str]) -> _Steps:
+        """Through rank 0: lengths and texts, there and back."""
+        own = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else _bytes_of(0)
+        lengths = torch.zeros(self.ranks, dtype=torch.int64)
+        lengths[self.rank] = len(text)
+        if self.rank:
+            tag = self._next_tag(0)
+            length = _bytes(lengths[self.rank])
+            yield [self._wire.send(length, 0, tag), self._wire.send(own, 0, tag)]
+            yield [self._wire.receive(_bytes(lengths), 0, tag + 1)]
+            joined = _bytes_of(int(lengths.sum()))
+            yield [self._wire.receive(joined, 0, tag + 1)]
+        else:
+            tags = {rank: self._next_tag(rank) for rank in range(1, self.ranks)}
+            yield [self._wire.receive(_bytes(lengths[rank]), rank, tags[rank]) for rank in tags]
+            joined = _bytes_of(int(lengths.sum()))
+            texts = torch.split(joined, lengths.tolist())
+            texts[0].copy_(own)
+            yield [self._wire.receive(texts[rank], rank, tags[rank]) for rank in tags]
+            yield [
+                self._wire.send(data, rank, tags[rank] + 1)
+                for rank in tags
+                for data in (_bytes(lengths), joined)
+            ]
+        found += (bytes(each.numpy()).decode() for each in torch.split(joined, lengths.tolist()))
+
+    def _next_tag(self, rank: int) -> int:
+        """The first of two tags for what this rank and another begin together.
+
+        Both count alike, as they call sums and gathers in the same order.
+        """
+        tag = TAGS + 2 * self._shared[rank] % TAGS
+        self._shared[rank] += 1
+        return tag
+
+
+class Turn:
+    """Done once the device has come to an event and all earlier turns are done: a request.
+
+    Without turns the later of two messages, looked at a moment later, could begin first.
+
+    Args:
+        event: Where the device must come to.
+        turns: All that are not done, the earliest first.
+    """
+
+    def __init__(self, event: Event, turns: deque[Turn]) -> None:
+        self._event = event
+        self._turns = turns
+        turns.append(self)
+
+    def done(self) -> bool:
+        if self._turns[0] is not self or not self._event.query():
+            return False
+        self._turns.popleft()
+        return True
+
+
+def _come_so_far(device: torch.device) -> Event:
+    event: Event = torch.cuda.current_stream(device).record_event()
+    return event
+
+
+def look_again(turns: int) -> None:
+    """The pause of a wire that tells nobody when a request is done.
+
+    A short wait is spent looking; a long one leaves the core to ranks that share it.
+    """
+    if turns < _LOOKS:
+        os.sched_yield()
+    else:
+        time.sleep(_NAP)
+
+
+def wrong_size(came: int, expected: int) -> PathosegError:
+    """A message of so many bytes where others were expected."""
+    return PathosegError(
+        f"A message of {came} bytes came where {expected} were expected.",
+        "Start all ranks with the same version, configuration and model.",
+    )
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, not a copy."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _bytes_of(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8)

@@ -1,0 +1,1 @@
+"""What layers and links take on a device."""

@@ -1,0 +1,175 @@
+"""What a device, its node and its network can do: figures that a small JSON file holds."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import resources
+from math import inf
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, FiniteFloat
+
+from pathoseg.errors import PathosegError
+from pathoseg.parallel.cost.features import BASIC
+from pathoseg.parallel.cost.versioned import read_versioned
+from pathoseg.parallel.schedule.costs import Link, Nodes
+
+# Another number where a file has other keys, or its fit other amounts or features (features.py).
+FORMAT = 1
+
+_Positive = Annotated[FiniteFloat, Field(gt=0)]
+_Count = Annotated[int, Field(gt=0)]
+_Numbers = tuple[FiniteFloat, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Regression:
+    """Seconds of a pass: amounts of work at a rate each, times e to a polynomial of features.
+
+    Attributes:
+        rates: Seconds for each unit of each amount; none is below 0.
+        low: Least value of each feature in what was measured; what is below it counts as it.
+        high: Likewise the greatest.
+        coefficients: Of 1, each feature, and each product of two, the features scaled to -1…1.
+        least: Least value that the polynomial should have had, below which it does not go.
+        most: Likewise the greatest.
+    """
+
+    rates: tuple[Annotated[FiniteFloat, Field(ge=0)], ...]
+    low: _Numbers
+    high: _Numbers
+    coefficients: _Numbers
+    least: FiniteFloat
+    most: FiniteFloat
+
+    def __post_init__(self) -> None:
+        size = len(self.low)
+        if len(self.high) != size or len(self.coefficients) != (size + 1) * (size + 2) // 2:
+            raise ValueError("a regression needs as many coefficients as its features ask for")
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What was learnt from timing layers.
+
+    Attributes:
+        regressions: By family and pass, such as `convolution forward`.
+        forward_in_sequence: What a forward takes among others over what it takes alone.
+        backward_in_sequence: Likewise a backward.
+    """
+
+    regressions: Mapping[str, Regression]
+    forward_in_sequence: _Positive = 1.0
+    backward_in_sequence: _Positive = 1.0
+
+    def __post_init__(self) -> None:
+        for name in (f"{family} {part}" for family in BASIC for part in ("forward", "backward")):
+            if name not in self.regressions:
+                raise ValueError(f"there is no regression of {name}")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A device, and how it is joined to others.
+
+    Attributes:
+        name: How the user calls it.
+        device: `cpu` or `cuda`.
+        memory: Bytes that a rank has.
+        flops: Peak floating-point operations a second, by torch's name of the dtype.
+        bandwidth: Peak bytes a second between the device and its memory.
+        overhead: Seconds that each pass of a layer costs at least.
+        per_node: Devices on a node.
+        inside: The link of two devices of one node, in seconds and seconds a byte.
+        between: The link of a node to the others, which its devices share.
+        host: The link of a device to its host's memory, each way.
+        threads: How many threads were measured; None where that has no meaning.
+        measured: Date and device of the measurement; empty where all stems from datasheets.
+        fit: What timing layers taught; None where none were timed.
+    """
+
+    name: str
+    device: Literal["cpu", "cuda"]
+    memory: _Count
+    flops: Mapping[str, _Positive]
+    bandwidth: _Positive
+    per_node: _Count
+    inside: Link
+    between: Link
+    host: Link
+    overhead: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    threads: _Count | None = None
+    measured: str = ""
+    fit: Fit | None = field(default=None, repr=False)
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    def __post_init__(self) -> None:
+        for link in (self.inside, self.between, self.host):
+            if not (0 <= link.alpha < inf and 0 <= link.beta < inf):
+                raise ValueError("a link's figures are finite and not below 0")
+
+    def network(self, ranks: int) -> Nodes:
+        """What joins so many ranks, one on each device, nodes being filled in turn."""
+        return Nodes(min(self.per_node, ranks), self.inside, self.between)
+
+
+def known_hardware() -> list[str]:
+    """Names of the devices that pathoseg brings figures of."""
+    return sorted(
+        Path(file.name).stem for file in _shipped().iterdir() if file.name.endswith(".json")
+    )
+
+
+def load_hardware(name: str) -> Hardware:
+    """The device of this name, or of the file at this path.
+
+    Raises:
+        PathosegError: There is neither, or the file is broken or of another version.
+    """
+    known = known_hardware()
+    if name in known:
+        return _parse((_shipped() / f"{name}.json").read_bytes(), name)
+    path = Path(name)
+    if not path.is_file():
+        raise PathosegError(
+            f"There is no hardware {name!r}: neither a device that is known nor a file.",
+            f"Name one of {', '.join(known)}, or a file that `pathoseg calibrate` has written.",
+        )
+    return _parse(path.read_bytes(), name)
+
+
+def save_hardware(hardware: Hardware, path: Path) -> None:
+    """Writes a file that `load_hardware` reads; what was there is replaced whole or not at all.
+
+    Raises:
+        OSError: The folder cannot be written, or the disk is full.
+    """
+    figures = {"format": FORMAT, **asdict(hardware)}
+    # What a user may want to change stands on lines of its own, before the long fit.
+    fit = json.dumps(figures.pop("fit"))
+    text = json.dumps(figures, indent=1).removesuffix("\n}") + f',\n "fit": {fit}\n}}\n'
+    with NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False) as draft:
+        try:
+            draft.write(text)
+            draft.flush()
+            os.fsync(draft.fileno())
+            Path(draft.name).chmod(0o644)
+            Path(draft.name).replace(path)
+        except BaseException:
+            Path(draft.name).unlink(missing_ok=True)
+            raise
+
+
+def _shipped() -> Any:
+    return resources.files(__package__) / "devices"
+
+
+def _parse(content: bytes, name: str) -> Hardware:
+    again = "Write it again with `pathoseg calibrate --out FILE`."
+    return read_versioned(content, Hardware, "hardware file", FORMAT, name, again)

@@ -1,0 +1,173 @@
+"""Fits what layers took on a device, by polynomials of what is known of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.linear_model import LinearRegression, Ridge, RidgeCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import PolynomialFeatures
+
+from pathoseg.parallel.cost.cost_model import LayerTime, scaled
+from pathoseg.parallel.cost.features import BASIC, OTHER, amounts, arithmetic, family, features
+from pathoseg.parallel.cost.hardware import Fit, Hardware, Regression
+from pathoseg.parallel.graph.layer_graph import Layer, Work
+
+# A kind of fewer layers is not told from the others, and a basic family of fewer hardly described.
+_FEWEST = 8
+# Passes that move most bytes show the bandwidth of memory, others that of caches.
+_LARGEST = 8
+_PENALTIES = np.logspace(-4, 3, 15)
+# What rates are off by at most; a layer that none of its amounts explains would be off endlessly.
+_FURTHEST_OFF = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A layer, and what it took alone."""
+
+    layer: Layer
+    time: LayerTime
+
+    @property
+    def passes(self) -> Iterator[tuple[str, Work, float]]:
+        """Name, work and seconds of each pass that runs kernels."""
+        for name, work, seconds in (
+            ("forward", self.layer.forward, self.time.forward),
+            ("backward", self.layer.backward, self.time.backward),
+        ):
+            if work.written:
+                yield name, work, seconds
+
+
+def learn(
+    samples: Sequence[Sample], hardware: Hardware, in_sequence: LayerTime | None = None
+) -> Hardware:
+    """The hardware with the peaks that the samples show, and with a fit of them.
+
+    Peaks of other dtypes than float32 are taken to be off by as much as its own.
+
+    Args:
+        samples: Layers, float32; some of each of the basic families.
+        hardware: What is known of the device beside.
+        in_sequence: What passes take among others over what they take alone.
+    """
+    in_sequence = in_sequence or LayerTime(1.0, 1.0)
+    passes = [
+        (arithmetic(sample.layer, work), work.read + work.written, seconds)
+        for sample in samples
+        for _, work, seconds in sample.passes
+    ]
+    largest = sorted(passes, key=lambda item: item[1])[-_LARGEST:]
+    gain = max(flops / taken for flops, _, taken in passes) / hardware.flops["float32"]
+    seen = replace(
+        hardware,
+        flops={dtype: gain * peak for dtype, peak in hardware.flops.items()},
+        bandwidth=max(moved / taken for _, moved, taken in largest),
+        overhead=min(taken for _, _, taken in passes),
+    )
+    groups: dict[tuple[str, str], list[_Point]] = {}
+    for sample in samples:
+        layer = sample.layer
+        for name, work, seconds in sample.passes:
+            point = _Point(amounts(layer, work), features(layer, work), seconds)
+            groups.setdefault((family(layer), name), []).append(point)
+            if not layer.forward.flops:
+                groups.setdefault((OTHER, name), []).append(point)
+    regressions = {
+        f"{kind} {name}": _regression(points)
+        for (kind, name), points in groups.items()
+        if kind in BASIC or len(points) >= _FEWEST
+    }
+    return replace(seen, fit=Fit(regressions, in_sequence.forward, in_sequence.backward))
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """A measured pass."""
+
+    amounts: tuple[float, ...]
+    features: tuple[float, ...]
+    seconds: float
+
+
+def _regression(points: Sequence[_Point]) -> Regression:
+    """Rates by least squares of relative errors, then ridge regression of what they are off.
+
+    The ridge's penalty is chosen by leaving one out, where there are enough.
+    """
+    seconds = np.array([point.seconds for point in points])
+    done = np.array([point.amounts for point in points])
+    unit = np.maximum(done.max(0), 1.0)
+    shares = done / unit / seconds[:, None]
+    model = LinearRegression(positive=True, fit_intercept=False).fit(shares, np.ones(len(points)))
+    rates = model.coef_ / unit
+    offs = np.log(seconds / np.maximum(done @ rates, seconds / _FURTHEST_OFF))
+    described = np.array([point.features for point in points])
+    low, high = (tuple(edge.tolist()) for edge in (described.min(0), described.max(0)))
+    units = [scaled(point.features, low, high) for point in points]
+    terms = PolynomialFeatures(2, include_bias=False).fit_transform(units)
+    known = len(points) >= _FEWEST
+    ridge = (RidgeCV(_PENALTIES) if known else Ridge(_PENALTIES[-1])).fit(terms, offs)
+    coefficients = (float(ridge.intercept_), *ridge.coef_.tolist())
+    return Regression(
+        _short(rates), low, high, _short(coefficients), float(offs.min()), float(offs.max())
+    )
+
+
+def _short(values: Iterable[float]) -> tuple[float, ...]:
+    """Six digits, that a file of them is small."""
+    return tuple(float(f"{value:.6g}") for value in values)
+
+
+class RawPolynomial:
+    """The seed's model, kept as what ours has to beat: seconds as a plain polynomial.
+
+    Its features are input channels, output channels, kernel, image side and batch. What it
+    predicts below 0 counts as 0.
+
+    Args:
+        samples: What it learns from.
+        degree: Of the polynomial.
+    """
+
+    def __init__(self, samples: Sequence[Sample], degree: int = 2) -> None:
+        groups: dict[str, list[Sample]] = {}
+        for sample in samples:
+            groups.setdefault(family(sample.layer), []).append(sample)
+            groups.setdefault(OTHER, []).append(sample)
+        self._models = {
+            kind: make_pipeline(PolynomialFeatures(degree), LinearRegression()).fit(
+                [_plain(sample.layer) for sample in group],
+                [[sample.time.forward, sample.time.backward] for sample in group],
+            )
+            for kind, group in groups.items()
+        }
+
+    @property
+    def note(self) -> str:
+        return "plain polynomial of sizes, measured on this device"
+
+    def time(self, layer: Layer) -> LayerTime:
+        """What the layer takes."""
+        if layer.is_free:
+            return LayerTime(0.0, 0.0)
+        return LayerTime(*np.maximum(0.0, self.raw(layer)).tolist())
+
+    def raw(self, layer: Layer) -> NDArray[np.float64]:
+        """(2,): forward and backward as predicted, below 0 too."""
+        model: Any = self._models.get(family(layer), self._models[OTHER])
+        predicted: NDArray[np.float64] = model.predict([_plain(layer)])[0]
+        return predicted
+
+
+def _plain(layer: Layer) -> tuple[float, ...]:
+    shape: Any = layer.attributes.get("input") or layer.outputs[0].shape
+    weight: Any = layer.attributes.get("weight") or ()
+    kernel: Any = weight[2:] or layer.attributes.get("kernel_size") or (1,)
+    target = layer.outputs[0].shape
+    return shape[1] if len(shape) > 1 else 1, target[1], kernel[-1], target[-1], target[0]

@@ -1,0 +1,192 @@
+"""One call for anyone's model: plans it, cuts it, and trains it on the ranks of this job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from pathoseg.errors import PathosegError
+from pathoseg.parallel.activations.forms import Form
+from pathoseg.parallel.activations.stage_offload import Park
+from pathoseg.parallel.comm.transport import Transport
+from pathoseg.parallel.cost.cost_model import cost_model
+from pathoseg.parallel.cost.hardware import Hardware
+from pathoseg.parallel.graph.traced import Traced
+from pathoseg.parallel.planning.cpu_workspace import cpu_workspace
+from pathoseg.parallel.planning.infeasibility import nothing_fits
+from pathoseg.parallel.planning.plan import Plan
+from pathoseg.parallel.planning.planner import plan
+from pathoseg.parallel.planning.stage_costs import Priced
+from pathoseg.parallel.planning.task import Task
+from pathoseg.parallel.runtime.executor import Microbatches
+from pathoseg.parallel.runtime.memory_check import Memory
+from pathoseg.parallel.runtime.runner import Runner, StepResult, Training
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A model in training on the ranks of a job.
+
+    Attributes:
+        plan: What every rank holds and does.
+        runner: This rank's part.
+        input: Name of the model's input.
+    """
+
+    plan: Plan
+    runner: Runner
+    input: str
+
+    def step(self, number: int, inputs: Tensor, targets: Tensor, trace: bool = False) -> StepResult:
+        """One optimizer step on the mean loss of a batch.
+
+        Args:
+            number: The run's step, from 0.
+            inputs: The whole batch; a rank reads only the microbatches that it needs
+                (`runner.reads_inputs`), the others may hold anything.
+            targets: Likewise (`runner.reads_targets`).
+            trace: Whether the result says what this rank did when.
+
+        Raises:
+            PathosegError: The batch is not of the planned size, or a rank failed.
+        """
+        count, size = self.plan.schedule.microbatches, self.plan.microbatch
+        for name, given in (("inputs", inputs), ("targets", targets)):
+            if len(given) != self.plan.batch:
+                raise PathosegError(
+                    f"The {name} of step {number} have {len(given)} samples, and the plan is for "
+                    f"batches of {self.plan.batch}.",
+                    f"Give whole batches, or plan for batches of {len(given)}.",
+                )
+
+        def part(microbatch: int) -> slice:
+            return slice(microbatch * size, (microbatch + 1) * size)
+
+        microbatches = Microbatches(
+            [size] * count,
+            lambda microbatch: {self.input: inputs[part(microbatch)]},
+            lambda microbatch: targets[part(microbatch)],
+        )
+        return self.runner.step(number, microbatches, trace)
+
+
+def fit(
+    model: nn.Module,
+    example: Tensor,
+    training: Training,
+    task: Task,
+    hardware: Hardware,
+    transport: Transport,
+    device: torch.device,
+    optimizer_slots: int = 2,
+) -> Fit:
+    """Finds the fastest way to train a model on the ranks of this job, and sets it up.
+
+    All ranks make the same call, with models of the same values.
+
+    Args:
+        model: Any module of one input; it is changed, see `Runner`.
+        example: One microbatch of it; only its shape and dtype count.
+        training: Loss, optimizer, seed, precision and clipping.
+        task: Ranks, memory and batch, and what of the plan is settled already.
+        hardware: By which layers are priced (`load_hardware`).
+        transport: Joins the ranks (`connect`).
+        device: Where this rank computes.
+        optimizer_slots: Tensors that the optimizer keeps for each parameter.
+
+    Raises:
+        PathosegError: The model cannot be read or cut, or nothing fits.
+    """
+
+    def choose() -> Plan:
+        graph = Traced(model, example).graph
+        own = cpu_workspace(threads=hardware.threads or 1) if hardware.device == "cpu" else None
+        priced = Priced(graph, cost_model(hardware), hardware, optimizer_slots, own)
+        return best([priced], task)
+
+    chosen = agree(choose, transport)
+    return split(model, example, chosen, training, transport, device)
+
+
+def best(graphs: Sequence[Priced], task: Task) -> Plan:
+    """The fastest plan.
+
+    Args:
+        graphs: The model, once for each size of microbatch that may be used, smallest first.
+        task: What is to be planned.
+
+    Raises:
+        PathosegError: Nothing fits; it says what would.
+    """
+    plans = plan(graphs, task)
+    if plans:
+        return plans[0]
+    if task.all_ranks:
+        idle = plan(graphs, replace(task, all_ranks=False))
+        if idle:
+            raise PathosegError(
+                f"No plan of {graphs[0].graph.model} gives all {task.ranks} ranks work in a batch "
+                f"of {task.batch}.",
+                f"Start {idle[0].ranks} ranks ({idle[0].order} fits), or choose a batch that more "
+                "ranks can share.",
+            )
+    raise nothing_fits(graphs[0], task, (), lambda side: graphs[0])
+
+
+def agree(choose: Callable[[], Plan], transport: Transport) -> Plan:
+    """What rank 0 chooses, on every rank.
+
+    Raises:
+        PathosegError: Rank 0 can choose nothing.
+    """
+    text = ""
+    if transport.rank == 0:
+        try:
+            text = choose().to_json()
+        except PathosegError as error:
+            transport.abort(str(error))
+            raise
+    return Plan.from_json(transport.gather(text)[0])
+
+
+def split(
+    model: nn.Module,
+    example: Tensor,
+    plan: Plan,
+    training: Training,
+    transport: Transport,
+    device: torch.device,
+    form: Form = Form.OVERLAPPED,
+    parked: Set[Park] = frozenset(),
+) -> Fit:
+    """Sets up a planned model; all ranks make the same call.
+
+    Args:
+        model: As for `fit`.
+        example: As for `fit`.
+        plan: What every rank holds and does.
+        training: As for `fit`.
+        transport: As for `fit`.
+        device: As for `fit`.
+        form: How what the plan offloads, and what is parked, is copied.
+        parked: What waits in host memory of stages that are not at work; no plan counts it.
+
+    Raises:
+        PathosegError: The plan is for another model or microbatch.
+    """
+    traced = Traced(model, example)
+    partition = plan.partition(traced.graph)
+    memory = Memory(
+        {stage: each.recomputed for stage, each in enumerate(plan.retention)},
+        {stage: each.twice for stage, each in enumerate(plan.retention)},
+        plan.window,
+        form,
+        plan.memory * plan.groups,
+        plan.host_memory * plan.groups,
+        parked,
+    )
+    runner = Runner(traced, partition, plan.schedule, transport, device, training, memory)
+    return Fit(plan, runner, next(iter(traced.graph.inputs)))

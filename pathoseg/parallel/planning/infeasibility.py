@@ -1,0 +1,126 @@
+"""What would fit where nothing does, found by simulation."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from pathoseg.errors import PathosegError
+from pathoseg.memory_size import memory_text
+from pathoseg.parallel.graph.layer_graph import Partition
+from pathoseg.parallel.planning.orders import AUTO
+from pathoseg.parallel.planning.partition import MemoryLimit
+from pathoseg.parallel.planning.planner import fits, plan
+from pathoseg.parallel.planning.stage_costs import Priced, stage_edges
+from pathoseg.parallel.planning.task import Task
+from pathoseg.parallel.retention.policy_options import Ways
+from pathoseg.parallel.schedule.gpipe import mp_basic
+from pathoseg.parallel.schedule.lowering import lower
+from pathoseg.parallel.schedule.placement import linear
+from pathoseg.parallel.schedule.simulate import simulate
+
+# More ranks than these are not recommended.
+_MOST_STAGES = 64
+# Of the memory that is needed where all is kept, in how many parts less is looked for.
+_SHARES = 16
+_ROOMY = 2**60  # bytes that nothing fills
+
+
+def nothing_fits(
+    priced: Priced, task: Task, sides: Sequence[int], at: Callable[[int], Priced]
+) -> PathosegError:
+    """Says why no plan fits, and what would: another order, more ranks, more memory, fewer pixels,
+    or a larger batch where there are too few microbatches.
+
+    The memory is at most that of one microbatch at a time through the cut that needs least.
+
+    Args:
+        priced: The model with its smallest microbatch.
+        task: What did not fit.
+        sides: Smaller sides that a tile may have, ascending.
+        at: Reads the model for tiles of such a side.
+    """
+    if not fits(priced, replace(task, memory=_ROOMY)):
+        return _too_little_to_share(priced, replace(task, memory=_ROOMY))
+    where = f"{count_ranks(task.ranks)} of {memory_text(task.memory)}"
+    problem = f"No plan of {priced.graph.model} fits on {where}."
+    try:
+        stages = min(task.ranks, priced.cutter.most_stages)
+        priced.cutter.balance(stages, "memory", MemoryLimit(task.memory))
+    except PathosegError as error:
+        problem += f" {error.problem}"
+    return PathosegError(
+        problem, f"What would fit: {'; or '.join(_changes(priced, task, sides, at))}."
+    )
+
+
+def _too_little_to_share(priced: Priced, task: Task) -> PathosegError:
+    """The error where memory is not what is missing."""
+    larger = (replace(task, batch=task.batch * factor) for factor in (2, 3, 4, 8))
+    enough = next((each.batch for each in larger if fits(priced, each)), None)
+    if enough is None:
+        stages = task.stages or len(task.cut) + 1
+        return PathosegError(
+            f"The order {task.order} has no way to run {stages} stages on "
+            f"{count_ranks(task.ranks)}.",
+            "Give more ranks, or leave out --order, --cut and stages.",
+        )
+    count = task.batch // priced.microbatch
+    return PathosegError(
+        f"A batch of {task.batch} has too few microbatches ({count}) for the order {task.order} on "
+        f"{count_ranks(task.ranks)}.",
+        f"A batch of {enough} would do, or another order.",
+    )
+
+
+def _changes(
+    priced: Priced, task: Task, sides: Sequence[int], at: Callable[[int], Priced]
+) -> Iterator[str]:
+    wanted, task = task, replace(task, order=AUTO, stages=None, cut=())
+    if wanted != task:
+        free = plan([priced], task)
+        if free:
+            yield f"the order {free[0].order}, in {free[0].stages} stages that the planner cuts"
+            return
+    more = _enough_ranks(priced, task)
+    if more:
+        yield f"{count_ranks(more)} of {memory_text(task.memory)}"
+    partition = _leanest(priced, task.ranks)
+    need = max(_needs(priced, partition))
+    leaner = replace(task, ranks=partition.stages)
+    shares = [need * share // _SHARES for share in range(1, _SHARES)]
+    first = bisect_left(shares, True, key=lambda size: fits(priced, replace(leaner, memory=size)))
+    yield f"{count_ranks(partition.stages)} of {memory_text([*shares, need][first])}"
+    fitting = bisect_left(sides, True, key=lambda side: not fits(at(side), task))
+    if fitting:
+        yield f"tiles of {sides[fitting - 1]} px"
+    if task.ways != Ways() and fits(priced, replace(task, ways=Ways())):
+        yield "offload and recomputation, which [parallel] offload and recompute forbid"
+
+
+def _enough_ranks(priced: Priced, task: Task) -> int | None:
+    caps = priced.cutter.least_caps(min(_MOST_STAGES, priced.cutter.most_stages))
+    for ranks, cap in enumerate(caps, 1):
+        if ranks <= task.ranks or cap > task.memory:
+            continue
+        if fits(priced, replace(task, ranks=ranks)):
+            return ranks
+    return None
+
+
+def _leanest(priced: Priced, ranks: int) -> Partition:
+    caps = priced.cutter.least_caps(min(ranks, _MOST_STAGES, priced.cutter.most_stages))
+    return priced.cutter.balance(caps.index(min(caps)) + 1, "memory")
+
+
+def _needs(priced: Priced, partition: Partition) -> tuple[int, ...]:
+    """Bytes of each rank for one microbatch at a time; a second meets what is left of the first."""
+    order = mp_basic(linear(partition.stages), 2)
+    costs = priced.costs(partition, partition.stages)
+    return simulate(lower(order, stage_edges(partition)), costs).peak_memory
+
+
+def count_ranks(count: int) -> str:
+    """How many ranks, in words."""
+    return "one rank" if count == 1 else f"{count} ranks"

@@ -1,0 +1,209 @@
+"""A graph with the price of each layer: what any cut of it costs on some hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache, cached_property
+from itertools import accumulate
+
+from pathoseg.parallel.cost.cost_model import CostModel
+from pathoseg.parallel.cost.hardware import Hardware
+from pathoseg.parallel.graph.activation_policy import Retention
+from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition
+from pathoseg.parallel.planning.memory_model import MemoryModel, Row, StageMemory, Workspace
+from pathoseg.parallel.planning.partition import Cutter
+from pathoseg.parallel.retention.policy_options import Ways
+from pathoseg.parallel.retention.policy_search import Choice, Chooser
+from pathoseg.parallel.retention.retained import Retained, retain
+from pathoseg.parallel.retention.stage_liveness import StageFacts, stage_facts
+from pathoseg.parallel.schedule.action import Edge, numbered
+from pathoseg.parallel.schedule.costs import Costs, StageCost
+
+# Of more places to cut than these, only narrow ones are looked at.
+_PLACES = 300
+
+
+class Priced:
+    """Prices the stages of one graph.
+
+    Args:
+        graph: The model's layers, traced with one microbatch.
+        model: Predicts the seconds of a layer.
+        hardware: The device and its links.
+        optimizer_slots: Tensors that the optimizer keeps for each parameter: 2 for AdamW, 1 for
+            SGD with momentum.
+        workspace: What the device's kernels take for themselves.
+
+    Attributes:
+        graph: The layers.
+        cutter: Cuts them.
+        hardware: The device and its links.
+        note: What the times stem from.
+        seconds: Of the forward and backward of one microbatch through all layers.
+        times: Seconds of the forward and the backward of each layer, by its name.
+    """
+
+    def __init__(
+        self,
+        graph: LayerGraph,
+        model: CostModel,
+        hardware: Hardware,
+        optimizer_slots: int = 2,
+        workspace: Workspace | None = None,
+    ) -> None:
+        self.graph = graph
+        self.hardware = hardware
+        self.note = model.note
+        self._slots = optimizer_slots
+        self._memory = MemoryModel(graph, optimizer_slots, workspace=workspace)
+        self.cutter = Cutter(graph, self._memory, _PLACES)
+        found = [model.time(layer) for layer in graph.layers]
+        self._forwards = [time.forward for time in found]
+        self._backwards = [time.backward for time in found]
+        self.times = {
+            layer.name: (time.forward, time.backward)
+            for layer, time in zip(graph.layers, found, strict=True)
+        }
+        # Running sums, so that a stage's time is a difference.
+        self._forward = [0.0, *accumulate(self._forwards)]
+        self._backward = [0.0, *accumulate(self._backwards)]
+        self.seconds = self._forward[-1] + self._backward[-1]
+        self._facts = cache(self._find_facts)
+        self._chooser = cache(
+            lambda first, stop, ways: Chooser(self._facts(first, stop), hardware.host, ways)
+        )
+        self._choice = cache(
+            lambda first, stop, ways, cap, count: self._chooser(first, stop, ways).choose(
+                cap, count
+            )
+        )
+
+    @property
+    def microbatch(self) -> int:
+        """Samples of one microbatch."""
+        return next(iter(self.graph.inputs.values())).shape[0]
+
+    @property
+    def byte_cost(self) -> float:
+        """Seconds that a byte takes on its way, where nothing hides it."""
+        return self.hardware.inside.beta
+
+    def weights(self, recompute: bool = False) -> list[float]:
+        """Seconds that each layer takes of a step's time for one microbatch."""
+        return [
+            (1 + recompute) * forward + backward
+            for forward, backward in zip(self._forwards, self._backwards, strict=True)
+        ]
+
+    def choose(
+        self, partition: Partition, stage: int, memory: int, in_flight: int, ways: Ways
+    ) -> Choice | None:
+        """What of a stage is best not kept, if it alone has so many bytes of a rank.
+
+        Args:
+            partition: The stages.
+            stage: Which of them.
+            memory: Bytes for its weights and all that so many microbatches hold.
+            in_flight: Microbatches between their forward and backward.
+            ways: What is allowed.
+        """
+        first, stop = partition.bounds[stage : stage + 2]
+        need = self._stage_memory(first, stop)
+        room = memory - need.weights - in_flight * need.received
+        return self._choice(first, stop, ways, room, in_flight) if room > 0 else None
+
+    def retained(self, partition: Partition, stage: int, retention: Retention) -> Retained:
+        """What comes of a retention of a stage."""
+        return retain(self._facts(*partition.bounds[stage : stage + 2]), retention)
+
+    def costs(
+        self,
+        partition: Partition,
+        ranks: int,
+        retention: Sequence[Retention] = (),
+        window: int = 0,
+    ) -> Costs:
+        """What a schedule of these stages is simulated against, on so many ranks.
+
+        The optimizer's step reads and writes its state, the parameters and, reading only, the
+        gradients, all at the memory's bandwidth. A value that several stages read comes back as
+        one gradient from each.
+
+        Args:
+            partition: The stages.
+            ranks: How many.
+            retention: By stage, what is not kept; empty where all is.
+            window: Of the copies to the host.
+        """
+        edges = stage_edges(partition)
+        stages = [self._stage(partition, stage) for stage in range(partition.stages)]
+        for stage, each in enumerate(retention):
+            if each != Retention():
+                stages[stage] = self._less(partition, stage, stages[stage], each)
+        return Costs(
+            tuple(stages),
+            {edge: sent.bytes for edge, sent in zip(edges, partition.edges, strict=True)},
+            self.hardware.network(ranks),
+            self.hardware.host,
+            window,
+        )
+
+    def _less(
+        self, partition: Partition, stage: int, whole: StageCost, retention: Retention
+    ) -> StageCost:
+        """The stage's cost with less kept."""
+        memory = self._stage_memory(*partition.bounds[stage : stage + 2])
+        retained = self.retained(partition, stage, retention)
+        # What both count: gradients that leave are the simulator's.
+        leaving = memory.backward_workspace - whole.backward_workspace
+        return replace(
+            whole,
+            backward=whole.backward + retained.again,
+            activations=whole.activations - memory.activations + retained.kept,
+            forward_workspace=retained.forward_peak - retained.kept,
+            backward_workspace=retained.backward_peak - retained.kept - leaving,
+            tensors=retained.tensors,
+        )
+
+    def _find_facts(self, first: int, stop: int) -> StageFacts:
+        layers = range(first, stop)
+        peaks = self._memory.by_layer(layers)
+        return stage_facts(self.graph, layers, peaks, (self._forwards, self._backwards))
+
+    def _stage(self, partition: Partition, stage: int) -> StageCost:
+        first, stop = partition.bounds[stage : stage + 2]
+        memory = self._stage_memory(first, stop)
+        entering = sum(edge.bytes for edge in partition.edges if edge.target == stage)
+        returning = {
+            edge.value: edge.bytes
+            for edge in partition.edges
+            if edge.source == stage and edge.gradient
+        }
+        # The simulator adds the tensors that stages send one another; the rest is the batch.
+        batch = memory.received - entering
+        return StageCost(
+            forward=self._forward[stop] - self._forward[first],
+            backward=self._backward[stop] - self._backward[first],
+            activations=memory.activations + batch,
+            weights=memory.weights,
+            gradients=memory.gradients,
+            forward_workspace=memory.forward_workspace,
+            backward_workspace=memory.backward_workspace - sum(returning.values()),
+            checkpoint=batch,
+            step=(3 + 2 * self._slots) * memory.gradients / self.hardware.bandwidth,
+        )
+
+    def _stage_memory(self, first: int, stop: int) -> StageMemory:
+        row = self._rows.get(first)  # missing where the user's cut is none of the cutter's places
+        return row.stage(stop) if row else self._memory.stage(range(first, stop))
+
+    @cached_property
+    def _rows(self) -> dict[int, Row]:
+        """By first layer, the memory of all stages that the cutter may make."""
+        return {row.first: row for row in self._memory.rows(self.cutter.places[:-1])}
+
+
+def stage_edges(partition: Partition) -> tuple[Edge, ...]:
+    """The schedule's edges for the values that stages send, one each, in the same order."""
+    return numbered((sent.source, sent.target) for sent in partition.edges)

@@ -1,0 +1,1 @@
+"""The choice of what a stage keeps, offloads and recomputes."""

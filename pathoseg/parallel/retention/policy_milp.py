@@ -1,0 +1,269 @@
+"""The integer program that says which patterns the blocks of a stage take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from math import ceil
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pathoseg.parallel.graph.activation_policy import Retention
+from pathoseg.parallel.retention.arrangement import arrangements, earliest_first
+from pathoseg.parallel.retention.blocks import Run
+from pathoseg.parallel.retention.policy_options import Pattern
+from pathoseg.parallel.retention.program import Program, Term, less
+from pathoseg.parallel.retention.stage_liveness import StageFacts
+from pathoseg.parallel.schedule.costs import Link
+
+_One = TypeVar("_One")
+_Other = TypeVar("_Other")
+
+# What a second of copies, or a window as large as the cap, costs in time where they cost none: no
+# copy is made for nothing.
+_TIE = 1e-5
+
+
+def windows(in_flight: int) -> int:
+    """How many windows a stage's copies take: with one microbatch in flight, nothing leaves while
+    anything comes back (`take_turns`)."""
+    return 1 if in_flight == 1 else 2
+
+
+class Copying(NamedTuple):
+    """How copies to the host and back are taken to be.
+
+    Attributes:
+        slowness: How many times as long as the host's link says; None forbids them.
+        at_once: How many of the largest layer the window has room for at least.
+    """
+
+    slowness: float | None = 1.0
+    at_once: int = 1
+
+
+class RetentionProgram:
+    """The integer program of one stage.
+
+    Each run of equal blocks takes patterns. The backward of a block needs what all earlier blocks
+    keep, its own peak and the copies' windows; of equal blocks those come first whose peak exceeds
+    most what they keep, which needs least (Liu, 1987). Copies are a fluid that flows while layers
+    compute: of what the runs up to some layer give to be copied no more than a window may wait, and
+    no more than a window may be back ahead of its use.
+
+    Bytes are counted in caps, and seconds in the stage's own.
+
+    Args:
+        facts: The stage.
+        runs: Its equal blocks.
+        patterns: Of each run.
+        host: What a copy takes.
+        copying: How it is taken to be.
+        cap: Bytes for what microbatches hold, for workspace and the windows.
+        in_flight: Microbatches between their forward and backward at once.
+
+    Attributes:
+        program: What is to be solved.
+        second: Seconds of the forward and backward that all its times are counted in.
+    """
+
+    def __init__(
+        self,
+        facts: StageFacts,
+        runs: Sequence[Run],
+        patterns: Sequence[Sequence[Pattern]],
+        host: Link,
+        copying: Copying,
+        cap: int,
+        in_flight: int,
+    ) -> None:
+        slowness = copying.slowness
+        self._facts, self._runs = facts, runs
+        if slowness is None:
+            patterns = [[each for each in some if not each.largest] for some in patterns]
+        self._patterns = [earliest_first(some) for some in patterns]
+        self.second = sum(facts.forward.values()) + sum(facts.backward.values())
+        self._second_of_copies = self.second / (slowness or 1.0)
+        self._beta, self._cap = host.beta, cap
+        self.program = Program()
+        self._window = self.program.variable(cost=_TIE, most=0.5)
+        self._final = self.program.variable()  # what one microbatch keeps
+        # Of each run, by pattern: how often it is taken, and whether it is.
+        self._taken: list[list[tuple[int, int]]] = []
+        self._take(cap, copying.at_once)
+        self._hold(cap, in_flight)
+        self._run(cap, in_flight)
+
+    @property
+    def size(self) -> int:
+        """How many patterns there are."""
+        return sum(map(len, self._patterns))
+
+    def nearest(self, dear: NDArray[np.float64], most: int) -> list[list[Pattern]]:
+        """Of each run so many patterns whose variables are the least dear, and the one that needs
+        least memory."""
+        found = []
+        for taken, patterns in _both(self._taken, self._patterns):
+            prices = [sum(dear[variable] for variable in {*pair}) for pair in taken]
+            order = sorted(range(len(patterns)), key=prices.__getitem__)
+            leanest = min(range(len(patterns)), key=lambda at: patterns[at].peak)
+            found.append([patterns[at] for at in dict.fromkeys([*order[:most], leanest])])
+        return found
+
+    def within(self, dear: NDArray[np.float64], margin: float) -> list[list[Pattern]]:
+        """Of each run the patterns without which something may be missed that costs less than a
+        margin beyond the relaxed program: by its reduced costs, others add more."""
+        return [
+            [each for pair, each in _both(taken, patterns) if sum(dear[[*{*pair}]]) <= margin]
+            for taken, patterns in _both(self._taken, self._patterns)
+        ]
+
+    def choices(self, values: NDArray[np.float64]) -> Iterator[tuple[Retention, int]]:
+        """What the variables' values say, and the window: in each order that equal blocks may
+        have it in, the smoothest first."""
+        counts = [[round(values[count]) for count, _ in taken] for taken in self._taken]
+        largest = max(
+            each.largest
+            for some, numbers in _both(self._patterns, counts)
+            for each, number in _both(some, numbers)
+            if number
+        )
+        window = max(largest, ceil(values[self._window] * self._cap)) if largest else 0
+        for retention in arrangements(self._facts, self._runs, self._patterns, counts):
+            yield retention, window
+
+    def _take(self, cap: int, at_once: int) -> None:
+        """Every block is in one pattern; the window takes the largest layer, so many times."""
+        program = self.program
+        for run, patterns in zip(self._runs, self._patterns, strict=True):
+            taken = []
+            for each in patterns:
+                most = len(run.blocks) // each.blocks
+                count = used = program.variable(most=most, whole=True)
+                if len(run.blocks) > 1:
+                    used = program.variable(most=1, whole=True)
+                    program.at_most(0, (count, 1), (used, -most))
+                taken.append((count, used))
+            self._taken.append(taken)
+            sizes = [
+                (used, at_once * each.largest / cap) for (_, used), each in _both(taken, patterns)
+            ]
+            for some in _alternatives(run, sizes):
+                program.at_most(0, *some, (self._window, -1))
+            blocks = [(count, each.blocks) for (count, _), each in _both(taken, patterns)]
+            program.equal(len(run.blocks), *blocks)
+
+    def _hold(self, cap: int, in_flight: int) -> None:
+        """The memory of each block's backward."""
+        program = self.program
+        always = [(self._window, float(windows(in_flight))), (self._final, in_flight - 1.0)]
+        before: list[Term] = []
+        early = list(self._early(cap))
+        for number, (taken, patterns) in enumerate(_both(self._taken, self._patterns)):
+            held = [term for term, runs in early if number in runs]
+            common = [*always, *before, *held]
+            kept = [(count, each.kept / cap) for (count, _), each in _both(taken, patterns)]
+            if len(self._runs[number].blocks) == 1:
+                peaks = [(count, each.peak / cap) for (count, _), each in _both(taken, patterns)]
+                program.at_most(1, *common, *peaks)
+            else:
+                for at, each in enumerate(patterns):
+                    beyond = (taken[at][1], (each.peak - each.kept) / cap)
+                    program.at_most(1, *common, *kept[: at + 1], beyond)
+            after = program.variable()
+            program.equal(0, *before, *kept, (after, -1))
+            before = [(after, 1.0)]
+        program.equal(0, *before, (self._final, -1))
+
+    def _early(self, cap: int) -> Iterator[tuple[Term, range]]:
+        """What a block is not to keep, but a later one asks for in its backward, is had from then
+        on; what takes more than its own layers cannot be had so early."""
+        program, facts = self.program, self._facts
+        for asking, (taken, patterns) in enumerate(_both(self._taken, self._patterns)):
+            for storage in sorted(frozenset().union(*(each.demands for each in patterns))):
+                maker = facts.saved[storage].maker
+                size = sum(facts.sizes[each] for each in facts.makes[maker] if each in facts.saved)
+                owner = next(
+                    number
+                    for number, run in enumerate(self._runs)
+                    if any(storage in unit.storages for block in run.blocks for unit in block.units)
+                )
+                own = [*_both(self._taken[owner], self._patterns[owner])]
+                away = [(used, 1.0) for (_, used), each in own if storage in each.away]
+                deep = [(used, 1.0) for (_, used), each in own if storage in each.deep]
+                asked = [
+                    (used, 1.0)
+                    for (_, used), each in _both(taken, patterns)
+                    if storage in each.demands
+                ]
+                there = program.variable(most=1)
+                for some in _alternatives(self._runs[asking], asked):
+                    program.at_most(1, *some, *away, (there, -1))
+                    program.at_most(1, *some, *deep)
+                yield (there, size / cap), range(owner + 1, asking + 1)
+
+    def _run(self, cap: int, in_flight: int) -> None:
+        """The time, of which forward and backward take at least what they compute.
+
+        What a forward gives to be copied beyond what is copied meanwhile is still there for the
+        next microbatch's, and what a backward uses beyond what comes meanwhile is not there for
+        the next: it is the last one in flight that has to do with the window.
+        """
+        program, facts, second = self.program, self._facts, self.second
+        copying, others = self._second_of_copies, in_flight - 1.0
+        window = (self._window, self._beta * cap / copying)
+        given: list[list[Term]] = [[]]  # after each run, what was given to be copied
+        clock: list[Term] = []
+        copied: list[Term] = []
+        behind = program.variable()  # after each forward
+        for run, taken, patterns in zip(self._runs, self._taken, self._patterns, strict=True):
+            copies = [(count, each.copies / copying) for (count, _), each in _both(taken, patterns)]
+            total = program.variable()
+            program.equal(0, *given[-1], *copies, (total, -1))
+            given.append([(total, 1.0)])
+            computing = sum(facts.forward[at] for block in run.blocks for at in block.layers)
+            clock, copied = self._pass(clock, copied, computing / second, [])
+            program.at_most(0, *copied, *less(*given[-1], (behind, others)))
+            program.at_most(0, *given[-1], *less(*copied, window), (behind, others))
+        tail = [(behind, 1.0)] if windows(in_flight) > 1 else []  # copied beside the backward
+        program.at_most(0, *given[-1], *less(*copied, *tail))
+        program.cost[clock[0][0]] += 1.0
+        program.cost[given[-1][0][0]] += _TIE
+        clock, copied = [], []
+        early: list[Term] = []  # what of the last microbatch was there ahead of its backward
+        short = program.variable()  # after each backward
+        if in_flight > 1:
+            ahead = program.variable()
+            program.at_most(0, (ahead, 1.0), *less(window))
+            early = [(ahead, 1.0), (short, -others)]
+        backwards = zip(self._runs, self._taken, self._patterns, given[:-1], strict=True)
+        for run, taken, patterns, before in reversed([*backwards]):
+            again = [(count, each.again / second) for (count, _), each in _both(taken, patterns)]
+            computing = sum(facts.backward[at] for block in run.blocks for at in block.layers)
+            clock, copied = self._pass(clock, copied, computing / second, again)
+            used = [*given[-1], *less(*before)]
+            program.at_most(0, *used, *less(*copied, *early))
+            program.at_most(0, *copied, *early, *less(*used, window))
+        program.at_most(0, *given[-1], *less(*copied, (short, 1.0)))
+        program.cost[clock[0][0]] += 1.0
+
+    def _pass(
+        self, clock: list[Term], copied: list[Term], computing: float, again: list[Term]
+    ) -> tuple[list[Term], list[Term]]:
+        """What a clock shows, and how much was copied, after a run has computed."""
+        program = self.program
+        later, more = [(program.variable(), 1.0)], [(program.variable(), 1.0)]
+        program.at_most(-computing, *clock, *again, *less(*later))
+        program.at_most(0, *more, *less(*copied), *clock, *less(*later))
+        return later, more
+
+
+def _alternatives(run: Run, terms: Sequence[Term]) -> list[Sequence[Term]]:
+    """Terms of a run's patterns in groups of which at most one is not 0."""
+    return [terms] if len(run.blocks) == 1 else [[term] for term in terms]
+
+
+def _both(ones: Iterable[_One], others: Iterable[_Other]) -> Iterator[tuple[_One, _Other]]:
+    """Pairs of two that are as long."""
+    return zip(ones, others, strict=True)

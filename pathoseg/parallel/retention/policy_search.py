@@ -1,0 +1,189 @@
+"""Chooses what of a stage is kept, offloaded and recomputed: least time under a cap of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import inf
+
+from pathoseg.parallel.graph.activation_policy import Retention
+from pathoseg.parallel.retention.blocks import Run, runs_of
+from pathoseg.parallel.retention.policy_milp import Copying, RetentionProgram, windows
+from pathoseg.parallel.retention.policy_options import MOST_UNITS, Pattern, Ways, patterns_of
+from pathoseg.parallel.retention.retained import Retained, retain
+from pathoseg.parallel.retention.solver import GAP, least, relax, solve
+from pathoseg.parallel.retention.stage_liveness import StageFacts
+from pathoseg.parallel.schedule.costs import Costs, Link, StageCost
+from pathoseg.parallel.schedule.gpipe import gpipe
+from pathoseg.parallel.schedule.lowering import lower
+from pathoseg.parallel.schedule.placement import linear
+from pathoseg.parallel.schedule.simulate import simulate
+
+_ATTEMPTS = 4
+_NOT_AT_ALL = Copying(None)
+_AS_IT_IS = Copying()
+# These two get nearest to the bound over `benchmarks/retention`, of 24 that were tried.
+_CAUTIOUS = (Copying(at_once=2), Copying(1.5, at_once=4))
+# A program with more patterns is solved with those first that are nearest to the best of its
+# relaxed one: of each run so many. Where these do not come within the solver's gap of that, it is
+# solved with all patterns that may be better than them; not so the cautious programs, of which
+# nothing is to be proven.
+_MANY = 300
+_NEAREST = (8, 24)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What becomes of a stage's layers.
+
+    Attributes:
+        retention: The layers.
+        window: Bytes that may wait to be copied to the host, and as many that may be back early.
+        retained: What comes of it.
+    """
+
+    retention: Retention
+    window: int
+    retained: Retained
+
+    def need(self, in_flight: int) -> int:
+        """Bytes that so many microbatches hold at the worst moment, windows included."""
+        kept = self.retained.kept
+        return self.retained.peak + (in_flight - 1) * kept + windows(in_flight) * self.window
+
+
+class Chooser:
+    """Chooses for one stage, under any cap.
+
+    Args:
+        facts: The stage.
+        host: What a copy takes, in each direction.
+        ways: What is allowed.
+    """
+
+    def __init__(self, facts: StageFacts, host: Link, ways: Ways) -> None:
+        self._facts, self._host, self._ways = facts, host, ways
+        self._everything = Choice(Retention(), 0, retain(facts, Retention()))
+        self._runs: list[Run] = []
+        self._patterns: list[list[Pattern]] = []
+
+    def choose(self, cap: int, in_flight: int = 1) -> Choice | None:
+        """The choice that takes least time, or None where none fits.
+
+        `RetentionProgram` takes copies for a fluid. Tensors are none, and their copies hide less
+        well than it says: it is solved without copies, then with copies as they are, then with
+        slower ones and with room for more of them, and what these give is replayed, tensor by
+        tensor (`simulate`). A program whose relaxed one is no better than the fastest of these is
+        not solved: it cannot gain, or, with slower copies, is not likely to.
+
+        Args:
+            cap: Bytes for what microbatches hold, for workspace and the windows.
+            in_flight: Microbatches between their forward and backward at once.
+        """
+        if self._everything.need(in_flight) <= cap:
+            return self._everything
+        self._prepare()
+        best, fastest = None, inf
+        copies = (_AS_IT_IS, *_CAUTIOUS) if self._ways.offload else ()
+        for copying in (_NOT_AT_ALL, *copies):
+            for choice in self._fitting(copying, cap, in_flight, fastest):
+                seconds = self.seconds(choice, in_flight)
+                if seconds < fastest:
+                    best, fastest = choice, seconds
+        return best
+
+    def bound(self, cap: int, in_flight: int = 1) -> float:
+        """Seconds of a microbatch below which no mixture of the ways of all blocks comes: of the
+        program with all of them, where copies are a fluid; inf where none fits."""
+        self._prepare()
+        copying = _AS_IT_IS if self._ways.offload else _NOT_AT_ALL
+        posed = self._pose(self._patterns, copying, cap, in_flight)
+        return least(posed.program) * posed.second
+
+    def seconds(self, choice: Choice, in_flight: int = 1) -> float:
+        """Of a microbatch, where so many are in flight, by `simulate`."""
+        cost = StageCost(
+            sum(self._facts.forward.values()),
+            sum(self._facts.backward.values()) + choice.retained.again,
+            tensors=choice.retained.tensors,
+        )
+        order = gpipe(linear(1), 2 * in_flight, in_flight)
+        lowered = lower(order, offload={0: choice.retention.offloaded})
+        costs = Costs((cost,), host=self._host, window=choice.window)
+        return float(simulate(lowered, costs).time) / (2 * in_flight)
+
+    def _prepare(self) -> None:
+        if not self._patterns:
+            self._runs = runs_of(self._facts, MOST_UNITS)
+            self._patterns = [
+                patterns_of(self._facts, run, self._host, self._ways) for run in self._runs
+            ]
+
+    def _fitting(self, copying: Copying, cap: int, in_flight: int, fastest: float) -> list[Choice]:
+        """The program's answers, each in the first arrangement that fits.
+
+        The program neglects that what a forward still reads is on the device even if it is not
+        kept; where that is too much, the program's cap is lowered by it.
+        """
+        room, found = cap, []
+        for _ in range(_ATTEMPTS):
+            missing = 0
+            for answer in self._solved(copying, room, in_flight, fastest):
+                choices = [
+                    Choice(retention, window, retain(self._facts, retention))
+                    for retention, window in answer
+                ]
+                missing = min(choice.need(in_flight) for choice in choices) - cap
+                if missing <= 0:
+                    fits = next(each for each in choices if each.need(in_flight) <= cap)
+                    found.append(self._widened(fits, cap, in_flight))
+            if missing <= 0:
+                break
+            room -= missing
+            if room <= 0:
+                break
+        return found
+
+    def _widened(self, choice: Choice, cap: int, in_flight: int) -> Choice:
+        """The choice with all the room that is left as window, which costs no time."""
+        spare = cap - choice.need(in_flight)
+        wider = min(
+            choice.window + spare // windows(in_flight), choice.retained.offloaded * in_flight
+        )
+        return replace(choice, window=max(choice.window, wider))
+
+    def _solved(
+        self, copying: Copying, room: int, in_flight: int, fastest: float
+    ) -> Iterator[Iterator[tuple[Retention, int]]]:
+        """The program's best and what was found on the way to it, in each arrangement; nothing
+        where it has no answer, or none that gains on so many seconds."""
+        posed = self._pose(self._patterns, copying, room, in_flight)
+        relaxed = relax(posed.program)
+        if relaxed is None or relaxed.cost * posed.second > (1 - GAP) * fastest:
+            return
+        cost = inf
+        many = posed.size > _MANY
+        for count in _NEAREST if many else ():
+            nearest = posed.nearest(relaxed.dear, count)
+            tried = self._pose(nearest, copying, room, in_flight)
+            values = solve(tried.program)
+            if values is not None:
+                cost = min(cost, float(values @ tried.program.cost))
+                yield tried.choices(values)
+            if (1 - GAP) * cost <= relaxed.cost:
+                return
+        if many:
+            if copying in _CAUTIOUS:
+                return
+            hopeful = posed.within(relaxed.dear, (1 - GAP) * cost - relaxed.cost)
+            posed = self._pose(hopeful, copying, room, in_flight)
+        values = solve(posed.program)
+        if values is not None:
+            yield posed.choices(values)
+
+    def _pose(
+        self, patterns: list[list[Pattern]], copying: Copying, cap: int, in_flight: int
+    ) -> RetentionProgram:
+        return RetentionProgram(
+            self._facts, self._runs, patterns, self._host, copying, cap, in_flight
+        )

@@ -1,0 +1,122 @@
+"""What a plan says of memory, for the ranks that run it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from socket import gethostname
+
+import torch
+
+from pathoseg.errors import PathosegError
+from pathoseg.memory_size import memory_text
+from pathoseg.parallel.activations.forms import Form
+from pathoseg.parallel.activations.stage_offload import Park
+from pathoseg.parallel.comm.transport import Transport
+from pathoseg.parallel.graph.activation_policy import Retention
+from pathoseg.parallel.runtime.available import available_memory, too_small
+from pathoseg.parallel.schedule.action import Kind
+from pathoseg.parallel.schedule.schedule import Schedule, visit_of
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The same on all ranks. What is offloaded stands in the schedule.
+
+    Attributes:
+        recomputed: By stage, the layers whose storages the backward makes again.
+        twice: By stage, those whose storages it makes again twice.
+        window: Bytes on a device that may wait to be copied to the host, and as many that may be
+            back ahead of their use.
+        form: How tensors wait in host memory.
+        device_bytes: By rank, the predicted peak of device memory; empty where none is.
+        host_bytes: By rank, the predicted peak of host memory; empty where none is.
+        parked: What of a stage waits in host memory, in the same form, while the stage is not at
+            work. No prediction counts it.
+    """
+
+    recomputed: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    twice: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    window: int = 0
+    form: Form = Form.OVERLAPPED
+    device_bytes: tuple[int, ...] = ()
+    host_bytes: tuple[int, ...] = ()
+    parked: Set[Park] = frozenset()
+
+    def on_host(self, rank: int) -> int:
+        """Bytes that wait in host memory for a rank, as far as that is planned."""
+        if not self.host_bytes or self.form is Form.NONE:
+            return 0
+        return self.host_bytes[rank]
+
+    def on_device(self, rank: int) -> int:
+        """Bytes that a rank will hold on its device, as far as that is planned."""
+        return self.device_bytes[rank] if self.device_bytes else 0
+
+    def retentions(self, schedule: Schedule) -> dict[int, Retention]:
+        """What each stage of a schedule does not keep.
+
+        Raises:
+            PathosegError: Visits of one stage offload different layers.
+        """
+        offloaded = _offloaded(schedule)
+        return {
+            stage: Retention(
+                offloaded.get(stage, ()),
+                tuple(self.recomputed.get(stage, ())),
+                tuple(self.twice.get(stage, ())),
+            )
+            for stage in range(schedule.stages)
+        }
+
+    def exhausted(self, rank: int, device: torch.device, doing: str) -> tuple[str, str]:
+        """What is told of a device whose memory is used up, and the mend."""
+        figures = []
+        if self.device_bytes:
+            figures.append(f"{memory_text(self.on_device(rank))} were planned")
+        if device.type == "cuda":
+            taken = torch.cuda.max_memory_allocated(device)
+            figures.append(f"{memory_text(taken)} were taken at the peak")
+        problem = f"Rank {rank} ran out of device memory {doing}"
+        mend = (
+            "Plan with less memory (--memory, or memory in [parallel]), or use smaller tiles or "
+            "microbatches."
+        )
+        return f"{problem}{': ' if figures else ''}{', '.join(figures)}.", mend
+
+
+def compare_hosts(transport: Transport, own: int, computes: bool) -> None:
+    """Refuses hosts with less memory than their ranks will take; all ranks call this.
+
+    Args:
+        transport: Joins the ranks.
+        own: Bytes of host memory that this rank will take.
+        computes: Whether that is all that it will hold, its device being the CPU.
+
+    Raises:
+        PathosegError: A host has less; on all ranks.
+    """
+    told = transport.gather(json.dumps([gethostname(), own, available_memory()]))
+    refusal = too_small((json.loads(text) for text in told), computes)
+    if refusal is not None:
+        raise refusal
+
+
+def _offloaded(schedule: Schedule) -> dict[int, tuple[str, ...]]:
+    visits: dict[tuple[int, int, int], list[str]] = {}
+    for action in schedule:
+        if action.kind is Kind.FORWARD:
+            visits.setdefault(visit_of(action), [])
+        elif action.kind is Kind.OFFLOAD:
+            assert action.tensor is not None
+            visits.setdefault(visit_of(action), []).append(action.tensor)
+    found: dict[int, tuple[str, ...]] = {}
+    for (_, stage, _), names in visits.items():
+        if set(found.setdefault(stage, tuple(names))) != set(names):
+            raise PathosegError(
+                f"The schedule {schedule.name} offloads other layers of stage {stage} for one "
+                "microbatch than for another.",
+                "Lower it with one list for the stage.",
+            )
+    return found

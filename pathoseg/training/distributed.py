@@ -1,0 +1,112 @@
+"""Which ranks a command runs on: starts them, joins them, and lets only rank 0 speak."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import torch
+
+from pathoseg.errors import PathosegError, StoppedError
+from pathoseg.interruption import Interruption
+from pathoseg.parallel.comm.launcher import Choice, World, connect, find_world
+from pathoseg.parallel.comm.local_ranks import start_local
+from pathoseg.parallel.comm.transport import Transport
+
+
+def start_ranks(ranks: int, arguments: Sequence[str], choice: Choice) -> int | None:
+    """Runs this command on ranks of this machine.
+
+    Args:
+        ranks: How many.
+        arguments: The command line's, without the program.
+        choice: The transport.
+
+    Returns:
+        The exit code, or None where this process is to do the work itself: one rank is asked for,
+        or a launcher (mpirun, srun, torchrun) has started this process as one of several.
+    """
+    if ranks == 1 or find_world().launcher is not None:
+        return None
+    return start_local(ranks, [sys.executable, "-m", "pathoseg", *arguments], choice)
+
+
+@contextmanager
+def joined(choice: Choice, alone: bool = False) -> Iterator[Transport | None]:
+    """This job's ranks, or None where there is one alone.
+
+    Args:
+        choice: The transport.
+        alone: Whether one rank gets a transport too, to run a plan.
+
+    Ranks other than 0 are silent: what stops one of them is told by rank 0.
+    """
+    world = find_world()
+    if world.ranks == 1 and not alone:
+        yield None
+        return
+    if world.ranks == 1:
+        choice, world = "gloo", World()
+    with ExitStack() as stack:
+        if world.rank:
+            nowhere = stack.enter_context(Path(os.devnull).open("w"))
+            stack.enter_context(redirect_stdout(nowhere))
+            stack.enter_context(redirect_stderr(nowhere))
+            stack.enter_context(_errors_left_to_rank_0())
+        transport = connect(choice, world)
+        stack.callback(transport.close)
+        try:
+            yield transport
+        except PathosegError as error:
+            transport.abort(f"Rank {transport.rank}: {error.problem} {error.mend}")
+            raise
+        except StoppedError:
+            transport.abort(f"Rank {transport.rank} was stopped by a signal.")
+            raise
+        except BaseException as error:
+            transport.abort(f"Rank {transport.rank} ended ({type(error).__name__}).")
+            raise
+
+
+@contextmanager
+def stopped_together(interruption: Interruption, transport: Transport | None) -> Iterator[None]:
+    """Where a signal has come, the end of another rank is that of the job, and no error."""
+    try:
+        yield
+    except PathosegError:
+        if transport is not None:
+            interruption.raise_if_asked()
+        raise
+
+
+@contextmanager
+def _errors_left_to_rank_0() -> Iterator[None]:
+    try:
+        yield
+    except PathosegError:
+        raise SystemExit(2) from None
+    except StoppedError as stopped:
+        raise SystemExit(stopped.exit_code) from None
+
+
+def own_device(transport: Transport) -> tuple[torch.device, int]:
+    """This rank's device, and the bytes of memory that it may fill.
+
+    The GPUs of a host are dealt out to its ranks in turn; without one they share the host's memory.
+    """
+    hosts = [json.loads(text) for text in transport.gather(json.dumps(socket.gethostname()))]
+    mine = hosts[transport.rank]
+    if torch.cuda.is_available():
+        index = hosts[: transport.rank].count(mine) % torch.cuda.device_count()
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+        sharing = -(-hosts.count(mine) // torch.cuda.device_count())
+        free, _ = torch.cuda.mem_get_info()  # without what this process's context takes
+        return device, free // sharing
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return torch.device("cpu"), memory // hosts.count(mine)

@@ -1,0 +1,68 @@
+"""The optimizer a run asks for, its learning rate at each step, and its state by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from pathoseg.config import TrainConfig
+
+
+def make_optimizer(
+    parameters: Iterable[torch.Tensor], config: TrainConfig
+) -> torch.optim.Optimizer:
+    """AdamW or SGD; weight decay on weights only (norms and biases have one dimension)."""
+    trained = [p for p in parameters if p.requires_grad]
+    decayed = [p for p in trained if p.ndim > 1]
+    plain = [p for p in trained if p.ndim <= 1]
+    groups = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=0.9, nesterov=True)
+    return torch.optim.AdamW(groups, lr=config.lr)
+
+
+def learning_rate(config: TrainConfig, step: int, total: int) -> float:
+    """The rate of step `step` (from 0) of `total`: linear warm-up, then the schedule.
+
+    Cosine falls to 0 as in Loshchilov & Hutter (2017); poly with power 0.9 as in Chen et al.
+    (2017) and nnU-Net.
+    """
+    warm = max(1, round(config.warmup * total))
+    if step < warm:
+        return config.lr * (step + 1) / warm
+    done = min(1.0, (step - warm) / max(1, total - warm))
+    if config.schedule == "cosine":
+        return config.lr * 0.5 * (1 + math.cos(math.pi * done))
+    if config.schedule == "poly":
+        return config.lr * float((1 - done) ** 0.9)
+    return config.lr
+
+
+def state_by_name(
+    optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]
+) -> dict[str, dict[str, Any]]:
+    """What the optimizer keeps for each parameter, by its name; none before the first step."""
+    return {names[parameter]: dict(kept) for parameter, kept in optimizer.state.items()}
+
+
+def load_by_name(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[torch.Tensor, str],
+    state: Mapping[str, dict[str, Any]],
+) -> None:
+    """Gives an optimizer of some or all parameters what `state_by_name` kept.
+
+    Raises:
+        KeyError: Only some of its parameters are in `state`.
+    """
+    whole = optimizer.state_dict()
+    own = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    # Through the optimizer's own door, which brings tensors to the parameters' devices.
+    whole["state"] = {index: state[name] for index, name in enumerate(own)} if state else {}
+    optimizer.load_state_dict(whole)

@@ -1,0 +1,177 @@
+"""Trains a network that is cut over the ranks of a job: the engine of a run with several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pathoseg.config import Config
+from pathoseg.device import amp_dtype, to_input
+from pathoseg.models.bundle import Bundle
+from pathoseg.outputs.atomic import write_text
+from pathoseg.parallel.activations.forms import Form
+from pathoseg.parallel.activations.stage_offload import Park
+from pathoseg.parallel.comm.transport import Transport
+from pathoseg.parallel.fitting import agree, best, split
+from pathoseg.parallel.planning.plan import Plan
+from pathoseg.parallel.runtime.executor import Microbatches
+from pathoseg.parallel.runtime.runner import Training
+from pathoseg.parallel.schedule import timeline
+from pathoseg.parallel.schedule.event import Event, from_json, to_json
+from pathoseg.parallel.schedule.simulate import simulate
+from pathoseg.progress import say
+from pathoseg.tiles.dataset import Batch
+from pathoseg.training.distributed import own_device
+from pathoseg.training.engine import Loss, StepResult
+from pathoseg.training.optimizer import make_optimizer
+from pathoseg.training.tasks import Task
+from pathoseg.workflows.plan import find_hardware, make_task, price
+
+# Is given what all ranks did when.
+Drawing = Callable[[Sequence[Event]], None]
+TRACE, TIMELINE = "trace.json", "timeline.svg"
+_TRACED = 3  # steps of a part of a run, after which the next is traced: the first ones warm up
+
+
+def agreed_plan(
+    model: torch.nn.Module, config: Config, transport: Transport
+) -> tuple[Plan, Sequence[Event]]:
+    """The fastest plan for all ranks of the job, found by rank 0.
+
+    Returns:
+        The plan, and on rank 0 what it expects each rank of a group to do when.
+
+    Raises:
+        PathosegError: Nothing fits; it says what would.
+    """
+    _, memory = own_device(transport)
+
+    planned: list[Event] = []
+
+    def choose() -> Plan:
+        hardware = find_hardware(config.parallel.hardware)
+        task = replace(make_task(config, hardware), ranks=transport.ranks, all_ranks=True)
+        if config.parallel.memory is None:
+            task = replace(task, memory=memory)
+        graphs = {each.microbatch: each for each in price(model, config, hardware)}
+        plan = best([*graphs.values()], task)
+        priced = graphs[plan.microbatch]
+        partition = plan.partition(priced.graph)
+        costs = priced.costs(partition, plan.ranks, plan.retention, plan.window)
+        planned.extend(simulate(plan.schedule, costs).events)
+        return plan
+
+    return agree(choose, transport), planned
+
+
+class Ranks:
+    """The `Engine` of one rank of several.
+
+    Args:
+        transport: Joins the ranks.
+        plan: What every rank holds and does.
+        model: The whole network, with the same weights on every rank; it is changed.
+        loss: Per-sample losses.
+        task: What a target is.
+        card: How pixels become input.
+        config: The run's.
+        drawing: Draws the events of one step of this part of the run, or None.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        plan: Plan,
+        model: torch.nn.Module,
+        loss: Loss,
+        task: Task,
+        card: Bundle,
+        config: Config,
+        drawing: Drawing | None,
+    ) -> None:
+        self._transport, self._plan, self._drawing = transport, plan, drawing
+        self._task, self._card = task, card
+        self._device, _ = own_device(transport)
+        training = Training(
+            loss,
+            partial(make_optimizer, config=config.train),
+            config.seed,
+            amp_dtype(self._device, config.train.amp),
+            config.train.clip,
+        )
+        example = torch.empty(plan.input, device="meta")
+        form = Form(config.parallel.offload)
+        parked = frozenset(Park(each) for each in config.parallel.parked)
+        fit = split(model, example, plan, training, transport, self._device, form, parked)
+        self._runner, self._input = fit.runner, fit.input
+        self.leads = transport.rank == 0
+        self.round = plan.schedule.microbatches
+        self.reads: Collection[int] = sorted(self._runner.reads_inputs | self._runner.reads_targets)
+        size = plan.microbatch
+        self.rows: Sequence[int] = [
+            row for each in self.reads for row in range(each * size, (each + 1) * size)
+        ]
+        self._steps = 0
+
+    def step(self, number: int, batch: Batch, rate: float) -> StepResult:
+        if self._runner.optimizer is not None:
+            for group in self._runner.optimizer.param_groups:
+                group["lr"] = rate
+        size = self._plan.microbatch
+        own = {each: slice(at * size, (at + 1) * size) for at, each in enumerate(self.reads)}
+        microbatches = Microbatches(
+            [size] * self.round,
+            lambda each: self._inputs(batch.images[own[each]]),
+            lambda each: torch.from_numpy(self._task.targets(batch.masks[own[each]])).to(
+                self._device
+            ),
+        )
+        traced = self._drawing is not None and self._steps == _TRACED
+        done = self._runner.step(number, microbatches, traced)
+        self._steps += 1
+        if traced:
+            self._draw(done.events)
+        return StepResult(done.loss_sum, done.finite)
+
+    def predict(
+        self, sizes: Sequence[int], images: Mapping[int, NDArray[np.uint8]]
+    ) -> dict[int, torch.Tensor]:
+        def targets(each: int) -> Any:
+            raise AssertionError("a prediction has no targets")
+
+        inputs = Microbatches(sizes, lambda each: self._inputs(images[each]), targets)
+        return self._runner.predict(inputs)
+
+    def gather(self, text: str) -> list[str]:
+        return self._transport.gather(text)
+
+    def state(self) -> dict[str, Any]:
+        return self._runner.state()
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._runner.load(state)
+
+    def _inputs(self, images: NDArray[np.uint8]) -> dict[str, torch.Tensor]:
+        return {self._input: to_input(images, self._card.mean, self._card.std, self._device)}
+
+    def _draw(self, events: Sequence[Event]) -> None:
+        """Hands what all ranks did in a step to whoever draws it."""
+        told = self.gather(to_json(events))
+        measured = [event for text in told for event in from_json(text)]
+        if self._drawing is not None and self.leads:
+            self._drawing(measured)
+
+
+def draw_step(run: Path, planned: Sequence[Event], measured: Sequence[Event]) -> None:
+    """Writes a step as it was planned and as it was, as a picture and as a Chrome trace."""
+    runs = {"planned": planned, "measured": measured}
+    write_text(run / TRACE, timeline.chrome_trace(runs))
+    write_text(run / TIMELINE, timeline.draw_svg(runs))
+    say(f"One step as planned and as it was: {run / TIMELINE}, {run / TRACE} (ui.perfetto.dev).")

@@ -1,0 +1,132 @@
+"""Where runs live: their folders, the newest finished one, the newest unfinished one."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pathoseg.errors import PathosegError
+from pathoseg.outputs.atomic import replaced
+from pathoseg.progress import say
+
+RUNS = Path("runs")
+CONFIG = "config.toml"
+SPLITS = "splits.csv"
+_FINISHED = "summary.json"
+
+
+def new_run(out: Path | None) -> Path:
+    """The folder that a new run may take; `make_run` makes it.
+
+    Raises:
+        PathosegError: It already holds a run, or its disk cannot be written.
+    """
+    run = out or _free(RUNS / _now())
+    if (run / CONFIG).exists():
+        raise PathosegError(
+            f"{run} already holds a run.", "Continue it with --resume, or choose another --out."
+        )
+    place = next(folder for folder in (run, *run.absolute().parents) if folder.exists())
+    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+        raise PathosegError(
+            f"The run's folder {run} cannot be made: {place} is no folder that can be written.",
+            "Give --out a folder on a disk that can be written.",
+        )
+    return run
+
+
+def make_run(run: Path) -> None:
+    """Makes a run's folder and registers it in `runs/` (as a link if it lies elsewhere).
+
+    Raises:
+        OSError: The disk is full or cannot be written.
+    """
+    run.mkdir(parents=True, exist_ok=True)
+    if run.resolve().parent != RUNS.resolve():
+        RUNS.mkdir(exist_ok=True)
+        _free(RUNS / _now()).symlink_to(_from_runs(run), target_is_directory=True)
+
+
+def finish_run(run: Path, summary: Mapping[str, Any]) -> None:
+    """Marks `run` as finished and points `runs/latest` at it."""
+    with replaced(run / _FINISHED) as partial:
+        partial.write_text(json.dumps(summary, indent=2) + "\n")
+    RUNS.mkdir(exist_ok=True)
+    fresh = RUNS / f".latest-{os.getpid()}"
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(_from_runs(run), target_is_directory=True)
+    fresh.replace(RUNS / "latest")
+
+
+def is_finished(run: Path) -> bool:
+    return (run / _FINISHED).exists()
+
+
+def newest_unfinished() -> Path:
+    """The run that `--resume` alone continues.
+
+    Raises:
+        PathosegError: There is none.
+    """
+    unfinished = [run for run in _known() if not is_finished(run)]
+    if not unfinished:
+        raise PathosegError(
+            f"There is no unfinished run in {RUNS.resolve()}.",
+            "Start one with `pathoseg train --slides DIR`, or name it with --out RUN --resume.",
+        )
+    return max(unfinished, key=lambda run: (run / CONFIG).stat().st_mtime)
+
+
+def bundle_of(model: Path | None) -> Path:
+    """The bundle's folder behind `--model`: a run, a bundle, or (None) the newest finished run.
+
+    Raises:
+        PathosegError: There is none.
+    """
+    # The run behind the link says more, and stays the same when another run is finished.
+    given = model or Path(os.path.relpath(os.path.realpath(RUNS / "latest")))
+    for folder in (given / "model", given):
+        if (folder / "model.json").is_file():
+            run = folder.parent
+            if (run / CONFIG).is_file() and not is_finished(run):
+                say(f"{run} is not finished: this is its best model so far.")
+            return folder
+    if model is None:
+        raise PathosegError(
+            f"There is no finished run in {RUNS.resolve()}.",
+            "Train one with `pathoseg train --slides DIR`, or name a run with --model RUN.",
+        )
+    if not model.exists():
+        raise PathosegError(f"{model} does not exist.", "Check the path behind --model.")
+    raise PathosegError(
+        f"{model} holds no model (no model.json in it or in its model/ folder).",
+        "Give --model the folder of a run or of a bundle.",
+    )
+
+
+def _from_runs(run: Path) -> str:
+    """The way from `runs/` to a run: relative, so that both may move together."""
+    return os.path.relpath(run.resolve(), RUNS.resolve())
+
+
+def _known() -> Iterator[Path]:
+    if not RUNS.is_dir():
+        return
+    for entry in RUNS.iterdir():
+        if entry.name != "latest" and (entry / CONFIG).is_file():
+            yield entry.resolve()
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%d-%H%M%S")
+
+
+def _free(path: Path) -> Path:
+    candidate, number = path, 2
+    while candidate.exists() or candidate.is_symlink():
+        candidate, number = path.with_name(f"{path.name}-{number}"), number + 1
+    return candidate

@@ -1,0 +1,85 @@
+"""Claims: one owner at a time, and none for long after its owner's end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from pathoseg.inference.leases import LEASE, Claims
+
+
+def test_a_claim_has_one_owner(tmp_path: Path) -> None:
+    path = tmp_path / "piece"
+    with Claims(tmp_path) as one, Claims(tmp_path) as other:
+        assert one.take(path)
+        assert other.is_taken(path)
+        assert not other.take(path)
+        other.release(path)  # not its own
+        assert not other.take(path)
+        one.release(path)
+        assert not other.is_taken(path)
+        assert other.take(path)
+    assert not path.exists()
+
+
+def test_of_many_at_once_one_gets_it(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        hands = [Claims(tmp_path) for _ in range(8)]
+        for number in range(50):
+            path = tmp_path / str(number)
+            taken = list(pool.map(lambda each, path=path: each.take(path), hands))
+            assert taken.count(True) == 1
+        for hand in hands:
+            hand.__exit__(None, None, None)
+
+
+def test_a_killed_process_of_this_machine_holds_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "piece"
+    code = (
+        "import os, sys; from pathlib import Path; from pathoseg.inference.leases import Claims\n"
+        "folder = Path(sys.argv[1])\n"
+        "assert Claims(folder).take(folder / 'piece')\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    assert killed.returncode == -9
+    assert path.exists()
+    with Claims(tmp_path) as mine:
+        assert not mine.is_taken(path)
+        assert mine.take(path)
+        assert mine.is_taken(path)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", None])
+def test_elsewhere_silence_beyond_the_lease_is_the_end(tmp_path: Path, text: str | None) -> None:
+    """An owner on another host, or one that was cut short while it wrote."""
+    path = tmp_path / "piece"
+    owner = {"host": "elsewhere", "boot": "b", "pids": "p", "pid": os.getpid(), "born": 0.0}
+    path.write_text(json.dumps(owner) if text is None else text)
+    with Claims(tmp_path) as mine:
+        now = mine.now()
+        os.utime(path, (now, now - LEASE + 20))
+        assert not mine.take(path)
+        os.utime(path, (now, now - LEASE - 1))
+        assert mine.take(path)
+        assert path.read_text() != text
+
+
+def test_an_owner_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pathoseg.inference.leases.BEAT", 0.02)
+    path = tmp_path / "piece"
+    with Claims(tmp_path) as mine:
+        mine.take(path)
+        os.utime(path, (0, 0))
+        while path.stat().st_mtime == 0:
+            pass
+    with Claims(tmp_path) as later:  # and one that lost its claim lives on without it
+        later.take(path)
+        path.unlink()
+        assert not later.is_taken(path)

@@ -1,0 +1,118 @@
+"""Predictions of tiles: whatever layout a model takes, in batches within a row, finite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from pathoseg.device import MEAN, STD, to_input
+from pathoseg.errors import PathosegError
+from pathoseg.inference.predict import predict
+from pathoseg.models.build import ModelConfig
+from pathoseg.models.bundle import Bundle
+from pathoseg.outputs.stitch import Prediction
+from pathoseg.slides.region import Region
+
+CARD = Bundle(
+    model=ModelConfig("theirs:make", "segment", classes=2),
+    class_names=("dark",),
+    class_colours=((200, 0, 0),),
+    mpp=0.5,
+    tile=32,
+    overlap=0,
+    mean=MEAN,
+    std=STD,
+    multiple=1,
+)
+TILES = np.random.default_rng(0).integers(0, 256, (5, 32, 32, 3), dtype=np.uint8)
+
+
+class Plain(nn.Module):
+    """Takes any layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolve = nn.Conv2d(3, 2, 1)
+        self.layouts: list[bool] = []
+        self.batches: list[int] = []
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.layouts.append(images.is_contiguous(memory_format=torch.channels_last))
+        self.batches.append(len(images))
+        logits: torch.Tensor = self.convolve(images)
+        return logits
+
+
+class Viewing(Plain):
+    """Asks for a view that only the usual layout has."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(images)
+        return logits.view(len(images), -1).view_as(logits)
+
+
+class Greedy(Plain):
+    """Asks for more memory than there is."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.empty(2**52))
+
+
+class Wrong(Plain):
+    """Fails for another reason."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return super().forward(images[:, :2])
+
+
+def _predicted(model: nn.Module, rows: Sequence[Sequence[int]], batch: int) -> list[Prediction]:
+    return list(predict(model, CARD, lambda i: Region(TILES[i]), rows, batch, 2, None))
+
+
+@pytest.mark.parametrize(("kind", "channels_last"), [(Plain, True), (Viewing, False)])
+def test_a_model_gets_the_layout_it_takes(kind: type[Plain], channels_last: bool) -> None:
+    torch.manual_seed(0)
+    model = kind().eval()
+    predictions = _predicted(model, [range(5)], 1)
+    assert model.layouts[-5:] == [channels_last] * 5
+    with torch.inference_mode():
+        images = to_input(TILES, MEAN, STD, torch.device("cpu"))
+        expected = model(images).softmax(1)
+    assert [index for index, _, _ in predictions] == list(range(5))
+    torch.testing.assert_close(torch.stack([chances for _, chances, _ in predictions]), expected)
+
+
+def test_no_batch_spans_two_rows() -> None:
+    model = Plain().eval()
+    predictions = _predicted(model, [[0, 1, 2], [], [3, 4]], 2)
+    assert [index for index, _, _ in predictions] == list(range(5))
+    assert model.batches[-3:] == [2, 1, 2]
+
+
+def test_an_answer_that_is_not_finite_is_refused() -> None:
+    model = Plain().eval()
+    nn.init.constant_(model.convolve.weight, float("inf"))
+    with pytest.raises(PathosegError, match="tile 3 with numbers that are not finite"):
+        _predicted(model, [[3, 4]], 2)
+
+
+def test_memory_that_is_used_up_is_told_with_what_to_change() -> None:
+    with pytest.raises(PathosegError, match="2 tiles does not fit into memory") as told:
+        _predicted(Greedy().eval(), [[3, 4]], 2)
+    assert "[infer] batch" in told.value.mend
+    with pytest.raises(RuntimeError, match="to have 3 channels"):
+        _predicted(Wrong().eval(), [[3, 4]], 2)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_input_is_scaled_by_channel(layout: torch.memory_format) -> None:
+    found = to_input(TILES, MEAN, STD, torch.device("cpu"), layout)
+    assert found.is_contiguous(memory_format=layout)
+    pixels: NDArray[np.float64] = TILES.transpose(0, 3, 1, 2) / 255.0
+    mean, std = (np.reshape(values, (3, 1, 1)) for values in (MEAN, STD))
+    np.testing.assert_allclose(found.numpy(), (pixels - mean) / std, rtol=0, atol=2e-6)

@@ -1,0 +1,47 @@
+"""Rows on disk: as they were, or not there."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from pathoseg.inference.saved_rows import SavedRows
+from pathoseg.inference.segmenter import MaskRow
+
+BANDS = arrays.arrays(np.uint8, st.tuples(st.integers(1, 9), st.integers(1, 40)))
+
+
+@given(BANDS, st.integers(0, 10**7), st.integers(0, 2**40), st.data())
+def test_a_row_comes_back_whole_or_not_at_all(
+    band: np.ndarray, number: int, unread: int, data: st.DataObject
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        rows = SavedRows(folder)
+        assert rows.load(number) is None
+        rows.save(MaskRow(number, band, unread))
+        [file] = folder.iterdir()
+        back = rows.load(number)
+        assert back is not None
+        np.testing.assert_array_equal(back.band, band)
+        assert (back.number, back.unread_tiles) == (number, unread)
+        assert rows.has(number)
+
+        whole = file.read_bytes()
+        file.write_bytes(whole[: data.draw(st.integers(0, len(whole) - 1))])
+        assert rows.load(number) is None
+        assert not rows.has(number)
+
+
+def test_what_lies_there_is_listed(tmp_path: Path) -> None:
+    rows = SavedRows(tmp_path)
+    for number in (3, 1, 1_234_567):
+        rows.save(MaskRow(number, np.zeros((2, 2), np.uint8), 0))
+    rows.claim(2).touch()
+    (tmp_path / ".draft.row").touch()
+    assert rows.listed() == ({1, 3, 1_234_567}, {2})

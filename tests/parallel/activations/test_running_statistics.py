@@ -1,0 +1,65 @@
+"""Running statistics that were kept and applied are those that torch's own norms reach."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pathoseg.parallel.activations.running_statistics import RunningStatistics
+from pathoseg.parallel.graph.traced import Traced
+from tests.parallel.comm.thread_ranks import ThreadTransport, run_ranks
+
+
+class Norms(nn.Module):
+    """Norms with and without momentum, called twice, frozen, and of instances."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice = nn.BatchNorm2d(3, momentum=0.3)
+        self.average = nn.BatchNorm2d(3, momentum=None)
+        self.frozen = nn.BatchNorm2d(3)
+        self.instance = nn.InstanceNorm2d(3, affine=True, track_running_stats=True)
+        self.plain = nn.BatchNorm2d(3, track_running_stats=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        once = torch.tanh(self.twice(images))
+        aside = self.instance(self.frozen(self.average(once)))
+        total: Tensor = self.plain(aside) + self.twice(once)
+        return total
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_statistics_are_those_of_torch(copies: int) -> None:
+    torch.manual_seed(0)
+    model = Norms().double()
+    model.frozen.eval()
+    batches = [torch.randn(2, 3, 5, 5).double() * 3 + index for index in range(4)]
+    sizes = [2, 2, 0, 2]
+    own = [Traced(deepcopy(model), batches[0]) for _ in range(copies)]
+
+    def body(transport: ThreadTransport) -> dict[str, Tensor]:
+        traced = own[transport.rank]
+        layers = range(len(traced.graph.layers))
+        statistics = RunningStatistics(traced.model, traced.graph, layers)
+        segment = traced.segment(layers)
+        for _ in range(2):
+            with statistics.kept():
+                for index in reversed(range(transport.rank, 4, copies)):
+                    if sizes[index]:
+                        row = statistics.lend()
+                        segment({"images": batches[index]}, statistics.enter)
+                        statistics.keep(index, row)
+            statistics.apply(sizes, transport, tuple(range(copies)))
+        return traced.model.state_dict()
+
+    for state in run_ranks(copies, body):
+        whole = deepcopy(model)
+        for _ in range(2):
+            for batch, size in zip(batches, sizes, strict=True):
+                if size:
+                    whole(batch)
+        for name, value in whole.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-13, atol=1e-13)

@@ -1,0 +1,99 @@
+"""Stands in for torch's NCCL group on a machine without GPUs: gloo, with NCCL's manners."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
+
+from pathoseg.parallel.comm.gloo import join_gloo
+from pathoseg.parallel.comm.heartbeat import MEETING, Lifeline
+from pathoseg.parallel.comm.launcher import find_world
+from pathoseg.parallel.comm.nccl import NcclChannels
+from pathoseg.parallel.comm.ordered import OrderedWire
+from pathoseg.parallel.comm.process_transport import ProcessTransport
+
+
+def connect_imitated() -> ProcessTransport:
+    """As `connect_nccl`, in host memory."""
+    world = find_world()
+    words = join_gloo(
+        world.rank, world.ranks, world.host, world.port, local=world.local, hosted=world.hosted
+    )
+    for name in ("Stream", "synchronize"):
+        mock.patch.object(torch.cuda, name).start()
+    nothing = contextlib.nullcontext()
+    mock.patch.object(torch.cuda, "stream", return_value=nothing).start()
+    mock.patch.object(distributed_c10d, "ProcessGroupNCCL", Group, create=True).start()
+    lifeline = Lifeline(words.rank, words.ranks, words.host, words.announce)
+    place = PrefixStore("imitated", words.store)
+    channels = NcclChannels(place, words.rank, words.ranks, torch.device("cpu"))
+    channels.open()
+    return ProcessTransport(OrderedWire(words, channels), lifeline)
+
+
+class Group:
+    """Two ranks; the first message makes their connection, and blocks while it does."""
+
+    class Options:
+        _timeout: timedelta
+
+        def __init__(self, is_high_priority_stream: bool) -> None:
+            assert is_high_priority_stream
+
+    def __init__(self, store: Store, rank: int, size: int, options: Options) -> None:
+        assert size == 2
+        assert options._timeout > timedelta(days=1)
+        self._store = store
+        self._rank = rank
+        self._made: Any = None
+
+    def send(self, data: list[Tensor], to: int, tag: int) -> Sent:
+        assert (self._rank, to) == (0, 1)
+        return Sent(self._group().send(data, to, 0))
+
+    def recv(self, into: list[Tensor], source: int, tag: int) -> Sent:
+        assert (self._rank, source) == (1, 0)
+        return Sent(self._group().recv(into, source, 0))
+
+    def shutdown(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        print("aborted", flush=True)
+
+    def _group(self) -> Any:
+        if self._made is None:
+            gloo: Any = ProcessGroupGloo
+            options = gloo._Options()
+            options._devices = [gloo.create_device(hostname="127.0.0.1")]
+            options._timeout = timedelta(seconds=MEETING)
+            self._made = gloo(self._store, self._rank, 2, options)
+        return self._made
+
+
+class Sent:
+    """A message that can be asked whether it is there."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._over = threading.Event()
+        threading.Thread(target=self._wait, daemon=True).start()
+
+    def is_completed(self) -> bool:
+        return self._over.is_set()
+
+    def wait(self, timeout: timedelta) -> None:
+        assert self._over.is_set()
+
+    def _wait(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._work.wait(timedelta(days=1))
+            self._over.set()

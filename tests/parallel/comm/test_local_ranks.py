@@ -1,0 +1,131 @@
+"""Ranks are started with one output and one end; each launcher's variables are understood."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pathoseg.errors import PathosegError
+from pathoseg.parallel.comm import local_ranks as launch
+from pathoseg.parallel.comm.launcher import Choice, World, find_world
+from pathoseg.parallel.comm.local_ranks import start_local
+
+LIBRARIES = ["gloo"]
+if Path(sys.executable).with_name("mpirun").exists():
+    LIBRARIES.append("mpi")
+RANK = "rank=${OMPI_COMM_WORLD_RANK:-$RANK}; "
+
+
+def shell(script: str) -> list[str]:
+    return ["/bin/sh", "-c", RANK + script]
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_rank_0_has_the_output(library: Choice, capfd: pytest.CaptureFixture[str]) -> None:
+    assert start_local(3, shell("echo I am $rank"), library) == 0
+    assert capfd.readouterr() == ("I am 0\n", "")
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_the_first_rank_to_fail_gives_code_and_last_words(
+    library: Choice, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = "[ $rank = 2 ] && echo the glass broke >&2 && exit 7; sleep 1; exit 8"
+    assert start_local(3, shell(script), library) == 7
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err == "Rank 2 failed first. Its last words:\nthe glass broke\n"
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_ranks_that_outlive_a_failure_are_ended(
+    library: Choice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "GRACE", 0.5)
+    script = f"echo $$ > {tmp_path}/$rank; [ $rank = 1 ] && sleep 0.5 && kill -9 $$; sleep 300"
+    assert start_local(2, shell(script), library) == 137
+    other = int((tmp_path / "0").read_text())
+    assert not psutil.pid_exists(other) or psutil.Process(other).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_reaches_every_rank_once(
+    library: Choice, number: int, code: int, tmp_path: Path
+) -> None:
+    name = signal.Signals(number).name.removeprefix("SIG")
+    script = f"trap 'echo {name} >> {tmp_path}/$rank.came; exit {code}' {name}; "
+    script += f"touch {tmp_path}/$rank.ready; while true; do sleep 0.1; done"
+
+    def send() -> None:
+        while len(list(tmp_path.glob("*.ready"))) < 2:
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    assert start_local(2, shell(script), library) == code
+    sender.join()
+    assert [(tmp_path / f"{rank}.came").read_text() for rank in (0, 1)] == [f"{name}\n"] * 2
+
+
+def test_each_rank_has_its_share_of_the_cores(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(7)))
+    assert start_local(2, shell("echo $OMP_NUM_THREADS"), "gloo") == 0
+    assert capfd.readouterr().out == "3\n"
+
+
+def test_without_mpirun_mpi_is_refused_with_the_mend(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(PathosegError, match=r"There is no .*mpirun .* pip install"):
+        start_local(2, shell("true"), "mpi")
+
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+TORCHRUN |= {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+STEP = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2"}
+STEP |= {"SLURM_STEP_NODELIST": "gpu[03-07,11],login1", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "world"),
+    [
+        ({}, World()),
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, World()),  # a batch script's
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}, World("mpirun", 1, 4)),
+        ({"PMI_RANK": "2", "PMI_SIZE": "3"}, World("mpirun", 2, 3)),
+        (STEP | {"PMIX_RANK": "5"}, World("mpirun", 5, 8)),
+        (STEP, World("srun", 5, 8, "gpu03", 20449, local=False)),
+        (STEP | {"MASTER_ADDR": "ib0", "MASTER_PORT": "9"}, World("srun", 5, 8, "ib0", 9, False)),
+        (STEP | {"SLURM_STEP_NUM_NODES": "1"}, World("srun", 5, 8, "127.0.0.1", 20449)),
+        (TORCHRUN, World("torchrun", 3, 8, "node1", 29500, local=False)),
+        (
+            # torchrun, started on each node by srun, is the nearer launcher
+            STEP | TORCHRUN | {"LOCAL_WORLD_SIZE": "8", "TORCHELASTIC_USE_AGENT_STORE": "True"},
+            World("torchrun", 3, 8, "node1", 29500, hosted=True),
+        ),
+    ],
+)
+def test_a_world_is_read_from_the_environment(environment: dict[str, str], world: World) -> None:
+    assert find_world(environment) == world
+
+
+@pytest.mark.parametrize("value", [None, "", "many"])
+def test_a_broken_environment_is_refused(value: str | None) -> None:
+    environment = {name: text for name, text in TORCHRUN.items() if name != "MASTER_PORT"}
+    if value is not None:
+        environment["MASTER_PORT"] = value
+    with pytest.raises(PathosegError, match=r"MASTER_PORT to .* no whole number"):
+        find_world(environment)

@@ -1,0 +1,218 @@
+"""Whatever the order of the calls, tagged messages cross channels without tags, and none blocks."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pathoseg.errors import PathosegError
+from pathoseg.parallel.comm.ordered import OrderedWire
+from pathoseg.parallel.comm.process_transport import Request
+
+Route = tuple[int, int, int]  # sender, receiver, tag
+
+
+@dataclass(eq=False)
+class Delivery:
+    """A request that the library of the test has begun."""
+
+    data: Tensor
+    over: bool = False
+
+    def done(self) -> bool:
+        return self.over
+
+
+class Library:
+    """Moves one message at a time, when told to; never one that is not the first of its route."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance = chance
+        self._sent: dict[Route, deque[Delivery]] = defaultdict(deque)
+        self._asked: dict[Route, deque[Delivery]] = defaultdict(deque)
+
+    def begin(self, route: Route, data: Tensor, sends: bool) -> Delivery:
+        delivery = Delivery(data)
+        (self._sent if sends else self._asked)[route].append(delivery)
+        return delivery
+
+    def move(self) -> bool:
+        """Whether there was one to move."""
+        ready = [route for route, sent in self._sent.items() if sent and self._asked[route]]
+        if not ready:
+            return False
+        route = self._chance.choice(ready)
+        sent, asked = self._sent[route].popleft(), self._asked[route].popleft()
+        assert sent.data.shape == asked.data.shape, "the two ends disagree about the order"
+        asked.data.copy_(sent.data)
+        sent.over = asked.over = True
+        return True
+
+
+class Tagged:
+    """One rank's end of a library that knows tags: implements Wire."""
+
+    reads_cuda = False
+
+    def __init__(self, library: Library, rank: int, ranks: int) -> None:
+        self._library, self.rank, self.ranks = library, rank, ranks
+
+    def send(self, data: Tensor, to: int, tag: int) -> Request:
+        return self._library.begin((self.rank, to, tag), data, sends=True)
+
+    def receive(self, into: Tensor, source: int, tag: int) -> Request:
+        return self._library.begin((source, self.rank, tag), into, sends=False)
+
+    def pause(self, turns: int) -> None:
+        raise AssertionError("no rank of this test waits")
+
+    def close(self, well: bool) -> None:
+        raise AssertionError("no rank of this test ends")
+
+
+class Channels:
+    """The same without tags: implements Channels."""
+
+    def __init__(self, wire: Tagged) -> None:
+        self._wire = wire
+        self.pause, self.close = wire.pause, wire.close
+
+    def carries(self, data: Tensor) -> bool:
+        return True
+
+    def send(self, data: Tensor, to: int) -> Request:
+        return self._wire.send(data, to, 0)
+
+    def receive(self, into: Tensor, source: int) -> Request:
+        return self._wire.receive(into, source, 0)
+
+
+def wires(ranks: int, seed: int) -> tuple[list[OrderedWire], Library, Library]:
+    chance = random.Random(seed)
+    words, channels = Library(chance), Library(chance)
+    joined = [
+        OrderedWire(Tagged(words, rank, ranks), Channels(Tagged(channels, rank, ranks)))
+        for rank in range(ranks)
+    ]
+    return joined, words, channels
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a rank's program: the message's route, its number there, and whether to wait."""
+
+    route: Route
+    number: int
+    size: int
+    waits: bool
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> list[list[Call]]:
+    """What each rank calls, in its own order; no program that tags and rendezvous would hang."""
+    ranks = draw(st.integers(2, 4))
+    routes = st.tuples(st.integers(0, ranks - 1), st.integers(0, ranks - 1), st.integers(0, 2))
+    drawn = st.tuples(routes.filter(lambda route: route[0] != route[1]), st.integers(0, 5))
+    messages = draw(st.lists(drawn, min_size=1, max_size=16))
+    chance = draw(st.randoms(use_true_random=False))
+    calls: list[list[Call]] = [[] for _ in range(ranks)]
+    for rank in range(ranks):
+        mine = [(route, size) for route, size in messages if rank in route[:2]]
+        order = [route for route, _ in mine]
+        chance.shuffle(order)
+        sizes: dict[Route, deque[int]] = defaultdict(deque)
+        for route, size in mine:
+            sizes[route].append(size)
+        counts: dict[Route, int] = defaultdict(int)
+        for route in order:
+            waits = chance.random() < 0.6
+            calls[rank].append(Call(route, counts[route], sizes[route].popleft(), waits))
+            counts[route] += 1
+    return _legal(calls)
+
+
+def _legal(calls: list[list[Call]]) -> list[list[Call]]:
+    """Without the waits at which ranks would be stuck although messages have tags."""
+    at = [0] * len(calls)
+    begun: dict[tuple[Route, int], int] = defaultdict(int)
+    counted = [False] * len(calls)
+    while True:
+        moved = False
+        for rank, own in enumerate(calls):
+            if at[rank] == len(own):
+                continue
+            call = own[at[rank]]
+            if not counted[rank]:
+                begun[call.route, call.number] += 1
+                counted[rank] = moved = True
+            if not call.waits or begun[call.route, call.number] == 2:
+                at[rank], counted[rank], moved = at[rank] + 1, False, True
+        stuck = [rank for rank, own in enumerate(calls) if at[rank] < len(own)]
+        if not stuck:
+            return calls
+        if not moved:
+            rank = stuck[0]
+            call = calls[rank][at[rank]]
+            calls[rank][at[rank]] = Call(call.route, call.number, call.size, False)
+
+
+def content(call: Call) -> Tensor:
+    source, to, tag = call.route
+    return torch.tensor([source, to, tag, call.number, 7][: call.size], dtype=torch.uint8)
+
+
+def run(wire: OrderedWire, calls: list[Call]) -> Iterator[None]:
+    """A rank's program; gives way where a process would wait."""
+    received, begun = [], []
+    for call in calls:
+        source, to, tag = call.route
+        if source == wire.rank:
+            request = wire.send(content(call), to, tag)
+        else:
+            into = torch.full((call.size,), 255, dtype=torch.uint8)
+            request = wire.receive(into, source, tag)
+            received.append((call, into))
+        begun.append(request)
+        while call.waits and not request.done():
+            yield
+        yield
+    while begun := [request for request in begun if not request.done()]:
+        yield
+    for call, into in received:
+        assert torch.equal(into, content(call)), call
+
+
+@given(programs(), st.integers(0, 2**20))
+def test_every_legal_order_of_calls_ends_and_is_right(calls: list[list[Call]], seed: int) -> None:
+    joined, words, channels = wires(len(calls), seed)
+    chance = random.Random(seed)
+    running = [run(wire, own) for wire, own in zip(joined, calls, strict=True)]
+    idle = 0
+    while running:
+        assert idle < 200, "no rank goes on, and no message moves"
+        rank = chance.choice(running)
+        if next(rank, "ended") == "ended":
+            running.remove(rank)
+        moved = chance.choice((words, channels)).move()
+        idle = 0 if moved else idle + 1
+
+
+def test_a_message_of_another_size_is_an_error_where_it_is_received() -> None:
+    (first, second), words, channels = wires(2, 0)
+    sent = first.send(torch.ones(3, dtype=torch.uint8), 1, 5)
+    received = second.receive(torch.ones(4, dtype=torch.uint8), 0, 5)
+    for _ in range(4):
+        words.move()
+        channels.move()
+        sent.done()
+    with pytest.raises(PathosegError, match="A message of 3 bytes came where 4 were expected"):
+        received.done()
+    assert sent.done()

@@ -1,0 +1,101 @@
+"""Every transport passes one suite, and none hangs when a rank is lost."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pathoseg.errors import PathosegError
+from pathoseg.parallel.comm import local_ranks as launch
+from pathoseg.parallel.comm.launcher import World, connect
+from pathoseg.parallel.comm.link_benchmark import fit_link, measure_links
+from pathoseg.parallel.schedule.costs import Link
+from tests.parallel.comm import transport_conformance
+from tests.parallel.comm.joined import Library
+from tests.parallel.comm.thread_ranks import ThreadTransport, run_ranks
+
+HERE = Path(__file__).parent
+NAMES = [case.__name__ for case in transport_conformance.CASES]
+
+
+def start(ranks: int, library: Library, script: str, *arguments: str) -> int:
+    """Runs a script as ranks on this machine."""
+    if library == "mpi" and not Path(sys.executable).with_name("mpirun").exists():
+        pytest.skip("no mpirun beside this Python: pip install 'pathoseg[mpi]'")
+    command = [sys.executable, str(HERE / script), library, *arguments]
+    return launch.start_local(ranks, command, "gloo" if library == "ordered" else library)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_threads_conform(ranks: int) -> None:
+    assert run_ranks(ranks, transport_conformance.run_all) == [NAMES] * ranks
+
+
+@pytest.mark.parametrize("library", ["gloo", "mpi", "ordered"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_processes_conform(library: Library, ranks: int, capfd: pytest.CaptureFixture[str]) -> None:
+    code = start(ranks, library, "transport_conformance.py")
+    out, err = capfd.readouterr()
+    assert code == 0, err
+    assert out.split() == ["passed:", *NAMES]
+
+
+@pytest.mark.parametrize("library", ["gloo", "mpi"])
+@pytest.mark.parametrize(
+    ("fault", "code", "reason"),
+    [
+        ("kill", 137, "Rank 2 ended without a word"),
+        ("abort", 2, "Rank 2 failed: the glass broke."),
+        pytest.param("stop", 2, "Rank 2 has given no sign of life", marks=pytest.mark.slow),
+    ],
+)
+def test_a_lost_rank_ends_all_with_the_reason(
+    library: Library, fault: str, code: int, reason: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ended = start(3, library, "faults.py", fault)
+    out, err = capfd.readouterr()
+    assert ended in (code, 2), err  # 2 where another rank was quicker to end
+    waited, later = out.splitlines()
+    assert waited.startswith(f"rank 0 waited: {reason}")
+    assert "(Rank 0 waited for message 5 of rank 1.)" in waited
+    assert later.startswith(f"rank 0 later: {reason}")
+
+
+def test_a_world_of_one_is_joined_without_others() -> None:
+    transport = connect("gloo", World())
+    tensor = torch.ones(3)
+    transport.sum(tensor, (0,)).wait()
+    assert tensor.tolist() == [1.0, 1.0, 1.0]
+    assert transport.gather("alone") == ["alone"]
+    assert measure_links(transport) == Link()
+    transport.abort("enough")
+    with pytest.raises(PathosegError, match="enough"):
+        transport.barrier()
+    transport.close()
+
+
+def test_a_transport_says_what_it_cannot_do() -> None:
+    with pytest.raises(PathosegError, match="gloo is not told where its ranks meet"):
+        connect("gloo", World("mpirun", 0, 2))
+
+
+def test_links_are_measured_alike_on_all_ranks() -> None:
+    def measure(transport: ThreadTransport) -> Link:
+        return measure_links(transport)
+
+    first, *others = run_ranks(3, measure)
+    assert first.alpha > 0
+    assert others == [first, first]
+
+
+@given(st.floats(1e-7, 1e-2), st.floats(1e-12, 1e-7))
+def test_a_link_is_recovered_from_its_times(alpha: float, beta: float) -> None:
+    times = {2**power: alpha + beta * 2**power for power in range(0, 31, 2)}
+    link = fit_link(times)
+    assert link.alpha == pytest.approx(alpha, rel=1e-6)
+    assert link.beta == pytest.approx(beta, rel=1e-6)

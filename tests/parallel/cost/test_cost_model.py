@@ -1,0 +1,143 @@
+"""Tests predicted times: never negative, right where the law is known, better than the seed's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from pathoseg.errors import PathosegError
+from pathoseg.parallel.cost.calibration_layers import draw_cases
+from pathoseg.parallel.cost.cost_model import Analytical, CostModel, LayerTime, Roofline, cost_model
+from pathoseg.parallel.cost.features import arithmetic
+from pathoseg.parallel.cost.hardware import Hardware, load_hardware
+from pathoseg.parallel.cost.regression import RawPolynomial, Sample, learn
+from pathoseg.parallel.graph.layer_graph import Layer, Work
+from pathoseg.parallel.graph.traced import trace
+from pathoseg.parallel.schedule.costs import Link
+from tests.parallel.networks.small import SMALL, small_graph
+
+FREE = Link()
+TOY = Hardware("toy", "cpu", 10, {"float32": 1e9}, 1e8, 1, FREE, FREE, FREE, 1e-6)
+
+
+def _convolution(
+    inputs: int, outputs: int, kernel: int, side: int, batch: int, groups: int = 1
+) -> Layer:
+    module = nn.Conv2d(inputs * groups, outputs * groups, kernel, padding=3, groups=groups)
+    image = torch.empty(batch, inputs * groups, side, side, device="meta", requires_grad=True)
+    (layer,) = trace(module.to("meta"), image).layers
+    return layer
+
+
+@cache
+def _samples() -> tuple[Sample, ...]:
+    """Layers of an imaginary device with a law of its own, which ours is not told."""
+    noise = np.random.default_rng(0)
+    samples = []
+    for case in draw_cases(0.1):
+        graph = trace(case.module, case.example())
+        layer = [layer for layer in graph.layers if not layer.is_free][-1]
+
+        def seconds(work: Work, layer: Layer = layer) -> float:
+            moved = work.read + work.written
+            law = arithmetic(layer, work) / 2e10 + moved / 5e9 * (1 + (moved > 1e6)) + 1e-5
+            return law * float(noise.uniform(0.95, 1.05))
+
+        samples.append(Sample(layer, LayerTime(seconds(layer.forward), seconds(layer.backward))))
+    return tuple(samples)
+
+
+@cache
+def _models() -> tuple[CostModel, ...]:
+    known = learn(_samples(), TOY, LayerTime(1.25, 0.5))
+    return Roofline(TOY), cost_model(known), RawPolynomial(_samples())
+
+
+def test_the_roofline_is_the_slower_of_arithmetic_and_memory() -> None:
+    layer = _convolution(16, 16, 3, 32, 1)
+    work = layer.forward
+    slow_arithmetic = replace(TOY, bandwidth=1e15)
+    slow_memory = replace(TOY, flops={"float32": 1e15})
+    assert Roofline(slow_arithmetic).time(layer).forward == pytest.approx(1e-6 + work.flops / 1e9)
+    moved = work.read + work.written
+    assert Roofline(slow_memory).time(layer).forward == pytest.approx(1e-6 + moved / 1e8)
+
+
+def test_a_dtype_without_arithmetic_is_refused() -> None:
+    layer = _convolution(1, 1, 3, 8, 1)
+    without = replace(TOY, flops={"float16": 1.0})
+    with pytest.raises(PathosegError, match="float32") as raised:
+        Roofline(without).time(layer)
+    assert "float16" in raised.value.mend
+
+
+def test_without_a_fit_a_note_says_that_nothing_was_measured() -> None:
+    for name in ("v100", "a100", "h200"):
+        assert "nothing was measured" in cost_model(load_hardware(name)).note
+    known = learn(_samples(), replace(TOY, measured="a Sunday"))
+    assert "a Sunday" in cost_model(known).note
+
+
+@given(
+    st.integers(1, 600),
+    st.integers(1, 600),
+    st.sampled_from([1, 3, 5, 7]),
+    st.integers(1, 512),
+    st.integers(1, 64),
+    st.sampled_from([1, 1, 2, 8]),
+)
+def test_no_prediction_is_negative(
+    inputs: int, outputs: int, kernel: int, side: int, batch: int, groups: int
+) -> None:
+    layer = _convolution(inputs, outputs, kernel, side, batch, groups)
+    for model in (*_models(), cost_model(load_hardware("cpu"))):
+        time = model.time(layer)
+        assert 0 <= time.forward < np.inf
+        assert 0 <= time.backward < np.inf
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_layer_of_a_network_has_a_time(name: str) -> None:
+    for layer in small_graph(name).layers:
+        for model in (*_models(), cost_model(load_hardware("cpu"))):
+            time = model.time(layer)
+            assert min(time.forward, time.backward) >= 0
+        time = _models()[1].time(layer)
+        assert (time.forward > 0) == bool(layer.forward.written)
+
+
+def test_a_fit_finds_a_law_that_the_plain_polynomial_does_not() -> None:
+    samples = _samples()
+    rest, held_out = samples[::2], samples[1::2]
+    known = learn(rest, TOY)
+    assert known.fit
+    ours, plain = Analytical(known, known.fit), RawPolynomial(rest)
+    off, plain_off = [], []
+    for sample in held_out:
+        true = sample.time.forward
+        off.append(abs(ours.alone(sample.layer).forward / true - 1))
+        plain_off.append(abs(plain.time(sample.layer).forward / true - 1))
+    assert np.mean(off) < 0.25
+    assert np.mean(plain_off) > 2 * np.mean(off)
+
+
+def test_what_a_sequence_adds_scales_all_times() -> None:
+    known = learn(_samples(), TOY, LayerTime(1.25, 0.5))
+    assert known.fit
+    model = Analytical(known, known.fit)
+    layer = _convolution(16, 16, 3, 32, 1)
+    alone, among = model.alone(layer), model.time(layer)
+    assert among.forward == pytest.approx(1.25 * alone.forward)
+    assert among.backward == pytest.approx(0.5 * alone.backward)
+
+
+def test_the_backward_of_a_grouped_convolution_is_not_overcounted() -> None:
+    layer = _convolution(1, 1, 3, 16, 1, groups=64)
+    assert arithmetic(layer, layer.backward) <= 2 * layer.forward.flops

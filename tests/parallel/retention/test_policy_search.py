@@ -1,0 +1,224 @@
+"""Tests what is kept, offloaded and recomputed against all choices that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from math import inf
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from pathoseg.models.resnet_v2 import ResNetV2
+from pathoseg.models.unet import UNet
+from pathoseg.parallel.cost.cost_model import Roofline
+from pathoseg.parallel.cost.hardware import load_hardware
+from pathoseg.parallel.graph.activation_policy import SMALL, Retention
+from pathoseg.parallel.graph.traced import trace
+from pathoseg.parallel.planning.memory_model import MemoryModel
+from pathoseg.parallel.retention.blocks import runs_of, units_of
+from pathoseg.parallel.retention.policy_milp import Copying, RetentionProgram
+from pathoseg.parallel.retention.policy_options import MOST_UNITS, Ways, patterns_of
+from pathoseg.parallel.retention.policy_search import Chooser
+from pathoseg.parallel.retention.program import Program
+from pathoseg.parallel.retention.retained import retain
+from pathoseg.parallel.retention.solver import GAP, relax, solve
+from pathoseg.parallel.retention.stage_liveness import StageFacts, stage_facts
+from tests.parallel.networks.small import SMALL as NETWORKS
+from tests.parallel.networks.small import small_graph
+
+DEVICE = load_hardware("v100")
+ONLY_RECOMPUTE = Ways(offload=False)
+
+
+class _Residual(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.convolve = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        added: torch.Tensor = features + self.convolve(self.relu(self.norm(features)))
+        return added
+
+
+def _chain() -> nn.Module:
+    layers: list[nn.Module] = [nn.Conv2d(3, 8, 3, padding=1)]
+    for channels in (8, 16, 4):
+        layers += [nn.BatchNorm2d(channels), nn.ReLU(inplace=True)]
+        layers.append(nn.Conv2d(channels, {8: 16, 16: 4, 4: 8}[channels], 3, padding=1))
+    return nn.Sequential(*layers)
+
+
+def _residual() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 1), *(_Residual(8) for _ in range(3)), nn.Conv2d(8, 2, 1))
+
+
+TINY: dict[str, Callable[[], nn.Module]] = {"chain": _chain, "residual": _residual}
+
+
+@cache
+def _facts(name: str, side: int = 64) -> StageFacts:
+    known = {
+        "unet": lambda: UNet(2, width=8, depth=2),
+        "resnet": lambda: ResNetV2(2, depth=29),
+        "resnet110": lambda: ResNetV2(2, depth=110),
+        **TINY,
+    }
+    with torch.device("meta"):
+        graph = trace(known[name](), torch.empty(1, 3, side, side))
+    layers = range(len(graph.layers))
+    times = [Roofline(DEVICE).time(layer) for layer in graph.layers]
+    seconds = [time.forward for time in times], [time.backward for time in times]
+    return stage_facts(graph, layers, MemoryModel(graph).by_layer(layers), seconds)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_keeping_everything_takes_what_the_memory_model_says(name: str) -> None:
+    graph = small_graph(name)
+    size = len(graph.layers)
+    model = MemoryModel(graph)
+    times = [1.0] * size
+    for layers in (range(size), range(size // 3, size), range(size // 4, size // 2)):
+        found = retain(
+            stage_facts(graph, layers, model.by_layer(layers), (times, times)), Retention()
+        )
+        stage = model.stage(layers)
+        assert found.kept == stage.activations
+        assert found.forward_peak == stage.activations + stage.forward_workspace
+        assert found.backward_peak == stage.activations + stage.backward_workspace
+        assert found.again == 0
+
+
+def _all_choices(facts: StageFacts) -> list[tuple[int, float]]:
+    """Peak and seconds of every set of layers that may be recomputed."""
+    names = [facts.graph.layers[unit.maker].name for unit in units_of(facts)]
+    found = []
+    for chosen in product((False, True), repeat=len(names)):
+        some = tuple(name for name, again in zip(names, chosen, strict=True) if again)
+        retained = retain(facts, Retention(recomputed=some))
+        found.append((retained.peak, retained.again))
+    return found
+
+
+_EVERY = cache(lambda name: _all_choices(_facts(name)))
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.sampled_from(sorted(TINY)), st.floats(0.3, 1.05))
+def test_no_set_of_recomputed_layers_fits_and_takes_less(name: str, share: float) -> None:
+    facts, every = _facts(name), _EVERY(name)
+    cap = int(share * retain(facts, Retention()).peak)
+    fitting = [again for peak, again in every if peak <= cap]
+    choice = _chooser(name, ONLY_RECOMPUTE).choose(cap)
+    assert (choice is None) == (not fitting)
+    if choice is not None:
+        assert choice.need(1) <= cap
+        seconds = sum(facts.forward.values()) + sum(facts.backward.values())
+        assert choice.retained.again <= min(fitting) + 2e-3 * seconds
+
+
+@cache
+def _chooser(name: str, ways: Ways, side: int = 64) -> Chooser:
+    return Chooser(_facts(name, side), DEVICE.host, ways)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.sampled_from(sorted(TINY)), st.floats(0.3, 0.95), st.integers(1, 3), st.integers(1, 3))
+def test_no_way_that_is_left_out_by_its_reduced_cost_is_missed(
+    name: str, share: float, in_flight: int, near: int
+) -> None:
+    facts, host = _facts(name), DEVICE.host
+    runs = runs_of(facts, MOST_UNITS)
+    patterns = [patterns_of(facts, run, host, Ways()) for run in runs]
+    everything = retain(facts, Retention())
+    cap = int(share * (everything.peak + (in_flight - 1) * everything.kept))
+
+    def cost(program: Program) -> float:
+        values = solve(program)
+        return inf if values is None else float(values @ program.cost)
+
+    whole = RetentionProgram(facts, runs, patterns, host, Copying(), cap, in_flight)
+    relaxed = relax(whole.program)
+    if relaxed is None:
+        assert cost(whole.program) == inf
+        return
+    nearest = whole.nearest(relaxed.dear, near)
+    assert all(0 < len(some) <= near + 1 for some in nearest)
+    first = cost(RetentionProgram(facts, runs, nearest, host, Copying(), cap, in_flight).program)
+    hopeful = whole.within(relaxed.dear, (1 - GAP) * first - relaxed.cost)
+    then = cost(RetentionProgram(facts, runs, hopeful, host, Copying(), cap, in_flight).program)
+    assert relaxed.cost <= min(first, then) * (1 + 1e-6)
+    assert (1 - GAP) * min(first, then) <= cost(whole.program) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("name", ["unet", "resnet"])
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_a_choice_holds_what_it_says(name: str, in_flight: int) -> None:
+    facts, chooser = _facts(name, 256), _chooser(name, Ways(), 256)
+    everything = retain(facts, Retention())
+    whole = everything.peak + (in_flight - 1) * everything.kept
+    for share in (0.8, 0.55):
+        choice = chooser.choose(int(share * whole), in_flight)
+        assert choice is not None
+        assert choice.need(in_flight) <= share * whole
+        assert choice.retained == retain(facts, choice.retention)
+        assert not {*choice.retention.offloaded} & {*choice.retention.recomputed}
+        for saved in choice.retained.tensors.values():
+            assert saved.bytes >= SMALL
+        largest = max((s.bytes for s in choice.retained.tensors.values()), default=0)
+        assert choice.window >= largest
+
+
+def test_recomputing_all_norms_takes_no_less() -> None:
+    facts = _facts("resnet", 256)
+    layers = (facts.graph.layers[at] for at in facts.layers)
+    norms = tuple(each.name for each in layers if each.kind == "native_batch_norm")
+    usual = retain(facts, Retention(recomputed=norms))
+    assert usual.peak < 0.9 * retain(facts, Retention()).peak
+    choice = _chooser("resnet", ONLY_RECOMPUTE, 256).choose(usual.peak)
+    assert choice is not None
+    seconds = sum(facts.forward.values()) + sum(facts.backward.values())
+    assert choice.need(1) <= usual.peak
+    assert choice.retained.again <= usual.again + 2e-3 * seconds
+
+
+def test_the_same_choice_is_made_again() -> None:
+    cap = int(0.7 * retain(_facts("unet", 256), Retention()).peak)
+    first, second = (
+        Chooser(_facts("unet", 256), DEVICE.host, Ways()).choose(cap) for _ in range(2)
+    )
+    assert first is not None
+    assert first == second
+
+
+def test_equal_blocks_are_found() -> None:
+    counts = [len(run.blocks) for run in runs_of(_facts("chain"), 3)]
+    assert counts == [1] * len(counts)
+    with torch.device("meta"):
+        deep = trace(ResNetV2(2, depth=56), torch.empty(1, 3, 64, 64))
+    layers = range(len(deep.layers))
+    times = [1.0] * len(layers)
+    facts = stage_facts(deep, layers, MemoryModel(deep).by_layer(layers), (times, times))
+    runs = runs_of(facts, 6)
+    assert sum(len(run.blocks) == 4 for run in runs) == 3
+    covered = [at for run in runs for block in run.blocks for at in block.layers]
+    assert covered == [*layers]
+
+
+@pytest.mark.parametrize("in_flight", [1, 4])
+@pytest.mark.parametrize("share", [0.75, 0.5, 0.4])
+def test_no_mixture_is_much_faster(share: float, in_flight: int) -> None:
+    """Of ResNet-110-v2, whose blocks are small beside the whole: less is lost to rounding."""
+    facts, chooser = _facts("resnet110", 512), _chooser("resnet110", Ways(), 512)
+    everything = retain(facts, Retention())
+    cap = int(share * (everything.peak + (in_flight - 1) * everything.kept))
+    choice = chooser.choose(cap, in_flight)
+    assert choice is not None
+    bound = chooser.bound(cap, in_flight)
+    assert 0.999 * bound <= chooser.seconds(choice, in_flight) <= 1.03 * bound

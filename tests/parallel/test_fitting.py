@@ -1,0 +1,81 @@
+"""The program of docs/own-models.md, run on ranks, trains what a plain loop trains."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pathoseg.parallel.comm.local_ranks import start_local
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "own-models.md"
+
+
+def test_the_documented_program_trains_as_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    found = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert found is not None
+    program = tmp_path / "own.py"
+    program.write_text(found[1])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert start_local(2, [sys.executable, str(program)]) == 0
+    own = runpy.run_path(str(program), run_name="own")
+    model, threads = own["make_model"](), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        optimizer = own["make_optimizer"](model.parameters())
+        losses = [_step(own, model, optimizer, step) for step in range(3)]
+    finally:
+        torch.set_num_threads(threads)
+    printed = [f"step {step}: loss {loss / 8:.4f}" for step, loss in enumerate(losses)]
+    assert capfd.readouterr().out.splitlines() == printed
+    trained = torch.load("own.pt", weights_only=True)
+    torch.testing.assert_close(trained, dict(model.state_dict()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "said"),
+    [
+        (".mean((1, 2))", ".mean()", "not one number a sample"),
+        ("torch.randn(8, 3", "torch.randn(12, 3", "have 12 samples, and the plan is for"),
+    ],
+)
+def test_what_would_train_something_else_is_refused(
+    right: str,
+    wrong: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    found = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert found is not None
+    assert right in found[1]
+    program = tmp_path / "own.py"
+    program.write_text(found[1].replace(right, wrong))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert start_local(2, [sys.executable, str(program)]) != 0
+    assert said in "".join(capfd.readouterr())
+    assert not Path("own.pt").exists()
+
+
+def _step(
+    own: dict, model: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int
+) -> float:
+    """One step of four microbatches in turn; the sum of the samples' losses."""
+    optimizer.zero_grad()
+    total = 0.0
+    inputs, targets = own["batch"](number)
+    for images, truth in zip(inputs.split(2), targets.split(2), strict=True):
+        loss = own["losses"](model(images), truth).sum()
+        (loss / len(inputs)).backward()
+        total += loss.item()
+    optimizer.step()
+    return total

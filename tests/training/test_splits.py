@@ -1,0 +1,64 @@
+"""Splits by patient: stable, seeded, and refusing tables that would leak."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pathoseg.errors import PathosegError
+from pathoseg.training.splits import split_slides, write_splits
+
+
+def _table(folder: Path, text: str) -> Path:
+    path = folder / "slides.csv"
+    path.write_text(text)
+    return path
+
+
+def test_a_table_is_obeyed_and_round_trips(tmp_path: Path) -> None:
+    table = _table(tmp_path, "slide,patient,split\na.svs,p1,train\nb.svs,p1,train\nc.svs,p2,test\n")
+    members = split_slides(["a.svs", "b.svs", "c.svs"], table, 0, 0.2)
+    assert [members[name].split for name in members] == ["train", "train", "test"]
+    write_splits(tmp_path / "splits.csv", members.values())
+    assert split_slides(list(members), tmp_path / "splits.csv", 9, 0.9) == members
+
+
+@given(st.integers(0, 1000), st.integers(2, 40), st.floats(0.05, 0.6))
+def test_a_patient_is_on_one_side_and_a_new_one_moves_few(
+    seed: int, patients: int, share: float
+) -> None:
+    names = [f"p{i}.svs" for i in range(patients)]
+    members = split_slides(names, None, seed, share)
+    held_out = sum(m.split == "val" for m in members.values())
+    assert held_out == max(1, round(share * patients))
+    more = split_slides([*names, "late.svs"], None, seed, share)
+    moved = [n for n in names if members[n].split != more[n].split]
+    assert len(moved) <= 1
+
+
+def test_slides_of_one_patient_stay_together(tmp_path: Path) -> None:
+    rows = "".join(f"s{i}.svs,p{i // 3}\n" for i in range(12))
+    table = _table(tmp_path, f"slide,patient\n{rows}")
+    members = split_slides([f"s{i}.svs" for i in range(12)], table, 3, 0.25)
+    for patient in range(4):
+        splits = {members[f"s{i}.svs"].split for i in range(patient * 3, patient * 3 + 3)}
+        assert len(splits) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("slide,patient,split\nb.svs,p,train\n", "no row for a.svs"),
+        ("slide,patient,split\na.svs,p,training\n", "split 'training'"),
+        ("name,split\na.svs,train\n", "no column `slide`"),
+        ("slide,patient,split\na.svs,p,train\nb.svs,p,val\n", "more than one split"),
+        ("", "no column `slide`"),
+    ],
+)
+def test_tables_that_cannot_be_right_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    names = ["a.svs", "b.svs"] if "b.svs,p,val" in text else ["a.svs"]
+    with pytest.raises(PathosegError, match=message):
+        split_slides(names, _table(tmp_path, text), 0, 0.2)
