@@ -130,9 +130,7 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Train a model from slides and their annotations."""
-    from pathoseg.training.distributed import start_ranks
-    from pathoseg.workflows.train import ranks_to_start
-    from pathoseg.workflows.train import train as run_training
+    from pathoseg.workflows.train import launch
 
     flags = {
         "": {"seed": seed},
@@ -143,12 +141,7 @@ def train(
         "train": {"epochs": epochs, "time_limit": time_limit},
         "parallel": {"ranks": ranks, "order": order},
     }
-    wanted = ranks_to_start(config, flags, out, resume)
-    code = start_ranks(wanted.ranks, sys.argv[1:], wanted.transport)
-    if code is None:
-        run_training(config, flags, out, resume, trace)
-    else:
-        raise typer.Exit(code)
+    raise typer.Exit(launch(config, flags, out, resume, trace, sys.argv[1:]))
 
 
 @app.command(epilog="Example: pathoseg infer slide.svs --model runs/latest --out results/")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
@@ -13,13 +14,35 @@ import tomli_w
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from pathoseg.annotations.annotation import AnnotationOptions
-from pathoseg.duration import Duration
 from pathoseg.errors import PathosegError
 from pathoseg.memory_size import parse_memory
 from pathoseg.models.build import ModelConfig
 from pathoseg.models.losses import LossConfig
 from pathoseg.tiles.tissue import TissueOptions
 from pathoseg.tiles.transform import AugmentOptions
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def seconds(given: object) -> object:
+    """Seconds of `90s`, `30m`, `1.5h` or `1h30m`; in a text, a bare number counts minutes.
+
+    What is no text is left as it is.
+
+    Raises:
+        ValueError: The text is no duration.
+    """
+    if not isinstance(given, str):
+        return given
+    text = re.sub(r"\s", "", given.lower())
+    parts = re.findall(r"(\d+(?:\.\d+)?)([smhd]?)", text)
+    if not parts or "".join(number + unit for number, unit in parts) != text:
+        raise ValueError("no duration; write for example 30m or 1h30m")
+    return sum(float(number) * _UNITS[unit or "m"] for number, unit in parts)
+
+
+Duration = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(seconds)]
+
 
 Count = Annotated[int, Field(ge=1)]
 NaturalNumber = Annotated[int, Field(ge=0)]

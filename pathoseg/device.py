@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -80,3 +80,31 @@ def memory_told(what: str, mend: str) -> Iterator[None]:
             where = f"on the GPU ({free / 2**30:.1f} of {total / 2**30:.1f} GiB are free)"
         said = (str(error) or type(error).__name__).splitlines()[0]
         raise PathosegError(f"{what} does not fit {where}: {said}.", mend) from None
+
+
+class Arrival:
+    """A tensor on its way to the host.
+
+    Args:
+        tensor: On any device. On the CPU its memory is shared, not copied.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._copied: torch.cuda.Event | None = None
+        self._host = tensor
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
+            self._copied.record()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether `array` would not wait."""
+        return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def array(self) -> NDArray[Any]:
+        """The tensor on the host."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host.numpy()

@@ -12,55 +12,61 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "pathoseg"
-LONGEST_FILE = 350
+LONGEST_FILE = 600
 
-# part -> the parts it may import; `.` is the package's own __init__ (the version alone)
+GROUND = {"errors", "geometry", "memory_size", "host_memory", "platform_support", "device"}
+PATHOLOGY = {"slides", "annotations", "tiles", "models", *GROUND}
+FLOWS = {"config", "progress", "interruption", *PATHOLOGY}  # what training and inference share
+
+# part -> the parts it may import; `.` is the package's own __init__ (its version and its face)
 WALLS: dict[str, set[str]] = {
     ".": set(),
     "errors": set(),
     "geometry": {"errors"},
-    "host_memory": set(),
+    "host_memory": {"platform_support"},
     "memory_size": {"errors"},
-    "slides": {"geometry", "errors"},
-    "annotations": {"geometry", "errors"},
-    "tiles": {"slides", "annotations", "geometry", "errors"},
-    "models": {"errors", "."},
-    "outputs": {"tiles.grid", "annotations", "geometry", "errors"},
-    "parallel": {"errors"},
-    "parallel.graph": {"errors"},
-    "parallel.schedule": {"errors"},
-    "parallel.planning": {"parallel.graph", "parallel.schedule", "memory_size", "errors"},
+    "platform_support": set(),
+    "device": {"errors"},
+    "progress": set(),
+    "interruption": {"errors"},
+    "slides": GROUND,
+    "annotations": GROUND,
+    "tiles": {"slides", "annotations", *GROUND},
+    "models": {*GROUND, "."},
+    "outputs": {"tiles.grid", "annotations", *GROUND},
+    "config": {"annotations", "tiles", "models", *GROUND},
+    "parallel": GROUND,
+    "parallel.graph": GROUND,
+    "parallel.schedule": GROUND,
+    "parallel.cost": {"parallel.graph", "parallel.schedule.costs", *GROUND},
+    "parallel.retention": {"parallel.graph", "parallel.schedule", *GROUND},
+    "parallel.planning": {
+        *("parallel.graph", "parallel.schedule", "parallel.cost", "parallel.retention"),
+        *GROUND,
+    },
+    "parallel.comm": {"parallel.schedule.costs", *GROUND},
+    "parallel.activations": {"parallel.graph", "parallel.schedule.action", *GROUND},
     "parallel.runtime": {
-        "parallel.graph",
-        "parallel.schedule",
-        "host_memory",
-        "memory_size",
-        "errors",
+        *("parallel.graph", "parallel.schedule", "parallel.comm", "parallel.activations"),
+        *GROUND,
     },
-    "parallel.fit": {
-        "parallel.graph",
-        "parallel.schedule",
-        "parallel.planning",
-        "parallel.runtime",
-        "errors",
+    "parallel.fitting": {
+        *("parallel.graph", "parallel.schedule", "parallel.cost", "parallel.retention"),
+        *("parallel.planning", "parallel.comm", "parallel.activations", "parallel.runtime"),
+        *GROUND,
     },
-    "workflows": {
-        "slides",
-        "annotations",
-        "tiles",
-        "models",
-        "outputs",
-        "geometry",
-        "host_memory",
-        "memory_size",
-        "errors",
-        ".",
-    },
+    "training": {*FLOWS, "outputs.atomic"},
+    "inference": {*FLOWS, "outputs", "."},
+    "workflows": {*FLOWS, "outputs", "training", "inference", "parallel", "."},
     "cli": {"workflows", "errors", "."},
     "__main__": {"cli", "errors"},
 }
-ENTER_PARALLEL = {"workflows/train.py", "workflows/plan.py", "workflows/calibrate.py"}
-ENTER_PARALLEL |= {"training/pipeline_engine.py", "training/distributed.py", "workflows/infer.py"}
+# Where training enters the parallel wing; workflows enter it anywhere, inference nowhere.
+ENTER_PARALLEL = {
+    "training/step_plan.py",
+    "training/pipeline_engine.py",
+    "training/distributed.py",
+}
 
 # library -> the files that are its door
 DOORS: dict[str, set[str]] = {
@@ -73,7 +79,7 @@ DOORS: dict[str, set[str]] = {
     "torch.distributed": {"parallel/comm/gloo.py", "parallel/comm/nccl.py"},
     "torch.fx": {"parallel/graph/fx_tracer.py"},
     "sklearn": {"parallel/cost/regression.py", "models/metrics.py"},
-    "scipy.optimize": {"parallel/retention/solver.py"},
+    "scipy.optimize": {"parallel/retention/policy_milp.py"},
     "typer": {"cli.py", "__main__.py"},
     "rich": {"cli.py", "progress.py"},
 }
@@ -134,7 +140,7 @@ def test_imports_stay_within_the_walls(path: Path) -> None:
         if other == part or module in WALLS[part] or other in WALLS[part]:
             continue
         relative = path.relative_to(PACKAGE).as_posix()
-        if other.startswith("parallel") and relative in ENTER_PARALLEL:
+        if other.startswith("parallel") and (part == "workflows" or relative in ENTER_PARALLEL):
             continue
         pytest.fail(f"{me} may not import {module}")
 
@@ -177,7 +183,7 @@ def test_files_are_short_and_say_their_job(path: Path) -> None:
     text = path.read_text()
     lines = text.splitlines()
     if path.is_relative_to(PACKAGE):
-        assert len(lines) <= LONGEST_FILE, f"{len(lines)} lines: one noun, one file"
+        assert len(lines) <= LONGEST_FILE, f"{len(lines)} lines: more than one mechanism"
     first = lines[0]
     assert first.startswith('"""'), "the first line says the file's job"
     assert first.rstrip('"').endswith("."), "the first line is one whole clause"

@@ -25,13 +25,18 @@ from benchmarks.networks.resnet import resnet50
 from benchmarks.networks.vgg import vgg19
 from pathoseg.models.resnet_v2 import ResNetV2
 from pathoseg.models.unet import UNet
-from pathoseg.parallel.cost.calibration import Timed, time_cases
 from pathoseg.parallel.cost.calibration_layers import draw_cases
 from pathoseg.parallel.cost.cost_model import Analytical, LayerTime, Roofline
 from pathoseg.parallel.cost.hardware import Hardware, load_hardware
-from pathoseg.parallel.cost.profiled import Profiled, measure_sequence
-from pathoseg.parallel.cost.regression import RawPolynomial, Sample, learn
-from pathoseg.parallel.cost.timing import Run, Whole, host_seconds, time_in_turn
+from pathoseg.parallel.cost.regression import RawPolynomial, Sample, Timed, learn, time_cases
+from pathoseg.parallel.cost.timing import (
+    Profiled,
+    Run,
+    Whole,
+    host_seconds,
+    measure_sequence,
+    time_in_turn,
+)
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.partition import balance, even
 

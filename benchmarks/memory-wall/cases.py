@@ -12,7 +12,7 @@ from pathoseg.models.unet import UNet
 from pathoseg.parallel.graph.layer_graph import LayerGraph
 from pathoseg.parallel.planning.orders import MP_BASIC, SEQUENTIAL
 from pathoseg.parallel.planning.partition import even
-from pathoseg.parallel.planning.task import Task
+from pathoseg.parallel.planning.plan import PlanRequest
 from pathoseg.parallel.retention.policy_options import Ways
 
 SIDES = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
@@ -44,14 +44,14 @@ class Case:
     threads: int
 
 
-def _naive(graph: LayerGraph, asked: Task) -> Task:
+def _naive(graph: LayerGraph, asked: PlanRequest) -> PlanRequest:
     starts = even(graph, asked.ranks).bounds[1:-1]
     cut = tuple(graph.layers[first].name for first in starts)
     return replace(asked, order=MP_BASIC, cut=cut, ways=_KEEP)
 
 
 # What each asks for, of so many ranks and so large steps.
-WAYS: Mapping[str, Callable[[LayerGraph, Task], Task]] = {
+WAYS: Mapping[str, Callable[[LayerGraph, PlanRequest], PlanRequest]] = {
     "sequential": lambda graph, asked: replace(asked, ranks=1, order=SEQUENTIAL, ways=_KEEP),
     "sequential_planned": lambda graph, asked: replace(asked, ranks=1, order=SEQUENTIAL),
     "naive": _naive,

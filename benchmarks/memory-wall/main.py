@@ -22,10 +22,9 @@ from pathoseg.parallel.cost.cost_model import cost_model
 from pathoseg.parallel.cost.hardware import Hardware, load_hardware
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.cpu_workspace import cpu_workspace
-from pathoseg.parallel.planning.plan import Plan
+from pathoseg.parallel.planning.plan import Plan, PlanRequest
 from pathoseg.parallel.planning.planner import plan
 from pathoseg.parallel.planning.stage_costs import Priced
-from pathoseg.parallel.planning.task import Task
 
 _BEYOND = (1, 1.25, 1.5, 2, 4, 1024)  # shares of the cap for which a plan is looked for
 
@@ -73,7 +72,7 @@ def main() -> None:
     hardware = load_hardware(options.hardware or ("cpu" if options.quick else "v100"))
     gib = options.memory or (1 / 16 if options.quick else 16)
     ranks = 2 if options.quick else RANKS
-    asked = Task(ranks, int(gib * 2**30), options.batch)
+    asked = PlanRequest(ranks, int(gib * 2**30), options.batch)
     known, sides = networks(options.quick), sorted(options.side or SIDES)
     print(f"Ranks of {gib:g} GiB ({hardware.name}), steps of {asked.batch} tiles, AdamW.\n")
     print("| network | way | predicted | in host memory | trained | seconds a tile | tries |")
@@ -111,7 +110,7 @@ def _predict(
     way: str,
     sides: Sequence[int],
     hardware: Hardware,
-    asked: Task,
+    asked: PlanRequest,
     offload: bool,
     threads: int,
 ) -> Wall:

@@ -34,7 +34,7 @@ from pathoseg.parallel.cost.hardware import Hardware
 from pathoseg.parallel.fitting import Fit, fit
 from pathoseg.parallel.graph.activation_policy import Retention
 from pathoseg.parallel.graph.layer_graph import LayerGraph
-from pathoseg.parallel.planning.task import Task
+from pathoseg.parallel.planning.plan import PlanRequest
 from pathoseg.parallel.runtime.runner import Training
 from pathoseg.parallel.schedule.action import Kind
 
@@ -137,7 +137,7 @@ def _fitted(subject: Subject, memory: int, hardware: Hardware) -> Fit:
         subject.model(),
         torch.empty((size, *subject.images.shape[1:])),
         Training(subject.loss, optimizer, dtype=subject.dtype),
-        Task(1, memory, subject.batch, "sequential"),
+        PlanRequest(1, memory, subject.batch, "sequential"),
         hardware,
         connect("gloo", World()),
         DEVICE,

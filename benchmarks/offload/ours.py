@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.offload.subject import DEVICE, Step, Subject, optimizer
-from pathoseg.parallel.activations.forms import Form
+from pathoseg.parallel.activations.offload import Form
 from pathoseg.parallel.activations.stage_offload import Park
 from pathoseg.parallel.comm.launcher import World, connect
 from pathoseg.parallel.graph.activation_policy import Retention
@@ -22,7 +22,7 @@ from pathoseg.parallel.runtime.stage import stage_edges
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.gpipe import gpipe
 from pathoseg.parallel.schedule.lowering import lower
-from pathoseg.parallel.schedule.placement import Placement
+from pathoseg.parallel.schedule.schedule import Placement
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from benchmarks.networks.resnet import resnet50
 from benchmarks.networks.vgg import vgg19
 from benchmarks.offload.ours import Ours, everything, graph_of, ours
 from benchmarks.offload.subject import Subject, seconds_of
-from pathoseg.parallel.activations.forms import Form
+from pathoseg.parallel.activations.offload import Form
 from pathoseg.parallel.activations.stage_offload import Park
 from pathoseg.parallel.graph.activation_policy import Retention
 from pathoseg.parallel.schedule.action import Kind

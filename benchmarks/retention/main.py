@@ -23,9 +23,8 @@ from pathoseg.parallel.cost.hardware import load_hardware
 from pathoseg.parallel.graph.activation_policy import Retention
 from pathoseg.parallel.graph.traced import trace
 from pathoseg.parallel.planning.memory_model import MemoryModel
-from pathoseg.parallel.retention.policy_options import Ways
+from pathoseg.parallel.retention.policy_options import Ways, retain
 from pathoseg.parallel.retention.policy_search import Chooser
-from pathoseg.parallel.retention.retained import retain
 from pathoseg.parallel.retention.stage_liveness import StageFacts, stage_facts
 
 

@@ -17,9 +17,8 @@ from pathoseg.parallel.graph.activation_policy import Retention
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.cpu_workspace import cpu_workspace, vector_lanes
 from pathoseg.parallel.planning.memory_model import MemoryModel
-from pathoseg.parallel.retention.policy_options import Ways
+from pathoseg.parallel.retention.policy_options import Ways, retain
 from pathoseg.parallel.retention.policy_search import Choice, Chooser
-from pathoseg.parallel.retention.retained import retain
 from pathoseg.parallel.retention.stage_liveness import stage_facts
 from tests.parallel.networks.stages import allocated
 

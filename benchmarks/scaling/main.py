@@ -14,10 +14,9 @@ from pathoseg.models.build import ModelConfig, build_model
 from pathoseg.parallel.cost.cost_model import cost_model
 from pathoseg.parallel.cost.hardware import load_hardware
 from pathoseg.parallel.graph.traced import trace
-from pathoseg.parallel.planning.plan import Plan
+from pathoseg.parallel.planning.plan import Plan, PlanRequest
 from pathoseg.parallel.planning.planner import plan
 from pathoseg.parallel.planning.stage_costs import Priced, stage_edges
-from pathoseg.parallel.planning.task import Task
 from pathoseg.parallel.schedule.costs import Costs, Nodes, StageCost
 from pathoseg.parallel.schedule.gems import gems
 from pathoseg.parallel.schedule.lowering import lower
@@ -132,7 +131,7 @@ def main() -> None:
 def _efficiency(quick: bool) -> dict[str, float]:
     """Weak scaling: every group of 8 takes 8 images a step, in 4 pairs of visits."""
     priced = _read("resnet1001_v2", 512)
-    partition = _best(priced, Task(8, MEMORY, 8, "gems-master", 8)).partition(priced.graph)
+    partition = _best(priced, PlanRequest(8, MEMORY, 8, "gems-master", 8)).partition(priced.graph)
     order = replace(gems(8, 4), edges=stage_edges(partition))
     case = Case(order, priced.costs(partition, 1024))
 
@@ -157,7 +156,7 @@ def _speedups(quick: bool) -> dict[str, float]:
     priced = _read("resnet110_v2", 1024)
 
     def case(memory: int) -> tuple[Plan, Case]:
-        best = _best(priced, Task(4, memory, 16, "gems-master", 4))
+        best = _best(priced, PlanRequest(4, memory, 16, "gems-master", 4))
         costs = priced.costs(best.partition(priced.graph), 128)
         return best, Case(Schedule.parse(best.text), costs)
 
@@ -172,7 +171,7 @@ def _speedups(quick: bool) -> dict[str, float]:
     print(f"| GEMS-MASTER, 4 stages | {found[0]:.2f} | {found[1]:.1f} |")
     if not quick:
         rates = [
-            _best(priced, Task(ranks, MEMORY, 4 * ranks)).images_per_second * base.alone / 16
+            _best(priced, PlanRequest(ranks, MEMORY, 4 * ranks)).images_per_second * base.alone / 16
             for ranks in (4, 128)
         ]
         print(f"| the planner's choice | {rates[0]:.2f} | {rates[1]:.1f} |")
@@ -204,7 +203,7 @@ def _read(name: str, side: int) -> Priced:
     return Priced(graph, cost_model(DEVICE), DEVICE)
 
 
-def _best(priced: Priced, task: Task) -> Plan:
+def _best(priced: Priced, task: PlanRequest) -> Plan:
     return plan([priced], task)[0]
 
 

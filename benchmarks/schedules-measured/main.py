@@ -49,7 +49,7 @@ from pathoseg.parallel.schedule.gems import gems
 from pathoseg.parallel.schedule.gpipe import gpipe, mp_basic
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.one_f_one_b import one_f_one_b
-from pathoseg.parallel.schedule.placement import linear
+from pathoseg.parallel.schedule.schedule import linear
 from pathoseg.parallel.schedule.simulate import simulate
 
 IDEAL = RANKS * COUNT / (COUNT + RANKS - 1)

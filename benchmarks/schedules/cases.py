@@ -11,8 +11,7 @@ from pathoseg.parallel.schedule.costs import Costs, StageCost
 from pathoseg.parallel.schedule.gems import gems
 from pathoseg.parallel.schedule.gpipe import gpipe, mp_basic
 from pathoseg.parallel.schedule.one_f_one_b import one_f_one_b
-from pathoseg.parallel.schedule.placement import Placement, linear, mirrored
-from pathoseg.parallel.schedule.schedule import Schedule
+from pathoseg.parallel.schedule.schedule import Placement, Schedule, linear, mirrored
 from pathoseg.parallel.schedule.simulate import simulate
 
 SHAPES = ("even", "falling", "ends", "random")

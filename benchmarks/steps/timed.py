@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from benchmarks.steps.ways import LOSS
 from pathoseg.parallel.cost.cost_model import LayerTime, Roofline
 from pathoseg.parallel.cost.hardware import load_hardware
-from pathoseg.parallel.cost.profiled import Profiled
-from pathoseg.parallel.cost.timing import Whole, time_in_turn
+from pathoseg.parallel.cost.timing import Profiled, Whole, time_in_turn
 from pathoseg.parallel.graph.layer_graph import Layer
 from pathoseg.parallel.graph.traced import Traced
 

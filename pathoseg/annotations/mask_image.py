@@ -19,7 +19,7 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from pathoseg.annotations.annotation import BACKGROUND, IGNORE, ClassTable, Colour, is_ignored
-from pathoseg.annotations.centres import ignore_outside, pixel_centres
+from pathoseg.annotations.raster import ignore_outside, pixel_centres
 from pathoseg.annotations.tiled_mask import TiledMask
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, Size

@@ -18,8 +18,22 @@ from pathoseg.annotations.annotation import (
     Colour,
     is_ignored,
 )
-from pathoseg.annotations.centres import ignore_outside, pixel_centres
 from pathoseg.geometry import Box, Frame, Size
+
+
+def pixel_centres(box: Box, frame: Frame) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Level-0 x of the columns, shape (width,), and y of the rows, shape (height,), of `box`."""
+    x = (np.arange(box.x, box.right, dtype=np.float64) + 0.5) * frame.scale_x
+    y = (np.arange(box.y, box.bottom, dtype=np.float64) + 0.5) * frame.scale_y
+    return x, y
+
+
+def ignore_outside(mask: NDArray[np.uint8], box: Box, frame: Frame, slide_size: Size) -> None:
+    """Sets the pixels of `mask` whose centres lie outside the slide to 255."""
+    x, y = pixel_centres(box, frame)
+    mask[:, (x < 0) | (x >= slide_size.width)] = IGNORE
+    mask[(y < 0) | (y >= slide_size.height), :] = IGNORE
+
 
 _UNCLASSIFIED = "annotation"
 

@@ -1,9 +1,9 @@
-"""Segments one slide: tissue, tiles, probabilities, stitched bands, files."""
+"""Segments one slide: tissue, tiles, probabilities, stitched bands of the mask."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,26 +15,151 @@ from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import ClassTable
 from pathoseg.config import Config
-from pathoseg.device import amp_dtype, pick_device
+from pathoseg.device import Arrival, amp_dtype, memory_told, pick_device, to_input
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Frame, Size
 from pathoseg.host_memory import LARGE, keep_freed_memory
-from pathoseg.inference.margins import default_margin
-from pathoseg.inference.predict import predict
 from pathoseg.interruption import Interruption
 from pathoseg.models.build import edge_reach
 from pathoseg.models.bundle import Bundle, bundle_id, load_bundle
 from pathoseg.outputs.stitch import Prediction, reach_down, stitch
 from pathoseg.progress import progress_bar, say
 from pathoseg.slides.region import Region, read_region
-from pathoseg.slides.slide import Slide, open_slide
+from pathoseg.slides.slide import Slide, model_frame, open_slide
 from pathoseg.tiles.grid import TileGrid
-from pathoseg.tiles.prefetch import in_background
+from pathoseg.tiles.prefetch import in_background, map_ahead
 from pathoseg.tiles.slide_pool import SlidePool
-from pathoseg.tiles.stain import Method, StainNormaliser
+from pathoseg.tiles.stain import Method, StainNormaliser, fit_stain
 from pathoseg.tiles.tissue import Tissue, find_tissue
-from pathoseg.training.cutting import fit_stain
-from pathoseg.training.labelled_slides import model_frame
+
+
+def default_overlap(tile: int, multiple: int, reach: int | None) -> int:
+    """Pixels that neighbouring tiles share where nobody says.
+
+    A quarter of the tile, or less where less already makes predicting in tiles equal predicting
+    the whole slide: twice the distance over which a tile's edge is felt, and a little to blend.
+
+    Args:
+        tile: Side of a tile in pixels.
+        multiple: What the model divides by; the overlap is a multiple of it.
+        reach: The distance in pixels, None where there is none (group or instance norm).
+    """
+    quarter = tile // 4
+    wanted = quarter if reach is None else min(quarter, 2 * (reach + multiple))
+    return -(-wanted // multiple) * multiple
+
+
+def default_margin(overlap: int, reach: int | None) -> int:
+    """Outer pixels of a tile without weight: all that feel its edge, where the overlap holds them.
+
+    Elsewhere a quarter of the overlap on either side, which leaves half of it to blend.
+    """
+    if reach is not None and 2 * reach <= overlap:
+        return reach
+    return overlap // 4
+
+
+_Batch = tuple[list[tuple[int, Region]], torch.Tensor, Arrival]
+
+
+def predict(
+    model: torch.nn.Module,
+    card: Bundle,
+    read: Callable[[int], Region],
+    rows: Iterable[Sequence[int]],
+    batch: int,
+    readers: int,
+    dtype: torch.dtype | None,
+) -> Generator[Prediction]:
+    """Class probabilities of tiles, in their order.
+
+    No batch spans two rows, so that a row's probabilities do not depend on where one begins.
+
+    Args:
+        model: In eval mode, on its device.
+        card: Its normalisation.
+        read: The pixels of a tile; called from `readers` threads.
+        rows: Which tiles, row by row; asked for as reading gets there, by the thread that predicts.
+        batch: Most tiles of a forward pass.
+        readers: Threads that read ahead.
+        dtype: Autocast precision, or None.
+
+    Yields:
+        Index, probabilities (classes, h, w) or (classes,) as the model's logits are, on the model's
+        device, and which pixels were unread.
+
+    Raises:
+        PathosegError: The device's memory is too small, or an answer is not finite.
+    """
+    device = next(model.parameters()).device
+    layout = _laid_out(model, card, device)
+    waiting = deque[_Batch]()
+
+    def read_tile(tile: tuple[int, bool]) -> tuple[int, bool, Region]:
+        index, last = tile
+        return index, last, read(index)
+
+    group: list[tuple[int, Region]] = []
+    with closing(map_ahead(read_tile, _tiles(rows, batch), readers)) as tiles:
+        for index, last, region in tiles:
+            group.append((index, region))
+            if not last:
+                continue
+            images = np.stack([region.pixels for _, region in group])
+            with (
+                torch.inference_mode(),
+                memory_told(
+                    f"A forward pass of {len(group)} tiles",
+                    "Lower [infer] batch, or train with a smaller --tile.",
+                ),
+                torch.autocast(device.type, dtype, enabled=dtype is not None),
+            ):
+                logits = model(to_input(images, card.mean, card.std, device, layout))
+                chances = logits.float().contiguous().softmax(1)
+                waiting.append((group, chances, Arrival(chances.sum())))
+            group = []
+            # A batch is looked at while a device computes the next one.
+            while len(waiting) > 1 or (waiting and waiting[0][2].is_here):
+                yield from _checked(*waiting.popleft())
+        while waiting:
+            yield from _checked(*waiting.popleft())
+
+
+def _laid_out(model: torch.nn.Module, card: Bundle, device: torch.device) -> torch.memory_format:
+    """Lays a model's weights out channels-last, twice as fast on CPUs too, where it takes that."""
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in its stub
+    if card.model.is_factory:
+        image = torch.zeros(1, 3, card.tile, card.tile, device=device)
+        try:
+            with torch.inference_mode():
+                model(image.contiguous(memory_format=torch.channels_last))
+        except RuntimeError:  # it asks for views that only the usual layout has
+            model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # not in its stub
+            return torch.contiguous_format
+    return torch.channels_last
+
+
+def _checked(
+    group: Sequence[tuple[int, Region]], chances: torch.Tensor, total: Arrival
+) -> Iterator[Prediction]:
+    """The predictions of a batch, unless the sum of its probabilities is not finite."""
+    if not np.isfinite(total.array()):
+        raise PathosegError(
+            f"The model answers tile {group[0][0]} with numbers that are not finite.",
+            "Its weights are broken or overflow: train again, or set [train] amp to none.",
+        )
+    for (index, region), chance in zip(group, chances, strict=True):
+        yield index, chance, region.unread
+
+
+def _tiles(rows: Iterable[Sequence[int]], batch: int) -> Iterator[tuple[int, bool]]:
+    """Every tile, and whether it is the last of its batch."""
+    for row in rows:
+        for start in range(0, len(row), batch):
+            *others, last = row[start : start + batch]
+            yield from ((index, False) for index in others)
+            yield last, True
+
 
 Mask = NDArray[np.uint8]
 Bands = Generator[Mask]

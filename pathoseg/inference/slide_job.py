@@ -1,4 +1,4 @@
-"""One slide of a batch: where it stands, and this process's part in it, leading or helping."""
+"""One slide of a batch, shared by processes: its rows, saved and resumed, and its result."""
 
 from __future__ import annotations
 
@@ -6,29 +6,223 @@ import hashlib
 import json
 import shutil
 import socket
+import struct
 import time
+import zlib
 from collections.abc import Generator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
+from uuid import uuid4
+
+import numpy as np
 
 from pathoseg.config import Config
 from pathoseg.errors import PathosegError
 from pathoseg.inference.leases import Claims
 from pathoseg.inference.publish import publish
-from pathoseg.inference.result_folder import result_folder
-from pathoseg.inference.saved_rows import SavedRows
+from pathoseg.inference.result_folder import (
+    State,
+    read_state,
+    result_folder,
+    state_file,
+    write_state,
+)
 from pathoseg.inference.segmenter import MaskRow, Segmenter, SlidePlan
-from pathoseg.inference.shared_slide import SharedSlide
-from pathoseg.inference.states import State, read_state, state_file, write_state
 from pathoseg.interruption import Interruption
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.fingerprint import Fingerprint
 
+_HEAD = struct.Struct("<8sQQQ")  # magic, rows of pixels, width, unread tiles
+_MAGIC = b"pathrow1"
+_ROW, _ROW_CLAIM = ".row", ".claim"
+
+
+class SavedRows:
+    """Rows that processes save for the one that writes the result, and for a later attempt.
+
+    Args:
+        folder: Of one slide, model and set of options.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def listed(self) -> tuple[set[int], set[int]]:
+        """The rows that are saved, and those with a claim, dead or alive.
+
+        Raises:
+            FileNotFoundError: The folder is gone: the slide is done.
+        """
+        names = [path.name for path in self._folder.iterdir()]
+        saved, claimed = (
+            {int(name.removesuffix(end)) for name in names if name[0] != "." and name.endswith(end)}
+            for end in (_ROW, _ROW_CLAIM)
+        )
+        return saved, claimed
+
+    def claim(self, row: int) -> Path:
+        """The file by which a process claims the row."""
+        return self._folder / f"{row:06d}{_ROW_CLAIM}"
+
+    def has(self, row: int) -> bool:
+        return self._file(row).exists()
+
+    def save(self, row: MaskRow) -> None:
+        """Appears whole or not at all. No fsync: what a crash of the machine cuts short, `load`
+        refuses.
+
+        Raises:
+            OSError: The disk is full or cannot be written.
+        """
+        draft = self._folder / f".{uuid4().hex[:8]}"
+        head = _HEAD.pack(_MAGIC, *row.band.shape, row.unread_tiles)
+        try:
+            with draft.open("wb") as file:
+                file.write(head)
+                file.write(zlib.compress(np.ascontiguousarray(row.band).data, level=1))
+            draft.replace(self._file(row.number))
+        finally:
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
+
+    def load(self, row: int) -> MaskRow | None:
+        """The row, None where it is not saved; a broken file is removed."""
+        file = self._file(row)
+        try:
+            data = file.read_bytes()
+            magic, height, width, unread = _HEAD.unpack_from(data)
+            if magic == _MAGIC:
+                pixels = zlib.decompress(data[_HEAD.size :], bufsize=height * width)
+                return MaskRow(row, np.frombuffer(pixels, np.uint8).reshape(height, width), unread)
+        except FileNotFoundError:
+            return None
+        except (struct.error, zlib.error, ValueError):
+            pass
+        file.unlink(missing_ok=True)
+        return None
+
+    def _file(self, row: int) -> Path:
+        return self._folder / f"{row:06d}{_ROW}"
+
+
+_NAP = 0.1  # seconds
+
+
+class SharedSlide:
+    """The rows of tiles of a slide, each computed by whichever process has claimed it.
+
+    Args:
+        segmenter: The model; the same one in every process.
+        plan: Likewise.
+        saved: Where the rows meet.
+        claims: Those of this process.
+        interruption: Asked after every tile.
+    """
+
+    def __init__(
+        self,
+        segmenter: Segmenter,
+        plan: SlidePlan,
+        saved: SavedRows,
+        claims: Claims,
+        interruption: Interruption,
+    ) -> None:
+        self._segmenter, self._plan, self._saved = segmenter, plan, saved
+        self._claims, self._interruption = claims, interruption
+
+    def rows(self) -> Generator[MaskRow]:
+        """Every row from top to bottom: what is saved is read, what nobody is at is computed.
+
+        Raises:
+            PathosegError: The device's memory is too small.
+            StoppedError: A signal came.
+            OSError: The disk is full or cannot be written.
+        """
+        due = 0
+        while due < self._plan.grid.rows:
+            known = self._saved.load(due)
+            if known is not None:
+                yield known
+                due += 1
+                continue
+            asked = due
+            with closing(self._computed(due)) as run:
+                for row in run:
+                    yield row
+                    due = row.number + 1
+            if due == asked and not self.help(until=due):
+                self._interruption.raise_if_asked()
+                time.sleep(_NAP)
+
+    def help(self, until: int | None = None) -> bool:
+        """Computes and saves rows from a place that nobody has taken, until another's begin.
+
+        Args:
+            until: Stops as soon as this row is saved.
+
+        Returns:
+            Whether there was anything to do.
+
+        Raises:
+            FileNotFoundError: The slide is done meanwhile.
+            PathosegError, StoppedError, OSError: As `rows`.
+        """
+        place = self._free_place()
+        if place is None:
+            return False
+        with closing(self._computed(place)) as run:
+            for _ in run:
+                if until is not None and self._saved.has(until):
+                    break
+        return True
+
+    def _computed(self, first: int) -> Generator[MaskRow]:
+        """Rows from `first` until the next one is saved or claimed; each is saved first."""
+        held = set[int]()
+
+        def take(row: int) -> bool:
+            claim = self._saved.claim(row)
+            if self._saved.has(row) or not self._claims.take(claim):
+                return False
+            held.add(row)
+            return not self._saved.has(row)  # saved in between
+
+        try:
+            rows = self._segmenter.rows(self._plan, self._interruption, first, take)
+            with closing(rows):
+                for row in rows:
+                    self._saved.save(row)
+                    held.remove(row.number)
+                    self._claims.release(self._saved.claim(row.number))
+                    yield row
+        finally:
+            for number in held:
+                self._claims.release(self._saved.claim(number))
+
+    def _free_place(self) -> int | None:
+        """Where another process is best to begin: in the middle of the longest free stretch.
+
+        At its start where nobody works towards it.
+        """
+        saved, claimed = self._saved.listed()
+        taken = {row for row in claimed if self._claims.is_taken(self._saved.claim(row))}
+        best, length, start = None, 0, 0
+        for row in range(self._plan.grid.rows + 1):
+            if row < self._plan.grid.rows and row not in saved and row not in taken:
+                continue
+            begin = start + (row - start) // 2 if start - 1 in taken else start
+            # A single row below a process at work is its next one.
+            if row - begin > length and not (start - 1 in taken and row - start == 1):
+                best, length = begin, row - begin
+            start = row + 1
+        return best
+
+
 WORK = ".work"  # in the output folder: what is not whole, a folder for each slide
-_CLAIM = "claim"
+_SLIDE_CLAIM = "claim"
 
 Outcome = Literal["done", "failed", "skipped"]
 
@@ -99,7 +293,7 @@ class SlideWork:
             return False
         try:
             self._work.mkdir(parents=True, exist_ok=True)
-            with self._hand.claims.held(self._work / _CLAIM) as mine:
+            with self._hand.claims.held(self._work / _SLIDE_CLAIM) as mine:
                 if not (mine and self._is_apart() and self._settled() is None):
                     return False
                 try:
@@ -158,7 +352,7 @@ class SlideWork:
             begun = replace(begun, key=self._key)
             self._write(begun)
             going_on = hand.resume or (before.status == "begun" and before.written >= hand.since)
-            self._clear(but=(_CLAIM, self._rows.name) if going_on else (_CLAIM,))
+            self._clear(but=(_SLIDE_CLAIM, self._rows.name) if going_on else (_SLIDE_CLAIM,))
             self._rows.mkdir(exist_ok=True)
             with result_folder(self.folder, self._work) as partial:
                 publish(self.slide, partial, hand.segmenter, hand.config, self._all_rows)

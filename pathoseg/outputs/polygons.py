@@ -16,8 +16,7 @@ from shapely import Polygon
 
 from pathoseg.annotations.qupath_geojson import GeoJsonWriter
 from pathoseg.geometry import Frame
-from pathoseg.outputs.boundary import Boundary, Edges, polygons
-from pathoseg.outputs.runs import Indices, Runs
+from pathoseg.outputs.boundary import Boundary, Edges, Indices, Runs, polygons
 
 _PIXELS_AT_ONCE = 2**20  # noise has a run every few pixels, at some hundred bytes each
 _REGIONS_AT_ONCE = 2**9

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import BACKGROUND, IGNORE
+from pathoseg.device import Arrival
 from pathoseg.errors import PathosegError
-from pathoseg.outputs.arrival import Arrival
 from pathoseg.tiles.grid import TileGrid
 
 # The least weight of a pixel: it shows only where no other tile reaches, as beside skipped tiles.

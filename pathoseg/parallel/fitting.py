@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.activations.forms import Form
+from pathoseg.parallel.activations.offload import Form
 from pathoseg.parallel.activations.stage_offload import Park
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.cost.cost_model import cost_model
@@ -17,10 +17,9 @@ from pathoseg.parallel.cost.hardware import Hardware
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.cpu_workspace import cpu_workspace
 from pathoseg.parallel.planning.infeasibility import nothing_fits
-from pathoseg.parallel.planning.plan import Plan
+from pathoseg.parallel.planning.plan import Plan, PlanRequest
 from pathoseg.parallel.planning.planner import plan
 from pathoseg.parallel.planning.stage_costs import Priced
-from pathoseg.parallel.planning.task import Task
 from pathoseg.parallel.runtime.executor import Microbatches
 from pathoseg.parallel.runtime.memory_check import Memory
 from pathoseg.parallel.runtime.runner import Runner, StepResult, Training
@@ -77,7 +76,7 @@ def fit(
     model: nn.Module,
     example: Tensor,
     training: Training,
-    task: Task,
+    request: PlanRequest,
     hardware: Hardware,
     transport: Transport,
     device: torch.device,
@@ -91,7 +90,7 @@ def fit(
         model: Any module of one input; it is changed, see `Runner`.
         example: One microbatch of it; only its shape and dtype count.
         training: Loss, optimizer, seed, precision and clipping.
-        task: Ranks, memory and batch, and what of the plan is settled already.
+        request: Ranks, memory and batch, and what of the plan is settled already.
         hardware: By which layers are priced (`load_hardware`).
         transport: Joins the ranks (`connect`).
         device: Where this rank computes.
@@ -105,35 +104,35 @@ def fit(
         graph = Traced(model, example).graph
         own = cpu_workspace(threads=hardware.threads or 1) if hardware.device == "cpu" else None
         priced = Priced(graph, cost_model(hardware), hardware, optimizer_slots, own)
-        return best([priced], task)
+        return best([priced], request)
 
     chosen = agree(choose, transport)
     return split(model, example, chosen, training, transport, device)
 
 
-def best(graphs: Sequence[Priced], task: Task) -> Plan:
+def best(graphs: Sequence[Priced], request: PlanRequest) -> Plan:
     """The fastest plan.
 
     Args:
         graphs: The model, once for each size of microbatch that may be used, smallest first.
-        task: What is to be planned.
+        request: What is to be planned.
 
     Raises:
         PathosegError: Nothing fits; it says what would.
     """
-    plans = plan(graphs, task)
+    plans = plan(graphs, request)
     if plans:
         return plans[0]
-    if task.all_ranks:
-        idle = plan(graphs, replace(task, all_ranks=False))
+    if request.all_ranks:
+        idle = plan(graphs, replace(request, all_ranks=False))
         if idle:
             raise PathosegError(
-                f"No plan of {graphs[0].graph.model} gives all {task.ranks} ranks work in a batch "
-                f"of {task.batch}.",
+                f"No plan of {graphs[0].graph.model} gives all {request.ranks} ranks work in a "
+                f"batch of {request.batch}.",
                 f"Start {idle[0].ranks} ranks ({idle[0].order} fits), or choose a batch that more "
                 "ranks can share.",
             )
-    raise nothing_fits(graphs[0], task, (), lambda side: graphs[0])
+    raise nothing_fits(graphs[0], request, (), lambda side: graphs[0])
 
 
 def agree(choose: Callable[[], Plan], transport: Transport) -> Plan:

@@ -15,9 +15,8 @@ from PIL.PngImagePlugin import PngImageFile
 from pathoseg.errors import PathosegError, UnreadableError
 from pathoseg.geometry import Box, Level, Size
 from pathoseg.slides.colour import on_white
-from pathoseg.slides.reason import reason
 from pathoseg.slides.resolution import MICRONS_PER_INCH, slide_mpp, tagged_mpp
-from pathoseg.slides.slide_file import SlideFile
+from pathoseg.slides.slide_file import SlideFile, reason
 
 # First bytes -> decoder. Decoders are called directly, not through PIL.Image.open, whose guard
 # against bombs is a global that refuses images well below ours.

@@ -14,9 +14,8 @@ from pathoseg.errors import PathosegError, UnreadableError
 from pathoseg.geometry import Box, Level, Mpp, Size
 from pathoseg.slides.colour import on_white
 from pathoseg.slides.levels import exact_levels
-from pathoseg.slides.reason import reason
 from pathoseg.slides.resolution import MICRONS_PER_UNIT, positive, slide_mpp, stated_mpp, tagged_mpp
-from pathoseg.slides.slide_file import SlideFile
+from pathoseg.slides.slide_file import SlideFile, reason
 
 _MOST_TILE_PIXELS = 64_000_000
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from pathoseg.errors import UnreadableError
 from pathoseg.geometry import Box, Frame, Level, Size
-from pathoseg.slides.averages import averages
+from pathoseg.slides.levels import averages
 from pathoseg.slides.slide import Slide
 
 # A level this much too coarse still serves: 0.5 µm is asked of slides of 0.499 and 0.5016.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -10,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pathoseg.errors import PathosegError, UnreadableError
-from pathoseg.geometry import Box, Level, Mpp, Size
+from pathoseg.geometry import Box, Frame, Level, Mpp, Size
 from pathoseg.slides.direct_reader import directly
 from pathoseg.slides.image_reader import ImageSlide, is_image
 from pathoseg.slides.openslide_reader import OpenSlideSlide, scanner_format
@@ -137,3 +138,18 @@ def _read_somewhere(slide: Slide) -> None:
                 raise
         else:
             return
+
+
+def model_frame(slide: Slide, mpp: float) -> Frame:
+    """The frame of a slide at a model's resolution.
+
+    Raises:
+        PathosegError: The slide is more than twice coarser than the model sees.
+    """
+    if slide.mpp.mean > 2 * mpp:
+        raise PathosegError(
+            f"{slide.path} has {slide.mpp.mean:.4g} µm per pixel, more than twice the {mpp:g} µm "
+            "of the model: the detail it needs was never scanned.",
+            f"Train at --mpp {ceil(50 * slide.mpp.mean) / 100:g} or coarser, or use a finer scan.",
+        )
+    return Frame.at(slide.size, slide.mpp, mpp)

@@ -1,4 +1,4 @@
-"""What all readers share: a slide's header, and a handle opened when first read."""
+"""What all readers share: a header, a handle opened when first read, errors in one clause."""
 
 from __future__ import annotations
 
@@ -8,6 +8,20 @@ from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from pathoseg.geometry import Level, Mpp, Size
+
+_LONGEST = 200
+
+
+def reason(error: Exception) -> str:
+    """The exception's text, or its type where it has none, without the file's own bytes in it.
+
+    Libraries quote malformed headers, which may hold line ends and escape sequences.
+    """
+    printable = "".join(letter if letter.isprintable() else " " for letter in str(error))
+    text = " ".join(printable.split()).rstrip(".")
+    if not text or isinstance(error, (ArithmeticError, AttributeError, LookupError, TypeError)):
+        text = f"{type(error).__name__} {text}".strip()
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
 class Closeable(Protocol):

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pathoseg.geometry import Size
-from pathoseg.slides.codestream import announced_size
 from pathoseg.slides.jpeg_stream import (
+    announced_size,
     colours_in_one_piece,
     decode_jpeg,
     header_of,

@@ -12,8 +12,7 @@ from tifffile import FILLORDER, PHOTOMETRIC, PLANARCONFIG, PREDICTOR, TiffFile, 
 
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Size
-from pathoseg.slides.tiff_directories import check_directories
-from pathoseg.slides.tiff_reader import tifffile_door
+from pathoseg.slides.tiff_reader import check_directories, tifffile_door
 from pathoseg.slides.tile_codec import Compression, TileCodec
 
 _MOST_TILE_PIXELS = 4_194_304  # larger ones are no tiles but whole images

@@ -15,6 +15,7 @@ from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame
 from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import Slide
+from pathoseg.tiles.tissue import Tissue
 
 Method = Literal["macenko", "reinhard"]
 Matrix = NDArray[np.float64]
@@ -162,3 +163,18 @@ def _reinhard(logs: Matrix) -> Matrix | None:
     factors = _DEVIATIONS / deviations
     offsets = _MEANS - factors * seen.mean(axis=0)
     return np.column_stack([_AXES.T @ np.diag(factors) @ _AXES, _AXES.T @ offsets])
+
+
+_STAINED = 0.5  # least share of tissue in a tile that the stain normaliser looks at
+
+
+def fit_stain(
+    slide: Slide, frame: Frame, boxes: Sequence[Box], tissue: Tissue, method: Method
+) -> StainNormaliser:
+    """The normaliser of a slide, from those of `boxes` that are mostly tissue.
+
+    Raises:
+        PathosegError: There is too little stained tissue.
+    """
+    stained = [box for box in boxes if tissue.share(box, frame) >= _STAINED] or list(boxes)
+    return StainNormaliser.fit(sample_pixels(slide, frame, stained), method, slide.path)

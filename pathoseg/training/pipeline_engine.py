@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,59 +15,26 @@ from pathoseg.config import Config
 from pathoseg.device import amp_dtype, to_input
 from pathoseg.models.bundle import Bundle
 from pathoseg.outputs.atomic import write_text
-from pathoseg.parallel.activations.forms import Form
+from pathoseg.parallel.activations.offload import Form
 from pathoseg.parallel.activations.stage_offload import Park
 from pathoseg.parallel.comm.transport import Transport
-from pathoseg.parallel.fitting import agree, best, split
+from pathoseg.parallel.fitting import split
 from pathoseg.parallel.planning.plan import Plan
 from pathoseg.parallel.runtime.executor import Microbatches
 from pathoseg.parallel.runtime.runner import Training
 from pathoseg.parallel.schedule import timeline
 from pathoseg.parallel.schedule.event import Event, from_json, to_json
-from pathoseg.parallel.schedule.simulate import simulate
 from pathoseg.progress import say
 from pathoseg.tiles.dataset import Batch
 from pathoseg.training.distributed import own_device
 from pathoseg.training.engine import Loss, StepResult
 from pathoseg.training.optimizer import make_optimizer
 from pathoseg.training.tasks import Task
-from pathoseg.workflows.plan import find_hardware, make_task, price
 
 # Is given what all ranks did when.
 Drawing = Callable[[Sequence[Event]], None]
 TRACE, TIMELINE = "trace.json", "timeline.svg"
 _TRACED = 3  # steps of a part of a run, after which the next is traced: the first ones warm up
-
-
-def agreed_plan(
-    model: torch.nn.Module, config: Config, transport: Transport
-) -> tuple[Plan, Sequence[Event]]:
-    """The fastest plan for all ranks of the job, found by rank 0.
-
-    Returns:
-        The plan, and on rank 0 what it expects each rank of a group to do when.
-
-    Raises:
-        PathosegError: Nothing fits; it says what would.
-    """
-    _, memory = own_device(transport)
-
-    planned: list[Event] = []
-
-    def choose() -> Plan:
-        hardware = find_hardware(config.parallel.hardware)
-        task = replace(make_task(config, hardware), ranks=transport.ranks, all_ranks=True)
-        if config.parallel.memory is None:
-            task = replace(task, memory=memory)
-        graphs = {each.microbatch: each for each in price(model, config, hardware)}
-        plan = best([*graphs.values()], task)
-        priced = graphs[plan.microbatch]
-        partition = plan.partition(priced.graph)
-        costs = priced.costs(partition, plan.ranks, plan.retention, plan.window)
-        planned.extend(simulate(plan.schedule, costs).events)
-        return plan
-
-    return agree(choose, transport), planned
 
 
 class Ranks:

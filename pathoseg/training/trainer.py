@@ -2,23 +2,157 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import pickle
 import time
 from contextlib import AbstractContextManager, ExitStack, closing
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from pathoseg.config import TrainConfig
+from pathoseg.errors import PathosegError
 from pathoseg.interruption import Interruption
 from pathoseg.models.bundle import Bundle, save_bundle
+from pathoseg.outputs.atomic import replaced
 from pathoseg.progress import Bar, progress_bar, say
 from pathoseg.tiles.dataset import Batch, TrainingSet
-from pathoseg.training.checkpoint import BEST, LAST, Progress, load_checkpoint, save_checkpoint
-from pathoseg.training.clock import StepClock
 from pathoseg.training.engine import Engine, Loss
 from pathoseg.training.optimizer import learning_rate
 from pathoseg.training.run_log import Records
 from pathoseg.training.validation import Validation
+
+_WARM_UP = 3
+_MEASURED = 10
+_MEASURED_SHARE = 0.03  # of the limit: a busy moment of the machine must not decide the run
+_SAFETY = 0.97
+_FORWARD_SHARE = 1 / 3  # of a training step's time: the backward pass costs twice the forward
+
+
+@dataclass
+class StepClock:
+    """Measures the first steps of a run under a time limit.
+
+    Attributes:
+        limit: Seconds the whole run may take.
+        steps_per_epoch: Steps between two validations.
+        validation_batches: Batches a validation reads.
+    """
+
+    limit: float
+    steps_per_epoch: int
+    validation_batches: int
+    _steps: int = 0
+    _seconds: float = 0.0
+
+    def saw(self, seconds: float) -> None:
+        """Notes the duration of a step; the first ones, which warm caches, do not count."""
+        self._steps += 1
+        if self._steps > _WARM_UP:
+            self._seconds += seconds
+
+    @property
+    def ready(self) -> bool:
+        enough = self._seconds >= _MEASURED_SHARE * self.limit
+        return enough and self._steps >= _WARM_UP + _MEASURED
+
+    @property
+    def step_seconds(self) -> float:
+        return self._seconds / max(1, self._steps - _WARM_UP)
+
+    @property
+    def validation_seconds(self) -> float:
+        """A first guess; the loop knows better once it has validated."""
+        return self.step_seconds * self.validation_batches * _FORWARD_SHARE
+
+    def total_steps(self, done: int, elapsed: float) -> int:
+        """Steps of the whole run that fit.
+
+        Args:
+            done: Steps done.
+            elapsed: Seconds spent, all parts of the run together.
+        """
+        per_step = self.step_seconds + self.validation_seconds / self.steps_per_epoch
+        left = _SAFETY * (self.limit - elapsed) - self.validation_seconds
+        return done + max(0, int(left / per_step))
+
+
+LAST = "last.pt"
+BEST = "best.pt"
+
+
+@dataclass
+class Progress:
+    """Where a run stands; plain numbers, so that it loads with `weights_only=True`.
+
+    Attributes:
+        epoch: Epochs finished.
+        epoch_step: Steps done in the epoch under way.
+        step: Steps done in all.
+        total_steps: Steps the learning rate is laid over; None until a time limit is translated.
+        loss_sum: Sum of per-sample losses of the epoch under way.
+        samples: Samples of the epoch under way.
+        skipped_steps: Steps left out because a gradient was not finite.
+        best: Best validation score so far.
+        best_epoch: The epoch it was reached in.
+        seconds: Time spent, all parts of the run together.
+        rows: Rows of metrics.csv so far.
+    """
+
+    epoch: int = 0
+    epoch_step: int = 0
+    step: int = 0
+    total_steps: int | None = None
+    loss_sum: float = 0.0
+    samples: int = 0
+    skipped_steps: int = 0
+    best: float = float("-inf")
+    best_epoch: int = 0
+    seconds: float = 0.0
+    rows: list[dict[str, float]] = field(default_factory=list)
+
+
+def save_checkpoint(path: Path, progress: Progress, state: dict[str, Any]) -> None:
+    """Replaces the checkpoint at `path`: after this returns, or a crash, one is whole.
+
+    Args:
+        path: The file.
+        progress: Where the run stands.
+        state: The engine's.
+
+    Raises:
+        OSError: The disk is full or cannot be written.
+    """
+    # Through memory: on a full disk torch.save itself says no more than "unexpected pos 576".
+    buffer = io.BytesIO()
+    torch.save({"progress": asdict(progress), **state}, buffer)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replaced(path) as partial:
+        partial.write_bytes(buffer.getbuffer())
+
+
+def load_checkpoint(path: Path, engine: Engine) -> Progress:
+    """Restores what `save_checkpoint` wrote, on however many ranks.
+
+    Raises:
+        PathosegError: The file is cut short, is no checkpoint, or belongs to another model.
+    """
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        engine.load(state)
+        known = {entry.name for entry in fields(Progress)}
+        return Progress(**{key: value for key, value in state["progress"].items() if key in known})
+    except (OSError, EOFError, RuntimeError, KeyError, ValueError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise PathosegError(
+            f"The checkpoint {path} cannot be used ({reason}).",
+            f"Delete {path.parent} to start this run again; its bundle in model/ is untouched.",
+        ) from None
+
 
 _DEFAULT_EPOCHS = 50
 

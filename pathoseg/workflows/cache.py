@@ -13,8 +13,7 @@ from pathoseg.interruption import Interruption
 from pathoseg.progress import progress_bar, say
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.slide_pool import SlidePool
-from pathoseg.training.cutting import cut
-from pathoseg.training.labelled_slides import find_sources
+from pathoseg.training.labelled_slides import cut, find_sources
 
 DEFAULT = "tiles"
 

@@ -21,10 +21,10 @@ from pathoseg.interruption import Interruption
 from pathoseg.outputs.atomic import write_text
 from pathoseg.parallel.comm.link_benchmark import measure_links
 from pathoseg.parallel.comm.transport import Transport
-from pathoseg.parallel.cost.calibration import Timed, calibrated, time_cases
 from pathoseg.parallel.cost.calibration_layers import draw_cases
 from pathoseg.parallel.cost.features import family
 from pathoseg.parallel.cost.hardware import Hardware, known_hardware, load_hardware, save_hardware
+from pathoseg.parallel.cost.regression import Timed, calibrated, time_cases
 from pathoseg.parallel.cost.timing import time_copies
 from pathoseg.parallel.schedule.costs import Link
 from pathoseg.progress import progress_bar, say

@@ -17,20 +17,18 @@ from pathoseg.config import load_config
 from pathoseg.errors import PathosegError, StoppedError
 from pathoseg.host_memory import share_one_heap
 from pathoseg.inference.leases import Claims
-from pathoseg.inference.result_folder import SUMMARY, result_folders
+from pathoseg.inference.result_folder import STATES, SUMMARY, read_state, result_folders
 from pathoseg.inference.segmenter import load_segmenter
 from pathoseg.inference.slide_job import WORK, Hand, SlideWork
-from pathoseg.inference.states import STATES, read_state
 from pathoseg.interruption import Interruption
 from pathoseg.outputs.report import read_summary, write_failures, write_summary_table
-from pathoseg.parallel.comm.crew import start_crew
 from pathoseg.parallel.comm.launcher import find_world
+from pathoseg.parallel.comm.local_ranks import start_crew
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.progress import say
 from pathoseg.slides.folder import slides_in
-from pathoseg.slides.slide import open_slide
+from pathoseg.slides.slide import model_frame, open_slide
 from pathoseg.training.distributed import joined, own_device
-from pathoseg.training.labelled_slides import model_frame
 from pathoseg.training.run_folder import bundle_of
 
 TABLE = "summary.csv"

@@ -17,7 +17,7 @@ import torch
 from pathoseg.config import Config, ParallelConfig, load_config, write_config
 from pathoseg.device import MEAN, STD, pick_device
 from pathoseg.errors import PathosegError
-from pathoseg.inference.margins import default_overlap
+from pathoseg.inference.segmenter import default_overlap
 from pathoseg.interruption import Interruption
 from pathoseg.memory_size import memory_text
 from pathoseg.models.build import build_model, check_tile, edge_reach, tile_multiple
@@ -34,12 +34,20 @@ from pathoseg.tiles.dataset import TrainingSet
 from pathoseg.tiles.slide_pool import SlidePool
 from pathoseg.tiles.tiles import SlideTiles
 from pathoseg.tiles.transform import Augmentation
-from pathoseg.training.cutting import cut_sources
-from pathoseg.training.distributed import joined, stopped_together
+from pathoseg.training.distributed import joined, start_ranks, stopped_together
 from pathoseg.training.engine import Engine
-from pathoseg.training.labelled_slides import Sources, find_sources
+from pathoseg.training.labelled_slides import (
+    TABLE,
+    Member,
+    Sources,
+    cut_sources,
+    find_sources,
+    find_table,
+    split_slides,
+    write_splits,
+)
 from pathoseg.training.one_device import OneDevice
-from pathoseg.training.pipeline_engine import TIMELINE, Ranks, agreed_plan, draw_step
+from pathoseg.training.pipeline_engine import TIMELINE, Ranks, draw_step
 from pathoseg.training.run_folder import (
     CONFIG,
     SPLITS,
@@ -49,11 +57,39 @@ from pathoseg.training.run_folder import (
     new_run,
     newest_unfinished,
 )
-from pathoseg.training.splits import TABLE, Member, find_table, split_slides, write_splits
+from pathoseg.training.step_plan import agreed_plan, check_host
 from pathoseg.training.tasks import make_task
 from pathoseg.training.trainer import Loop
 from pathoseg.training.validation import Validation
-from pathoseg.workflows.plan import PLAN, check_host
+from pathoseg.workflows.plan import PLAN
+
+
+def launch(
+    config_file: Path | None,
+    flags: Mapping[str, Mapping[str, Any]],
+    out: Path | None,
+    resume: bool,
+    trace: bool,
+    arguments: Sequence[str],
+) -> int:
+    """Train here, or on several ranks of this machine where so many are asked for.
+
+    Args:
+        config_file: As for `train`.
+        flags: As for `train`.
+        out: As for `train`.
+        resume: As for `train`.
+        trace: As for `train`.
+        arguments: The command line's, for ranks to be started.
+
+    Returns:
+        The exit code.
+    """
+    wanted = ranks_to_start(config_file, flags, out, resume)
+    code = start_ranks(wanted.ranks, arguments, wanted.transport)
+    if code is None:
+        train(config_file, flags, out, resume, trace)
+    return code or 0
 
 
 def train(

@@ -12,7 +12,7 @@ from torch import nn
 
 from pathoseg.device import MEAN, STD, to_input
 from pathoseg.errors import PathosegError
-from pathoseg.inference.predict import predict
+from pathoseg.inference.segmenter import predict
 from pathoseg.models.build import ModelConfig
 from pathoseg.models.bundle import Bundle
 from pathoseg.outputs.stitch import Prediction

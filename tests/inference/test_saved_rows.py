@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from pathoseg.inference.saved_rows import SavedRows
 from pathoseg.inference.segmenter import MaskRow
+from pathoseg.inference.slide_job import SavedRows
 
 BANDS = arrays.arrays(np.uint8, st.tuples(st.integers(1, 9), st.integers(1, 40)))
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
-from pathoseg.outputs.runs import Runs
+from pathoseg.outputs.boundary import Runs
 
 masks = hnp.arrays(
     np.uint8,

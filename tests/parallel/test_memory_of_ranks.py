@@ -15,10 +15,9 @@ from pathoseg.parallel.cost.cost_model import cost_model
 from pathoseg.parallel.cost.hardware import load_hardware
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.cpu_workspace import cpu_workspace
-from pathoseg.parallel.planning.plan import Plan
+from pathoseg.parallel.planning.plan import Plan, PlanRequest
 from pathoseg.parallel.planning.planner import plan
 from pathoseg.parallel.planning.stage_costs import Priced
-from pathoseg.parallel.planning.task import Task
 
 ROOT = Path(__file__).resolve().parents[2]
 ATTEMPT = ROOT / "benchmarks" / "memory-wall" / "attempt.py"
@@ -32,7 +31,7 @@ def _plan(order: str) -> Plan:
     priced = Priced(
         traced.graph, cost_model(hardware), hardware, workspace=cpu_workspace(threads=1)
     )
-    return plan([priced], Task(2, 2**40, 8, order, stages=2))[0]
+    return plan([priced], PlanRequest(2, 2**40, 8, order, stages=2))[0]
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pathoseg.geometry import Size
-from pathoseg.slides.codestream import announced_size
+from pathoseg.slides.jpeg_stream import announced_size
 
 PIXELS = np.zeros((37, 91, 3), np.uint8)
 

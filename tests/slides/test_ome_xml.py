@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pathoseg.geometry import Mpp, Size
-from pathoseg.slides.ome_xml import ome_magnification, ome_mpp
+from pathoseg.slides.resolution import ome_magnification, ome_mpp
 
 SIZE = Size(200, 100)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pathoseg.slides.reason import reason
+from pathoseg.slides.slide_file import reason
 
 
 @given(st.text() | st.binary().map(repr))

@@ -18,8 +18,8 @@ from PIL import Image
 
 from pathoseg.errors import UnreadableError
 from pathoseg.geometry import Box, Frame, Level, Size
-from pathoseg.slides.averages import averages
 from pathoseg.slides.direct_reader import DirectSlide
+from pathoseg.slides.levels import averages
 from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide
 

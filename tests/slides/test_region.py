@@ -16,7 +16,7 @@ from PIL import Image
 
 from pathoseg.geometry import Box, Frame, Mpp
 from pathoseg.slides import region
-from pathoseg.slides.averages import averages
+from pathoseg.slides.levels import averages
 from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide
 

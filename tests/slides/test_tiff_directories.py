@@ -12,7 +12,7 @@ import tifffile
 
 from pathoseg.errors import PathosegError
 from pathoseg.slides.slide import open_slide
-from pathoseg.slides.tiff_directories import check_directories
+from pathoseg.slides.tiff_reader import check_directories
 
 PIXELS = np.zeros((64, 64, 3), np.uint8)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pathoseg.errors import PathosegError
-from pathoseg.training.splits import split_slides, write_splits
+from pathoseg.training.labelled_slides import split_slides, write_splits
 
 
 def _table(folder: Path, text: str) -> Path:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pathoseg.config import TrainConfig
+from pathoseg.training.one_device import train_step
 from pathoseg.training.optimizer import learning_rate, make_optimizer
-from pathoseg.training.step import train_step
 
 
 def _model() -> torch.nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pathoseg.training.clock import StepClock
+from pathoseg.training.trainer import StepClock
 
 
 @given(

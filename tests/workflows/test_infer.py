@@ -24,9 +24,7 @@ from pathoseg.config import load_config
 from pathoseg.device import to_input
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box
-from pathoseg.inference.margins import default_margin
-from pathoseg.inference.predict import predict
-from pathoseg.inference.segmenter import Segmenter
+from pathoseg.inference.segmenter import Segmenter, default_margin, predict
 from pathoseg.models.build import ModelConfig, edge_reach
 from pathoseg.models.bundle import load_bundle
 from pathoseg.outputs.stitch import stitch

@@ -14,9 +14,8 @@ from PIL import Image
 
 from pathoseg.config import load_config
 from pathoseg.inference.leases import Claims
-from pathoseg.inference.saved_rows import SavedRows
 from pathoseg.inference.segmenter import MaskRow, Segmenter, SlidePlan
-from pathoseg.inference.shared_slide import SharedSlide
+from pathoseg.inference.slide_job import SavedRows, SharedSlide
 from pathoseg.interruption import Interruption
 from pathoseg.models.build import ModelConfig
 from pathoseg.models.bundle import load_bundle

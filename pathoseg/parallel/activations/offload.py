@@ -1,18 +1,227 @@
-"""Copies of a stage's storages to host memory and back, in each of the study's forms."""
+"""Copies of a stage's storages to host memory and back, in six modes."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from pathoseg.parallel.activations.forms import Form
-from pathoseg.parallel.activations.overlapped import Overlapped
-from pathoseg.parallel.activations.pinned_arena import Arena
+from pathoseg.parallel.activations.pinned_arena import Arena, Room
 from pathoseg.parallel.activations.streams import Lane, Streams
-from pathoseg.parallel.activations.tickets import Copied, Label
+
+
+class Form(StrEnum):
+    """How copies to and from the host are made.
+
+    The first five are those of the offload study; they copy on the stream that computes, when a
+    tensor is saved and when it is used. On a CPU all of them copy within host memory.
+    """
+
+    NONE = "none"  # everything stays on the device
+    NAIVE = "naive"  # pageable memory, the process waits
+    PINNED = "pinned"  # freshly pinned memory, the process waits
+    NON_BLOCKING = "non-blocking"  # pageable memory, the process goes on
+    PINNED_NON_BLOCKING = "pinned-non-blocking"  # freshly pinned memory, the process goes on
+    OVERLAPPED = "overlapped"  # streams of their own, pinned memory that is used again, prefetch
+
+    @property
+    def pins(self) -> bool:
+        """Whether host memory is pinned."""
+        return self in (Form.PINNED, Form.PINNED_NON_BLOCKING, Form.OVERLAPPED)
+
+
+class Label(NamedTuple):
+    """Whose bytes are copied: those that a layer of a stage made for a microbatch, or, with no
+    microbatch, what the stage itself has parked of a kind (`Park`)."""
+
+    stage: int
+    microbatch: int | None
+    layer: str
+
+
+class Copied(NamedTuple):
+    """One copy: its direction, and the marks (`Streams.mark`) of its begin and end."""
+
+    lane: Lane
+    label: Label
+    bytes: int
+    begin: Any
+    end: Any
+
+
+class Ticket:
+    """Bytes that left the device.
+
+    Attributes:
+        label: Whose they are.
+        size: How many.
+        source: Where they were on the device, until that is free.
+        room: Where they are on the host, until they have come back, or, if lasting, are dropped.
+        lasting: Whether they stay on the host when they have come back.
+        left: The mark after the copy to the host.
+        device: Where they are on the device again.
+        back: The mark after the copy from the host.
+        used: Whether the compute has waited for that.
+        gone: Whether they are needed no more.
+    """
+
+    __slots__ = (
+        "back",
+        "device",
+        "gone",
+        "label",
+        "lasting",
+        "left",
+        "room",
+        "size",
+        "source",
+        "used",
+    )
+
+    def __init__(self, label: Label, source: Tensor, room: Room, left: Any, lasting: bool) -> None:
+        self.label, self.size, self.lasting = label, source.numel(), lasting
+        self.source: Tensor | None = source
+        self.room: Room | None = room
+        self.left = left
+        self.device: Tensor | None = None
+        self.back: Any = None
+        self.used = self.gone = False
+
+
+class Overlapped:
+    """The copies of one rank.
+
+    A storage is copied out as soon as it is given. Its device memory is let go once that copy is
+    over, or, where more than a window would wait, once the compute lane has been told to wait for
+    the oldest copy: whatever takes that memory next then runs after it, and the process need not
+    wait. Copies back begin when they are asked for, at most a window ahead of their use; where the
+    directions take turns, the compute lane has then been told to wait for all that is leaving, so
+    that one window of memory serves both. Device memory is taken and given back in the order of
+    the compute lane alone.
+
+    Args:
+        streams: The lanes of the device.
+        device: Where bytes come back to.
+        arena: Host memory.
+        window: Bytes, for each direction; a larger storage travels alone.
+        turns: Whether nothing leaves while anything is back ahead of its use.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        device: torch.device,
+        arena: Arena,
+        window: int,
+        turns: bool = False,
+    ) -> None:
+        self.copied: list[Copied] | None = None
+        self._streams, self._device, self._arena = streams, device, arena
+        self._window, self._turns = window, turns
+        self._leaving: deque[Ticket] = deque()
+        self._leaving_bytes = 0
+        self._asked: deque[Ticket] = deque()
+        self._ahead_bytes = 0
+        self._last_back: Any = None
+
+    @property
+    def peak(self) -> int:
+        return self._arena.peak
+
+    def leave(self, source: Tensor, label: Label, lasting: bool = False) -> Ticket:
+        size = source.numel()
+        self.let_go()
+        while self._leaving and self._leaving_bytes + size > self._window:
+            self._await_oldest()
+        room, given_back = self._arena.take(size)
+        if given_back is not None:
+            self._streams.wait(Lane.OUT, given_back)
+        self._streams.wait(Lane.OUT, self._streams.mark(Lane.COMPUTE))
+        left = self._copy(Lane.OUT, self._arena.tensor(room, size), source, label)
+        ticket = Ticket(label, source, room, left, lasting)
+        self._leaving.append(ticket)
+        self._leaving_bytes += size
+        return ticket
+
+    def let_go(self) -> None:
+        while self._leaving and self._streams.passed(self._leaving[0].left):
+            self._free_oldest()
+
+    def ask(self, tickets: Sequence[Ticket]) -> None:
+        self._asked.extend(tickets)
+        self._bring_back()
+
+    def fetch(self, ticket: Ticket) -> Tensor:
+        if ticket.device is None:
+            self._start(ticket)
+        if not ticket.used:
+            self._use(ticket)
+        assert ticket.device is not None
+        return ticket.device
+
+    def release(self, ticket: Ticket) -> None:
+        if ticket.device is not None and not ticket.used:
+            self._use(ticket)
+        ticket.device, ticket.used = None, False
+
+    def drop(self, ticket: Ticket) -> None:
+        ticket.gone = True
+        self.release(ticket)
+        if ticket.room is not None:
+            # A later copy to the host comes after this one's; it may have to wait for one back.
+            self._arena.give_back(ticket.room, self._last_back)
+            ticket.room = None
+
+    def _await_oldest(self) -> None:
+        self._streams.wait(Lane.COMPUTE, self._leaving[0].left)
+        self._free_oldest()
+
+    def _free_oldest(self) -> None:
+        ticket = self._leaving.popleft()
+        self._leaving_bytes -= ticket.size
+        ticket.source = None
+
+    def _bring_back(self) -> None:
+        while self._asked:
+            ticket = self._asked[0]
+            if not (ticket.gone or ticket.device is not None):
+                if self._ahead_bytes and self._ahead_bytes + ticket.size > self._window:
+                    return
+                self._start(ticket)
+            self._asked.popleft()
+
+    def _start(self, ticket: Ticket) -> None:
+        assert ticket.room is not None
+        while self._turns and self._leaving:
+            self._await_oldest()
+        ticket.device = torch.empty(ticket.size, dtype=torch.uint8, device=self._device)
+        self._streams.wait(Lane.BACK, self._streams.mark(Lane.COMPUTE))
+        self._streams.wait(Lane.BACK, ticket.left)
+        host = self._arena.tensor(ticket.room, ticket.size)
+        ticket.back = self._last_back = self._copy(Lane.BACK, ticket.device, host, ticket.label)
+        if not ticket.lasting:
+            self._arena.give_back(ticket.room, ticket.back)
+            ticket.room = None
+        self._ahead_bytes += ticket.size
+
+    def _use(self, ticket: Ticket) -> None:
+        """From here on the compute finds the bytes."""
+        self._streams.wait(Lane.COMPUTE, ticket.back)
+        ticket.used = True
+        self._ahead_bytes -= ticket.size
+        self._bring_back()
+
+    def _copy(self, lane: Lane, into: Tensor, source: Tensor, label: Label) -> Any:
+        begin = None if self.copied is None else self._streams.mark(lane)
+        self._streams.copy(lane, into, source)
+        end = self._streams.mark(lane)
+        if self.copied is not None:
+            self.copied.append(Copied(lane, label, source.numel(), begin, end))
+        return end
 
 
 class Copies(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.graph.layer_graph import LayerGraph
 
 _Call = tuple[int, Any]  # position of the layer, norm
@@ -90,13 +89,13 @@ class RunningStatistics:
         if row is not None:
             self._kept[microbatch] = row
 
-    def apply(self, sizes: Sequence[int], transport: Transport, holders: tuple[int, ...]) -> None:
+    def apply(self, sizes: Sequence[int], sum_copies: Callable[[Tensor], None]) -> None:
         """Brings the running statistics of all copies up to date, after `kept`.
 
         Args:
             sizes: Samples of each microbatch of the step.
-            transport: Joins the ranks.
-            holders: The ranks with a copy of the stage, which all call this.
+            sum_copies: Sums a tensor in place over the ranks with a copy of the stage, which all
+                call this.
         """
         if not self._rounds:
             return
@@ -104,8 +103,7 @@ class RunningStatistics:
         rows = mean.new_zeros(len(sizes), sum(self._sizes))
         for microbatch, row in self._kept.items():
             rows[microbatch] = row
-        if len(holders) > 1:
-            transport.sum(rows, holders).wait()
+        sum_copies(rows)
         widths = [2 * sum(norm.num_features for _, norm in norms) for norms in self._rounds]
         turns = [
             (number, part)

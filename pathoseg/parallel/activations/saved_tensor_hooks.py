@@ -11,31 +11,28 @@ import torch
 from torch import Tensor, nn
 
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.activations.offload import Copies
+from pathoseg.parallel.activations.offload import Copies, Label
 from pathoseg.parallel.activations.rematerialize import (
-    Leaf,
-    Recorded,
-    leaves_in,
-    leaves_of,
-    map_leaves,
-    plan_again,
-)
-from pathoseg.parallel.activations.running_statistics import norms_at, uncounted
-from pathoseg.parallel.activations.saved import (
     Away,
     Dropped,
     Fate,
     Handle,
     Kept,
+    Leaf,
     Made,
     Piece,
     Place,
+    Recorded,
     Storages,
     bytes_of,
     is_plain,
+    leaves_in,
+    leaves_of,
+    map_leaves,
+    plan_again,
     unpack,
 )
-from pathoseg.parallel.activations.tickets import Label
+from pathoseg.parallel.activations.running_statistics import norms_at, uncounted
 from pathoseg.parallel.graph.activation_policy import SMALL, Retention
 from pathoseg.parallel.graph.segment import Step
 from pathoseg.parallel.graph.traced import Traced

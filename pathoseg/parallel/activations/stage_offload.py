@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pathoseg.parallel.activations.offload import Copies
-from pathoseg.parallel.activations.saved import Place, is_plain
-from pathoseg.parallel.activations.tickets import Label
+from pathoseg.parallel.activations.offload import Copies, Label
+from pathoseg.parallel.activations.rematerialize import Place, is_plain
 from pathoseg.parallel.graph.activation_policy import SMALL
 from pathoseg.parallel.schedule.action import Action, Kind
 

@@ -17,9 +17,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.comm.address import own_address, reached_by
 from pathoseg.parallel.comm.heartbeat import MEETING, Lifeline
-from pathoseg.parallel.comm.process_transport import ProcessTransport
+from pathoseg.parallel.comm.process_transport import ProcessTransport, own_address, reached_by
 
 LONG = timedelta(days=365)  # the lifeline, not a time limit, ends the wait for a lost rank
 _NAP = 0.05  # seconds

@@ -11,9 +11,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.comm.address import reached_by
 from pathoseg.parallel.comm.heartbeat import Lifeline
-from pathoseg.parallel.comm.process_transport import TAGS, ProcessTransport, look_again, wrong_size
+from pathoseg.parallel.comm.process_transport import (
+    TAGS,
+    ProcessTransport,
+    look_again,
+    reached_by,
+    wrong_size,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI

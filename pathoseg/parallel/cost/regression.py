@@ -1,21 +1,25 @@
-"""Fits what layers took on a device, by polynomials of what is known of them."""
+"""Fits layer times on a device by polynomials of the layers' features."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from sklearn.linear_model import LinearRegression, Ridge, RidgeCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import PolynomialFeatures
 
+from pathoseg.parallel.cost.calibration_layers import Case
 from pathoseg.parallel.cost.cost_model import LayerTime, scaled
 from pathoseg.parallel.cost.features import BASIC, OTHER, amounts, arithmetic, family, features
 from pathoseg.parallel.cost.hardware import Fit, Hardware, Regression
+from pathoseg.parallel.cost.timing import Alone, Timing, measure_sequence, time_in_turn
 from pathoseg.parallel.graph.layer_graph import Layer, Work
+from pathoseg.parallel.graph.traced import Traced
 
 # A kind of fewer layers is not told from the others, and a basic family of fewer hardly described.
 _FEWEST = 8
@@ -171,3 +175,63 @@ def _plain(layer: Layer) -> tuple[float, ...]:
     kernel: Any = weight[2:] or layer.attributes.get("kernel_size") or (1,)
     target = layer.outputs[0].shape
     return shape[1] if len(shape) > 1 else 1, target[1], kernel[-1], target[-1], target[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A layer and what it took alone."""
+
+    layer: Layer
+    timing: Timing
+
+    @property
+    def sample(self) -> Sample:
+        """What a regression learns from it."""
+        forward, backward = self.timing.forward.quartile, self.timing.backward.quartile
+        return Sample(self.layer, LayerTime(forward, backward))
+
+
+def time_cases(
+    cases: Sequence[Case],
+    device: torch.device,
+    rounds: int,
+    advance: Callable[[], None] = lambda: None,
+) -> list[Timed]:
+    """Times the last layer of each case.
+
+    Args:
+        cases: The layers.
+        device: Where they run.
+        rounds: How often each is visited.
+        advance: Called `rounds` + 1 times for each case; it may raise to end the work.
+    """
+    layers, alone = [], []
+    for case in cases:
+        traced = Traced(case.module.to(device), case.example())
+        graph = traced.graph
+        last = max(at for at, layer in enumerate(graph.layers) if not layer.is_free)
+        layers.append(graph.layers[last])
+        alone.append(Alone(traced, last))
+        advance()
+    timings = time_in_turn(alone, rounds, advance)
+    return [Timed(layer, timing) for layer, timing in zip(layers, timings, strict=True)]
+
+
+def calibrated(
+    hardware: Hardware,
+    timed: Sequence[Timed],
+    device: torch.device,
+    rounds: int,
+    advance: Callable[[], None] = lambda: None,
+) -> Hardware:
+    """The hardware with what the timings teach, and what layers cost in sequence.
+
+    Args:
+        hardware: What is known of the device beside.
+        timed: Layers of the device.
+        device: Where networks are timed.
+        rounds: How often.
+        advance: Called often; it may raise to end the work.
+    """
+    samples = [item.sample for item in timed]
+    return learn(samples, hardware, measure_sequence(device, rounds, advance))

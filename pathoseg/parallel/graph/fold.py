@@ -6,9 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from pathoseg.parallel.graph.layer_graph import Gradient, Layer, LayerGraph, Tie, Work
-from pathoseg.parallel.graph.lifetimes import Life, lifetimes
-from pathoseg.parallel.graph.ties import unsendable
+from pathoseg.parallel.graph.layer_graph import (
+    Gradient,
+    Layer,
+    LayerGraph,
+    Life,
+    Tie,
+    Work,
+    lifetimes,
+    unsendable,
+)
 
 
 def fold(graph: LayerGraph, depth: int) -> LayerGraph:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -348,3 +348,82 @@ def _tuples(data: Any) -> Any:
     if isinstance(data, dict):
         return {key: _tuples(value) for key, value in data.items()}
     return data
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """A storage: its size, the last layer whose forward needs it, and the first that saves it.
+
+    Where none saves it, that is the number of layers.
+    """
+
+    bytes: int
+    end: int
+    saved: int
+
+
+def lifetimes(graph: LayerGraph) -> list[list[Life]]:
+    """For each layer, the storages that it makes and that outlive its forward."""
+    size = len(graph.layers)
+    saved: dict[int, int] = {}
+    for position, layer in enumerate(graph.layers):
+        for storage in layer.saved:
+            saved.setdefault(storage, position)
+    lives: list[list[Life]] = [[] for _ in range(size)]
+    for index, made in enumerate(graph.storages):
+        if made.until > made.layer >= 0:
+            lives[made.layer].append(Life(made.bytes, made.until, saved.get(index, size)))
+    return lives
+
+
+def find_ties(
+    graph: LayerGraph, writes: Collection[tuple[int, int]], stateful: Collection[str]
+) -> tuple[Tie, ...]:
+    """The ties of a graph, by first layer.
+
+    Args:
+        graph: The layers, still without ties.
+        writes: Which layer (by position) writes in place into which storage.
+        stateful: Names of buffers that layers change or may change.
+    """
+    ties = {*_writers(graph, writes), *_sharers(graph, stateful), *unsendable(graph)}
+    return tuple(sorted(ties, key=lambda tie: (tie.first, tie.last, tie.reason)))
+
+
+def _writers(graph: LayerGraph, writes: Collection[tuple[int, int]]) -> Iterator[Tie]:
+    """A layer that writes belongs to the maker: a received copy would leave other views as they
+    were, and autograd allows no write into a leaf."""
+    for writer, storage in writes:
+        maker = graph.storages[storage].layer
+        first, last = maker, writer
+        if maker < 0:
+            # Each stage is given the model's inputs afresh, so all readers have to be together.
+            names = [name for name, value in graph.inputs.items() if value.storage == storage]
+            readers = [position for name in names for position in graph.readers[name]]
+            first, last = min(readers), min(max(*readers, writer), len(graph.layers) - 1)
+        if first < last:
+            target = graph.layers[maker].name if maker >= 0 else "the input"
+            reason = f"{graph.layers[writer].name} writes in place into {target}"
+            yield Tie(first, last, reason)
+
+
+def _sharers(graph: LayerGraph, stateful: Collection[str]) -> Iterator[Tie]:
+    """Copies of a trained weight, or of a running statistic, would drift apart."""
+    found: dict[str, list[int]] = {}
+    for position, layer in enumerate(graph.layers):
+        trained = [name for name in layer.parameters if graph.parameters[name].trained]
+        for name in (*trained, *(name for name in layer.buffers if name in stateful)):
+            found.setdefault(name, []).append(position)
+    for name, positions in found.items():
+        if positions[0] < positions[-1]:
+            yield Tie(positions[0], positions[-1], f"all use {name}")
+
+
+def unsendable(graph: LayerGraph) -> Iterator[Tie]:
+    """A layer that makes several values, or none that fits a message, belongs to its readers."""
+    for position, layer in enumerate(graph.layers):
+        readers = [reader for reader in graph.readers.get(layer.name, ()) if reader > position]
+        if readers and not layer.sendable:
+            last = min(readers[-1], len(graph.layers) - 1)
+            if last > position:
+                yield Tie(position, last, f"{layer.name} makes no single tensor to send")

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from traceback import walk_tb
 from typing import Any
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.graph import fx_tracer as fx
-from pathoseg.parallel.graph.holders import held_once
-from pathoseg.parallel.graph.layer_graph import Attribute, Layer, LayerGraph, Parameter, Value
-from pathoseg.parallel.graph.memory_profile import Tape
-from pathoseg.parallel.graph.nodes import (
+from pathoseg.parallel.graph.fx_tracer import (
     MODEL,
     attribute,
     call,
@@ -22,9 +20,57 @@ from pathoseg.parallel.graph.nodes import (
     name_layers,
     scope,
 )
-from pathoseg.parallel.graph.record import Recorder
+from pathoseg.parallel.graph.layer_graph import (
+    Attribute,
+    Layer,
+    LayerGraph,
+    Parameter,
+    Value,
+    find_ties,
+)
+from pathoseg.parallel.graph.memory_profile import Recorder, Tape
 from pathoseg.parallel.graph.segment import Plan, Segment, Step
-from pathoseg.parallel.graph.ties import find_ties
+
+
+@cache
+def held_once() -> int:
+    """`_use_count` of a gradient that only autograd holds, while it is the first of a sum.
+
+    It is the count of those that stem from the product in a small backward; the sum of `one + one`
+    begins with a gradient that both its terms hold.
+
+    Raises:
+        PathosegError: This torch tells the two apart by another sign.
+    """
+    root = fx.Root(_Sums(), fx.to_tensor([1]).float().requires_grad_())
+    recorder = Recorder(Tape(1), 0)
+    listener = fx.Listener(root.fake, recorder)
+    with root.lent():
+        with listener.forward():
+            listener.enter(0)
+            made = [*root.run(*root.inputs)]
+        listener.backward(made)
+    return alone(recorder.holders)
+
+
+class _Sums(fx.Module):
+    def forward(self, one: Any) -> tuple[Any, Any]:
+        return one * one, one + one
+
+
+def alone(holders: Sequence[int]) -> int:
+    """What sums that begin with an unshared gradient count, after one that begins with a shared.
+
+    Raises:
+        PathosegError: They do not agree, or count no less.
+    """
+    if len(holders) == 3 and holders[0] > holders[1] == holders[2]:
+        return holders[1]
+    raise PathosegError(
+        f"This version of torch counts the holders of gradients in another way ({holders}), so "
+        "the memory of a backward cannot be computed.",
+        "Install torch 2.13, with which pathoseg is tested.",
+    )
 
 
 def trace(model: fx.Module, example: Any) -> LayerGraph:

@@ -11,13 +11,13 @@ from pathoseg.memory_size import memory_text
 from pathoseg.parallel.graph.layer_graph import Partition
 from pathoseg.parallel.planning.orders import AUTO
 from pathoseg.parallel.planning.partition import MemoryLimit
+from pathoseg.parallel.planning.plan import PlanRequest
 from pathoseg.parallel.planning.planner import fits, plan
 from pathoseg.parallel.planning.stage_costs import Priced, stage_edges
-from pathoseg.parallel.planning.task import Task
 from pathoseg.parallel.retention.policy_options import Ways
 from pathoseg.parallel.schedule.gpipe import mp_basic
 from pathoseg.parallel.schedule.lowering import lower
-from pathoseg.parallel.schedule.placement import linear
+from pathoseg.parallel.schedule.schedule import linear
 from pathoseg.parallel.schedule.simulate import simulate
 
 # More ranks than these are not recommended.
@@ -28,7 +28,7 @@ _ROOMY = 2**60  # bytes that nothing fills
 
 
 def nothing_fits(
-    priced: Priced, task: Task, sides: Sequence[int], at: Callable[[int], Priced]
+    priced: Priced, request: PlanRequest, sides: Sequence[int], at: Callable[[int], Priced]
 ) -> PathosegError:
     """Says why no plan fits, and what would: another order, more ranks, more memory, fewer pixels,
     or a larger batch where there are too few microbatches.
@@ -37,74 +37,74 @@ def nothing_fits(
 
     Args:
         priced: The model with its smallest microbatch.
-        task: What did not fit.
+        request: What did not fit.
         sides: Smaller sides that a tile may have, ascending.
         at: Reads the model for tiles of such a side.
     """
-    if not fits(priced, replace(task, memory=_ROOMY)):
-        return _too_little_to_share(priced, replace(task, memory=_ROOMY))
-    where = f"{count_ranks(task.ranks)} of {memory_text(task.memory)}"
+    if not fits(priced, replace(request, memory=_ROOMY)):
+        return _too_little_to_share(priced, replace(request, memory=_ROOMY))
+    where = f"{count_ranks(request.ranks)} of {memory_text(request.memory)}"
     problem = f"No plan of {priced.graph.model} fits on {where}."
     try:
-        stages = min(task.ranks, priced.cutter.most_stages)
-        priced.cutter.balance(stages, "memory", MemoryLimit(task.memory))
+        stages = min(request.ranks, priced.cutter.most_stages)
+        priced.cutter.balance(stages, "memory", MemoryLimit(request.memory))
     except PathosegError as error:
         problem += f" {error.problem}"
     return PathosegError(
-        problem, f"What would fit: {'; or '.join(_changes(priced, task, sides, at))}."
+        problem, f"What would fit: {'; or '.join(_changes(priced, request, sides, at))}."
     )
 
 
-def _too_little_to_share(priced: Priced, task: Task) -> PathosegError:
+def _too_little_to_share(priced: Priced, request: PlanRequest) -> PathosegError:
     """The error where memory is not what is missing."""
-    larger = (replace(task, batch=task.batch * factor) for factor in (2, 3, 4, 8))
+    larger = (replace(request, batch=request.batch * factor) for factor in (2, 3, 4, 8))
     enough = next((each.batch for each in larger if fits(priced, each)), None)
     if enough is None:
-        stages = task.stages or len(task.cut) + 1
+        stages = request.stages or len(request.cut) + 1
         return PathosegError(
-            f"The order {task.order} has no way to run {stages} stages on "
-            f"{count_ranks(task.ranks)}.",
+            f"The order {request.order} has no way to run {stages} stages on "
+            f"{count_ranks(request.ranks)}.",
             "Give more ranks, or leave out --order, --cut and stages.",
         )
-    count = task.batch // priced.microbatch
+    count = request.batch // priced.microbatch
     return PathosegError(
-        f"A batch of {task.batch} has too few microbatches ({count}) for the order {task.order} on "
-        f"{count_ranks(task.ranks)}.",
+        f"A batch of {request.batch} has too few microbatches ({count}) for the order "
+        f"{request.order} on {count_ranks(request.ranks)}.",
         f"A batch of {enough} would do, or another order.",
     )
 
 
 def _changes(
-    priced: Priced, task: Task, sides: Sequence[int], at: Callable[[int], Priced]
+    priced: Priced, request: PlanRequest, sides: Sequence[int], at: Callable[[int], Priced]
 ) -> Iterator[str]:
-    wanted, task = task, replace(task, order=AUTO, stages=None, cut=())
-    if wanted != task:
-        free = plan([priced], task)
+    wanted, request = request, replace(request, order=AUTO, stages=None, cut=())
+    if wanted != request:
+        free = plan([priced], request)
         if free:
             yield f"the order {free[0].order}, in {free[0].stages} stages that the planner cuts"
             return
-    more = _enough_ranks(priced, task)
+    more = _enough_ranks(priced, request)
     if more:
-        yield f"{count_ranks(more)} of {memory_text(task.memory)}"
-    partition = _leanest(priced, task.ranks)
+        yield f"{count_ranks(more)} of {memory_text(request.memory)}"
+    partition = _leanest(priced, request.ranks)
     need = max(_needs(priced, partition))
-    leaner = replace(task, ranks=partition.stages)
+    leaner = replace(request, ranks=partition.stages)
     shares = [need * share // _SHARES for share in range(1, _SHARES)]
     first = bisect_left(shares, True, key=lambda size: fits(priced, replace(leaner, memory=size)))
     yield f"{count_ranks(partition.stages)} of {memory_text([*shares, need][first])}"
-    fitting = bisect_left(sides, True, key=lambda side: not fits(at(side), task))
+    fitting = bisect_left(sides, True, key=lambda side: not fits(at(side), request))
     if fitting:
         yield f"tiles of {sides[fitting - 1]} px"
-    if task.ways != Ways() and fits(priced, replace(task, ways=Ways())):
+    if request.ways != Ways() and fits(priced, replace(request, ways=Ways())):
         yield "offload and recomputation, which [parallel] offload and recompute forbid"
 
 
-def _enough_ranks(priced: Priced, task: Task) -> int | None:
+def _enough_ranks(priced: Priced, request: PlanRequest) -> int | None:
     caps = priced.cutter.least_caps(min(_MOST_STAGES, priced.cutter.most_stages))
     for ranks, cap in enumerate(caps, 1):
-        if ranks <= task.ranks or cap > task.memory:
+        if ranks <= request.ranks or cap > request.memory:
             continue
-        if fits(priced, replace(task, ranks=ranks)):
+        if fits(priced, replace(request, ranks=ranks)):
             return ranks
     return None
 

@@ -15,8 +15,7 @@ from pathoseg.parallel.schedule.costs import Costs
 from pathoseg.parallel.schedule.gems import gems
 from pathoseg.parallel.schedule.gpipe import gpipe, mp_basic, sequential
 from pathoseg.parallel.schedule.one_f_one_b import one_f_one_b
-from pathoseg.parallel.schedule.placement import Placement, folded, linear, mirrored
-from pathoseg.parallel.schedule.schedule import Schedule
+from pathoseg.parallel.schedule.schedule import Placement, Schedule, folded, linear, mirrored
 from pathoseg.parallel.schedule.synthesise import synthesise
 
 AUTO = "auto"

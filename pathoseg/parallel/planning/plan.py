@@ -1,10 +1,10 @@
-"""A plan: how a step of one model runs on ranks, as plain data."""
+"""What the planner is asked for, and a plan: how a step runs on ranks, as plain data."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import ClassVar
@@ -12,13 +12,54 @@ from typing import ClassVar
 from pydantic import ConfigDict
 
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.cost.versioned import read_versioned
+from pathoseg.parallel.cost.hardware import read_versioned
 from pathoseg.parallel.graph.activation_policy import Retention
 from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition
+from pathoseg.parallel.planning.orders import AUTO, find_order
 from pathoseg.parallel.planning.partition import cut
+from pathoseg.parallel.retention.policy_options import Ways
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.schedule import Schedule
 from pathoseg.parallel.schedule.validate import validate
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What is to be planned.
+
+    Attributes:
+        ranks: The most ranks.
+        memory: Bytes of each.
+        batch: Samples of a step.
+        order: Name of an order, or `auto`.
+        stages: How many stages; None tries all.
+        cut: The layers or modules before which the model is cut; empty leaves it to the planner.
+        all_ranks: Whether every rank has to have work, as those of a job that has started do.
+        ways: What of a layer's storages may be done where they do not all fit.
+    """
+
+    ranks: int
+    memory: int
+    batch: int
+    order: str = AUTO
+    stages: int | None = None
+    cut: tuple[str, ...] = ()
+    all_ranks: bool = False
+    ways: Ways = field(default_factory=Ways)
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "memory", "batch"):
+            if getattr(self, name) < 1:
+                raise PathosegError(
+                    f"{name} is {getattr(self, name)}.", "Choose a whole number from 1."
+                )
+        find_order(self.order)
+        if self.cut and self.stages not in (None, len(self.cut) + 1):
+            raise PathosegError(
+                f"{len(self.cut)} cuts make {len(self.cut) + 1} stages, not {self.stages}.",
+                "Leave out the cuts or the number of stages.",
+            )
+
 
 FORMAT = 2
 _AGAIN = "Plan again with `pathoseg plan`, for this model, tile and configuration."

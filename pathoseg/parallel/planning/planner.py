@@ -7,29 +7,159 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from math import inf
+from typing import NamedTuple
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.graph.activation_policy import Retention
 from pathoseg.parallel.graph.layer_graph import Partition
-from pathoseg.parallel.planning.bounds import least_bytes, least_seconds
-from pathoseg.parallel.planning.candidate import Candidate, candidates
-from pathoseg.parallel.planning.named_cuts import custom
 from pathoseg.parallel.planning.orders import (
     AUTO,
+    DATA_PARALLEL,
     LINEAR,
     PLACEMENTS,
+    SEQUENTIAL,
     SYNTHESISED,
     Frame,
+    Order,
     Variant,
+    find_order,
 )
-from pathoseg.parallel.planning.partition import MemoryLimit
-from pathoseg.parallel.planning.plan import Plan, digest, input_shape
+from pathoseg.parallel.planning.partition import MemoryLimit, custom
+from pathoseg.parallel.planning.plan import Plan, PlanRequest, digest, input_shape
 from pathoseg.parallel.planning.stage_costs import Priced, stage_edges
-from pathoseg.parallel.planning.task import Task
 from pathoseg.parallel.schedule.costs import Costs
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.schedule import Schedule
 from pathoseg.parallel.schedule.simulate import Simulation, simulate
+
+# Ranks of a group: all to the first of these, then each larger by so much.
+_EVERY, _GROWTH = 8, 1.5
+_GROUPS = 3  # data-parallel widths that are tried for one number of stages, the widest first
+
+
+class Candidate(NamedTuple):
+    """Everything of a plan but the cut.
+
+    Attributes:
+        priced: The graph.
+        order: The order.
+        placement: Name of the placement.
+        width: Ranks of a group.
+        groups: How many.
+        least: A lower bound of its time.
+    """
+
+    priced: Priced
+    order: Order
+    placement: str
+    width: int
+    groups: int
+    microbatches: int
+    least: float
+
+    @property
+    def stages(self) -> int:
+        return self.width * (2 if self.placement == "folded" else 1)
+
+    @property
+    def ranks(self) -> int:
+        return self.width * self.groups
+
+
+def candidates(priced: Priced, request: PlanRequest) -> Iterator[Candidate]:
+    """What may be tried of each order that the request allows.
+
+    Raises:
+        PathosegError: The model cannot be cut into as many stages as the request wants.
+    """
+    microbatches = request.batch // priced.microbatch
+    fixed = request.stages or (len(request.cut) + 1 if request.cut else None)
+    most = priced.cutter.most_stages
+    if fixed is not None:
+        priced.cutter.check(fixed)
+    for order in find_order(request.order):
+        for placement in order.placements:
+            chunks = 2 if placement == "folded" else 1
+            for width in _widths(request, fixed, chunks) if order.staged else (1,):
+                stages = width * chunks
+                if stages > most or fixed not in (None, stages):
+                    continue
+                for groups in _groups(order, request.ranks // width, microbatches):
+                    if request.all_ranks and width * groups != request.ranks:
+                        continue
+                    own = microbatches // groups
+                    least = max(1, own / width) * priced.seconds
+                    yield Candidate(priced, order, placement, width, groups, own, least)
+
+
+def _widths(request: PlanRequest, stages: int | None, chunks: int) -> list[int]:
+    """How many ranks a group may have: those that leave no rank idle, and some between."""
+    if stages is not None:
+        return [stages // chunks] if 2 * chunks <= stages <= request.ranks * chunks else []
+    widths = {width for width in range(2, request.ranks + 1) if request.ranks % width == 0}
+    width = 2.0
+    while width <= request.ranks:
+        widths.add(int(width))
+        width = width + 1 if width < _EVERY else width * _GROWTH
+    return sorted(widths)
+
+
+def _groups(order: Order, most: int, microbatches: int) -> list[int]:
+    if order.name == SEQUENTIAL:
+        return [1]
+    fitting = [count for count in range(min(most, microbatches), 0, -1) if not microbatches % count]
+    if order.name == DATA_PARALLEL:
+        return [count for count in fitting if count > 1]
+    return fitting[:_GROUPS]
+
+
+def least_seconds(frame: Frame, groups: int) -> float:
+    """A lower bound of a step's time.
+
+    A rank computes all visits of its stages. Its first visit waits for the forwards of the stages
+    before it; after its last one come the backwards of these stages, or its own stage's sum over
+    the copies and the optimizer's step. Two replicas share the work as they like.
+
+    Args:
+        frame: One group's, its costs being those on the network of all groups.
+        groups: How many groups.
+    """
+    placement, microbatches, costs = frame[:3]
+    stages = costs.stages
+    work = sum(stage.forward + stage.backward for stage in stages)
+    if placement.replicas > 1:
+        return max(work, microbatches * work / placement.ranks)
+    [home] = placement.homes
+    least = 0.0
+    for rank in range(placement.ranks):
+        own = [stage for stage, at in enumerate(home) if at == rank]
+        busy = sum(stages[stage].forward + stages[stage].backward for stage in own)
+        before = stages[: own[0]]
+        copies = range(rank, rank + placement.ranks * groups, placement.ranks)
+        ending = stages[own[0]].step + float(
+            costs.network.all_reduce(copies, stages[own[0]].gradients)
+        )
+        after = max(ending, sum(stage.backward for stage in before))
+        least = max(least, microbatches * busy + sum(s.forward for s in before) + after)
+    return max(least, work)
+
+
+def least_bytes(frame: Frame) -> int:
+    """A lower bound of the most loaded rank's memory: one microbatch in one of its stages."""
+    stages, sizes = frame.costs.stages, frame.costs.sizes
+    weights = [0] * frame.placement.ranks
+    most = [0] * frame.placement.ranks
+    for home in frame.placement.homes:
+        for stage, rank in enumerate(home):
+            cost = stages[stage]
+            entering, leaving = (
+                sum(sizes[edge] for edge in frame.edges if edge[end] == stage) for end in (1, 0)
+            )
+            workspace = max(cost.forward_workspace, cost.backward_workspace + leaving)
+            weights[rank] += cost.weights
+            most[rank] = max(most[rank], entering + cost.activations + workspace)
+    return max(map(sum, zip(weights, most, strict=True)))
+
 
 # Caps on the memory of a stage, from a rank's memory down to the least that any cut needs.
 _CAPS = 5
@@ -42,7 +172,7 @@ _CHOICES = 24  # stages for which a retention is chosen, in all
 _GAIN = 0.98  # where they may take less than this share of the best time
 
 
-def plan(graphs: Sequence[Priced], task: Task) -> list[Plan]:
+def plan(graphs: Sequence[Priced], request: PlanRequest) -> list[Plan]:
     """The plans that fit, fastest first: of each order the best, or of one order the best of each
     number of stages and placement.
 
@@ -55,7 +185,7 @@ def plan(graphs: Sequence[Priced], task: Task) -> list[Plan]:
 
     Args:
         graphs: The model, once for each size of microbatch that may be used.
-        task: What is asked for.
+        request: What is asked for.
 
     Returns:
         Nothing where nothing fits.
@@ -65,16 +195,17 @@ def plan(graphs: Sequence[Priced], task: Task) -> list[Plan]:
             cannot be cut into so many stages.
     """
     for priced in graphs:
-        if task.batch % priced.microbatch:
+        if request.batch % priced.microbatch:
             raise PathosegError(
-                f"A batch of {task.batch} is no multiple of a microbatch of {priced.microbatch}.",
-                f"Choose a batch of {-(-task.batch // priced.microbatch) * priced.microbatch}, or "
-                "a microbatch that divides it.",
+                f"A batch of {request.batch} is no multiple of a microbatch of "
+                f"{priced.microbatch}.",
+                f"Choose a batch of {-(-request.batch // priced.microbatch) * priced.microbatch}, "
+                "or a microbatch that divides it.",
             )
-        if task.cut:
-            custom(priced.graph, task.cut)  # refuses a name that is none, whatever fits
-    search = _Search(task)
-    named, measured = _sorted_out(graphs, task)
+        if request.cut:
+            custom(priced.graph, request.cut)  # refuses a name that is none, whatever fits
+    search = _Search(request)
+    named, measured = _sorted_out(graphs, request)
     for candidate in named:
         search.look_at(candidate)
     # Made to measure first where named orders did best.
@@ -87,27 +218,29 @@ def plan(graphs: Sequence[Priced], task: Task) -> list[Plan]:
     return sorted(search.best.values(), key=lambda each: (each.seconds, each.ranks))
 
 
-def fits(priced: Priced, task: Task) -> bool:
-    """Whether a named order has a plan, or the one that the task asks for.
+def fits(priced: Priced, request: PlanRequest) -> bool:
+    """Whether a named order has a plan, or the one that the request asks for.
 
     Orders made to measure take minutes to try at many sizes, and hardly ever need less memory.
 
     Raises:
         PathosegError: As `plan`.
     """
-    if task.order == SYNTHESISED:
-        return bool(plan([priced], task))
-    search = _Search(task)
-    for candidate in _sorted_out([priced], task)[0]:
+    if request.order == SYNTHESISED:
+        return bool(plan([priced], request))
+    search = _Search(request)
+    for candidate in _sorted_out([priced], request)[0]:
         search.look_at(candidate)
         if search.best:
             return True
     return False
 
 
-def _sorted_out(graphs: Sequence[Priced], task: Task) -> tuple[list[Candidate], list[Candidate]]:
+def _sorted_out(
+    graphs: Sequence[Priced], request: PlanRequest
+) -> tuple[list[Candidate], list[Candidate]]:
     """Candidates of named orders, the fastest at best first, and of orders made to measure."""
-    found = [each for priced in graphs for each in candidates(priced, task)]
+    found = [each for priced in graphs for each in candidates(priced, request)]
     named = [each for each in found if each.order.name != SYNTHESISED]
     named.sort(key=lambda each: (each.least, each.ranks, each.stages))
     return named, [each for each in found if each.order.name == SYNTHESISED]
@@ -120,9 +253,9 @@ class _Search:
         best: Plans by what tells them apart.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, request: PlanRequest) -> None:
         self.best: dict[tuple[object, ...], Plan] = {}
-        self._task = task
+        self._task = request
         self._fastest: dict[str, float] = {}  # by order
         self._vain: Counter[str] = Counter()  # candidates of an order since that was found
         self._frames = 0  # for which orders were made to measure
@@ -161,20 +294,20 @@ class _Search:
 
     def _cuts(self, candidate: Candidate) -> Iterator[list[Partition]]:
         """Cuts, from the best balanced to those that need least memory."""
-        priced, task = candidate.priced, self._task
-        if task.cut:
-            yield [custom(priced.graph, task.cut)]
+        priced, request = candidate.priced, self._task
+        if request.cut:
+            yield [custom(priced.graph, request.cut)]
             return
         in_flight = candidate.order.in_flight(candidate.stages, candidate.microbatches)
         limit = MemoryLimit(None, in_flight, candidate.order.recompute)
         least = self._least_cap(priced, candidate.stages, limit)
-        if least > task.memory:
+        if least > request.memory:
             return
         seen: set[Partition] = set()
         for step in range(_CAPS, -1, -1):
             if candidate.least >= self._limit(candidate.order.name):
                 return
-            cap = int(least + (task.memory - least) * step / _CAPS)
+            cap = int(least + (request.memory - least) * step / _CAPS)
             cuts = dict.fromkeys(
                 self._balanced(priced, candidate.stages, replace(limit, cap=cap), byte_cost)
                 for byte_cost in (priced.byte_cost, 0.0)
@@ -233,25 +366,25 @@ class _Search:
     def _keep_less(self, candidate: Candidate) -> bool:
         """Fit the balanced cut by offloading and recomputing layers, if that may be best of all;
         whether it was tried to the end."""
-        priced, task, stages = candidate.priced, self._task, candidate.stages
-        if not (task.ways.offload or task.ways.recompute) or candidate.placement != LINEAR:
+        priced, request, stages = candidate.priced, self._task, candidate.stages
+        if not (request.ways.offload or request.ways.recompute) or candidate.placement != LINEAR:
             return False
         fastest = min(self._fastest.values(), default=inf)
         if candidate.least >= fastest:
             return False
-        if task.cut:
-            partition = custom(priced.graph, task.cut)
+        if request.cut:
+            partition = custom(priced.graph, request.cut)
         else:
             partition = self._balanced(priced, stages, MemoryLimit(), priced.byte_cost)
         if least_seconds(self._frame(candidate, partition), candidate.groups) >= fastest:
             return False
         in_flight = candidate.order.in_flight(stages, candidate.microbatches)
-        room = task.memory
+        room = request.memory
         while self._choices < _CHOICES:
             self._choices += stages
             fitting = []
             for stage in range(stages):
-                choice = priced.choose(partition, stage, room, in_flight[stage], task.ways)
+                choice = priced.choose(partition, stage, room, in_flight[stage], request.ways)
                 if choice is None:
                     return True
                 fitting.append(choice)
@@ -262,7 +395,7 @@ class _Search:
             order = replace(variant.order, name=candidate.order.name, groups=candidate.groups)
             offload = {stage: each.offloaded for stage, each in enumerate(retention)}
             simulation = simulate(lower(order, frame.edges, offload=offload), frame.costs)
-            excess = max(simulation.peak_memory) - task.memory
+            excess = max(simulation.peak_memory) - request.memory
             if excess <= 0:
                 self._keep(candidate, partition, frame, variant, order, simulation, retention)
                 return True

@@ -13,9 +13,8 @@ from pathoseg.parallel.graph.activation_policy import Retention
 from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition
 from pathoseg.parallel.planning.memory_model import MemoryModel, Row, StageMemory, Workspace
 from pathoseg.parallel.planning.partition import Cutter
-from pathoseg.parallel.retention.policy_options import Ways
+from pathoseg.parallel.retention.policy_options import Retained, Ways, retain
 from pathoseg.parallel.retention.policy_search import Choice, Chooser
-from pathoseg.parallel.retention.retained import Retained, retain
 from pathoseg.parallel.retention.stage_liveness import StageFacts, stage_facts
 from pathoseg.parallel.schedule.action import Edge, numbered
 from pathoseg.parallel.schedule.costs import Costs, StageCost

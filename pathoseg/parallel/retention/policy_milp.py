@@ -1,21 +1,219 @@
-"""The integer program that says which patterns the blocks of a stage take."""
+"""The integer program that chooses a policy for each block of a stage, and its solver (HiGHS)."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Iterable, Iterator, Sequence
-from math import ceil
-from typing import NamedTuple, TypeVar
+from contextlib import contextmanager
+from math import ceil, inf
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import coo_array
 
 from pathoseg.parallel.graph.activation_policy import Retention
-from pathoseg.parallel.retention.arrangement import arrangements, earliest_first
-from pathoseg.parallel.retention.blocks import Run
 from pathoseg.parallel.retention.policy_options import Pattern
-from pathoseg.parallel.retention.program import Program, Term, less
-from pathoseg.parallel.retention.stage_liveness import StageFacts
+from pathoseg.parallel.retention.stage_liveness import Run, StageFacts
 from pathoseg.parallel.schedule.costs import Link
+
+# A variable's number, and its factor in a row.
+Term = tuple[int, float]
+
+# Smaller factors are left out: beside those near 1 they make a solver lose its way.
+_LEAST = 1e-6
+
+
+class Program:
+    """What is to be least, and what must hold. Variables are numbered, and not below 0.
+
+    Attributes:
+        cost: What one of each variable costs.
+        most: Greatest value of each.
+        whole: Which are whole numbers.
+        least: What each row is at least.
+        limits: What each row is at most.
+    """
+
+    def __init__(self) -> None:
+        self.cost: list[float] = []
+        self.most: list[float] = []
+        self.whole: list[bool] = []
+        self.least: list[float] = []
+        self.limits: list[float] = []
+        self._entries: list[tuple[int, int, float]] = []
+
+    def variable(self, cost: float = 0.0, most: float = inf, whole: bool = False) -> int:
+        """A new one's number."""
+        self.cost.append(cost)
+        self.most.append(most)
+        self.whole.append(whole)
+        return len(self.cost) - 1
+
+    def at_most(self, limit: float, *terms: Term) -> None:
+        """The sum of the terms is at most the limit; factors of one variable add up."""
+        self._row(-inf, limit, terms)
+
+    def equal(self, value: float, *terms: Term) -> None:
+        """The sum of the terms is the value."""
+        self._row(value, value, terms)
+
+    def _row(self, least: float, limit: float, terms: tuple[Term, ...]) -> None:
+        row = len(self.limits)
+        self._entries += [(row, at, factor) for at, factor in terms if abs(factor) > _LEAST]
+        self.least.append(least)
+        self.limits.append(limit)
+
+    def matrix(self) -> coo_array:
+        """The rows."""
+        rows, columns, factors = np.array(self._entries).T
+        where: tuple[NDArray[np.int64], ...] = (rows.astype(int), columns.astype(int))
+        return coo_array((factors, where), shape=(len(self.limits), len(self.cost)))
+
+
+def less(*terms: Term) -> list[Term]:
+    """The terms with the other sign."""
+    return [(variable, -factor) for variable, factor in terms]
+
+
+# HiGHS stops this share of the cost short of the least, or after so many nodes. Never by the
+# clock: a busy machine would find another answer.
+GAP = 2e-3
+_NODES = 1000
+
+
+class Relaxed(NamedTuple):
+    """A program's answer where no variable has to be whole.
+
+    Attributes:
+        cost: Not more than that of any answer.
+        dear: How much the cost grows at least with one more of each variable.
+    """
+
+    cost: float
+    dear: NDArray[np.float64]
+
+
+def relax(program: Program) -> Relaxed | None:
+    """The least cost if no variable had to be whole; None where nothing holds every row."""
+    from scipy.optimize import linprog  # a second to import, and few plans need it
+
+    rows = program.matrix().tocsr()
+    least, limits = np.array(program.least), np.array(program.limits)
+    even = least == limits
+    found = linprog(
+        program.cost,
+        A_ub=rows[~even],
+        b_ub=limits[~even],
+        A_eq=rows[even],
+        b_eq=limits[even],
+        bounds=[(0, most) for most in program.most],
+    )
+    return None if found.x is None else Relaxed(found.fun, found.lower.marginals)
+
+
+def solve(program: Program) -> NDArray[np.float64] | None:
+    """The best values, or None where none were found."""
+    values: NDArray[np.float64] | None = _solved(program).x
+    return values
+
+
+def least(program: Program) -> float:
+    """A cost that no values are below, and some are hardly above; inf where nothing holds every
+    row."""
+    bound: float | None = _solved(program).mip_dual_bound
+    return inf if bound is None else bound
+
+
+def _solved(program: Program) -> Any:
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    with _silent():
+        return milp(
+            program.cost,
+            integrality=np.array(program.whole, int),
+            bounds=Bounds(0, np.array(program.most)),
+            constraints=[
+                LinearConstraint(
+                    program.matrix().tocsr(), np.array(program.least), np.array(program.limits)
+                )
+            ],
+            options={"mip_rel_gap": GAP, "node_limit": _NODES},
+        )
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Nothing reaches the standard output of the process: HiGHS 1.12 prints a line there, whatever
+    its options, where it repairs what it found. Plans are made in the only thread that prints."""
+    library = ctypes.CDLL(None)
+    library.fflush(None)
+    shown, hidden = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(hidden, 1)
+    try:
+        yield
+    finally:
+        library.fflush(None)  # C holds its output back, too
+        os.dup2(shown, 1)
+        os.close(shown)
+        os.close(hidden)
+
+
+def earliest_first(patterns: Sequence[Pattern]) -> list[Pattern]:
+    """The order in which patterns of equal blocks need least memory (Liu, "An application of
+    generalized tree pebbling to sparse matrix factorization", 1987)."""
+    return sorted(patterns, key=lambda each: each.kept - each.peak)
+
+
+def arrangements(
+    facts: StageFacts,
+    runs: Sequence[Run],
+    patterns: Sequence[Sequence[Pattern]],
+    counts: Sequence[Sequence[int]],
+) -> Iterator[Retention]:
+    """Retentions in which each pattern is taken so often.
+
+    First the one in which those of a run take turns, as copies hide best; then the one that needs
+    least memory.
+
+    Args:
+        facts: The stage.
+        runs: Its equal blocks.
+        patterns: Of each run, as `earliest_first` has them.
+        counts: How often each pattern is taken.
+    """
+    for smooth in (True, False):
+        offloaded: list[int] = []
+        recomputed: list[int] = []
+        twice: list[int] = []
+        for run, some, numbers in zip(runs, patterns, counts, strict=True):
+            blocks = iter(run.blocks)
+            for pattern in _in_turn(some, numbers) if smooth else _in_order(some, numbers):
+                first = next(blocks).layers.start
+                for _ in range(1, pattern.blocks):
+                    next(blocks)
+                offloaded += [first + at for at in pattern.offloaded]
+                recomputed += [first + at for at in pattern.recomputed]
+                twice += [first + at for at in pattern.twice]
+        names = [
+            tuple(facts.graph.layers[at].name for at in sorted(some))
+            for some in (offloaded, recomputed, twice)
+        ]
+        yield Retention(*names)
+
+
+def _in_order(patterns: Sequence[Pattern], numbers: Sequence[int]) -> list[Pattern]:
+    return [each for each, number in zip(patterns, numbers, strict=True) for _ in range(number)]
+
+
+def _in_turn(patterns: Sequence[Pattern], numbers: Sequence[int]) -> list[Pattern]:
+    """Each spread evenly over the run."""
+    places = [
+        ((place + 0.5) / number, at) for at, number in enumerate(numbers) for place in range(number)
+    ]
+    return [patterns[at] for _, at in sorted(places)]
+
 
 _One = TypeVar("_One")
 _Other = TypeVar("_Other")

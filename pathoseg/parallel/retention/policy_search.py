@@ -7,16 +7,28 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from pathoseg.parallel.graph.activation_policy import Retention
-from pathoseg.parallel.retention.blocks import Run, runs_of
-from pathoseg.parallel.retention.policy_milp import Copying, RetentionProgram, windows
-from pathoseg.parallel.retention.policy_options import MOST_UNITS, Pattern, Ways, patterns_of
-from pathoseg.parallel.retention.retained import Retained, retain
-from pathoseg.parallel.retention.solver import GAP, least, relax, solve
-from pathoseg.parallel.retention.stage_liveness import StageFacts
+from pathoseg.parallel.retention.policy_milp import (
+    GAP,
+    Copying,
+    RetentionProgram,
+    least,
+    relax,
+    solve,
+    windows,
+)
+from pathoseg.parallel.retention.policy_options import (
+    MOST_UNITS,
+    Pattern,
+    Retained,
+    Ways,
+    patterns_of,
+    retain,
+)
+from pathoseg.parallel.retention.stage_liveness import Run, StageFacts, runs_of
 from pathoseg.parallel.schedule.costs import Costs, Link, StageCost
 from pathoseg.parallel.schedule.gpipe import gpipe
 from pathoseg.parallel.schedule.lowering import lower
-from pathoseg.parallel.schedule.placement import linear
+from pathoseg.parallel.schedule.schedule import linear
 from pathoseg.parallel.schedule.simulate import simulate
 
 _ATTEMPTS = 4

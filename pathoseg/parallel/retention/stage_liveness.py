@@ -1,9 +1,12 @@
-"""Who makes, writes, saves and reads the storages of a stage, and the bytes and seconds of it."""
+"""Who makes, saves and reads the storages of a stage, and its independent blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
 
 from pathoseg.parallel.graph.layer_graph import LayerGraph
 
@@ -127,3 +130,147 @@ def stage_facts(
         *({at: values[at] for at in layers} for values in peaks),
         *({at: values[at] for at in layers} for values in times),
     )
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The saved storages of one layer: what a retention decides on.
+
+    Attributes:
+        maker: Position of the layer.
+        storages: Their indices.
+        first: Position of the first layer that saves one.
+        last: Position of the last layer that does.
+    """
+
+    maker: int
+    storages: tuple[int, ...]
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive layers, and the units that they save; all that save a unit are in one block.
+
+    Attributes:
+        layers: Positions.
+        units: By maker; those made in earlier blocks come first.
+    """
+
+    layers: range
+    units: tuple[Unit, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Equal blocks, one after the other: the same layers, sizes and times."""
+
+    blocks: tuple[Block, ...]
+
+
+def units_of(facts: StageFacts) -> list[Unit]:
+    """All units of a stage, by maker."""
+    made: dict[int, list[int]] = {}
+    for index, saved in facts.saved.items():
+        made.setdefault(saved.maker, []).append(index)
+    return [
+        Unit(
+            maker,
+            tuple(storages),
+            min(facts.saved[index].first for index in storages),
+            max(facts.saved[index].last for index in storages),
+        )
+        for maker, storages in sorted(made.items())
+    ]
+
+
+def runs_of(facts: StageFacts, most: int) -> list[Run]:
+    """The stage as runs of equal blocks, in order.
+
+    A block ends where no unit is saved on both sides and all that crosses is saved; of such places
+    where fewest values cross, and among these the last with at most so many units.
+
+    Args:
+        facts: The stage.
+        most: Units of a block, where the stage can be cut so finely.
+    """
+    units = units_of(facts)
+    blocks = _blocks(facts, units, _ends(facts, units), most)
+    known = [(block, _signature(facts, block)) for block in blocks]
+    return [
+        Run(tuple(block for block, _ in group))
+        for _, group in groupby(known, key=lambda item: item[1])
+    ]
+
+
+def _ends(facts: StageFacts, units: Sequence[Unit]) -> dict[int, int]:
+    """By position at which a block may end, how many values cross it."""
+    first, stop = facts.layers.start, facts.layers.stop
+    crossing = np.zeros(stop - first + 2, np.int64)
+    closed = np.zeros(stop - first + 2, np.int64)
+    for index, maker in facts.makers.items():
+        saved = facts.saved.get(index)
+        end = max(facts.alive[index], saved.last if saved else maker)
+        crossing[maker + 1 - first : end + 1 - first] += 1
+        if saved is None:
+            closed[maker + 1 - first : facts.alive[index] + 1 - first] += 1
+        else:
+            closed[maker + 1 - first : max((maker, *saved.writers)) + 1 - first] += 1
+    for unit in units:
+        closed[unit.first + 1 - first : unit.last + 1 - first] += 1
+    inner = range(first + 1, stop)
+    ends = {at: int(crossing[at - first]) for at in inner if not closed[at - first]}
+    return {**ends, stop: 0}
+
+
+def _blocks(
+    facts: StageFacts, units: Sequence[Unit], ends: dict[int, int], most: int
+) -> list[Block]:
+    blocks: list[Block] = []
+    waiting = sorted(units, key=lambda unit: unit.last)
+    start, stop = facts.layers.start, facts.layers.stop
+    places = sorted(ends)
+    while start < stop:
+        ahead = [place for place in places if place > start]
+        best = ahead[0]
+        for place in ahead:
+            if sum(unit.last < place for unit in waiting[: most + 1]) > most:
+                break
+            if ends[place] <= ends[best]:
+                best = place
+        own = [unit for unit in waiting if unit.last < best]
+        waiting = waiting[len(own) :]
+        blocks.append(Block(range(start, best), tuple(sorted(own, key=lambda unit: unit.maker))))
+        places = ahead
+        start = best
+    return blocks
+
+
+def _signature(facts: StageFacts, block: Block) -> Hashable:
+    """Equal for blocks whose every choice costs the same."""
+    first, stop = block.layers.start, block.layers.stop
+    own = {index for unit in block.units for index in unit.storages}
+
+    def name(index: int) -> Hashable:
+        maker = facts.makers[index]
+        if index not in own and maker < first:
+            return "other", index
+        return maker - first, facts.makes[maker].index(index), facts.sizes[index]
+
+    # Read by later blocks, but theirs to save: the next block's inputs.
+    later = tuple((index, facts.alive[index]) for index in own if facts.alive[index] >= stop)
+    layers = tuple(
+        (
+            tuple((name(index), facts.alive[index] - first) for index in facts.makes[at]),
+            tuple(name(index) for index in facts.reads[at]),
+            tuple(name(index) for index in facts.saves[at]),
+            facts.forward_peak[at],
+            facts.backward_peak[at],
+            facts.passed[at],
+            facts.forward[at],
+            facts.backward[at],
+        )
+        for at in block.layers
+    )
+    return layers, later

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -12,17 +14,18 @@ import torch
 from torch import Tensor
 
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.activations.offload import Copies
+from pathoseg.parallel.activations.offload import Copied, Copies
 from pathoseg.parallel.activations.stage_offload import Parking, changed_by
 from pathoseg.parallel.activations.streams import Lane, Streams
-from pathoseg.parallel.activations.tickets import Copied
 from pathoseg.parallel.comm.transport import Transport
+from pathoseg.parallel.graph.layer_graph import Partition
 from pathoseg.parallel.runtime.messages import Messages, Route
 from pathoseg.parallel.runtime.reduction import Reduction
-from pathoseg.parallel.runtime.stage import Pass, Stage
+from pathoseg.parallel.runtime.stage import Pass, Stage, stage_edges
 from pathoseg.parallel.schedule.action import COMPUTE, Action, Edge, Kind
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.schedule import Schedule, visit_of
+from pathoseg.parallel.schedule.validate import validate
 
 
 @dataclass(frozen=True)
@@ -308,3 +311,47 @@ def refused(schedule: Schedule) -> PathosegError | None:
             f"The schedule {schedule.name} has no messages and steps.", "Lower it first."
         )
     return None
+
+
+def check_fit(partition: Partition, schedule: Schedule, transport: Transport) -> None:
+    """Refuses a schedule that is for other stages or ranks.
+
+    Raises:
+        PathosegError: It is, or no rank can run it.
+    """
+    problem = refused(schedule)
+    if problem is not None:
+        raise problem
+    if schedule.ranks != transport.ranks:
+        raise PathosegError(
+            f"The schedule {schedule.name} is for {schedule.ranks} ranks, not {transport.ranks}.",
+            f"Start {schedule.ranks} ranks.",
+        )
+    edges = set(stage_edges(partition))
+    if schedule.stages != partition.stages or set(schedule.edges) != edges:
+        raise PathosegError(
+            f"The schedule {schedule.name} is for other stages than these {partition.stages}.",
+            "Lower it with the edges of the partition.",
+        )
+    validate(schedule)
+
+
+def compare_ranks(transport: Transport, own: Mapping[str, str]) -> None:
+    """Refuses ranks that would not run the same; all ranks call this.
+
+    Args:
+        transport: Joins the ranks.
+        own: What must be the same, by what it is called.
+
+    Raises:
+        PathosegError: It is not; on all ranks.
+    """
+    digests = {what: hashlib.sha256(text.encode()).hexdigest() for what, text in own.items()}
+    told = [json.loads(text) for text in transport.gather(json.dumps(digests))]
+    for rank, theirs in enumerate(told):
+        for what, digest in told[0].items():
+            if theirs.get(what) != digest:
+                raise PathosegError(
+                    f"Rank {rank} has not the {what} of rank 0.",
+                    "Start all ranks with the same version, configuration and first weights.",
+                )

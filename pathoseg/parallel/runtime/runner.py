@@ -12,26 +12,22 @@ import torch
 from torch import nn
 
 from pathoseg.errors import PathosegError, is_out_of_memory
-from pathoseg.parallel.activations.forms import Form
-from pathoseg.parallel.activations.offload import Copies, copies_of
+from pathoseg.parallel.activations.offload import Copies, Form, copies_of
 from pathoseg.parallel.activations.stage_offload import Park, Parking, parked_bytes
 from pathoseg.parallel.activations.streams import streams_of
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.graph.layer_graph import Partition
 from pathoseg.parallel.graph.traced import Traced
-from pathoseg.parallel.runtime.executor import Executor, Microbatches
-from pathoseg.parallel.runtime.grad_clip import Agreed, Clipping
-from pathoseg.parallel.runtime.holdings import Holdings
-from pathoseg.parallel.runtime.loss_scale import LossScale
+from pathoseg.parallel.runtime.executor import Executor, Microbatches, check_fit, compare_ranks
+from pathoseg.parallel.runtime.grad_clip import Agreed, Clipping, LossScale
 from pathoseg.parallel.runtime.memory_check import Memory, compare_hosts
-from pathoseg.parallel.runtime.preflight import check_fit, compare_ranks
 from pathoseg.parallel.runtime.reduction import Reduction
 from pathoseg.parallel.runtime.stage import Loss, Pass, Stage
-from pathoseg.parallel.runtime.state import gather, load_optimizer, load_tensors
+from pathoseg.parallel.runtime.state import Holdings, gather, load_optimizer, load_tensors
 from pathoseg.parallel.schedule.action import Kind
-from pathoseg.parallel.schedule.copies import take_turns
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.schedule import Schedule, visit_of
+from pathoseg.parallel.schedule.simulate import take_turns
 
 
 @dataclass(frozen=True)
@@ -223,10 +219,13 @@ class Runner:
                     this, microbatches, partial(self._update, this, microbatches), events
                 )
             for number_of, stage in self._stages.items():
-                stage.statistics.apply(
-                    microbatches.sizes, self._transport, self._holders(number_of)
-                )
+                holders = self._holders(number_of)
+                stage.statistics.apply(microbatches.sizes, partial(self._sum, holders))
         return StepResult(self._agreed.loss_sum, self._agreed.finite, tuple(events or ()))
+
+    def _sum(self, holders: tuple[int, ...], rows: torch.Tensor) -> None:
+        if len(holders) > 1:
+            self._transport.sum(rows, holders).wait()
 
     def predict(self, microbatches: Microbatches) -> dict[int, Any]:
         """What the model returns in `eval` mode, by microbatch, where its last stage is here.

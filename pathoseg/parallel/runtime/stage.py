@@ -14,8 +14,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.activations.offload import Copies
+from pathoseg.parallel.activations.rematerialize import Away, Piece
 from pathoseg.parallel.activations.running_statistics import RunningStatistics, norms_at
-from pathoseg.parallel.activations.saved import Away, Piece
 from pathoseg.parallel.activations.saved_tensor_hooks import Keeping
 from pathoseg.parallel.graph.activation_policy import Retention
 from pathoseg.parallel.graph.layer_graph import Partition, StageEdge

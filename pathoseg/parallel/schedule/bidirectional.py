@@ -6,8 +6,7 @@ from pathoseg.parallel.schedule.action import Action, Kind, chain
 from pathoseg.parallel.schedule.costs import Costs
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.one_f_one_b import alternate
-from pathoseg.parallel.schedule.placement import mirrored
-from pathoseg.parallel.schedule.schedule import Schedule
+from pathoseg.parallel.schedule.schedule import Schedule, mirrored
 from pathoseg.parallel.schedule.simulate import simulate
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from pathoseg.parallel.schedule.action import Action, Kind, chain
-from pathoseg.parallel.schedule.placement import mirrored
-from pathoseg.parallel.schedule.schedule import Schedule
+from pathoseg.parallel.schedule.schedule import Schedule, mirrored
 
 
 def gems(ranks: int, pairs: int = 1, per_visit: int = 1) -> Schedule:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pathoseg.parallel.schedule.action import Action, Kind, chain
-from pathoseg.parallel.schedule.placement import Placement, linear
-from pathoseg.parallel.schedule.schedule import Schedule
+from pathoseg.parallel.schedule.schedule import Placement, Schedule, linear
 
 
 def gpipe(placement: Placement, microbatches: int, flush: int | None = None) -> Schedule:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from pathoseg.parallel.schedule.action import Action, Kind, chain
-from pathoseg.parallel.schedule.placement import linear
-from pathoseg.parallel.schedule.schedule import Schedule
+from pathoseg.parallel.schedule.schedule import Schedule, linear
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:

@@ -11,8 +11,7 @@ from pathoseg.parallel.schedule.costs import Costs
 from pathoseg.parallel.schedule.list_scheduling import list_schedule
 from pathoseg.parallel.schedule.local_search import polish
 from pathoseg.parallel.schedule.lowering import lower
-from pathoseg.parallel.schedule.placement import Placement
-from pathoseg.parallel.schedule.schedule import Schedule
+from pathoseg.parallel.schedule.schedule import Placement, Schedule
 from pathoseg.parallel.schedule.simulate import simulate
 from pathoseg.parallel.schedule.workload import Timetable, Workload, workload
 

@@ -12,12 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pathoseg.parallel.activations.forms import Form
-from pathoseg.parallel.activations.offload import Copies, copies_of
-from pathoseg.parallel.activations.overlapped import Overlapped
+from pathoseg.parallel.activations.offload import Copies, Form, Label, Overlapped, copies_of
 from pathoseg.parallel.activations.pinned_arena import Arena
 from pathoseg.parallel.activations.streams import HostStreams, Lane, streams_of
-from pathoseg.parallel.activations.tickets import Label
 
 CPU = torch.device("cpu")
 Clock = dict[Lane, int]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.activations import saved_tensor_hooks as keeping
-from pathoseg.parallel.activations.forms import Form
+from pathoseg.parallel.activations.offload import Form
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.partition import even
 from pathoseg.parallel.runtime.executor import Microbatches
@@ -21,7 +21,7 @@ from pathoseg.parallel.runtime.memory_check import Memory
 from pathoseg.parallel.runtime.runner import Runner, Training
 from pathoseg.parallel.schedule.gpipe import gpipe
 from pathoseg.parallel.schedule.lowering import lower
-from pathoseg.parallel.schedule.placement import linear
+from pathoseg.parallel.schedule.schedule import linear
 from tests.parallel.comm.thread_ranks import run_ranks
 from tests.parallel.runtime.judge import optimizer
 

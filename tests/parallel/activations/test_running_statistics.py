@@ -52,7 +52,7 @@ def test_statistics_are_those_of_torch(copies: int) -> None:
                         row = statistics.lend()
                         segment({"images": batches[index]}, statistics.enter)
                         statistics.keep(index, row)
-            statistics.apply(sizes, transport, tuple(range(copies)))
+            statistics.apply(sizes, lambda rows: transport.sum(rows, tuple(range(copies))).wait())
         return traced.model.state_dict()
 
     for state in run_ranks(copies, body):

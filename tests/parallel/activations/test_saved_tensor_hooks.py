@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pathoseg.parallel.activations import saved_tensor_hooks as keeping
-from pathoseg.parallel.activations.forms import Form
+from pathoseg.parallel.activations.offload import Form
 from pathoseg.parallel.runtime.memory_check import Memory
 from tests.parallel.comm.thread_ranks import run_ranks
 from tests.parallel.networks.runtime_models import MODELS

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pathoseg.parallel.activations import saved_tensor_hooks as keeping
 from pathoseg.parallel.activations import stage_offload as parking
-from pathoseg.parallel.activations.forms import Form
+from pathoseg.parallel.activations.offload import Form
 from pathoseg.parallel.activations.stage_offload import Park, parked_bytes
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.graph.traced import Traced
@@ -28,8 +28,7 @@ from pathoseg.parallel.runtime.stage import Stage, stage_edges
 from pathoseg.parallel.schedule.gems import gems
 from pathoseg.parallel.schedule.gpipe import gpipe
 from pathoseg.parallel.schedule.lowering import lower
-from pathoseg.parallel.schedule.placement import Placement, folded
-from pathoseg.parallel.schedule.schedule import Schedule
+from pathoseg.parallel.schedule.schedule import Placement, Schedule, folded
 from tests.parallel.comm.thread_ranks import run_ranks
 
 CPU = torch.device("cpu")

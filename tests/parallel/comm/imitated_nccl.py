@@ -16,8 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, St
 from pathoseg.parallel.comm.gloo import join_gloo
 from pathoseg.parallel.comm.heartbeat import MEETING, Lifeline
 from pathoseg.parallel.comm.launcher import find_world
-from pathoseg.parallel.comm.nccl import NcclChannels
-from pathoseg.parallel.comm.ordered import OrderedWire
+from pathoseg.parallel.comm.nccl import NcclChannels, OrderedWire
 from pathoseg.parallel.comm.process_transport import ProcessTransport
 
 

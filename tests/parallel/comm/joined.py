@@ -10,7 +10,7 @@ from torch import Tensor
 from pathoseg.parallel.comm.gloo import GlooRequest, GlooWire, join_gloo
 from pathoseg.parallel.comm.heartbeat import Lifeline
 from pathoseg.parallel.comm.launcher import connect, find_world
-from pathoseg.parallel.comm.ordered import OrderedWire
+from pathoseg.parallel.comm.nccl import OrderedWire
 from pathoseg.parallel.comm.process_transport import ProcessTransport
 from pathoseg.parallel.comm.transport import Pending, Transport
 from tests.parallel.comm.imitated_nccl import connect_imitated

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from pathoseg.parallel.comm import address
-from pathoseg.parallel.comm.address import own_address, reached_by
+from pathoseg.parallel.comm import process_transport as address
+from pathoseg.parallel.comm.process_transport import own_address, reached_by
 
 WAYS = {"me": "127.0.1.1", "node2": "10.0.0.1", "10.0.0.3": "10.0.0.1"}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pathoseg.parallel.comm.crew import start_crew
+from pathoseg.parallel.comm.local_ranks import start_crew
 
 
 def crew(ranks: int, script: str) -> int:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.comm.ordered import OrderedWire
+from pathoseg.parallel.comm.nccl import OrderedWire
 from pathoseg.parallel.comm.process_transport import Request
 
 Route = tuple[int, int, int]  # sender, receiver, tag

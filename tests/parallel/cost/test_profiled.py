@@ -9,7 +9,7 @@ from torch import nn
 from pathoseg.errors import PathosegError
 from pathoseg.models.unet import UNet
 from pathoseg.parallel.cost.cost_model import LayerTime
-from pathoseg.parallel.cost.profiled import Profiled, distinct, measure_sequence, signature
+from pathoseg.parallel.cost.timing import Profiled, distinct, measure_sequence, signature
 from pathoseg.parallel.graph.layer_graph import Layer
 from pathoseg.parallel.graph.traced import Traced, trace
 from tests.parallel.networks.small import SMALL

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.graph.holders import alone, held_once
+from pathoseg.parallel.graph.traced import alone, held_once
 
 
 def test_this_torch_is_understood() -> None:

@@ -20,11 +20,9 @@ from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.cpu_workspace import cpu_workspace, vector_lanes
 from pathoseg.parallel.planning.memory_model import MemoryModel, Workspace
 from pathoseg.parallel.planning.partition import even
-from pathoseg.parallel.retention.blocks import units_of
-from pathoseg.parallel.retention.policy_options import Ways
+from pathoseg.parallel.retention.policy_options import Ways, retain
 from pathoseg.parallel.retention.policy_search import Chooser
-from pathoseg.parallel.retention.retained import retain
-from pathoseg.parallel.retention.stage_liveness import stage_facts
+from pathoseg.parallel.retention.stage_liveness import stage_facts, units_of
 from pathoseg.parallel.runtime.stage import Pass, Stage
 from pathoseg.parallel.schedule.costs import Link
 from tests.parallel.networks.small import SMALL, small_graph

@@ -17,8 +17,7 @@ from pathoseg.models.unet import UNet
 from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition
 from pathoseg.parallel.graph.traced import trace
 from pathoseg.parallel.planning.memory_model import MemoryModel
-from pathoseg.parallel.planning.named_cuts import custom
-from pathoseg.parallel.planning.partition import Cutter, MemoryLimit, balance, cut, even
+from pathoseg.parallel.planning.partition import Cutter, MemoryLimit, balance, custom, cut, even
 from tests.parallel.networks.random_graphs import layer_graphs
 
 

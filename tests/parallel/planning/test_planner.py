@@ -16,12 +16,10 @@ from pathoseg.parallel.cost.cost_model import Roofline
 from pathoseg.parallel.cost.hardware import Hardware
 from pathoseg.parallel.graph.activation_policy import Retention
 from pathoseg.parallel.graph.traced import trace
-from pathoseg.parallel.planning.bounds import least_bytes, least_seconds
 from pathoseg.parallel.planning.orders import AUTO, ORDERS, PLACEMENTS, Frame
-from pathoseg.parallel.planning.plan import Plan
-from pathoseg.parallel.planning.planner import plan
+from pathoseg.parallel.planning.plan import Plan, PlanRequest
+from pathoseg.parallel.planning.planner import least_bytes, least_seconds, plan
 from pathoseg.parallel.planning.stage_costs import Priced, stage_edges
-from pathoseg.parallel.planning.task import Task
 from pathoseg.parallel.retention.policy_options import Ways
 from pathoseg.parallel.schedule.costs import Link
 from pathoseg.parallel.schedule.lowering import lower
@@ -60,14 +58,14 @@ WHOLE = UNET.cutter.least_caps(1)[0]
     st.sampled_from([AUTO, *ORDERS]),
 )
 def test_a_plan_runs_as_it_says(ranks: int, share: float, batch: int, order: str) -> None:
-    task = Task(ranks, int(share * WHOLE), batch, order)
-    plans = plan([UNET], task)
+    request = PlanRequest(ranks, int(share * WHOLE), batch, order)
+    plans = plan([UNET], request)
     assert all(earlier.seconds <= later.seconds for earlier, later in pairwise(plans))
     for each in plans:
         assert each.order == order or order == AUTO
         assert each.ranks <= ranks
         assert each.batch == batch
-        assert max(each.memory) <= task.memory
+        assert max(each.memory) <= request.memory
         validate(each.schedule)
         partition = each.partition(UNET.graph)
         costs = UNET.costs(partition, each.ranks, each.retention, each.window)
@@ -108,34 +106,34 @@ def test_no_order_beats_the_bounds(
 
 def test_what_fits_on_one_device_is_not_cut() -> None:
     free = _price(replace(DEVICE, inside=Link(), between=Link()))
-    best, *others = plan([free], Task(4, 2 * int(WHOLE), 4))
+    best, *others = plan([free], PlanRequest(4, 2 * int(WHOLE), 4))
     assert (best.order, best.groups) == ("data-parallel", 4)
     assert {"sequential", "1f1b", "gpipe"} <= {each.order for each in others}
-    assert plan([UNET], Task(1, 2 * int(WHOLE), 4))[0].order == "sequential"
+    assert plan([UNET], PlanRequest(1, 2 * int(WHOLE), 4))[0].order == "sequential"
     slow = _price(replace(DEVICE, inside=Link(0, SLOW), between=Link(0, SLOW)))
-    assert plan([slow], Task(4, 2 * int(WHOLE), 4))[0].order == "sequential"
+    assert plan([slow], PlanRequest(4, 2 * int(WHOLE), 4))[0].order == "sequential"
 
 
 def test_what_does_not_fit_is_cut() -> None:
-    kept = Task(4, int(0.7 * WHOLE), 4, ways=Ways(offload=False, recompute=False))
+    kept = PlanRequest(4, int(0.7 * WHOLE), 4, ways=Ways(offload=False, recompute=False))
     best = plan([UNET], kept)[0]
     assert best.stages > 1
     assert plan([UNET], replace(kept, ranks=1, memory=int(WHOLE) - 1)) == []
 
 
 def test_what_does_not_fit_alone_is_recomputed_or_offloaded() -> None:
-    [alone] = plan([UNET], Task(1, int(0.7 * WHOLE), 4, ways=Ways(offload=False)))
+    [alone] = plan([UNET], PlanRequest(1, int(0.7 * WHOLE), 4, ways=Ways(offload=False)))
     assert alone.order == "sequential"
     assert alone.retention[0].recomputed
-    [mixed] = plan([UNET], Task(1, int(0.7 * WHOLE), 4))
+    [mixed] = plan([UNET], PlanRequest(1, int(0.7 * WHOLE), 4))
     assert mixed.retention != (Retention(),)
     assert mixed.seconds <= alone.seconds
-    [keeping] = plan([UNET], Task(1, int(WHOLE) + 2**20, 4))
+    [keeping] = plan([UNET], PlanRequest(1, int(WHOLE) + 2**20, 4))
     assert keeping.retention == (Retention(),)
     assert keeping.seconds < alone.seconds
     big = _price(side=256)
     whole = big.cutter.least_caps(1)[0]
-    copied = Task(1, int(0.8 * whole), 4, ways=Ways(recompute=False))
+    copied = PlanRequest(1, int(0.8 * whole), 4, ways=Ways(recompute=False))
     [away] = plan([big], copied)
     assert away.retention[0].offloaded
     assert not away.retention[0].recomputed
@@ -144,7 +142,7 @@ def test_what_does_not_fit_alone_is_recomputed_or_offloaded() -> None:
 
 
 def test_more_ranks_than_stages_are_groups() -> None:
-    [best, *_] = plan([UNET], Task(8, 2**40, 16, "gems-master", stages=4))
+    [best, *_] = plan([UNET], PlanRequest(8, 2**40, 16, "gems-master", stages=4))
     assert (best.stages, best.groups, best.placement) == (4, 2, "mirrored")
     gradients = UNET.costs(best.partition(UNET.graph), 8).stages
     both = [gradients[rank].gradients + gradients[3 - rank].gradients for rank in range(4)]
@@ -154,17 +152,17 @@ def test_more_ranks_than_stages_are_groups() -> None:
 
 @pytest.mark.parametrize("stages", [9, 10, 11])
 def test_any_number_of_stages_may_be_asked_for(stages: int) -> None:
-    plans = plan([UNET], Task(11, 2**40, 11, "gpipe", stages=stages))
+    plans = plan([UNET], PlanRequest(11, 2**40, 11, "gpipe", stages=stages))
     assert {each.stages for each in plans} == {stages}
 
 
 def test_a_prime_number_of_ranks_can_all_have_work() -> None:
-    everyone = Task(11, int(0.5 * WHOLE), 4, "1f1b-recompute", all_ranks=True)
+    everyone = PlanRequest(11, int(0.5 * WHOLE), 4, "1f1b-recompute", all_ranks=True)
     assert {each.stages for each in plan([UNET], everyone)} == {11}
 
 
 def test_a_given_cut_is_kept() -> None:
-    plans = plan([UNET], Task(4, 2**40, 4, cut=("encoder.1", "decoder.0")))
+    plans = plan([UNET], PlanRequest(4, 2**40, 4, cut=("encoder.1", "decoder.0")))
     assert plans
     for each in plans:
         assert each.stages == 3
@@ -175,8 +173,8 @@ def test_a_given_cut_is_kept() -> None:
 def test_the_larger_microbatch_is_taken_where_it_is_faster() -> None:
     costly = replace(DEVICE, overhead=0.1)
     sizes = [_price(costly, 1), _price(costly, 4)]
-    assert plan(sizes, Task(1, 2**40, 4))[0].microbatch == 4
-    assert plan(sizes[:1], Task(1, 2**40, 4))[0].microbatch == 1
+    assert plan(sizes, PlanRequest(1, 2**40, 4))[0].microbatch == 4
+    assert plan(sizes[:1], PlanRequest(1, 2**40, 4))[0].microbatch == 1
 
 
 @pytest.mark.parametrize(
@@ -194,4 +192,4 @@ def test_the_larger_microbatch_is_taken_where_it_is_faster() -> None:
 def test_what_cannot_be_planned_is_said(change: dict[str, object], problem: str) -> None:
     pair = _price(microbatch=2)
     with pytest.raises(PathosegError, match=problem):
-        plan([pair], replace(Task(4, 2**40, 4), **change))  # type: ignore[arg-type]  # one of its fields
+        plan([pair], replace(PlanRequest(4, 2**40, 4), **change))  # type: ignore[arg-type]  # one of its fields

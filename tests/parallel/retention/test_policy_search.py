@@ -20,14 +20,17 @@ from pathoseg.parallel.cost.hardware import load_hardware
 from pathoseg.parallel.graph.activation_policy import SMALL, Retention
 from pathoseg.parallel.graph.traced import trace
 from pathoseg.parallel.planning.memory_model import MemoryModel
-from pathoseg.parallel.retention.blocks import runs_of, units_of
-from pathoseg.parallel.retention.policy_milp import Copying, RetentionProgram
-from pathoseg.parallel.retention.policy_options import MOST_UNITS, Ways, patterns_of
+from pathoseg.parallel.retention.policy_milp import (
+    GAP,
+    Copying,
+    Program,
+    RetentionProgram,
+    relax,
+    solve,
+)
+from pathoseg.parallel.retention.policy_options import MOST_UNITS, Ways, patterns_of, retain
 from pathoseg.parallel.retention.policy_search import Chooser
-from pathoseg.parallel.retention.program import Program
-from pathoseg.parallel.retention.retained import retain
-from pathoseg.parallel.retention.solver import GAP, relax, solve
-from pathoseg.parallel.retention.stage_liveness import StageFacts, stage_facts
+from pathoseg.parallel.retention.stage_liveness import StageFacts, runs_of, stage_facts, units_of
 from tests.parallel.networks.small import SMALL as NETWORKS
 from tests.parallel.networks.small import small_graph
 

@@ -25,8 +25,7 @@ from pathoseg.parallel.schedule.gems import gems
 from pathoseg.parallel.schedule.gpipe import gpipe, mp_basic, sequential
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.one_f_one_b import one_f_one_b
-from pathoseg.parallel.schedule.placement import folded, linear, mirrored
-from pathoseg.parallel.schedule.schedule import Schedule
+from pathoseg.parallel.schedule.schedule import Schedule, folded, linear, mirrored
 from pathoseg.parallel.schedule.synthesise import synthesise
 from tests.parallel.networks.runtime_models import MODELS, SIDE, per_sample_loss, samples
 from tests.parallel.runtime.judge import STEPS, Verdict, judge, optimizer

@@ -11,7 +11,7 @@ from torch import nn
 
 from pathoseg.models.resnet_v2 import ResNetV2
 from pathoseg.models.unet import UNet
-from pathoseg.parallel.activations.overlapped import Overlapped
+from pathoseg.parallel.activations.offload import Overlapped
 from pathoseg.parallel.activations.pinned_arena import Arena
 from pathoseg.parallel.activations.streams import HostStreams
 from pathoseg.parallel.graph.activation_policy import SMALL, Retention

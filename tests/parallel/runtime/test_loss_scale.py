@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from pathoseg.parallel.runtime.loss_scale import LossScale
+from pathoseg.parallel.runtime.grad_clip import LossScale
 
 
 @given(st.lists(st.booleans(), max_size=20), st.integers(1, 4))

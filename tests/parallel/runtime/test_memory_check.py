@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pathoseg.parallel.runtime.available import available_memory, too_small
+from pathoseg.parallel.runtime.memory_check import available_memory, too_small
 
 GIB = 2**30
 

@@ -27,8 +27,8 @@ from pathoseg.parallel.schedule.gems import gems
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.one_f_one_b import one_f_one_b
 from pathoseg.parallel.schedule.schedule import Schedule
+from pathoseg.training.one_device import train_step
 from pathoseg.training.optimizer import load_by_name, state_by_name
-from pathoseg.training.step import train_step
 from tests.parallel.comm.thread_ranks import ThreadTransport, run_ranks
 from tests.parallel.networks.runtime_models import MODELS, per_sample_loss
 from tests.parallel.runtime.cases import (

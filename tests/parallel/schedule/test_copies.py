@@ -14,15 +14,13 @@ from hypothesis import strategies as st
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.schedule.action import Kind
 from pathoseg.parallel.schedule.bidirectional import bidirectional
-from pathoseg.parallel.schedule.copies import take_turns
 from pathoseg.parallel.schedule.costs import Costs, Link, Saved, StageCost
 from pathoseg.parallel.schedule.gems import gems
 from pathoseg.parallel.schedule.gpipe import gpipe, mp_basic, sequential
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.one_f_one_b import one_f_one_b
-from pathoseg.parallel.schedule.placement import folded, linear
-from pathoseg.parallel.schedule.schedule import Schedule
-from pathoseg.parallel.schedule.simulate import Simulation, simulate
+from pathoseg.parallel.schedule.schedule import Schedule, folded, linear
+from pathoseg.parallel.schedule.simulate import Simulation, simulate, take_turns
 
 THIRD = Fraction(1, 3)
 

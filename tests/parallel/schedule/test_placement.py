@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pathoseg.parallel.schedule.placement import folded, linear, mirrored
+from pathoseg.parallel.schedule.schedule import folded, linear, mirrored
 
 
 @pytest.mark.parametrize("ranks", range(1, 10))

@@ -16,8 +16,7 @@ from pathoseg.parallel.schedule.gems import gems
 from pathoseg.parallel.schedule.gpipe import gpipe
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.one_f_one_b import one_f_one_b
-from pathoseg.parallel.schedule.placement import folded, linear, mirrored
-from pathoseg.parallel.schedule.schedule import Schedule
+from pathoseg.parallel.schedule.schedule import Schedule, folded, linear, mirrored
 from pathoseg.parallel.schedule.simulate import simulate
 from pathoseg.parallel.schedule.synthesise import synthesise
 from pathoseg.parallel.schedule.validate import validate

@@ -17,8 +17,7 @@ from pathoseg.parallel.schedule.gems import gems
 from pathoseg.parallel.schedule.gpipe import gpipe, mp_basic
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.one_f_one_b import one_f_one_b
-from pathoseg.parallel.schedule.placement import linear
-from pathoseg.parallel.schedule.schedule import Schedule
+from pathoseg.parallel.schedule.schedule import Schedule, linear
 from pathoseg.parallel.schedule.simulate import simulate
 from pathoseg.parallel.schedule.timeline import chrome_trace, draw_svg, draw_text
 

@@ -18,8 +18,7 @@ from pathoseg.parallel.schedule.gems import gems
 from pathoseg.parallel.schedule.gpipe import gpipe
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.one_f_one_b import one_f_one_b
-from pathoseg.parallel.schedule.placement import Placement, folded, linear
-from pathoseg.parallel.schedule.schedule import Schedule, visit_of
+from pathoseg.parallel.schedule.schedule import Placement, Schedule, folded, linear, visit_of
 from pathoseg.parallel.schedule.simulate import simulate
 from pathoseg.parallel.schedule.validate import validate
 

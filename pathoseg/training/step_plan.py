@@ -1,0 +1,172 @@
+"""The plan of a run's step: its hardware, its prices, and whether the host can hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from socket import gethostname
+
+import torch
+from torch import nn
+
+from pathoseg.config import Config
+from pathoseg.device import pick_device
+from pathoseg.errors import PathosegError
+from pathoseg.host_memory import LARGE, keep_freed_memory
+from pathoseg.memory_size import parse_memory
+from pathoseg.models.build import check_tile
+from pathoseg.parallel.comm.transport import Transport
+from pathoseg.parallel.cost.cost_model import cost_model
+from pathoseg.parallel.cost.hardware import Hardware, known_hardware, load_hardware
+from pathoseg.parallel.cost.timing import Profiled
+from pathoseg.parallel.fitting import agree, best
+from pathoseg.parallel.graph.traced import Traced
+from pathoseg.parallel.planning.cpu_workspace import cpu_workspace
+from pathoseg.parallel.planning.memory_model import MemoryModel
+from pathoseg.parallel.planning.plan import Plan, PlanRequest
+from pathoseg.parallel.planning.stage_costs import Priced
+from pathoseg.parallel.retention.policy_options import Ways
+from pathoseg.parallel.runtime.memory_check import available_memory, too_small
+from pathoseg.parallel.schedule.event import Event
+from pathoseg.parallel.schedule.simulate import simulate
+from pathoseg.progress import progress_bar
+from pathoseg.training.distributed import own_device
+
+# Sizes of microbatches that are tried where the model's norm does not forbid it.
+_SIZES = (1, 2, 4)
+_SLOTS = {"adamw": 2, "sgd": 1}
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def find_hardware(name: str | None) -> Hardware:
+    """The hardware of this name or file; of this machine's device where it is None.
+
+    Raises:
+        PathosegError: There is none, or nothing is known of this machine's GPU.
+    """
+    if name is not None:
+        return load_hardware(name)
+    if pick_device().type == "cpu":
+        return load_hardware("cpu")
+    title = torch.cuda.get_device_name()
+    for known in known_hardware():
+        if known in title.lower():
+            return load_hardware(known)
+    raise PathosegError(
+        f"Nothing is known of this machine's {title}.",
+        "Measure it with `pathoseg calibrate --out FILE`, and name that file with --hardware.",
+    )
+
+
+def plan_request(config: Config, hardware: Hardware) -> PlanRequest:
+    """What the configuration asks of the planner.
+
+    Raises:
+        PathosegError: An order, cut or size that there is not.
+    """
+    wanted = config.parallel
+    memory = hardware.memory if wanted.memory is None else parse_memory(wanted.memory)
+    return PlanRequest(
+        wanted.ranks,
+        memory,
+        config.train.batch,
+        wanted.order,
+        wanted.stages,
+        wanted.cut,
+        ways=Ways(wanted.offload != "none", wanted.recompute),
+    )
+
+
+def price(model: nn.Module, config: Config, hardware: Hardware) -> list[Priced]:
+    """The model for each size of microbatch that the planner may use, the smallest first.
+
+    A configured size is kept. Else it is one sample, for batch norm takes its statistics over the
+    microbatch: another size would be another training. Without batch norm several are tried.
+
+    Raises:
+        PathosegError: The tile does not fit the model, or the model cannot be read.
+    """
+    check_tile(model, config.tiles.tile)
+    if config.train.microbatch is not None:
+        sizes = [config.train.microbatch]
+    elif any(isinstance(module, _BATCH_NORMS) for module in model.modules()):
+        sizes = [1]
+    else:
+        sizes = [size for size in _SIZES if config.train.batch % size == 0]
+    side, profile = config.tiles.tile, config.parallel.profile
+    return [price_one(model, size, side, config, hardware, profile) for size in sizes]
+
+
+def price_one(
+    model: nn.Module,
+    size: int,
+    side: int,
+    config: Config,
+    hardware: Hardware,
+    profile: bool = False,
+) -> Priced:
+    traced = Traced(model, torch.empty(size, 3, side, side, device="meta"))
+    costs = cost_model(hardware)
+    if profile:
+        with progress_bar("timing layers", None, "visits") as bar:
+            costs = Profiled(traced, costs, advance=bar.advance)
+    slots = _SLOTS[config.train.optimizer]
+    workspace = cpu_workspace(threads=hardware.threads or 1) if hardware.device == "cpu" else None
+    return Priced(traced.graph, costs, hardware, slots, workspace)
+
+
+def check_host(model: nn.Module, config: Config) -> None:
+    """Makes sure that one process on the CPU can hold what a microbatch takes.
+
+    Where it can twice over, the process keeps from then on what it frees: layers leave holes that
+    no tensor fits into.
+
+    Raises:
+        PathosegError: The host has too little memory left.
+    """
+    side, size = config.tiles.tile, config.train.microbatch or config.train.batch
+    try:
+        graph = Traced(model, torch.empty(size, 3, side, side, device="meta")).graph
+    except PathosegError:
+        return  # what no graph can be made of trains in one process all the same
+    workspace = cpu_workspace(threads=torch.get_num_threads())
+    memory = MemoryModel(graph, _SLOTS[config.train.optimizer], workspace=workspace)
+    needed = memory.stage(range(len(graph.layers)))
+    more = needed.peak() - needed.parameters - needed.buffers  # which the model has already
+    room = available_memory()
+    refusal = too_small([(gethostname(), more, room)], computes=True)
+    if refusal is not None:
+        raise refusal
+    if room is not None and 2 * more <= room:
+        keep_freed_memory(LARGE)
+
+
+def agreed_plan(
+    model: torch.nn.Module, config: Config, transport: Transport
+) -> tuple[Plan, Sequence[Event]]:
+    """The fastest plan for all ranks of the job, found by rank 0.
+
+    Returns:
+        The plan, and on rank 0 what it expects each rank of a group to do when.
+
+    Raises:
+        PathosegError: Nothing fits; it says what would.
+    """
+    _, memory = own_device(transport)
+
+    planned: list[Event] = []
+
+    def choose() -> Plan:
+        hardware = find_hardware(config.parallel.hardware)
+        request = replace(plan_request(config, hardware), ranks=transport.ranks, all_ranks=True)
+        if config.parallel.memory is None:
+            request = replace(request, memory=memory)
+        graphs = {each.microbatch: each for each in price(model, config, hardware)}
+        plan = best([*graphs.values()], request)
+        priced = graphs[plan.microbatch]
+        partition = plan.partition(priced.graph)
+        costs = priced.costs(partition, plan.ranks, plan.retention, plan.window)
+        planned.extend(simulate(plan.schedule, costs).events)
+        return plan
+
+    return agree(choose, transport), planned
