@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -71,6 +71,7 @@ Ranks = Annotated[
     int | None,
     typer.Option(help="Start so many ranks on this machine. [default: 1]", min=1),
 ]
+Level = Literal["layer", "block", "module"]
 Factory = Annotated[
     str | None,
     typer.Option(
@@ -86,6 +87,13 @@ def _version(
     if version:
         typer.echo(f"pathoseg {__version__}")
         raise typer.Exit
+
+
+def _refuse_wrong_options(config: Path | None, flags: dict[str, dict[str, Any]]) -> None:
+    """Refuse a wrong value within half a second, before torch is imported."""
+    from pathoseg.config import load_config
+
+    load_config(config, flags)
 
 
 def _data(
@@ -130,9 +138,7 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Train a model from slides and their annotations."""
-    from pathoseg.workflows.train import launch
-
-    flags = {
+    flags: dict[str, dict[str, Any]] = {
         "": {"seed": seed},
         "data": _data(slides, annotations, assume_mpp)
         | {"skip_bad_slides": skip_bad_slides or None},
@@ -141,6 +147,9 @@ def train(
         "train": {"epochs": epochs, "time_limit": time_limit},
         "parallel": {"ranks": ranks, "order": order},
     }
+    _refuse_wrong_options(config, flags)
+    from pathoseg.workflows.train import launch
+
     raise typer.Exit(launch(config, flags, out, resume, trace, sys.argv[1:]))
 
 
@@ -161,9 +170,10 @@ def infer(
     debug: Debug = False,
 ) -> None:
     """Segment slides: mask, outlines for QuPath, overlay and areas."""
+    flags: dict[str, Any] = {"data": {"assume_mpp": assume_mpp}, "parallel": {"ranks": ranks}}
+    _refuse_wrong_options(config, flags)
     from pathoseg.workflows.infer import infer as run_inference
 
-    flags: dict[str, Any] = {"data": {"assume_mpp": assume_mpp}, "parallel": {"ranks": ranks}}
     raise typer.Exit(
         run_inference(slides, model, out, config, flags, resume, factory, sys.argv[1:])
     )
@@ -189,10 +199,11 @@ def evaluate(
     debug: Debug = False,
 ) -> None:
     """Compare a model's segmentation of whole slides with their annotations."""
+    flags: dict[str, Any] = {"data": _data(slides, annotations, assume_mpp)}
+    _refuse_wrong_options(config, flags)
     from pathoseg.workflows.evaluate import evaluate as run_evaluation
 
-    data = _data(slides, annotations, assume_mpp)
-    run_evaluation(model, out, config, {"data": data}, split, factory)
+    run_evaluation(model, out, config, flags, split, factory)
 
 
 @app.command(epilog="Example: pathoseg cache --slides slides/ --mpp 0.5 --tile 1024 --out tiles/")
@@ -209,10 +220,14 @@ def cache(
     debug: Debug = False,
 ) -> None:
     """Fill the tile cache ahead of training."""
+    flags: dict[str, Any] = {
+        "data": _data(slides, annotations, assume_mpp),
+        "tiles": {"mpp": mpp, "tile": tile, "cache": out and str(out)},
+    }
+    _refuse_wrong_options(config, flags)
     from pathoseg.workflows.cache import fill_cache
 
-    tiles = {"mpp": mpp, "tile": tile, "cache": out and str(out)}
-    fill_cache(config, {"data": _data(slides, annotations, assume_mpp), "tiles": tiles})
+    fill_cache(config, flags)
 
 
 @app.command(
@@ -242,6 +257,10 @@ def plan(
     draw: Annotated[
         Path | None, typer.Option(help="Draw the model into this SVG.", metavar="FILE")
     ] = None,
+    level: Annotated[
+        Level | None,
+        typer.Option(help="List the model's layers, blocks or modules, and draw these."),
+    ] = None,
     out: Annotated[
         Path, typer.Option(help="Folder of plan.json and timeline.svg.", metavar="DIR")
     ] = Path(),
@@ -250,8 +269,6 @@ def plan(
     debug: Debug = False,
 ) -> None:
     """Find the fastest way to share a training step among ranks."""
-    from pathoseg.workflows.plan import plan as run_planning
-
     flags: dict[str, dict[str, Any]] = {
         "": {"seed": seed},
         "tiles": {"tile": tile},
@@ -266,7 +283,10 @@ def plan(
             "cut": cut and tuple(cut.split(",")),
         },
     }
-    run_planning(config, flags, out, draw)
+    _refuse_wrong_options(config, flags)
+    from pathoseg.workflows.plan import plan as run_planning
+
+    run_planning(config, flags, out, draw, level)
 
 
 @app.command(epilog="Example: pathoseg calibrate --out hardware.json")
@@ -286,8 +306,6 @@ def main() -> NoReturn:
 
     0 done, 1 some slides failed, 2 bad input, 130 Ctrl-C, 143 SIGTERM.
     """
-    # albumentations asks the network for updates when it is imported.
-    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
     # Threads that wait by spinning take the cores from those that work: on a machine with other
     # jobs a forward pass took up to 15 times longer. Read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -13,13 +13,11 @@ from typing import Annotated, Any, Literal, get_type_hints
 import tomli_w
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
-from pathoseg.annotations.annotation import AnnotationOptions
+from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.errors import PathosegError
 from pathoseg.memory_size import parse_memory
-from pathoseg.models.build import ModelConfig
-from pathoseg.models.losses import LossConfig
-from pathoseg.tiles.tissue import TissueOptions
-from pathoseg.tiles.transform import AugmentOptions
+from pathoseg.models.model_options import LossConfig, ModelConfig
+from pathoseg.tiles.tile_options import AugmentOptions, TissueOptions
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -135,6 +133,9 @@ class NetConfig:
     depth: int | None = None
     norm: Literal["batch", "group", "instance"] = "batch"
     options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.with_classes(2)  # refuses what no network can be
 
     def with_classes(self, classes: int) -> ModelConfig:
         """The network for `classes` classes, background included."""

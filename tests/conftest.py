@@ -17,8 +17,9 @@ from hypothesis import settings
 from PIL import Image
 
 from pathoseg.cli import main
-from pathoseg.models.build import ModelConfig, build_model, tile_multiple
+from pathoseg.models.build import build_model, tile_multiple
 from pathoseg.models.bundle import Bundle, save_bundle
+from pathoseg.models.model_options import ModelConfig
 
 # Examples are not timed: this suite runs on machines with two busy cores. They are the same in
 # every run, so that a change is judged and not the luck of the draw.

@@ -20,7 +20,7 @@ FLOWS = {"config", "progress", "interruption", *PATHOLOGY}  # what training and 
 
 # part -> the parts it may import; `.` is the package's own __init__ (its version and its face)
 WALLS: dict[str, set[str]] = {
-    ".": set(),
+    ".": {"errors", "slides", "training", "inference", "workflows"},
     "errors": set(),
     "geometry": {"errors"},
     "host_memory": {"platform_support"},
@@ -35,7 +35,10 @@ WALLS: dict[str, set[str]] = {
     "models": {*GROUND, "."},
     "outputs": {"tiles.grid", "annotations", *GROUND},
     "config": {"annotations", "tiles", "models", *GROUND},
-    "parallel": GROUND,
+    "parallel": {
+        *("parallel.comm", "parallel.cost", "parallel.fitting", "parallel.planning"),
+        "parallel.runtime",
+    },
     "parallel.graph": GROUND,
     "parallel.schedule": GROUND,
     "parallel.cost": {"parallel.graph", "parallel.schedule.costs", *GROUND},
@@ -58,7 +61,7 @@ WALLS: dict[str, set[str]] = {
     "training": {*FLOWS, "outputs.atomic"},
     "inference": {*FLOWS, "outputs", "."},
     "workflows": {*FLOWS, "outputs", "training", "inference", "parallel", "."},
-    "cli": {"workflows", "errors", "."},
+    "cli": {"config", "workflows", "errors", "."},
     "__main__": {"cli", "errors"},
 }
 # Where training enters the parallel wing; workflows enter it anywhere, inference nowhere.

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from pathoseg.models.build import ModelConfig, build_model
+from pathoseg.models.build import build_model
+from pathoseg.models.model_options import ModelConfig
 from pathoseg.parallel.cost.cost_model import cost_model
 from pathoseg.parallel.cost.hardware import load_hardware
 from pathoseg.parallel.graph.traced import trace

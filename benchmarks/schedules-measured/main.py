@@ -30,7 +30,8 @@ from benchmarks.steps.ways import (
     one_process,
     torch_gpipe,
 )
-from pathoseg.models.build import ModelConfig, build_model
+from pathoseg.models.build import build_model
+from pathoseg.models.model_options import ModelConfig
 from pathoseg.parallel.comm.launcher import connect
 from pathoseg.parallel.comm.link_benchmark import measure_links
 from pathoseg.parallel.comm.local_ranks import start_local

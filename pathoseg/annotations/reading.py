@@ -11,14 +11,8 @@ from pathlib import Path
 import shapely
 
 from pathoseg.annotations import asap_xml, imagescope_xml
-from pathoseg.annotations.annotation import (
-    IGNORE,
-    Annotation,
-    AnnotationOptions,
-    ClassTable,
-    Colour,
-    Labels,
-)
+from pathoseg.annotations.annotation import IGNORE, Annotation, ClassTable, Colour, Labels
+from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.mask_image import MaskLabels
 from pathoseg.annotations.qupath_geojson import read_geojson
 from pathoseg.annotations.raster import PolygonLabels

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -350,14 +351,41 @@ class Segmenter:
                 elif row >= first:
                     return
 
+    def probabilities(self, slide: Slide) -> NDArray[np.float32]:
+        """Return the probabilities of a whole slide at once; for pictures that fit into memory.
+
+        Returns:
+            Shape (classes, rows, columns) of the model's frame of the slide; of its tiles where
+            the model classifies tiles.
+
+        Raises:
+            PathosegError: The slide is too coarse, or the device's memory is too small.
+        """
+        plan = self.plan(slide)
+        rows = (plan.tiles_of(row) for row in range(plan.grid.rows))
+        with (
+            closing(SlidePool(lambda _: copy(slide))) as slides,
+            closing(self._predict(plan, slides, rows)) as predictions,
+        ):
+            if self.card.model.task == "classify":
+                tiles = np.stack([chances.cpu().numpy() for _, chances, _ in predictions], axis=1)
+                return tiles.reshape(-1, plan.grid.rows, plan.grid.columns)
+            count, margin = len(self.classes), self._margin(plan)
+            bands = stitch(plan.grid, predictions, count, margin, lambda chances: chances)
+            return np.concatenate(list(bands), axis=1)
+
+    def _margin(self, plan: SlidePlan) -> int:
+        margin = self._config.infer.margin
+        if margin is None:
+            margin = default_margin(plan.grid.overlap, edge_reach(self._model))
+        return margin
+
     def _bands(
         self, plan: SlidePlan, predictions: Iterator[Prediction], start: int
     ) -> Iterator[Mask]:
         if self.card.model.task == "classify":
             return _coarse_rows(plan, predictions, start)
-        margin = self._config.infer.margin
-        if margin is None:
-            margin = default_margin(plan.grid.overlap, edge_reach(self._model))
+        margin = self._margin(plan)
         return stitch(plan.grid, predictions, len(self.classes), margin, first=start)
 
     def _predict(

@@ -21,7 +21,8 @@ from torch import nn
 
 from pathoseg import __version__
 from pathoseg.errors import PathosegError
-from pathoseg.models.build import ModelConfig, Scalar, build_model, tile_multiple
+from pathoseg.models.build import build_model, tile_multiple
+from pathoseg.models.model_options import ModelConfig, Scalar
 
 Colour = tuple[int, int, int]
 Channels = tuple[float, float, float]

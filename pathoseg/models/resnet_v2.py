@@ -7,7 +7,8 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
-from pathoseg.models.layers import Norm, Task, he_initialise, norm_layer
+from pathoseg.models.layers import he_initialise, norm_layer
+from pathoseg.models.model_options import Norm, Task
 
 
 class ResNetV2(nn.Module):

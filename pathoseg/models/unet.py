@@ -8,7 +8,8 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from pathoseg.models.layers import Norm, he_initialise, norm_layer
+from pathoseg.models.layers import he_initialise, norm_layer
+from pathoseg.models.model_options import Norm
 
 
 class UNet(nn.Module):

@@ -11,7 +11,8 @@ from uuid import uuid4
 import numpy as np
 from numpy.typing import NDArray
 
-from pathoseg.annotations.annotation import AnnotationOptions, ClassTable, Labels
+from pathoseg.annotations.annotation import ClassTable, Labels
+from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Frame
 from pathoseg.tiles.grid import TileGrid

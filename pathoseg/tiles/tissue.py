@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, Mpp, Size
 from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import Slide
+from pathoseg.tiles.tile_options import TissueOptions
 
 _THUMBNAIL_MPP = 8.0
 _MOST_PIXELS = 4_000_000
@@ -31,34 +30,6 @@ _FIELD_MM2 = 0.1  # smaller images are no slides but fields of view cut from tis
 
 Colours = NDArray[np.float32]
 Mask = NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True)
-class TissueOptions:
-    """How tissue is found.
-
-    Attributes:
-        method: "auto" finds it, "all" takes the whole slide.
-        threshold: Difference from the background that makes tissue: optical density of colour on
-            bright slides, share of full brightness on dark ones; None measures it.
-
-    Raises:
-        PathosegError: A value is out of range.
-    """
-
-    method: Literal["auto", "all"] = "auto"
-    threshold: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.method not in ("auto", "all"):
-            raise PathosegError(
-                f"[tissue] method = {self.method!r} is unknown.", 'Use "auto" or "all".'
-            )
-        if self.threshold is not None and not 0 < self.threshold < math.inf:
-            raise PathosegError(
-                f"[tissue] threshold = {self.threshold} finds nothing.",
-                "Use a small positive number such as 0.04, or leave it out.",
-            )
 
 
 @dataclass(frozen=True)

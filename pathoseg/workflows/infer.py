@@ -44,7 +44,7 @@ def infer(
     flags: Mapping[str, Mapping[str, Any]],
     resume: bool,
     factory: str | None,
-    arguments: Sequence[str],
+    arguments: Sequence[str] | None = None,
 ) -> int:
     """Segments every slide of `inputs` (slides, or folders of slides) into `out`.
 
@@ -59,7 +59,7 @@ def infer(
         flags: What overrules it, by table and key.
         resume: Keep what earlier batches have done, and go on where they stopped.
         factory: The user's own network that may be imported.
-        arguments: The command line's, for ranks to be started.
+        arguments: The command line's, for ranks to be started; None starts none.
 
     Returns:
         The exit code: 0, or 1 where slides of several failed; each stands in `out/failures.csv`.
@@ -71,7 +71,7 @@ def infer(
     share_one_heap()
     config = load_config(config_file, flags)
     world = find_world()
-    if config.parallel.ranks > 1 and world.launcher is None:
+    if arguments is not None and config.parallel.ranks > 1 and world.launcher is None:
         command = [sys.executable, "-m", "pathoseg", *arguments]
         return start_crew(config.parallel.ranks, command)
     advice = f"What is done is in {out}. Go on with the same command and --resume."

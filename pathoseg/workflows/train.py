@@ -24,6 +24,7 @@ from pathoseg.models.build import build_model, check_tile, edge_reach, tile_mult
 from pathoseg.models.bundle import Bundle
 from pathoseg.models.losses import build_loss
 from pathoseg.outputs.atomic import replaced, write_text
+from pathoseg.parallel.comm.launcher import find_world
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.planning.orders import AUTO, find_order
 from pathoseg.parallel.planning.plan import Plan
@@ -113,6 +114,11 @@ def train(
         StoppedError: A signal came; `--resume` goes on.
     """
     wanted = ranks_to_start(config_file, flags, out, resume)
+    if wanted.ranks > 1 and find_world().launcher is None:
+        raise PathosegError(
+            f"[parallel] ranks = {wanted.ranks} asks for ranks, and this program is one process.",
+            "Use the command `pathoseg train`, or start the program by mpirun, srun or torchrun.",
+        )
     # Where memory is limited a plan says what is kept of it, on one rank too.
     with joined(wanted.transport, alone=wanted.memory is not None) as transport:
         return _train(config_file, flags, out, resume, trace, transport)

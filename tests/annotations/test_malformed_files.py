@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from PIL.TiffImagePlugin import TiffImageFile
 
-from pathoseg.annotations.annotation import AnnotationOptions, ClassTable
+from pathoseg.annotations.annotation import ClassTable
+from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.reading import read_labels
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, Mpp, Size

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pathoseg.annotations.annotation import AnnotationOptions, ClassTable, Colour
+from pathoseg.annotations.annotation import ClassTable, Colour
+from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.mask_image import MaskLabels
 from pathoseg.annotations.raster import PolygonLabels
 from pathoseg.annotations.reading import class_table, find_annotation, read_labels

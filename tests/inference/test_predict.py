@@ -13,8 +13,8 @@ from torch import nn
 from pathoseg.device import MEAN, STD, to_input
 from pathoseg.errors import PathosegError
 from pathoseg.inference.segmenter import predict
-from pathoseg.models.build import ModelConfig
 from pathoseg.models.bundle import Bundle
+from pathoseg.models.model_options import ModelConfig
 from pathoseg.outputs.stitch import Prediction
 from pathoseg.slides.region import Region
 

@@ -10,13 +10,8 @@ import torch
 from torch import nn
 
 from pathoseg.errors import PathosegError
-from pathoseg.models.build import (
-    ModelConfig,
-    build_model,
-    check_tile,
-    edge_reach,
-    tile_multiple,
-)
+from pathoseg.models.build import build_model, check_tile, edge_reach, tile_multiple
+from pathoseg.models.model_options import ModelConfig
 
 FACTORY = '''
 """A network that is not ours."""

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pathoseg.errors import PathosegError
-from pathoseg.tiles.transform import Augmentation, AugmentOptions
+from pathoseg.tiles.tile_options import AugmentOptions
+from pathoseg.tiles.transform import Augmentation
 
 NOTHING = {
     "flip": False,

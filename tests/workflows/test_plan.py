@@ -11,7 +11,8 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from pathoseg.models.build import ModelConfig, build_model
+from pathoseg.models.build import build_model
+from pathoseg.models.model_options import ModelConfig
 from pathoseg.parallel.cost.hardware import load_hardware, save_hardware
 from pathoseg.parallel.graph.traced import trace
 from pathoseg.parallel.planning.plan import Plan

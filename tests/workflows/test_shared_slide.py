@@ -17,8 +17,8 @@ from pathoseg.inference.leases import Claims
 from pathoseg.inference.segmenter import MaskRow, Segmenter, SlidePlan
 from pathoseg.inference.slide_job import SavedRows, SharedSlide
 from pathoseg.interruption import Interruption
-from pathoseg.models.build import ModelConfig
 from pathoseg.models.bundle import load_bundle
+from pathoseg.models.model_options import ModelConfig
 from pathoseg.slides.slide import open_slide
 
 SaveBundle = Callable[..., Path]

@@ -1,0 +1,42 @@
+"""How annotation files are understood: the options, without a heavy import."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pathoseg.errors import PathosegError
+
+
+@dataclass(frozen=True, slots=True)
+class AnnotationOptions:
+    """How annotation files are understood.
+
+    Attributes:
+        frame: What (0, 0) is in files of outlines: the corner of the slide's "bounds", as QuPath
+            counts, or of the "full" scan, as ASAP and ImageScope count. "auto" takes the habit of
+            the program that wrote the file. Only slides with bounds (MRXS) tell them apart.
+        exclude: ASAP groups, in any case, that are cut out of all other regions.
+        mask: What the values of a mask image are: "indices" of classes (255 is ignored), or
+            "binary", where whatever is above 0 is class 1 (a map of instances counts as such).
+        rename: Names of classes in annotation files → names in the run, such as "Tumor" → "tumour".
+            Values of masks are called "class 1", "class 2"…. Several classes may get one name;
+            one that ends in * is ignored.
+
+    Raises:
+        PathosegError: A class is given no name.
+    """
+
+    frame: Literal["auto", "bounds", "full"] = "auto"
+    exclude: tuple[str, ...] = ("exclusion", "_2")
+    mask: Literal["indices", "binary"] = "indices"
+    rename: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for old, new in self.rename.items():
+            if not new or new != new.strip():
+                raise PathosegError(
+                    f'[annotations] rename gives the class "{old}" the name "{new}".',
+                    "Give it one without blanks around it; one that ends in * is ignored.",
+                )
