@@ -51,7 +51,7 @@ def train(
         The folder of the run; `model/` in it is the bundle.
 
     Raises:
-        PathosegError: Input that cannot be used; it says what and how to mend it.
+        PathosegError: Input that cannot be used; it says what, and `hint` says what to do.
         StoppedError: Ctrl-C or SIGTERM; `resume=True` goes on.
     """
     from pathoseg.workflows.train import train as run

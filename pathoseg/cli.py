@@ -321,10 +321,10 @@ def main() -> NoReturn:
         # What no workflow knows more about: a disk that is full, read-only or gone.
         except OSError as error:
             where, why = error.filename or "A file", error.strerror or error
-            mend = "Free space on its disk, see whether it may be written, or choose another place."
+            hint = "Free space on its disk, see whether it may be written, or choose another place."
             if isinstance(error, (NotADirectoryError, FileExistsError)):
-                mend = "A file stands where a folder is needed: choose another place."
-            _refuse(PathosegError(f"{where} cannot be read or written ({why}).", mend), debug)
+                hint = "A file stands where a folder is needed: choose another place."
+            _refuse(PathosegError(f"{where} cannot be read or written ({why}).", hint), debug)
     sys.exit(0)
 
 
@@ -332,7 +332,7 @@ def _refuse(error: PathosegError, debug: bool) -> NoReturn:
     if debug:
         traceback.print_exc()
     typer.secho(f"Error: {error.problem}", fg="red", err=True)
-    typer.echo(f"  {error.mend}", err=True)
+    typer.echo(f"  {error.hint}", err=True)
     sys.exit(2)
 
 

@@ -327,8 +327,8 @@ def _refuse_unknown(cls: type, table: Mapping[str, Any], where: str, prefix: str
     for key, value in table.items():
         if key not in names:
             near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-            mend = f"Did you mean `{near[0]}`?" if near else f"Known here: {', '.join(names)}."
-            raise PathosegError(f"{where}: unknown key `{prefix}{key}`.", mend)
+            hint = f"Did you mean `{near[0]}`?" if near else f"Known here: {', '.join(names)}."
+            raise PathosegError(f"{where}: unknown key `{prefix}{key}`.", hint)
         if is_dataclass(known[key]) and isinstance(known[key], type):
             if not isinstance(value, dict):
                 raise PathosegError(

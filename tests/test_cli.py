@@ -85,7 +85,7 @@ def test_help_imports_no_heavy_library(argument: str) -> None:
     ],
     ids=" ".join,
 )
-def test_wrong_options_are_refused_with_the_mend(
+def test_wrong_options_are_refused_with_the_hint(
     arguments: tuple[str, ...], words: list[str], command: Command, toy_slides: Path
 ) -> None:
     if "--model" in arguments and "train" in arguments:
@@ -116,7 +116,7 @@ def test_wrong_options_are_refused_with_the_mend(
         ("[data]\nval_share = 1.5\n", ["data.val_share"]),
     ],
 )
-def test_a_wrong_configuration_names_file_key_and_mend(
+def test_a_wrong_configuration_names_file_key_and_hint(
     text: str, words: list[str], toy_slides: Path, command: Command, tiny_bundle: SaveBundle
 ) -> None:
     Path("wrong.toml").write_text(text)

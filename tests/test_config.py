@@ -30,7 +30,7 @@ def test_flags_overrule_the_file_and_the_record_keeps_both(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("text", "problem", "mend"),
+    ("text", "problem", "hint"),
     [
         ("[tiles]\ntille = 3\n", "unknown key `tiles.tille`", "`tile`"),
         ("[trian]\n", "unknown key `trian`", "`train`"),
@@ -40,14 +40,14 @@ def test_flags_overrule_the_file_and_the_record_keeps_both(tmp_path: Path) -> No
         ("[tiles\n", "not valid TOML", "line"),
     ],
 )
-def test_mistakes_name_the_key_and_the_mend(
-    tmp_path: Path, text: str, problem: str, mend: str
+def test_mistakes_name_the_key_and_the_hint(
+    tmp_path: Path, text: str, problem: str, hint: str
 ) -> None:
     path = tmp_path / "c.toml"
     path.write_text(text)
     with pytest.raises(PathosegError, match=problem) as caught:
         load_config(path)
-    assert caught.match(mend)
+    assert caught.match(hint)
     assert str(path) in caught.value.problem
 
 

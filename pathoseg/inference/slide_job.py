@@ -346,7 +346,7 @@ class SlideWork:
             host=socket.gethostname(),
             outputs={},
             problem="",
-            mend="",
+            hint="",
         )
         try:
             begun = replace(begun, key=self._key)
@@ -362,7 +362,7 @@ class SlideWork:
             if self._settled() is None:  # else another took over, and has done it
                 seconds = (*begun.seconds, round(time.monotonic() - began, 3))
                 failed = replace(
-                    begun, status="failed", seconds=seconds, problem=error.problem, mend=error.mend
+                    begun, status="failed", seconds=seconds, problem=error.problem, hint=error.hint
                 )
                 try:
                     self._write(failed)

@@ -140,7 +140,7 @@ def _conform(hint: Any, value: Any, where: str) -> Any:
         hints = get_type_hints(hint)
         for key in sorted(hints.keys() ^ value.keys()):
             state = "lacks" if key in hints else "has an unknown key,"
-            raise PathosegError(f"{where} {state} `{key}`.", _CARD_MEND)
+            raise PathosegError(f"{where} {state} `{key}`.", _CARD_HINT)
         return hint(**{key: _conform(hints[key], value[key], f"`{key}`") for key in hints})
     if origin is Literal and value in inner:
         return value
@@ -162,15 +162,15 @@ def _conform(hint: Any, value: Any, where: str) -> Any:
         return float(value)
     if type(value) is hint:
         return value
-    raise PathosegError(f"{where} is {reprlib.repr(value)}, which does not fit.", _CARD_MEND)
+    raise PathosegError(f"{where} is {reprlib.repr(value)}, which does not fit.", _CARD_HINT)
 
 
-_CARD_MEND = "Copy the bundle again from where it was trained, or train again."
+_CARD_HINT = "Copy the bundle again from where it was trained, or train again."
 
 
 def _require(holds: bool, problem: str) -> None:
     if not holds:
-        raise PathosegError(f"{problem}.", _CARD_MEND)
+        raise PathosegError(f"{problem}.", _CARD_HINT)
 
 
 __all__ = ["Bundle", "bundle_id", "load_bundle", "save_bundle"]
@@ -180,7 +180,7 @@ CARD = "model.json"
 
 _SCHEMA = 1
 _LARGEST_CARD = 2**20
-_MEND = "Copy the whole folder again from where it was trained, or train again."
+_HINT = "Copy the whole folder again from where it was trained, or train again."
 
 
 def save_bundle(folder: Path, state: Mapping[str, Any], card: Bundle) -> None:
@@ -243,13 +243,13 @@ def load_bundle(folder: Path, factory: str | None = None) -> tuple[nn.Module, Bu
     wrong = _first_difference(model, tensors)
     if wrong:
         raise PathosegError(
-            f"{folder / WEIGHTS} holds another model than {folder / CARD} says: {wrong}.", _MEND
+            f"{folder / WEIGHTS} holds another model than {folder / CARD} says: {wrong}.", _HINT
         )
     if tile_multiple(model) != card.multiple:
         raise PathosegError(
             f"{folder / CARD}: multiple is {card.multiple}, but the model {card.model.name} "
             f"needs {tile_multiple(model)}.",
-            _MEND,
+            _HINT,
         )
     if not card.model.is_factory:
         model.to_empty(device="cpu")  # only now: a wrong card costs no memory, and no random number
@@ -311,7 +311,7 @@ def _read(path: Path) -> bytes:
             f"Give a folder with {CARD} and {WEIGHTS}, as a finished run has in `model/`.",
         ) from None
     except OSError as error:
-        raise PathosegError(f"{path} cannot be read ({error.strerror}).", _MEND) from error
+        raise PathosegError(f"{path} cannot be read ({error.strerror}).", _HINT) from error
 
 
 def _read_card(path: Path) -> tuple[Bundle, str]:
@@ -322,7 +322,7 @@ def _read_card(path: Path) -> tuple[Bundle, str]:
             raise ValueError(f"it is larger than {_LARGEST_CARD} bytes")
         document: Any = parse_json(text)
     except ValueError as error:
-        raise PathosegError(f"{path} is no JSON of a model ({error}).", _MEND) from None
+        raise PathosegError(f"{path} is no JSON of a model ({error}).", _HINT) from None
     schema = document.pop("schema", None) if isinstance(document, dict) else None
     if schema != _SCHEMA:
         raise PathosegError(
@@ -331,11 +331,11 @@ def _read_card(path: Path) -> tuple[Bundle, str]:
         )
     digest = document.pop("weights_sha256", None)
     if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
-        raise PathosegError(f"{path} states no hash of its weights (weights_sha256).", _MEND)
+        raise PathosegError(f"{path} states no hash of its weights (weights_sha256).", _HINT)
     try:
         return card_from_json(document), digest
     except PathosegError as wrong:
-        raise PathosegError(f"{path}: {wrong.problem}", wrong.mend) from None
+        raise PathosegError(f"{path}: {wrong.problem}", wrong.hint) from None
 
 
 def _read_weights(folder: Path, digest: str) -> dict[str, torch.Tensor]:
@@ -344,12 +344,12 @@ def _read_weights(folder: Path, digest: str) -> dict[str, torch.Tensor]:
     data = _read(path)
     if hashlib.sha256(data).hexdigest() != digest:
         raise PathosegError(
-            f"{path} is cut short, or not the file that {CARD} was written with.", _MEND
+            f"{path} is cut short, or not the file that {CARD} was written with.", _HINT
         )
     try:
         return safetensors.torch.load(data)
     except Exception as error:  # a crafted header raises more than SafetensorError
-        raise PathosegError(f"{path} is no safetensors file ({error}).", _MEND) from error
+        raise PathosegError(f"{path} is no safetensors file ({error}).", _HINT) from error
 
 
 def _first_difference(model: nn.Module, tensors: dict[str, torch.Tensor]) -> str:

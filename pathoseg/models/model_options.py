@@ -71,8 +71,8 @@ class ModelConfig:
                 f"cannot have {key} {value}", f"Choose a number from {smallest} to {largest}."
             )
 
-    def _refuse(self, what: str, mend: str) -> None:
-        raise PathosegError(f"The model {self.name} {what}.", mend)
+    def _refuse(self, what: str, hint: str) -> None:
+        raise PathosegError(f"The model {self.name} {what}.", hint)
 
 
 def resnet_depth(name: str) -> int:

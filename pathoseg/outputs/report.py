@@ -149,13 +149,17 @@ def write_summary_table(path: Path, summaries: Iterable[Summary]) -> None:
 
 
 def read_failures(path: Path) -> dict[str, PathosegError]:
-    """What `write_failures` wrote; nothing where there is no such file."""
+    """Read failures.csv, in which the column `hint` was `mend` up to 4b9ee32.
+
+    Returns:
+        File name of the slide → its error; nothing where there is no such file.
+    """
     if not path.is_file():
         return {}
     with path.open(newline="", encoding="utf-8") as file:
-        return {
-            row["slide"]: PathosegError(row["reason"], row["mend"]) for row in csv.DictReader(file)
-        }
+        rows = csv.DictReader(file)
+        hint = "mend" if "mend" in (rows.fieldnames or ()) else "hint"
+        return {row["slide"]: PathosegError(row["reason"], row[hint]) for row in rows}
 
 
 def write_failures(path: Path, failures: Mapping[str, PathosegError]) -> None:
@@ -164,8 +168,8 @@ def write_failures(path: Path, failures: Mapping[str, PathosegError]) -> None:
     Raises:
         OSError: The disk is full or cannot be written.
     """
-    rows = ((slide, error.problem, error.mend) for slide, error in failures.items())
-    _write_table(path, ("slide", "reason", "mend"), rows)
+    rows = ((slide, error.problem, error.hint) for slide, error in failures.items())
+    _write_table(path, ("slide", "reason", "hint"), rows)
 
 
 def _write_table(path: Path, header: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> None:

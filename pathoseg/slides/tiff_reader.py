@@ -115,7 +115,7 @@ def is_tiff(head: bytes) -> bool:
 
 
 @contextmanager
-def tifffile_door(refusal: type[PathosegError], problem: str, mend: str) -> Iterator[None]:
+def tifffile_door(refusal: type[PathosegError], problem: str, hint: str) -> Iterator[None]:
     """Lets tifffile's failures out as `refusal`, and its log nowhere: it tells them twice."""
     log, silence = logging.getLogger("tifffile"), lambda record: False
     log.addFilter(silence)
@@ -124,7 +124,7 @@ def tifffile_door(refusal: type[PathosegError], problem: str, mend: str) -> Iter
     # tifffile and its codecs raise whatever a malformed file makes them stumble over: TypeError,
     # IndexError, struct.error, DeflateError, MemoryError…
     except Exception as error:
-        raise refusal(f"{problem}: {reason(error)}.", mend) from error
+        raise refusal(f"{problem}: {reason(error)}.", hint) from error
     finally:
         log.removeFilter(silence)
 

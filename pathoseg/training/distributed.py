@@ -63,7 +63,7 @@ def joined(choice: Choice, alone: bool = False) -> Iterator[Transport | None]:
         try:
             yield transport
         except PathosegError as error:
-            transport.abort(f"Rank {transport.rank}: {error.problem} {error.mend}")
+            transport.abort(f"Rank {transport.rank}: {error.problem} {error.hint}")
             raise
         except StoppedError:
             transport.abort(f"Rank {transport.rank} was stopped by a signal.")

@@ -195,7 +195,7 @@ def find_sources(config: Config, classes: ClassTable | None = None) -> Sources:
             if not data.skip_bad_slides:
                 raise PathosegError(
                     error.problem,
-                    f"{error.mend} Or leave such slides out ([data] skip_bad_slides = true).",
+                    f"{error.hint} Or leave such slides out ([data] skip_bad_slides = true).",
                 ) from error
             left_out[path.name] = str(error)
     if not usable:

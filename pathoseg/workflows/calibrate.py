@@ -87,11 +87,11 @@ def _calibrate(out: Path, quick: bool, links: Mapping[str, Link]) -> None:
     rounds = _QUICK_ROUNDS if quick else _ROUNDS
     torch.manual_seed(0)
     cases = draw_cases(_QUICK_SCALE if quick else 1.0)
-    mend = "Free its memory (`nvidia-smi` shows who holds it), or take a larger device."
+    hint = "Free its memory (`nvidia-smi` shows who holds it), or take a larger device."
     with (
         Interruption("Nothing was written; run the same command again.") as interruption,
         progress_bar(f"timing on {device}", len(cases) * (rounds + 1), "layers") as bar,
-        memory_told("A layer of the calibration", mend),
+        memory_told("A layer of the calibration", hint),
     ):
 
         def advance() -> None:

@@ -142,7 +142,7 @@ def _work(batch: Sequence[SlideWork], interruption: Interruption) -> None:
             if slide.outcome() == "done":
                 say(f"{slide.slide.name}: done, in {slide.folder}{_unread(slide.folder)}")
             elif len(batch) > 1 and (state := slide.state):
-                say(f"{slide.slide.name}: failed. {state.problem} {state.mend}")
+                say(f"{slide.slide.name}: failed. {state.problem} {state.hint}")
 
     for slide in batch:
         lead(slide)
@@ -177,7 +177,7 @@ def _write_tables(out: Path, claims: Claims) -> None:
                 summaries.append(read_summary(path))
         states = map(read_state, sorted((out / STATES).glob("[!.]*.json")))
         failures = {
-            Path(state.slide).name: PathosegError(state.problem, state.mend)
+            Path(state.slide).name: PathosegError(state.problem, state.hint)
             for state in states
             if state is not None and state.status == "failed"
         }
@@ -198,7 +198,7 @@ def _verdict(batch: Sequence[SlideWork], out: Path, *, leads: bool) -> int:
     if len(batch) == 1 and failed:
         if leads:
             [state] = failed.values()
-            raise PathosegError(state.problem, state.mend)
+            raise PathosegError(state.problem, state.hint)
         return 2
     if leads:
         for slide in batch:

@@ -35,7 +35,7 @@ def _read(path: Path, size: Size) -> None:
     else:
         return
     assert str(path) in refused.problem
-    assert refused.mend
+    assert refused.hint
 
 
 def _image(kind: str) -> bytes:

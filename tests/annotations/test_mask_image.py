@@ -132,7 +132,7 @@ def test_values_beyond_the_classes_are_refused(tmp_path: Path, names: tuple[str,
     labels = MaskLabels(_saved(tmp_path, PATTERN), Size(4, 3))
     with pytest.raises(PathosegError, match=r"s_mask\.png.*3") as refused:
         _whole(labels, Size(4, 3), ClassTable(names, ((0, 0, 0),) * len(names)))
-    assert "`classes`" in refused.value.mend
+    assert "`classes`" in refused.value.hint
 
 
 @pytest.mark.parametrize("values", ["indices", "binary"])
@@ -166,7 +166,7 @@ def test_what_is_no_index_is_refused_with_the_option_for_it(
     labels = MaskLabels(_saved(tmp_path, pixels), Size(2, 1))
     with pytest.raises(PathosegError, match=r"s_mask\.png") as refused:
         labels.classes()
-    assert '[annotations] mask = "binary"' in refused.value.mend
+    assert '[annotations] mask = "binary"' in refused.value.hint
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "LA"])
@@ -175,7 +175,7 @@ def test_colours_are_no_indices(tmp_path: Path, mode: str) -> None:
     Image.new(mode, (4, 3)).save(path)
     with pytest.raises(PathosegError, match=rf"s_mask\.png holds {mode} pixels") as refused:
         MaskLabels(path, Size(4, 3))
-    assert "palette" in refused.value.mend
+    assert "palette" in refused.value.hint
 
 
 def test_real_numbers_are_no_indices(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_sizes_and_norm_can_be_set() -> None:
 def test_an_unknown_name_is_answered_with_the_nearest(name: str, hint: str) -> None:
     with pytest.raises(PathosegError) as error:
         ModelConfig(name, "segment", 2)
-    assert error.value.mend.startswith(hint)
+    assert error.value.hint.startswith(hint)
     assert repr(name) in error.value.problem
 
 

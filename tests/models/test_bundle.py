@@ -218,7 +218,7 @@ def test_an_impossible_card_is_told_of(bundle: Path, change: dict[str, Any], wha
     _edit(bundle, lambda card: card.update(change))
     with pytest.raises(PathosegError, match="model.json.*" + what) as error:
         load_bundle(bundle)
-    assert error.value.mend
+    assert error.value.hint
 
 
 @pytest.mark.parametrize(

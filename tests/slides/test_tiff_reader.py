@@ -123,7 +123,7 @@ def test_what_is_no_rgb_image_is_refused(
     with pytest.raises(PathosegError, match=said) as refusal:
         TiffSlide(path)
     assert str(path) in refusal.value.problem
-    assert "8-bit RGB" in refusal.value.mend
+    assert "8-bit RGB" in refusal.value.hint
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_resolution(
     if mpp is None:
         with pytest.raises(PathosegError, match="does not state") as refusal:
             TiffSlide(path)
-        assert "--assume-mpp" in refusal.value.mend
+        assert "--assume-mpp" in refusal.value.hint
     else:
         with TiffSlide(path) as slide:
             assert slide.mpp == mpp

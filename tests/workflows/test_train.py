@@ -46,7 +46,7 @@ def test_what_the_host_cannot_hold_is_refused_before_anything_is_read(
     monkeypatch.setattr(plan_module, "available_memory", lambda: 2**20)
     with pytest.raises(PathosegError, match=r"takes about .* which has 1 MiB left") as refused:
         train(Path("tiny.toml"), flags, Path("run"), resume=False)
-    assert '[parallel] memory = "922 KiB"' in refused.value.mend
+    assert '[parallel] memory = "922 KiB"' in refused.value.hint
     assert not Path("run").exists()
     needed = re.search(r"about ([\d.]+) MiB", refused.value.problem)
     assert needed is not None

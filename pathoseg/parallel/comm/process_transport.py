@@ -204,7 +204,7 @@ class ProcessTransport:
             self._lifeline.check(patience)
         except PathosegError as lost:
             problem = f"{lost.problem} (Rank {self.rank} waited for {what}.)"
-            raise PathosegError(problem, lost.mend) from None
+            raise PathosegError(problem, lost.hint) from None
 
     def _begin(self, what: str, steps: _Steps, several: bool) -> Operation:
         self._check(what)

@@ -22,7 +22,7 @@ Data = TypeVar("Data")
 
 
 def read_versioned(
-    text: str | bytes, kind: type[Data], what: str, version: int, name: str, mend: str
+    text: str | bytes, kind: type[Data], what: str, version: int, name: str, hint: str
 ) -> Data:
     """The inverse of writing `{"format": version, **asdict(data)}`.
 
@@ -32,7 +32,7 @@ def read_versioned(
         what: What a user calls it.
         version: The format that is read.
         name: What errors call this one.
-        mend: What the user can do about all of them.
+        hint: What the user can do about all of them.
 
     Raises:
         PathosegError: It is no JSON, of another format, or a value does not fit.
@@ -40,18 +40,18 @@ def read_versioned(
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise PathosegError(f"{name} is no {what} ({error}).", mend) from error
+        raise PathosegError(f"{name} is no {what} ({error}).", hint) from error
     found = data.pop("format", None) if isinstance(data, dict) else None
     if found != version:
         raise PathosegError(
-            f"{name} is a {what} of format {found!r}, this pathoseg reads {version}.", mend
+            f"{name} is a {what} of format {found!r}, this pathoseg reads {version}.", hint
         )
     try:
         return TypeAdapter(kind).validate_python(data)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise PathosegError(f"{name}: {where}: {first['msg']}.", mend) from error
+        raise PathosegError(f"{name}: {where}: {first['msg']}.", hint) from error
 
 
 # Another number where a file has other keys, or its fit other amounts or features (features.py).

@@ -96,8 +96,8 @@ def find_order(name: str) -> list[Order]:
     if name not in ORDERS:
         known = (AUTO, *ORDERS)
         near = difflib.get_close_matches(name.lower(), known, n=1)
-        mend = f"Did you mean {near[0]}? " if near else ""
-        raise PathosegError(f"There is no order {name!r}.", f"{mend}Known: {', '.join(known)}.")
+        hint = f"Did you mean {near[0]}? " if near else ""
+        raise PathosegError(f"There is no order {name!r}.", f"{hint}Known: {', '.join(known)}.")
     return [ORDERS[name]]
 
 

@@ -164,7 +164,7 @@ class Memory:
         }
 
     def exhausted(self, rank: int, device: torch.device, doing: str) -> tuple[str, str]:
-        """What is told of a device whose memory is used up, and the mend."""
+        """What is told of a device whose memory is used up, and the hint."""
         figures = []
         if self.device_bytes:
             figures.append(f"{memory_text(self.on_device(rank))} were planned")
@@ -172,11 +172,11 @@ class Memory:
             taken = torch.cuda.max_memory_allocated(device)
             figures.append(f"{memory_text(taken)} were taken at the peak")
         problem = f"Rank {rank} ran out of device memory {doing}"
-        mend = (
+        hint = (
             "Plan with less memory (--memory, or memory in [parallel]), or use smaller tiles or "
             "microbatches."
         )
-        return f"{problem}{': ' if figures else ''}{', '.join(figures)}.", mend
+        return f"{problem}{': ' if figures else ''}{', '.join(figures)}.", hint
 
 
 def compare_hosts(transport: Transport, own: int, computes: bool) -> None:

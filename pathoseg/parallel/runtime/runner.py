@@ -326,11 +326,11 @@ class Runner:
         except Exception as error:  # whatever the user's model or loss raises: the others wait
             first = str(error).split("\n")[0]
             problem = f"Rank {rank} failed {self.doing} ({type(error).__name__}: {first})."
-            mend = "Run it on one rank to see whether the model itself fails."
+            hint = "Run it on one rank to see whether the model itself fails."
             if is_out_of_memory(error):
-                problem, mend = self._memory.exhausted(rank, self._device, self.doing)
+                problem, hint = self._memory.exhausted(rank, self._device, self.doing)
             self._transport.abort(problem)
-            raise PathosegError(problem, mend) from error
+            raise PathosegError(problem, hint) from error
         except BaseException:
             self._transport.abort(f"Rank {rank} was stopped {self.doing}.")
             raise

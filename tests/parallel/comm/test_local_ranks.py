@@ -85,7 +85,7 @@ def test_each_rank_has_its_share_of_the_cores(
     assert capfd.readouterr().out == "3\n"
 
 
-def test_without_mpirun_mpi_is_refused_with_the_mend(
+def test_without_mpirun_mpi_is_refused_with_the_hint(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))

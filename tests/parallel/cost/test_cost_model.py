@@ -75,7 +75,7 @@ def test_a_dtype_without_arithmetic_is_refused() -> None:
     without = replace(TOY, flops={"float16": 1.0})
     with pytest.raises(PathosegError, match="float32") as raised:
         Roofline(without).time(layer)
-    assert "float16" in raised.value.mend
+    assert "float16" in raised.value.hint
 
 
 def test_without_a_fit_a_note_says_that_nothing_was_measured() -> None:

@@ -101,13 +101,13 @@ BROKEN_FIT = {
         (_changed(fit={"regressions": {}}), "no regression of convolution forward"),
     ],
 )
-def test_a_broken_file_is_refused_with_the_mend(tmp_path: Path, text: str, problem: str) -> None:
+def test_a_broken_file_is_refused_with_the_hint(tmp_path: Path, text: str, problem: str) -> None:
     path = tmp_path / "toy.json"
     path.write_text(text)
     with pytest.raises(PathosegError, match=problem) as raised:
         load_hardware(str(path))
     assert str(path) in raised.value.problem
-    assert "pathoseg calibrate" in raised.value.mend
+    assert "pathoseg calibrate" in raised.value.hint
 
 
 def test_the_text_of_these_tests_is_whole(tmp_path: Path) -> None:
@@ -118,4 +118,4 @@ def test_the_text_of_these_tests_is_whole(tmp_path: Path) -> None:
 def test_an_unknown_name_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(PathosegError, match="v10") as raised:
         load_hardware("v10")
-    assert "v100" in raised.value.mend
+    assert "v100" in raised.value.hint

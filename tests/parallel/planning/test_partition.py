@@ -219,7 +219,7 @@ def test_custom_cuts_take_layers_and_modules_in_any_order(unet: LayerGraph) -> N
         (["encoder.2", "encoder.2.pool"], "without layers"),
     ],
 )
-def test_bad_cuts_say_the_mend(unet: LayerGraph, names: list[str], words: str) -> None:
+def test_bad_cuts_say_the_hint(unet: LayerGraph, names: list[str], words: str) -> None:
     with pytest.raises(PathosegError, match=words):
         custom(unet, names)
 

@@ -72,7 +72,7 @@ def test_a_plan_is_rebuilt_from_its_text(graph: LayerGraph, made: Plan) -> None:
 def test_a_plan_of_another_model_or_tile_is_refused(made: Plan, other: dict[str, int]) -> None:
     with pytest.raises(PathosegError, match="and not for this UNet on") as refused:
         made.partition(_graph(**other))
-    assert "Plan again" in refused.value.mend
+    assert "Plan again" in refused.value.hint
 
 
 @pytest.mark.parametrize(

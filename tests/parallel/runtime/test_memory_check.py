@@ -64,7 +64,7 @@ def test_where_the_host_computes_the_refusal_says_how_to_take_less() -> None:
     refused = too_small([("a", 3 * GIB, 2 * GIB)], computes=True)
     assert refused is not None
     assert "Training takes about 3 GiB of the memory of host a, which has 2 GiB" in str(refused)
-    assert '[parallel] memory = "1.8 GiB"' in refused.mend
+    assert '[parallel] memory = "1.8 GiB"' in refused.hint
 
 
 def test_this_host_tells() -> None:

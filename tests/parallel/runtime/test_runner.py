@@ -338,7 +338,7 @@ def test_a_device_without_memory_names_what_was_planned(error: Exception) -> Non
     with pytest.raises(PathosegError, match="ran out of device memory at 0:1F0 of stage 1") as told:
         run_ranks(2, body)
     assert "1 GiB were planned" in told.value.problem
-    assert "--memory" in told.value.mend
+    assert "--memory" in told.value.hint
 
 
 def test_a_host_without_memory_is_refused_before_the_first_step(
