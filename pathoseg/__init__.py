@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pathoseg.errors import PathosegError
+from pathoseg.version import __version__
 
 if TYPE_CHECKING:
     from pathoseg.inference.loaded_model import LoadedModel
     from pathoseg.slides.slide import Slide
 
-__version__ = "0.1.0"
 __all__ = [
     "PathosegError",
+    "__version__",
     "evaluate",
     "infer",
     "load_model",

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
-from pathoseg import __version__
 from pathoseg.errors import PathosegError, StoppedError
+from pathoseg.version import __version__
 
 app = typer.Typer(
     name="pathoseg",

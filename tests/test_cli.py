@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from pathoseg import __version__
 from pathoseg.cli import app
+from pathoseg.version import __version__
 
 Command = Callable[..., tuple[int, str]]
 SaveBundle = Callable[..., Path]

@@ -19,10 +19,10 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from pathoseg import __version__
 from pathoseg.errors import PathosegError
 from pathoseg.models.build import build_model, tile_multiple
 from pathoseg.models.model_options import ModelConfig, Scalar
+from pathoseg.version import __version__
 
 Colour = tuple[int, int, int]
 Channels = tuple[float, float, float]

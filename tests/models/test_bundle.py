@@ -19,11 +19,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pathoseg import __version__
 from pathoseg.errors import PathosegError
 from pathoseg.models.build import build_model
 from pathoseg.models.bundle import Bundle, load_bundle, save_bundle
 from pathoseg.models.model_options import ModelConfig
+from pathoseg.version import __version__
 
 CONFIG = ModelConfig("unet", "segment", 3, width=4, depth=2)
 CARD = Bundle(
