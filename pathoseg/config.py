@@ -306,7 +306,7 @@ def load_config(path: Path | None, flags: Mapping[str, Mapping[str, Any]] | None
 
 def write_config(config: Config, path: Path) -> None:
     """Writes `config` as TOML that `load_config` reads back equal; what is None is left out."""
-    path.write_text(tomli_w.dumps(_without_none(asdict(config))))
+    path.write_text(tomli_w.dumps(_without_none(asdict(config))), encoding="utf-8")
 
 
 def _read(path: Path) -> dict[str, Any]:

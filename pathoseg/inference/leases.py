@@ -15,6 +15,8 @@ from uuid import uuid4
 
 import psutil
 
+from pathoseg.platform_support import process_space, touched_now
+
 BEAT = 5.0  # seconds between two signs of life of a claim
 LEASE = 60.0  # seconds without one, after which a claim is anybody's
 _CLOCK = ".clock"
@@ -99,12 +101,7 @@ class Claims:
 
     def now(self) -> float:
         """The file system's time in seconds."""
-        descriptor = os.open(self._clock, os.O_CREAT | os.O_WRONLY, 0o666)
-        try:
-            os.utime(descriptor)
-            return os.fstat(descriptor).st_mtime
-        finally:
-            os.close(descriptor)
+        return touched_now(self._clock)
 
     def __enter__(self) -> Self:
         return self
@@ -131,11 +128,7 @@ class Claims:
 
 def _machine() -> dict[str, Any]:
     """What tells apart machines, and containers that do not see each other's processes."""
-    found: dict[str, Any] = {"host": socket.gethostname(), "boot": "", "pids": ""}
-    with suppress(OSError):
-        found["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        found["pids"] = str(Path("/proc/self/ns/pid").readlink())
-    return found
+    return {"host": socket.gethostname(), **process_space()}
 
 
 def _born(pid: int) -> float:

@@ -22,6 +22,7 @@ from torch import nn
 from pathoseg.errors import PathosegError
 from pathoseg.models.build import build_model, tile_multiple
 from pathoseg.models.model_options import ModelConfig, Scalar
+from pathoseg.platform_support import sync_folder
 from pathoseg.version import __version__
 
 Colour = tuple[int, int, int]
@@ -295,11 +296,7 @@ def _replace_in_turn(contents: dict[Path, bytes]) -> None:
 
 def _rename(source: Path, target: Path) -> None:
     source.replace(target)
-    descriptor = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(target.parent)
 
 
 def _read(path: Path) -> bytes:

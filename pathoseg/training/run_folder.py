@@ -11,6 +11,7 @@ from typing import Any
 
 from pathoseg.errors import PathosegError
 from pathoseg.outputs.atomic import replaced
+from pathoseg.platform_support import follow_pointer, make_pointer, relative_path
 from pathoseg.progress import say
 
 RUNS = Path("runs")
@@ -40,7 +41,7 @@ def new_run(out: Path | None) -> Path:
 
 
 def make_run(run: Path) -> None:
-    """Makes a run's folder and registers it in `runs/` (as a link if it lies elsewhere).
+    """Makes a run's folder and registers it in `runs/` (as a pointer if it lies elsewhere).
 
     Raises:
         OSError: The disk is full or cannot be written.
@@ -48,7 +49,7 @@ def make_run(run: Path) -> None:
     run.mkdir(parents=True, exist_ok=True)
     if run.resolve().parent != RUNS.resolve():
         RUNS.mkdir(exist_ok=True)
-        _free(RUNS / _now()).symlink_to(_from_runs(run), target_is_directory=True)
+        make_pointer(_free(RUNS / _now()), _from_runs(run))
 
 
 def finish_run(run: Path, summary: Mapping[str, Any]) -> None:
@@ -58,7 +59,7 @@ def finish_run(run: Path, summary: Mapping[str, Any]) -> None:
     RUNS.mkdir(exist_ok=True)
     fresh = RUNS / f".latest-{os.getpid()}"
     fresh.unlink(missing_ok=True)
-    fresh.symlink_to(_from_runs(run), target_is_directory=True)
+    make_pointer(fresh, _from_runs(run))
     fresh.replace(RUNS / "latest")
 
 
@@ -88,7 +89,8 @@ def bundle_of(model: Path | None) -> Path:
         PathosegError: There is none.
     """
     # The run behind the link says more, and stays the same when another run is finished.
-    given = model or Path(os.path.relpath(os.path.realpath(RUNS / "latest")))
+    latest = follow_pointer(Path(os.path.realpath(RUNS / "latest")))
+    given = relative_path(latest, Path()) if model is None else follow_pointer(model)
     for folder in (given / "model", given):
         if (folder / "model.json").is_file():
             run = folder.parent
@@ -108,17 +110,18 @@ def bundle_of(model: Path | None) -> Path:
     )
 
 
-def _from_runs(run: Path) -> str:
+def _from_runs(run: Path) -> Path:
     """The way from `runs/` to a run: relative, so that both may move together."""
-    return os.path.relpath(run.resolve(), RUNS.resolve())
+    return relative_path(run.resolve(), RUNS.resolve())
 
 
 def _known() -> Iterator[Path]:
     if not RUNS.is_dir():
         return
     for entry in RUNS.iterdir():
-        if entry.name != "latest" and (entry / CONFIG).is_file():
-            yield entry.resolve()
+        run = follow_pointer(entry)
+        if entry.name != "latest" and (run / CONFIG).is_file():
+            yield run.resolve()
 
 
 def _now() -> str:

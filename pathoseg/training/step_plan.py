@@ -26,9 +26,10 @@ from pathoseg.parallel.planning.memory_model import MemoryModel
 from pathoseg.parallel.planning.plan import Plan, PlanRequest
 from pathoseg.parallel.planning.stage_costs import Priced
 from pathoseg.parallel.retention.policy_options import Ways
-from pathoseg.parallel.runtime.memory_check import available_memory, too_small
+from pathoseg.parallel.runtime.memory_check import too_small
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.simulate import simulate
+from pathoseg.platform_support import available_memory
 from pathoseg.progress import progress_bar
 from pathoseg.training.distributed import own_device
 

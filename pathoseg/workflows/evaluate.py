@@ -125,7 +125,7 @@ def _compare(
 def _recorded_splits(table: Path) -> dict[str, str]:
     if not table.is_file():
         return {}
-    with table.open(newline="") as file:
+    with table.open(newline="", encoding="utf-8") as file:
         return {row["slide"]: row["split"] for row in csv.DictReader(file)}
 
 

@@ -25,6 +25,7 @@ from pathoseg.outputs.report import read_summary, write_failures, write_summary_
 from pathoseg.parallel.comm.launcher import find_world
 from pathoseg.parallel.comm.local_ranks import start_crew
 from pathoseg.parallel.comm.transport import Transport
+from pathoseg.platform_support import parent_lives
 from pathoseg.progress import say
 from pathoseg.slides.folder import slides_in
 from pathoseg.slides.slide import model_frame, open_slide
@@ -112,7 +113,7 @@ def _stop_with_launcher(interruption: Interruption) -> None:
     launcher = os.getppid()
 
     def watch() -> None:
-        while os.getppid() == launcher:
+        while parent_lives(launcher):
             time.sleep(1)
         interruption.number = interruption.number or signal.SIGTERM
 

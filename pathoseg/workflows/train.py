@@ -29,6 +29,7 @@ from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.planning.orders import AUTO, find_order
 from pathoseg.parallel.planning.plan import Plan
 from pathoseg.parallel.schedule.event import Event
+from pathoseg.platform_support import follow_pointer
 from pathoseg.progress import say
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.dataset import TrainingSet
@@ -134,7 +135,7 @@ def ranks_to_start(
         PathosegError: The configuration is wrong, or there is no run to go on with.
     """
     if resume and config_file is None:
-        begun = (out or newest_unfinished()) / CONFIG
+        begun = (follow_pointer(out) if out else newest_unfinished()) / CONFIG
         config_file = begun if begun.is_file() else None
     wanted = load_config(config_file, flags).parallel
     find_order(wanted.order)  # before any rank starts
@@ -246,8 +247,8 @@ def _start(
     """
     going_on = False
     if transport is None or transport.rank == 0:
-        if resume and out is None:
-            out = newest_unfinished()
+        if resume:
+            out = follow_pointer(out) if out else newest_unfinished()
         going_on = resume and out is not None and (out / CONFIG).is_file()
         if not going_on:
             out = new_run(out)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from pathoseg.parallel.graph.activation_policy import Retention
 from pathoseg.parallel.retention.policy_options import Pattern
 from pathoseg.parallel.retention.stage_liveness import Run, StageFacts
 from pathoseg.parallel.schedule.costs import Link
+from pathoseg.platform_support import c_function
 
 # A variable's number, and its factor in a row.
 Term = tuple[int, float]
@@ -147,14 +147,14 @@ def _solved(program: Program) -> Any:
 def _silent() -> Iterator[None]:
     """Nothing reaches the standard output of the process: HiGHS 1.12 prints a line there, whatever
     its options, where it repairs what it found. Plans are made in the only thread that prints."""
-    library = ctypes.CDLL(None)
-    library.fflush(None)
+    flush = c_function("fflush") or (lambda _: None)
+    flush(None)
     shown, hidden = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(hidden, 1)
     try:
         yield
     finally:
-        library.fflush(None)  # C holds its output back, too
+        flush(None)  # C holds its output back, too
         os.dup2(shown, 1)
         os.close(shown)
         os.close(hidden)
