@@ -34,7 +34,7 @@ WALLS: dict[str, set[str]] = {
     "tiles": {"slides", "annotations", *GROUND},
     "models": {*GROUND, "."},
     "outputs": {"tiles.grid", "annotations", *GROUND},
-    "config": {"annotations", "tiles", "models", *GROUND},
+    "config": {"annotations", "tiles", "models", "progress", *GROUND},
     "parallel": GROUND,
     "parallel.graph": GROUND,
     "parallel.schedule": GROUND,

@@ -17,6 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
+from pathoseg import config as config_module
 from pathoseg.errors import PathosegError
 from pathoseg.host_memory import LARGE
 from pathoseg.models.bundle import load_bundle
@@ -167,6 +168,19 @@ def test_resuming_with_other_values_is_refused_by_name(toy_slides: Path) -> None
     run = train(Path("tiny.toml"), flags, Path("run"), resume=False)
     with pytest.raises(PathosegError, match=r"tiles\.tile"):
         train(None, {"tiles": {"tile": 64}}, run, resume=True)
+
+
+def test_a_resumed_run_keeps_the_defaults_of_its_format(
+    toy_slides: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the file it began by, too, which says nothing of formats."""
+    monkeypatch.setattr(config_module, "_FORMER_DEFAULTS", {1: {"train": {"epochs": 2}}})
+    text = Path("tiny.toml").read_text().replace("epochs = 4\n", "")
+    text = text.replace("[data]", '[data]\nslides = "slides"')
+    Path("run").mkdir()
+    for name in ("tiny.toml", "run/config.toml"):
+        Path(name).write_text(text)
+    assert len(_rows(train(Path("tiny.toml"), {}, Path("run"), resume=True))) == 2
 
 
 def test_a_finished_run_is_not_trained_again(toy_slides: Path) -> None:
