@@ -21,8 +21,8 @@ from pathoseg import config as config_module
 from pathoseg.errors import PathosegError
 from pathoseg.host_memory import LARGE
 from pathoseg.models.bundle import load_bundle
+from pathoseg.training import step_plan
 from pathoseg.training.run_folder import bundle_of
-from pathoseg.workflows import plan as plan_module
 from pathoseg.workflows.train import train
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -44,7 +44,7 @@ def test_what_the_host_cannot_hold_is_refused_before_anything_is_read(
     toy_slides: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 1, "batch": 4}}
-    monkeypatch.setattr(plan_module, "available_memory", lambda: 2**20)
+    monkeypatch.setattr(step_plan, "available_memory", lambda: 2**20)
     with pytest.raises(PathosegError, match=r"takes about .* which has 1 MiB left") as refused:
         train(Path("tiny.toml"), flags, Path("run"), resume=False)
     assert '[parallel] memory = "922 KiB"' in refused.value.hint
@@ -53,11 +53,11 @@ def test_what_the_host_cannot_hold_is_refused_before_anything_is_read(
     assert needed is not None
     room = math.ceil(float(needed[1])) << 20
     kept: list[int] = []
-    monkeypatch.setattr(plan_module, "keep_freed_memory", kept.append)
-    monkeypatch.setattr(plan_module, "available_memory", lambda: room)
+    monkeypatch.setattr(step_plan, "keep_freed_memory", kept.append)
+    monkeypatch.setattr(step_plan, "available_memory", lambda: room)
     train(Path("tiny.toml"), flags, Path("run"), resume=False)
     assert not kept  # what the heap's holes take is not there
-    monkeypatch.setattr(plan_module, "available_memory", lambda: 2 * room)
+    monkeypatch.setattr(step_plan, "available_memory", lambda: 2 * room)
     train(Path("tiny.toml"), flags, Path("roomy"), resume=False)
     assert kept == [LARGE]
 
