@@ -7,6 +7,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -17,6 +18,7 @@ from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.errors import PathosegError
 from pathoseg.memory_size import parse_memory
 from pathoseg.models.model_options import LossConfig, ModelConfig
+from pathoseg.progress import say
 from pathoseg.tiles.tile_options import AugmentOptions, TissueOptions
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -252,10 +254,29 @@ class ParallelConfig:
     transport: Literal["auto", "mpi", "gloo", "nccl"] = "auto"
 
 
+# Number of today's defaults. Raise it once a version with the current number has been released.
+FORMAT = 2
+UNNUMBERED = 1  # format of the config.toml of a run that states none
+
+# Format → the defaults that changed after it, as they were: table ("" is the top level) → key →
+# value as in TOML. A default that changes, or a new key that changes what a run does, adds a row
+# to the newest format that ran without it.
+_FORMER_DEFAULTS: Mapping[int, Mapping[str, Mapping[str, Any]]] = {1: {}}
+
+# Keys that are gone: "table.key" → what became of it, a clause. Files that have them are accepted.
+_RETIRED: Mapping[str, str] = {}
+
+
 @dataclass(frozen=True)
 class Config:
-    """Everything a run is told, one table of the TOML file each."""
+    """Everything a run is told, one table of the TOML file each.
 
+    Attributes:
+        format: Number of the defaults that hold for keys left out.
+        seed: Seed of all randomness.
+    """
+
+    format: Annotated[int, Field(ge=1, strict=True)] = FORMAT
     seed: int = 0
     data: DataConfig = field(default_factory=DataConfig)
     annotations: AnnotationOptions = field(default_factory=AnnotationOptions)
@@ -269,19 +290,30 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
 
-def load_config(path: Path | None, flags: Mapping[str, Mapping[str, Any]] | None = None) -> Config:
-    """The configuration of `path` (TOML), overruled by `flags`.
+def load_config(
+    path: Path | None,
+    flags: Mapping[str, Mapping[str, Any]] | None = None,
+    unnumbered: int = FORMAT,
+) -> Config:
+    """Read the configuration of `path` (TOML), overruled by `flags`.
+
+    A key that is left out has the default of the file's format; a retired one is said and dropped.
 
     Args:
         path: TOML file, or None for the defaults.
         flags: Section → key → value; None values are flags not given. Top-level keys stand
             under the section "".
+        unnumbered: Format of a file that states none: today's for what a user writes, `UNNUMBERED`
+            for the record of a run.
 
     Raises:
-        PathosegError: The file cannot be read, a key is unknown, or a value does not fit.
+        PathosegError: The file cannot be read, is of a newer format, a key is unknown, or a value
+            does not fit.
     """
     table = _read(path) if path else {}
     where = str(path) if path else "The options"
+    _drop_retired(table, where)
+    _fill_former_defaults(table, where, unnumbered)
     _refuse_unknown(Config, table, where, "")
     for section, values in (flags or {}).items():
         target = table.setdefault(section, {}) if section else table
@@ -319,6 +351,40 @@ def _read(path: Path) -> dict[str, Any]:
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PathosegError(f"{path} is not valid TOML: {error}.", "Mend that line.") from None
+
+
+def _drop_retired(table: dict[str, Any], where: str) -> None:
+    for name, fate in _RETIRED.items():
+        section, _, key = name.rpartition(".")
+        values = table.get(section) if section else table
+        if isinstance(values, dict) and key in values:
+            del values[key]
+            _say_once(f"{where}: `{name}` is ignored: {fate}.")
+
+
+@cache
+def _say_once(text: str) -> None:
+    say(text)
+
+
+def _fill_former_defaults(table: dict[str, Any], where: str, unnumbered: int) -> None:
+    """Give keys left out the defaults of the table's format, where today's are others."""
+    number = table.setdefault("format", unnumbered)
+    if type(number) is not int:
+        return  # refused with the other values that do not fit
+    if number > FORMAT:
+        raise PathosegError(
+            f"{where} is of format {number}, and this pathoseg knows formats up to {FORMAT}.",
+            "Use the version of pathoseg that wrote it, or a newer one.",
+        )
+    for former in sorted(_FORMER_DEFAULTS):  # of several former defaults the oldest one holds
+        if former < number:
+            continue
+        for section, values in _FORMER_DEFAULTS[former].items():
+            target = table.setdefault(section, {}) if section else table
+            if isinstance(target, dict):
+                for key, value in values.items():
+                    target.setdefault(key, value)
 
 
 def _refuse_unknown(cls: type, table: Mapping[str, Any], where: str, prefix: str) -> None:

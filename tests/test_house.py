@@ -36,7 +36,7 @@ WALLS: dict[str, set[str]] = {
     "tiles": {"slides", "annotations", *GROUND},
     "models": GROUND,
     "outputs": {"tiles.grid", "annotations", *GROUND},
-    "config": {"annotations", "tiles", "models", *GROUND},
+    "config": {"annotations", "tiles", "models", "progress", *GROUND},
     "parallel": {
         *("parallel.comm", "parallel.cost", "parallel.fitting", "parallel.planning"),
         "parallel.runtime",

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pathoseg.annotations.annotation import IGNORE
-from pathoseg.config import Config, load_config
+from pathoseg.config import UNNUMBERED, Config, load_config
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box
 from pathoseg.host_memory import share_one_heap
@@ -98,7 +98,7 @@ def _configured(
 ) -> Config:
     if config_file is not None or not recorded.is_file():
         return load_config(config_file, flags)
-    config, run = load_config(recorded, flags), load_config(recorded)
+    config, run = (load_config(recorded, given, UNNUMBERED) for given in (flags, None))
     if config.data.slides != run.data.slides:
         # Where the run's annotations lie says nothing of other slides'.
         annotations = flags.get("data", {}).get("annotations")

@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 
-from pathoseg.config import Config, ParallelConfig, load_config, write_config
+from pathoseg.config import (
+    FORMAT,
+    UNNUMBERED,
+    Config,
+    ParallelConfig,
+    load_config,
+    write_config,
+)
 from pathoseg.device import MEAN, STD, pick_device
 from pathoseg.errors import PathosegError
 from pathoseg.inference.segmenter import default_overlap
@@ -134,10 +141,12 @@ def ranks_to_start(
     Raises:
         PathosegError: The configuration is wrong, or there is no run to go on with.
     """
+    unnumbered = FORMAT
     if resume and config_file is None:
         begun = (follow_pointer(out) if out else newest_unfinished()) / CONFIG
-        config_file = begun if begun.is_file() else None
-    wanted = load_config(config_file, flags).parallel
+        if begun.is_file():
+            config_file, unnumbered = begun, UNNUMBERED
+    wanted = load_config(config_file, flags, unnumbered).parallel
     find_order(wanted.order)  # before any rank starts
     return wanted
 
@@ -258,7 +267,8 @@ def _start(
     assert out is not None
     if not going_on:
         return out, load_config(config_file, flags)
-    recorded, asked = load_config(out / CONFIG), load_config(config_file or out / CONFIG, flags)
+    recorded = load_config(out / CONFIG, unnumbered=UNNUMBERED)
+    asked = load_config(config_file or out / CONFIG, flags, recorded.format)
     _refuse_changes(out, recorded, asked)
     # A batch that was one microbatch stays one, on however many ranks.
     microbatch = recorded.train.microbatch or recorded.train.batch
