@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -16,6 +16,7 @@ from pathoseg.geometry import Box, Frame
 
 BACKGROUND = 0
 IGNORE = 255
+_BACKGROUND_NAME = "background"
 _IGNORED_SUFFIX = "*"  # QuPath's way
 
 Colour = tuple[int, int, int]
@@ -50,6 +51,11 @@ class AnnotationOptions:
         rename: Names of classes in annotation files → names in the run, such as "Tumor" → "tumour".
             Values of masks are called "class 1", "class 2"…. Several classes may get one name;
             one that ends in * is ignored.
+        roi: Classes, in any case and by their names in the run, whose outlines are regions of
+            interest: inside them what nobody outlined is background, outside them nothing is known.
+            A slide without one was annotated everywhere.
+        unlabelled: What nobody outlined is "background", or, where annotations are sparse strokes,
+            "ignore"d everywhere; background is then drawn as the class "background".
 
     Raises:
         PathosegError: A class is given no name.
@@ -59,6 +65,8 @@ class AnnotationOptions:
     exclude: tuple[str, ...] = ("exclusion", "_2")
     mask: Literal["indices", "binary"] = "indices"
     rename: Mapping[str, str] = field(default_factory=dict)
+    roi: tuple[str, ...] = ("Region*", "ROI", "Region")
+    unlabelled: Literal["background", "ignore"] = "background"
 
     def __post_init__(self) -> None:
         for old, new in self.rename.items():
@@ -67,6 +75,19 @@ class AnnotationOptions:
                     f'[annotations] rename gives the class "{old}" the name "{new}".',
                     "Give it one without blanks around it; one that ends in * is ignored.",
                 )
+
+    def renamed(self, class_name: str | None) -> str | None:
+        """The run's name of a class in a file."""
+        return None if class_name is None else self.rename.get(class_name, class_name)
+
+    def is_roi(self, class_name: str) -> bool:
+        """Whether outlines of this class, renamed already, are regions of interest."""
+        return class_name.casefold() in {name.casefold() for name in self.roi}
+
+    def for_classes(self, names: Iterable[str]) -> AnnotationOptions:
+        """These options for a model of given classes: none of them is a region of interest."""
+        learnt = {name.casefold() for name in names}
+        return replace(self, roi=tuple(name for name in self.roi if name.casefold() not in learnt))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +103,14 @@ class ClassTable:
     def indices(self, names: Iterable[str], path: Path) -> dict[str, int]:
         """The index of each of the classes that `path` uses.
 
+        A class drawn as background has index 0, unless the table lists one of that name.
+
         Raises:
             PathosegError: The table lacks one of them.
         """
         names = set(names)
+        background = {name for name in names if is_background(name)}.difference(self.names)
+        names -= background
         if unknown := sorted(names.difference(self.names)):
             raise PathosegError(
                 f"{path} has regions of class {_quoted(unknown)}, beside the classes of this run: "
@@ -93,7 +118,7 @@ class ClassTable:
                 "Train with it among the config's `classes`, or rename it with `[annotations] "
                 "rename`: a name that ends in * is ignored.",
             )
-        return {name: self.index(name) for name in names}
+        return {name: self.index(name) for name in names} | dict.fromkeys(background, BACKGROUND)
 
     def __len__(self) -> int:
         """Number of classes with background."""
@@ -107,7 +132,7 @@ class Labels(Protocol):
     def path(self) -> Path: ...
 
     def classes(self) -> Mapping[str, Colour | None]:
-        """Names in use with their colours, without ignored ones."""
+        """Names in use with their colours, without ignored ones, regions and background."""
         ...
 
     def rasterise(self, box: Box, frame: Frame, classes: ClassTable) -> NDArray[np.uint8]:
@@ -120,6 +145,11 @@ class Labels(Protocol):
             PathosegError: A class is not in `classes`.
         """
         ...
+
+
+def is_background(class_name: str) -> bool:
+    """Whether a class of this name is index 0, unless a model has it among its classes."""
+    return class_name.casefold() == _BACKGROUND_NAME
 
 
 def is_ignored(class_name: str) -> bool:
