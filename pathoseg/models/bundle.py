@@ -226,6 +226,15 @@ def bundle_id(folder: Path) -> str:
     return hashlib.sha256(_read(folder / CARD)).hexdigest()[:16]
 
 
+def load_card(folder: Path) -> Bundle:
+    """The card of a bundle, without its weights.
+
+    Raises:
+        PathosegError: There is none, or it is of another version or impossible.
+    """
+    return _read_card(folder / CARD)[0]
+
+
 def load_bundle(folder: Path, factory: str | None = None) -> tuple[nn.Module, Bundle]:
     """The model of a bundle on the CPU, in eval mode, and its card. Runs no code of the bundle.
 

@@ -68,7 +68,7 @@ class TileOptions:
 
 
 class SlideTiles:
-    """Tiles of a slide that hold tissue or annotation, in the order of the grid.
+    """Tiles of a slide that hold tissue or annotation, and something known, in the grid's order.
 
     May be read by several threads. Without a cache every tile is read from the slide each time.
 
@@ -188,7 +188,8 @@ def cut_tiles(
 ) -> SlideTiles:
     """The tiles of a slide that hold enough tissue, or anything of a class.
 
-    All tiles have the same size whatever the slide's; what reaches outside is padding.
+    All tiles have the same size whatever the slide's; what reaches outside is padding. Where all of
+    a tile is ignored, as outside the regions of interest, it is left out.
 
     Args:
         slide: The slide's file.
@@ -210,7 +211,8 @@ def cut_tiles(
         folder = options.cache / slide.name
         counts = count_tiles_once(folder, grid, frame, labels, annotations, classes)
     enough = [tissue.share(box, frame) >= options.min_tissue for box in grid]
-    indices = np.flatnonzero(np.array(enough) | counts[:, 1:].any(axis=1))
+    known = counts.any(axis=1)
+    indices = np.flatnonzero(known & (np.array(enough) | counts[:, 1:].any(axis=1)))
     cache = None
     if options.cache is not None:
         kept = tuple(indices.tolist())

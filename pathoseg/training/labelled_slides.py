@@ -170,9 +170,18 @@ def find_sources(config: Config, classes: ClassTable | None = None) -> Sources:
 
     Raises:
         PathosegError: No folder is given, a slide or annotation cannot be read (unless
-            `data.skip_bad_slides`), or nothing is left.
+            `data.skip_bad_slides`), a class is both learnt and a region of interest, or nothing is
+            left.
     """
-    data = config.data
+    data, options = config.data, config.annotations
+    if classes is not None:
+        options = options.for_classes(classes.names)
+    elif both := [name for name in data.classes or () if options.is_roi(name)]:
+        raise PathosegError(
+            f'The class "{both[0]}" is to be learnt ([data] classes) and marks regions of interest '
+            "([annotations] roi).",
+            "Take it out of one of the two: `roi = []` makes it a class like others.",
+        )
     if data.slides is None:
         raise PathosegError("No slides are given.", "Name their folder with --slides DIR.")
     folder = Path(data.slides)
@@ -189,7 +198,7 @@ def find_sources(config: Config, classes: ClassTable | None = None) -> Sources:
         try:
             with open_slide(path, data.assume_mpp) as slide:
                 frame = model_frame(slide, config.tiles.mpp)
-                labels = read_labels(annotation, slide.size, slide.origin, config.annotations)
+                labels = read_labels(annotation, slide.size, slide.origin, options)
             usable.append(Source(path, labels, frame))
         except PathosegError as error:
             if not data.skip_bad_slides:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from pathoseg.annotations.annotation import ClassTable
 from pathoseg.config import (
     FORMAT,
     UNNUMBERED,
@@ -24,11 +25,11 @@ from pathoseg.config import (
 )
 from pathoseg.device import MEAN, STD, pick_device
 from pathoseg.errors import PathosegError
-from pathoseg.inference.segmenter import default_overlap
+from pathoseg.inference.segmenter import class_table_of, default_overlap
 from pathoseg.interruption import Interruption
 from pathoseg.memory_size import memory_text
 from pathoseg.models.build import build_model, check_tile, edge_reach, tile_multiple
-from pathoseg.models.bundle import Bundle
+from pathoseg.models.bundle import CARD, Bundle, load_card
 from pathoseg.models.losses import build_loss
 from pathoseg.outputs.atomic import replaced, write_text
 from pathoseg.parallel.comm.launcher import find_world
@@ -171,7 +172,7 @@ def _train(
     if is_finished(run):
         say(f"{run} is finished; its model is in {run / 'model'}.")
         return run
-    sources = find_sources(config)
+    sources = find_sources(config, _recorded_classes(run))
     table = find_table(
         config.data.table, _folder(config.data.slides), _folder(config.data.annotations)
     )
@@ -295,6 +296,11 @@ def _begin(run: Path, config: Config, members: Mapping[str, Member], plan: Plan 
         if away:
             say(f"A rank has up to {memory_text(away)} of activations in host memory.")
     say(f"Run: {run}")
+
+
+def _recorded_classes(run: Path) -> ClassTable | None:
+    """The classes that a run to go on with has learnt so far; None before its first model."""
+    return class_table_of(load_card(run / "model")) if (run / "model" / CARD).is_file() else None
 
 
 def _refuse_changes(run: Path, recorded: Config, asked: Config) -> None:
