@@ -213,6 +213,18 @@ class InferConfig:
 
 
 @dataclass(frozen=True)
+class EvaluateConfig:
+    """Comparing a model with annotations; docs/evaluation.md says what is measured.
+
+    Attributes:
+        boundary_um: Microns by which a predicted boundary may miss the annotated one and still
+            count as found; None means 2, or two pixels of the model where that is more.
+    """
+
+    boundary_um: Positive | None = None
+
+
+@dataclass(frozen=True)
 class ParallelConfig:
     """How ranks share a step; docs/planning.md says how a plan is found.
 
@@ -287,6 +299,7 @@ class Config:
     augment: AugmentOptions = field(default_factory=AugmentOptions)
     train: TrainConfig = field(default_factory=TrainConfig)
     infer: InferConfig = field(default_factory=InferConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
 

@@ -85,6 +85,7 @@ DOORS: dict[str, set[str]] = {
     "torch.fx": {"parallel/graph/fx_tracer.py"},
     "sklearn": {"parallel/cost/regression.py", "models/metrics.py"},
     "scipy.optimize": {"parallel/retention/policy_milp.py"},
+    "jinja2": {"outputs/html_report.py"},
     "typer": {"cli.py", "__main__.py"},
     "rich": {"cli.py", "progress.py"},
 }

@@ -103,5 +103,6 @@ def publish(
         unread_pixels=pixels[IGNORE],
         versions={"pathoseg": __version__, "torch": str(torch.__version__)},
         seconds={"plan": round(planned - began, 3), "segment": round(ended - planned, 3)},
+        warnings=() if plan.warning is None else (plan.warning,),
     )
     write_summary(folder / SUMMARY, summary)

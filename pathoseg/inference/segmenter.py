@@ -9,12 +9,13 @@ from contextlib import closing
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pathoseg.annotations.annotation import ClassTable
+from pathoseg.annotations.annotation import IGNORE, ClassTable
 from pathoseg.config import Config
 from pathoseg.device import Arrival, amp_dtype, memory_told, pick_device, to_input
 from pathoseg.errors import PathosegError
@@ -23,7 +24,14 @@ from pathoseg.host_memory import LARGE, keep_freed_memory
 from pathoseg.interruption import Interruption
 from pathoseg.models.build import edge_reach
 from pathoseg.models.bundle import Bundle, bundle_id, load_bundle
-from pathoseg.outputs.stitch import Prediction, reach_down, stitch
+from pathoseg.outputs.stitch import (
+    Finish,
+    Prediction,
+    argmax,
+    argmax_and_confidence,
+    reach_down,
+    stitch,
+)
 from pathoseg.progress import progress_bar, say
 from pathoseg.slides.region import Region, read_region
 from pathoseg.slides.slide import Slide, model_frame, open_slide
@@ -163,7 +171,6 @@ def _tiles(rows: Iterable[Sequence[int]], batch: int) -> Iterator[tuple[int, boo
 
 
 Mask = NDArray[np.uint8]
-Bands = Generator[Mask]
 
 
 def class_table_of(card: Bundle) -> ClassTable:
@@ -183,6 +190,7 @@ class SlidePlan:
         indices: Tiles of the grid that hold tissue.
         tissue: Where tissue lies.
         stain: Applied to every tile.
+        warning: What is to be said of its results, or None.
     """
 
     slide: Path
@@ -192,6 +200,7 @@ class SlidePlan:
     indices: Sequence[int]
     tissue: Tissue
     stain: StainNormaliser | None
+    warning: str | None = None
 
     def tiles_of(self, row: int) -> Sequence[int]:
         """Those of `indices` in a row of the grid."""
@@ -278,21 +287,26 @@ class Segmenter:
             boxes = [grid.box(i) for i in indices]
             method: Method = "macenko" if card.stain["method"] == "macenko" else "reinhard"
             stain = fit_stain(slide, frame, boxes, tissue, method) if boxes else None
-        return SlidePlan(slide.path, frame, output, grid, indices, tissue, stain)
+        warning = card.unseen_resolution(slide.mpp.mean)
+        return SlidePlan(slide.path, frame, output, grid, indices, tissue, stain, warning)
 
-    def bands(self, plan: SlidePlan, interruption: Interruption) -> Bands:
+    def bands_with_confidence(
+        self, plan: SlidePlan, interruption: Interruption
+    ) -> Generator[NDArray[np.int16]]:
         """The mask of a slide from top to bottom; closing the generator ends its threads.
 
         Yields:
-            Class indices (rows, width of `plan.output`): 0 off the tissue, 255 where unread.
+            (2, rows, width of `plan.output`): class indices, 0 off the tissue, 255 where unread;
+            and their probability times `CONFIDENCE_LEVELS`, 0 off the tissue, where no tile is
+            predicted.
 
         Raises:
             PathosegError: The device's memory is too small.
             StoppedError: A signal came.
         """
-        with closing(self.rows(plan, interruption)) as rows:
-            for row in rows:
-                yield row.band
+        with closing(self._rows(plan, interruption, finish=argmax_and_confidence)) as rows:
+            for _, band, _ in rows:
+                yield band
 
     def rows(
         self,
@@ -317,6 +331,19 @@ class Segmenter:
             PathosegError: The device's memory is too small.
             StoppedError: A signal came.
         """
+        with closing(self._rows(plan, interruption, first, take)) as rows:
+            for row in rows:
+                yield MaskRow(*row)
+
+    def _rows(
+        self,
+        plan: SlidePlan,
+        interruption: Interruption,
+        first: int = 0,
+        take: Callable[[int], bool] = lambda _: True,
+        finish: Finish = argmax,
+    ) -> Generator[tuple[int, NDArray[Any], int]]:
+        """As `rows`; bands are what `finish` makes of probabilities."""
         grid = plan.grid
         start = max(0, first - reach_down(grid))
         taken, unread = set[int](), Counter[int]()
@@ -343,11 +370,11 @@ class Segmenter:
                     yield prediction
                     bar.advance()
 
-            for row, band in enumerate(self._bands(plan, watched(), start), start):
+            for row, band in enumerate(self._bands(plan, watched(), start, finish), start):
                 # When a band comes, whether its row is taken has been asked: the prediction behind
                 # it has come too, or there is none.
                 if row in taken:
-                    yield MaskRow(row, band, unread[row])
+                    yield row, band, unread[row]
                 elif row >= first:
                     return
 
@@ -381,12 +408,12 @@ class Segmenter:
         return margin
 
     def _bands(
-        self, plan: SlidePlan, predictions: Iterator[Prediction], start: int
-    ) -> Iterator[Mask]:
+        self, plan: SlidePlan, predictions: Iterator[Prediction], start: int, finish: Finish
+    ) -> Iterator[NDArray[Any]]:
         if self.card.model.task == "classify":
-            return _coarse_rows(plan, predictions, start)
+            return _coarse_rows(plan, predictions, start, finish)
         margin = self._margin(plan)
-        return stitch(plan.grid, predictions, len(self.classes), margin, first=start)
+        return stitch(plan.grid, predictions, len(self.classes), margin, finish, first=start)
 
     def _predict(
         self, plan: SlidePlan, slides: SlidePool, rows: Iterable[Sequence[int]]
@@ -407,14 +434,18 @@ class Segmenter:
         return open_slide(path, self._config.data.assume_mpp)
 
 
-def _coarse_rows(plan: SlidePlan, predictions: Iterator[Prediction], start: int) -> Iterator[Mask]:
-    """One pixel a tile: its likeliest class, 255 where most of it was unread."""
+def _coarse_rows(
+    plan: SlidePlan, predictions: Iterator[Prediction], start: int, finish: Finish
+) -> Iterator[NDArray[Any]]:
+    """One pixel a tile: what `finish` makes of it, 255 where most of it was unread."""
+    blank = finish(torch.zeros(1, 1, 1)).zero_().numpy()
     following = next(predictions, None)
     for row in range(start, plan.grid.rows):
-        coarse = np.zeros((1, plan.grid.columns), np.uint8)
+        coarse = np.repeat(blank, plan.grid.columns, axis=-1)
         while following is not None and following[0] // plan.grid.columns == row:
             index, chance, unread = following
             lost = unread is not None and bool(unread.mean() > 0.5)
-            coarse[0, index % plan.grid.columns] = 255 if lost else int(chance.argmax())
+            pixel = finish(chance[:, None, None]).cpu().numpy()[..., 0, 0]
+            coarse[..., 0, index % plan.grid.columns] = IGNORE if lost else pixel
             following = next(predictions, None)
         yield coarse

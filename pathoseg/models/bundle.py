@@ -47,7 +47,7 @@ class Bundle:
         multiple: What the sides of a tile must be divisible by.
         stain: The stain normalisation that slides went through, in its own plain values, or None.
         training: Where the weights come from, in plain values (numbers that are not finite are
-            written as null).
+            written as null); `slide_mpps` lists the resolutions of the slides trained on.
         pathoseg_version: Version that wrote the bundle.
         torch_version: Likewise.
 
@@ -65,7 +65,7 @@ class Bundle:
     std: Channels
     multiple: int
     stain: Mapping[str, Scalar] | None = None
-    training: Mapping[str, Scalar | None] = field(default_factory=dict)
+    training: Mapping[str, Scalar | tuple[float, ...] | None] = field(default_factory=dict)
     pathoseg_version: str = __version__
     torch_version: str = str(torch.__version__)
 
@@ -95,6 +95,26 @@ class Bundle:
         _require(all(map(math.isfinite, self.mean)), f"mean {self.mean} is not finite")
         _require(
             all(0 < channel < math.inf for channel in self.std), f"std {self.std} is not positive"
+        )
+
+    def unseen_resolution(self, mpp: float) -> str | None:
+        """What is to be said of a slide of `mpp` microns per level-0 pixel, None for nothing.
+
+        A model knows the resolutions of the slides it was trained on and what is up to 1.2 times
+        coarser or finer than one of them. Models of which they are not recorded know all.
+        """
+        recorded = self.training.get("slide_mpps")
+        known = recorded if isinstance(recorded, tuple) else ()
+        if not known or not all(0 < seen < math.inf for seen in known):
+            return None
+        nearest = min(known, key=lambda seen: max(mpp / seen, seen / mpp))
+        ratio = max(mpp / nearest, nearest / mpp)
+        if ratio <= 1.2 * (1 + 1e-9):
+            return None
+        return (
+            f"its resolution, {mpp:.4g} µm per pixel, is {ratio:.2g} times "
+            f"{'coarser' if mpp > nearest else 'finer'} than the nearest that the model was "
+            f"trained on ({nearest:.4g} µm)"
         )
 
 

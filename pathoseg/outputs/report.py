@@ -62,6 +62,7 @@ class Summary:
         unread_pixels: Pixels of the mask that no tile could read.
         versions: Program or library to version.
         seconds: Step of the work to its duration.
+        warnings: What is to be said of the result.
     """
 
     slide: str
@@ -73,6 +74,7 @@ class Summary:
     unread_pixels: int
     versions: Mapping[str, str]
     seconds: Mapping[str, float]
+    warnings: tuple[str, ...] = ()
 
 
 def count_pixels(band: NDArray[np.uint8], classes: ClassTable) -> Counter[int]:
@@ -125,6 +127,7 @@ def read_summary(path: Path) -> Summary:
         entries["mpp"] = Mpp(**entries["mpp"])
         entries["classes"] = tuple(ClassSummary(**entry) for entry in entries["classes"])
         entries["tiles"] = TileCounts(**entries["tiles"])
+        entries["warnings"] = tuple(entries.get("warnings", ()))
         return Summary(**entries)
     except (OSError, ValueError, TypeError, LookupError, RecursionError, PathosegError) as error:
         raise PathosegError(

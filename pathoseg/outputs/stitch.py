@@ -45,6 +45,22 @@ def argmax(probabilities: torch.Tensor) -> torch.Tensor:
     return index
 
 
+CONFIDENCE_LEVELS = 2**15 - 1
+
+
+def argmax_and_confidence(probabilities: torch.Tensor) -> torch.Tensor:
+    """The most probable class of each pixel, as `argmax`, and how probable it is.
+
+    Args:
+        probabilities: Shape (classes, height, width).
+
+    Returns:
+        Shape (2, height, width), int16: the class, and its probability times 32,767.
+    """
+    levels = probabilities.amax(0).mul_(CONFIDENCE_LEVELS).round_().clamp_(max=CONFIDENCE_LEVELS)
+    return torch.stack([argmax(probabilities).to(torch.int16), levels.to(torch.int16)])
+
+
 def stitch(
     grid: TileGrid,
     predictions: Iterable[Prediction],

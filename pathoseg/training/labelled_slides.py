@@ -82,6 +82,19 @@ def split_slides(
     }
 
 
+def patients_in(table: Path | None, names: Iterable[str]) -> dict[str, str]:
+    """The patient of each slide; one of which the table says nothing is a patient of its own.
+
+    Raises:
+        PathosegError: The table cannot be read.
+    """
+    rows = _read(table) if table else {}
+    return {
+        name: (rows.get(name) or rows.get(Path(name).stem) or {}).get("patient") or name
+        for name in names
+    }
+
+
 def find_table(given: str | None, *folders: Path | None) -> Path | None:
     """The table of slides: the one that is named, else `slides.csv` in one of the folders."""
     if given is not None:

@@ -141,7 +141,7 @@ def _work(batch: Sequence[SlideWork], interruption: Interruption) -> None:
         interruption.raise_if_asked()
         if slide.lead():
             if slide.outcome() == "done":
-                say(f"{slide.slide.name}: done, in {slide.folder}{_unread(slide.folder)}")
+                say(f"{slide.slide.name}: done, in {slide.folder}{_warnings(slide.folder)}")
             elif len(batch) > 1 and (state := slide.state):
                 say(f"{slide.slide.name}: failed. {state.problem} {state.hint}")
 
@@ -155,12 +155,14 @@ def _work(batch: Sequence[SlideWork], interruption: Interruption) -> None:
             time.sleep(_NAP)
 
 
-def _unread(folder: Path) -> str:
-    """What is to be said of a result's slide whose file is damaged."""
-    tiles = read_summary(folder / SUMMARY).tiles
+def _warnings(folder: Path) -> str:
+    """What is to be said of a result: of its resolution, and where the slide is damaged."""
+    summary = read_summary(folder / SUMMARY)
+    told = "".join(f". Take care: {warning}" for warning in summary.warnings)
+    tiles = summary.tiles
     if not tiles.unread:
-        return ""
-    return (
+        return told
+    return told + (
         f". The slide is damaged: {tiles.unread} of {tiles.done} tiles could not be read whole. "
         "What is missing is 255 in the mask and hatched in the overlay."
     )

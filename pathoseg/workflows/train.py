@@ -193,7 +193,7 @@ def _train(
         config = replace(config, train=replace(config.train, microbatch=plan.microbatch))
     elif pick_device().type == "cpu":
         check_host(model, config)
-    card = _card(config, sources, model)
+    card = _card(config, sources, members, model)
     _overview(sources, members, table)
     pool = SlidePool(lambda path: open_slide(path, config.data.assume_mpp))
     advice = "Nothing is trained yet: start the same command again."
@@ -341,11 +341,16 @@ def _training_set(config: Config, slides: Sequence[SlideTiles]) -> TrainingSet:
     )
 
 
-def _card(config: Config, sources: Sources, model: torch.nn.Module) -> Bundle:
+def _card(
+    config: Config, sources: Sources, members: Mapping[str, Member], model: torch.nn.Module
+) -> Bundle:
     multiple = tile_multiple(model)
     overlap = config.infer.overlap
     if overlap is None:
         overlap = default_overlap(config.tiles.tile, multiple, edge_reach(model))
+    trained_on = [s for s in sources.usable if members[s.slide.name].split == "train"]
+    # Three digits: scans of one scanner differ in the fourth.
+    mpps = {float(f"{source.frame.level0_mpp.mean:.3g}") for source in trained_on}
     return Bundle(
         model=config.model.with_classes(len(sources.classes)),
         class_names=sources.classes.names,
@@ -357,7 +362,11 @@ def _card(config: Config, sources: Sources, model: torch.nn.Module) -> Bundle:
         std=STD,
         multiple=multiple,
         stain=None if config.tiles.stain == "none" else {"method": config.tiles.stain},
-        training={"slides": str(config.data.slides), "seed": config.seed},
+        training={
+            "slides": str(config.data.slides),
+            "seed": config.seed,
+            "slide_mpps": tuple(sorted(mpps)),
+        },
     )
 
 
