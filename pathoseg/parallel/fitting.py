@@ -136,7 +136,7 @@ def best(graphs: Sequence[Priced], request: PlanRequest) -> Plan:
 
 
 def agree(choose: Callable[[], Plan], transport: Transport) -> Plan:
-    """What rank 0 chooses, on every rank.
+    """Return the plan that rank 0 chooses, on every rank.
 
     Raises:
         PathosegError: Rank 0 can choose nothing.

@@ -50,7 +50,7 @@ class Reduction:
 def reductions(
     levels: Sequence[Level], tables: Sequence[TileTable | None]
 ) -> tuple[Reduction, ...]:
-    """What lies between the stored levels of a slide, and behind the last.
+    """Return the levels between the stored ones, and beyond the last, that JPEG decodes directly.
 
     Args:
         levels: The stored levels.
@@ -243,7 +243,7 @@ class DirectSlide(SlideFile[_TileFile]):
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What a box takes of one row or column of tiles.
+    """The part of one row or column of tiles that a box covers.
 
     Attributes:
         number: Of the row or column.

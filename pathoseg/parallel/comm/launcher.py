@@ -22,7 +22,7 @@ Choice = Literal["auto", "mpi", "gloo", "nccl"]
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What a launcher has told this process.
+    """The rank, size and launcher of this process, as its environment states them.
 
     Attributes:
         launcher: "mpirun" stands for every launcher of an MPI (srun with PMIx or PMI too), "srun"

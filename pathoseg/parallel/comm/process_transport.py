@@ -58,14 +58,14 @@ class Request(Protocol):
     """A message that a library has begun."""
 
     def done(self) -> bool:
-        """Whether it is finished; never blocks."""
+        """Return True if the operation is finished; never blocks."""
 
 
 class Event(Protocol):
     """A point in a device's work; torch.cuda.Event is one."""
 
     def query(self) -> bool:
-        """Whether the device has come there."""
+        """Return True if the device has passed the event."""
 
 
 class Wire(Protocol):

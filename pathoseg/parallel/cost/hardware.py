@@ -1,4 +1,4 @@
-"""What a device, its node and its network can do: figures that a small JSON file holds."""
+"""The description of a device, its node and its network, as a small JSON file holds it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Regression:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What was learnt from timing layers.
+    """The regressions that were fitted to measured layer times.
 
     Attributes:
         regressions: By family and pass, such as `convolution forward`.
@@ -150,7 +150,7 @@ class Hardware:
                 raise ValueError("a link's figures are finite and not below 0")
 
     def network(self, ranks: int) -> Nodes:
-        """What joins so many ranks, one on each device, nodes being filled in turn."""
+        """Return the network of so many ranks, one on each device, nodes filled in turn."""
         return Nodes(min(self.per_node, ranks), self.inside, self.between)
 
 

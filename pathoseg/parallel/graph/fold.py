@@ -107,7 +107,7 @@ class _Folding:
         )
 
     def _gradients(self, group: Sequence[int]) -> tuple[Gradient, ...]:
-        """What the backwards of a group leave to earlier groups."""
+        """Return the gradients that the backward of a group leaves to earlier groups."""
         here = self.index[group[0]]
         left = []
         for position in group:

@@ -98,7 +98,7 @@ class Priced:
     def choose(
         self, partition: Partition, stage: int, memory: int, in_flight: int, ways: Ways
     ) -> Choice | None:
-        """What of a stage is best not kept, if it alone has so many bytes of a rank.
+        """Choose the fastest activation policy of a stage that fits into so many bytes.
 
         Args:
             partition: The stages.
@@ -113,7 +113,7 @@ class Priced:
         return self._choice(first, stop, ways, room, in_flight) if room > 0 else None
 
     def retained(self, partition: Partition, stage: int, retention: Retention) -> Retained:
-        """What comes of a retention of a stage."""
+        """Return the memory, copies and recomputation of a stage under an activation policy."""
         return retain(self._facts(*partition.bounds[stage : stage + 2]), retention)
 
     def costs(
@@ -123,7 +123,7 @@ class Priced:
         retention: Sequence[Retention] = (),
         window: int = 0,
     ) -> Costs:
-        """What a schedule of these stages is simulated against, on so many ranks.
+        """Return the costs of these stages on so many ranks, for the simulator.
 
         The optimizer's step reads and writes its state, the parameters and, reading only, the
         gradients, all at the memory's bandwidth. A value that several stages read comes back as

@@ -16,7 +16,7 @@ from pathoseg.parallel.schedule.costs import Link, Saved
 
 @dataclass
 class Walked:
-    """What layers hold and do again, beyond what earlier ones keep.
+    """The memory and the recomputation of some layers, beyond what earlier layers keep.
 
     Attributes:
         forward_peak: Most bytes in their forward, what is kept included.
@@ -192,11 +192,12 @@ class _State:
             temporary -= sum(leaving.pop(run, ()))
 
     def _in_passing(self, index: int, passing: bool) -> bool:
-        """Whether the run that makes a storage is one in passing, where such a one asks for it."""
+        """Return True if the recomputation of a storage is transient: its result is freed before the
+        layer's own backward."""
         return passing or (index in self._dropped and index not in self._twice)
 
     def _stays(self, index: int, at: int, passing: bool) -> bool:
-        """Whether a storage that is made again is needed by backwards to come."""
+        """Return True if a recomputed storage is needed by later backwards."""
         return (
             index in self._dropped
             and passing != (index in self._twice)
@@ -217,7 +218,7 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class Retained:
-    """What comes of a retention, for one microbatch.
+    """The memory, copies and recomputation of a stage under an activation policy, a microbatch.
 
     Attributes:
         kept: Bytes on the device between the forward and the backward, without what was received.
@@ -298,7 +299,7 @@ _NOTHING = 0.002
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """Which layers' storages may be offloaded, and which recomputed."""
+    """The policies that the user allows: offload, recompute, or both."""
 
     offload: bool = True
     recompute: bool = True
@@ -338,7 +339,7 @@ class Pattern:
 
 
 def patterns_of(facts: StageFacts, run: Run, host: Link, ways: Ways) -> list[Pattern]:
-    """Of all patterns of a run's blocks those that no other beats in everything.
+    """Return the Pareto front of the policy options of a run's blocks.
 
     Several blocks are taken together where all between them is recomputed.
 
@@ -463,7 +464,7 @@ def _pattern(
 
 
 def _is_deep(facts: StageFacts, index: int, dropped: set[int]) -> bool:
-    """Whether more than a storage's own layers have to run again to make it."""
+    """Return True if recomputing a storage needs more than its own layers."""
     saved = facts.saved[index]
     for layer in (saved.maker, *saved.writers):
         for read in facts.reads[layer]:
@@ -475,7 +476,7 @@ def _is_deep(facts: StageFacts, index: int, dropped: set[int]) -> bool:
 
 
 def _best(patterns: Sequence[Pattern], shared: Collection[int]) -> list[Pattern]:
-    """Those that none beats of those that ask the same of others and leave them the same."""
+    """Return the Pareto front (time, memory) of the options with equal demands and exports."""
     groups: dict[Hashable, list[Pattern]] = {}
     for each in patterns:
         gone, deep = (frozenset(some.intersection(shared)) for some in (each.away, each.deep))
