@@ -219,7 +219,7 @@ class Storages:
                 self._add(storage, Fate.KEEP, tensor, GIVEN)
 
     def of(self, storage: torch.UntypedStorage, position: int, fate: Fate) -> Made:
-        """Return the record of a storage; a storage seen first was made by the layer at `position`."""
+        """Return the record of a storage; one seen first was made by the layer at `position`."""
         made = self._known.get(storage._cdata)
         return self._add(storage, fate, None, position) if made is None else made
 
@@ -427,7 +427,7 @@ class Again:
         self.sources.clear()
 
     def _storage(self, key: tuple[Made, int]) -> torch.UntypedStorage:
-        """Return the storage that the layer reads; a copy if it writes in place and others need it."""
+        """Return the storage that the layer reads; a copy if it writes what others need."""
         source = self.sources[key]
         if isinstance(source, Kept) and source.tensor._version != key[1]:
             raise PathosegError(

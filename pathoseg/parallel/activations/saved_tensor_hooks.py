@@ -263,7 +263,7 @@ class Recording:
         return handle
 
     def _may_leave(self, made: Made) -> bool:
-        """Return True for a parameter's storage, whose memory may leave the device with its stage."""
+        """Return True for a parameter's storage, which may leave the device with its stage."""
         return self._keeping._parks and isinstance(made.given, nn.Parameter)
 
     def _piece(self, made: Made, tensor: Tensor) -> Piece:

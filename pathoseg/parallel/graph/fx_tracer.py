@@ -352,8 +352,7 @@ class Tracer(fx.Tracer):
         return iter([operator.getitem(obj, index) for index in range(len(self.parts(obj)))])
 
     def parts(self, obj: fx.Proxy) -> Sequence[Any]:
-        """Return the values that a proxy of a tuple stands for; raise for a tensor, whose length may
-        vary."""
+        """Return the items of a proxy of a tuple; raise for a tensor, whose length may vary."""
         value = self._value(obj.node)
         if isinstance(value, tuple | list):
             return value

@@ -269,7 +269,7 @@ class Recorder:
             self.tape.ran(kernel)
 
     def values(self, made: Any) -> tuple[Value, ...]:
-        """Return a layer's outputs as plain data: one value for integers, else one for each tensor."""
+        """Return a layer's outputs as plain data: one value for integers, else one a tensor."""
         if type(made) is int:
             return (Value((), "int", 8, None, False),)
         if isinstance(made, tuple) and made and all(type(part) is int for part in made):

@@ -113,7 +113,7 @@ class Traced:
         )
 
     def assemble(self, values: Mapping[str, Any]) -> Any:
-        """Return what the model itself would return, built from the values named by `graph.outputs`."""
+        """Build what the model itself would return from the values named by `graph.outputs`."""
         numbers = {
             name: fx.from_tensor(values[name])
             for name in self.graph.outputs

@@ -192,8 +192,8 @@ class _State:
             temporary -= sum(leaving.pop(run, ()))
 
     def _in_passing(self, index: int, passing: bool) -> bool:
-        """Return True if the recomputation of a storage is transient: its result is freed before the
-        layer's own backward."""
+        """Return True if the recomputation of a storage is transient (its result is freed before
+        the layer's own backward)."""
         return passing or (index in self._dropped and index not in self._twice)
 
     def _stays(self, index: int, at: int, passing: bool) -> bool:

@@ -132,7 +132,9 @@ class _Window:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """The costs of a schedule: time, bubble, memory, bytes sent. Tuples are by rank, of one group of ranks.
+    """The costs of a schedule: time, bubble, memory, bytes sent.
+
+    Tuples are by rank, of one group of ranks.
 
     Attributes:
         events: What each rank does when, in no particular order between ranks.

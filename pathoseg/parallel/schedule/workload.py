@@ -120,7 +120,7 @@ class Workload:
         ]
 
     def needs(self, replica: int, rank: int) -> tuple[int, int]:
-        """Return the peak bytes that one microbatch holds on a rank, and the transient bytes beyond."""
+        """Return the bytes that one microbatch holds on a rank, and the most beyond as it runs."""
         homes = self.routes[replica].homes
         held = sum(size for home, size in zip(homes, self.held, strict=False) if home == rank)
         extra = (size for home, size in zip(homes, self.extra, strict=True) if home == rank)
