@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from itertools import accumulate
@@ -40,6 +40,7 @@ class Priced:
         hardware: The device and its links.
         note: What the times stem from.
         seconds: Of the forward and backward of one microbatch through all layers.
+        critical_seconds: Of those along the longest chain of layers that wait for one another.
         times: Seconds of the forward and the backward of each layer, by its name.
     """
 
@@ -68,6 +69,7 @@ class Priced:
         self._forward = [0.0, *accumulate(self._forwards)]
         self._backward = [0.0, *accumulate(self._backwards)]
         self.seconds = self._forward[-1] + self._backward[-1]
+        self.critical_seconds = self._critical_seconds()
         self._facts = cache(self._find_facts)
         self._chooser = cache(
             lambda first, stop, ways: Chooser(self._facts(first, stop), hardware.host, ways)
@@ -148,6 +150,18 @@ class Priced:
             window,
         )
 
+    def _critical_seconds(self) -> float:
+        position = {layer.name: at for at, layer in enumerate(self.graph.layers)}
+        edges = [
+            (position[name], position[layer.name])
+            for layer in self.graph.layers
+            for name in layer.inputs
+            if name in position
+        ]
+        before = longest_chains(self._forwards, edges)
+        after = longest_chains(self._backwards, edges)
+        return max(map(sum, zip(before, self._forwards, self._backwards, after, strict=True)))
+
     def _less(
         self, partition: Partition, stage: int, whole: StageCost, retention: Retention
     ) -> StageCost:
@@ -201,6 +215,19 @@ class Priced:
     def _rows(self) -> dict[int, Row]:
         """By first layer, the memory of all stages that the cutter may make."""
         return {row.first: row for row in self._memory.rows(self.cutter.places[:-1])}
+
+
+def longest_chains(times: Sequence[float], edges: Iterable[tuple[int, int]]) -> list[float]:
+    """Return, for each node of a graph, the time of the longest chain of nodes that leads to it.
+
+    Args:
+        times: Of each node.
+        edges: From a node to a later one.
+    """
+    found = [0.0] * len(times)
+    for source, target in sorted(edges):  # by source: what leads to it is known by then
+        found[target] = max(found[target], found[source] + times[source])
+    return found
 
 
 def stage_edges(partition: Partition) -> tuple[Edge, ...]:
