@@ -273,7 +273,7 @@ UNNUMBERED = 1  # format of the config.toml of a run that states none
 # Format → the defaults that changed after it, as they were: table ("" is the top level) → key →
 # value as in TOML. A default that changes, or a new key that changes what a run does, adds a row
 # to the newest format that ran without it.
-_FORMER_DEFAULTS: Mapping[int, Mapping[str, Mapping[str, Any]]] = {1: {}}
+_FORMER_DEFAULTS: Mapping[int, Mapping[str, Mapping[str, Any]]] = {1: {"annotations": {"roi": []}}}
 
 # Keys that are gone: "table.key" → what became of it, a clause. Files that have them are accepted.
 _RETIRED: Mapping[str, str] = {}
