@@ -186,9 +186,7 @@ def evaluate(
     model: ModelFolder = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder of evaluation.csv, or evaluation-SPLIT.csv. [default: the run's]"
-        ),
+        typer.Option(help="Folder of evaluation.html and its tables. [default: the run's]"),
     ] = None,
     split: Annotated[
         str | None, typer.Option(help="Only slides of this split: train, val, test or unseen.")

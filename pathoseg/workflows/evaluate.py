@@ -180,7 +180,7 @@ class _Records:
         table = find_table(data.table, *folders)
         patients = patients_in(table, [source.slide.name for source in sources])
         patients |= {row["slide"]: row["patient"] for row in rows}
-        splits = {row["slide"]: row["split"] for row in rows}
+        splits = {row["slide"]: row["split"] for row in rows if row["split"] in _TELLING}
         own = all(name == patient for name, patient in patients.items())
         return cls(splits, patients, has_patients=table is not None or not own)
 
