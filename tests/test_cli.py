@@ -49,6 +49,7 @@ def test_the_help_of_a_command_has_an_example_that_parses(name: str, command: Co
         assert sub.make_context(name, example[2:]).params["debug"] is False
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("argument", ["--help", "--version", "infer --help", "nonsense"])
 def test_help_imports_no_heavy_library(argument: str) -> None:
     program = (

@@ -172,18 +172,19 @@ def test_no_circles_between_files_or_rooms() -> None:
             pytest.fail(f"imports in a circle: {circle.args[1]}")
 
 
-def _python_files() -> list[Path]:
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    return [ROOT / name for name in listed.stdout.split() if (ROOT / name).exists()]
+def _listed(*options: str) -> list[Path]:
+    """The files that git knows; asked as tests are collected, for these start no process."""
+    command = ["git", "ls-files", "-z", *options]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    files = [ROOT / name for name in listed.stdout.split("\0") if name]
+    return [file for file in files if file.exists()]
 
 
-@pytest.mark.parametrize("path", _python_files(), ids=lambda path: str(path.relative_to(ROOT)))
+TRACKED = _listed()
+PYTHON_FILES = _listed("--cached", "--others", "--exclude-standard", "*.py")
+
+
+@pytest.mark.parametrize("path", PYTHON_FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_are_short_and_say_their_job(path: Path) -> None:
     text = path.read_text()
     lines = text.splitlines()
@@ -196,9 +197,5 @@ def test_files_are_short_and_say_their_job(path: Path) -> None:
 
 
 def test_nothing_large_is_tracked() -> None:
-    listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
-    )
-    files = [ROOT / name for name in listed.stdout.split("\0") if name]
-    large = [str(file) for file in files if file.exists() and file.stat().st_size > 2_000_000]
+    large = [str(file) for file in TRACKED if file.stat().st_size > 2_000_000]
     assert not large

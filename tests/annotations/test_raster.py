@@ -58,6 +58,7 @@ def _covered(area: shapely.Polygon, frame: Frame, fine: int = 1) -> NDArray[np.b
     return inside
 
 
+@pytest.mark.slow
 @given(area=blobs(), mpp=MPPS)
 @settings(max_examples=40)
 def test_every_pixel_is_that_of_its_centre(area: shapely.Polygon, mpp: float) -> None:
@@ -68,6 +69,7 @@ def test_every_pixel_is_that_of_its_centre(area: shapely.Polygon, mpp: float) ->
     assert (shapely.distance(area.boundary, shapely.points(centres)) < 1e-6).all()
 
 
+@pytest.mark.slow
 @given(area=blobs(), mpp=st.sampled_from([0.5, 0.73, 1.0]))
 @settings(max_examples=12)
 def test_areas_are_those_of_a_supersampled_reference(area: shapely.Polygon, mpp: float) -> None:
@@ -97,6 +99,7 @@ def test_a_traced_mask_is_rasterised_to_itself(mask: NDArray[np.uint8], scale: f
     np.testing.assert_array_equal(found, mask)
 
 
+@pytest.mark.slow
 @given(area=blobs(), mpp=MPPS)
 @settings(max_examples=40)
 def test_a_rasterised_region_is_traced_to_itself(area: shapely.Polygon, mpp: float) -> None:

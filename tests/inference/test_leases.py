@@ -39,6 +39,7 @@ def test_of_many_at_once_one_gets_it(tmp_path: Path) -> None:
             hand.__exit__(None, None, None)
 
 
+@pytest.mark.process
 def test_a_killed_process_of_this_machine_holds_nothing(tmp_path: Path) -> None:
     path = tmp_path / "piece"
     code = (

@@ -229,6 +229,7 @@ def test_it_goes_with_offload_and_recomputation(case: Case, form: Form) -> None:
     _equal(_on_ranks(case, Memory(form=form, parked=ALL), _train), _unparked(case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["gpipe", "gems-master"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_run_goes_on_from_its_state(order: str, form: Form) -> None:

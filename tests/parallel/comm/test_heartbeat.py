@@ -9,7 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from pathoseg.parallel.comm import heartbeat as lifeline
+
+pytestmark = pytest.mark.process
 
 _RANK = """
 import sys, time

@@ -78,6 +78,7 @@ def test_a_dtype_without_arithmetic_is_refused() -> None:
     assert "float16" in raised.value.hint
 
 
+@pytest.mark.slow
 def test_without_a_fit_a_note_says_that_nothing_was_measured() -> None:
     for name in ("v100", "a100", "h200"):
         assert "nothing was measured" in cost_model(load_hardware(name)).note
@@ -85,6 +86,7 @@ def test_without_a_fit_a_note_says_that_nothing_was_measured() -> None:
     assert "a Sunday" in cost_model(known).note
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 600),
     st.integers(1, 600),

@@ -77,6 +77,7 @@ RETAINED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RETAINED)
 def test_peaks_of_what_is_recomputed_are_the_allocators(name: str) -> None:
     make, shape = RETAINED[name]
@@ -99,6 +100,7 @@ def test_peaks_of_what_is_recomputed_are_the_allocators(name: str) -> None:
         assert choice.retained.peak + received == pytest.approx(really, rel=0.02)
 
 
+@pytest.mark.slow
 def test_peaks_of_what_is_recomputed_twice_are_the_allocators() -> None:
     """Of a chain of blocks what each is given is made again in passing, then each block."""
     traced = Traced(ResNetV2(2, depth=56), torch.randn(1, 3, 128, 128))

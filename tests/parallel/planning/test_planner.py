@@ -52,6 +52,7 @@ UNET = _price()
 WHOLE = UNET.cutter.least_caps(1)[0]
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(
     st.integers(1, 6),
@@ -78,6 +79,7 @@ def test_a_plan_runs_as_it_says(ranks: int, share: float, batch: int, order: str
         assert Plan.from_json(each.to_json()) == each
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     st.sampled_from(sorted(ORDERS)),
@@ -170,6 +172,7 @@ def test_branches_are_planned_side_by_side() -> None:
     assert least_seconds(frame, 1) == pytest.approx(best.seconds, rel=0.05)
 
 
+@pytest.mark.slow
 def test_what_fits_on_one_device_is_not_cut() -> None:
     free = _price(replace(DEVICE, inside=Link(), between=Link()))
     best, *others = plan([free], PlanRequest(4, 2 * int(WHOLE), 4))
@@ -227,6 +230,7 @@ def test_a_prime_number_of_ranks_can_all_have_work() -> None:
     assert {each.stages for each in plan([UNET], everyone)} == {11}
 
 
+@pytest.mark.slow
 def test_a_given_cut_is_kept() -> None:
     plans = plan([UNET], PlanRequest(4, 2**40, 4, cut=("encoder.1", "decoder.0")))
     assert plans
@@ -236,6 +240,7 @@ def test_a_given_cut_is_kept() -> None:
         assert all(any(name in scope for scope in scopes) for name in ("encoder.1", "decoder.0"))
 
 
+@pytest.mark.slow
 def test_the_larger_microbatch_is_taken_where_it_is_faster() -> None:
     costly = replace(DEVICE, overhead=0.1)
     sizes = [_price(costly, 1), _price(costly, 4)]

@@ -49,6 +49,7 @@ def test_ranks_train_as_one_process(case: Case) -> None:
         compare(case, rank, verdict)
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize("library", ["gloo", "mpi", "ordered"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
