@@ -11,10 +11,10 @@ import time
 import zlib
 from collections.abc import Generator
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from uuid import uuid4
 
 import numpy as np
@@ -219,6 +219,28 @@ class SharedSlide:
                 best, length = begin, row - begin
             start = row + 1
         return best
+
+
+# Options of [infer] and [tissue] that have been in a slide's key from the first.
+_ALWAYS_TOLD = {
+    *("overlap", "margin", "batch", "simplify", "min_region_um2", "compress_regions"),
+    *("region_type", "method", "threshold"),
+}
+_NEVER_TOLD = {"readers"}  # changes no result
+
+
+def _told(options: Any) -> dict[str, object]:
+    """Return what a slide's key says of a table of options.
+
+    An option that came later is told only where it is not at its default, so that rows and
+    results of the time before it are still found.
+    """
+    told = dict[str, object]()
+    for option in fields(options):
+        value, is_late = getattr(options, option.name), option.name not in _ALWAYS_TOLD
+        if option.name not in _NEVER_TOLD and not (is_late and value == option.default):
+            told[option.name] = value
+    return told
 
 
 WORK = ".work"  # in the output folder: what is not whole, a folder for each slide
@@ -426,14 +448,12 @@ class SlideWork:
     def _key(self) -> str:
         """A hash of all that the result depends on."""
         config = self._hand.config
-        infer = asdict(config.infer)
-        del infer["readers"]
         told = {
             "slide": asdict(self._fingerprint),
             "model": self._hand.segmenter.model_id,
             "assume_mpp": config.data.assume_mpp,
-            "tissue": asdict(config.tissue),
-            "infer": infer,
+            "tissue": _told(config.tissue),
+            "infer": _told(config.infer),
         }
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
