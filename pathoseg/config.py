@@ -147,6 +147,8 @@ class TrainConfig:
     """The training loop.
 
     Attributes:
+        start_from: Run, bundle or .safetensors file whose weights training starts from (`--from`);
+            left out, they are random.
         epochs: Passes over the samples; None means 50, or as many as the time limit holds.
         time_limit: Time for the whole run, resumed parts counted together: seconds, or "1h30m".
         samples_per_epoch: Tiles drawn an epoch; None means as many as there are.
@@ -157,7 +159,8 @@ class TrainConfig:
         optimizer: AdamW, or SGD with Nesterov momentum 0.9.
         lr: Highest learning rate.
         weight_decay: Decoupled (adamw) or L2 (sgd); never on norms and biases.
-        schedule: Shape of the learning rate after the warm-up.
+        schedule: Shape of the learning rate after the warm-up, over all steps; a run that is given
+            other limits goes on as one that had them from its start.
         warmup: Share of all steps over which the learning rate rises.
         clip: Largest global gradient norm; 0 leaves gradients alone.
         amp: Arithmetic on CUDA; "auto" means bf16 where the device has it. CPUs use float32.
@@ -167,6 +170,7 @@ class TrainConfig:
         readers: Threads that read and augment tiles.
     """
 
+    start_from: str | None = None
     epochs: Count | None = None
     time_limit: Duration | None = None
     samples_per_epoch: Count | None = None
@@ -280,12 +284,8 @@ def load_config(path: Path | None, flags: Mapping[str, Mapping[str, Any]] | None
     Raises:
         PathosegError: The file cannot be read, a key is unknown, or a value does not fit.
     """
-    table = _read(path) if path else {}
+    table = _merged(path, flags)
     where = str(path) if path else "The options"
-    _refuse_unknown(Config, table, where, "")
-    for section, values in (flags or {}).items():
-        target = table.setdefault(section, {}) if section else table
-        target.update({key: value for key, value in values.items() if value is not None})
     adapter = TypeAdapter(Config)
     try:
         return adapter.validate_python(table)
@@ -304,9 +304,36 @@ def load_config(path: Path | None, flags: Mapping[str, Mapping[str, Any]] | None
         ) from None
 
 
+def given_options(
+    path: Path | None, flags: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Return what the file and the flags state, without defaults, in the form of `flags`.
+
+    Args:
+        path: As for `load_config`.
+        flags: As for `load_config`.
+
+    Raises:
+        PathosegError: The file cannot be read, or a key is unknown.
+    """
+    table = _merged(path, flags)
+    sections = {key: value for key, value in table.items() if isinstance(value, dict)}
+    return {"": {key: table[key] for key in table.keys() - sections.keys()}, **sections}
+
+
 def write_config(config: Config, path: Path) -> None:
     """Writes `config` as TOML that `load_config` reads back equal; what is None is left out."""
     path.write_text(tomli_w.dumps(_without_none(asdict(config))))
+
+
+def _merged(path: Path | None, flags: Mapping[str, Mapping[str, Any]] | None) -> dict[str, Any]:
+    """The table of the file, with the flags that are given written over it."""
+    table = _read(path) if path else {}
+    _refuse_unknown(Config, table, str(path), "")
+    for section, values in (flags or {}).items():
+        target = table.setdefault(section, {}) if section else table
+        target.update({key: value for key, value in values.items() if value is not None})
+    return table
 
 
 def _read(path: Path) -> dict[str, Any]:
