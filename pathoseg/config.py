@@ -149,6 +149,8 @@ class TrainConfig:
     """The training loop.
 
     Attributes:
+        start_from: Run, bundle or .safetensors file whose weights training starts from (`--from`);
+            left out, they are random.
         epochs: Passes over the samples; None means 50, or as many as the time limit holds.
         time_limit: Time for the whole run, resumed parts counted together: seconds, or "1h30m".
         samples_per_epoch: Tiles drawn an epoch; None means as many as there are.
@@ -159,7 +161,8 @@ class TrainConfig:
         optimizer: AdamW, or SGD with Nesterov momentum 0.9.
         lr: Highest learning rate.
         weight_decay: Decoupled (adamw) or L2 (sgd); never on norms and biases.
-        schedule: Shape of the learning rate after the warm-up.
+        schedule: Shape of the learning rate after the warm-up, over all steps; a run that is given
+            other limits goes on as one that had them from its start.
         warmup: Share of all steps over which the learning rate rises.
         clip: Largest global gradient norm; 0 leaves gradients alone.
         amp: Arithmetic on CUDA; "auto" means bf16 where the device has it. CPUs use float32.
@@ -169,6 +172,7 @@ class TrainConfig:
         readers: Threads that read and augment tiles.
     """
 
+    start_from: str | None = None
     epochs: Count | None = None
     time_limit: Duration | None = None
     samples_per_epoch: Count | None = None
@@ -323,14 +327,8 @@ def load_config(
         PathosegError: The file cannot be read, is of a newer format, a key is unknown, or a value
             does not fit.
     """
-    table = _read(path) if path else {}
+    table = _merged(path, flags, unnumbered)
     where = str(path) if path else "The options"
-    _drop_retired(table, where)
-    _fill_former_defaults(table, where, unnumbered)
-    _refuse_unknown(Config, table, where, "")
-    for section, values in (flags or {}).items():
-        target = table.setdefault(section, {}) if section else table
-        target.update({key: value for key, value in values.items() if value is not None})
     adapter = TypeAdapter(Config)
     try:
         return adapter.validate_python(table)
@@ -349,9 +347,51 @@ def load_config(
         ) from None
 
 
+def given_options(
+    path: Path | None, flags: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Return what the file and the flags state, without defaults, in the form of `flags`.
+
+    Args:
+        path: As for `load_config`.
+        flags: As for `load_config`.
+
+    Raises:
+        PathosegError: The file cannot be read, or a key is unknown.
+    """
+    table = _merged(path, flags, unnumbered=None)
+    table.pop("format", None)  # says what the keys left out are, not what is asked for
+    sections = {key: value for key, value in table.items() if isinstance(value, dict)}
+    return {"": {key: table[key] for key in table.keys() - sections.keys()}, **sections}
+
+
 def write_config(config: Config, path: Path) -> None:
     """Writes `config` as TOML that `load_config` reads back equal; what is None is left out."""
     path.write_text(tomli_w.dumps(_without_none(asdict(config))), encoding="utf-8")
+
+
+def _merged(
+    path: Path | None,
+    flags: Mapping[str, Mapping[str, Any]] | None,
+    unnumbered: int | None,
+) -> dict[str, Any]:
+    """Return the table of the file, with the flags that are given written over it.
+
+    Args:
+        path: As for `load_config`.
+        flags: As for `load_config`.
+        unnumbered: As for `load_config`; None adds no default of an earlier format.
+    """
+    table = _read(path) if path else {}
+    where = str(path) if path else "The options"
+    _drop_retired(table, where)
+    if unnumbered is not None:
+        _fill_former_defaults(table, where, unnumbered)
+    _refuse_unknown(Config, table, where, "")
+    for section, values in (flags or {}).items():
+        target = table.setdefault(section, {}) if section else table
+        target.update({key: value for key, value in values.items() if value is not None})
+    return table
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from pathoseg import config as config_module
-from pathoseg.config import FORMAT, UNNUMBERED, Config, TileConfig, load_config, write_config
+from pathoseg.config import (
+    FORMAT,
+    UNNUMBERED,
+    Config,
+    TileConfig,
+    given_options,
+    load_config,
+    write_config,
+)
 from pathoseg.errors import PathosegError
 
 
@@ -53,6 +61,21 @@ def test_mistakes_name_the_key_and_the_hint(
         load_config(path)
     assert caught.match(hint)
     assert str(path) in caught.value.problem
+
+
+def test_what_is_given_is_told_from_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text("seed = 3\n[tiles]\nmpp = 0.5\n[annotations.rename]\na = 'b'\n")
+    flags = {"": {"seed": None}, "tiles": {"tile": 64, "mpp": None}, "train": {"epochs": None}}
+    given = given_options(path, flags)
+    assert {section: values for section, values in given.items() if values} == {
+        "": {"seed": 3},
+        "tiles": {"mpp": 0.5, "tile": 64},
+        "annotations": {"rename": {"a": "b"}},
+    }
+    (tmp_path / "record.toml").write_text("[tiles]\nmpp = 2.0\n[train]\nepochs = 7\n")
+    over = load_config(tmp_path / "record.toml", given)
+    assert (over.seed, over.tiles.mpp, over.tiles.tile, over.train.epochs) == (3, 0.5, 64, 7)
 
 
 @pytest.mark.parametrize("value", ["150", '"2m30s"', '"2.5"'])

@@ -65,7 +65,9 @@ class Bundle:
     std: Channels
     multiple: int
     stain: Mapping[str, Scalar] | None = None
-    training: Mapping[str, Scalar | tuple[float, ...] | None] = field(default_factory=dict)
+    training: Mapping[str, Scalar | tuple[float, ...] | tuple[str, ...] | None] = field(
+        default_factory=dict
+    )
     pathoseg_version: str = __version__
     torch_version: str = str(torch.__version__)
 
@@ -98,13 +100,14 @@ class Bundle:
         )
 
     def unseen_resolution(self, mpp: float) -> str | None:
-        """What is to be said of a slide of `mpp` microns per level-0 pixel, None for nothing.
+        """Return a warning for a slide of `mpp` microns per level-0 pixel, None for nothing.
 
         A model knows the resolutions of the slides it was trained on and what is up to 1.2 times
         coarser or finer than one of them. Models of which they are not recorded know all.
         """
         recorded = self.training.get("slide_mpps")
-        known = recorded if isinstance(recorded, tuple) else ()
+        values = recorded if isinstance(recorded, tuple) else ()
+        known = [value for value in values if not isinstance(value, str)]
         if not known or not all(0 < seen < math.inf for seen in known):
             return None
         nearest = min(known, key=lambda seen: max(mpp / seen, seen / mpp))
@@ -287,6 +290,23 @@ def load_bundle(folder: Path, factory: str | None = None) -> tuple[nn.Module, Bu
     return model.eval(), card
 
 
+def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], str]:
+    """Read a safetensors file of another program; nothing in it is unpickled.
+
+    Returns:
+        Its tensors by name, and the SHA-256 of its bytes in hexadecimal.
+
+    Raises:
+        PathosegError: It cannot be read, or is cut short or of another format.
+    """
+    data = _read(path)
+    hint = (
+        "Nothing is unpickled: convert a checkpoint of PyTorch in its own program, by "
+        "safetensors.torch.save_file(state_dict, 'weights.safetensors')."
+    )
+    return _parse_tensors(path, data, hint), hashlib.sha256(data).hexdigest()
+
+
 def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Copies of parameters and buffers; tied ones share no memory in the copy, as the file asks."""
     for name, value in state.items():
@@ -372,10 +392,14 @@ def _read_weights(folder: Path, digest: str) -> dict[str, torch.Tensor]:
         raise PathosegError(
             f"{path} is cut short, or not the file that {CARD} was written with.", _HINT
         )
+    return _parse_tensors(path, data, _HINT)
+
+
+def _parse_tensors(path: Path, data: bytes, hint: str) -> dict[str, torch.Tensor]:
     try:
         return safetensors.torch.load(data)
     except Exception as error:  # a crafted header raises more than SafetensorError
-        raise PathosegError(f"{path} is no safetensors file ({error}).", _HINT) from error
+        raise PathosegError(f"{path} is no safetensors file ({error}).", hint) from error
 
 
 def _first_difference(model: nn.Module, tensors: dict[str, torch.Tensor]) -> str:

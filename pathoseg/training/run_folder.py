@@ -17,6 +17,7 @@ from pathoseg.progress import say
 RUNS = Path("runs")
 CONFIG = "config.toml"
 SPLITS = "splits.csv"
+START = "start"  # the bundle of the weights that a run from an earlier model begins with
 _FINISHED = "summary.json"
 
 
@@ -56,6 +57,10 @@ def finish_run(run: Path, summary: Mapping[str, Any]) -> None:
     """Marks `run` as finished and points `runs/latest` at it."""
     with replaced(run / _FINISHED) as partial:
         partial.write_text(json.dumps(summary, indent=2) + "\n")
+    _point_latest(run)
+
+
+def _point_latest(run: Path) -> None:
     RUNS.mkdir(exist_ok=True)
     fresh = RUNS / f".latest-{os.getpid()}"
     fresh.unlink(missing_ok=True)
@@ -67,13 +72,28 @@ def is_finished(run: Path) -> bool:
     return (run / _FINISHED).exists()
 
 
-def newest_unfinished() -> Path:
-    """The run that `--resume` alone continues.
+def reopen_run(run: Path) -> None:
+    """Mark a finished run as unfinished; `runs/latest` falls back to the newest of the others."""
+    (run / _FINISHED).unlink(missing_ok=True)
+    if (RUNS / "latest").resolve() == run.resolve():
+        (RUNS / "latest").unlink()
+        others = [other for other in _known() if is_finished(other)]
+        if others:
+            _point_latest(max(others, key=lambda other: (other / _FINISHED).stat().st_mtime))
+
+
+def run_to_resume(longer: bool) -> Path:
+    """The run that `--resume` alone continues: the newest unfinished one.
+
+    Args:
+        longer: The newest finished one will do where there is no other: it is to train longer.
 
     Raises:
         PathosegError: There is none.
     """
     unfinished = [run for run in _known() if not is_finished(run)]
+    if longer and not unfinished and (RUNS / "latest" / CONFIG).is_file():
+        return (RUNS / "latest").resolve()
     if not unfinished:
         raise PathosegError(
             f"There is no unfinished run in {RUNS.resolve()}.",
@@ -82,8 +102,12 @@ def newest_unfinished() -> Path:
     return max(unfinished, key=lambda run: (run / CONFIG).stat().st_mtime)
 
 
-def bundle_of(model: Path | None) -> Path:
+def bundle_of(model: Path | None, option: str = "--model") -> Path:
     """The bundle's folder behind `--model`: a run, a bundle, or (None) the newest finished run.
+
+    Args:
+        model: What was given.
+        option: By which option, for messages.
 
     Raises:
         PathosegError: There is none.
@@ -103,10 +127,10 @@ def bundle_of(model: Path | None) -> Path:
             "Train one with `pathoseg train --slides DIR`, or name a run with --model RUN.",
         )
     if not model.exists():
-        raise PathosegError(f"{model} does not exist.", "Check the path behind --model.")
+        raise PathosegError(f"{model} does not exist.", f"Check the path behind {option}.")
     raise PathosegError(
         f"{model} holds no model (no model.json in it or in its model/ folder).",
-        "Give --model the folder of a run or of a bundle.",
+        f"Give {option} the folder of a run or of a bundle.",
     )
 
 

@@ -20,6 +20,7 @@ from pathoseg.config import (
     UNNUMBERED,
     Config,
     ParallelConfig,
+    given_options,
     load_config,
     write_config,
 )
@@ -29,7 +30,7 @@ from pathoseg.inference.segmenter import class_table_of, default_overlap
 from pathoseg.interruption import Interruption
 from pathoseg.memory_size import memory_text
 from pathoseg.models.build import build_model, check_tile, edge_reach, tile_multiple
-from pathoseg.models.bundle import CARD, Bundle, load_card
+from pathoseg.models.bundle import CARD, Bundle, load_bundle, load_card, save_bundle
 from pathoseg.models.losses import build_loss
 from pathoseg.outputs.atomic import replaced, write_text
 from pathoseg.parallel.comm.launcher import find_world
@@ -45,6 +46,13 @@ from pathoseg.tiles.slide_pool import SlidePool
 from pathoseg.tiles.tiles import SlideTiles
 from pathoseg.tiles.transform import Augmentation
 from pathoseg.training.distributed import joined, start_ranks, stopped_together
+from pathoseg.training.earlier_model import (
+    EarlierModel,
+    read_earlier,
+    set_weights,
+    take_options,
+    warn_of_seen,
+)
 from pathoseg.training.engine import Engine
 from pathoseg.training.labelled_slides import (
     TABLE,
@@ -61,15 +69,17 @@ from pathoseg.training.pipeline_engine import TIMELINE, Ranks, draw_step
 from pathoseg.training.run_folder import (
     CONFIG,
     SPLITS,
+    START,
     finish_run,
     is_finished,
     make_run,
     new_run,
-    newest_unfinished,
+    reopen_run,
+    run_to_resume,
 )
 from pathoseg.training.step_plan import agreed_plan, check_host
 from pathoseg.training.tasks import make_task
-from pathoseg.training.trainer import Loop
+from pathoseg.training.trainer import LIMITS, Loop, check_limits, limits_text
 from pathoseg.training.validation import Validation
 from pathoseg.workflows.plan import PLAN
 
@@ -144,12 +154,18 @@ def ranks_to_start(
     """
     unnumbered = FORMAT
     if resume and config_file is None:
-        begun = (follow_pointer(out) if out else newest_unfinished()) / CONFIG
+        begun = (follow_pointer(out) if out else _resumed(flags)) / CONFIG
         if begun.is_file():
             config_file, unnumbered = begun, UNNUMBERED
     wanted = load_config(config_file, flags, unnumbered).parallel
     find_order(wanted.order)  # before any rank starts
     return wanted
+
+
+def _resumed(flags: Mapping[str, Mapping[str, Any]]) -> Path:
+    """The run that `--resume` means where it names none."""
+    longer = any(flags.get("train", {}).get(limit) is not None for limit in LIMITS)
+    return run_to_resume(longer)
 
 
 def _train(
@@ -166,10 +182,10 @@ def _train(
             "--trace draws how ranks take turns, and this run has one rank.",
             "Add --ranks N or [parallel] memory, or leave out --trace.",
         )
-    run, config = _start(config_file, flags, out, resume, transport)
+    run, config, earlier, longer = _start(config_file, flags, out, resume, transport)
     if transport is None and config.parallel.order != AUTO:
         say(f"One process: the order {config.parallel.order} is for several ranks (--ranks).")
-    if is_finished(run):
+    if is_finished(run) and not longer:
         say(f"{run} is finished; its model is in {run / 'model'}.")
         return run
     sources = find_sources(config, _recorded_classes(run))
@@ -178,8 +194,10 @@ def _train(
     )
     names = [source.slide.name for source in sources.usable]
     members = split_slides(names, table, config.seed, config.data.val_share)
-    torch.manual_seed(config.seed)
-    model = build_model(config.model.with_classes(len(sources.classes)), _factory(config))
+    model, origin = _network(run, config, sources.classes, earlier)
+    if earlier is not None:
+        warn_of_seen(earlier, members)
+    del earlier  # its weights are in the network, and need no memory twice
     check_tile(model, config.tiles.tile)
     plan: Plan | None = None
     planned: Sequence[Event] = ()
@@ -193,7 +211,7 @@ def _train(
         config = replace(config, train=replace(config.train, microbatch=plan.microbatch))
     elif pick_device().type == "cpu":
         check_host(model, config)
-    card = _card(config, sources, members, model)
+    card = _card(config, sources, members, model, origin)
     _overview(sources, members, table)
     pool = SlidePool(lambda path: open_slide(path, config.data.assume_mpp))
     advice = "Nothing is trained yet: start the same command again."
@@ -204,7 +222,7 @@ def _train(
     ):
         tiles = cut_sources(config, sources, members, pool, interruption)
         if transport is None or transport.rank == 0:
-            _begin(run, config, members, plan)
+            _begin(run, config, members, plan, model, card)
         interruption.advice = f"Continue with: pathoseg train --resume --out {run}"
         task = make_task(config.model.task, sources.classes, config.tiles.min_cover)
         loss = build_loss(config.loss, config.model.task)
@@ -225,6 +243,11 @@ def _train(
             Validation(tiles.val, task, sources.classes, batch, readers),
             started,
         )
+        if longer:
+            # The checkpoint first: killed in between, the run is finished still, and asked again.
+            loop.prolong()
+            if engine.leads:
+                _prolong(run, config)
         progress = loop.fit(interruption)
     summary = {
         "epochs": progress.epoch,
@@ -250,15 +273,19 @@ def _start(
     out: Path | None,
     resume: bool,
     transport: Transport | None,
-) -> tuple[Path, Config]:
-    """The folder of a new run, not made yet, or of the run to go on with; rank 0 finds it.
+) -> tuple[Path, Config, EarlierModel | None, bool]:
+    """Find the folder of a new run, not made yet, or of the run to go on with; rank 0 does.
 
     A run that never began is begun by `--resume` too.
+
+    Returns:
+        The folder; the options; what a new run starts from, if anything; whether a run that goes
+        on is given other limits.
     """
     going_on = False
     if transport is None or transport.rank == 0:
         if resume:
-            out = follow_pointer(out) if out else newest_unfinished()
+            out = follow_pointer(out) if out else _resumed(flags)
         going_on = resume and out is not None and (out / CONFIG).is_file()
         if not going_on:
             out = new_run(out)
@@ -266,21 +293,81 @@ def _start(
         told = json.loads(transport.gather(json.dumps([going_on, str(out)]))[0])
         going_on, out = told[0], Path(told[1])
     assert out is not None
+    given = given_options(config_file, flags)
     if not going_on:
-        return out, load_config(config_file, flags)
+        config, earlier = load_config(config_file, flags), None
+        if config.train.start_from is not None:
+            earlier = read_earlier(config.train.start_from, _factory(config))
+            _agree_on(earlier, transport)
+            config = take_options(config, given, earlier)
+        return out, config, earlier, False
     recorded = load_config(out / CONFIG, unnumbered=UNNUMBERED)
-    asked = load_config(config_file or out / CONFIG, flags, recorded.format)
-    _refuse_changes(out, recorded, asked)
+    # What is left out goes on as it was, also where the earlier model had decided it.
+    asked = load_config(out / CONFIG, given, UNNUMBERED)
+    limits = {limit: getattr(asked.train, limit) for limit in LIMITS}
+    train = replace(recorded.train, **limits)
+    _refuse_changes(out, replace(recorded, train=train), asked)
+    longer = train != recorded.train
+    if longer:
+        check_limits(out, recorded.train, train)
+        say(f"{out} goes on to {limits_text(train)} (before: {limits_text(recorded.train)}).")
     # A batch that was one microbatch stays one, on however many ranks.
-    microbatch = recorded.train.microbatch or recorded.train.batch
-    train = replace(recorded.train, microbatch=microbatch)
-    return out, replace(recorded, train=train, parallel=asked.parallel)
+    train = replace(train, microbatch=recorded.train.microbatch or recorded.train.batch)
+    parallel = load_config(config_file or out / CONFIG, flags, recorded.format).parallel
+    return out, replace(recorded, train=train, parallel=parallel), None, longer
 
 
-def _begin(run: Path, config: Config, members: Mapping[str, Member], plan: Plan | None) -> None:
+def _agree_on(earlier: EarlierModel, transport: Transport | None) -> None:
+    """Refuses weights that another training replaced while the ranks were reading them."""
+    if transport is not None:
+        seen = {json.loads(text) for text in transport.gather(json.dumps(earlier.identity))}
+        if len(seen) > 1:
+            raise PathosegError(
+                f"{earlier.place} changed while it was read.", "Start the same command again."
+            )
+
+
+def _network(
+    run: Path, config: Config, classes: ClassTable, earlier: EarlierModel | None
+) -> tuple[torch.nn.Module, Mapping[str, Any]]:
+    """Build the network with the weights that the run begins with.
+
+    Returns:
+        The network, and what the bundle says of where its weights are from; that is empty where
+        they are drawn.
+    """
+    sizes, factory = config.model.with_classes(len(classes)), _factory(config)
+    torch.manual_seed(config.seed)
+    if earlier is None and config.train.start_from is not None:
+        # Of its own, so that the run goes on whatever became of the earlier model.
+        model, card = load_bundle(run / START, factory)
+        if card.class_names != classes.names:
+            raise PathosegError(
+                f"{run} began with the classes {', '.join(card.class_names)}, and the annotations "
+                f"have {', '.join(classes.names)} now.",
+                f"To learn these, start a new run with --from {run}.",
+            )
+        return model.train(), card.training
+    model = build_model(sizes, factory)
+    if earlier is None:
+        return model, {}
+    set_weights(model, sizes, factory, classes.names, earlier)
+    return model, earlier.record
+
+
+def _begin(
+    run: Path,
+    config: Config,
+    members: Mapping[str, Member],
+    plan: Plan | None,
+    model: torch.nn.Module,
+    card: Bundle,
+) -> None:
     """Makes the run's folder, not before all input is read: what is refused leaves nothing."""
     if not (run / CONFIG).exists():
         make_run(run)
+        if config.train.start_from is not None:
+            save_bundle(run / START, model.state_dict(), card)
         with replaced(run / CONFIG) as draft:
             write_config(config, draft)
     write_splits(run / SPLITS, members.values())
@@ -301,6 +388,15 @@ def _begin(run: Path, config: Config, members: Mapping[str, Member], plan: Plan 
 def _recorded_classes(run: Path) -> ClassTable | None:
     """The classes that a run to go on with has learnt so far; None before its first model."""
     return class_table_of(load_card(run / "model")) if (run / "model" / CARD).is_file() else None
+
+
+def _prolong(run: Path, config: Config) -> None:
+    """Marks the run as unfinished, and records its new limits."""
+    recorded = load_config(run / CONFIG, unnumbered=UNNUMBERED)
+    limits = {limit: getattr(config.train, limit) for limit in LIMITS}
+    reopen_run(run)
+    with replaced(run / CONFIG) as draft:
+        write_config(replace(recorded, train=replace(recorded.train, **limits)), draft)
 
 
 def _refuse_changes(run: Path, recorded: Config, asked: Config) -> None:
@@ -342,7 +438,11 @@ def _training_set(config: Config, slides: Sequence[SlideTiles]) -> TrainingSet:
 
 
 def _card(
-    config: Config, sources: Sources, members: Mapping[str, Member], model: torch.nn.Module
+    config: Config,
+    sources: Sources,
+    members: Mapping[str, Member],
+    model: torch.nn.Module,
+    origin: Mapping[str, Any],
 ) -> Bundle:
     multiple = tile_multiple(model)
     overlap = config.infer.overlap
@@ -366,6 +466,7 @@ def _card(
             "slides": str(config.data.slides),
             "seed": config.seed,
             "slide_mpps": tuple(sorted(mpps)),
+            **origin,
         },
     )
 
