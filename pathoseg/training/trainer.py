@@ -190,7 +190,7 @@ _USED_UP = 0.9
 def limits_text(config: TrainConfig) -> str:
     """The limits of a run in words: "8 epochs", "20 min" or both."""
     epochs = config.epochs or (_DEFAULT_EPOCHS if config.time_limit is None else None)
-    parts = [] if epochs is None else [f"{epochs} epochs"]
+    parts = [] if epochs is None else [f"{epochs} epoch{'s' * (epochs != 1)}"]
     if config.time_limit is not None:
         parts.append(f"{config.time_limit / 60:.4g} min")
     return " or ".join(parts)
@@ -217,7 +217,7 @@ def check_limits(run: Path, before: TrainConfig, now: TrainConfig) -> None:
     at = read_progress(checkpoint)
     if now.epochs is not None and now.epochs <= at.epoch:
         raise PathosegError(
-            f"{run} is to train {now.epochs} epochs, and has trained {at.epoch} already.",
+            f"{run} has trained {at.epoch} epochs already, and is to train {now.epochs} in all.",
             f"Give it more than {at.epoch} --epochs.",
         )
     share = 1 if now.time_limit != before.time_limit else _USED_UP

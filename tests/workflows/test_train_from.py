@@ -268,8 +268,11 @@ def test_other_limits_are_said_and_shorter_ones_refused(
     assert command(*common, "--out", "run", "--epochs", 2)[0] == 0
     before = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")}
     for limits, told in (
-        (("--epochs", 1), "run is to train 1 epochs, and has trained 2 already"),
-        (("--epochs", 2, "--time-limit", "1h"), "run is to train 2 epochs, and has trained 2"),
+        (("--epochs", 1), "run has trained 2 epochs already, and is to train 1 in all"),
+        (
+            ("--epochs", 2, "--time-limit", "1h"),
+            "run has trained 2 epochs already, and is to train 2 in all",
+        ),
         (("--epochs", 3, "--time-limit", "0.001s"), "time limit of run is 1.667e-05 min, and it"),
     ):
         code, said = command("train", "--out", "run", "--resume", *limits)
@@ -322,7 +325,7 @@ def test_limits_that_leave_something_to_do(
     save_checkpoint(tmp_path / "checkpoints" / LAST, progress, {"model": {}})
     was, becomes = trainer.TrainConfig(**before), trainer.TrainConfig(**now)
     if refused:
-        with pytest.raises(PathosegError, match=r"9|4 epochs|10 min"):
+        with pytest.raises(PathosegError, match=r"4 epochs already|10 min already"):
             check_limits(tmp_path, was, becomes)
     else:
         check_limits(tmp_path, was, becomes)
