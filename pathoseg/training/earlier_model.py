@@ -17,6 +17,7 @@ from pathoseg.errors import PathosegError
 from pathoseg.models.bundle import Bundle, bundle_id, load_bundle, read_tensors
 from pathoseg.models.model_options import ModelConfig, Scalar
 from pathoseg.models.transfer import class_dimensions, transfer, transfer_fitting
+from pathoseg.platform_support import follow_pointer, relative_path
 from pathoseg.progress import say
 from pathoseg.training.labelled_slides import TABLE, Member
 from pathoseg.training.run_folder import SPLITS, bundle_of
@@ -64,7 +65,7 @@ def read_earlier(name: str, factory: str | None) -> EarlierModel:
         PathosegError: There is no such model, or it is cut short or of another format.
     """
     # The run behind a link such as runs/latest, which will name another one.
-    place = Path(os.path.relpath(os.path.realpath(name)))
+    place = relative_path(follow_pointer(Path(os.path.realpath(name))), Path())
     if place.is_file():
         if place.suffix != SAFETENSORS:
             raise PathosegError(

@@ -75,7 +75,7 @@ def is_finished(run: Path) -> bool:
 def reopen_run(run: Path) -> None:
     """Mark a finished run as unfinished; `runs/latest` falls back to the newest of the others."""
     (run / _FINISHED).unlink(missing_ok=True)
-    if (RUNS / "latest").resolve() == run.resolve():
+    if _latest() == run.resolve():
         (RUNS / "latest").unlink()
         others = [other for other in _known() if is_finished(other)]
         if others:
@@ -92,8 +92,8 @@ def run_to_resume(longer: bool) -> Path:
         PathosegError: There is none.
     """
     unfinished = [run for run in _known() if not is_finished(run)]
-    if longer and not unfinished and (RUNS / "latest" / CONFIG).is_file():
-        return (RUNS / "latest").resolve()
+    if longer and not unfinished and (_latest() / CONFIG).is_file():
+        return _latest()
     if not unfinished:
         raise PathosegError(
             f"There is no unfinished run in {RUNS.resolve()}.",
@@ -113,8 +113,7 @@ def bundle_of(model: Path | None, option: str = "--model") -> Path:
         PathosegError: There is none.
     """
     # The run behind the link says more, and stays the same when another run is finished.
-    latest = follow_pointer(Path(os.path.realpath(RUNS / "latest")))
-    given = relative_path(latest, Path()) if model is None else follow_pointer(model)
+    given = relative_path(_latest(), Path()) if model is None else follow_pointer(model)
     for folder in (given / "model", given):
         if (folder / "model.json").is_file():
             run = folder.parent
@@ -132,6 +131,11 @@ def bundle_of(model: Path | None, option: str = "--model") -> Path:
         f"{model} holds no model (no model.json in it or in its model/ folder).",
         f"Give {option} the folder of a run or of a bundle.",
     )
+
+
+def _latest() -> Path:
+    """The run that `runs/latest` points at, by a link or by a file."""
+    return follow_pointer(Path(os.path.realpath(RUNS / "latest")))
 
 
 def _from_runs(run: Path) -> Path:

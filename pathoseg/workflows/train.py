@@ -463,10 +463,10 @@ def _card(
         multiple=multiple,
         stain=None if config.tiles.stain == "none" else {"method": config.tiles.stain},
         training={
+            **origin,
             "slides": str(config.data.slides),
             "seed": config.seed,
             "slide_mpps": tuple(sorted(mpps)),
-            **origin,
         },
     )
 
