@@ -1,4 +1,4 @@
-"""What only Linux or POSIX offers, each call with a plain way for other systems.
+"""Calls that only Linux or POSIX offers, each with a plain way for other systems.
 
 Every attribute is looked up when it is needed, so that a module imports everywhere.
 """
@@ -270,7 +270,7 @@ def _limits(root: Path) -> Iterator[int]:
 
 
 def _left(group: Path, limit: str, used: str, freeable: str) -> Iterator[int]:
-    """What a control group has left, if it has a limit."""
+    """Yield the memory that a control group has left, if it has a limit."""
     limits = [*_lines(group / limit)]
     if not limits or limits[0] == "max":
         return

@@ -1,4 +1,4 @@
-"""How annotation files are understood: the options, without a heavy import."""
+"""Options of reading annotation files, without a heavy import."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathoseg.errors import PathosegError
 
 @dataclass(frozen=True, slots=True)
 class AnnotationOptions:
-    """How annotation files are understood.
+    """Options of reading annotation files.
 
     Attributes:
         frame: What (0, 0) is in files of outlines: the corner of the slide's "bounds", as QuPath
@@ -53,7 +53,7 @@ class AnnotationOptions:
         return None if class_name is None else self.rename.get(class_name, class_name)
 
     def is_roi(self, class_name: str) -> bool:
-        """Whether outlines of this class, renamed already, are regions of interest."""
+        """Return True if outlines of this class, renamed already, are regions of interest."""
         return class_name.casefold() in {name.casefold() for name in self.roi}
 
     def for_classes(self, names: Iterable[str]) -> AnnotationOptions:

@@ -1,4 +1,4 @@
-"""Claims on pieces of work that processes share through a folder, on one machine or many."""
+"""Leases on pieces of work that processes share through a folder, on one machine or many."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CLOCK = ".clock"
 
 
 class Claims:
-    """What this process has claimed: each claim is a file, which only one can create.
+    """The leases of this process: each is a file that only one process can create.
 
     A claim lives while its owner touches it; times are the file system's, so that clocks of
     several hosts need not agree. A claim of a process of this machine that has ended is dead at
@@ -69,7 +69,7 @@ class Claims:
             return True
 
     def is_taken(self, path: Path) -> bool:
-        """Whether somebody alive, this process perhaps, holds the claim."""
+        """Return True if a living process, this one included, holds the lease."""
         try:
             with path.open(encoding="utf-8") as file:
                 touched = os.fstat(file.fileno()).st_mtime
@@ -127,7 +127,7 @@ class Claims:
 
 
 def _machine() -> dict[str, Any]:
-    """What tells apart machines, and containers that do not see each other's processes."""
+    """Return the identity of this machine, or of this container with its own process numbers."""
     return {"host": socket.gethostname(), **process_space()}
 
 
@@ -140,7 +140,7 @@ def _born(pid: int) -> float:
 
 
 def _has_ended(owner: Any, me: dict[str, Any]) -> bool:
-    """Whether an owner is a process of this machine that is no more."""
+    """Return True if the owner was a process of this machine that has ended."""
     here = all(owner[key] == me[key] for key in ("host", "boot", "pids"))
     # Two processes that look may differ in when a third was born, as the clock is set.
     return here and abs(_born(owner["pid"]) - owner["born"]) > 5

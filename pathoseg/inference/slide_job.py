@@ -203,7 +203,7 @@ class SharedSlide:
                 self._claims.release(self._saved.claim(number))
 
     def _free_place(self) -> int | None:
-        """Where another process is best to begin: in the middle of the longest free stretch.
+        """Return the row at which to start helping: the middle of the longest free stretch.
 
         At its start where nobody works towards it.
         """
@@ -271,7 +271,7 @@ class Hand:
 
 
 class SlideWork:
-    """What there is to do for one slide.
+    """The work on one slide: to lead it, or to help its leader.
 
     Args:
         slide: Its file.
@@ -288,12 +288,12 @@ class SlideWork:
 
     @property
     def state(self) -> State | None:
-        """Where the slide stands; None where another slide has its folder, or nothing is known."""
+        """The state of the slide; None if another slide has its folder, or nothing is known."""
         state = read_state(state_file(self._out, self.folder))
         return state if state is not None and Path(state.slide).name == self.slide.name else None
 
     def outcome(self) -> Outcome | None:
-        """What came of the slide in this batch, whoever did it; None while it is open.
+        """Return the outcome of the slide in this batch, by any process; None while it is open.
 
         Skipped is what an earlier batch has done.
         """
@@ -396,7 +396,7 @@ class SlideWork:
             shutil.rmtree(self._work, ignore_errors=True)
 
     def _refuse_change(self) -> None:
-        """What was read of a file that is another by now is no result, nor are rows of it.
+        """Fail if the slide file changed while it was being read; saved rows are dropped too.
 
         Raises:
             PathosegError: It is.
@@ -441,7 +441,7 @@ class SlideWork:
 
     @cached_property
     def _fingerprint(self) -> Fingerprint:
-        """Of the file as it was when this process first looked."""
+        """The fingerprint of the file when this process first opened it."""
         return Fingerprint.of(self.slide)
 
     @cached_property

@@ -101,7 +101,7 @@ class BoundaryCounts:
         self._due = end - first
 
     def _near(self, flags: Flags) -> Flags:
-        """Which pixels lie within the tolerance of one whose flag is set."""
+        """Return the pixels within the tolerance of any set pixel."""
         if not flags.any():
             return np.zeros_like(flags)
         if self._reach <= _WIDEST_DISC:

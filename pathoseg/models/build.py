@@ -43,7 +43,7 @@ def build_model(config: ModelConfig, factory: str | None = None) -> nn.Module:
 
 
 def tile_multiple(model: nn.Module) -> int:
-    """What the sides of a tile must be divisible by: the model's `multiple`, 1 where it has none.
+    """Return the divisor of a tile's sides: the model's attribute `multiple`, else 1.
 
     Raises:
         PathosegError: `multiple` is no positive whole number.

@@ -241,7 +241,7 @@ def save_bundle(folder: Path, state: Mapping[str, Any], card: Bundle) -> None:
 
 
 def bundle_id(folder: Path) -> str:
-    """What tells a bundle from all others: a hash of its card, which holds that of its weights.
+    """Return the identity of a bundle: a hash of its card, which holds the hash of its weights.
 
     Raises:
         PathosegError: The card is missing.
@@ -322,7 +322,7 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _hashed_name(digest: str) -> str:
-    """Where weights wait for their final name."""
+    """Return the name of a weights file before it is renamed into place."""
     return f"weights-{digest[:16]}.safetensors"
 
 

@@ -1,4 +1,4 @@
-"""What all networks share: their tasks, the norm by name, and He initialisation."""
+"""Layers common to all networks: the norm by name, and He initialisation."""
 
 from __future__ import annotations
 

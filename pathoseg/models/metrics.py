@@ -123,7 +123,7 @@ CONFIDENCE_BINS = 15
 
 
 class Calibration:
-    """Whether pixels are right as often as the model is sure of them.
+    """Calibration of a model: accuracy against confidence, over pixels.
 
     Confidence is the probability of the predicted class, in bins of equal width that hold their
     upper edge (Guo et al., "On Calibration of Modern Neural Networks", ICML 2017).
@@ -164,7 +164,7 @@ def expected_calibration_error(bins: Figures) -> Figures:
 
 
 class TileScores(NamedTuple):
-    """How well tiles are classified; `auc` holds one number a class, background first."""
+    """Scores of tile classification; `auc` holds one number a class, background first."""
 
     accuracy: float
     auc: NDArray[np.float64]

@@ -1,4 +1,4 @@
-"""What a network and its loss are, in plain values, without a heavy import."""
+"""Options of a network and its loss as plain values, without a heavy import."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KNOWN = "unet, unet64, resnet110_v2, resnet1001_v2 (any depth 9n + 2 up to 1001
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What a network is, in plain values: enough to build it again without its weights.
+    """The plain values from which a network is built, without its weights.
 
     Attributes:
         name: `unet`, `unet64`, `resnet<9n+2>_v2`, or `module:factory` for the user's own code.
@@ -72,7 +72,7 @@ class ModelConfig:
 
     @property
     def is_factory(self) -> bool:
-        """Whether the network comes from code that is not ours."""
+        """Return True if the network comes from the user's own code."""
         return ":" in self.name
 
     def _check_size(self, key: str, value: int | None, largest: int, smallest: int = 1) -> None:

@@ -29,7 +29,7 @@ _TAILS = 0.025, 0.975
 
 @dataclass(frozen=True)
 class Tally:
-    """What was counted on a slide, or on many of them along leading axes.
+    """Counts over the pixels of a slide, or of several along leading axes.
 
     Attributes:
         confusion: (..., classes, classes), see `Confusion`.

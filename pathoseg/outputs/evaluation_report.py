@@ -1,4 +1,4 @@
-"""What an evaluation came to: tables for programs, and a page to read."""
+"""The files of an evaluation: tables for programs, and a page to read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Figure(Protocol):
 
 @dataclass(frozen=True)
 class ScoredSlide:
-    """What was found on one slide.
+    """The counts and figures of one slide.
 
     Attributes:
         name: The slide's name.
@@ -87,7 +87,7 @@ class SlidePicture:
 
 @dataclass(frozen=True)
 class ScoredSplit:
-    """What was found on all slides of a split.
+    """The counts and figures of all slides of a split.
 
     Attributes:
         name: The split.
@@ -305,7 +305,7 @@ def _document(evaluation: Evaluation) -> dict[str, Any]:
 
 
 class _Page:
-    """What the page shows of a split.
+    """The part of the page for one split.
 
     Args:
         evaluation: The whole.

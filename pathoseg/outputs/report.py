@@ -1,4 +1,4 @@
-"""What a batch of slides came to: summary.json of each, summary.csv and failures.csv of all."""
+"""The tables of a batch: summary.json of each slide, summary.csv and failures.csv of all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pathoseg.outputs.atomic import write_text
 
 @dataclass(frozen=True, slots=True)
 class ClassSummary:
-    """What of a slide is of one class.
+    """The area and the regions of one class on a slide.
 
     Attributes:
         name: The class.
@@ -78,7 +78,7 @@ class Summary:
 
 
 def count_pixels(band: NDArray[np.uint8], classes: ClassTable) -> Counter[int]:
-    """How many pixels of a band have each class index, or 255."""
+    """Count the pixels of a band by class index, 255 included."""
     values = (*range(1, len(classes)), IGNORE)
     return Counter({value: int(np.count_nonzero(band == value)) for value in values})
 

@@ -132,7 +132,7 @@ def stitch(
 
 
 def reach_down(grid: TileGrid) -> int:
-    """How many rows of tiles below its own one a tile reaches into."""
+    """Return how many rows of tiles below its own a tile overlaps."""
     return _reach(grid.tile.height, grid.stride.height)
 
 
@@ -254,7 +254,7 @@ class _Axis:
 
     @property
     def reach(self) -> int:
-        """How many of the next tiles a tile reaches into."""
+        """The number of following tiles that a tile overlaps."""
         return _reach(self.tile, self.step)
 
     def length(self, index: int) -> int:
@@ -266,7 +266,7 @@ class _Axis:
         return self.step if index < self.count - 1 else self.length(index)
 
     def kind(self, index: int) -> _Kind:
-        """What a tile's weights depend on."""
+        """Return the key of a tile's weights: tiles of the same kind share them."""
         return index > 0, index < self.count - 1, self.length(index)
 
     def window(self, index: int, margin: int) -> NDArray[np.float32]:

@@ -1,4 +1,4 @@
-"""Which ranks a command runs on: starts them, joins them, and lets only rank 0 speak."""
+"""The ranks of a command: started, joined, and silent but for rank 0."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def joined(choice: Choice, alone: bool = False) -> Iterator[Transport | None]:
 
 @contextmanager
 def stopped_together(interruption: Interruption, transport: Transport | None) -> Iterator[None]:
-    """Where a signal has come, the end of another rank is that of the job, and no error."""
+    """Within this context, the end of another rank after a signal is no error."""
     try:
         yield
     except PathosegError:

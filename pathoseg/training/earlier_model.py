@@ -44,7 +44,7 @@ class EarlierModel:
 
     @property
     def record(self) -> dict[str, Scalar | tuple[str, ...] | None]:
-        """What the new bundle says of where its weights began."""
+        """Return the provenance that the new bundle records."""
         told: dict[str, Scalar | tuple[str, ...] | None] = {
             "from": str(self.place),
             "from_id": self.identity,

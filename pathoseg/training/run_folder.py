@@ -1,4 +1,4 @@
-"""Where runs live: their folders, the newest finished one, the newest unfinished one."""
+"""The folders of runs: making, finishing and finding them."""
 
 from __future__ import annotations
 

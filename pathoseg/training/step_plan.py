@@ -60,7 +60,7 @@ def find_hardware(name: str | None) -> Hardware:
 
 
 def plan_request(config: Config, hardware: Hardware) -> PlanRequest:
-    """What the configuration asks of the planner.
+    """Return the request to the planner that the configuration states.
 
     Raises:
         PathosegError: An order, cut or size that there is not.

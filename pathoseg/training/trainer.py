@@ -89,7 +89,7 @@ BEST = "best.pt"
 
 @dataclass
 class Progress:
-    """Where a run stands; plain numbers, so that it loads with `weights_only=True`.
+    """The progress of a run in plain numbers, which load with `weights_only=True`.
 
     Attributes:
         epoch: Epochs finished.
@@ -152,7 +152,7 @@ def load_checkpoint(path: Path, engine: Engine) -> Progress:
 
 
 def read_progress(path: Path) -> Progress:
-    """Where a checkpoint stands, or the beginning where there is none; reads no weights.
+    """Read the progress of a checkpoint without its weights; zero progress where there is none.
 
     Raises:
         PathosegError: The file is cut short, or is no checkpoint.

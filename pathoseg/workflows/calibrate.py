@@ -120,7 +120,7 @@ def _check(out: Path) -> None:
 
 
 def _known(device: torch.device, name: str, links: Mapping[str, Link]) -> Hardware:
-    """What is known of the device before its layers are timed: its memory and links."""
+    """Describe the device before its layers are timed: its memory and links."""
     if device.type == "cuda":
         title = torch.cuda.get_device_name(device)
         like = next((item for item in known_hardware() if item in title.lower()), _UNKNOWN_GPU)

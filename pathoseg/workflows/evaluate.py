@@ -157,7 +157,7 @@ def _boundary_um(segmenter: Segmenter, config: Config) -> float | None:
 
 @dataclass(frozen=True)
 class _Records:
-    """What is recorded of slides: their splits by the run, their patients by the run or a table.
+    """The recorded splits and patients of slides: by the run, or by a table.
 
     Attributes:
         splits: Slide to split; empty where the model lies in no run.
@@ -188,7 +188,7 @@ class _Records:
         return self.splits.get(source.slide.name, _UNSEEN)
 
     def warnings(self, chosen: Iterable[Source]) -> Iterable[str]:
-        """What is to be said of what the slides are to the model."""
+        """Yield warnings about slides that the model has seen, or whose resolution it has not."""
         if not self.splits:
             yield (
                 "The model's folder has no splits.csv: whether it was trained on these slides is "

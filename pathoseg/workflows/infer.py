@@ -156,7 +156,7 @@ def _work(batch: Sequence[SlideWork], interruption: Interruption) -> None:
 
 
 def _warnings(folder: Path) -> str:
-    """What is to be said of a result: of its resolution, and where the slide is damaged."""
+    """Return warnings about a result: an unseen resolution, a damaged slide."""
     summary = read_summary(folder / SUMMARY)
     told = "".join(f". Take care: {warning}" for warning in summary.warnings)
     tiles = summary.tiles

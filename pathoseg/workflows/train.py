@@ -146,8 +146,9 @@ def train(
 def ranks_to_start(
     config_file: Path | None, flags: Mapping[str, Mapping[str, Any]], out: Path | None, resume: bool
 ) -> ParallelConfig:
-    """How many ranks the command asks for, and how they are joined; a run that goes on asks for
-    those that it began with.
+    """Return the [parallel] options of the command: ranks, transport and order.
+
+    A resumed run asks for the ranks that it began with.
 
     Raises:
         PathosegError: The configuration is wrong, or there is no run to go on with.

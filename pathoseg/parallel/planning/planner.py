@@ -67,7 +67,7 @@ class Candidate(NamedTuple):
 
 
 def candidates(priced: Priced, request: PlanRequest) -> Iterator[Candidate]:
-    """What may be tried of each order that the request allows.
+    """Yield the candidates of each order that the request allows.
 
     Raises:
         PathosegError: The model cannot be cut into as many stages as the request wants.
@@ -93,7 +93,7 @@ def candidates(priced: Priced, request: PlanRequest) -> Iterator[Candidate]:
 
 
 def _widths(request: PlanRequest, stages: int | None, chunks: int) -> list[int]:
-    """How many ranks a group may have: those that leave no rank idle, and some between."""
+    """Return the sizes of a group to try: those that leave no rank idle, and some between."""
     if stages is not None:
         return [stages // chunks] if 2 * chunks <= stages <= request.ranks * chunks else []
     widths = {width for width in range(2, request.ranks + 1) if request.ranks % width == 0}
@@ -228,7 +228,7 @@ def plan(graphs: Sequence[Priced], request: PlanRequest) -> list[Plan]:
 
 
 def fits(priced: Priced, request: PlanRequest) -> bool:
-    """Whether a named order has a plan, or the one that the request asks for.
+    """Return True if the order that the request names, or any named order, has a plan.
 
     Orders made to measure take minutes to try at many sizes, and hardly ever need less memory.
 
@@ -256,7 +256,7 @@ def _sorted_out(
 
 
 class _Search:
-    """What was found so far.
+    """The state of the search.
 
     Attributes:
         best: Plans by what tells them apart.

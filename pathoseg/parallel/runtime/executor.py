@@ -200,7 +200,7 @@ class Executor:
         self._events.append(Event(rank, action, start - zero, time.perf_counter() - zero))
 
     def _record_marks(self, marks: Sequence[tuple[Action, Any, Any]]) -> None:
-        """What the device did, its copies too; those of one layer's storages are one event."""
+        """Record the events of the device, copies included; those of one layer are one event."""
         self._streams.settle()
         times = {
             action: (self._streams.seconds(begin), self._streams.seconds(end))
@@ -297,7 +297,7 @@ class Executor:
 
 
 def _is_forward(action: Action) -> bool:
-    """Whether a prediction needs it."""
+    """Return True if a prediction needs the action."""
     if action.kind in (Kind.SEND, Kind.RECV):
         assert action.edge is not None
         return (action.stage == action.edge.source) == (action.kind is Kind.SEND)

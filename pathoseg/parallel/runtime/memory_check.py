@@ -1,4 +1,4 @@
-"""Whether a plan's memory is there: what hosts have left, and what each rank will take."""
+"""The check that hosts have the memory that a plan says each rank will take."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Memory:
         return self.device_bytes[rank] if self.device_bytes else 0
 
     def retentions(self, schedule: Schedule) -> dict[int, Retention]:
-        """What each stage of a schedule does not keep.
+        """Return the activation policy of each stage of a schedule.
 
         Raises:
             PathosegError: Visits of one stage offload different layers.
@@ -114,7 +114,7 @@ class Memory:
         }
 
     def exhausted(self, rank: int, device: torch.device, doing: str) -> tuple[str, str]:
-        """What is told of a device whose memory is used up, and the hint."""
+        """Return the problem and the hint of a device whose memory is used up."""
         figures = []
         if self.device_bytes:
             figures.append(f"{memory_text(self.on_device(rank))} were planned")
