@@ -196,6 +196,7 @@ def _equal(found: Any, expected: Any) -> None:
 CHOICES = [*(("adamw", {park}) for park in Park), ("adamw", ALL), ("sgd", ALL)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("optimizer", "parked"), CHOICES)
 @pytest.mark.parametrize("order", ORDERS)

@@ -105,6 +105,7 @@ def test_no_prediction_is_negative(
         assert 0 <= time.backward < np.inf
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_every_layer_of_a_network_has_a_time(name: str) -> None:
     for layer in small_graph(name).layers:

@@ -123,6 +123,7 @@ def test_recomputed_stages_hold_what_they_received(
     assert cutter.least_caps(stages, limit)[-1] == min(map(worst, cuts))
 
 
+@pytest.mark.slow
 @given(layer_graphs(), st.integers(1, 4))
 def test_few_places_are_the_narrow_ones(graph: LayerGraph, stages: int) -> None:
     cutter = Cutter(graph, most=2)

@@ -52,6 +52,7 @@ def _saved(graph: LayerGraph, names: tuple[str, ...]) -> list[int]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["keep", "offload", "recompute", "mixture"])
 @pytest.mark.parametrize("name", MODELS)
 def test_forwards_hold_what_their_retention_says(name: str, choice: str) -> None:

@@ -59,6 +59,7 @@ def whole(case: Case) -> nn.Module:
     return deepcopy(reset(traced(case.model, case.dtype, "judge")).model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("plan", ["data-parallel", "gpipe-folded", "1f1b", "gems-master"])
 def test_a_prediction_is_that_of_the_whole_model_in_eval_mode(model: str, plan: str) -> None:

@@ -41,7 +41,19 @@ LAST = [
 ]
 
 
-@pytest.mark.parametrize("case", [*CASES, *DOUBLE, *CLIPPED, *LAST], ids=str)
+def _marks(case: Case) -> list[pytest.MarkDecorator]:
+    """Each takes less than a second, but together they take minutes: some of them stay quick."""
+    quick = case.ranks == 2 and case.model in ("unet", "dropout") and case.last == 1
+    return [] if quick else [pytest.mark.slow]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=_marks(case))
+        for case in (*CASES, *DOUBLE, *CLIPPED, *LAST)
+    ],
+)
 def test_ranks_train_as_one_process(case: Case) -> None:
     prepare(case)
     verdicts = run_ranks(case.ranks, lambda transport: run_case(case, transport))
