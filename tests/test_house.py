@@ -14,8 +14,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "pathoseg"
 LONGEST_FILE = 600
 
-GROUND = {"errors", "geometry", "memory_size", "host_memory", "platform_support", "device"}
-GROUND |= {"version"}
+GROUND = {
+    *("errors", "geometry", "memory_size", "host_memory", "platform_support", "device"),
+    *("gradient_step", "version"),
+}
 PATHOLOGY = {"slides", "annotations", "tiles", "models", *GROUND}
 FLOWS = {"config", "progress", "interruption", *PATHOLOGY}  # what training and inference share
 
@@ -29,6 +31,7 @@ WALLS: dict[str, set[str]] = {
     "platform_support": set(),
     "version": set(),
     "device": {"errors"},
+    "gradient_step": {"errors"},
     "progress": set(),
     "interruption": {"errors"},
     "slides": GROUND,

@@ -113,7 +113,8 @@ def test_a_finished_run_is_evaluated_as_it_was(old: Path, command: Command) -> N
     code, said = command("evaluate", "--model", "runs/finished", "--out", "again")
     assert code == 0, said
     ours, theirs = (old / folder / "evaluation.csv" for folder in ("again", "runs/finished"))
-    _assert_equal(_rows(ours), _rows(theirs))
+    known = _rows(theirs)  # later versions append columns
+    _assert_equal([{key: row[key] for key in known[0]} for row in _rows(ours)], known)
 
 
 def test_the_record_of_a_run_is_of_format_1() -> None:

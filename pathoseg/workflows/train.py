@@ -35,8 +35,10 @@ from pathoseg.models.losses import build_loss
 from pathoseg.outputs.atomic import replaced, write_text
 from pathoseg.parallel.comm.launcher import find_world
 from pathoseg.parallel.comm.transport import Transport
+from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.orders import AUTO, find_order
 from pathoseg.parallel.planning.plan import Plan
+from pathoseg.parallel.runtime.rng import WholeModel
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.platform_support import follow_pointer
 from pathoseg.progress import say
@@ -77,7 +79,7 @@ from pathoseg.training.run_folder import (
     reopen_run,
     run_to_resume,
 )
-from pathoseg.training.step_plan import agreed_plan, check_host
+from pathoseg.training.step_plan import agreed_plan, check_host, read_model
 from pathoseg.training.tasks import make_task
 from pathoseg.training.trainer import LIMITS, Loop, check_limits, limits_text
 from pathoseg.training.validation import Validation
@@ -201,6 +203,7 @@ def _train(
     del earlier  # its weights are in the network, and need no memory twice
     check_tile(model, config.tiles.tile)
     plan: Plan | None = None
+    traced: Traced | None = None
     planned: Sequence[Event] = ()
     if transport is not None:
         plan, planned = agreed_plan(model, config, transport)
@@ -210,8 +213,10 @@ def _train(
                 f"tiles, not {config.train.batch} as in one process. [train] microbatch sets it."
             )
         config = replace(config, train=replace(config.train, microbatch=plan.microbatch))
-    elif pick_device().type == "cpu":
-        check_host(model, config)
+    else:
+        traced = read_model(model, config)
+        if traced is not None and pick_device().type == "cpu":
+            check_host(traced.graph, config)
     card = _card(config, sources, members, model, origin)
     _overview(sources, members, table)
     pool = SlidePool(lambda path: open_slide(path, config.data.assume_mpp))
@@ -230,7 +235,9 @@ def _train(
         batch, readers = config.train.microbatch or config.train.batch, config.train.readers
         engine: Engine
         if transport is None or plan is None:
-            engine = OneDevice(model.to(pick_device()), loss, task, card, config.train, config.seed)
+            device = pick_device()
+            whole = WholeModel(model.to(device), traced, config.seed, device)
+            engine = OneDevice(model, whole.forward, loss, task, card, config.train)
         else:
             drawing = partial(draw_step, run, planned) if trace else None
             engine = Ranks(transport, plan, model, loss, task, card, config, drawing)
@@ -312,8 +319,9 @@ def _start(
     if longer:
         check_limits(out, recorded.train, train)
         say(f"{out} goes on to {limits_text(train)} (before: {limits_text(recorded.train)}).")
-    # A batch that was one microbatch stays one, on however many ranks.
-    train = replace(train, microbatch=recorded.train.microbatch or recorded.train.batch)
+    # A batch that was one microbatch stays one, on however many ranks, unless another is asked for.
+    microbatch = asked.train.microbatch or recorded.train.microbatch or recorded.train.batch
+    train = replace(train, microbatch=microbatch)
     parallel = load_config(config_file or out / CONFIG, flags, recorded.format).parallel
     return out, replace(recorded, train=train, parallel=parallel), None, longer
 
@@ -365,12 +373,24 @@ def _begin(
     card: Bundle,
 ) -> None:
     """Makes the run's folder, not before all input is read: what is refused leaves nothing."""
-    if not (run / CONFIG).exists():
+    recorded = None
+    if (run / CONFIG).exists():
+        recorded = load_config(run / CONFIG, unnumbered=UNNUMBERED)
+    before, now = (
+        each and (each.train.microbatch or each.train.batch) for each in (recorded, config)
+    )
+    if recorded is None:
         make_run(run)
         if config.train.start_from is not None:
             save_bundle(run / START, model.state_dict(), card)
+    elif before != now:
+        say(
+            f"Microbatches of {now}, not {before} as before: random layers draw other numbers, and "
+            "batch norm, if there is one, sees so many tiles."
+        )
+    if before != now:
         with replaced(run / CONFIG) as draft:
-            write_config(config, draft)
+            write_config(replace(recorded or config, train=config.train), draft)
     write_splits(run / SPLITS, members.values())
     if plan is not None:
         write_text(run / PLAN, plan.to_json())
@@ -401,8 +421,10 @@ def _prolong(run: Path, config: Config) -> None:
 
 
 def _refuse_changes(run: Path, recorded: Config, asked: Config) -> None:
-    """A resumed run goes on as it began, on whatever ranks: another would be another run."""
-    before, now = asdict(recorded), asdict(replace(asked, parallel=recorded.parallel))
+    """A resumed run goes on as it began: another would be another run. But it may do so on other
+    ranks, and in other microbatches."""
+    train = replace(asked.train, microbatch=recorded.train.microbatch)
+    before, now = asdict(recorded), asdict(replace(asked, parallel=recorded.parallel, train=train))
     for section, values in now.items():
         if values != before[section]:
             changed = (

@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ import torch
 from PIL import Image
 
 from pathoseg import config as config_module
+from pathoseg.config import load_config
 from pathoseg.errors import PathosegError
 from pathoseg.host_memory import LARGE
 from pathoseg.models.bundle import load_bundle
@@ -181,6 +183,21 @@ def test_a_resumed_run_keeps_the_defaults_of_its_format(
     for name in ("tiny.toml", "run/config.toml"):
         Path(name).write_text(text)
     assert len(_rows(train(Path("tiny.toml"), {}, Path("run"), resume=True))) == 2
+
+
+def test_resuming_in_other_microbatches_says_what_changes(
+    toy_slides: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags: dict[str, dict[str, Any]] = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 1}}
+    run = train(Path("tiny.toml"), flags, Path("run"), resume=False)
+    said = []
+    for wanted in ({}, {"microbatch": 1}, {}):  # as it was, another, and that again
+        (run / "summary.json").unlink()
+        capsys.readouterr()
+        train(None, {"train": wanted}, run, resume=True)
+        said.append("Microbatches of 1, not 2 as before: random layers" in capsys.readouterr().err)
+    assert said == [False, True, False]
+    assert load_config(run / "config.toml").train.microbatch == 1
 
 
 def test_a_finished_run_is_not_trained_again(toy_slides: Path) -> None:

@@ -140,7 +140,7 @@ def _allocated_by_stage(traced: Traced, retention: Retention, shape: tuple[int, 
         stage.begin()
         stage.feed(0, {next(iter(traced.graph.inputs)): torch.ones(shape)})
         stage.compare(0, None)
-        stage.forward(0, Pass(0, shape[0], 1.0, training=True), keep=True)
+        stage.forward(0, Pass(0, [shape[0]], 1.0, training=True), keep=True)
         stage.backward(0)
 
     return allocated(visit)

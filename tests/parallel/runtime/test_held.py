@@ -82,7 +82,7 @@ def test_forwards_hold_what_their_retention_says(name: str, choice: str) -> None
         retention=Retention(offloaded, recomputed),
         copies=Overlapped(HostStreams(), CPU, arena, max(away, default=0)),
     )
-    this = Pass(0, 2 * (VISITS + 1), 1.0, training=True)
+    this = Pass(0, [2] * (VISITS + 1), 1.0, training=True)
 
     def forward(microbatch: int) -> None:
         stage.feed(microbatch, {next(iter(graph.inputs)): images})
