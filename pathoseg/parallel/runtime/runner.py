@@ -320,7 +320,7 @@ class Runner:
         try:
             yield
         except PathosegError as error:
-            self._transport.abort(f"Rank {rank}, {self.doing}: {error.problem} {error.mend}")
+            self._transport.abort(f"Rank {rank}, {self.doing}: {error.problem} {error.hint}")
             raise
         except Exception as error:  # whatever the user's model or loss raises: the others wait
             first = str(error).split("\n")[0]
