@@ -32,8 +32,8 @@ _HERE = Path(__file__).resolve().parent
 
 # What Python tells its audit hooks of a process that starts; of multiprocessing's we tell it.
 _STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "Process"}
-# Networks of hundreds of layers; and each test of `workflows` trains or segments.
-_LARGE = re.compile(r"\[.*(inception-v3|InceptionV3|amoebanet-d|resnet110|resnet1001)")
+# Networks that take long to trace; and each test of `workflows` trains or segments.
+_LARGE = re.compile(r"\[.*(inception-v3|InceptionV3|amoebanet-d|resnet110|resnet1001|Recurrent)")
 _test: str | None = None  # the one that runs and is to start none
 
 

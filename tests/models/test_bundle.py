@@ -326,6 +326,7 @@ def _kill_at(monkeypatch: pytest.MonkeyPatch, moment: int) -> None:
         monkeypatch.setattr(where, name, deadly(getattr(where, name)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("same_weights", [True, False])
 @pytest.mark.parametrize("second", [0, 3, 5])
 @pytest.mark.parametrize("first", range(12))

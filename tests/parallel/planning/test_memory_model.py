@@ -55,6 +55,7 @@ def _workspace() -> Workspace:
     return cpu_workspace(lanes, torch.get_num_threads())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
 def test_peaks_of_stages_are_the_allocators(name: str) -> None:
     make, shape = NETWORKS[name]
