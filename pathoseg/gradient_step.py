@@ -53,7 +53,7 @@ class StepVerdict(NamedTuple):
     Attributes:
         loss_sum: Sum of the losses of all samples.
         norm: Global L2 norm of the gradient.
-        cause: What is not finite, None where all is; then no parameter is updated.
+        cause: Why the gradient is not finite, so that no parameter is updated; None where it is.
     """
 
     loss_sum: float
@@ -83,7 +83,9 @@ def judge_step(losses: Sequence[float], norms: Mapping[str, float]) -> StepVerdi
         squares += norm * norm
         if not math.isfinite(norm):
             causes.append(f"the gradient of {name} is not finite")
-    return StepVerdict(total, math.sqrt(squares), causes[0] if causes else None)
+    norm = math.sqrt(squares)
+    causes.append(f"the norm of the gradient is {norm}")
+    return StepVerdict(total, norm, None if math.isfinite(norm) else causes[0])
 
 
 def clip_gradients(gradients: list[Tensor], norm: float, most: float) -> None:

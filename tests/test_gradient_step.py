@@ -92,6 +92,7 @@ def test_what_is_not_finite_is_named(values: list[float]) -> None:
     verdict = judge_step([], _named([torch.tensor([1.0, value]) for value in values]))
     bad = [number for number, value in enumerate(values) if not math.isfinite(value)]
     assert verdict.cause == (f"the gradient of p{bad[0]} is not finite" if bad else None)
+    assert judge_step(values, {"p": 1.0}).finite, "as in torch, gradients alone decide"
     first = judge_step(values, {"p": math.nan})
     expected = f"the loss of microbatch {bad[0]} is" if bad else "the gradient of p is"
     assert first.cause is not None
