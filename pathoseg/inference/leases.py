@@ -22,12 +22,12 @@ LEASE = 60.0  # seconds without one, after which a claim is anybody's
 _CLOCK = ".clock"
 
 
-class Claims:
+class Leases:
     """The leases of this process: each is a file that only one process can create.
 
     A claim lives while its owner touches it; times are the file system's, so that clocks of
     several hosts need not agree. A claim of a process of this machine that has ended is dead at
-    once. Claims spare work: two processes can come to do the same piece (where one was paused for
+    once. Leases spare work: two processes can come to do the same piece (where one was paused for
     longer than the lease), so what they write must be the same and appear by rename.
 
     Args:

@@ -36,7 +36,7 @@ from pathoseg.progress import progress_bar, say
 from pathoseg.slides.region import Region, read_region
 from pathoseg.slides.slide import Slide, model_frame, open_slide
 from pathoseg.tiles.grid import TileGrid
-from pathoseg.tiles.prefetch import in_background, map_ahead
+from pathoseg.tiles.prefetch import in_background, prefetch_map
 from pathoseg.tiles.slide_pool import SlidePool
 from pathoseg.tiles.stain import Method, StainNormaliser, fit_stain
 from pathoseg.tiles.tissue import Tissue, find_tissue
@@ -109,7 +109,7 @@ def predict(
         return index, last, read(index)
 
     group: list[tuple[int, Region]] = []
-    with closing(map_ahead(read_tile, _tiles(rows, batch), readers)) as tiles:
+    with closing(prefetch_map(read_tile, _tiles(rows, batch), readers)) as tiles:
         for index, last, region in tiles:
             group.append((index, region))
             if not last:

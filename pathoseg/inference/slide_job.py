@@ -21,7 +21,7 @@ import numpy as np
 
 from pathoseg.config import Config
 from pathoseg.errors import PathosegError
-from pathoseg.inference.leases import Claims
+from pathoseg.inference.leases import Leases
 from pathoseg.inference.publish import publish
 from pathoseg.inference.result_folder import (
     State,
@@ -64,7 +64,7 @@ class SavedRows:
         return saved, claimed
 
     def claim(self, row: int) -> Path:
-        """The file by which a process claims the row."""
+        """The file by which a process leases the row."""
         return self._folder / f"{row:06d}{_ROW_CLAIM}"
 
     def has(self, row: int) -> bool:
@@ -118,7 +118,7 @@ class SharedSlide:
         segmenter: The model; the same one in every process.
         plan: Likewise.
         saved: Where the rows meet.
-        claims: Those of this process.
+        leases: Those of this process.
         interruption: Asked after every tile.
     """
 
@@ -127,11 +127,11 @@ class SharedSlide:
         segmenter: Segmenter,
         plan: SlidePlan,
         saved: SavedRows,
-        claims: Claims,
+        leases: Leases,
         interruption: Interruption,
     ) -> None:
         self._segmenter, self._plan, self._saved = segmenter, plan, saved
-        self._claims, self._interruption = claims, interruption
+        self._leases, self._interruption = leases, interruption
 
     def rows(self) -> Generator[MaskRow]:
         """Every row from top to bottom: what is saved is read, what nobody is at is computed.
@@ -185,7 +185,7 @@ class SharedSlide:
 
         def take(row: int) -> bool:
             claim = self._saved.claim(row)
-            if self._saved.has(row) or not self._claims.take(claim):
+            if self._saved.has(row) or not self._leases.take(claim):
                 return False
             held.add(row)
             return not self._saved.has(row)  # saved in between
@@ -196,11 +196,11 @@ class SharedSlide:
                 for row in rows:
                     self._saved.save(row)
                     held.remove(row.number)
-                    self._claims.release(self._saved.claim(row.number))
+                    self._leases.release(self._saved.claim(row.number))
                     yield row
         finally:
             for number in held:
-                self._claims.release(self._saved.claim(number))
+                self._leases.release(self._saved.claim(number))
 
     def _free_place(self) -> int | None:
         """Return the row at which to start helping: the middle of the longest free stretch.
@@ -208,7 +208,7 @@ class SharedSlide:
         At its start where nobody works towards it.
         """
         saved, claimed = self._saved.listed()
-        taken = {row for row in claimed if self._claims.is_taken(self._saved.claim(row))}
+        taken = {row for row in claimed if self._leases.is_taken(self._saved.claim(row))}
         best, length, start = None, 0, 0
         for row in range(self._plan.grid.rows + 1):
             if row < self._plan.grid.rows and row not in saved and row not in taken:
@@ -250,37 +250,37 @@ Outcome = Literal["done", "failed", "skipped"]
 
 
 @dataclass(frozen=True)
-class Hand:
+class WorkerContext:
     """A process that works on a batch.
 
     Attributes:
         segmenter: The model.
         config: The options.
-        claims: What it has taken.
+        leases: What it has taken.
         interruption: What stops it.
         resume: Whether results and rows of earlier batches are taken over.
-        since: When this batch began, by the clock of `claims`.
+        since: When this batch began, by the clock of `leases`.
     """
 
     segmenter: Segmenter
     config: Config
-    claims: Claims
+    leases: Leases
     interruption: Interruption
     resume: bool
     since: float
 
 
-class SlideWork:
+class SlideJob:
     """The work on one slide: to lead it, or to help its leader.
 
     Args:
         slide: Its file.
         folder: Of its result, in the output folder.
-        hand: This process.
+        context: This process.
     """
 
-    def __init__(self, slide: Path, folder: Path, hand: Hand) -> None:
-        self.slide, self.folder, self._hand = slide, folder, hand
+    def __init__(self, slide: Path, folder: Path, context: WorkerContext) -> None:
+        self.slide, self.folder, self._context = slide, folder, context
         self._out = folder.parent
         self._outcome: Outcome | None = None
         self._plan: SlidePlan | None = None
@@ -315,7 +315,7 @@ class SlideWork:
             return False
         try:
             self._work.mkdir(parents=True, exist_ok=True)
-            with self._hand.claims.held(self._work / _SLIDE_CLAIM) as mine:
+            with self._context.leases.held(self._work / _SLIDE_CLAIM) as mine:
                 if not (mine and self._is_apart() and self._settled() is None):
                     return False
                 try:
@@ -341,15 +341,15 @@ class SlideWork:
         Raises:
             StoppedError: A signal came.
         """
-        hand, state = self._hand, self.state
+        context, state = self._context, self.state
         try:
             if self._left or state is None or state.status != "begun" or state.key != self._key:
                 return False
             if not self._rows.exists():
                 return False
             if self._plan is None:
-                with open_slide(self.slide, hand.config.data.assume_mpp) as opened:
-                    self._plan = hand.segmenter.plan(opened)
+                with open_slide(self.slide, context.config.data.assume_mpp) as opened:
+                    self._plan = context.segmenter.plan(opened)
             return self._shared(self._plan).help()
         except FileNotFoundError:
             return False  # it is done
@@ -358,7 +358,7 @@ class SlideWork:
             return False
 
     def _attempt(self) -> None:
-        hand, began = self._hand, time.monotonic()
+        context, began = self._context, time.monotonic()
         before = self.state or State(str(self.slide), "begun", "", 0, "")
         begun = replace(
             before,
@@ -373,11 +373,13 @@ class SlideWork:
         try:
             begun = replace(begun, key=self._key)
             self._write(begun)
-            going_on = hand.resume or (before.status == "begun" and before.written >= hand.since)
+            going_on = context.resume or (
+                before.status == "begun" and before.written >= context.since
+            )
             self._clear(but=(_SLIDE_CLAIM, self._rows.name) if going_on else (_SLIDE_CLAIM,))
             self._rows.mkdir(exist_ok=True)
             with result_folder(self.folder, self._work) as partial:
-                publish(self.slide, partial, hand.segmenter, hand.config, self._all_rows)
+                publish(self.slide, partial, context.segmenter, context.config, self._all_rows)
                 self._refuse_change()
                 outputs = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
         except PathosegError as error:
@@ -411,12 +413,12 @@ class SlideWork:
         )
 
     def _settled(self) -> Outcome | None:
-        state, since = self.state, self._hand.since
+        state, since = self.state, self._context.since
         if state is None or state.status == "begun":
             return None
         if state.status == "failed":
             return "failed" if state.written >= since else None
-        if not (self._hand.resume or state.written >= since):
+        if not (self._context.resume or state.written >= since):
             return None
         with suppress(PathosegError):
             if state.is_whole(self.folder) and state.key == self._key:
@@ -447,10 +449,10 @@ class SlideWork:
     @cached_property
     def _key(self) -> str:
         """A hash of all that the result depends on."""
-        config = self._hand.config
+        config = self._context.config
         told = {
             "slide": asdict(self._fingerprint),
-            "model": self._hand.segmenter.model_id,
+            "model": self._context.segmenter.model_id,
             "assume_mpp": config.data.assume_mpp,
             "tissue": _told(config.tissue),
             "infer": _told(config.infer),
@@ -461,9 +463,9 @@ class SlideWork:
         return self._shared(plan).rows()
 
     def _shared(self, plan: SlidePlan) -> SharedSlide:
-        hand = self._hand
+        context = self._context
         rows = SavedRows(self._rows)
-        return SharedSlide(hand.segmenter, plan, rows, hand.claims, hand.interruption)
+        return SharedSlide(context.segmenter, plan, rows, context.leases, context.interruption)
 
     def _clear(self, but: tuple[str, ...]) -> None:
         for path in self._work.iterdir():

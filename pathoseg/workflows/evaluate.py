@@ -38,7 +38,12 @@ from pathoseg.outputs.stitch import CONFIDENCE_LEVELS
 from pathoseg.progress import say
 from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide
-from pathoseg.training.labelled_slides import Source, find_sources, find_table, patients_in
+from pathoseg.training.labelled_slides import (
+    LabelledSlide,
+    find_labelled_slides,
+    find_table,
+    patients_in,
+)
 from pathoseg.training.run_folder import CONFIG, SPLITS, bundle_of
 from pathoseg.version import __version__
 
@@ -76,7 +81,7 @@ def evaluate(
     config = _configured(bundle.parent / CONFIG, config_file, flags)
     segmenter = load_segmenter(bundle, config, factory)
     config = replace(config, tiles=replace(config.tiles, mpp=segmenter.card.mpp))
-    sources = find_sources(config, segmenter.classes)
+    sources = find_labelled_slides(config, segmenter.classes)
     records = _Records.of(bundle.parent / SPLITS, config, sources.usable)
     chosen = [s for s in sources.usable if split in (None, records.split_of(s))]
     if not chosen:
@@ -170,7 +175,7 @@ class _Records:
     has_patients: bool
 
     @classmethod
-    def of(cls, run_table: Path, config: Config, sources: Iterable[Source]) -> _Records:
+    def of(cls, run_table: Path, config: Config, sources: Iterable[LabelledSlide]) -> _Records:
         rows = []
         if run_table.is_file():
             with run_table.open(newline="", encoding="utf-8") as file:
@@ -184,10 +189,10 @@ class _Records:
         own = all(name == patient for name, patient in patients.items())
         return cls(splits, patients, has_patients=table is not None or not own)
 
-    def split_of(self, source: Source) -> str:
+    def split_of(self, source: LabelledSlide) -> str:
         return self.splits.get(source.slide.name, _UNSEEN)
 
-    def warnings(self, chosen: Iterable[Source]) -> Iterable[str]:
+    def warnings(self, chosen: Iterable[LabelledSlide]) -> Iterable[str]:
         """Yield warnings about slides that the model has seen, or whose resolution it has not."""
         if not self.splits:
             yield (
@@ -223,7 +228,7 @@ class _Compared:
         warnings: What is to be said of the figures.
     """
 
-    source: Source
+    source: LabelledSlide
     slide: ScoredSlide
     tally: Tally
     thumbnail: Frame
@@ -239,7 +244,7 @@ class _Compared:
 
 def _compare(
     segmenter: Segmenter,
-    source: Source,
+    source: LabelledSlide,
     config: Config,
     records: _Records,
     interruption: Interruption,

@@ -16,10 +16,10 @@ from typing import Any
 from pathoseg.config import load_config
 from pathoseg.errors import PathosegError, StoppedError
 from pathoseg.host_memory import share_one_heap
-from pathoseg.inference.leases import Claims
+from pathoseg.inference.leases import Leases
 from pathoseg.inference.result_folder import STATES, SUMMARY, read_state, result_folders
 from pathoseg.inference.segmenter import load_segmenter
-from pathoseg.inference.slide_job import WORK, Hand, SlideWork
+from pathoseg.inference.slide_job import WORK, SlideJob, WorkerContext
 from pathoseg.interruption import Interruption
 from pathoseg.outputs.report import read_summary, write_failures, write_summary_table
 from pathoseg.parallel.comm.launcher import find_world
@@ -89,20 +89,20 @@ def infer(
                 with open_slide(next(iter(folders)), config.data.assume_mpp) as opened:
                     model_frame(opened, segmenter.card.mpp)
             interruption.raise_if_asked()
-            claims = Claims(out / STATES)
-            since = _first(claims.now(), transport)
-        with claims:
-            hand = Hand(segmenter, config, claims, interruption, resume, since)
-            batch = [SlideWork(slide, folder, hand) for slide, folder in folders.items()]
+            leases = Leases(out / STATES)
+            since = _first(leases.now(), transport)
+        with leases:
+            context = WorkerContext(segmenter, config, leases, interruption, resume, since)
+            batch = [SlideJob(slide, folder, context) for slide, folder in folders.items()]
             try:
                 _work(batch, interruption)
             except (PathosegError, StoppedError) as end:
                 with suppress(OSError):  # told already
-                    _write_tables(out, claims)
+                    _write_tables(out, leases)
                 if world.rank and isinstance(end, StoppedError):  # rank 0 tells it for all
                     raise SystemExit(end.exit_code) from None
                 raise
-            _write_tables(out, claims)
+            _write_tables(out, leases)
             with suppress(OSError):  # another process works there
                 (out / WORK).rmdir()
     return _verdict(batch, out, leads=world.rank == 0)
@@ -134,10 +134,10 @@ def _first(now: float, transport: Transport | None) -> float:
     return now if transport is None else min(map(float, transport.gather(repr(now))))
 
 
-def _work(batch: Sequence[SlideWork], interruption: Interruption) -> None:
+def _work(batch: Sequence[SlideJob], interruption: Interruption) -> None:
     """Leads each slide that nobody is at, then helps with those that are left, until none is."""
 
-    def lead(slide: SlideWork) -> None:
+    def lead(slide: SlideJob) -> None:
         interruption.raise_if_asked()
         if slide.lead():
             if slide.outcome() == "done":
@@ -168,10 +168,10 @@ def _warnings(folder: Path) -> str:
     )
 
 
-def _write_tables(out: Path, claims: Claims) -> None:
+def _write_tables(out: Path, leases: Leases) -> None:
     """Tables of all that lies in `out`; one process at a time, so that the last one saw all."""
     claim = out / STATES / ".tables"
-    while not claims.take(claim):
+    while not leases.take(claim):
         time.sleep(0.1)
     try:
         summaries = []
@@ -187,10 +187,10 @@ def _write_tables(out: Path, claims: Claims) -> None:
         write_summary_table(out / TABLE, summaries)
         write_failures(out / FAILURES, failures)
     finally:
-        claims.release(claim)
+        leases.release(claim)
 
 
-def _verdict(batch: Sequence[SlideWork], out: Path, *, leads: bool) -> int:
+def _verdict(batch: Sequence[SlideJob], out: Path, *, leads: bool) -> int:
     """The exit code; the rank that leads says what the batch came to."""
     counts = Counter(slide.outcome() for slide in batch)
     failed = {

@@ -58,16 +58,16 @@ from pathoseg.training.earlier_model import (
 from pathoseg.training.engine import Engine
 from pathoseg.training.labelled_slides import (
     TABLE,
+    LabelledSlides,
     Member,
-    Sources,
-    cut_sources,
-    find_sources,
+    cut_labelled_slides,
+    find_labelled_slides,
     find_table,
     split_slides,
     write_splits,
 )
 from pathoseg.training.one_device import OneDevice
-from pathoseg.training.pipeline_engine import TIMELINE, Ranks, draw_step
+from pathoseg.training.pipeline_engine import TIMELINE, PipelineEngine, draw_step
 from pathoseg.training.run_folder import (
     CONFIG,
     SPLITS,
@@ -81,7 +81,7 @@ from pathoseg.training.run_folder import (
 )
 from pathoseg.training.step_plan import agreed_plan, check_host, read_model
 from pathoseg.training.tasks import make_task
-from pathoseg.training.trainer import LIMITS, Loop, check_limits, limits_text
+from pathoseg.training.trainer import LIMITS, Trainer, check_limits, limits_text
 from pathoseg.training.validation import Validation
 from pathoseg.workflows.plan import PLAN
 
@@ -191,7 +191,7 @@ def _train(
     if is_finished(run) and not longer:
         say(f"{run} is finished; its model is in {run / 'model'}.")
         return run
-    sources = find_sources(config, _recorded_classes(run))
+    sources = find_labelled_slides(config, _recorded_classes(run))
     table = find_table(
         config.data.table, _folder(config.data.slides), _folder(config.data.annotations)
     )
@@ -226,7 +226,7 @@ def _train(
         stopped_together(interruption, transport),
         closing(pool),
     ):
-        tiles = cut_sources(config, sources, members, pool, interruption)
+        tiles = cut_labelled_slides(config, sources, members, pool, interruption)
         if transport is None or transport.rank == 0:
             _begin(run, config, members, plan, model, card)
         interruption.advice = f"Continue with: pathoseg train --resume --out {run}"
@@ -240,8 +240,8 @@ def _train(
             engine = OneDevice(model, whole.forward, loss, task, card, config.train)
         else:
             drawing = partial(draw_step, run, planned) if trace else None
-            engine = Ranks(transport, plan, model, loss, task, card, config, drawing)
-        loop = Loop(
+            engine = PipelineEngine(transport, plan, model, loss, task, card, config, drawing)
+        loop = Trainer(
             run,
             config.train,
             engine,
@@ -462,7 +462,7 @@ def _training_set(config: Config, slides: Sequence[SlideTiles]) -> TrainingSet:
 
 def _card(
     config: Config,
-    sources: Sources,
+    sources: LabelledSlides,
     members: Mapping[str, Member],
     model: torch.nn.Module,
     origin: Mapping[str, Any],
@@ -494,7 +494,7 @@ def _card(
     )
 
 
-def _overview(sources: Sources, members: Mapping[str, Member], table: Path | None) -> None:
+def _overview(sources: LabelledSlides, members: Mapping[str, Member], table: Path | None) -> None:
     counts = Counter(member.split for member in members.values())
     split = ", ".join(f"{counts[part]} {part}" for part in ("train", "val", "test"))
     say(f"{len(members)} slides ({split}). Classes: {', '.join(sources.classes.names)}.")

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.cost.features import OTHER, amounts, arithmetic, family, features
-from pathoseg.parallel.cost.hardware import Fit, Hardware, Regression
+from pathoseg.parallel.cost.hardware import CostFit, Hardware, Regression
 from pathoseg.parallel.graph.layer_graph import Layer, Work
 
 
@@ -88,7 +88,7 @@ class Analytical:
     """The time that the fit of a calibrated device predicts for a layer."""
 
     hardware: Hardware
-    fit: Fit
+    fit: CostFit
 
     @property
     def note(self) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pathoseg.gradient_step import LossScale, StepVerdict, gradient_norms, judge_step
-from pathoseg.parallel.activations.stage_offload import Park, Parking
+from pathoseg.parallel.activations.stage_offload import Park, StageOffload
 from pathoseg.parallel.comm.transport import Transport
 
 _ABSENT = -1.0  # no norm is negative
@@ -33,7 +33,7 @@ class GradientNorm:
         counted: Sequence[str],
         transport: Transport,
         device: torch.device,
-        parking: Parking,
+        parking: StageOffload,
     ) -> None:
         self._names = [*parameters]
         index = {name: number for number, name in enumerate(parameters)}
