@@ -200,7 +200,8 @@ class InferConfig:
         margin: Outer pixels of a tile whose predictions get no weight; None means overlap // 4.
         batch: Tiles a forward pass.
         readers: Threads that read tiles ahead.
-        simplify: Tolerance of the outlines in pixels of the mask; 0 keeps pixel edges.
+        simplify: Tolerance of the outlines in pixels of the mask; 0 keeps pixel edges. Neighbours
+            keep their shared edge, so beyond 1.4 pixels nothing more is left out.
         min_region_um2: Smaller regions are left out of the outlines (the mask keeps them).
         compress_regions: Write `regions.geojson.gz`.
         region_type: How QuPath shows regions; `detection` draws faster when there are many.
