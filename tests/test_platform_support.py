@@ -39,7 +39,7 @@ from pathoseg.platform_support import (
     touched_now,
     usable_cores,
 )
-from pathoseg.training.run_folder import bundle_of, make_run, newest_unfinished
+from pathoseg.training.run_folder import bundle_of, make_run, run_to_resume
 from tests.conftest import TINY, draw_disc
 
 GIB = 2**30
@@ -213,7 +213,7 @@ def test_runs_are_found_by_either_pointer(tmp_path: Path, monkeypatch: pytest.Mo
     run = tmp_path / "elsewhere" / "run"
     make_run(run)
     (run / "config.toml").touch()
-    assert newest_unfinished() == run
+    assert run_to_resume(longer=False) == run
     (run / "model").mkdir()
     (run / "model" / "model.json").touch()
     (entry,) = Path("runs").iterdir()

@@ -88,8 +88,8 @@ def test_the_drawing_shows_times_and_stages(command: Command) -> None:
     ("level", "count", "name"),
     [
         ("module", 6, "decoder.0"),
-        ("block", 26, "decoder.0.convolve"),
-        ("layer", 36, "decoder.0.up"),
+        ("block", 27, "decoder.0.convolve"),
+        ("layer", 37, "decoder.0.up"),
     ],
 )
 def test_a_level_lists_the_graph_and_draws_it_so(
