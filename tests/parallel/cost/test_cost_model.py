@@ -116,6 +116,7 @@ def test_every_layer_of_a_network_has_a_time(name: str) -> None:
         assert (time.forward > 0) == bool(layer.forward.written)
 
 
+@pytest.mark.slow
 def test_a_fit_finds_a_law_that_the_plain_polynomial_does_not() -> None:
     samples = _samples()
     rest, held_out = samples[::2], samples[1::2]

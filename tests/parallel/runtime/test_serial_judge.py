@@ -23,6 +23,8 @@ from tests.parallel.runtime.cases import (
 )
 from tests.parallel.runtime.judged_ranks import cases_of_processes
 
+pytestmark = pytest.mark.slow  # many seconds in all
+
 CASES = [
     *(Case(model, plan, ranks) for model in MODELS for plan in PLANS for ranks in (2, 3, 4)),
     *(Case(model, plan, ranks) for model in MODELS for plan in HYBRIDS for ranks in (4, 8)),
