@@ -30,7 +30,7 @@ Name = str | PathLike[str]
 
 
 def train(
-    slides: Name | None = None,
+    slides: Name | Sequence[Name] | None = None,
     annotations: Name | None = None,
     *,
     start_from: Name | None = None,
@@ -42,7 +42,7 @@ def train(
     """Train a model in this process; under mpirun, srun or torchrun on all ranks of the job.
 
     Args:
-        slides: Folder of slides.
+        slides: Folder of slides, or several; folders inside are searched too.
         annotations: Folder of annotations; None means beside the slides.
         start_from: Run, bundle or .safetensors file whose weights training starts from; None means
             random weights.
@@ -61,7 +61,7 @@ def train(
     """
     from pathoseg.workflows.train import train as run
 
-    flags = _flags(options, {"slides": slides, "annotations": annotations})
+    flags = _flags(options, slides, annotations)
     if start_from is not None:
         flags["train"] = flags.get("train", {}) | {"start_from": str(start_from)}
     return run(_path(config), flags, _path(out), resume)
@@ -104,7 +104,7 @@ def infer(
 
 
 def evaluate(
-    slides: Name | None = None,
+    slides: Name | Sequence[Name] | None = None,
     annotations: Name | None = None,
     *,
     model: Name | None = None,
@@ -117,7 +117,7 @@ def evaluate(
     """Compare a model's segmentation of whole annotated slides with their annotations.
 
     Args:
-        slides: Folder of slides.
+        slides: Folder of slides, or several; folders inside are searched too.
         annotations: Folder of annotations; None means beside the slides.
         model: Run or bundle; None takes the newest finished run.
         out: Folder of the tables; None means the run's.
@@ -134,7 +134,7 @@ def evaluate(
     """
     from pathoseg.workflows.evaluate import evaluate as run
 
-    flags = _flags(options, {"slides": slides, "annotations": annotations})
+    flags = _flags(options, slides, annotations)
     return run(_path(model), _path(out), _path(config), flags, split, factory)
 
 
@@ -174,10 +174,17 @@ def _path(name: Name | None) -> Path | None:
 
 
 def _flags(
-    options: Options | None, data: Mapping[str, Name | None] | None = None
+    options: Options | None,
+    slides: Name | Sequence[Name] | None = None,
+    annotations: Name | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Return the options as tables of their own, with the folders of `data` among them."""
     flags = {table: dict(values) for table, values in (options or {}).items()}
-    given = {key: str(name) for key, name in (data or {}).items() if name is not None}
+    given = dict[str, Any]()
+    if slides is not None:
+        several = [slides] if isinstance(slides, (str, PathLike)) else slides
+        given["slides"] = tuple(map(str, several))
+    if annotations is not None:
+        given["annotations"] = str(annotations)
     flags["data"] = flags.get("data", {}) | given
     return flags

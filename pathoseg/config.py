@@ -59,27 +59,43 @@ def _memory_size(given: object) -> object:
 MemorySize = Annotated[str, BeforeValidator(_memory_size)]
 
 
+def _several(given: object) -> object:
+    return (given,) if isinstance(given, str) else given
+
+
+# In TOML one name may stand without brackets.
+Names = Annotated[tuple[str, ...], BeforeValidator(_several)]
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Where slides and annotations come from.
 
     Attributes:
-        slides: Folder of slides.
-        annotations: Folder of annotations; None means beside the slides.
+        slides: Folder of slides, or several; folders inside are searched too.
+        annotations: Folder of annotations, for slides in folders inside with the same folders
+            inside or none; None means beside the slides.
         table: CSV with the columns slide, patient, split; None means `slides.csv` in either folder.
+            A slide is named there by its path in the folder of slides.
         classes: Names of the classes in order; None means all that the annotations name, sorted.
         assume_mpp: Microns per pixel of slides that state none.
         val_share: Share of patients held out for validation where no table splits them.
         skip_bad_slides: Leave out slides that cannot be read instead of refusing to start.
     """
 
-    slides: str | None = None
+    slides: Names | None = None
     annotations: str | None = None
     table: str | None = None
     classes: tuple[str, ...] | None = None
     assume_mpp: Positive | None = None
     val_share: Share = 0.2
     skip_bad_slides: bool = False
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Where the table of slides is looked for."""
+        names = [*(self.slides or ()), *([self.annotations] if self.annotations else [])]
+        return tuple(Path(name) for name in names)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ OVERLAY = "overlay.png"
 
 
 def publish(
+    name: str,
     slide: Path,
     folder: Path,
     segmenter: Segmenter,
@@ -48,6 +49,7 @@ def publish(
     """Writes the result of `slide` into `folder`: mask, outlines, overlay, and last the summary.
 
     Args:
+        name: The slide's.
         slide: The file.
         folder: Exists.
         segmenter: Plans the slide.
@@ -72,10 +74,10 @@ def publish(
     pixels, regions, unread_tiles = Counter[int](), Counter[int](), 0
     min_pixels = max(1, round(options.min_region_um2 / plan.output.mpp.mean**2))
     tracer = RegionTracer(options.simplify, min_pixels)
-    name = f"{REGIONS}.gz" if options.compress_regions else REGIONS
+    outlines = f"{REGIONS}.gz" if options.compress_regions else REGIONS
     with (
         closing(rows_of(plan)) as rows,
-        GeoJsonWriter(folder / name, classes, options.region_type) as writer,
+        GeoJsonWriter(folder / outlines, classes, options.region_type) as writer,
     ):
 
         def seen() -> Iterator[NDArray[np.uint8]]:
@@ -87,14 +89,14 @@ def publish(
                 regions.update(write_regions(writer, tracer.add(band), plan.output))
                 yield band
 
-        origin = f"{slide.name} {segmenter.model_id}"
+        origin = f"{name} {segmenter.model_id}"
         write_mask(folder / MASK, plan.output.size, plan.output.mpp, seen(), classes, origin)
         regions.update(write_regions(writer, tracer.close(), plan.output))
     write_overlay(folder / OVERLAY, picture, small.pixels, classes)
     ended = time.monotonic()
     tissue = plan.tissue.area_mm2
     summary = Summary(
-        slide=slide.name,
+        slide=name,
         model=segmenter.model_id,
         mpp=plan.output.mpp,
         tissue_mm2=tissue,

@@ -256,6 +256,7 @@ class WorkerContext:
     Attributes:
         segmenter: The model.
         config: The options.
+        out: The folder of the batch.
         leases: What it has taken.
         interruption: What stops it.
         resume: Whether results and rows of earlier batches are taken over.
@@ -264,6 +265,7 @@ class WorkerContext:
 
     segmenter: Segmenter
     config: Config
+    out: Path
     leases: Leases
     interruption: Interruption
     resume: bool
@@ -274,14 +276,15 @@ class SlideJob:
     """The work on one slide: to lead it, or to help its leader.
 
     Args:
+        name: The slide's name in the batch.
         slide: Its file.
         folder: Of its result, in the output folder.
         context: This process.
     """
 
-    def __init__(self, slide: Path, folder: Path, context: WorkerContext) -> None:
-        self.slide, self.folder, self._context = slide, folder, context
-        self._out = folder.parent
+    def __init__(self, name: str, slide: Path, folder: Path, context: WorkerContext) -> None:
+        self.name, self.slide, self.folder, self._context = name, slide, folder, context
+        self._out = context.out
         self._outcome: Outcome | None = None
         self._plan: SlidePlan | None = None
         self._left = False  # to others, as this process cannot help
@@ -379,7 +382,14 @@ class SlideJob:
             self._clear(but=(_SLIDE_CLAIM, self._rows.name) if going_on else (_SLIDE_CLAIM,))
             self._rows.mkdir(exist_ok=True)
             with result_folder(self.folder, self._work) as partial:
-                publish(self.slide, partial, context.segmenter, context.config, self._all_rows)
+                publish(
+                    self.name,
+                    self.slide,
+                    partial,
+                    context.segmenter,
+                    context.config,
+                    self._all_rows,
+                )
                 self._refuse_change()
                 outputs = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
         except PathosegError as error:
@@ -430,12 +440,12 @@ class SlideJob:
         state = read_state(state_file(self._out, self.folder))
         if state is None or Path(state.slide).name == self.slide.name:
             return True
-        self.folder = self._out / self.slide.name
+        self.folder = self.folder.with_name(self.slide.name)
         return False
 
     @property
     def _work(self) -> Path:
-        return self._out / WORK / self.folder.name
+        return self._out / WORK / self.folder.relative_to(self._out)
 
     @property
     def _rows(self) -> Path:

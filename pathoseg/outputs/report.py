@@ -53,7 +53,7 @@ class Summary:
     """The figures of one slide's result.
 
     Attributes:
-        slide: The file's name.
+        slide: Its name in the batch: the file's, in a folder inside that of slides its path.
         model: Which bundle made it.
         mpp: Microns per pixel of the mask.
         tissue_mm2: Area of the tissue found.
@@ -155,7 +155,7 @@ def read_failures(path: Path) -> dict[str, PathosegError]:
     """Read failures.csv, in which the column `hint` was `mend` up to 4b9ee32.
 
     Returns:
-        File name of the slide → its error; nothing where there is no such file.
+        Name of the slide → its error; nothing where there is no such file.
     """
     if not path.is_file():
         return {}
@@ -166,7 +166,7 @@ def read_failures(path: Path) -> dict[str, PathosegError]:
 
 
 def write_failures(path: Path, failures: Mapping[str, PathosegError]) -> None:
-    """Writes failures.csv: a row for each slide, by file name, that has no result.
+    """Writes failures.csv: a row for each slide, by name, that has no result.
 
     Raises:
         OSError: The disk is full or cannot be written.

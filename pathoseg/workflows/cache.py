@@ -37,13 +37,13 @@ def fill_cache(config_file: Path | None, flags: Mapping[str, Mapping[str, Any]])
         for source in sources.usable:
             tiles = cut(config, source, sources, pool, config.tiles.overlap)
             with (
-                progress_bar(source.slide.name, len(tiles), "tiles") as bar,
+                progress_bar(source.name, len(tiles), "tiles") as bar,
                 closing(tiles.fill(config.train.readers)) as filled,
             ):
                 for count in filled:
                     bar.advance(count)
                     interruption.raise_if_asked()
-            say(f"{source.slide.name}: {len(tiles)} tiles")
+            say(f"{source.name}: {len(tiles)} tiles")
     say(
         f'The cache is in {folder}. Train from it with `cache = "{folder}"` under [tiles], '
         f"--mpp {config.tiles.mpp:g} and --tile {config.tiles.tile}: for others tiles are cut anew."

@@ -27,7 +27,7 @@ from pathoseg.parallel.comm.local_ranks import start_crew
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.platform_support import parent_lives
 from pathoseg.progress import say
-from pathoseg.slides.folder import slides_in
+from pathoseg.slides.folder import find_slides
 from pathoseg.slides.slide import model_frame, open_slide
 from pathoseg.training.distributed import joined, own_device
 from pathoseg.training.run_folder import bundle_of
@@ -83,7 +83,8 @@ def infer(
         with joined("auto" if world.hosted else config.parallel.transport) as transport:
             if transport is not None:
                 own_device(transport)
-            folders = result_folders(out, _slides(inputs))
+            names = _slides(inputs)
+            folders = result_folders(out, names)
             segmenter = load_segmenter(bundle_of(model), config, factory)
             if len(folders) == 1:  # refused before anything is written
                 with open_slide(next(iter(folders)), config.data.assume_mpp) as opened:
@@ -92,8 +93,10 @@ def infer(
             leases = Leases(out / STATES)
             since = _first(leases.now(), transport)
         with leases:
-            context = WorkerContext(segmenter, config, leases, interruption, resume, since)
-            batch = [SlideJob(slide, folder, context) for slide, folder in folders.items()]
+            context = WorkerContext(segmenter, config, out, leases, interruption, resume, since)
+            batch = [
+                SlideJob(names[slide], slide, folder, context) for slide, folder in folders.items()
+            ]
             try:
                 _work(batch, interruption)
             except (PathosegError, StoppedError) as end:
@@ -104,7 +107,8 @@ def infer(
                 raise
             _write_tables(out, leases)
             with suppress(OSError):  # another process works there
-                (out / WORK).rmdir()
+                for folder in [*sorted((out / WORK).glob("**/"), reverse=True), out / WORK]:
+                    folder.rmdir()
     return _verdict(batch, out, leads=world.rank == 0)
 
 
@@ -120,13 +124,14 @@ def _stop_with_launcher(interruption: Interruption) -> None:
     threading.Thread(target=watch, name="launcher", daemon=True).start()
 
 
-def _slides(inputs: Sequence[Path]) -> list[Path]:
-    """The slides that the arguments name, each once."""
-    slides = dict[Path, None]()
+def _slides(inputs: Sequence[Path]) -> dict[Path, str]:
+    """The slides that the arguments name, each once, with their names."""
+    slides = dict[Path, str]()
     for path in inputs:
-        for slide in slides_in(path) if path.is_dir() else [path]:
-            slides[slide] = None
-    return list(slides)
+        found = find_slides([path]) if path.is_dir() else {path.name: path}
+        for name, slide in found.items():
+            slides.setdefault(slide, name)
+    return slides
 
 
 def _first(now: float, transport: Transport | None) -> float:
@@ -141,9 +146,9 @@ def _work(batch: Sequence[SlideJob], interruption: Interruption) -> None:
         interruption.raise_if_asked()
         if slide.lead():
             if slide.outcome() == "done":
-                say(f"{slide.slide.name}: done, in {slide.folder}{_warnings(slide.folder)}")
+                say(f"{slide.name}: done, in {slide.folder}{_warnings(slide.folder)}")
             elif len(batch) > 1 and (state := slide.state):
-                say(f"{slide.slide.name}: failed. {state.problem} {state.hint}")
+                say(f"{slide.name}: failed. {state.problem} {state.hint}")
 
     for slide in batch:
         lead(slide)
@@ -175,26 +180,39 @@ def _write_tables(out: Path, leases: Leases) -> None:
         time.sleep(0.1)
     try:
         summaries = []
-        for path in sorted(out.glob(f"[!.]*/{SUMMARY}")):
+        for path in _result_summaries(out):
             with suppress(PathosegError):  # a folder of something else
                 summaries.append(read_summary(path))
-        states = map(read_state, sorted((out / STATES).glob("[!.]*.json")))
-        failures = {
-            Path(state.slide).name: PathosegError(state.problem, state.hint)
-            for state in states
-            if state is not None and state.status == "failed"
-        }
+        failures = dict[str, PathosegError]()
+        for path in sorted((out / STATES).glob("**/[!.]*.json")):
+            state = read_state(path)
+            if state is not None and state.status == "failed":
+                within = path.parent.relative_to(out / STATES)
+                name = (within / Path(state.slide).name).as_posix()
+                failures[name] = PathosegError(state.problem, state.hint)
         write_summary_table(out / TABLE, summaries)
         write_failures(out / FAILURES, failures)
     finally:
         leases.release(claim)
 
 
+def _result_summaries(out: Path) -> list[Path]:
+    """The summaries of all results of a batch, at any depth, without those of batches inside."""
+    found = list[Path]()
+    for place, folders, files in os.walk(out):
+        if SUMMARY in files:
+            found.append(Path(place, SUMMARY))
+        if SUMMARY in files or (STATES in folders and Path(place) != out):
+            folders.clear()
+        folders[:] = [name for name in folders if name[0] != "." and name != STATES]
+    return sorted(found)
+
+
 def _verdict(batch: Sequence[SlideJob], out: Path, *, leads: bool) -> int:
     """The exit code; the rank that leads says what the batch came to."""
     counts = Counter(slide.outcome() for slide in batch)
     failed = {
-        slide.slide: state
+        slide.name: state
         for slide in batch
         if slide.outcome() == "failed" and (state := slide.state) is not None
     }
@@ -206,11 +224,11 @@ def _verdict(batch: Sequence[SlideJob], out: Path, *, leads: bool) -> int:
     if leads:
         for slide in batch:
             if slide.outcome() == "skipped":
-                say(f"{slide.slide.name}: already done, in {slide.folder}")
+                say(f"{slide.name}: already done, in {slide.folder}")
         say(
             f"{counts['done']} of {len(batch)} slides done, {counts['skipped']} skipped as done "
             f"before, {counts['failed']} failed. Areas: {out / TABLE}"
         )
-        for path, state in failed.items():
-            say(f"Failed: {path.name}: {state.problem}")
+        for name, state in failed.items():
+            say(f"Failed: {name}: {state.problem}")
     return 1 if failed else 0

@@ -192,10 +192,8 @@ def _train(
         say(f"{run} is finished; its model is in {run / 'model'}.")
         return run
     sources = find_labelled_slides(config, _recorded_classes(run))
-    table = find_table(
-        config.data.table, _folder(config.data.slides), _folder(config.data.annotations)
-    )
-    names = [source.slide.name for source in sources.usable]
+    table = find_table(config.data)
+    names = [source.name for source in sources.usable]
     members = split_slides(names, table, config.seed, config.data.val_share)
     model, origin = _network(run, config, sources.classes, earlier)
     if earlier is not None:
@@ -438,10 +436,6 @@ def _refuse_changes(run: Path, recorded: Config, asked: Config) -> None:
             )
 
 
-def _folder(name: str | None) -> Path | None:
-    return None if name is None else Path(name)
-
-
 def _factory(config: Config) -> str | None:
     """The user's own code, which naming it in the command or the configuration permits."""
     return config.model.name if ":" in config.model.name else None
@@ -471,7 +465,7 @@ def _card(
     overlap = config.infer.overlap
     if overlap is None:
         overlap = default_overlap(config.tiles.tile, multiple, edge_reach(model))
-    trained_on = [s for s in sources.usable if members[s.slide.name].split == "train"]
+    trained_on = [s for s in sources.usable if members[s.name].split == "train"]
     # Three digits: scans of one scanner differ in the fourth.
     mpps = {float(f"{source.frame.level0_mpp.mean:.3g}") for source in trained_on}
     return Bundle(
@@ -487,7 +481,7 @@ def _card(
         stain=None if config.tiles.stain == "none" else {"method": config.tiles.stain},
         training={
             **origin,
-            "slides": str(config.data.slides),
+            "slides": ", ".join(config.data.slides or ()),
             "seed": config.seed,
             "slide_mpps": tuple(sorted(mpps)),
         },

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pathoseg.errors import PathosegError
-from pathoseg.training.labelled_slides import split_slides, write_splits
+from pathoseg.training.labelled_slides import patients_in, split_slides, write_splits
 
 
 def _table(folder: Path, text: str) -> Path:
@@ -62,3 +62,16 @@ def test_tables_that_cannot_be_right_are_refused(tmp_path: Path, text: str, mess
     names = ["a.svs", "b.svs"] if "b.svs,p,val" in text else ["a.svs"]
     with pytest.raises(PathosegError, match=message):
         split_slides(names, _table(tmp_path, text), 0, 0.2)
+
+
+def test_slides_of_one_name_in_two_folders_are_two(tmp_path: Path) -> None:
+    names = ["a/s.svs", "b/s.svs", "s.svs", "c/t.svs", "u.x.svs"]
+    rows = "a/s.svs,p1\nb\\s,p2\ns.svs,p3\nt,p4\nu.x,p5\n"
+    table = _table(tmp_path, f"slide,patient\n{rows}")
+    patients = [f"p{number}" for number in range(1, 6)]
+    assert list(patients_in(table, names).values()) == patients
+    assert [member.patient for member in split_slides(names, table, 0, 0.2).values()] == patients
+    # The root's own row is no other's.
+    assert patients_in(table, [*names, "d/s.svs"])["d/s.svs"] == "d/s.svs"
+    with pytest.raises(PathosegError, match="t could be any of 2 slides"):
+        patients_in(table, [*names, "d/t.svs"])
