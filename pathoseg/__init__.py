@@ -13,10 +13,12 @@ from pathoseg.version import __version__
 if TYPE_CHECKING:
     from pathoseg.inference.loaded_model import LoadedModel
     from pathoseg.slides.slide import Slide
+    from pathoseg.workflows.check import FolderCheck
 
 __all__ = [
     "PathosegError",
     "__version__",
+    "check",
     "evaluate",
     "infer",
     "load_model",
@@ -27,6 +29,35 @@ __all__ = [
 # The tables of the TOML file, such as {"tiles": {"mpp": 0.5}}; "" holds the keys above them.
 Options = Mapping[str, Mapping[str, Any]]
 Name = str | PathLike[str]
+
+
+def check(
+    slides: Name | Sequence[Name] | None = None,
+    annotations: Name | None = None,
+    *,
+    out: Name = ".",
+    config: Name | None = None,
+    options: Options | None = None,
+) -> FolderCheck:
+    """Look through slides and annotations as `train` would with the same options.
+
+    Args:
+        slides: Folder of slides, or several; folders inside are searched too.
+        annotations: Folder of annotations; None means beside the slides.
+        out: Folder of check.csv and check.html.
+        config: TOML file, as for `train`.
+        options: As for `train`.
+
+    Returns:
+        `refusals` (why training would refuse), `warnings` (what else is likely not meant), and the
+        paths of `table` and `page`.
+
+    Raises:
+        PathosegError: No slide is found, or an option is wrong.
+    """
+    from pathoseg.workflows.check import check as run
+
+    return run(_path(config), _flags(options, slides, annotations), Path(out))
 
 
 def train(

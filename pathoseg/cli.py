@@ -91,6 +91,9 @@ Ranks = Annotated[
     int | None,
     typer.Option(help="Start so many ranks on this machine. [default: 1]", min=1),
 ]
+SkipBadSlides = Annotated[
+    bool, typer.Option("--skip-bad-slides", help="Leave out slides that cannot be read.")
+]
 Level = Literal["layer", "block", "module"]
 Factory = Annotated[
     str | None,
@@ -125,6 +128,39 @@ def _data(
         "annotations": annotations and str(annotations),
         "assume_mpp": assume_mpp,
     }
+
+
+@app.command(cls=_Command, epilog="Example: pathoseg check --slides slides/ --mpp 0.5 --tile 1024")
+def check(
+    slides: Slides = None,
+    annotations: Annotations = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder of check.csv and check.html.", metavar="DIR")
+    ] = Path(),
+    model: ModelName = None,
+    mpp: MppOption = None,
+    tile: TileOption = None,
+    skip_bad_slides: SkipBadSlides = False,
+    config: ConfigFile = None,
+    seed: Seed = None,
+    assume_mpp: AssumeMpp = None,
+    debug: Debug = False,
+) -> None:
+    """Tell what training would make of slides and annotations, before hours are spent.
+
+    Exit code 0: nothing to tell; 1: look at what it says; 2: training would refuse.
+    """
+    flags: dict[str, dict[str, Any]] = {
+        "": {"seed": seed},
+        "data": _data(slides, annotations, assume_mpp)
+        | {"skip_bad_slides": skip_bad_slides or None},
+        "tiles": {"mpp": mpp, "tile": tile},
+        "model": {"name": model},
+    }
+    _refuse_wrong_options(config, flags)
+    from pathoseg.workflows.check import check as run_check
+
+    raise typer.Exit(run_check(config, flags, out).exit_code)
 
 
 @app.command(
@@ -166,9 +202,7 @@ def train(
             "--time-limit, a finished run trains longer.",
         ),
     ] = False,
-    skip_bad_slides: Annotated[
-        bool, typer.Option("--skip-bad-slides", help="Leave out slides that cannot be read.")
-    ] = False,
+    skip_bad_slides: SkipBadSlides = False,
     config: ConfigFile = None,
     seed: Seed = None,
     assume_mpp: AssumeMpp = None,

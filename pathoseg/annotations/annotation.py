@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -35,6 +35,27 @@ class Annotation:
     geometry: Polygon | MultiPolygon
     class_name: str | None
     colour: Colour | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AnnotationReport:
+    """What is learnt from an annotation file, and what is not.
+
+    Attributes:
+        path: The file.
+        outlines: Class → its outlines that count, background among them; empty for a mask.
+        of_interest: How many outlines are regions of interest.
+        interest_pixels: Level-0 pixels of the slide inside of them; None where there are none.
+        passed_over: What is not learnt from, in the plural → how many; ignored outlines among it.
+        is_mask: Whether the file is a mask, of which nothing is counted.
+    """
+
+    path: Path
+    outlines: Mapping[str, int] = field(default_factory=dict)
+    of_interest: int = 0
+    interest_pixels: float | None = None
+    passed_over: Mapping[str, int] = field(default_factory=dict)
+    is_mask: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +98,10 @@ class Labels(Protocol):
 
     @property
     def path(self) -> Path: ...
+    @property
+    def report(self) -> AnnotationReport:
+        """What is learnt from the file, and what is not."""
+        ...
 
     def classes(self) -> Mapping[str, Colour | None]:
         """Names in use with their colours, without ignored ones, regions and background."""

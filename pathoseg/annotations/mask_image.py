@@ -20,6 +20,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 from pathoseg.annotations.annotation import (
     BACKGROUND,
     IGNORE,
+    AnnotationReport,
     ClassTable,
     Colour,
     is_background,
@@ -93,6 +94,11 @@ class MaskLabels:
     @property
     def path(self) -> Path:
         return self._path
+
+    @property
+    def report(self) -> AnnotationReport:
+        """That it is a mask."""
+        return AnnotationReport(self._path, is_mask=True)
 
     def classes(self) -> Mapping[str, Colour | None]:
         """Names ("class 1"…) in use with a palette's colours, without ignored and background."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from pathoseg.annotations.annotation import (
     BACKGROUND,
     IGNORE,
     Annotation,
+    AnnotationReport,
     ClassTable,
     Colour,
     is_background,
@@ -82,6 +84,28 @@ class PolygonLabels:
     @property
     def path(self) -> Path:
         return self._path
+
+    @property
+    def report(self) -> AnnotationReport:
+        """What is learnt from the file, and what is not."""
+        slide = shapely.box(0, 0, self._slide_size.width, self._slide_size.height)
+        on_slide = shapely.intersects(slide, self._tree.geometries)
+        outlines, missed = Counter[str](), Counter[str]()
+        for name, of_interest, lies_on_slide in zip(
+            self._names, self._of_interest, on_slide, strict=True
+        ):
+            if not lies_on_slide:
+                missed["outlines off the slide"] += 1
+            elif not of_interest and is_ignored(name):
+                missed[f"outlines of {name}"] += 1
+            elif not of_interest:
+                outlines[name] += 1
+        pixels = None
+        if self._of_interest.any():
+            together = shapely.union_all(self._tree.geometries[self._of_interest])
+            pixels = float(together.intersection(slide).area)
+        count = int(self._of_interest.sum())
+        return AnnotationReport(self._path, outlines, count, pixels, missed)
 
     def classes(self) -> Mapping[str, Colour | None]:
         """Names in use with their colours, without ignored ones, regions and background."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import errno
-from collections.abc import Iterator
+import io
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
@@ -50,3 +52,16 @@ def write_text(path: Path, text: str) -> None:
     """
     with replaced(path) as draft:
         draft.write_text(text, encoding="utf-8", errors="surrogateescape", newline="")
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    """Replaces `path` with a CSV table of rows that have the columns of the first.
+
+    Raises:
+        OSError: The disk is full or cannot be written.
+    """
+    text, entries = io.StringIO(), list(rows)
+    writer = csv.DictWriter(text, list(entries[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(entries)
+    write_text(path, text.getvalue())

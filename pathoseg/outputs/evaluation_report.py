@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import datetime
-import io
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,8 +15,17 @@ from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import IGNORE, ClassTable
 from pathoseg.geometry import Frame
-from pathoseg.outputs.atomic import write_text
-from pathoseg.outputs.html_report import Axis, Bar, Chart, Line, count, picture, write_page
+from pathoseg.outputs.atomic import write_rows, write_text
+from pathoseg.outputs.html_report import (
+    Axis,
+    Bar,
+    Chart,
+    Line,
+    count,
+    picture,
+    scale_bar,
+    write_page,
+)
 from pathoseg.outputs.overlay import overlay_layer
 
 
@@ -173,9 +180,9 @@ def write_evaluation(folder: Path, split: str | None, evaluation: Evaluation) ->
     folder.mkdir(parents=True, exist_ok=True)
     end = "" if split is None else f"-{split}"
     table = folder / f"evaluation{end}.csv"
-    _write_rows(table, _figure_rows(evaluation))
-    _write_rows(folder / f"evaluation-slides{end}.csv", _slide_rows(evaluation))
-    _write_rows(folder / f"confusion{end}.csv", _confusion_rows(evaluation))
+    write_rows(table, _figure_rows(evaluation))
+    write_rows(folder / f"evaluation-slides{end}.csv", _slide_rows(evaluation))
+    write_rows(folder / f"confusion{end}.csv", _confusion_rows(evaluation))
     text = json.dumps(_without_nan(_document(evaluation)), indent=2, allow_nan=False)
     write_text(folder / f"evaluation{end}.json", text + "\n")
     write_page(
@@ -403,10 +410,6 @@ def _shown(at: int, shown: SlidePicture, classes: ClassTable) -> dict[str, Any]:
     """A picture as the macro `panels` takes it."""
     height, width = shown.truth.shape
     layers = [picture(overlay_layer(mask, classes)) for mask in (shown.truth, shown.prediction)]
-    longest = width * shown.frame.mpp.x / 4
-    step = 10 ** math.floor(math.log10(longest))
-    microns = max(step * of for of in (1, 2, 5) if step * of <= longest)
-    text = f"{microns / 1000:g} mm" if microns >= 1000 else f"{microns:g} µm"
     return {
         "title": shown.title,
         "slide": shown.slide,
@@ -414,7 +417,7 @@ def _shown(at: int, shown: SlidePicture, classes: ClassTable) -> dict[str, Any]:
         "width": width,
         "height": height,
         "layers": list(zip(("Slide", "Annotation", "Model"), (None, *layers), strict=True)),
-        "bar": (round(microns / shown.frame.mpp.x, 2), text),
+        "bar": scale_bar(width, shown.frame.mpp.x),
     }
 
 
@@ -441,11 +444,3 @@ def _without_nan(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_nan(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _write_rows(path: Path, rows: Iterable[dict[str, object]]) -> None:
-    text, entries = io.StringIO(), list(rows)
-    writer = csv.DictWriter(text, list(entries[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(entries)
-    write_text(path, text.getvalue())

@@ -86,6 +86,20 @@ def picture(pixels: NDArray[np.uint8]) -> str:
     return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
 
 
+def scale_bar(width: int, mpp: float) -> tuple[float, str]:
+    """The width and the text of a scale bar over at most a quarter of a picture.
+
+    Args:
+        width: Pixels of the picture.
+        mpp: Microns per pixel of it.
+    """
+    longest = width * mpp / 4
+    step = 10 ** math.floor(math.log10(longest))
+    microns = max(step * of for of in (1, 2, 5) if step * of <= longest)
+    text = f"{microns / 1000:g} mm" if microns >= 1000 else f"{microns:g} µm"
+    return round(microns / mpp, 2), text
+
+
 @dataclass(frozen=True)
 class Axis:
     """A linear axis.

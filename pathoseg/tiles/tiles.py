@@ -85,6 +85,7 @@ class SlideTiles:
 
     Attributes:
         stain: Applied to every image, where one is set.
+        grid_pixels: Pixels per class of all tiles of the grid, also those that are not kept.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class SlideTiles:
         self.labels, self.classes = labels, classes
         self.cache = cache
         self.stain: StainNormaliser | None = None
+        self.grid_pixels = class_pixels.sum(axis=0)
         self._slides = slides
         self._filling = [Lock() for _ in range(cache.shards)] if cache else []
 
@@ -218,7 +220,9 @@ def cut_tiles(
         kept = tuple(indices.tolist())
         key = TileCacheKey(slide, Fingerprint.of(slide), frame, grid, kept, options.codec)
         cache = TileCache.open(options.cache, key)
-    return SlideTiles(slide, frame, grid, indices, counts[indices], labels, classes, slides, cache)
+    tiles = SlideTiles(slide, frame, grid, indices, counts[indices], labels, classes, slides, cache)
+    tiles.grid_pixels = counts.sum(axis=0)
+    return tiles
 
 
 def tile_labels(counts: NDArray[np.int64], min_cover: float) -> NDArray[np.int64]:

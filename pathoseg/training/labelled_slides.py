@@ -23,7 +23,7 @@ from pathoseg.slides.slide import model_frame, open_slide
 from pathoseg.tiles.slide_pool import SlidePool
 from pathoseg.tiles.stain import fit_stain
 from pathoseg.tiles.tiles import SlideTiles, TileOptions, cut_tiles
-from pathoseg.tiles.tissue import find_tissue
+from pathoseg.tiles.tissue import Tissue, find_tissue
 
 Split = Literal["train", "val", "test"]
 TABLE = "slides.csv"
@@ -402,17 +402,29 @@ def cut_labelled_slides(
             bar.advance()
             interruption.raise_if_asked()
     if not train:
-        raise PathosegError(
-            f"None of the {len(members)} slides is left to train on.",
-            "Annotate more slides, or give more of them the split `train` in slides.csv.",
-        )
+        raise none_to_train_on(members)
     return SplitTiles(train, val)
+
+
+def none_to_train_on(members: Mapping[str, Member]) -> PathosegError:
+    """The refusal of slides of which none is left to train on."""
+    return PathosegError(
+        f"None of the {len(members)} slides is left to train on.",
+        "Annotate more slides, or give more of them the split `train` in slides.csv.",
+    )
 
 
 def cut(
     config: Config, source: LabelledSlide, sources: LabelledSlides, slides: SlidePool, overlap: int
 ) -> SlideTiles:
     """The tiles of one slide."""
+    return cut_with_tissue(config, source, sources.classes, slides, overlap)[0]
+
+
+def cut_with_tissue(
+    config: Config, source: LabelledSlide, classes: ClassTable, slides: SlidePool, overlap: int
+) -> tuple[SlideTiles, Tissue]:
+    """The tiles of one slide, and its tissue."""
     options = TileOptions(
         tile=config.tiles.tile,
         overlap=overlap,
@@ -427,7 +439,7 @@ def cut(
         source.frame,
         source.labels,
         config.annotations,
-        sources.classes,
+        classes,
         tissue,
         options,
         slides,
@@ -436,4 +448,4 @@ def cut(
         boxes = [tiles.box(position) for position in range(len(tiles))]
         with slides.borrow(source.slide) as slide:
             tiles.stain = fit_stain(slide, source.frame, boxes, tissue, config.tiles.stain)
-    return tiles
+    return tiles, tissue

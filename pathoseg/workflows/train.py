@@ -79,6 +79,7 @@ from pathoseg.training.run_folder import (
     reopen_run,
     run_to_resume,
 )
+from pathoseg.training.slide_facts import short_form
 from pathoseg.training.step_plan import agreed_plan, check_host, read_model
 from pathoseg.training.tasks import make_task
 from pathoseg.training.trainer import LIMITS, Trainer, check_limits, limits_text
@@ -225,6 +226,8 @@ def _train(
         closing(pool),
     ):
         tiles = cut_labelled_slides(config, sources, members, pool, interruption)
+        for line in short_form(config, sources, members, [*tiles.train, *tiles.val]):
+            say(line)
         if transport is None or transport.rank == 0:
             _begin(run, config, members, plan, model, card)
         interruption.advice = f"Continue with: pathoseg train --resume --out {run}"
@@ -245,7 +248,7 @@ def _train(
             engine,
             card,
             loss,
-            _training_set(config, tiles.train),
+            training_set(config, tiles.train),
             Validation(tiles.val, task, sources.classes, batch, readers),
             started,
         )
@@ -441,7 +444,8 @@ def _factory(config: Config) -> str | None:
     return config.model.name if ":" in config.model.name else None
 
 
-def _training_set(config: Config, slides: Sequence[SlideTiles]) -> TrainingSet:
+def training_set(config: Config, slides: Sequence[SlideTiles]) -> TrainingSet:
+    """The tiles of the training slides in the order of the run."""
     return TrainingSet(
         slides,
         config.train.batch,
@@ -496,7 +500,5 @@ def _overview(sources: LabelledSlides, members: Mapping[str, Member], table: Pat
         say(f"Every slide counts as a patient of its own; {TABLE} can say otherwise.")
     else:
         say(f"Patients and splits: {table}")
-    if not counts["val"]:
-        say("No slide validates: the last epoch is kept, whatever it is worth.")
     for name, reason in sources.left_out.items():
         say(f"Left out: {name}: {reason}")
