@@ -99,9 +99,16 @@ def say_table(columns: Sequence[tuple[str, bool]], rows: Iterable[Sequence[str]]
         rows: Texts of the cells.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title, numeric in columns:
-        table.add_column(Text(title), justify="right" if numeric else "left", overflow="fold")
+    for at, (title, numeric) in enumerate(columns):
+        folds = at == 0  # names; figures that were broken would mislead
+        table.add_column(
+            Text(title),
+            justify="right" if numeric else "left",
+            overflow="fold",
+            no_wrap=not folds,
+            min_width=12 if folds else None,
+        )
     for row in rows:
         table.add_row(*map(Text, row))
-    width = None if console.is_terminal else _ENDLESS
-    console.print(table, width=width, crop=False, soft_wrap=False)
+    where = console if console.is_terminal else Console(stderr=True, width=_ENDLESS)
+    where.print(table, crop=False)

@@ -19,7 +19,7 @@ Command = Callable[..., tuple[int, str]]
 SaveBundle = Callable[..., Path]
 Start = Callable[..., "subprocess.Popen[str]"]
 
-COMMANDS = ("train", "infer", "evaluate", "cache", "plan", "calibrate")
+COMMANDS = ("check", "train", "infer", "evaluate", "cache", "plan", "calibrate")
 HEAVY = ("torch", "numpy", "tifffile", "zarr", "openslide", "scipy")
 
 

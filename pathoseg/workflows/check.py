@@ -284,8 +284,10 @@ class _Check:
 
     def tell(self) -> None:
         """Print the table, and below it what was found."""
-        columns, rows = self._table(_MOST_CLASSES)
+        columns, rows = self._table(is_page=False)
         say_table(columns, rows[:_MOST_ROWS])
+        if self.classes is not None and len(self.classes.names) <= _MOST_CLASSES:
+            say(f"Of each class: {_CELL}.")
         if len(rows) > _MOST_ROWS:
             say(f"… and {len(rows) - _MOST_ROWS} more slides.")
         if self.classes is not None and self._facts:
@@ -305,7 +307,7 @@ class _Check:
         counts = [
             sum(one.member.split == part for one in facts) for part in ("train", "val", "test")
         ]
-        columns, rows = self._table(math.inf)
+        columns, rows = self._table(is_page=True)
         return CheckPage(
             folders=", ".join(self.config.data.slides or ()),
             classes=list(zip(names, self.classes.colours, strict=True)) if self.classes else [],
@@ -342,40 +344,59 @@ class _Check:
             cells += [str(len(own)), f"{area:.3g}", str(tiles)]
         return cells
 
-    def _table(self, most: float) -> tuple[list[tuple[str, bool]], list[list[str]]]:
-        """Columns and rows, with columns for each class unless there are too many."""
+    def _table(self, is_page: bool) -> tuple[list[tuple[str, bool]], list[list[str]]]:
+        """Columns and rows of the table of slides: all of them, or what a terminal has room for."""
         names = self.classes.names if self.classes else ()
+        shown = names if is_page or len(names) <= _MOST_CLASSES else ()
+        facts = self._facts
+        optional = {
+            "Of interest": is_page or any(one.annotation.of_interest for one in facts),
+            "Ignored": is_page or any(one.ignored_mm2 >= _SHOWN_MM2 for one in facts),
+            "Padding": is_page or any(one.padding >= 0.1 for one in facts),
+        }
         columns = [("Slide", False), ("Split", False), ("µm/px", True), ("Pixels", True)]
-        columns += [("Tissue mm²", True), ("Of interest", True), ("Ignored", True)]
-        columns += [("Tiles", True), ("Padding", True)]
-        if len(names) <= most:
-            columns += [(f"{name}: mm² · regions · tiles", True) for name in names]
-        else:
-            columns += [("Labelled mm²", True), ("Classes", True)]
-        return columns, [self._cells(one, names, len(names) <= most) for one in self.slides]
+        columns += [("Tissue mm²", True)]
+        columns += [(name, True) for name in ("Of interest", "Ignored") if optional[name]]
+        columns += [("Tiles", True), *([("Padding", True)] if optional["Padding"] else [])]
+        columns += [(name, True) for name in shown]
+        columns += [] if shown else [("Labelled mm²", True), ("Classes", True)]
+        rows = []
+        for one in self.slides:
+            cells = dict.fromkeys((title for title, _ in columns), "")
+            cells |= self._cells(one, names)
+            rows.append([cells[title] for title, _ in columns])
+        return columns, rows
 
-    def _cells(self, seen: _Seen, names: Sequence[str], is_wide: bool) -> list[str]:
-        cells = [seen.name, "", "", ""]
+    def _cells(self, seen: _Seen, names: Sequence[str]) -> dict[str, str]:
+        """Texts of a slide's row by column."""
+        facts, cells = seen.facts, {"Slide": seen.name}
         if seen.mpp and seen.size:
-            cells[2:] = [f"{seen.mpp.mean:.4g}", f"{seen.size.width} × {seen.size.height}"]
-        facts = seen.facts
+            cells["µm/px"] = f"{seen.mpp.mean:.4g}"
+            cells["Pixels"] = f"{seen.size.width}×{seen.size.height}"
         if facts is None:
-            cells[1] = "refused" if seen.refused else "left out"
-            return cells + ["–"] * (5 + (len(names) if is_wide else 2))
-        cells[1] = facts.member.split if self.members else "?"
-        areas = (facts.tissue_mm2, facts.interest_mm2, facts.ignored_mm2)
-        cells += [f"{area:.3g}" for area in areas]
-        cells += [str(facts.tiles), "–" if math.isnan(facts.padding) else f"{facts.padding:.0%}"]
-        if not is_wide:
-            held = sum(count > 0 for count in facts.class_tiles[1:])
-            return [*cells, f"{sum(facts.areas_mm2[1:]):.3g}", f"{held} of {len(names)}"]
+            cells["Split"] = "refused" if seen.refused else "left out"
+            return cells
+        held = sum(count > 0 for count in facts.class_tiles[1:])
+        cells |= {
+            "Split": facts.member.split if self.members else "?",
+            "Tissue mm²": f"{facts.tissue_mm2:.3g}",
+            "Of interest": f"{facts.interest_mm2:.3g}",
+            "Ignored": f"{facts.ignored_mm2:.3g}" if facts.ignored_mm2 >= _SHOWN_MM2 else "0",
+            "Tiles": str(facts.tiles),
+            "Padding": "" if math.isnan(facts.padding) else f"{facts.padding:.0%}",
+            "Labelled mm²": f"{sum(facts.areas_mm2[1:]):.3g}",
+            "Classes": f"{held} of {len(names)}",
+        }
         for index, name in enumerate(names, start=1):
             area, tiles = facts.areas_mm2[index], facts.class_tiles[index]
-            parts = [f"{area:.3g}", str(_regions(facts, name) or "–"), str(tiles)]
-            cells.append(" · ".join(parts) if area or tiles else "–")
+            regions = _regions(facts, name)
+            parts = [f"{area:.3g}", *([str(regions)] if regions != "" else []), str(tiles)]
+            cells[name] = " · ".join(parts) if area or tiles else "–"
         return cells
 
 
+_CELL = "mm² · regions (none are counted in masks) · tiles"
+_SHOWN_MM2 = 1e-4  # less is rounding: labels end at whole pixels
 _MEASURES = ("Slides", "mm²", "Tiles")
 
 
