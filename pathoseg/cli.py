@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperOption
 
 from pathoseg.errors import PathosegError, StoppedError
 from pathoseg.version import __version__
@@ -35,8 +35,8 @@ class _Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         _, _, given = self.make_parser(ctx).parse_args(list(args))
         for option in self.params:
-            once = option.param_type_name == "option" and not option.multiple
-            if once and option.nargs == 1 and given.count(option) > 1:
+            once = isinstance(option, TyperOption) and not option.multiple and not option.is_flag
+            if once and given.count(option) > 1:
                 raise PathosegError(
                     f"{option.opts[0]} is given {given.count(option)} times, and takes one value.",
                     "Leave out the others.",

@@ -224,18 +224,23 @@ def _about_slides(
     if not any(one.member.split == "val" for one in facts):
         yield "No slide validates: the last epoch is kept, whatever it is worth."
     usual = median(one.mpp.mean for one in facts)
-    for one in facts:
-        ratio = one.mpp.mean / usual
-        if max(ratio, 1 / ratio) > _UNLIKE:
-            yield (
-                f"{one.member.slide} has {one.mpp.mean:.4g} µm per pixel, most slides {usual:.4g}: "
-                "see whether that is true."
-            )
-        if max(one.mpp.x / one.mpp.y, one.mpp.y / one.mpp.x) > _UNLIKE:
-            yield (
-                f"{one.member.slide} has pixels of {one.mpp.x:.4g} × {one.mpp.y:.4g} µm, which are "
-                "no squares: see whether that is true."
-            )
+    unlike = [
+        f"{one.member.slide} ({one.mpp.mean:.4g})"
+        for one in facts
+        if max(one.mpp.mean / usual, usual / one.mpp.mean) > _UNLIKE
+    ]
+    if unlike:
+        yield (
+            f"{len(unlike)} of {len(facts)} slides have another resolution than the {usual:.4g} µm "
+            f"per pixel of most: {_some(unlike)}. See whether that is true."
+        )
+    oblong = [
+        f"{one.member.slide} ({one.mpp.x:.4g} × {one.mpp.y:.4g} µm)"
+        for one in facts
+        if max(one.mpp.x / one.mpp.y, one.mpp.y / one.mpp.x) > _UNLIKE
+    ]
+    if oblong:
+        yield f"Pixels are no squares, see whether that is true: {_some(oblong)}."
     coarse = [one.member.slide for one in facts if one.mpp.mean > _UNLIKE * config.tiles.mpp]
     if coarse:
         yield (
@@ -284,16 +289,20 @@ def _about_annotations(facts: Sequence[SlideFacts]) -> Iterator[str]:
             f"{len(boxed)} of {len(facts)} slides have regions of interest. The others count as "
             f"annotated everywhere, which may not be meant: {_some(others)}."
         )
-    for one in facts:
-        glass = [name for name, share in one.on_glass.items() if share > _MOST]
-        if glass:
-            told = " and ".join(f"{name} ({one.on_glass[name]:.0%})" for name in glass)
-            yield (
-                f"{one.member.slide}: {told} lies mostly on glass. Is it another slide's "
-                "annotation, or shifted? ([annotations] frame, [tissue])"
-            )
-        if one.tissue_mm2 == 0:
-            yield f"{one.member.slide}: no tissue was found ([tissue] threshold)."
+    glass = [
+        f"{one.member.slide} ({name}, {share:.0%})"
+        for one in facts
+        for name, share in one.on_glass.items()
+        if share > _MOST
+    ]
+    if glass:
+        yield (
+            f"Labels lie mostly on glass: {_some(glass)}. Are they another slide's, or shifted? "
+            "([annotations] frame, [tissue])"
+        )
+    bare = [one.member.slide for one in facts if one.tissue_mm2 == 0]
+    if bare:
+        yield f"No tissue is found on {_some(bare)} ([tissue] threshold)."
 
 
 def _about_tiles(facts: Sequence[SlideFacts]) -> Iterator[str]:

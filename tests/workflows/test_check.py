@@ -135,7 +135,7 @@ def test_what_is_likely_not_meant_is_said(toy_slides: Path, command: Command) ->
         '"Disc" and "disc" are different classes',
         "Not learnt from: 1 outlines off the slide, in slide0.png",
         "1 of 4 slides have regions of interest",
-        "slide0.png: disc (100%) lies mostly on glass",
+        "Labels lie mostly on glass: slide0.png (disc, 100%).",
         "Tiles of 320 px are 91% padding on 3 of 4 slides",
     ):
         assert expected in said, expected
