@@ -91,19 +91,22 @@ def test_a_bad_slide_is_told_in_a_line_and_stops_no_other(
     assert (code, len(_rows())) == (2, 4)
 
 
-def test_what_training_refuses_of_all_slides_together(toy_slides: Path, command: Command) -> None:
-    for number in range(4):
-        _outlines(toy_slides / f"slide{number}.png", ("disc", 5, 5, 60, 60))
-    (toy_slides / "slides.csv").write_text("slide,split\nslide0,val\nslide1,val\nslide2,val\n")
-    refused = {
-        ("--tile", "31"): "31",
-        (): "has no row for slide3.png",
-    }
-    for options, why in refused.items():
-        code, said = command(*CHECK, *options)
-        assert (code, why in said.partition("Training would refuse")[2]) == (2, True), said
-        code, said = command("train", *CHECK[1:], *options, "--out", "run")
-        assert (code, why in said) == (2, True), said
+@pytest.mark.parametrize(
+    ("rows", "options", "why"),
+    [
+        ("slide0,val\n", (), "has no row for slide1.png"),
+        ("slide0,val\nslide1,val\nslide2,test\nslide3,val\n", (), "None of the 4 slides is left"),
+        ("slide0,val\nslide1,\nslide2,\nslide3,\n", ("--tile", "31"), "31"),
+    ],
+)
+def test_what_training_refuses_of_all_slides_together(
+    rows: str, options: tuple[str, ...], why: str, toy_slides: Path, command: Command
+) -> None:
+    (toy_slides / "slides.csv").write_text(f"slide,split\n{rows}")
+    code, said = command(*CHECK, *options)
+    assert (code, why in said.partition("Training would refuse")[2]) == (2, True), said
+    code, said = command("train", *CHECK[1:], *options, "--out", "run")
+    assert (code, why in said) == (2, True), said
     assert not Path("run").exists()
 
 
