@@ -59,12 +59,12 @@ def _memory_size(given: object) -> object:
 MemorySize = Annotated[str, BeforeValidator(_memory_size)]
 
 
-def _several(given: object) -> object:
-    return (given,) if isinstance(given, str) else given
+def _one_alone(given: object) -> object:
+    """The only one of a list without it, so that both ways of writing it are the same option."""
+    return given[0] if isinstance(given, (list, tuple)) and len(given) == 1 else given
 
 
-# In TOML one name may stand without brackets.
-Names = Annotated[tuple[str, ...], BeforeValidator(_several)]
+Names = Annotated[str | tuple[str, ...], BeforeValidator(_one_alone)]
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,14 @@ class DataConfig:
     skip_bad_slides: bool = False
 
     @property
-    def folders(self) -> tuple[Path, ...]:
-        """Where the table of slides is looked for."""
-        names = [*(self.slides or ()), *([self.annotations] if self.annotations else [])]
+    def slide_folders(self) -> tuple[Path, ...]:
+        names = (self.slides,) if isinstance(self.slides, str) else self.slides or ()
         return tuple(Path(name) for name in names)
+
+    @property
+    def told_folders(self) -> str:
+        """The folders of slides, as they are told."""
+        return ", ".join(map(str, self.slide_folders))
 
 
 @dataclass(frozen=True)

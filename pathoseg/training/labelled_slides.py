@@ -101,7 +101,8 @@ def find_table(data: DataConfig) -> Path | None:
     """
     if data.table is not None:
         return Path(data.table)
-    tables = [folder / TABLE for folder in data.folders if (folder / TABLE).is_file()]
+    folders = [*data.slide_folders, *([Path(data.annotations)] if data.annotations else [])]
+    tables = [folder / TABLE for folder in folders if (folder / TABLE).is_file()]
     if len({table.resolve() for table in tables}) > 1:
         raise PathosegError(
             f"There are several tables of slides: {' and '.join(map(str, tables))}.",
@@ -278,9 +279,9 @@ def read_slides(
             "([annotations] roi).",
             "Take it out of one of the two: `roi = []` makes it a class like others.",
         )
-    if not data.slides:
+    folders = data.slide_folders
+    if not folders:
         raise PathosegError("No slides are given.", "Name their folder with --slides DIR.")
-    folders = [Path(name) for name in data.slides]
     notes = Path(data.annotations) if data.annotations else None
     if notes is not None and not notes.is_dir():
         raise PathosegError(f"{notes} is not a folder.", "Check --annotations.")
@@ -353,8 +354,8 @@ def labelled_slides(
         PathosegError: There is none, or the classes cannot be told.
     """
     if not read.usable:
-        places = [config.data.annotations] if config.data.annotations else config.data.slides or ()
-        raise _nothing_left(" and ".join(places), read.left_out)
+        place = config.data.annotations or config.data.told_folders
+        raise _nothing_left(place, read.left_out)
     table = classes or class_table([source.labels for source in read.usable], config.data.classes)
     return LabelledSlides(read.usable, table, read.left_out)
 

@@ -309,7 +309,7 @@ class _Check:
         ]
         columns, rows = self._table(is_page=True)
         return CheckPage(
-            folders=", ".join(self.config.data.slides or ()),
+            folders=self.config.data.told_folders,
             classes=list(zip(names, self.classes.colours, strict=True)) if self.classes else [],
             keys=[
                 ("Slides", str(len(self.slides)), f"{len(facts)} to learn from"),

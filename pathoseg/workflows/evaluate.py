@@ -84,7 +84,7 @@ def evaluate(
     sources = find_labelled_slides(config, segmenter.classes)
     records = _Records.of(bundle.parent, config, sources.usable)
     chosen = [s for s in sources.usable if split in (None, records.split_of(s))]
-    folders = ", ".join(config.data.slides or ())
+    folders = config.data.told_folders
     if not chosen:
         found = {records.split_of(source) for source in sources.usable}
         raise PathosegError(
@@ -187,8 +187,8 @@ class _Records:
         if (run / CONFIG).is_file():
             # A slide that was trained on is not unseen because its name begins at another folder.
             known = {row["slide"] for row in rows}
-            for folder in load_config(run / CONFIG, None, UNNUMBERED).data.slides or ():
-                root = Path(folder).resolve()
+            for folder in load_config(run / CONFIG, None, UNNUMBERED).data.slide_folders:
+                root = folder.resolve()
                 for source in sources:
                     path = source.slide.resolve()
                     if path.is_relative_to(root) and source.name not in known:

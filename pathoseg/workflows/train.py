@@ -485,7 +485,7 @@ def _card(
         stain=None if config.tiles.stain == "none" else {"method": config.tiles.stain},
         training={
             **origin,
-            "slides": ", ".join(config.data.slides or ()),
+            "slides": config.data.told_folders,
             "seed": config.seed,
             "slide_mpps": tuple(sorted(mpps)),
         },
