@@ -157,11 +157,17 @@ def class_lines(facts: Sequence[SlideFacts], classes: ClassTable) -> Iterator[st
         parts = []
         for split, whose in (("train", "training"), ("val", "validation")):
             own = [one for one in facts if one.member.split == split]
+            if not own:
+                parts.append(f"no {whose} slide")
+                continue
             with_it = [one for one in own if one.class_tiles[index]]
             tiles = sum(one.class_tiles[index] for one in with_it)
             area = sum(one.areas_mm2[index] for one in with_it)
             told = "" if math.isnan(area) else f", {area:.3g} mm²"
-            parts.append(f"{len(with_it)} of {len(own)} {whose} slides, {tiles} tiles{told}")
+            slides = "slide" if len(own) == 1 else "slides"
+            parts.append(
+                f"{len(with_it)} of {len(own)} {whose} {slides}, {tiles} {_tiles(tiles)}{told}"
+            )
         yield f"{name}: on {'; on '.join(parts)}"
 
 
@@ -219,7 +225,7 @@ def _about_slides(
         have = "slide has" if len(unlabelled) == 1 else "slides have"
         yield (
             f"{len(unlabelled)} {have} no annotation and {_are(unlabelled)} left out: "
-            f"{_some(unlabelled)}."
+            f"{some(unlabelled)}."
         )
     if not any(one.member.split == "val" for one in facts):
         yield "No slide validates: the last epoch is kept, whatever it is worth."
@@ -232,7 +238,7 @@ def _about_slides(
     if unlike:
         yield (
             f"{len(unlike)} of {len(facts)} slides have another resolution than the {usual:.4g} µm "
-            f"per pixel of most: {_some(unlike)}. See whether that is true."
+            f"per pixel of most: {some(unlike)}. See whether that is true."
         )
     oblong = [
         f"{one.member.slide} ({one.mpp.x:.4g} × {one.mpp.y:.4g} µm)"
@@ -240,12 +246,12 @@ def _about_slides(
         if max(one.mpp.x / one.mpp.y, one.mpp.y / one.mpp.x) > _UNLIKE
     ]
     if oblong:
-        yield f"Pixels are no squares, see whether that is true: {_some(oblong)}."
+        yield f"Pixels are no squares, see whether that is true: {some(oblong)}."
     coarse = [one.member.slide for one in facts if one.mpp.mean > _UNLIKE * config.tiles.mpp]
     if coarse:
         yield (
             f"{len(coarse)} of {len(facts)} slides are coarser than the {config.tiles.mpp:g} µm "
-            f"per pixel of the model, and enlarged: {_some(coarse)}."
+            f"per pixel of the model, and enlarged: {some(coarse)}."
         )
 
 
@@ -263,7 +269,7 @@ def _about_classes(facts: Sequence[SlideFacts], classes: ClassTable) -> Iterator
             tiles[one.member.split] += one.class_tiles[index]
         if not tiles["train"]:
             others = sorted({one.member.slide for one in facts if one.class_tiles[index]})
-            where = f"only on slides that are held out ({_some(others)})" if others else "nowhere"
+            where = f"only on slides that are held out ({some(others)})" if others else "nowhere"
             yield f"{name} is {where}: the model cannot learn it."
             continue
         if tiles["train"] < FEWEST_TILES:
@@ -281,13 +287,13 @@ def _about_annotations(facts: Sequence[SlideFacts]) -> Iterator[str]:
         for what, count in one.annotation.passed_over.items():
             missed[what][one.member.slide] += count
     for what, counts in missed.items():
-        yield f"Not learnt from: {counts.total()} {what}, in {_some(counts)}."
+        yield f"Not learnt from: {counts.total()} {what}, in {some(counts)}."
     boxed = [one for one in facts if one.annotation.of_interest]
     if boxed and len(boxed) < len(facts):
         others = [one.member.slide for one in facts if not one.annotation.of_interest]
         yield (
             f"{len(boxed)} of {len(facts)} slides have regions of interest. The others count as "
-            f"annotated everywhere, which may not be meant: {_some(others)}."
+            f"annotated everywhere, which may not be meant: {some(others)}."
         )
     glass = [
         f"{one.member.slide} ({name}, {share:.0%})"
@@ -297,18 +303,18 @@ def _about_annotations(facts: Sequence[SlideFacts]) -> Iterator[str]:
     ]
     if glass:
         yield (
-            f"Labels lie mostly on glass: {_some(glass)}. Are they another slide's, or shifted? "
+            f"Labels lie mostly on glass: {some(glass)}. Are they another slide's, or shifted? "
             "([annotations] frame, [tissue])"
         )
     bare = [one.member.slide for one in facts if one.tissue_mm2 == 0]
     if bare:
-        yield f"No tissue is found on {_some(bare)} ([tissue] threshold)."
+        yield f"No tissue is found on {some(bare)} ([tissue] threshold)."
 
 
 def _about_tiles(facts: Sequence[SlideFacts]) -> Iterator[str]:
     empty = [one.member.slide for one in facts if not one.tiles]
     if empty:
-        yield f"No tile is cut from {_some(empty)}: there is neither tissue nor annotation."
+        yield f"No tile is cut from {some(empty)}: there is neither tissue nor annotation."
     padded = [one for one in facts if one.padding > _MOST]
     if padded:
         share = sum(one.padding for one in padded) / len(padded)
@@ -318,7 +324,8 @@ def _about_tiles(facts: Sequence[SlideFacts]) -> Iterator[str]:
         )
 
 
-def _some(names: Collection[str]) -> str:
+def some(names: Collection[str]) -> str:
+    """The first of some names, and how many more there are."""
     shown = list(names)[:_TOLD]
     more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")

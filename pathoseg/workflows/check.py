@@ -21,6 +21,7 @@ from pathoseg.interruption import Interruption
 from pathoseg.models.build import build_model, check_tile
 from pathoseg.outputs.check_report import (
     PAGE,
+    TABLE,
     CheckedSlide,
     CheckPage,
     Thumbnail,
@@ -49,6 +50,7 @@ from pathoseg.training.slide_facts import (
     class_lines,
     shares_on_glass,
     slide_facts,
+    some,
     warnings_of,
 )
 from pathoseg.version import __version__
@@ -156,6 +158,7 @@ class _Check:
         self.read = read_slides(config)
         self._sources = {source.name: source for source in self.read.usable}
         self._training = list[SlideTiles]()
+        self._unreadable = list[str]()  # of those without an annotation
         self._pictures = dict[str, str]()  # hash of a thumbnail → the slide
         bad = [f"{name}: {error}" for name, error in self.read.bad.items()]
         if config.data.skip_bad_slides:
@@ -206,6 +209,7 @@ class _Check:
                 told.append(f"{name}: {error}")
             elif not seen.left_out or seen.left_out == NO_ANNOTATION:
                 seen.left_out = f"{NO_ANNOTATION}, and cannot be read: {error.problem}"
+                self._unreadable.append(name)
         else:
             if source is not None:
                 self._refuse_twins(name, image)
@@ -253,6 +257,11 @@ class _Check:
                 self.refusals.append(str(error))
             self.warnings += warnings_of(
                 self._facts, self.classes, self.config, self.read.unlabelled
+            )
+        if self._unreadable:
+            self.warnings.append(
+                f"Of the slides without an annotation, {len(self._unreadable)} cannot be read: "
+                f"{some(self._unreadable)}. {TABLE} says why."
             )
 
     def row(self, seen: _Seen) -> dict[str, object]:
@@ -351,7 +360,7 @@ class _Check:
         facts = self._facts
         optional = {
             "Of interest": is_page or any(one.annotation.of_interest for one in facts),
-            "Ignored": is_page or any(one.ignored_mm2 >= _SHOWN_MM2 for one in facts),
+            "Ignored": is_page or any(map(_ignores, facts)),
             "Padding": is_page or any(one.padding >= 0.1 for one in facts),
         }
         columns = [("Slide", False), ("Split", False), ("µm/px", True), ("Pixels", True)]
@@ -381,7 +390,7 @@ class _Check:
             "Split": facts.member.split if self.members else "?",
             "Tissue mm²": f"{facts.tissue_mm2:.3g}",
             "Of interest": f"{facts.interest_mm2:.3g}",
-            "Ignored": f"{facts.ignored_mm2:.3g}" if facts.ignored_mm2 >= _SHOWN_MM2 else "0",
+            "Ignored": f"{facts.ignored_mm2:.3g}" if _ignores(facts) else "0",
             "Tiles": str(facts.tiles),
             "Padding": "" if math.isnan(facts.padding) else f"{facts.padding:.0%}",
             "Labelled mm²": f"{sum(facts.areas_mm2[1:]):.3g}",
@@ -396,7 +405,7 @@ class _Check:
 
 
 _CELL = "mm² · regions (none are counted in masks) · tiles"
-_SHOWN_MM2 = 1e-4  # less is rounding: labels end at whole pixels
+_ROUNDING = 0.01  # share of what is of interest: labels end at whole pixels
 _MEASURES = ("Slides", "mm²", "Tiles")
 
 
@@ -423,6 +432,10 @@ def _regions(facts: SlideFacts | None, name: str) -> int | str:
     if facts is None or facts.annotation.is_mask:
         return ""
     return facts.annotation.outlines.get(name, 0)
+
+
+def _ignores(facts: SlideFacts) -> bool:
+    return facts.ignored_mm2 > _ROUNDING * facts.interest_mm2
 
 
 def _csv(value: float) -> str:
