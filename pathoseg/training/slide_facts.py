@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from pathoseg.tiles.class_pixels import count_tiles
 from pathoseg.tiles.grid import TileGrid
 from pathoseg.tiles.tiles import SlideTiles, tile_labels
 from pathoseg.tiles.tissue import Tissue
-from pathoseg.training.labelled_slides import LabelledSlides, Member
+from pathoseg.training.labelled_slides import TABLE, LabelledSlides, Member
 
 FEWEST_TILES = 10  # of a class, below which training has too little of it
 _UNLIKE = 1.2  # times coarser or finer: beyond what augmentation covers (as of slides at inference)
@@ -218,6 +219,19 @@ def warnings_of(
     ]
 
 
+def _of_one_patient(names: Collection[str]) -> list[str]:
+    """Beginnings of names, with a number in each, that several slides share: likely patients.
+
+    Empty unless that is the way of naming: there are three, and half of the slides have one.
+    """
+    beginnings = Counter(
+        re.split(r"[-_ /.](?=[^-_ /.]*$)", name.rpartition(".")[0])[0] for name in names
+    )
+    shared = {start: n for start, n in beginnings.items() if n > 1 and re.search(r"\d", start)}
+    is_habit = len(shared) >= 3 and 2 * sum(shared.values()) >= len(names)
+    return sorted(shared) if is_habit else []
+
+
 def _about_slides(
     facts: Sequence[SlideFacts], config: Config, unlabelled: Collection[str]
 ) -> Iterator[str]:
@@ -229,6 +243,14 @@ def _about_slides(
         )
     if not any(one.member.split == "val" for one in facts):
         yield "No slide validates: the last epoch is kept, whatever it is worth."
+    names = [one.member.slide for one in facts]
+    alike = _of_one_patient(names) if names == [one.member.patient for one in facts] else []
+    if alike:
+        yield (
+            f"Every slide counts as a patient of its own, and {len(alike)} beginnings of names "
+            f"come several times: {some(alike)}. If these are patients, they may be on both sides "
+            f"of the split, and figures too good: say whose slides they are in {TABLE}."
+        )
     usual = median(one.mpp.mean for one in facts)
     unlike = [
         f"{one.member.slide} ({one.mpp.mean:.4g})"

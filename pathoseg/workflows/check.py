@@ -295,17 +295,19 @@ class _Check:
         """Print the table, and below it what was found."""
         columns, rows = self._table(is_page=False)
         say_table(columns, rows[:_MOST_ROWS])
-        if self.classes is not None and len(self.classes.names) <= _MOST_CLASSES:
-            say(f"Of each class: {_CELL}.")
         if len(rows) > _MOST_ROWS:
             say(f"… and {len(rows) - _MOST_ROWS} more slides.")
+        if self.classes is not None and len(self.classes.names) <= _MOST_CLASSES:
+            say(f"Of each class: {_CELL}.")
         if self.classes is not None and self._facts:
             for line in class_lines(self._facts, self.classes):
                 say(line)
         for text in self.warnings:
             say(f"Take care: {text}")
-        for text in self.refusals:
+        for text in self.refusals[:_MOST_ROWS]:
             say(f"Training would refuse: {text}")
+        if len(self.refusals) > _MOST_ROWS:
+            say(f"… and {len(self.refusals) - _MOST_ROWS} more refusals: see {TABLE}.")
 
     def page(self) -> CheckPage:
         """What check.html shows."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -69,3 +70,27 @@ def test_a_warning_comes_when_it_is_due(mpp: float, trained: int, validated: int
 
 def test_slides_like_these_need_no_warning() -> None:
     assert warnings_of([FACTS, HELD_OUT], CLASSES, Config(), ()) == []
+
+
+@pytest.mark.parametrize(
+    ("names", "is_told"),
+    [
+        ([f"{patient:02}_{slide}.png" for patient in range(3) for slide in range(2)], True),
+        ([f"p{patient}/{slide}.svs" for patient in range(3) for slide in "ab"], True),
+        (
+            [f"{kind}_{slide:03}.tif" for kind in ("normal", "tumor", "x") for slide in (1, 2)],
+            False,
+        ),
+        ([f"TCGA-{n}-55{n}-01Z-00-DX1.svs" for n in range(8)], False),
+        ([f"{n}_1.png" for n in range(2)] * 2, False),
+    ],
+)
+def test_names_of_slides_of_one_patient(names: list[str], is_told: bool) -> None:
+    facts = [
+        replace(FACTS, member=Member(name, name, "val" if at else "train"))
+        for at, name in enumerate(names)
+    ]
+    told = any("patient of its own" in text for text in warnings_of(facts, CLASSES, Config(), ()))
+    assert told == is_told
+    one = [replace(each, member=Member(each.member.slide, "P", "val")) for each in facts]
+    assert not any("of its own" in text for text in warnings_of(one, CLASSES, Config(), ()))
