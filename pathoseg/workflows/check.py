@@ -370,7 +370,8 @@ class _Check:
         columns += [(name, True) for name in ("Of interest", "Ignored") if optional[name]]
         columns += [("Tiles", True), *([("Padding", True)] if optional["Padding"] else [])]
         columns += [(name, True) for name in shown]
-        columns += [] if shown else [("Labelled mm²", True), ("Classes", True)]
+        if names and not shown:
+            columns += [("Labelled mm²", True), ("Classes", True)]
         rows = []
         for one in self.slides:
             cells = dict.fromkeys((title for title, _ in columns), "")
