@@ -187,11 +187,16 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class InferConfig:
-    """Segmenting slides.
+    """Segmenting slides; docs/inference.md says how tiles are chosen.
 
     Attributes:
-        overlap: Pixels that neighbouring tiles share; None means a quarter of the tile.
-        margin: Outer pixels of a tile whose predictions get no weight; None means overlap // 4.
+        tile: Side of a tile in pixels; None lets `infer` choose. Of a network whose answers depend
+            on a known distance (batch norm), a square of this side bounds the area of a window.
+        memory: What a forward pass may take, such as "4GiB", where `infer` chooses; about, and
+            counted in float32. Windows of a network of known reach are no larger.
+        overlap: Pixels that neighbouring tiles share; None lets `infer` choose. Where it or
+            `margin` is given, tiles are blended whatever the network.
+        margin: Outer pixels of a tile whose predictions get no weight; None lets `infer` choose.
         batch: Tiles a forward pass.
         readers: Threads that read tiles ahead.
         simplify: Tolerance of the outlines in pixels of the mask; 0 keeps pixel edges.
@@ -200,6 +205,8 @@ class InferConfig:
         region_type: How QuPath shows regions; `detection` draws faster when there are many.
     """
 
+    tile: Count | None = None
+    memory: MemorySize = "4GiB"
     overlap: NaturalNumber | None = None
     margin: NaturalNumber | None = None
     batch: Count = 1

@@ -434,6 +434,7 @@ class SlideWork:
             "assume_mpp": config.data.assume_mpp,
             "tissue": asdict(config.tissue),
             "infer": infer,
+            "tiling": dict(self._hand.segmenter.tiling),
         }
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
