@@ -47,6 +47,7 @@ NaturalNumber = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Limit = Annotated[float, Field(ge=1)]
 
 
 def _memory_size(given: object) -> object:
@@ -89,6 +90,8 @@ class TileConfig:
         tile: Side of a tile in pixels.
         overlap: Pixels that neighbouring training tiles share.
         balance: "class" draws tiles so that every class is seen equally often, "none" takes all.
+        balance_limit: By "class", how many times as often as by "none" a tile may be drawn; `inf`
+            sets no limit.
         min_tissue: Least share of tissue in a tile without annotation.
         cache: Folder of the tile cache; None reads slides directly.
         codec: How cached tiles are compressed.
@@ -100,6 +103,7 @@ class TileConfig:
     tile: Count = 1024
     overlap: NaturalNumber = 0
     balance: Literal["none", "class"] = "class"
+    balance_limit: Limit = 4.0
     min_tissue: Share = 0.1
     cache: str | None = None
     codec: Literal["lossless", "lossy"] = "lossless"

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from pathoseg.annotations.annotation import ClassTable
 from pathoseg.config import Config, ParallelConfig, load_config, write_config
 from pathoseg.device import MEAN, STD, pick_device
 from pathoseg.errors import PathosegError
@@ -41,9 +42,13 @@ from pathoseg.training.labelled_slides import (
     TABLE,
     Member,
     Sources,
+    Split,
+    classes_held,
     cut_sources,
     find_sources,
     find_table,
+    named_in,
+    one_sided,
     split_slides,
     write_splits,
 )
@@ -162,11 +167,15 @@ def _train(
         say(f"{run} is finished; its model is in {run / 'model'}.")
         return run
     sources = find_sources(config)
-    table = find_table(
-        config.data.table, _folder(config.data.slides), _folder(config.data.annotations)
-    )
-    names = [source.slide.name for source in sources.usable]
-    members = split_slides(names, table, config.seed, config.data.val_share)
+    if (run / SPLITS).is_file():  # the run goes on with the slides and splits that it began with
+        table: Path | None = run / SPLITS
+        sources = named_in(sources, run / SPLITS)
+    else:
+        table = find_table(
+            config.data.table, _folder(config.data.slides), _folder(config.data.annotations)
+        )
+    held = classes_held(sources)
+    members = split_slides([*held], table, config.seed, config.data.val_share, held)
     torch.manual_seed(config.seed)
     model = build_model(config.model.with_classes(len(sources.classes)), _factory(config))
     check_tile(model, config.tiles.tile)
@@ -183,7 +192,7 @@ def _train(
     elif pick_device().type == "cpu":
         check_host(model, config)
     card = _card(config, sources, model)
-    _overview(sources, members, table)
+    _overview(sources, members, table, one_sided(members.values(), held))
     pool = SlidePool(lambda path: open_slide(path, config.data.assume_mpp))
     advice = "Nothing is trained yet: start the same command again."
     with (
@@ -210,7 +219,7 @@ def _train(
             engine,
             card,
             loss,
-            _training_set(config, tiles.train),
+            _training_set(config, tiles.train, sources.classes),
             Validation(tiles.val, task, sources.classes, batch, readers),
             started,
         )
@@ -311,17 +320,25 @@ def _factory(config: Config) -> str | None:
     return config.model.name if ":" in config.model.name else None
 
 
-def _training_set(config: Config, slides: Sequence[SlideTiles]) -> TrainingSet:
-    return TrainingSet(
+def _training_set(config: Config, slides: Sequence[SlideTiles], classes: ClassTable) -> TrainingSet:
+    training = TrainingSet(
         slides,
         config.train.batch,
         config.seed,
         config.train.samples_per_epoch,
         config.tiles.balance,
+        config.tiles.balance_limit,
         config.tiles.min_cover if config.model.task == "classify" else None,
         Augmentation(config.augment),
         config.train.readers,
     )
+    for index, held in training.held_back.items():
+        say(
+            f"{classes.names[index - 1]} is in {held.tiles} of {held.of} tiles: {held.share:.0%} "
+            f"of those drawn hold it, not {held.even:.0%}, as none is drawn more than "
+            f"{config.tiles.balance_limit:g} times as often as on average ([tiles] balance_limit)."
+        )
+    return training
 
 
 def _card(config: Config, sources: Sources, model: torch.nn.Module) -> Bundle:
@@ -344,7 +361,12 @@ def _card(config: Config, sources: Sources, model: torch.nn.Module) -> Bundle:
     )
 
 
-def _overview(sources: Sources, members: Mapping[str, Member], table: Path | None) -> None:
+def _overview(
+    sources: Sources,
+    members: Mapping[str, Member],
+    table: Path | None,
+    sides: Mapping[str, Split],
+) -> None:
     counts = Counter(member.split for member in members.values())
     split = ", ".join(f"{counts[part]} {part}" for part in ("train", "val", "test"))
     say(f"{len(members)} slides ({split}). Classes: {', '.join(sources.classes.names)}.")
@@ -354,5 +376,10 @@ def _overview(sources: Sources, members: Mapping[str, Member], table: Path | Non
         say(f"Patients and splits: {table}")
     if not counts["val"]:
         say("No slide validates: the last epoch is kept, whatever it is worth.")
+    for name, side in sides.items():
+        if side == "val":
+            say(f"{name} is on validation slides alone: it is not learnt.")
+        elif counts["val"]:
+            say(f"{name} is on no validation slide: how well it is learnt is not seen.")
     for name, reason in sources.left_out.items():
         say(f"Left out: {name}: {reason}")

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
 
 from pathoseg.errors import PathosegError, UnreadableError
 from pathoseg.tiles.dataset import Batch, TrainingSet
@@ -111,6 +112,55 @@ def test_balance_draws_every_class_equally_often(
     assert max(present) - min(present) <= 1
     within = [drawn[tile] for tile in range(tumor)]
     assert max(within) - min(within) <= 1, "the tiles of a class, too"
+
+
+@given(
+    holds=arrays.arrays(np.bool_, st.tuples(st.integers(1, 60), st.integers(2, 4))),
+    limit=st.floats(1, 6),
+    samples=st.integers(1, 300),
+    epoch=st.integers(0, 100),
+)
+def test_no_tile_is_drawn_more_often_than_the_limit(
+    holds: np.ndarray, limit: float, samples: int, epoch: int
+) -> None:
+    holds[0, 0] = True
+    training = TrainingSet(counted(holds * 10), 3, 2, samples, balance="class", balance_limit=limit)
+    order = training.order(epoch)
+    usable = int(holds.any(axis=1).sum())
+    drawn = np.bincount([sample.tile for sample in order], minlength=len(holds))
+    assert len(order) == training.steps_per_epoch * 3
+    assert drawn[~holds.any(axis=1)].sum() == 0
+    assert drawn.max() <= np.ceil(limit * len(order) / usable + 1e-9)
+    alone = holds.copy()
+    alone[:, 0] &= ~holds[:, 1:].any(axis=1)
+    groups = [column for column in alone.T if column.any()]
+    even = sum(column / column.sum() for column in groups) / len(groups)
+    if even.max() <= limit / usable:  # then every class has its even share
+        # Among tiles of the same classes draws are off by one at most.
+        kinds = len(np.unique(alone, axis=0))
+        for column in groups:
+            assert abs(drawn[column].sum() - even[column].sum() * len(order)) <= kinds
+    else:
+        assert (drawn >= np.floor(even.clip(max=limit / usable) * len(order) - 1e-9)).all()
+
+
+def test_the_limit_holds_back_what_is_rare_and_says_so() -> None:
+    """As 2 tiles of background alone, and 3 of a class, among 130."""
+    counts = [[90, 10, 0]] * 125 + [[90, 5, 5]] * 3 + [[100, 0, 0]] * 2
+    unlimited, limited = (
+        TrainingSet(counted(counts), 5, 1, 1300, balance="class", balance_limit=limit)
+        for limit in (np.inf, 4.0)
+    )
+    often, seldom = (
+        Counter(sample.tile for sample in training.order(0)) for training in (unlimited, limited)
+    )
+    assert min(often[128], often[129]) > 200
+    assert {seldom[tile] for tile in range(125, 130)} == {40}
+    assert not unlimited.held_back
+    held = limited.held_back[2]
+    assert (list(limited.held_back), held.tiles, held.of) == ([2], 3, 130)
+    assert held.even == pytest.approx(1 / 3 + 1 / 128, abs=1e-2)
+    assert held.share == pytest.approx(12 / 130)
 
 
 def test_tiles_that_teach_nothing_are_left_out() -> None:
