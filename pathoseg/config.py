@@ -49,6 +49,8 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Limit = Annotated[float, Field(ge=1)]
 
+LARGEST_TILE = 1024  # side in pixels that is chosen where none is given
+
 
 def _memory_size(given: object) -> object:
     parse_memory(given)
@@ -87,8 +89,11 @@ class TileConfig:
 
     Attributes:
         mpp: Microns per pixel the model sees.
-        tile: Side of a tile in pixels.
+        tile: Side of a tile in pixels; None takes the largest that the model divides and most
+            images hold, at most 1,024.
         overlap: Pixels that neighbouring training tiles share.
+        offsets: "random" training tiles lie anywhere within half a stride of the grid's, drawn by
+            seed, epoch and sample; "grid" tiles are the same in every epoch.
         balance: "class" draws tiles so that every class is seen equally often, "none" takes all.
         balance_limit: By "class", how many times as often as by "none" a tile may be drawn; `inf`
             sets no limit.
@@ -100,8 +105,9 @@ class TileConfig:
     """
 
     mpp: Positive = 0.5
-    tile: Count = 1024
+    tile: Count | None = None
     overlap: NaturalNumber = 0
+    offsets: Literal["random", "grid"] = "random"
     balance: Literal["none", "class"] = "class"
     balance_limit: Limit = 4.0
     min_tissue: Share = 0.1
@@ -111,11 +117,16 @@ class TileConfig:
     min_cover: Share = 0.5
 
     def __post_init__(self) -> None:
-        if self.overlap >= self.tile:
+        if self.overlap >= self.side:
             raise PathosegError(
-                f"[tiles] overlap = {self.overlap} leaves nothing new to tiles of {self.tile} px.",
+                f"[tiles] overlap = {self.overlap} leaves nothing new to tiles of {self.side} px.",
                 "Choose an overlap below the tile's side.",
             )
+
+    @property
+    def side(self) -> int:
+        """`tile`, or the largest that may be chosen."""
+        return self.tile or LARGEST_TILE
 
 
 @dataclass(frozen=True)

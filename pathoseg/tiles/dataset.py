@@ -13,12 +13,14 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from pathoseg.annotations.annotation import IGNORE
 from pathoseg.errors import PathosegError
+from pathoseg.tiles.class_pixels import class_counts
 from pathoseg.tiles.tiles import SlideTiles, tile_labels
 from pathoseg.tiles.transform import Augmentation
 
 # What a random stream is for, so that no two of them begin alike.
-_ORDER, _CHANGES = 0, 1
+_ORDER, _CHANGES, _PLACE = 0, 1, 2
 _NOTICED = 0.9  # part of a class's even share below which it is held back
 
 Sample = tuple[NDArray[np.uint8], NDArray[np.uint8]]
@@ -88,6 +90,9 @@ class TrainingSet:
             would draw it; what a class loses by that, the others gain.
         min_cover: For tile classification: leaves out tiles that nothing labels (`tile_labels`)
             and balances by label. None for segmentation.
+        offsets: "random" tiles lie near those of the grid, a place drawn for each sample of each
+            epoch; such a tile holds the class that is rarest of those in the grid's tile, or where
+            tiles are classified has its label.
         augmentation: Changes each tile at random.
         threads: Readers.
 
@@ -108,10 +113,12 @@ class TrainingSet:
         balance: Literal["none", "class"] = "none",
         balance_limit: float = math.inf,
         min_cover: float | None = None,
+        offsets: Literal["grid", "random"] = "grid",
         augmentation: Augmentation | None = None,
         threads: int = 1,
     ) -> None:
         self.slides, self.batch, self.seed = slides, batch, seed
+        self._min_cover, self._offsets = min_cover, offsets
         self._augmentation, self._threads = augmentation, threads
         self._tiles = [(s, t) for s, tiles in enumerate(slides) for t in range(len(tiles))]
         groups = _groups(slides, balance, min_cover) if self._tiles else {}
@@ -121,6 +128,8 @@ class TrainingSet:
                 f"None of the {len(self._tiles)} tiles of {len(slides)} slides can be learnt from.",
                 "Annotate regions that lie on the slides, or lower [tiles] min_tissue.",
             )
+        # Of each slide, the class that a tile near the grid's must hold too.
+        self._wanted = _rarest(slides, min_cover) if offsets == "random" else []
         usable = len(np.unique(np.concatenate(self._groups)))
         self.steps_per_epoch = math.ceil((samples_per_epoch or usable) / batch)
         self._weights: NDArray[np.float64] | None = None
@@ -184,7 +193,13 @@ class TrainingSet:
         Raises:
             PathosegError: The slide or the cache cannot be read.
         """
-        tile = self.slides[sample.slide].read(sample.tile)
+        slide = self.slides[sample.slide]
+        if self._offsets == "grid":
+            tile = slide.read(sample.tile)
+        else:
+            wanted = int(self._wanted[sample.slide][sample.tile])
+            rng = self._rng(_PLACE, epoch, sample.position)
+            tile = slide.read_near(sample.tile, rng, lambda mask: self._holds(mask, wanted))
         if self._augmentation is None:
             return tile.image, tile.mask
         rng = self._rng(_CHANGES, epoch, sample.position)
@@ -233,6 +248,13 @@ class TrainingSet:
             finally:
                 readers.shutdown(cancel_futures=True)
 
+    def _holds(self, mask: NDArray[np.uint8], wanted: int) -> bool:
+        """Whether a tile near the grid's may take its place."""
+        if self._min_cover is None:
+            return bool((mask == wanted).any())
+        counts = class_counts(mask[None], len(self.slides[0].classes))
+        return int(tile_labels(counts, self._min_cover)[0]) == wanted
+
     def _gather(self, samples: tuple[SampleId, ...], futures: list[Future[Sample]]) -> Batch:
         tile = self.slides[0].grid.tile
         images = np.empty((len(samples), tile.height, tile.width, 3), dtype=np.uint8)
@@ -260,6 +282,15 @@ def _groups(
         usable = np.flatnonzero(holds.any(axis=1))
         return {None: usable} if len(usable) else {}
     return {index: np.flatnonzero(holds) for index, holds in enumerate(holds.T) if holds.any()}
+
+
+def _rarest(slides: Sequence[SlideTiles], min_cover: float | None) -> list[NDArray[np.int64]]:
+    """The class of each tile that fewest tiles hold; its label where tiles are classified."""
+    groups = _groups(slides, "class", min_cover)
+    rarest = np.full(sum(map(len, slides)), IGNORE, np.int64)
+    for index, group in sorted(groups.items(), key=lambda item: -len(item[1])):
+        rarest[group] = index or 0
+    return np.split(rarest, np.cumsum([len(tiles) for tiles in slides])[:-1])
 
 
 def _even_weights(groups: Sequence[NDArray[np.int64]], tiles: int) -> NDArray[np.float64]:

@@ -13,12 +13,12 @@ from typing import Literal, cast, get_args
 
 from pathoseg.annotations.annotation import ClassTable, Labels
 from pathoseg.annotations.reading import class_table, find_annotation, read_labels
-from pathoseg.config import Config
+from pathoseg.config import LARGEST_TILE, Config
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Frame
 from pathoseg.interruption import Interruption
 from pathoseg.outputs.atomic import replaced
-from pathoseg.progress import progress_bar
+from pathoseg.progress import progress_bar, say
 from pathoseg.slides.folder import slides_in
 from pathoseg.slides.slide import model_frame, open_slide
 from pathoseg.tiles.slide_pool import SlidePool
@@ -293,6 +293,40 @@ def classes_held(sources: Sources) -> dict[str, Collection[str]]:
     return {source.slide.name: tuple(source.labels.classes()) for source in sources.usable}
 
 
+def with_tile(config: Config, sources: Sources, multiple: int) -> Config:
+    """The configuration with a tile: the largest that most images hold, where none is given.
+
+    Says which is chosen, or that the given one is mostly padding.
+
+    Args:
+        config: Its `tiles.tile` may be None.
+        sources: The images.
+        multiple: What the model divides by.
+
+    Raises:
+        PathosegError: `tiles.overlap` is not below the tile.
+    """
+    sides = sorted(min(source.frame.size.width, source.frame.size.height)
+                   for source in sources.usable)  # fmt: skip
+    most_hold = sides[(len(sides) - 1) // 2]
+    fitting = max(2, min(most_hold, LARGEST_TILE) // multiple) * multiple
+    tile = config.tiles.tile
+    if tile is None:
+        if fitting < LARGEST_TILE // multiple * multiple:
+            say(f"Tiles of {fitting} px: the largest that most images hold.")
+        return replace(config, tiles=replace(config.tiles, tile=fitting))
+    small = sum(
+        min(tile, source.frame.size.width) * min(tile, source.frame.size.height) < tile**2 / 2
+        for source in sources.usable
+    )
+    if small:
+        say(
+            f"Tiles of {tile} px are mostly padding on {small} of {len(sides)} images; without "
+            f"--tile, tiles of {fitting} px would be taken."
+        )
+    return config
+
+
 def _nothing_left(folder: Path, left_out: dict[str, str]) -> PathosegError:
     reasons = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:5])
     more = f"; and {len(left_out) - 5} more" if len(left_out) > 5 else ""
@@ -348,8 +382,9 @@ def cut(
 ) -> SlideTiles:
     """The tiles of one slide."""
     options = TileOptions(
-        tile=config.tiles.tile,
+        tile=config.tiles.side,
         overlap=overlap,
+        offsets=config.tiles.offsets,
         min_tissue=config.tiles.min_tissue,
         cache=Path(config.tiles.cache) if config.tiles.cache else None,
         codec=config.tiles.codec,

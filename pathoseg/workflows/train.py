@@ -50,6 +50,7 @@ from pathoseg.training.labelled_slides import (
     named_in,
     one_sided,
     split_slides,
+    with_tile,
     write_splits,
 )
 from pathoseg.training.one_device import OneDevice
@@ -178,7 +179,8 @@ def _train(
     members = split_slides([*held], table, config.seed, config.data.val_share, held)
     torch.manual_seed(config.seed)
     model = build_model(config.model.with_classes(len(sources.classes)), _factory(config))
-    check_tile(model, config.tiles.tile)
+    config = with_tile(config, sources, tile_multiple(model))
+    check_tile(model, config.tiles.side)
     plan: Plan | None = None
     planned: Sequence[Event] = ()
     if transport is not None:
@@ -267,6 +269,8 @@ def _start(
     if not going_on:
         return out, load_config(config_file, flags)
     recorded, asked = load_config(out / CONFIG), load_config(config_file or out / CONFIG, flags)
+    if asked.tiles.tile is None:  # which was chosen then
+        asked = replace(asked, tiles=replace(asked.tiles, tile=recorded.tiles.tile))
     _refuse_changes(out, recorded, asked)
     # A batch that was one microbatch stays one, on however many ranks.
     microbatch = recorded.train.microbatch or recorded.train.batch
@@ -329,6 +333,7 @@ def _training_set(config: Config, slides: Sequence[SlideTiles], classes: ClassTa
         config.tiles.balance,
         config.tiles.balance_limit,
         config.tiles.min_cover if config.model.task == "classify" else None,
+        config.tiles.offsets,
         Augmentation(config.augment),
         config.train.readers,
     )
@@ -345,13 +350,13 @@ def _card(config: Config, sources: Sources, model: torch.nn.Module) -> Bundle:
     multiple = tile_multiple(model)
     overlap = config.infer.overlap
     if overlap is None:
-        overlap = default_overlap(config.tiles.tile, multiple, edge_reach(model))
+        overlap = default_overlap(config.tiles.side, multiple, edge_reach(model))
     return Bundle(
         model=config.model.with_classes(len(sources.classes)),
         class_names=sources.classes.names,
         class_colours=sources.classes.colours,
         mpp=config.tiles.mpp,
-        tile=config.tiles.tile,
+        tile=config.tiles.side,
         overlap=overlap,
         mean=MEAN,
         std=STD,

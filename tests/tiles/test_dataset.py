@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from pathoseg.errors import PathosegError, UnreadableError
+from pathoseg.tiles.class_pixels import class_counts
 from pathoseg.tiles.dataset import Batch, TrainingSet
 from pathoseg.tiles.tile_options import AugmentOptions
-from pathoseg.tiles.tiles import SlideTiles, Tile
+from pathoseg.tiles.tiles import SlideTiles, Tile, tile_labels
 from pathoseg.tiles.transform import Augmentation
 
 MakeBench = Callable[..., Any]
@@ -47,9 +48,13 @@ def counted(*slides: Any) -> list[SlideTiles]:
 
 
 def real(make_bench: MakeBench, **options: Any) -> TrainingSet:
-    slides = [make_bench(f"{name}.svs", seed).cut() for seed, name in enumerate("abc")]
-    augmentation = Augmentation(AugmentOptions())
-    return TrainingSet(slides, **{"batch": 6, "seed": 7, "augmentation": augmentation, **options})
+    slides = [
+        make_bench(f"{name}.svs", seed).cut(offsets="random") for seed, name in enumerate("abc")
+    ]
+    usual = {"batch": 6, "seed": 7, "offsets": "random", "balance": "class", "balance_limit": 4.0}
+    return TrainingSet(
+        slides, **{**usual, "augmentation": Augmentation(AugmentOptions()), **options}
+    )
 
 
 def equal(first: Batch, second: Batch) -> bool:
@@ -213,7 +218,7 @@ def test_some_rows_are_those_of_the_whole_batch(make_bench: MakeBench, rows: lis
 def test_an_unreadable_tile_stops_the_consumer_at_its_batch(
     make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training = real(make_bench, threads=3)
+    training = real(make_bench, threads=3, offsets="grid", balance="none")
     bad = training.order(0)[6 * 4 + 2]
     read = SlideTiles.read
 
@@ -228,6 +233,31 @@ def test_an_unreadable_tile_stops_the_consumer_at_its_batch(
     with pytest.raises(UnreadableError, match="is gone"):
         next(batches)
     assert not alive()
+
+
+@pytest.mark.parametrize("min_cover", [None, 0.6])
+def test_tiles_near_the_grid_hold_what_they_are_drawn_for(
+    make_bench: MakeBench, min_cover: float | None
+) -> None:
+    """The rarest class of the grid's tile, or its label; and they differ from epoch to epoch."""
+    training = real(make_bench, augmentation=None, min_cover=min_cover)
+    moved = set[bool]()
+    for epoch in range(4):
+        for sample in training.order(epoch):
+            slide = training.slides[sample.slide]
+            _, mask = training.sample(epoch, sample)
+            counts = class_counts(mask[None], 3)
+            grid = slide.class_pixels[sample.tile][None]
+            if min_cover is None:
+                # Tumour is in fewer tiles than stroma, and that in fewer than background.
+                wanted = max((grid > 0).nonzero()[1], key=(0, 2, 1).index)
+                assert counts[0, wanted] > 0
+            else:
+                assert tile_labels(counts, min_cover) == tile_labels(grid, min_cover)
+            again = training.sample(epoch, sample)[0]
+            assert (again == training.sample(epoch, sample)[0]).all()
+            moved.add(bool((training.sample(epoch + 1, sample)[0] != again).any()))
+    assert True in moved
 
 
 def test_closing_early_ends_the_threads(make_bench: MakeBench) -> None:
@@ -259,10 +289,16 @@ def test_reading_ahead_is_bounded() -> None:
     batches.close()
 
 
-def test_the_cache_changes_no_batch(make_bench: MakeBench, tmp_path: Path) -> None:
+@pytest.mark.parametrize("offsets", ["grid", "random"])
+def test_the_cache_changes_no_batch(
+    make_bench: MakeBench, tmp_path: Path, offsets: Literal["grid", "random"]
+) -> None:
     def batches(cache: Path | None) -> list[Batch]:
-        slides = [make_bench(f"{n}.svs", seed).cut(cache=cache) for seed, n in enumerate("ab")]
-        return list(TrainingSet(slides, 4, 3, threads=3).batches(0))
+        slides = [
+            make_bench(f"{n}.svs", seed).cut(cache=cache, offsets=offsets)
+            for seed, n in enumerate("ab")
+        ]
+        return list(TrainingSet(slides, 4, 3, offsets=offsets, threads=3).batches(0))
 
     expected = batches(None)
     for _ in range(2):
