@@ -26,6 +26,7 @@ from pathoseg.interruption import Interruption
 from pathoseg.memory_size import parse_memory
 from pathoseg.models.build import edge_reach
 from pathoseg.models.bundle import Bundle, bundle_id, load_bundle
+from pathoseg.models.layers import fold_norms
 from pathoseg.outputs.stitch import Finish, Prediction, argmax, reach_down, stitch
 from pathoseg.progress import progress_bar, say
 from pathoseg.slides.region import Region, read_region
@@ -253,7 +254,7 @@ class Segmenter:
     """A model ready for slides.
 
     Args:
-        model: In eval mode, on its device.
+        model: In eval mode, on its device; the batch norms of ours are folded.
         card: What using it needs.
         config: `infer`, `tissue`, `data.assume_mpp` and `train.amp` are used.
         model_id: What results say of where they come from.
@@ -267,6 +268,8 @@ class Segmenter:
     def __init__(
         self, model: torch.nn.Module, card: Bundle, config: Config, model_id: str = ""
     ) -> None:
+        if not card.model.is_factory:
+            fold_norms(model)
         self._model, self.card, self._config = model, card, config
         self.model_id = model_id
         self.classes = class_table_of(card)

@@ -33,7 +33,7 @@ from pathoseg.device import Arrival
 from pathoseg.geometry import Box, Frame, Size
 from pathoseg.outputs.stitch import Finish, Prediction, argmax
 
-_CELL_UM = 128.0  # glass is left out by cells of this side,
+_CELL_UM = 64.0  # glass is left out by cells of this side,
 _CELL = 128  # or of so many pixels where that is more
 _BAND = 1536  # pixels, about: lower bands repeat more margins, higher ones wait longer for a row
 _MOST_PIXELS = 2**22  # larger windows save next to nothing
