@@ -20,7 +20,7 @@ LEASE = 60.0  # seconds without one, after which a claim is anybody's
 _CLOCK = ".clock"
 
 
-class Claims:
+class Leases:
     """What this process has claimed: each claim is a file, which only one can create.
 
     A claim lives while its owner touches it; times are the file system's, so that clocks of

@@ -32,7 +32,7 @@ from pathoseg.progress import progress_bar, say
 from pathoseg.slides.region import Region, read_region
 from pathoseg.slides.slide import Slide, model_frame, open_slide
 from pathoseg.tiles.grid import TileGrid
-from pathoseg.tiles.prefetch import in_background, map_ahead
+from pathoseg.tiles.prefetch import in_background, prefetch_map
 from pathoseg.tiles.slide_pool import SlidePool
 from pathoseg.tiles.stain import Method, StainNormaliser, fit_stain
 from pathoseg.tiles.tissue import Tissue, find_tissue
@@ -116,7 +116,7 @@ def predict(
                 yield group
                 group = []
 
-    with closing(map_ahead(read_tile, _tiles(rows, batch), readers)) as tiles:
+    with closing(prefetch_map(read_tile, _tiles(rows, batch), readers)) as tiles:
         for group in batches(tiles):
             images = np.stack([region.pixels for _, region in group])
             with (

@@ -21,7 +21,7 @@ import numpy as np
 
 from pathoseg.config import Config
 from pathoseg.errors import PathosegError
-from pathoseg.inference.leases import Claims
+from pathoseg.inference.leases import Leases
 from pathoseg.inference.publish import publish
 from pathoseg.inference.result_folder import (
     State,
@@ -127,7 +127,7 @@ class SharedSlide:
         segmenter: Segmenter,
         plan: SlidePlan,
         saved: SavedRows,
-        claims: Claims,
+        claims: Leases,
         interruption: Interruption,
     ) -> None:
         self._segmenter, self._plan, self._saved = segmenter, plan, saved
@@ -228,7 +228,7 @@ Outcome = Literal["done", "failed", "skipped"]
 
 
 @dataclass(frozen=True)
-class Hand:
+class WorkerContext:
     """A process that works on a batch.
 
     Attributes:
@@ -242,13 +242,13 @@ class Hand:
 
     segmenter: Segmenter
     config: Config
-    claims: Claims
+    claims: Leases
     interruption: Interruption
     resume: bool
     since: float
 
 
-class SlideWork:
+class SlideJob:
     """What there is to do for one slide.
 
     Args:
@@ -257,7 +257,7 @@ class SlideWork:
         hand: This process.
     """
 
-    def __init__(self, slide: Path, folder: Path, hand: Hand) -> None:
+    def __init__(self, slide: Path, folder: Path, hand: WorkerContext) -> None:
         self.slide, self.folder, self._hand = slide, folder, hand
         self._out = folder.parent
         self._outcome: Outcome | None = None

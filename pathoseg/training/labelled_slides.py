@@ -209,7 +209,7 @@ def _read(table: Path) -> dict[str, dict[str, str]]:
 
 
 @dataclass(frozen=True)
-class Source:
+class LabelledSlide:
     """A readable slide with what is known of its pixels."""
 
     slide: Path
@@ -218,7 +218,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Sources:
+class LabelledSlides:
     """What a folder offers.
 
     Attributes:
@@ -227,12 +227,12 @@ class Sources:
         left_out: File name → why it is not used.
     """
 
-    usable: tuple[Source, ...]
+    usable: tuple[LabelledSlide, ...]
     classes: ClassTable
     left_out: dict[str, str]
 
 
-def find_sources(config: Config, classes: ClassTable | None = None) -> Sources:
+def find_labelled_slides(config: Config, classes: ClassTable | None = None) -> LabelledSlides:
     """Opens every slide of the configured folder and reads its labels.
 
     Args:
@@ -250,7 +250,7 @@ def find_sources(config: Config, classes: ClassTable | None = None) -> Sources:
     notes = Path(data.annotations) if data.annotations else None
     if notes is not None and not notes.is_dir():
         raise PathosegError(f"{notes} is not a folder.", "Check --annotations.")
-    usable: list[Source] = []
+    usable: list[LabelledSlide] = []
     left_out: dict[str, str] = {}
     for path in slides_in(folder):
         annotation = find_annotation(path, notes)
@@ -261,7 +261,7 @@ def find_sources(config: Config, classes: ClassTable | None = None) -> Sources:
             with open_slide(path, data.assume_mpp) as slide:
                 frame = model_frame(slide, config.tiles.mpp)
                 labels = read_labels(annotation, slide.size, slide.origin, config.annotations)
-            usable.append(Source(path, labels, frame))
+            usable.append(LabelledSlide(path, labels, frame))
         except PathosegError as error:
             if not data.skip_bad_slides:
                 raise PathosegError(
@@ -272,10 +272,10 @@ def find_sources(config: Config, classes: ClassTable | None = None) -> Sources:
     if not usable:
         raise _nothing_left(notes or folder, left_out)
     table = classes or class_table([source.labels for source in usable], data.classes)
-    return Sources(tuple(usable), table, left_out)
+    return LabelledSlides(tuple(usable), table, left_out)
 
 
-def named_in(sources: Sources, table: Path) -> Sources:
+def named_in(sources: LabelledSlides, table: Path) -> LabelledSlides:
     """Leave out slides that a run's own table of splits does not name: they came later."""
     rows = _read(table)
     late = [s.slide.name for s in sources.usable if s.slide.name not in rows]
@@ -288,12 +288,12 @@ def named_in(sources: Sources, table: Path) -> Sources:
     return replace(sources, usable=usable, left_out=sources.left_out | reasons)
 
 
-def classes_held(sources: Sources) -> dict[str, Collection[str]]:
+def classes_held(sources: LabelledSlides) -> dict[str, Collection[str]]:
     """Slide name → the classes that its annotation holds."""
     return {source.slide.name: tuple(source.labels.classes()) for source in sources.usable}
 
 
-def with_tile(config: Config, sources: Sources, multiple: int) -> Config:
+def with_tile(config: Config, sources: LabelledSlides, multiple: int) -> Config:
     """The configuration with a tile: the largest that most images hold, where none is given.
 
     Says which is chosen, or that the given one is mostly padding.
@@ -345,9 +345,9 @@ class SplitTiles:
     val: Sequence[SlideTiles]
 
 
-def cut_sources(
+def cut_labelled_slides(
     config: Config,
-    sources: Sources,
+    sources: LabelledSlides,
     members: Mapping[str, Member],
     slides: SlidePool,
     interruption: Interruption,
@@ -378,7 +378,7 @@ def cut_sources(
 
 
 def cut(
-    config: Config, source: Source, sources: Sources, slides: SlidePool, overlap: int
+    config: Config, source: LabelledSlide, sources: LabelledSlides, slides: SlidePool, overlap: int
 ) -> SlideTiles:
     """The tiles of one slide."""
     options = TileOptions(

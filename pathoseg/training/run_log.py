@@ -27,7 +27,7 @@ COLUMNS = (
 )
 
 
-class Records:
+class RunLog:
     """Writes one run's figures; a resumed run overwrites what it computes again.
 
     Args:

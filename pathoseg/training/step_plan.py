@@ -24,8 +24,8 @@ from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.cpu_workspace import cpu_workspace
 from pathoseg.parallel.planning.memory_model import MemoryModel
 from pathoseg.parallel.planning.plan import Plan, PlanRequest
-from pathoseg.parallel.planning.stage_costs import Priced
-from pathoseg.parallel.retention.policy_options import Ways
+from pathoseg.parallel.planning.stage_costs import StageCosts
+from pathoseg.parallel.retention.policy_options import AllowedPolicies
 from pathoseg.parallel.runtime.memory_check import available_memory, too_small
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.simulate import simulate
@@ -73,11 +73,11 @@ def plan_request(config: Config, hardware: Hardware) -> PlanRequest:
         wanted.order,
         wanted.stages,
         wanted.cut,
-        ways=Ways(wanted.offload != "none", wanted.recompute),
+        ways=AllowedPolicies(wanted.offload != "none", wanted.recompute),
     )
 
 
-def price(model: nn.Module, config: Config, hardware: Hardware) -> list[Priced]:
+def price(model: nn.Module, config: Config, hardware: Hardware) -> list[StageCosts]:
     """The model for each size of microbatch that the planner may use, the smallest first.
 
     A configured size is kept. Else it is one sample, for batch norm takes its statistics over the
@@ -104,7 +104,7 @@ def price_one(
     config: Config,
     hardware: Hardware,
     profile: bool = False,
-) -> Priced:
+) -> StageCosts:
     traced = Traced(model, torch.empty(size, 3, side, side, device="meta"))
     costs = cost_model(hardware)
     if profile:
@@ -112,7 +112,7 @@ def price_one(
             costs = Profiled(traced, costs, advance=bar.advance)
     slots = _SLOTS[config.train.optimizer]
     workspace = cpu_workspace(threads=hardware.threads or 1) if hardware.device == "cpu" else None
-    return Priced(traced.graph, costs, hardware, slots, workspace)
+    return StageCosts(traced.graph, costs, hardware, slots, workspace)
 
 
 def check_host(model: nn.Module, config: Config) -> None:

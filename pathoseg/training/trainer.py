@@ -23,7 +23,7 @@ from pathoseg.progress import Bar, progress_bar, say
 from pathoseg.tiles.dataset import Batch, TrainingSet
 from pathoseg.training.engine import Engine, Loss
 from pathoseg.training.optimizer import learning_rate
-from pathoseg.training.run_log import Records
+from pathoseg.training.run_log import RunLog
 from pathoseg.training.validation import Validation
 
 _WARM_UP = 3
@@ -34,7 +34,7 @@ _FORWARD_SHARE = 1 / 3  # of a training step's time: the backward pass costs twi
 
 
 @dataclass
-class StepClock:
+class StepBudget:
     """Measures the first steps of a run under a time limit.
 
     Attributes:
@@ -157,7 +157,7 @@ def load_checkpoint(path: Path, engine: Engine) -> Progress:
 _DEFAULT_EPOCHS = 50
 
 
-class Loop:
+class Trainer:
     """Trains one network, whatever the engine; every rank of it runs the same loop.
 
     Args:
@@ -191,9 +191,9 @@ class Loop:
         self._epoch_steps = training.steps_per_epoch
         self._started, self._spent_before = started, self._progress.seconds
         self._elapsed = self._saved_at = self._spent_before
-        self._clock: StepClock | None = None
+        self._clock: StepBudget | None = None
         if config.time_limit is not None and self._progress.total_steps is None:
-            self._clock = StepClock(config.time_limit, self._epoch_steps, validation.batches)
+            self._clock = StepBudget(config.time_limit, self._epoch_steps, validation.batches)
         elif config.time_limit is None:
             self._progress.total_steps = (config.epochs or _DEFAULT_EPOCHS) * self._epoch_steps
         self._validation_seconds = 0.0
@@ -211,7 +211,7 @@ class Loop:
         with ExitStack() as open_files, self._bar() as bar:
             records = None
             if self._engine.leads:
-                records = Records(self._run, self._validation.columns, at.step)
+                records = RunLog(self._run, self._validation.columns, at.step)
                 open_files.enter_context(closing(records))
             self._agree(interruption)
             self._saved_at = self._elapsed
@@ -233,7 +233,7 @@ class Loop:
         total = None if at.total_steps is None else at.total_steps * batch
         return progress_bar("training", total, "tiles", at.step * batch)
 
-    def _epoch(self, records: Records | None, bar: Bar, interruption: Interruption) -> None:
+    def _epoch(self, records: RunLog | None, bar: Bar, interruption: Interruption) -> None:
         at, began, first = self._progress, self._elapsed, self._progress.epoch_step
         rows = self._engine.rows
         with closing(self._training.batches(at.epoch, at.epoch_step, rows)) as batches:
@@ -255,7 +255,7 @@ class Loop:
         self._close_epoch(records, rate, interruption)
         interruption.raise_if_asked()
 
-    def _step(self, batch: Batch, records: Records | None, interruption: Interruption) -> None:
+    def _step(self, batch: Batch, records: RunLog | None, interruption: Interruption) -> None:
         at, began = self._progress, self._elapsed
         total = at.total_steps or _DEFAULT_EPOCHS * self._epoch_steps
         rate = learning_rate(self._config, at.step, total)
@@ -286,9 +286,7 @@ class Loop:
         bar.total(at.total_steps * self._training.batch)
         self._save()
 
-    def _close_epoch(
-        self, records: Records | None, rate: float, interruption: Interruption
-    ) -> None:
+    def _close_epoch(self, records: RunLog | None, rate: float, interruption: Interruption) -> None:
         at = self._progress
         whole = at.epoch_step == self._epoch_steps
         row = {

@@ -24,7 +24,7 @@ from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.cost.calibration_layers import draw_cases
 from pathoseg.parallel.cost.features import family
 from pathoseg.parallel.cost.hardware import Hardware, known_hardware, load_hardware, save_hardware
-from pathoseg.parallel.cost.regression import Timed, calibrated, time_cases
+from pathoseg.parallel.cost.regression import TimedCase, calibrated, time_cases
 from pathoseg.parallel.cost.timing import time_copies
 from pathoseg.parallel.schedule.costs import Link
 from pathoseg.progress import progress_bar, say
@@ -164,7 +164,7 @@ def _rates(hardware: Hardware) -> str:
     return f"{tera:.3g} TFLOP/s in float32 and {giga:.3g} GB/s at best"
 
 
-def _table(timed: Sequence[Timed]) -> str:
+def _table(timed: Sequence[TimedCase]) -> str:
     """The timings as CSV, in seconds."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

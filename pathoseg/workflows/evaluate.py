@@ -24,7 +24,7 @@ from pathoseg.models.metrics import Confusion
 from pathoseg.outputs.atomic import replaced
 from pathoseg.progress import say
 from pathoseg.slides.slide import open_slide
-from pathoseg.training.labelled_slides import Source, find_sources
+from pathoseg.training.labelled_slides import LabelledSlide, find_labelled_slides
 from pathoseg.training.run_folder import CONFIG, SPLITS, bundle_of
 
 _UNSEEN = "unseen"
@@ -57,7 +57,7 @@ def evaluate(
     segmenter = load_segmenter(bundle, config, factory)
     card = segmenter.card
     config = replace(config, tiles=replace(config.tiles, mpp=card.mpp))
-    sources = find_sources(config, segmenter.classes)
+    sources = find_labelled_slides(config, segmenter.classes)
     splits = _recorded_splits(bundle.parent / SPLITS)
     chosen = [
         (source, splits.get(source.slide.name, _UNSEEN))
@@ -107,7 +107,10 @@ def _configured(
 
 
 def _compare(
-    segmenter: Segmenter, source: Source, assume_mpp: float | None, interruption: Interruption
+    segmenter: Segmenter,
+    source: LabelledSlide,
+    assume_mpp: float | None,
+    interruption: Interruption,
 ) -> Confusion:
     confusion, top = Confusion(len(segmenter.classes)), 0
     with open_slide(source.slide, assume_mpp) as slide:

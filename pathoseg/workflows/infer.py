@@ -16,10 +16,10 @@ from typing import Any
 from pathoseg.config import load_config
 from pathoseg.errors import PathosegError, StoppedError
 from pathoseg.host_memory import share_one_heap
-from pathoseg.inference.leases import Claims
+from pathoseg.inference.leases import Leases
 from pathoseg.inference.result_folder import STATES, SUMMARY, read_state, result_folders
 from pathoseg.inference.segmenter import load_segmenter
-from pathoseg.inference.slide_job import WORK, Hand, SlideWork
+from pathoseg.inference.slide_job import WORK, WorkerContext, SlideJob
 from pathoseg.interruption import Interruption
 from pathoseg.outputs.report import read_summary, write_failures, write_summary_table
 from pathoseg.parallel.comm.launcher import find_world
@@ -88,11 +88,11 @@ def infer(
                 with open_slide(next(iter(folders)), config.data.assume_mpp) as opened:
                     model_frame(opened, segmenter.card.mpp)
             interruption.raise_if_asked()
-            claims = Claims(out / STATES)
+            claims = Leases(out / STATES)
             since = _first(claims.now(), transport)
         with claims:
-            hand = Hand(segmenter, config, claims, interruption, resume, since)
-            batch = [SlideWork(slide, folder, hand) for slide, folder in folders.items()]
+            hand = WorkerContext(segmenter, config, claims, interruption, resume, since)
+            batch = [SlideJob(slide, folder, hand) for slide, folder in folders.items()]
             try:
                 _work(batch, interruption)
             except (PathosegError, StoppedError) as end:
@@ -133,10 +133,10 @@ def _first(now: float, transport: Transport | None) -> float:
     return now if transport is None else min(map(float, transport.gather(repr(now))))
 
 
-def _work(batch: Sequence[SlideWork], interruption: Interruption) -> None:
+def _work(batch: Sequence[SlideJob], interruption: Interruption) -> None:
     """Leads each slide that nobody is at, then helps with those that are left, until none is."""
 
-    def lead(slide: SlideWork) -> None:
+    def lead(slide: SlideJob) -> None:
         interruption.raise_if_asked()
         if slide.lead():
             if slide.outcome() == "done":
@@ -165,7 +165,7 @@ def _unread(folder: Path) -> str:
     )
 
 
-def _write_tables(out: Path, claims: Claims) -> None:
+def _write_tables(out: Path, claims: Leases) -> None:
     """Tables of all that lies in `out`; one process at a time, so that the last one saw all."""
     claim = out / STATES / ".tables"
     while not claims.take(claim):
@@ -187,7 +187,7 @@ def _write_tables(out: Path, claims: Claims) -> None:
         claims.release(claim)
 
 
-def _verdict(batch: Sequence[SlideWork], out: Path, *, leads: bool) -> int:
+def _verdict(batch: Sequence[SlideJob], out: Path, *, leads: bool) -> int:
     """The exit code; the rank that leads says what the batch came to."""
     counts = Counter(slide.outcome() for slide in batch)
     failed = {

@@ -14,7 +14,7 @@ from pathoseg.device import pick_device
 from pathoseg.memory_size import memory_text
 from pathoseg.models.build import build_model, tile_multiple
 from pathoseg.outputs.atomic import write_text
-from pathoseg.parallel.graph.activation_policy import Retention
+from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.draw import adjacency, svg
 from pathoseg.parallel.graph.fold import fold, folded_layers
 from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition
@@ -23,7 +23,7 @@ from pathoseg.parallel.planning.orders import AUTO, DATA_PARALLEL, SEQUENTIAL
 from pathoseg.parallel.planning.partition import cut
 from pathoseg.parallel.planning.plan import Plan, PlanRequest
 from pathoseg.parallel.planning.planner import plan as find_plans
-from pathoseg.parallel.planning.stage_costs import Priced
+from pathoseg.parallel.planning.stage_costs import StageCosts
 from pathoseg.parallel.schedule import timeline
 from pathoseg.parallel.schedule.simulate import simulate
 from pathoseg.progress import progress_bar, say
@@ -111,7 +111,7 @@ def plan(
 
 
 def _at_level(
-    priced: Priced, partition: Partition, level: Level | None
+    priced: StageCosts, partition: Partition, level: Level | None
 ) -> tuple[LayerGraph, Mapping[str, tuple[float, float]], Partition | None]:
     """Return the graph, its layers' times and its stages, folded to a level.
 
@@ -181,9 +181,9 @@ def table(plans: Sequence[Plan]) -> Iterator[str]:
     yield from _columns(rows)
 
 
-def not_kept(plan: Plan, priced: Priced, partition: Partition) -> Iterator[str]:
+def not_kept(plan: Plan, priced: StageCosts, partition: Partition) -> Iterator[str]:
     """Lines that say what of each stage is offloaded and recomputed; none where all is kept."""
-    if all(each == Retention() for each in plan.retention):
+    if all(each == ActivationPolicy() for each in plan.retention):
         return
     rows: list[Sequence[str]] = [
         ("stage", "kept", "offloaded", "recomputed", "in host memory", "recomputing takes")

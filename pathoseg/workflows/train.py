@@ -41,11 +41,11 @@ from pathoseg.training.engine import Engine
 from pathoseg.training.labelled_slides import (
     TABLE,
     Member,
-    Sources,
+    LabelledSlides,
     Split,
     classes_held,
-    cut_sources,
-    find_sources,
+    cut_labelled_slides,
+    find_labelled_slides,
     find_table,
     named_in,
     one_sided,
@@ -54,7 +54,7 @@ from pathoseg.training.labelled_slides import (
     write_splits,
 )
 from pathoseg.training.one_device import OneDevice
-from pathoseg.training.pipeline_engine import TIMELINE, Ranks, draw_step
+from pathoseg.training.pipeline_engine import TIMELINE, PipelineEngine, draw_step
 from pathoseg.training.run_folder import (
     CONFIG,
     SPLITS,
@@ -66,7 +66,7 @@ from pathoseg.training.run_folder import (
 )
 from pathoseg.training.step_plan import agreed_plan, check_host
 from pathoseg.training.tasks import make_task
-from pathoseg.training.trainer import Loop
+from pathoseg.training.trainer import Trainer
 from pathoseg.training.validation import Validation
 from pathoseg.workflows.plan import PLAN
 
@@ -167,7 +167,7 @@ def _train(
     if is_finished(run):
         say(f"{run} is finished; its model is in {run / 'model'}.")
         return run
-    sources = find_sources(config)
+    sources = find_labelled_slides(config)
     if (run / SPLITS).is_file():  # the run goes on with the slides and splits that it began with
         table: Path | None = run / SPLITS
         sources = named_in(sources, run / SPLITS)
@@ -202,7 +202,7 @@ def _train(
         stopped_together(interruption, transport),
         closing(pool),
     ):
-        tiles = cut_sources(config, sources, members, pool, interruption)
+        tiles = cut_labelled_slides(config, sources, members, pool, interruption)
         if transport is None or transport.rank == 0:
             _begin(run, config, members, plan)
         interruption.advice = f"Continue with: pathoseg train --resume --out {run}"
@@ -214,8 +214,8 @@ def _train(
             engine = OneDevice(model.to(pick_device()), loss, task, card, config.train, config.seed)
         else:
             drawing = partial(draw_step, run, planned) if trace else None
-            engine = Ranks(transport, plan, model, loss, task, card, config, drawing)
-        loop = Loop(
+            engine = PipelineEngine(transport, plan, model, loss, task, card, config, drawing)
+        loop = Trainer(
             run,
             config.train,
             engine,
@@ -346,7 +346,7 @@ def _training_set(config: Config, slides: Sequence[SlideTiles], classes: ClassTa
     return training
 
 
-def _card(config: Config, sources: Sources, model: torch.nn.Module) -> Bundle:
+def _card(config: Config, sources: LabelledSlides, model: torch.nn.Module) -> Bundle:
     multiple = tile_multiple(model)
     overlap = config.infer.overlap
     if overlap is None:
@@ -367,7 +367,7 @@ def _card(config: Config, sources: Sources, model: torch.nn.Module) -> Bundle:
 
 
 def _overview(
-    sources: Sources,
+    sources: LabelledSlides,
     members: Mapping[str, Member],
     table: Path | None,
     sides: Mapping[str, Split],

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from pathoseg.models.bundle import load_bundle
-from pathoseg.parallel.graph.activation_policy import Retention
+from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.planning.plan import Plan
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -114,7 +114,7 @@ def test_what_does_not_fit_one_rank_is_trained_all_the_same(
     trace = Path("roomy/trace.json").read_text()
     assert all(each in trace for each in ("[parameters]", "[gradients]", "[optimizer]"))
     whole = Plan.from_json(Path("roomy/plan.json").read_text())
-    assert (whole.ranks, whole.retention, whole.host_memory) == (1, (Retention(),), (0,))
+    assert (whole.ranks, whole.retention, whole.host_memory) == (1, (ActivationPolicy(),), (0,))
     _assert_same("roomy", "judge", 0.0)
     for run, ways in (("recomputed", 'offload = "none"'), ("offloaded", "recompute = false")):
         cap = f"{0.85 * whole.memory[0] / 1000:.0f}KB"

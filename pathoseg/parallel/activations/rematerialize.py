@@ -54,7 +54,7 @@ def bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return Place(torch.uint8, (storage.nbytes(),), (1,), 0).on(storage)
 
 
-class Run(Protocol):
+class LayerRun(Protocol):
     """A layer that can be run once more."""
 
     def give(self, piece: Dropped) -> None:
@@ -120,7 +120,7 @@ class Dropped(_Content):
 
     def __init__(self, packed: bool) -> None:
         super().__init__(packed)
-        self.run: Run | None = None
+        self.run: LayerRun | None = None
         self.made: torch.UntypedStorage | None = None
 
     def storage(self) -> torch.UntypedStorage:

@@ -33,7 +33,7 @@ from pathoseg.parallel.activations.rematerialize import (
     unpack,
 )
 from pathoseg.parallel.activations.running_statistics import norms_at, uncounted
-from pathoseg.parallel.graph.activation_policy import SMALL, Retention
+from pathoseg.parallel.graph.activation_policy import SMALL, ActivationPolicy
 from pathoseg.parallel.graph.segment import Step
 from pathoseg.parallel.graph.traced import Traced
 
@@ -41,7 +41,7 @@ from pathoseg.parallel.graph.traced import Traced
 Again = Callable[[], AbstractContextManager[Callable[[int], None] | None]]
 
 
-class Keeping:
+class SavedTensorHooks:
     """What a stage does with what its layers make.
 
     Args:
@@ -61,7 +61,7 @@ class Keeping:
         traced: Traced,
         layers: range,
         number: int,
-        retention: Retention,
+        retention: ActivationPolicy,
         copies: Copies | None,
         parks: bool = False,
     ) -> None:
@@ -136,7 +136,7 @@ class Recording:
     """
 
     def __init__(
-        self, keeping: Keeping, microbatch: int, given: Iterable[Tensor], again: Again
+        self, keeping: SavedTensorHooks, microbatch: int, given: Iterable[Tensor], again: Again
     ) -> None:
         self._keeping, self._microbatch, self._again = keeping, microbatch, again
         self._fates, self._names, self._copies = keeping._fates, keeping._names, keeping._copies

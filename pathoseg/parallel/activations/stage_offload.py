@@ -39,7 +39,7 @@ _NEEDS: Mapping[Kind, Collection[Park]] = {
 Key = tuple[Park, int]  # what, and of which parameter
 
 
-class Turn(NamedTuple):
+class StageTurn(NamedTuple):
     """What an action needs, and what the next that needs anything does."""
 
     now: Collection[Key]
@@ -61,7 +61,7 @@ class _Waiting:
     ticket: Any
 
 
-class Parking:
+class StageOffload:
     """What waits in host memory of the stages of one rank.
 
     Tensors stay the objects that they are; while their bytes are away, reading them gives NaN.
@@ -114,7 +114,7 @@ class Parking:
         """Whether anything waits."""
         return bool(self._parked)
 
-    def turns(self, actions: Sequence[Action]) -> dict[int, Turn]:
+    def turns(self, actions: Sequence[Action]) -> dict[int, StageTurn]:
         """What is needed by the actions at some positions of a rank's list."""
         if not self._parked:
             return {}
@@ -125,12 +125,12 @@ class Parking:
         }
         needs = {position: keys for position, keys in needs.items() if keys}
         return {
-            position: Turn(needs[position], needs.get(then, ()))
+            position: StageTurn(needs[position], needs.get(then, ()))
             for position, then in pairwise([*needs, -1])
         }
 
     @contextmanager
-    def during(self, turn: Turn | None, changed: Collection[Park]) -> Iterator[None]:
+    def during(self, turn: StageTurn | None, changed: Collection[Park]) -> Iterator[None]:
         """Within it all that a turn needs is on the device.
 
         Args:
@@ -157,7 +157,7 @@ class Parking:
         keys = [self._keys(numbers, needed) for numbers in self._turns]
         for turn, numbers in enumerate(self._turns):
             then = keys[turn + 1] if turn + 1 < len(keys) else ()
-            with self.during(Turn(keys[turn], then), changed):
+            with self.during(StageTurn(keys[turn], then), changed):
                 yield [self._parameters[number] for number in numbers]
 
     @contextmanager

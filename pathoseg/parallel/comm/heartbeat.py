@@ -25,7 +25,7 @@ _GREETING = _TOKEN + 8  # the token and the rank
 _HINT = "Mend the cause and start again; `pathoseg train --resume` goes on from its checkpoint."
 
 
-class Lifeline:
+class Heartbeat:
     """A star of connections through rank 0, with a thread on each rank that beats and listens.
 
     It stands beside the library that carries the tensors, because such a library is silent about

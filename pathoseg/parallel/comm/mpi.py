@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.comm.heartbeat import Lifeline
+from pathoseg.parallel.comm.heartbeat import Heartbeat
 from pathoseg.parallel.comm.process_transport import (
     TAGS,
     ProcessTransport,
@@ -45,7 +45,7 @@ def connect_mpi(started: int = 1) -> ProcessTransport:
             "Start with the mpirun of that MPI, or set MPI4PY_MPIABI or build mpi4py for the "
             "launcher's (pip install --no-binary mpi4py mpi4py).",
         )
-    return ProcessTransport(wire, Lifeline(wire.rank, wire.ranks, wire.host, wire.announce))
+    return ProcessTransport(wire, Heartbeat(wire.rank, wire.ranks, wire.host, wire.announce))
 
 
 class MpiWire:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.comm.heartbeat import Lifeline
+from pathoseg.parallel.comm.heartbeat import Heartbeat
 
 
 def own_address(host: str) -> str:
@@ -61,7 +61,7 @@ class Request(Protocol):
         """Whether it is finished; never blocks."""
 
 
-class Event(Protocol):
+class CopyEvent(Protocol):
     """A point in a device's work; torch.cuda.Event is one."""
 
     def query(self) -> bool:
@@ -141,7 +141,7 @@ class ProcessTransport:
         lifeline: What tells of lost ranks.
     """
 
-    def __init__(self, wire: Wire, lifeline: Lifeline) -> None:
+    def __init__(self, wire: Wire, lifeline: Heartbeat) -> None:
         self.rank = wire.rank
         self.ranks = wire.ranks
         self._wire = wire
@@ -301,7 +301,7 @@ class Turn:
         turns: All that are not done, the earliest first.
     """
 
-    def __init__(self, event: Event, turns: deque[Turn]) -> None:
+    def __init__(self, event: CopyEvent, turns: deque[Turn]) -> None:
         self._event = event
         self._turns = turns
         turns.append(self)
@@ -313,8 +313,8 @@ class Turn:
         return True
 
 
-def _come_so_far(device: torch.device) -> Event:
-    event: Event = torch.cuda.current_stream(device).record_event()
+def _come_so_far(device: torch.device) -> CopyEvent:
+    event: CopyEvent = torch.cuda.current_stream(device).record_event()
     return event
 
 

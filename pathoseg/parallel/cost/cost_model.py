@@ -10,7 +10,7 @@ from typing import Protocol
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.cost.features import OTHER, amounts, arithmetic, family, features
-from pathoseg.parallel.cost.hardware import Fit, Hardware, Regression
+from pathoseg.parallel.cost.hardware import CostFit, Hardware, Regression
 from pathoseg.parallel.graph.layer_graph import Layer, Work
 
 
@@ -85,10 +85,10 @@ class Roofline:
 
 @dataclass(frozen=True)
 class Analytical:
-    """What layers like this one took when the device was calibrated, by `Fit`."""
+    """What layers like this one took when the device was calibrated, by `CostFit`."""
 
     hardware: Hardware
-    fit: Fit
+    fit: CostFit
 
     @property
     def note(self) -> str:

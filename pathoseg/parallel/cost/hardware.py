@@ -89,7 +89,7 @@ class Regression:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class CostFit:
     """What was learnt from timing layers.
 
     Attributes:
@@ -140,7 +140,7 @@ class Hardware:
     overhead: Annotated[FiniteFloat, Field(ge=0)] = 0.0
     threads: _Count | None = None
     measured: str = ""
-    fit: Fit | None = field(default=None, repr=False)
+    fit: CostFit | None = field(default=None, repr=False)
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 

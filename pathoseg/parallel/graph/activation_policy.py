@@ -9,7 +9,7 @@ SMALL = 2**16
 
 
 @dataclass(frozen=True, slots=True)
-class Retention:
+class ActivationPolicy:
     """The layers of one stage whose storages are not kept on the device till their backward.
 
     A layer decides for the storages that it makes: its outputs, and internals such as a norm's

@@ -11,7 +11,7 @@ from pathoseg.parallel.graph.layer_graph import (
     Layer,
     LayerGraph,
     Life,
-    Tie,
+    Colocation,
     Work,
     lifetimes,
     unsendable,
@@ -51,7 +51,8 @@ def fold(graph: LayerGraph, depth: int) -> LayerGraph:
         ties=(),
     )
     ties = {
-        Tie(folding.index[tie.first], folding.index[tie.last], tie.reason) for tie in graph.ties
+        Colocation(folding.index[tie.first], folding.index[tie.last], tie.reason)
+        for tie in graph.ties
     }
     kept = [tie for tie in {*ties, *unsendable(folded)} if tie.first < tie.last]
     return replace(folded, ties=tuple(sorted(kept, key=lambda tie: (tie.first, tie.last))))

@@ -99,7 +99,7 @@ class _Pass:
         )
 
 
-class Tape:
+class MemoryProfile:
     """Written by the recorder in the order of events, then read by layer.
 
     `at` says where the run is: in a layer's forward or backward; the position `layers` stands for
@@ -201,7 +201,7 @@ class Tape:
         return tuple(found)
 
 
-class Saved:
+class SavedTensor:
     """What autograd holds in place of a tensor that a layer saved."""
 
     def __init__(self, tensor: Any) -> None:
@@ -221,7 +221,7 @@ class Recorder:
         changed: Storages that the run found there (parameters, buffers) and wrote into.
     """
 
-    def __init__(self, tape: Tape, held_once: int) -> None:
+    def __init__(self, tape: MemoryProfile, held_once: int) -> None:
         self.tape = tape
         self.holders: list[int] = []
         self._held_once = held_once
@@ -235,9 +235,9 @@ class Recorder:
         if storage not in self._ids:
             self._follow(storage, self.tape.born(storage.nbytes()))
 
-    def keep(self, tensor: Any) -> Saved:
+    def keep(self, tensor: Any) -> SavedTensor:
         """A layer saves the tensor for its backward; those that were found there do not count."""
-        kept, index = Saved(tensor.detach()), self._ids.get(tensor.untyped_storage())
+        kept, index = SavedTensor(tensor.detach()), self._ids.get(tensor.untyped_storage())
         if index is not None:
             self.tape.saved(index)
             finalize(kept, self.tape.dropped, self.tape.position, index).atexit = False

@@ -28,8 +28,8 @@ from pathoseg.parallel.graph.layer_graph import (
     Value,
     find_ties,
 )
-from pathoseg.parallel.graph.memory_profile import Recorder, Tape
-from pathoseg.parallel.graph.segment import Plan, Segment, Step
+from pathoseg.parallel.graph.memory_profile import Recorder, MemoryProfile
+from pathoseg.parallel.graph.segment import SegmentPlan, Segment, Step
 
 
 @cache
@@ -43,7 +43,7 @@ def held_once() -> int:
         PathosegError: This torch tells the two apart by another sign.
     """
     root = fx.Root(_Sums(), fx.to_tensor([1]).float().requires_grad_())
-    recorder = Recorder(Tape(1), 0)
+    recorder = Recorder(MemoryProfile(1), 0)
     listener = fx.Listener(root.fake, recorder)
     with root.lent():
         with listener.forward():
@@ -184,7 +184,7 @@ class Traced:
 
     def _run_whole(self) -> str:
         """Runs the model as it is; says what it returns and saves."""
-        recorder = Recorder(Tape(0), held_once())
+        recorder = Recorder(MemoryProfile(0), held_once())
         with fx.Listener(self._root.fake, recorder).forward():
             for tensor in self._root.inputs:
                 recorder.watch(tensor)
@@ -194,7 +194,7 @@ class Traced:
     def _measure(self, nodes: Sequence[Any], opaque: Mapping[str, str]) -> tuple[LayerGraph, str]:
         """Runs the layers one by one, then their backward; what that took and what it returned."""
         root, steps, end = self._root, self._steps[True], self._ends[True]
-        tape = Tape(len(nodes))
+        tape = MemoryProfile(len(nodes))
         recorder = Recorder(tape, held_once())
         listener = fx.Listener(root.fake, recorder)
         values: dict[str, Any] = dict(zip(root.names, root.inputs, strict=True))
@@ -212,7 +212,7 @@ class Traced:
             for tensor in root.inputs:
                 recorder.watch(tensor)
             inputs = {name: recorder.values(value)[0] for name, value in values.items()}
-            Plan.of(steps, end.inputs).run(values, listener.enter, describe)
+            SegmentPlan.of(steps, end.inputs).run(values, listener.enter, describe)
             summary = _summary(recorder.values(end.run(values)), tape.saved_bytes())
         storages = tuple(tape.storages)
         listener.backward([values.pop(name) for name in end.inputs])
@@ -246,7 +246,7 @@ class Traced:
         nodes: Sequence[Any],
         made: Mapping[str, tuple[Value, ...]],
         sendable: Sequence[bool],
-        tape: Tape,
+        tape: MemoryProfile,
         opaque: Mapping[str, str],
     ) -> tuple[Layer, ...]:
         root = self._root
@@ -291,7 +291,7 @@ def _modules(root: fx.Root, node: Any) -> list[fx.Module]:
 
 
 def _kind(
-    name: str, modules: Sequence[fx.Module], tape: Tape, position: int, opaque: bool
+    name: str, modules: Sequence[fx.Module], tape: MemoryProfile, position: int, opaque: bool
 ) -> tuple[str, Mapping[str, Attribute]]:
     """`Layer.kind` and `Layer.attributes`."""
     if modules and (opaque or any(modules[0].children())):

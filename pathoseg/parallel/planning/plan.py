@@ -13,11 +13,11 @@ from pydantic import ConfigDict
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.cost.hardware import read_versioned
-from pathoseg.parallel.graph.activation_policy import Retention
+from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition
 from pathoseg.parallel.planning.orders import AUTO, find_order
 from pathoseg.parallel.planning.partition import cut
-from pathoseg.parallel.retention.policy_options import Ways
+from pathoseg.parallel.retention.policy_options import AllowedPolicies
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.schedule import Schedule
 from pathoseg.parallel.schedule.validate import validate
@@ -45,7 +45,7 @@ class PlanRequest:
     stages: int | None = None
     cut: tuple[str, ...] = ()
     all_ranks: bool = False
-    ways: Ways = field(default_factory=Ways)
+    ways: AllowedPolicies = field(default_factory=AllowedPolicies)
 
     def __post_init__(self) -> None:
         for name in ("ranks", "memory", "batch"):
@@ -108,7 +108,7 @@ class Plan:
     memory: tuple[int, ...]
     messages: tuple[int, ...]
     sums: tuple[int, ...]
-    retention: tuple[Retention, ...]
+    retention: tuple[ActivationPolicy, ...]
     window: int
     host_memory: tuple[int, ...]
 

@@ -10,7 +10,7 @@ from math import inf
 from typing import NamedTuple
 
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.graph.activation_policy import Retention
+from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.layer_graph import Partition
 from pathoseg.parallel.planning.orders import (
     AUTO,
@@ -19,14 +19,14 @@ from pathoseg.parallel.planning.orders import (
     PLACEMENTS,
     SEQUENTIAL,
     SYNTHESISED,
-    Frame,
+    OrderSetting,
     Order,
     Variant,
     find_order,
 )
 from pathoseg.parallel.planning.partition import MemoryLimit, custom
 from pathoseg.parallel.planning.plan import Plan, PlanRequest, digest, input_shape
-from pathoseg.parallel.planning.stage_costs import Priced, stage_edges
+from pathoseg.parallel.planning.stage_costs import StageCosts, stage_edges
 from pathoseg.parallel.schedule.costs import Costs
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.schedule import Schedule
@@ -49,7 +49,7 @@ class Candidate(NamedTuple):
         least: A lower bound of its time.
     """
 
-    priced: Priced
+    priced: StageCosts
     order: Order
     placement: str
     width: int
@@ -66,7 +66,7 @@ class Candidate(NamedTuple):
         return self.width * self.groups
 
 
-def candidates(priced: Priced, request: PlanRequest) -> Iterator[Candidate]:
+def candidates(priced: StageCosts, request: PlanRequest) -> Iterator[Candidate]:
     """What may be tried of each order that the request allows.
 
     Raises:
@@ -113,7 +113,7 @@ def _groups(order: Order, most: int, microbatches: int) -> list[int]:
     return fitting[:_GROUPS]
 
 
-def least_seconds(frame: Frame, groups: int) -> float:
+def least_seconds(frame: OrderSetting, groups: int) -> float:
     """A lower bound of a step's time.
 
     A rank computes all visits of its stages. Its first visit waits for the forwards of the stages
@@ -144,7 +144,7 @@ def least_seconds(frame: Frame, groups: int) -> float:
     return max(least, work)
 
 
-def least_bytes(frame: Frame) -> int:
+def least_bytes(frame: OrderSetting) -> int:
     """A lower bound of the most loaded rank's memory: one microbatch in one of its stages."""
     stages, sizes = frame.costs.stages, frame.costs.sizes
     weights = [0] * frame.placement.ranks
@@ -172,7 +172,7 @@ _CHOICES = 24  # stages for which a retention is chosen, in all
 _GAIN = 0.98  # where they may take less than this share of the best time
 
 
-def plan(graphs: Sequence[Priced], request: PlanRequest) -> list[Plan]:
+def plan(graphs: Sequence[StageCosts], request: PlanRequest) -> list[Plan]:
     """The plans that fit, fastest first: of each order the best, or of one order the best of each
     number of stages and placement.
 
@@ -218,7 +218,7 @@ def plan(graphs: Sequence[Priced], request: PlanRequest) -> list[Plan]:
     return sorted(search.best.values(), key=lambda each: (each.seconds, each.ranks))
 
 
-def fits(priced: Priced, request: PlanRequest) -> bool:
+def fits(priced: StageCosts, request: PlanRequest) -> bool:
     """Whether a named order has a plan, or the one that the request asks for.
 
     Orders made to measure take minutes to try at many sizes, and hardly ever need less memory.
@@ -237,7 +237,7 @@ def fits(priced: Priced, request: PlanRequest) -> bool:
 
 
 def _sorted_out(
-    graphs: Sequence[Priced], request: PlanRequest
+    graphs: Sequence[StageCosts], request: PlanRequest
 ) -> tuple[list[Candidate], list[Candidate]]:
     """Candidates of named orders, the fastest at best first, and of orders made to measure."""
     found = [each for priced in graphs for each in candidates(priced, request)]
@@ -319,10 +319,10 @@ class _Search:
         self,
         candidate: Candidate,
         partition: Partition,
-        retention: tuple[Retention, ...] = (),
+        retention: tuple[ActivationPolicy, ...] = (),
         window: int = 0,
-    ) -> Frame:
-        return Frame(
+    ) -> OrderSetting:
+        return OrderSetting(
             PLACEMENTS[candidate.placement](candidate.width),
             candidate.microbatches,
             candidate.priced.costs(partition, candidate.ranks, retention, window),
@@ -336,7 +336,9 @@ class _Search:
             return _GAIN * min(self._fastest.values(), default=inf)
         return self._fastest.get(name, inf)
 
-    def _fits(self, candidate: Candidate, frame: Frame, partition: Partition) -> Iterator[bool]:
+    def _fits(
+        self, candidate: Candidate, frame: OrderSetting, partition: Partition
+    ) -> Iterator[bool]:
         """For each family of the order, whether a variant fits; the first that does may be kept.
 
         Nothing for what no order could make fast enough.
@@ -406,11 +408,11 @@ class _Search:
         self,
         candidate: Candidate,
         partition: Partition,
-        frame: Frame,
+        frame: OrderSetting,
         variant: Variant,
         order: Schedule,
         simulation: Simulation,
-        retention: tuple[Retention, ...] = (),
+        retention: tuple[ActivationPolicy, ...] = (),
     ) -> None:
         kind: tuple[object, ...] = (order.name,)
         if self._task.order != AUTO:
@@ -438,13 +440,13 @@ class _Search:
             memory=simulation.peak_memory,
             messages=simulation.bytes_sent,
             sums=_sums(order, frame.costs),
-            retention=retention or (Retention(),) * partition.stages,
+            retention=retention or (ActivationPolicy(),) * partition.stages,
             window=frame.costs.window,
             host_memory=simulation.host_memory,
         )
 
 
-def _balanced(priced: Priced, stages: int, limit: MemoryLimit, byte_cost: float) -> Partition:
+def _balanced(priced: StageCosts, stages: int, limit: MemoryLimit, byte_cost: float) -> Partition:
     weights = priced.weights(limit.recompute)
     return priced.cutter.balance(stages, weights, limit, byte_cost)
 

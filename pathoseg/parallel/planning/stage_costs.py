@@ -9,11 +9,11 @@ from itertools import accumulate
 
 from pathoseg.parallel.cost.cost_model import CostModel
 from pathoseg.parallel.cost.hardware import Hardware
-from pathoseg.parallel.graph.activation_policy import Retention
+from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition
 from pathoseg.parallel.planning.memory_model import MemoryModel, Row, StageMemory, Workspace
 from pathoseg.parallel.planning.partition import Cutter
-from pathoseg.parallel.retention.policy_options import Retained, Ways, retain
+from pathoseg.parallel.retention.policy_options import Retained, AllowedPolicies, retain
 from pathoseg.parallel.retention.policy_search import Choice, Chooser
 from pathoseg.parallel.retention.stage_liveness import StageFacts, stage_facts
 from pathoseg.parallel.schedule.action import Edge, numbered
@@ -23,7 +23,7 @@ from pathoseg.parallel.schedule.costs import Costs, StageCost
 _PLACES = 300
 
 
-class Priced:
+class StageCosts:
     """Prices the stages of one graph.
 
     Args:
@@ -96,7 +96,7 @@ class Priced:
         ]
 
     def choose(
-        self, partition: Partition, stage: int, memory: int, in_flight: int, ways: Ways
+        self, partition: Partition, stage: int, memory: int, in_flight: int, ways: AllowedPolicies
     ) -> Choice | None:
         """What of a stage is best not kept, if it alone has so many bytes of a rank.
 
@@ -112,7 +112,7 @@ class Priced:
         room = memory - need.weights - in_flight * need.received
         return self._choice(first, stop, ways, room, in_flight) if room > 0 else None
 
-    def retained(self, partition: Partition, stage: int, retention: Retention) -> Retained:
+    def retained(self, partition: Partition, stage: int, retention: ActivationPolicy) -> Retained:
         """What comes of a retention of a stage."""
         return retain(self._facts(*partition.bounds[stage : stage + 2]), retention)
 
@@ -120,7 +120,7 @@ class Priced:
         self,
         partition: Partition,
         ranks: int,
-        retention: Sequence[Retention] = (),
+        retention: Sequence[ActivationPolicy] = (),
         window: int = 0,
     ) -> Costs:
         """What a schedule of these stages is simulated against, on so many ranks.
@@ -138,7 +138,7 @@ class Priced:
         edges = stage_edges(partition)
         stages = [self._stage(partition, stage) for stage in range(partition.stages)]
         for stage, each in enumerate(retention):
-            if each != Retention():
+            if each != ActivationPolicy():
                 stages[stage] = self._less(partition, stage, stages[stage], each)
         return Costs(
             tuple(stages),
@@ -149,7 +149,7 @@ class Priced:
         )
 
     def _less(
-        self, partition: Partition, stage: int, whole: StageCost, retention: Retention
+        self, partition: Partition, stage: int, whole: StageCost, retention: ActivationPolicy
     ) -> StageCost:
         """The stage's cost with less kept."""
         memory = self._stage_memory(*partition.bounds[stage : stage + 2])

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import coo_array
 
-from pathoseg.parallel.graph.activation_policy import Retention
-from pathoseg.parallel.retention.policy_options import Pattern
-from pathoseg.parallel.retention.stage_liveness import Run, StageFacts
+from pathoseg.parallel.graph.activation_policy import ActivationPolicy
+from pathoseg.parallel.retention.policy_options import PolicyOption
+from pathoseg.parallel.retention.stage_liveness import BlockRun, StageFacts
 from pathoseg.parallel.schedule.costs import Link
 
 # A variable's number, and its factor in a row.
@@ -160,7 +160,7 @@ def _silent() -> Iterator[None]:
         os.close(hidden)
 
 
-def earliest_first(patterns: Sequence[Pattern]) -> list[Pattern]:
+def earliest_first(patterns: Sequence[PolicyOption]) -> list[PolicyOption]:
     """The order in which patterns of equal blocks need least memory (Liu, "An application of
     generalized tree pebbling to sparse matrix factorization", 1987)."""
     return sorted(patterns, key=lambda each: each.kept - each.peak)
@@ -168,10 +168,10 @@ def earliest_first(patterns: Sequence[Pattern]) -> list[Pattern]:
 
 def arrangements(
     facts: StageFacts,
-    runs: Sequence[Run],
-    patterns: Sequence[Sequence[Pattern]],
+    runs: Sequence[BlockRun],
+    patterns: Sequence[Sequence[PolicyOption]],
     counts: Sequence[Sequence[int]],
-) -> Iterator[Retention]:
+) -> Iterator[ActivationPolicy]:
     """Retentions in which each pattern is taken so often.
 
     First the one in which those of a run take turns, as copies hide best; then the one that needs
@@ -200,14 +200,14 @@ def arrangements(
             tuple(facts.graph.layers[at].name for at in sorted(some))
             for some in (offloaded, recomputed, twice)
         ]
-        yield Retention(*names)
+        yield ActivationPolicy(*names)
 
 
-def _in_order(patterns: Sequence[Pattern], numbers: Sequence[int]) -> list[Pattern]:
+def _in_order(patterns: Sequence[PolicyOption], numbers: Sequence[int]) -> list[PolicyOption]:
     return [each for each, number in zip(patterns, numbers, strict=True) for _ in range(number)]
 
 
-def _in_turn(patterns: Sequence[Pattern], numbers: Sequence[int]) -> list[Pattern]:
+def _in_turn(patterns: Sequence[PolicyOption], numbers: Sequence[int]) -> list[PolicyOption]:
     """Each spread evenly over the run."""
     places = [
         ((place + 0.5) / number, at) for at, number in enumerate(numbers) for place in range(number)
@@ -269,8 +269,8 @@ class RetentionProgram:
     def __init__(
         self,
         facts: StageFacts,
-        runs: Sequence[Run],
-        patterns: Sequence[Sequence[Pattern]],
+        runs: Sequence[BlockRun],
+        patterns: Sequence[Sequence[PolicyOption]],
         host: Link,
         copying: Copying,
         cap: int,
@@ -298,7 +298,7 @@ class RetentionProgram:
         """How many patterns there are."""
         return sum(map(len, self._patterns))
 
-    def nearest(self, dear: NDArray[np.float64], most: int) -> list[list[Pattern]]:
+    def nearest(self, dear: NDArray[np.float64], most: int) -> list[list[PolicyOption]]:
         """Of each run so many patterns whose variables are the least dear, and the one that needs
         least memory."""
         found = []
@@ -309,7 +309,7 @@ class RetentionProgram:
             found.append([patterns[at] for at in dict.fromkeys([*order[:most], leanest])])
         return found
 
-    def within(self, dear: NDArray[np.float64], margin: float) -> list[list[Pattern]]:
+    def within(self, dear: NDArray[np.float64], margin: float) -> list[list[PolicyOption]]:
         """Of each run the patterns without which something may be missed that costs less than a
         margin beyond the relaxed program: by its reduced costs, others add more."""
         return [
@@ -317,7 +317,7 @@ class RetentionProgram:
             for taken, patterns in _both(self._taken, self._patterns)
         ]
 
-    def choices(self, values: NDArray[np.float64]) -> Iterator[tuple[Retention, int]]:
+    def choices(self, values: NDArray[np.float64]) -> Iterator[tuple[ActivationPolicy, int]]:
         """What the variables' values say, and the window: in each order that equal blocks may
         have it in, the smoothest first."""
         counts = [[round(values[count]) for count, _ in taken] for taken in self._taken]
@@ -457,7 +457,7 @@ class RetentionProgram:
         return later, more
 
 
-def _alternatives(run: Run, terms: Sequence[Term]) -> list[Sequence[Term]]:
+def _alternatives(run: BlockRun, terms: Sequence[Term]) -> list[Sequence[Term]]:
     """Terms of a run's patterns in groups of which at most one is not 0."""
     return [terms] if len(run.blocks) == 1 else [[term] for term in terms]
 

@@ -9,8 +9,14 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from pathoseg.parallel.graph.activation_policy import SMALL, Retention
-from pathoseg.parallel.retention.stage_liveness import Block, Run, SavedStorage, StageFacts, Unit
+from pathoseg.parallel.graph.activation_policy import SMALL, ActivationPolicy
+from pathoseg.parallel.retention.stage_liveness import (
+    Block,
+    BlockRun,
+    SavedStorage,
+    StageFacts,
+    Unit,
+)
 from pathoseg.parallel.schedule.costs import Link, Saved
 
 
@@ -245,7 +251,7 @@ class Retained:
         return sum(saved.bytes for saved in self.tensors.values())
 
 
-def retain(facts: StageFacts, retention: Retention) -> Retained:
+def retain(facts: StageFacts, retention: ActivationPolicy) -> Retained:
     """Walks through a stage's forward and backward under a retention."""
     away, again = set(retention.offloaded), set(retention.recomputed)
     more = set(retention.twice)
@@ -297,7 +303,7 @@ _NOTHING = 0.002
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
+class AllowedPolicies:
     """Which layers' storages may be offloaded, and which recomputed."""
 
     offload: bool = True
@@ -305,7 +311,7 @@ class Ways:
 
 
 @dataclass(frozen=True, slots=True)
-class Pattern:
+class PolicyOption:
     """A way for each unit of one block, or of several equal ones, and what comes of it.
 
     Attributes:
@@ -337,7 +343,9 @@ class Pattern:
     deep: frozenset[int]
 
 
-def patterns_of(facts: StageFacts, run: Run, host: Link, ways: Ways) -> list[Pattern]:
+def patterns_of(
+    facts: StageFacts, run: BlockRun, host: Link, ways: AllowedPolicies
+) -> list[PolicyOption]:
     """Of all patterns of a run's blocks those that no other beats in everything.
 
     Several blocks are taken together where all between them is recomputed.
@@ -392,7 +400,7 @@ def _together(blocks: Sequence[Block], given: Way) -> Iterator[dict[int, Way]]:
         yield chosen
 
 
-def _choices(facts: StageFacts, block: Block, ways: Ways) -> Iterator[dict[int, Way]]:
+def _choices(facts: StageFacts, block: Block, ways: AllowedPolicies) -> Iterator[dict[int, Way]]:
     """Every way for every unit, or for every kind of unit where there are many."""
     sizes = {unit.maker: sum(facts.sizes[index] for index in unit.storages) for unit in block.units}
     least = _NOTHING * sum(sizes.values())
@@ -426,7 +434,7 @@ def _choices(facts: StageFacts, block: Block, ways: Ways) -> Iterator[dict[int, 
 
 def _pattern(
     facts: StageFacts, blocks: Sequence[Block], chosen: Mapping[int, Way], host: Link
-) -> Pattern:
+) -> PolicyOption:
     first = blocks[0].layers.start
     units = [unit for block in blocks for unit in block.units]
     own = {index for unit in units for index in unit.storages}
@@ -440,7 +448,7 @@ def _pattern(
     dropped = once | twice
     walked = walk(facts, range(first, blocks[-1].layers.stop), own, once, copied, twice)
     sizes = [facts.sizes[index] for index in copied]
-    return Pattern(
+    return PolicyOption(
         len(blocks),
         tuple(u.maker - first for u in units if chosen.get(u.maker) == "offload"),
         tuple(u.maker - first for u in units if chosen.get(u.maker) == "recompute"),
@@ -474,13 +482,13 @@ def _is_deep(facts: StageFacts, index: int, dropped: set[int]) -> bool:
     return False
 
 
-def _best(patterns: Sequence[Pattern], shared: Collection[int]) -> list[Pattern]:
+def _best(patterns: Sequence[PolicyOption], shared: Collection[int]) -> list[PolicyOption]:
     """Those that none beats of those that ask the same of others and leave them the same."""
-    groups: dict[Hashable, list[Pattern]] = {}
+    groups: dict[Hashable, list[PolicyOption]] = {}
     for each in patterns:
         gone, deep = (frozenset(some.intersection(shared)) for some in (each.away, each.deep))
         groups.setdefault((each.blocks, each.demands, gone, deep), []).append(each)
-    kept: list[Pattern] = []
+    kept: list[PolicyOption] = []
     for group in groups.values():
         costs = np.array([(p.kept, p.copies, p.again, p.peak, p.largest) for p in group])
         best: list[int] = []

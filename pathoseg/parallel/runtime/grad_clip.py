@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pathoseg.parallel.activations.stage_offload import Park, Parking
+from pathoseg.parallel.activations.stage_offload import Park, StageOffload
 from pathoseg.parallel.comm.transport import Transport
 
 
@@ -95,7 +95,7 @@ class Clipping:
         counted: Sequence[str],
         transport: Transport,
         device: torch.device,
-        parking: Parking,
+        parking: StageOffload,
     ) -> None:
         index = {name: number for number, name in enumerate(parameters)}
         self._size = len(index)

@@ -13,10 +13,10 @@ import torch
 
 from pathoseg.errors import PathosegError
 from pathoseg.memory_size import memory_text
-from pathoseg.parallel.activations.offload import Form
+from pathoseg.parallel.activations.offload import OffloadMode
 from pathoseg.parallel.activations.stage_offload import Park
 from pathoseg.parallel.comm.transport import Transport
-from pathoseg.parallel.graph.activation_policy import Retention
+from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.schedule.action import Kind
 from pathoseg.parallel.schedule.schedule import Schedule, visit_of
 
@@ -132,14 +132,14 @@ class Memory:
     recomputed: Mapping[int, Sequence[str]] = field(default_factory=dict)
     twice: Mapping[int, Sequence[str]] = field(default_factory=dict)
     window: int = 0
-    form: Form = Form.OVERLAPPED
+    form: OffloadMode = OffloadMode.OVERLAPPED
     device_bytes: tuple[int, ...] = ()
     host_bytes: tuple[int, ...] = ()
     parked: Set[Park] = frozenset()
 
     def on_host(self, rank: int) -> int:
         """Bytes that wait in host memory for a rank, as far as that is planned."""
-        if not self.host_bytes or self.form is Form.NONE:
+        if not self.host_bytes or self.form is OffloadMode.NONE:
             return 0
         return self.host_bytes[rank]
 
@@ -147,7 +147,7 @@ class Memory:
         """Bytes that a rank will hold on its device, as far as that is planned."""
         return self.device_bytes[rank] if self.device_bytes else 0
 
-    def retentions(self, schedule: Schedule) -> dict[int, Retention]:
+    def retentions(self, schedule: Schedule) -> dict[int, ActivationPolicy]:
         """What each stage of a schedule does not keep.
 
         Raises:
@@ -155,7 +155,7 @@ class Memory:
         """
         offloaded = _offloaded(schedule)
         return {
-            stage: Retention(
+            stage: ActivationPolicy(
                 offloaded.get(stage, ()),
                 tuple(self.recomputed.get(stage, ())),
                 tuple(self.twice.get(stage, ())),

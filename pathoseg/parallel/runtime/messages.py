@@ -57,7 +57,7 @@ class Layout(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Route:
+class MessageRoute:
     """Which messages two ranks exchange in a step, each way, in the order in which they are sent.
 
     Attributes:
@@ -73,7 +73,7 @@ class Route:
     sends: dict[Action, Action]
 
     @classmethod
-    def of(cls, schedule: Schedule, rank: int) -> Route:
+    def of(cls, schedule: Schedule, rank: int) -> MessageRoute:
         """The messages of `rank`."""
         receives: dict[int, list[Action]] = defaultdict(list)
         tags: dict[Action, int] = {}
@@ -123,7 +123,7 @@ class Messages:
         self,
         transport: Transport,
         device: torch.device,
-        route: Route,
+        route: MessageRoute,
         skipped: Callable[[Action], bool],
     ) -> None:
         self._transport, self._device, self._route = transport, device, route

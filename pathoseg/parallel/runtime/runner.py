@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from pathoseg.errors import PathosegError, is_out_of_memory
-from pathoseg.parallel.activations.offload import Copies, Form, copies_of
-from pathoseg.parallel.activations.stage_offload import Park, Parking, parked_bytes
+from pathoseg.parallel.activations.offload import Copies, OffloadMode, copies_of
+from pathoseg.parallel.activations.stage_offload import Park, StageOffload, parked_bytes
 from pathoseg.parallel.activations.streams import streams_of
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.graph.layer_graph import Partition
@@ -21,9 +21,9 @@ from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.runtime.executor import Executor, Microbatches, check_fit, compare_ranks
 from pathoseg.parallel.runtime.grad_clip import Agreed, Clipping, LossScale
 from pathoseg.parallel.runtime.memory_check import Memory, compare_hosts
-from pathoseg.parallel.runtime.reduction import Reduction
+from pathoseg.parallel.runtime.reduction import GradientReduction
 from pathoseg.parallel.runtime.stage import Loss, Pass, Stage
-from pathoseg.parallel.runtime.state import Holdings, gather, load_optimizer, load_tensors
+from pathoseg.parallel.runtime.state import RankParameters, gather, load_optimizer, load_tensors
 from pathoseg.parallel.schedule.action import Kind
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.schedule import Schedule, visit_of
@@ -50,7 +50,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class StepResult:
+class RankStepResult:
     """What a step did; the same on all ranks but for the events.
 
     Attributes:
@@ -106,7 +106,7 @@ class Runner:
         whole = schedule.expanded()
         self._model, self._transport, self._training = traced.model, transport, training
         self._device = device
-        self._holdings = Holdings(
+        self._holdings = RankParameters(
             traced.model, traced.graph, partition, whole.placement, transport.rank
         )
         own = {
@@ -132,7 +132,7 @@ class Runner:
         }
         self.own = {name: parameter for name, parameter in trained.items() if name in mine}
         self.optimizer = training.optimizer([*self.own.values()]) if self.own else None
-        parked = memory.parked if memory.form is not Form.NONE else frozenset()
+        parked = memory.parked if memory.form is not OffloadMode.NONE else frozenset()
         stages = {number: self._holdings.of(number) for number in held}
         sizes = {
             number: parked_bytes(parked, stages[number], training.optimizer) for number in held
@@ -150,7 +150,7 @@ class Runner:
         parking_copies = (
             copies_of(memory.form, streams, device, most, sum(sizes.values())) if parked else None
         )
-        self._parking = Parking(parked, stages, self.optimizer, parking_copies)
+        self._parking = StageOffload(parked, stages, self.optimizer, parking_copies)
         self._stages = {
             number: Stage(
                 traced,
@@ -168,7 +168,7 @@ class Runner:
             for number in held
         }
         reductions = {
-            number: Reduction(
+            number: GradientReduction(
                 self._holdings.trained(number),
                 max(1, whole.setting.buckets[number]),
                 transport,
@@ -195,7 +195,7 @@ class Runner:
         action = self._executor.doing
         return "between steps" if action is None else f"at {action} of stage {action.stage}"
 
-    def step(self, number: int, microbatches: Microbatches, trace: bool = False) -> StepResult:
+    def step(self, number: int, microbatches: Microbatches, trace: bool = False) -> RankStepResult:
         """One optimizer step on the mean loss of all samples.
 
         Args:
@@ -221,7 +221,7 @@ class Runner:
             for number_of, stage in self._stages.items():
                 holders = self._holders(number_of)
                 stage.statistics.apply(microbatches.sizes, partial(self._sum, holders))
-        return StepResult(self._agreed.loss_sum, self._agreed.finite, tuple(events or ()))
+        return RankStepResult(self._agreed.loss_sum, self._agreed.finite, tuple(events or ()))
 
     def _sum(self, holders: tuple[int, ...], rows: torch.Tensor) -> None:
         if len(holders) > 1:

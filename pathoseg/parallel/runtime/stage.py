@@ -16,8 +16,8 @@ from pathoseg.errors import PathosegError
 from pathoseg.parallel.activations.offload import Copies
 from pathoseg.parallel.activations.rematerialize import Away, Piece
 from pathoseg.parallel.activations.running_statistics import RunningStatistics, norms_at
-from pathoseg.parallel.activations.saved_tensor_hooks import Keeping
-from pathoseg.parallel.graph.activation_policy import Retention
+from pathoseg.parallel.activations.saved_tensor_hooks import SavedTensorHooks
+from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.layer_graph import Partition, StageEdge
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.runtime.rng import Randomness
@@ -107,7 +107,7 @@ class Stage:
         device: torch.device,
         dtype: torch.dtype | None,
         alone: bool,
-        retention: Retention,
+        retention: ActivationPolicy,
         copies: Copies | None,
         parks: bool = False,
     ) -> None:
@@ -125,7 +125,7 @@ class Stage:
         self._randomness = Randomness(traced.graph, layers, seed, device)
         self._returned = set(traced.graph.outputs) if self.is_last else set()
         self._visits: dict[int, _Visit] = {}
-        self._keeping = Keeping(traced, layers, number, retention, copies, parks)
+        self._keeping = SavedTensorHooks(traced, layers, number, retention, copies, parks)
         self._copies = copies
         self._to_check: dict[str, Tensor] = {}
         if not alone or retention.runs_again:

@@ -16,7 +16,7 @@ from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition
 from pathoseg.parallel.schedule.schedule import Placement
 
 
-class Holdings:
+class RankParameters:
     """The parameters and buffers that one rank holds of a model.
 
     What no layer uses belongs to stage 0.

@@ -11,7 +11,7 @@ import pytest
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.cost.features import BASIC
 from pathoseg.parallel.cost.hardware import (
-    Fit,
+    CostFit,
     Hardware,
     Regression,
     known_hardware,
@@ -22,7 +22,7 @@ from pathoseg.parallel.schedule.costs import Link
 
 REGRESSION = Regression((1.0,), (1.0,), (2.0,), (0.5, 0.25, 0.125), -1, 1)
 NAMES = [f"{family} {part}" for family in BASIC for part in ("forward", "backward")]
-FIT = Fit(dict.fromkeys(NAMES, REGRESSION), 1.5, 0.5)
+FIT = CostFit(dict.fromkeys(NAMES, REGRESSION), 1.5, 0.5)
 TOY = Hardware(
     "toy", "cpu", 10, {"float32": 5.0}, 2.0, 4, Link(1, 2), Link(3, 4), Link(5, 6), 0.5, 1, "x", FIT
 )

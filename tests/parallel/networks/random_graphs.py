@@ -12,7 +12,7 @@ from pathoseg.parallel.graph.layer_graph import (
     LayerGraph,
     Parameter,
     Storage,
-    Tie,
+    Colocation,
     Value,
     Work,
 )
@@ -77,5 +77,5 @@ def layer_graphs(draw: st.DrawFn, most: int = 8, ties: bool = True) -> LayerGrap
         {f"{name}.weight": Parameter(draw(_SIZES), draw(st.booleans())) for name in names},
         {},
         {f"block{index}": "Block" for index in range(count)},
-        tuple(Tie(min(pair), max(pair), "drawn") for pair in tied if pair[0] != pair[1]),
+        tuple(Colocation(min(pair), max(pair), "drawn") for pair in tied if pair[0] != pair[1]),
     )

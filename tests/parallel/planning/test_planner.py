@@ -14,13 +14,13 @@ from pathoseg.errors import PathosegError
 from pathoseg.models.unet import UNet
 from pathoseg.parallel.cost.cost_model import Roofline
 from pathoseg.parallel.cost.hardware import Hardware
-from pathoseg.parallel.graph.activation_policy import Retention
+from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.traced import trace
-from pathoseg.parallel.planning.orders import AUTO, ORDERS, PLACEMENTS, Frame
+from pathoseg.parallel.planning.orders import AUTO, ORDERS, PLACEMENTS, OrderSetting
 from pathoseg.parallel.planning.plan import Plan, PlanRequest
 from pathoseg.parallel.planning.planner import least_bytes, least_seconds, plan
-from pathoseg.parallel.planning.stage_costs import Priced, stage_edges
-from pathoseg.parallel.retention.policy_options import Ways
+from pathoseg.parallel.planning.stage_costs import StageCosts, stage_edges
+from pathoseg.parallel.retention.policy_options import AllowedPolicies
 from pathoseg.parallel.schedule.costs import Link
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.simulate import simulate
@@ -40,10 +40,10 @@ DEVICE = Hardware(
 )
 
 
-def _price(device: Hardware = DEVICE, microbatch: int = 1, side: int = 64) -> Priced:
+def _price(device: Hardware = DEVICE, microbatch: int = 1, side: int = 64) -> StageCosts:
     with torch.device("meta"):
         graph = trace(UNet(3, width=8, depth=3), torch.empty(microbatch, 3, side, side))
-    return Priced(graph, Roofline(device), device)
+    return StageCosts(graph, Roofline(device), device)
 
 
 UNET = _price()
@@ -95,7 +95,7 @@ def test_no_order_beats_the_bounds(
         partition = priced.cutter.balance(stages)
         costs = priced.costs(partition, ranks * groups)
         edges = stage_edges(partition)
-        frame = Frame(PLACEMENTS[placement](ranks), microbatches, costs, edges, 2**40)
+        frame = OrderSetting(PLACEMENTS[placement](ranks), microbatches, costs, edges, 2**40)
         for family in order.families(frame):
             for variant in family:
                 lowered = lower(replace(variant.order, groups=groups), edges, variant.recompute)
@@ -115,25 +115,25 @@ def test_what_fits_on_one_device_is_not_cut() -> None:
 
 
 def test_what_does_not_fit_is_cut() -> None:
-    kept = PlanRequest(4, int(0.7 * WHOLE), 4, ways=Ways(offload=False, recompute=False))
+    kept = PlanRequest(4, int(0.7 * WHOLE), 4, ways=AllowedPolicies(offload=False, recompute=False))
     best = plan([UNET], kept)[0]
     assert best.stages > 1
     assert plan([UNET], replace(kept, ranks=1, memory=int(WHOLE) - 1)) == []
 
 
 def test_what_does_not_fit_alone_is_recomputed_or_offloaded() -> None:
-    [alone] = plan([UNET], PlanRequest(1, int(0.7 * WHOLE), 4, ways=Ways(offload=False)))
+    [alone] = plan([UNET], PlanRequest(1, int(0.7 * WHOLE), 4, ways=AllowedPolicies(offload=False)))
     assert alone.order == "sequential"
     assert alone.retention[0].recomputed
     [mixed] = plan([UNET], PlanRequest(1, int(0.7 * WHOLE), 4))
-    assert mixed.retention != (Retention(),)
+    assert mixed.retention != (ActivationPolicy(),)
     assert mixed.seconds <= alone.seconds
     [keeping] = plan([UNET], PlanRequest(1, int(WHOLE) + 2**20, 4))
-    assert keeping.retention == (Retention(),)
+    assert keeping.retention == (ActivationPolicy(),)
     assert keeping.seconds < alone.seconds
     big = _price(side=256)
     whole = big.cutter.least_caps(1)[0]
-    copied = PlanRequest(1, int(0.8 * whole), 4, ways=Ways(recompute=False))
+    copied = PlanRequest(1, int(0.8 * whole), 4, ways=AllowedPolicies(recompute=False))
     [away] = plan([big], copied)
     assert away.retention[0].offloaded
     assert not away.retention[0].recomputed
