@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pathoseg.errors import PathosegError
+from pathoseg.version import __version__
 
 if TYPE_CHECKING:
     from pathoseg.inference.loaded_model import LoadedModel
     from pathoseg.slides.slide import Slide
 
-__version__ = "0.1.0"
 __all__ = [
     "PathosegError",
+    "__version__",
     "evaluate",
     "infer",
     "load_model",
@@ -32,6 +33,7 @@ def train(
     slides: Name | None = None,
     annotations: Name | None = None,
     *,
+    start_from: Name | None = None,
     out: Name | None = None,
     config: Name | None = None,
     options: Options | None = None,
@@ -42,10 +44,13 @@ def train(
     Args:
         slides: Folder of slides.
         annotations: Folder of annotations; None means beside the slides.
+        start_from: Run, bundle or .safetensors file whose weights training starts from; None means
+            random weights.
         out: Folder of the run; None takes `runs/<date>-<time>`.
         config: TOML file with everything else (docs/configuration.md).
         options: Keys of that file, by table; they overrule it.
-        resume: Go on with `out`, or with the newest unfinished run.
+        resume: Go on with `out`, or with the newest unfinished run; with more `epochs` or a longer
+            `time_limit` among the options, a finished run trains longer.
 
     Returns:
         The folder of the run; `model/` in it is the bundle.
@@ -57,6 +62,8 @@ def train(
     from pathoseg.workflows.train import train as run
 
     flags = _flags(options, {"slides": slides, "annotations": annotations})
+    if start_from is not None:
+        flags["train"] = flags.get("train", {}) | {"start_from": str(start_from)}
     return run(_path(config), flags, _path(out), resume)
 
 

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
-from pathoseg import __version__
 from pathoseg.errors import PathosegError, StoppedError
+from pathoseg.version import __version__
 
 app = typer.Typer(
     name="pathoseg",
@@ -113,6 +113,14 @@ def _data(
 def train(
     slides: Slides = None,
     annotations: Annotations = None,
+    start_from: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            help="Start from the weights of this run, bundle or .safetensors file.",
+            metavar="RUN|FILE",
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the run. [default: runs/<date>-<time>]")
     ] = None,
@@ -130,7 +138,12 @@ def train(
         bool, typer.Option("--trace", help="Draw what the ranks do in one step.")
     ] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with --out, or the newest unfinished run.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on with --out, or the newest unfinished run; given more --epochs or a longer "
+            "--time-limit, a finished run trains longer.",
+        ),
     ] = False,
     skip_bad_slides: Annotated[
         bool, typer.Option("--skip-bad-slides", help="Leave out slides that cannot be read.")
@@ -147,7 +160,7 @@ def train(
         | {"skip_bad_slides": skip_bad_slides or None},
         "tiles": {"mpp": mpp, "tile": tile},
         "model": {"name": model},
-        "train": {"epochs": epochs, "time_limit": time_limit},
+        "train": {"start_from": start_from, "epochs": epochs, "time_limit": time_limit},
         "parallel": {"ranks": ranks, "order": order},
     }
     _refuse_wrong_options(config, flags)
@@ -189,9 +202,7 @@ def evaluate(
     model: ModelFolder = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder of evaluation.csv, or evaluation-SPLIT.csv. [default: the run's]"
-        ),
+        typer.Option(help="Folder of evaluation.html and its tables. [default: the run's]"),
     ] = None,
     split: Annotated[
         str | None, typer.Option(help="Only slides of this split: train, val, test or unseen.")

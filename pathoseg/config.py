@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -17,6 +19,7 @@ from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.errors import PathosegError
 from pathoseg.memory_size import parse_memory
 from pathoseg.models.model_options import LossConfig, ModelConfig
+from pathoseg.progress import say
 from pathoseg.tiles.tile_options import AugmentOptions, TissueOptions
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -162,6 +165,8 @@ class TrainConfig:
     """The training loop.
 
     Attributes:
+        start_from: Run, bundle or .safetensors file whose weights training starts from (`--from`);
+            left out, they are random.
         epochs: Passes over the samples; None means 50, or as many as the time limit holds.
         time_limit: Time for the whole run, resumed parts counted together: seconds, or "1h30m".
         samples_per_epoch: Tiles drawn an epoch; None means as many as there are.
@@ -172,7 +177,8 @@ class TrainConfig:
         optimizer: AdamW, or SGD with Nesterov momentum 0.9.
         lr: Highest learning rate.
         weight_decay: Decoupled (adamw) or L2 (sgd); never on norms and biases.
-        schedule: Shape of the learning rate after the warm-up.
+        schedule: Shape of the learning rate after the warm-up, over all steps; a run that is given
+            other limits goes on as one that had them from its start.
         warmup: Share of all steps over which the learning rate rises.
         clip: Largest global gradient norm; 0 leaves gradients alone.
         amp: Arithmetic on CUDA; "auto" means bf16 where the device has it. CPUs use float32.
@@ -182,6 +188,7 @@ class TrainConfig:
         readers: Threads that read and augment tiles.
     """
 
+    start_from: str | None = None
     epochs: Count | None = None
     time_limit: Duration | None = None
     samples_per_epoch: Count | None = None
@@ -214,7 +221,8 @@ class InferConfig:
         margin: Outer pixels of a tile whose predictions get no weight; None lets `infer` choose.
         batch: Tiles a forward pass.
         readers: Threads that read tiles ahead.
-        simplify: Tolerance of the outlines in pixels of the mask; 0 keeps pixel edges.
+        simplify: Tolerance of the outlines in pixels of the mask; 0 keeps pixel edges. Neighbours
+            keep their shared edge, so beyond 1.4 pixels nothing more is left out.
         min_region_um2: Smaller regions are left out of the outlines (the mask keeps them).
         compress_regions: Write `regions.geojson.gz`.
         region_type: How QuPath shows regions; `detection` draws faster when there are many.
@@ -230,6 +238,18 @@ class InferConfig:
     min_region_um2: NotNegative = 10.0
     compress_regions: bool = False
     region_type: Literal["annotation", "detection"] = "annotation"
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Comparing a model with annotations; docs/evaluation.md says what is measured.
+
+    Attributes:
+        boundary_um: Microns by which a predicted boundary may miss the annotated one and still
+            count as found; None means 2, or two pixels of the model where that is more.
+    """
+
+    boundary_um: Positive | None = None
 
 
 @dataclass(frozen=True)
@@ -274,10 +294,34 @@ class ParallelConfig:
     transport: Literal["auto", "mpi", "gloo", "nccl"] = "auto"
 
 
+# Number of today's defaults. Raise it once a version with the current number has been released.
+FORMAT = 2
+UNNUMBERED = 1  # format of the config.toml of a run that states none
+
+# Format → the defaults that changed after it, as they were: table ("" is the top level) → key →
+# value as in TOML. A default that changes, or a new key that changes what a run does, adds a row
+# to the newest format that ran without it.
+_FORMER_DEFAULTS: Mapping[int, Mapping[str, Mapping[str, Any]]] = {
+    1: {
+        "annotations": {"roi": []},
+        "tiles": {"tile": 1024, "offsets": "grid", "balance_limit": math.inf},
+    }
+}
+
+# Keys that are gone: "table.key" → what became of it, a clause. Files that have them are accepted.
+_RETIRED: Mapping[str, str] = {}
+
+
 @dataclass(frozen=True)
 class Config:
-    """Everything a run is told, one table of the TOML file each."""
+    """Everything a run is told, one table of the TOML file each.
 
+    Attributes:
+        format: Number of the defaults that hold for keys left out.
+        seed: Seed of all randomness.
+    """
+
+    format: Annotated[int, Field(ge=1, strict=True)] = FORMAT
     seed: int = 0
     data: DataConfig = field(default_factory=DataConfig)
     annotations: AnnotationOptions = field(default_factory=AnnotationOptions)
@@ -288,26 +332,32 @@ class Config:
     augment: AugmentOptions = field(default_factory=AugmentOptions)
     train: TrainConfig = field(default_factory=TrainConfig)
     infer: InferConfig = field(default_factory=InferConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
 
-def load_config(path: Path | None, flags: Mapping[str, Mapping[str, Any]] | None = None) -> Config:
-    """The configuration of `path` (TOML), overruled by `flags`.
+def load_config(
+    path: Path | None,
+    flags: Mapping[str, Mapping[str, Any]] | None = None,
+    unnumbered: int = FORMAT,
+) -> Config:
+    """Read the configuration of `path` (TOML), overruled by `flags`.
+
+    A key that is left out has the default of the file's format; a retired one is said and dropped.
 
     Args:
         path: TOML file, or None for the defaults.
         flags: Section → key → value; None values are flags not given. Top-level keys stand
             under the section "".
+        unnumbered: Format of a file that states none: today's for what a user writes, `UNNUMBERED`
+            for the record of a run.
 
     Raises:
-        PathosegError: The file cannot be read, a key is unknown, or a value does not fit.
+        PathosegError: The file cannot be read, is of a newer format, a key is unknown, or a value
+            does not fit.
     """
-    table = _read(path) if path else {}
+    table = _merged(path, flags, unnumbered)
     where = str(path) if path else "The options"
-    _refuse_unknown(Config, table, where, "")
-    for section, values in (flags or {}).items():
-        target = table.setdefault(section, {}) if section else table
-        target.update({key: value for key, value in values.items() if value is not None})
     adapter = TypeAdapter(Config)
     try:
         return adapter.validate_python(table)
@@ -326,9 +376,51 @@ def load_config(path: Path | None, flags: Mapping[str, Mapping[str, Any]] | None
         ) from None
 
 
+def given_options(
+    path: Path | None, flags: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Return what the file and the flags state, without defaults, in the form of `flags`.
+
+    Args:
+        path: As for `load_config`.
+        flags: As for `load_config`.
+
+    Raises:
+        PathosegError: The file cannot be read, or a key is unknown.
+    """
+    table = _merged(path, flags, unnumbered=None)
+    table.pop("format", None)  # says what the keys left out are, not what is asked for
+    sections = {key: value for key, value in table.items() if isinstance(value, dict)}
+    return {"": {key: table[key] for key in table.keys() - sections.keys()}, **sections}
+
+
 def write_config(config: Config, path: Path) -> None:
     """Writes `config` as TOML that `load_config` reads back equal; what is None is left out."""
-    path.write_text(tomli_w.dumps(_without_none(asdict(config))))
+    path.write_text(tomli_w.dumps(_without_none(asdict(config))), encoding="utf-8")
+
+
+def _merged(
+    path: Path | None,
+    flags: Mapping[str, Mapping[str, Any]] | None,
+    unnumbered: int | None,
+) -> dict[str, Any]:
+    """Return the table of the file, with the flags that are given written over it.
+
+    Args:
+        path: As for `load_config`.
+        flags: As for `load_config`.
+        unnumbered: As for `load_config`; None adds no default of an earlier format.
+    """
+    table = _read(path) if path else {}
+    where = str(path) if path else "The options"
+    _drop_retired(table, where)
+    if unnumbered is not None:
+        _fill_former_defaults(table, where, unnumbered)
+    _refuse_unknown(Config, table, where, "")
+    for section, values in (flags or {}).items():
+        target = table.setdefault(section, {}) if section else table
+        target.update({key: value for key, value in values.items() if value is not None})
+    return table
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -341,6 +433,40 @@ def _read(path: Path) -> dict[str, Any]:
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PathosegError(f"{path} is not valid TOML: {error}.", "Mend that line.") from None
+
+
+def _drop_retired(table: dict[str, Any], where: str) -> None:
+    for name, fate in _RETIRED.items():
+        section, _, key = name.rpartition(".")
+        values = table.get(section) if section else table
+        if isinstance(values, dict) and key in values:
+            del values[key]
+            _say_once(f"{where}: `{name}` is ignored: {fate}.")
+
+
+@cache
+def _say_once(text: str) -> None:
+    say(text)
+
+
+def _fill_former_defaults(table: dict[str, Any], where: str, unnumbered: int) -> None:
+    """Give keys left out the defaults of the table's format, where today's are others."""
+    number = table.setdefault("format", unnumbered)
+    if type(number) is not int:
+        return  # refused with the other values that do not fit
+    if number > FORMAT:
+        raise PathosegError(
+            f"{where} is of format {number}, and this pathoseg knows formats up to {FORMAT}.",
+            "Use the version of pathoseg that wrote it, or a newer one.",
+        )
+    for former in sorted(_FORMER_DEFAULTS):  # of several former defaults the oldest one holds
+        if former < number:
+            continue
+        for section, values in _FORMER_DEFAULTS[former].items():
+            target = table.setdefault(section, {}) if section else table
+            if isinstance(target, dict):
+                for key, value in values.items():
+                    target.setdefault(key, value)
 
 
 def _refuse_unknown(cls: type, table: Mapping[str, Any], where: str, prefix: str) -> None:

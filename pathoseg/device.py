@@ -100,7 +100,7 @@ class Arrival:
 
     @property
     def is_here(self) -> bool:
-        """Whether `array` would not wait."""
+        """Return True if `array` would not wait."""
         return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]  # untyped in torch
 
     def array(self) -> NDArray[Any]:

@@ -41,6 +41,6 @@ class StoppedError(Exception):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that the memory of a host or an accelerator is used up."""
+    """Return True if the error means that the memory of the host or the device is used up."""
     told = isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
     return told or isinstance(error, MemoryError)

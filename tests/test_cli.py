@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from pathoseg import __version__
 from pathoseg.cli import app
+from pathoseg.version import __version__
 
 Command = Callable[..., tuple[int, str]]
 SaveBundle = Callable[..., Path]
@@ -49,6 +49,7 @@ def test_the_help_of_a_command_has_an_example_that_parses(name: str, command: Co
         assert sub.make_context(name, example[2:]).params["debug"] is False
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("argument", ["--help", "--version", "infer --help", "nonsense"])
 def test_help_imports_no_heavy_library(argument: str) -> None:
     program = (

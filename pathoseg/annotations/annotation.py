@@ -16,6 +16,7 @@ from pathoseg.geometry import Box, Frame
 
 BACKGROUND = 0
 IGNORE = 255
+_BACKGROUND_NAME = "background"
 _IGNORED_SUFFIX = "*"  # QuPath's way
 
 Colour = tuple[int, int, int]
@@ -49,10 +50,14 @@ class ClassTable:
     def indices(self, names: Iterable[str], path: Path) -> dict[str, int]:
         """The index of each of the classes that `path` uses.
 
+        A class drawn as background has index 0, unless the table lists one of that name.
+
         Raises:
             PathosegError: The table lacks one of them.
         """
         names = set(names)
+        background = {name for name in names if is_background(name)}.difference(self.names)
+        names -= background
         if unknown := sorted(names.difference(self.names)):
             raise PathosegError(
                 f"{path} has regions of class {_quoted(unknown)}, beside the classes of this run: "
@@ -60,7 +65,7 @@ class ClassTable:
                 "Train with it among the config's `classes`, or rename it with `[annotations] "
                 "rename`: a name that ends in * is ignored.",
             )
-        return {name: self.index(name) for name in names}
+        return {name: self.index(name) for name in names} | dict.fromkeys(background, BACKGROUND)
 
     def __len__(self) -> int:
         """Number of classes with background."""
@@ -74,7 +79,7 @@ class Labels(Protocol):
     def path(self) -> Path: ...
 
     def classes(self) -> Mapping[str, Colour | None]:
-        """Names in use with their colours, without ignored ones."""
+        """Names in use with their colours, without ignored ones, regions and background."""
         ...
 
     def rasterise(self, box: Box, frame: Frame, classes: ClassTable) -> NDArray[np.uint8]:
@@ -87,6 +92,11 @@ class Labels(Protocol):
             PathosegError: A class is not in `classes`.
         """
         ...
+
+
+def is_background(class_name: str) -> bool:
+    """Whether a class of this name is index 0, unless a model has it among its classes."""
+    return class_name.casefold() == _BACKGROUND_NAME
 
 
 def is_ignored(class_name: str) -> bool:

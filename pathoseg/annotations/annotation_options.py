@@ -1,9 +1,9 @@
-"""How annotation files are understood: the options, without a heavy import."""
+"""Options of reading annotation files, without a heavy import."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pathoseg.errors import PathosegError
@@ -11,7 +11,7 @@ from pathoseg.errors import PathosegError
 
 @dataclass(frozen=True, slots=True)
 class AnnotationOptions:
-    """How annotation files are understood.
+    """Options of reading annotation files.
 
     Attributes:
         frame: What (0, 0) is in files of outlines: the corner of the slide's "bounds", as QuPath
@@ -23,6 +23,11 @@ class AnnotationOptions:
         rename: Names of classes in annotation files → names in the run, such as "Tumor" → "tumour".
             Values of masks are called "class 1", "class 2"…. Several classes may get one name;
             one that ends in * is ignored.
+        roi: Classes, in any case and by their names in the run, whose outlines are regions of
+            interest: inside them what nobody outlined is background, outside them nothing is known.
+            A slide without one was annotated everywhere.
+        unlabelled: What nobody outlined is "background", or, where annotations are sparse strokes,
+            "ignore"d everywhere; background is then drawn as the class "background".
 
     Raises:
         PathosegError: A class is given no name.
@@ -32,6 +37,8 @@ class AnnotationOptions:
     exclude: tuple[str, ...] = ("exclusion", "_2")
     mask: Literal["indices", "binary"] = "indices"
     rename: Mapping[str, str] = field(default_factory=dict)
+    roi: tuple[str, ...] = ("Region*", "ROI", "Region")
+    unlabelled: Literal["background", "ignore"] = "background"
 
     def __post_init__(self) -> None:
         for old, new in self.rename.items():
@@ -40,3 +47,16 @@ class AnnotationOptions:
                     f'[annotations] rename gives the class "{old}" the name "{new}".',
                     "Give it one without blanks around it; one that ends in * is ignored.",
                 )
+
+    def renamed(self, class_name: str | None) -> str | None:
+        """The run's name of a class in a file."""
+        return None if class_name is None else self.rename.get(class_name, class_name)
+
+    def is_roi(self, class_name: str) -> bool:
+        """Return True if outlines of this class, renamed already, are regions of interest."""
+        return class_name.casefold() in {name.casefold() for name in self.roi}
+
+    def for_classes(self, names: Iterable[str]) -> AnnotationOptions:
+        """These options for a model of given classes: none of them is a region of interest."""
+        learnt = {name.casefold() for name in names}
+        return replace(self, roi=tuple(name for name in self.roi if name.casefold() not in learnt))

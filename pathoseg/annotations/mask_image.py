@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +17,15 @@ from PIL.ImageFile import ImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from pathoseg.annotations.annotation import BACKGROUND, IGNORE, ClassTable, Colour, is_ignored
+from pathoseg.annotations.annotation import (
+    BACKGROUND,
+    IGNORE,
+    ClassTable,
+    Colour,
+    is_background,
+    is_ignored,
+)
+from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.raster import ignore_outside, pixel_centres
 from pathoseg.annotations.tiled_mask import TiledMask
 from pathoseg.errors import PathosegError
@@ -41,9 +48,9 @@ class MaskLabels:
     Args:
         path: The file.
         slide_size: Level-0 pixels of the slide, all of which the mask covers.
-        values: "indices": 0 background, 1..254 classes, 255 ignored. "binary": class 1 where
-            a value is above 0.
-        rename: See `AnnotationOptions`.
+        options: How it is understood. `mask` "indices": 0 background, 1..254 classes, 255 ignored;
+            "binary": class 1 where a value is above 0. Regions of interest are outlines, so `roi`
+            says nothing here.
 
     Raises:
         PathosegError: The file is no PNG or TIFF of one channel of whole numbers, is above 400
@@ -54,13 +61,14 @@ class MaskLabels:
         self,
         path: Path,
         slide_size: Size,
-        values: Literal["indices", "binary"] = "indices",
-        rename: Mapping[str, str] = MappingProxyType({}),
+        options: AnnotationOptions | None = None,
     ) -> None:
+        options = options or AnnotationOptions()
         self._path = path
         self._slide_size = slide_size
-        self._values = values
-        self._rename = rename
+        self._values = options.mask
+        self._rename = options.rename
+        self._unlabelled = IGNORE if options.unlabelled == "ignore" else BACKGROUND
         with self._open() as image:
             size, mode = Size(*image.size), image.mode
             self._tiled = TiledMask.of(path, image) if isinstance(image, TiffImageFile) else None
@@ -87,10 +95,10 @@ class MaskLabels:
         return self._path
 
     def classes(self) -> Mapping[str, Colour | None]:
-        """Names ("class 1"…) in use with the colours of a palette, without ignored ones."""
+        """Names ("class 1"…) in use with a palette's colours, without ignored and background."""
         classes: dict[str, Colour | None] = {}
         for value, name in self._names().items():
-            if not is_ignored(name):
+            if not is_ignored(name) and not is_background(name):
                 classes[name] = classes.get(name) or self._pixels.colours[value]
         return classes
 
@@ -123,10 +131,12 @@ class MaskLabels:
     def _table(self, classes: ClassTable) -> NDArray[np.uint8]:
         """The class index of each value, shape (256,)."""
         table = np.full(256, IGNORE, dtype=np.uint8)
-        table[0] = BACKGROUND
+        table[0] = self._unlabelled
         if any(map(_NUMBERED.fullmatch, (*self._rename, *classes.names))):
-            found = classes.indices(self.classes(), self._path)
-            for value, name in self._names().items():
+            names = self._names()
+            learnt = (name for name in names.values() if not is_ignored(name))
+            found = classes.indices(learnt, self._path)
+            for value, name in names.items():
                 table[value] = found.get(name, IGNORE)
             return table
         if self._pixels.colours and max(self._pixels.colours) >= len(classes):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 import shapely
@@ -16,8 +15,10 @@ from pathoseg.annotations.annotation import (
     Annotation,
     ClassTable,
     Colour,
+    is_background,
     is_ignored,
 )
+from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.geometry import Box, Frame, Size
 
 
@@ -43,13 +44,13 @@ class PolygonLabels:
 
     Regions without a class are passed over, being outlines of where somebody looked; but where
     nothing has a class, all are of the one class "annotation". Classes whose names end in * are
-    ignored (255).
+    ignored (255). Where there are regions of interest, all outside of them is ignored.
 
     Args:
         path: The file they come from.
-        annotations: In level-0 pixels of the slide's frame.
+        annotations: In level-0 pixels of the slide's frame, their classes renamed already.
         slide_size: Level-0 pixels of the slide.
-        rename: See `AnnotationOptions`.
+        options: How they are understood.
     """
 
     def __init__(
@@ -57,18 +58,25 @@ class PolygonLabels:
         path: Path,
         annotations: Sequence[Annotation],
         slide_size: Size,
-        rename: Mapping[str, str] = MappingProxyType({}),
+        options: AnnotationOptions | None = None,
     ) -> None:
+        options = options or AnnotationOptions()
         named = [region for region in annotations if region.class_name is not None]
         regions = sorted(named or annotations, key=lambda region: -region.geometry.area)
         self._path = path
         self._slide_size = slide_size
         self._tree = shapely.STRtree([region.geometry for region in regions])
-        names = (region.class_name or _UNCLASSIFIED for region in regions)
-        self._names = [rename.get(name, name) for name in names]
+        unclassified = options.renamed(_UNCLASSIFIED) or _UNCLASSIFIED
+        self._names = [region.class_name or unclassified for region in regions]
+        self._of_interest = np.array([options.is_roi(name) for name in self._names], np.bool_)
+        self._unlabelled = IGNORE if options.unlabelled == "ignore" else BACKGROUND
+        self._learnt = set[str]()
         self._classes: dict[str, Colour | None] = {}
         for name, region in zip(self._names, regions, strict=True):
-            if not is_ignored(name):
+            if options.is_roi(name) or is_ignored(name):
+                continue
+            self._learnt.add(name)
+            if not is_background(name):
                 self._classes[name] = self._classes.get(name) or region.colour
 
     @property
@@ -76,7 +84,7 @@ class PolygonLabels:
         return self._path
 
     def classes(self) -> Mapping[str, Colour | None]:
-        """Names in use with their colours, without ignored ones."""
+        """Names in use with their colours, without ignored ones, regions and background."""
         return self._classes
 
     def rasterise(self, box: Box, frame: Frame, classes: ClassTable) -> NDArray[np.uint8]:
@@ -85,18 +93,26 @@ class PolygonLabels:
         A centre that lies on an outline belongs to the region on its right or below it.
 
         Returns:
-            Array of shape (height, width): 0 background, 255 ignored or outside the slide.
+            Array of shape (height, width): 0 background, 255 ignored or outside the slide or the
+            regions of interest.
 
         Raises:
             PathosegError: A class is not in `classes`.
         """
-        indices = classes.indices(self._classes, self._path)
-        mask = np.full((box.height, box.width), BACKGROUND, dtype=np.uint8)
+        indices = classes.indices(self._learnt, self._path)
+        mask = np.full((box.height, box.width), self._unlabelled, dtype=np.uint8)
         left, top, width, height = frame.to_level0(box)
         touched = np.sort(self._tree.query(shapely.box(left, top, left + width, top + height)))
-        values = [indices.get(self._names[region], IGNORE) for region in touched]
+        of_interest = self._of_interest[touched]
         x, y = pixel_centres(box, frame)
-        _paint(mask, self._tree.geometries[touched], np.array(values, dtype=np.uint8), x, y)
+        drawn = touched[~of_interest]
+        values = [indices.get(self._names[region], IGNORE) for region in drawn]
+        _paint(mask, self._tree.geometries[drawn], np.array(values, dtype=np.uint8), x, y)
+        if self._of_interest.any():
+            inside = np.zeros_like(mask)
+            looked_at = self._tree.geometries[touched[of_interest]]
+            _paint(inside, looked_at, np.ones(len(looked_at), np.uint8), x, y)
+            mask[inside == 0] = IGNORE
         ignore_outside(mask, box, frame, self._slide_size)
         return mask
 

@@ -71,7 +71,7 @@ def read_labels(
     """
     name = path.name.lower()
     if name.endswith(_MASKS):
-        return MaskLabels(path, slide_size, options.mask, options.rename)
+        return MaskLabels(path, slide_size, options)
     if name.endswith(".xml"):
         annotations, frame = _read_xml(path, options), "full"
     elif name.endswith(_OUTLINES):
@@ -88,8 +88,9 @@ def read_labels(
             replace(region, geometry=shapely.transform(region.geometry, lambda xy: xy - origin))
             for region in annotations
         ]
-    _refuse_outside(path, annotations, slide_size, frame)
-    return PolygonLabels(path, annotations, slide_size, options.rename)
+    annotations = [replace(one, class_name=options.renamed(one.class_name)) for one in annotations]
+    _refuse_outside(path, annotations, slide_size, frame, options)
+    return PolygonLabels(path, annotations, slide_size, options)
 
 
 def _read_xml(path: Path, options: AnnotationOptions) -> list[Annotation]:
@@ -105,19 +106,34 @@ def _read_xml(path: Path, options: AnnotationOptions) -> list[Annotation]:
 
 
 def _refuse_outside(
-    path: Path, annotations: list[Annotation], slide_size: Size, frame: str
+    path: Path,
+    annotations: list[Annotation],
+    slide_size: Size,
+    frame: str,
+    options: AnnotationOptions,
 ) -> None:
     """Refuses annotations of another slide or frame; a few strays beside the slide may be."""
     slide = shapely.box(0, 0, slide_size.width, slide_size.height)
-    outside = sum(not slide.intersects(region.geometry) for region in annotations)
+
+    def lie_outside(regions: list[Annotation]) -> int:
+        return sum(not slide.intersects(region.geometry) for region in regions)
+
+    of_interest = [region for region in annotations if options.is_roi(region.class_name or "")]
+    outside = lie_outside(annotations)
+    size = f"{slide_size.width} × {slide_size.height} px"
     if 2 * outside > len(annotations):
-        other = "bounds" if frame == "full" else "full"
-        raise PathosegError(
-            f"{outside} of the {len(annotations)} regions in {path} lie wholly outside their "
-            f"slide of {slide_size.width} × {slide_size.height} px.",
-            "See whether the file belongs to this slide, with coordinates in level-0 pixels; for "
-            f'a slide that is cropped to its bounds, try `[annotations] frame = "{other}"`.',
-        )
+        problem = f"{outside} of the {len(annotations)} regions in {path} lie wholly outside their "
+        problem += f"slide of {size}."
+    elif of_interest and lie_outside(of_interest) == len(of_interest):
+        problem = f"No region of interest in {path} lies on its slide of {size}."
+    else:
+        return
+    other = "bounds" if frame == "full" else "full"
+    raise PathosegError(
+        problem,
+        "See whether the file belongs to this slide, with coordinates in level-0 pixels; for "
+        f'a slide that is cropped to its bounds, try `[annotations] frame = "{other}"`.',
+    )
 
 
 def class_table(labels: Iterable[Labels], wanted: tuple[str, ...] | None) -> ClassTable:

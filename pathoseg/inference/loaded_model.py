@@ -21,7 +21,7 @@ from pathoseg.tiles.tile_options import TissueOptions
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a model says of a picture.
+    """The prediction of a picture.
 
     Attributes:
         classes: Shape (h, w), uint8: the index in `LoadedModel.classes` of the most probable class.
@@ -61,7 +61,7 @@ class LoadedModel:
 
     @property
     def card(self) -> Bundle:
-        """What the bundle says of the model."""
+        """The card of the bundle: classes, resolution, tile, normalisation."""
         return self._segmenter.card
 
     def predict(self, image: NDArray[np.uint8], mpp: float) -> Prediction:

@@ -20,7 +20,7 @@ STATES = "states"
 
 @dataclass(frozen=True)
 class State:
-    """Where a slide stands.
+    """The state of a slide in a batch.
 
     Attributes:
         slide: Its path as it was given.
@@ -47,7 +47,7 @@ class State:
     written: float = 0.0
 
     def is_whole(self, folder: Path) -> bool:
-        """Whether the outputs lie in `folder`, none of them cut short."""
+        """Return True if all outputs are in `folder`, none of them cut short."""
         try:
             return self.status == "done" and all(
                 (folder / name).stat().st_size == size for name, size in self.outputs.items()
@@ -57,7 +57,7 @@ class State:
 
 
 def state_file(out: Path, folder: Path) -> Path:
-    """Where the state of the slide lies whose result goes into `folder`."""
+    """Return the state file of the slide whose result goes into `folder`."""
     return out / STATES / f"{folder.name}.json"
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pathoseg.annotations.annotation import ClassTable
+from pathoseg.annotations.annotation import IGNORE, ClassTable
 from pathoseg.config import Config
 from pathoseg.device import Arrival, amp_dtype, memory_told, pick_device, to_input
 from pathoseg.errors import PathosegError
@@ -27,7 +27,14 @@ from pathoseg.memory_size import parse_memory
 from pathoseg.models.build import edge_reach
 from pathoseg.models.bundle import Bundle, bundle_id, load_bundle
 from pathoseg.models.layers import fold_norms
-from pathoseg.outputs.stitch import Finish, Prediction, argmax, reach_down, stitch
+from pathoseg.outputs.stitch import (
+    Finish,
+    Prediction,
+    argmax,
+    argmax_and_confidence,
+    reach_down,
+    stitch,
+)
 from pathoseg.progress import progress_bar, say
 from pathoseg.slides.region import Region, read_region
 from pathoseg.slides.slide import Slide, model_frame, open_slide
@@ -174,7 +181,6 @@ def _tiles(rows: Iterable[Sequence[int]], batch: int) -> Iterator[tuple[int, boo
 
 
 Mask = NDArray[np.uint8]
-Bands = Generator[Mask]
 
 
 def class_table_of(card: Bundle) -> ClassTable:
@@ -194,6 +200,7 @@ class SlidePlan:
         indices: Those that hold tissue.
         tissue: Where tissue lies.
         stain: Applied to every tile.
+        warning: What is to be said of its results, or None.
     """
 
     slide: Path
@@ -203,6 +210,7 @@ class SlidePlan:
     indices: Sequence[int]
     tissue: Tissue
     stain: StainNormaliser | None
+    warning: str | None = None
 
     def tiles_of(self, row: int) -> Sequence[int]:
         """Those of `indices` in a row of the grid."""
@@ -316,21 +324,26 @@ class Segmenter:
             boxes = [box for box in trained if has_tissue(box)]
             method: Method = "macenko" if card.stain["method"] == "macenko" else "reinhard"
             stain = fit_stain(slide, frame, boxes, tissue, method) if boxes else None
-        return SlidePlan(slide.path, frame, output, grid, indices, tissue, stain)
+        warning = card.unseen_resolution(slide.mpp.mean)
+        return SlidePlan(slide.path, frame, output, grid, indices, tissue, stain, warning)
 
-    def bands(self, plan: SlidePlan, interruption: Interruption) -> Bands:
+    def bands_with_confidence(
+        self, plan: SlidePlan, interruption: Interruption
+    ) -> Generator[NDArray[np.int16]]:
         """The mask of a slide from top to bottom; closing the generator ends its threads.
 
         Yields:
-            Class indices (rows, width of `plan.output`): 0 off the tissue, 255 where unread.
+            (2, rows, width of `plan.output`): class indices, 0 off the tissue, 255 where unread;
+            and their probability times `CONFIDENCE_LEVELS`, 0 off the tissue, where no tile is
+            predicted.
 
         Raises:
             PathosegError: The device's memory is too small.
             StoppedError: A signal came.
         """
-        with closing(self.rows(plan, interruption)) as rows:
-            for row in rows:
-                yield row.band
+        with closing(self._rows(plan, interruption, finish=argmax_and_confidence)) as rows:
+            for _, band, _ in rows:
+                yield band
 
     def rows(
         self,
@@ -355,6 +368,19 @@ class Segmenter:
             PathosegError: The device's memory is too small.
             StoppedError: A signal came.
         """
+        with closing(self._rows(plan, interruption, first, take)) as rows:
+            for row in rows:
+                yield MaskRow(*row)
+
+    def _rows(
+        self,
+        plan: SlidePlan,
+        interruption: Interruption,
+        first: int = 0,
+        take: Callable[[int], bool] = lambda _: True,
+        finish: Finish = argmax,
+    ) -> Generator[tuple[int, NDArray[Any], int]]:
+        """As `rows`; bands are what `finish` makes of probabilities."""
         grid = plan.grid
         start = first
         if isinstance(grid, TileGrid):
@@ -383,11 +409,11 @@ class Segmenter:
                     yield prediction
                     bar.advance()
 
-            for row, band in enumerate(self._bands(plan, watched(), start), start):
+            for row, band in enumerate(self._bands(plan, watched(), start, finish), start):
                 # When a band comes, whether its row is taken has been asked: the prediction behind
                 # it has come too, or there is none.
                 if row in taken:
-                    yield MaskRow(row, band, unread[row])
+                    yield row, band, unread[row]
                 elif row >= first:
                     return
 
@@ -440,11 +466,11 @@ class Segmenter:
         return WindowOptions.choose(reach, card.multiple, largest)
 
     def _bands(
-        self, plan: SlidePlan, predictions: Iterator[Prediction], start: int
-    ) -> Iterator[Mask]:
+        self, plan: SlidePlan, predictions: Iterator[Prediction], start: int, finish: Finish
+    ) -> Iterator[NDArray[Any]]:
         if self.card.model.task == "classify":
-            return _coarse_rows(plan, predictions, start)
-        return self._joined(plan.grid, predictions, argmax, start)
+            return _coarse_rows(plan, predictions, start, finish)
+        return self._joined(plan.grid, predictions, finish, start)
 
     def _joined(
         self,
@@ -479,15 +505,19 @@ class Segmenter:
         return open_slide(path, self._config.data.assume_mpp)
 
 
-def _coarse_rows(plan: SlidePlan, predictions: Iterator[Prediction], start: int) -> Iterator[Mask]:
-    """One pixel a tile: its likeliest class, 255 where most of it was unread."""
+def _coarse_rows(
+    plan: SlidePlan, predictions: Iterator[Prediction], start: int, finish: Finish
+) -> Iterator[NDArray[Any]]:
+    """One pixel a tile: what `finish` makes of it, 255 where most of it was unread."""
     assert isinstance(plan.grid, TileGrid)
+    blank = finish(torch.zeros(1, 1, 1)).zero_().numpy()
     following = next(predictions, None)
     for row in range(start, plan.grid.rows):
-        coarse = np.zeros((1, plan.grid.columns), np.uint8)
+        coarse = np.repeat(blank, plan.grid.columns, axis=-1)
         while following is not None and following[0] // plan.grid.columns == row:
             index, chance, unread = following
             lost = unread is not None and bool(unread.mean() > 0.5)
-            coarse[0, index % plan.grid.columns] = 255 if lost else int(chance.argmax())
+            pixel = finish(chance[:, None, None]).cpu().numpy()[..., 0, 0]
+            coarse[..., 0, index % plan.grid.columns] = IGNORE if lost else pixel
             following = next(predictions, None)
         yield coarse

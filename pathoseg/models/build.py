@@ -36,15 +36,14 @@ def build_model(config: ModelConfig, factory: str | None = None) -> nn.Module:
         )
     if config.is_factory:
         return _call_factory(config, factory)
+    width = config.sizes["width"]
     if config.name in UNET_WIDTHS:
-        width = config.width or UNET_WIDTHS[config.name]
-        return UNet(config.classes, width, config.depth or 4, config.norm)
-    depth = resnet_depth(config.name)
-    return ResNetV2(config.classes, config.task, depth, config.width or 16, config.norm)
+        return UNet(config.classes, width, config.sizes["depth"], config.norm)
+    return ResNetV2(config.classes, config.task, resnet_depth(config.name), width, config.norm)
 
 
 def tile_multiple(model: nn.Module) -> int:
-    """What the sides of a tile must be divisible by: the model's `multiple`, 1 where it has none.
+    """Return the divisor of a tile's sides: the model's attribute `multiple`, else 1.
 
     Raises:
         PathosegError: `multiple` is no positive whole number.

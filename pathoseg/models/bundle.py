@@ -19,10 +19,11 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from pathoseg import __version__
 from pathoseg.errors import PathosegError
 from pathoseg.models.build import build_model, tile_multiple
 from pathoseg.models.model_options import ModelConfig, Scalar
+from pathoseg.platform_support import sync_folder
+from pathoseg.version import __version__
 
 Colour = tuple[int, int, int]
 Channels = tuple[float, float, float]
@@ -46,7 +47,7 @@ class Bundle:
         multiple: What the sides of a tile must be divisible by.
         stain: The stain normalisation that slides went through, in its own plain values, or None.
         training: Where the weights come from, in plain values (numbers that are not finite are
-            written as null).
+            written as null); `slide_mpps` lists the resolutions of the slides trained on.
         pathoseg_version: Version that wrote the bundle.
         torch_version: Likewise.
 
@@ -64,7 +65,9 @@ class Bundle:
     std: Channels
     multiple: int
     stain: Mapping[str, Scalar] | None = None
-    training: Mapping[str, Scalar | None] = field(default_factory=dict)
+    training: Mapping[str, Scalar | tuple[float, ...] | tuple[str, ...] | None] = field(
+        default_factory=dict
+    )
     pathoseg_version: str = __version__
     torch_version: str = str(torch.__version__)
 
@@ -94,6 +97,27 @@ class Bundle:
         _require(all(map(math.isfinite, self.mean)), f"mean {self.mean} is not finite")
         _require(
             all(0 < channel < math.inf for channel in self.std), f"std {self.std} is not positive"
+        )
+
+    def unseen_resolution(self, mpp: float) -> str | None:
+        """Return a warning for a slide of `mpp` microns per level-0 pixel, None for nothing.
+
+        A model knows the resolutions of the slides it was trained on and what is up to 1.2 times
+        coarser or finer than one of them. Models of which they are not recorded know all.
+        """
+        recorded = self.training.get("slide_mpps")
+        values = recorded if isinstance(recorded, tuple) else ()
+        known = [value for value in values if not isinstance(value, str)]
+        if not known or not all(0 < seen < math.inf for seen in known):
+            return None
+        nearest = min(known, key=lambda seen: max(mpp / seen, seen / mpp))
+        ratio = max(mpp / nearest, nearest / mpp)
+        if ratio <= 1.2 * (1 + 1e-9):
+            return None
+        return (
+            f"its resolution, {mpp:.4g} µm per pixel, is {ratio:.2g} times "
+            f"{'coarser' if mpp > nearest else 'finer'} than the nearest that the model was "
+            f"trained on ({nearest:.4g} µm)"
         )
 
 
@@ -217,12 +241,21 @@ def save_bundle(folder: Path, state: Mapping[str, Any], card: Bundle) -> None:
 
 
 def bundle_id(folder: Path) -> str:
-    """What tells a bundle from all others: a hash of its card, which holds that of its weights.
+    """Return the identity of a bundle: a hash of its card, which holds the hash of its weights.
 
     Raises:
         PathosegError: The card is missing.
     """
     return hashlib.sha256(_read(folder / CARD)).hexdigest()[:16]
+
+
+def load_card(folder: Path) -> Bundle:
+    """The card of a bundle, without its weights.
+
+    Raises:
+        PathosegError: There is none, or it is of another version or impossible.
+    """
+    return _read_card(folder / CARD)[0]
 
 
 def load_bundle(folder: Path, factory: str | None = None) -> tuple[nn.Module, Bundle]:
@@ -257,6 +290,23 @@ def load_bundle(folder: Path, factory: str | None = None) -> tuple[nn.Module, Bu
     return model.eval(), card
 
 
+def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], str]:
+    """Read a safetensors file of another program; nothing in it is unpickled.
+
+    Returns:
+        Its tensors by name, and the SHA-256 of its bytes in hexadecimal.
+
+    Raises:
+        PathosegError: It cannot be read, or is cut short or of another format.
+    """
+    data = _read(path)
+    hint = (
+        "Nothing is unpickled: convert a checkpoint of PyTorch in its own program, by "
+        "safetensors.torch.save_file(state_dict, 'weights.safetensors')."
+    )
+    return _parse_tensors(path, data, hint), hashlib.sha256(data).hexdigest()
+
+
 def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Copies of parameters and buffers; tied ones share no memory in the copy, as the file asks."""
     for name, value in state.items():
@@ -272,7 +322,7 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _hashed_name(digest: str) -> str:
-    """Where weights wait for their final name."""
+    """Return the name of a weights file before it is renamed into place."""
     return f"weights-{digest[:16]}.safetensors"
 
 
@@ -295,11 +345,7 @@ def _replace_in_turn(contents: dict[Path, bytes]) -> None:
 
 def _rename(source: Path, target: Path) -> None:
     source.replace(target)
-    descriptor = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(target.parent)
 
 
 def _read(path: Path) -> bytes:
@@ -346,10 +392,14 @@ def _read_weights(folder: Path, digest: str) -> dict[str, torch.Tensor]:
         raise PathosegError(
             f"{path} is cut short, or not the file that {CARD} was written with.", _HINT
         )
+    return _parse_tensors(path, data, _HINT)
+
+
+def _parse_tensors(path: Path, data: bytes, hint: str) -> dict[str, torch.Tensor]:
     try:
         return safetensors.torch.load(data)
     except Exception as error:  # a crafted header raises more than SafetensorError
-        raise PathosegError(f"{path} is no safetensors file ({error}).", _HINT) from error
+        raise PathosegError(f"{path} is no safetensors file ({error}).", hint) from error
 
 
 def _first_difference(model: nn.Module, tensors: dict[str, torch.Tensor]) -> str:

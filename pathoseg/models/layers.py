@@ -1,4 +1,4 @@
-"""What all networks share: the norm by name, He initialisation, norms folded for inference."""
+"""Layers of all networks: the norm by name, He initialisation, norms folded for inference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a network and its loss are, in plain values, without a heavy import."""
+"""Options of a network and its loss as plain values, without a heavy import."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ Task = Literal["segment", "classify"]
 Norm = Literal["batch", "group", "instance"]
 Scalar = bool | int | float | str
 
+MOST_CLASSES = 255  # an index mask has 256 values, of which 255 means ignored
 UNET_WIDTHS = {"unet": 32, "unet64": 64}
+_UNET_DEPTH, _RESNET_WIDTH = 4, 16
 _RESNET_DEPTHS = range(11, 1002, 9)
 _KNOWN = "unet, unet64, resnet110_v2, resnet1001_v2 (any depth 9n + 2 up to 1001), module:factory"
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What a network is, in plain values: enough to build it again without its weights.
+    """The plain values from which a network is built, without its weights.
 
     Attributes:
         name: `unet`, `unet64`, `resnet<9n+2>_v2`, or `module:factory` for the user's own code.
@@ -48,7 +50,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if not (self.is_factory or self.name in UNET_WIDTHS or resnet_depth(self.name)):
             raise PathosegError(f"There is no model {self.name!r}.", _nearest(self.name))
-        self._check_size("classes", self.classes, 255, smallest=2)
+        self._check_size("classes", self.classes, MOST_CLASSES, smallest=2)
         self._check_size("width", self.width, 1024)
         self._check_size("depth", self.depth, 8)
         if self.name in UNET_WIDTHS and self.task == "classify":
@@ -61,8 +63,16 @@ class ModelConfig:
             self._refuse("takes no options", "Leave them out; they are for module:factory.")
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Width and (of a U-Net) depth, as the name implies them where they are left out."""
+        if self.name in UNET_WIDTHS:
+            width = self.width or UNET_WIDTHS[self.name]
+            return {"width": width, "depth": self.depth or _UNET_DEPTH}
+        return {} if self.is_factory else {"width": self.width or _RESNET_WIDTH}
+
+    @property
     def is_factory(self) -> bool:
-        """Whether the network comes from code that is not ours."""
+        """Return True if the network comes from the user's own code."""
         return ":" in self.name
 
     def _check_size(self, key: str, value: int | None, largest: int, smallest: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""What a batch of slides came to: summary.json of each, summary.csv and failures.csv of all."""
+"""The tables of a batch: summary.json of each slide, summary.csv and failures.csv of all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pathoseg.outputs.atomic import write_text
 
 @dataclass(frozen=True, slots=True)
 class ClassSummary:
-    """What of a slide is of one class.
+    """The area and the regions of one class on a slide.
 
     Attributes:
         name: The class.
@@ -62,6 +62,7 @@ class Summary:
         unread_pixels: Pixels of the mask that no tile could read.
         versions: Program or library to version.
         seconds: Step of the work to its duration.
+        warnings: What is to be said of the result.
     """
 
     slide: str
@@ -73,10 +74,11 @@ class Summary:
     unread_pixels: int
     versions: Mapping[str, str]
     seconds: Mapping[str, float]
+    warnings: tuple[str, ...] = ()
 
 
 def count_pixels(band: NDArray[np.uint8], classes: ClassTable) -> Counter[int]:
-    """How many pixels of a band have each class index, or 255."""
+    """Count the pixels of a band by class index, 255 included."""
     values = (*range(1, len(classes)), IGNORE)
     return Counter({value: int(np.count_nonzero(band == value)) for value in values})
 
@@ -125,6 +127,7 @@ def read_summary(path: Path) -> Summary:
         entries["mpp"] = Mpp(**entries["mpp"])
         entries["classes"] = tuple(ClassSummary(**entry) for entry in entries["classes"])
         entries["tiles"] = TileCounts(**entries["tiles"])
+        entries["warnings"] = tuple(entries.get("warnings", ()))
         return Summary(**entries)
     except (OSError, ValueError, TypeError, LookupError, RecursionError, PathosegError) as error:
         raise PathosegError(

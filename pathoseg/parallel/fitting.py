@@ -22,7 +22,7 @@ from pathoseg.parallel.planning.planner import plan
 from pathoseg.parallel.planning.stage_costs import StageCosts
 from pathoseg.parallel.runtime.executor import Microbatches
 from pathoseg.parallel.runtime.memory_check import Memory
-from pathoseg.parallel.runtime.runner import Runner, RankStepResult, Training
+from pathoseg.parallel.runtime.runner import RankStepResult, Runner, Training
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def best(graphs: Sequence[StageCosts], request: PlanRequest) -> Plan:
 
 
 def agree(choose: Callable[[], Plan], transport: Transport) -> Plan:
-    """What rank 0 chooses, on every rank.
+    """Return the plan that rank 0 chooses, on every rank.
 
     Raises:
         PathosegError: Rank 0 can choose nothing.

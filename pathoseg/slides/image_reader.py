@@ -32,7 +32,7 @@ _CROP_PIXELS = 64_000_000  # PIL warns of larger crops
 
 
 def is_image(head: bytes) -> bool:
-    """Whether a file that begins so is an image of a kind read here."""
+    """Return True if the first bytes of a file are those of a PNG, JPEG or BMP."""
     return _decoder(head) is not None
 
 

@@ -110,7 +110,7 @@ _KEPT_TILE_BYTES, _KEPT_STRIP_BYTES = 32 << 20, 256 << 20
 
 
 def is_tiff(head: bytes) -> bool:
-    """Whether a file that begins so is a TIFF."""
+    """Return True if the first bytes of a file are those of a TIFF."""
     return head.startswith(_MAGIC)
 
 
@@ -205,7 +205,7 @@ class _PyramidLevel:
 
 
 def _layout(key: TiffPage) -> SampleLayout:
-    """What the page's samples mean once tifffile has decoded them."""
+    """Return the meaning of the page's samples as tifffile decodes them."""
     becomes_rgb = (
         key.photometric == PHOTOMETRIC.YCBCR
         and key.compression in _JPEG

@@ -1,4 +1,4 @@
-"""How many pixels of each class the tiles of a slide hold, counted once and kept on disk."""
+"""Pixel counts by class of the tiles of a slide, counted once and kept on disk."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def count_tiles_once(
     options: AnnotationOptions,
     classes: ClassTable,
 ) -> NDArray[np.int64]:
-    """What `count_tiles` returns, read from `folder` where it was counted before.
+    """Return `count_tiles`, read from `folder` where it was counted before.
 
     Args:
         folder: Where counts are kept; made where it is missing.

@@ -1,4 +1,4 @@
-"""How tissue is found and how tiles are varied: the options, without a heavy import."""
+"""Options of tissue detection and augmentation, without a heavy import."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathoseg.errors import PathosegError
 
 @dataclass(frozen=True, slots=True)
 class TissueOptions:
-    """How tissue is found.
+    """Options of tissue detection.
 
     Attributes:
         method: "auto" finds it, "all" takes the whole slide.
@@ -52,7 +52,7 @@ _LARGEST = {
 
 @dataclass(frozen=True, slots=True)
 class AugmentOptions:
-    """How tiles are varied; 0 leaves a step out.
+    """Options of augmentation; 0 leaves a step out.
 
     Attributes:
         flip: Mirror and turn by quarters, all eight ways equally often.

@@ -100,7 +100,7 @@ class TissueGrid:
 
 
 class SlideTiles:
-    """Tiles of a slide that hold tissue or annotation, in the order of the grid.
+    """Tiles of a slide that hold tissue or annotation, and something known, in the grid's order.
 
     May be read by several threads. Without a cache every tile is read from the slide each time.
 
@@ -293,7 +293,8 @@ def cut_tiles(
 ) -> SlideTiles:
     """The tiles of a slide that hold enough tissue, or anything of a class.
 
-    All tiles have the same size whatever the slide's; what reaches outside is padding.
+    All tiles have the same size whatever the slide's; what reaches outside is padding. Where all of
+    a tile is ignored, as outside the regions of interest, it is left out.
 
     Args:
         slide: The slide's file.
@@ -315,7 +316,9 @@ def cut_tiles(
         folder = options.cache / slide.name
         counts = count_tiles_once(folder, grid, frame, labels, annotations, classes)
     shares = np.array([tissue.share(box, frame) for box in grid], np.float32)
-    indices = np.flatnonzero((shares >= options.min_tissue) | counts[:, 1:].any(axis=1))
+    known = counts.any(axis=1)
+    enough = shares >= options.min_tissue
+    indices = np.flatnonzero(known & (enough | counts[:, 1:].any(axis=1)))
     around = None
     if options.offsets == "random":
         around = TissueGrid(shares.reshape(grid.rows, grid.columns), options.min_tissue)

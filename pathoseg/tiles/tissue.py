@@ -1,4 +1,4 @@
-"""Where a slide has tissue: found on a thumbnail, asked for box by box."""
+"""Tissue detection on a thumbnail, with the share of tissue of any box."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _tissue_mask(pixels: NDArray[np.uint8], mpp: float, threshold: float | None)
 
 
 def _optical_density(smooth: Colours, glass: Colours) -> Colours:
-    """How much darker than glass; in the memory of `smooth`, the largest thing here."""
+    """Return the optical density relative to glass, written into `smooth` to save memory."""
     smooth += 1
     smooth /= glass + 1
     np.log(smooth, out=smooth)
@@ -155,7 +155,7 @@ def _optical_density(smooth: Colours, glass: Colours) -> Colours:
 
 
 def _is_dark(smooth: Colours) -> bool:
-    """Whether this is fluorescence: mostly dark, and nowhere glass."""
+    """Return True for fluorescence: mostly dark, and nowhere glass."""
     light = smooth.mean(axis=2)
     return bool(np.median(light) < 50 and np.percentile(light, 95) < 180)
 
@@ -191,7 +191,7 @@ def _glass(smooth: Colours) -> Colours | None:
 
 
 def _coloured(density: Colours, threshold: float | None) -> Mask:
-    """Where there is more colour than on glass; on a slide in grey, where it is darker."""
+    """Return the pixels with more colour than glass; on a grey slide, the darker ones."""
     strength = np.sqrt(np.einsum("ijk,ijk->ij", density, density))
     least = density.min(axis=2)
     colour = np.sqrt(sum((density[..., channel] - least) ** 2 for channel in range(3)))

@@ -89,7 +89,7 @@ def _warp(
 def _sources(
     height: int, width: int, options: AugmentOptions, rng: np.random.Generator
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Where each pixel comes from: x and y, shape (height, width) each."""
+    """Return the source position of each pixel: x and y, shape (height, width) each."""
     scale = 1 + options.scale * rng.uniform(-1, 1)
     angle = math.radians(options.rotate) * rng.uniform(-1, 1)
     shift_x, shift_y = options.shift * rng.uniform(-1, 1, 2)

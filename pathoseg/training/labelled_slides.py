@@ -109,6 +109,19 @@ def one_sided(
     return {name: next(iter(side)) for name, side in sorted(sides.items()) if len(side) == 1}
 
 
+def patients_in(table: Path | None, names: Iterable[str]) -> dict[str, str]:
+    """The patient of each slide; one of which the table says nothing is a patient of its own.
+
+    Raises:
+        PathosegError: The table cannot be read.
+    """
+    rows = _read(table) if table else {}
+    return {
+        name: (rows.get(name) or rows.get(Path(name).stem) or {}).get("patient") or name
+        for name in names
+    }
+
+
 def find_table(given: str | None, *folders: Path | None) -> Path | None:
     """The table of slides: the one that is named, else `slides.csv` in one of the folders."""
     if given is not None:
@@ -241,9 +254,18 @@ def find_labelled_slides(config: Config, classes: ClassTable | None = None) -> L
 
     Raises:
         PathosegError: No folder is given, a slide or annotation cannot be read (unless
-            `data.skip_bad_slides`), or nothing is left.
+            `data.skip_bad_slides`), a class is both learnt and a region of interest, or nothing is
+            left.
     """
-    data = config.data
+    data, options = config.data, config.annotations
+    if classes is not None:
+        options = options.for_classes(classes.names)
+    elif both := [name for name in data.classes or () if options.is_roi(name)]:
+        raise PathosegError(
+            f'The class "{both[0]}" is to be learnt ([data] classes) and marks regions of interest '
+            "([annotations] roi).",
+            "Take it out of one of the two: `roi = []` makes it a class like others.",
+        )
     if data.slides is None:
         raise PathosegError("No slides are given.", "Name their folder with --slides DIR.")
     folder = Path(data.slides)
@@ -260,7 +282,7 @@ def find_labelled_slides(config: Config, classes: ClassTable | None = None) -> L
         try:
             with open_slide(path, data.assume_mpp) as slide:
                 frame = model_frame(slide, config.tiles.mpp)
-                labels = read_labels(annotation, slide.size, slide.origin, config.annotations)
+                labels = read_labels(annotation, slide.size, slide.origin, options)
             usable.append(LabelledSlide(path, labels, frame))
         except PathosegError as error:
             if not data.skip_bad_slides:

@@ -22,7 +22,7 @@ from pathoseg.training.tasks import Task
 
 @dataclass(frozen=True)
 class Verdict:
-    """How good a model is: named figures, the score to compare epochs by, and a picture."""
+    """The result of a validation: named figures, the score of the epoch, and a picture."""
 
     figures: dict[str, float]
     score: float

@@ -19,12 +19,13 @@ from pathoseg.host_memory import share_one_heap
 from pathoseg.inference.leases import Leases
 from pathoseg.inference.result_folder import STATES, SUMMARY, read_state, result_folders
 from pathoseg.inference.segmenter import load_segmenter
-from pathoseg.inference.slide_job import WORK, WorkerContext, SlideJob
+from pathoseg.inference.slide_job import WORK, SlideJob, WorkerContext
 from pathoseg.interruption import Interruption
 from pathoseg.outputs.report import read_summary, write_failures, write_summary_table
 from pathoseg.parallel.comm.launcher import find_world
 from pathoseg.parallel.comm.local_ranks import start_crew
 from pathoseg.parallel.comm.transport import Transport
+from pathoseg.platform_support import parent_lives
 from pathoseg.progress import say
 from pathoseg.slides.folder import slides_in
 from pathoseg.slides.slide import model_frame, open_slide
@@ -88,20 +89,20 @@ def infer(
                 with open_slide(next(iter(folders)), config.data.assume_mpp) as opened:
                     model_frame(opened, segmenter.card.mpp)
             interruption.raise_if_asked()
-            claims = Leases(out / STATES)
-            since = _first(claims.now(), transport)
-        with claims:
-            hand = WorkerContext(segmenter, config, claims, interruption, resume, since)
-            batch = [SlideJob(slide, folder, hand) for slide, folder in folders.items()]
+            leases = Leases(out / STATES)
+            since = _first(leases.now(), transport)
+        with leases:
+            context = WorkerContext(segmenter, config, leases, interruption, resume, since)
+            batch = [SlideJob(slide, folder, context) for slide, folder in folders.items()]
             try:
                 _work(batch, interruption)
             except (PathosegError, StoppedError) as end:
                 with suppress(OSError):  # told already
-                    _write_tables(out, claims)
+                    _write_tables(out, leases)
                 if world.rank and isinstance(end, StoppedError):  # rank 0 tells it for all
                     raise SystemExit(end.exit_code) from None
                 raise
-            _write_tables(out, claims)
+            _write_tables(out, leases)
             with suppress(OSError):  # another process works there
                 (out / WORK).rmdir()
     return _verdict(batch, out, leads=world.rank == 0)
@@ -112,7 +113,7 @@ def _stop_with_launcher(interruption: Interruption) -> None:
     launcher = os.getppid()
 
     def watch() -> None:
-        while os.getppid() == launcher:
+        while parent_lives(launcher):
             time.sleep(1)
         interruption.number = interruption.number or signal.SIGTERM
 
@@ -140,7 +141,7 @@ def _work(batch: Sequence[SlideJob], interruption: Interruption) -> None:
         interruption.raise_if_asked()
         if slide.lead():
             if slide.outcome() == "done":
-                say(f"{slide.slide.name}: done, in {slide.folder}{_unread(slide.folder)}")
+                say(f"{slide.slide.name}: done, in {slide.folder}{_warnings(slide.folder)}")
             elif len(batch) > 1 and (state := slide.state):
                 say(f"{slide.slide.name}: failed. {state.problem} {state.hint}")
 
@@ -154,21 +155,23 @@ def _work(batch: Sequence[SlideJob], interruption: Interruption) -> None:
             time.sleep(_NAP)
 
 
-def _unread(folder: Path) -> str:
-    """What is to be said of a result's slide whose file is damaged."""
-    tiles = read_summary(folder / SUMMARY).tiles
+def _warnings(folder: Path) -> str:
+    """Return warnings about a result: an unseen resolution, a damaged slide."""
+    summary = read_summary(folder / SUMMARY)
+    told = "".join(f". Take care: {warning}" for warning in summary.warnings)
+    tiles = summary.tiles
     if not tiles.unread:
-        return ""
-    return (
+        return told
+    return told + (
         f". The slide is damaged: {tiles.unread} of {tiles.done} tiles could not be read whole. "
         "What is missing is 255 in the mask and hatched in the overlay."
     )
 
 
-def _write_tables(out: Path, claims: Leases) -> None:
+def _write_tables(out: Path, leases: Leases) -> None:
     """Tables of all that lies in `out`; one process at a time, so that the last one saw all."""
     claim = out / STATES / ".tables"
-    while not claims.take(claim):
+    while not leases.take(claim):
         time.sleep(0.1)
     try:
         summaries = []
@@ -184,7 +187,7 @@ def _write_tables(out: Path, claims: Leases) -> None:
         write_summary_table(out / TABLE, summaries)
         write_failures(out / FAILURES, failures)
     finally:
-        claims.release(claim)
+        leases.release(claim)
 
 
 def _verdict(batch: Sequence[SlideJob], out: Path, *, leads: bool) -> int:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from pathoseg.annotations.annotation import IGNORE, ClassTable
+from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.mask_image import MaskLabels
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, Mpp, Size
@@ -139,7 +140,7 @@ def test_values_beyond_the_classes_are_refused(tmp_path: Path, names: tuple[str,
 def test_a_mask_without_foreground_is_background(
     tmp_path: Path, values: Literal["indices", "binary"]
 ) -> None:
-    labels = MaskLabels(_saved(tmp_path, PATTERN * 0), Size(4, 3), values)
+    labels = MaskLabels(_saved(tmp_path, PATTERN * 0), Size(4, 3), AnnotationOptions(mask=values))
     assert not _whole(labels, Size(4, 3)).any()
     assert dict(labels.classes()) == {}
 
@@ -147,7 +148,7 @@ def test_a_mask_without_foreground_is_background(
 def test_binary_takes_instances_and_255_as_class_1(tmp_path: Path) -> None:
     instances = PATTERN.astype(np.uint16) * 255
     for pixels in (PATTERN, instances):
-        labels = MaskLabels(_saved(tmp_path, pixels), Size(4, 3), "binary")
+        labels = MaskLabels(_saved(tmp_path, pixels), Size(4, 3), AnnotationOptions(mask="binary"))
         np.testing.assert_array_equal(_whole(labels, Size(4, 3)), PATTERN > 0)
 
 
@@ -245,7 +246,7 @@ def test_real_masks_have_one_class(
     paths = sorted((shared_data / folder).glob("*.png"))
     assert len(paths) == files
     for path in paths[:10]:
-        labels = MaskLabels(path, size, values)
+        labels = MaskLabels(path, size, AnnotationOptions(mask=values))
         assert list(labels.classes()) == ["class 1"]
         with Image.open(path) as image:
             np.testing.assert_array_equal(_whole(labels, size), np.asarray(image) > 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from rasterio.features import shapes
 
 from pathoseg.annotations.annotation import IGNORE, Annotation, ClassTable
+from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.raster import PolygonLabels
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, Mpp, Size
@@ -56,6 +58,7 @@ def _covered(area: shapely.Polygon, frame: Frame, fine: int = 1) -> NDArray[np.b
     return inside
 
 
+@pytest.mark.slow
 @given(area=blobs(), mpp=MPPS)
 @settings(max_examples=40)
 def test_every_pixel_is_that_of_its_centre(area: shapely.Polygon, mpp: float) -> None:
@@ -66,6 +69,7 @@ def test_every_pixel_is_that_of_its_centre(area: shapely.Polygon, mpp: float) ->
     assert (shapely.distance(area.boundary, shapely.points(centres)) < 1e-6).all()
 
 
+@pytest.mark.slow
 @given(area=blobs(), mpp=st.sampled_from([0.5, 0.73, 1.0]))
 @settings(max_examples=12)
 def test_areas_are_those_of_a_supersampled_reference(area: shapely.Polygon, mpp: float) -> None:
@@ -95,6 +99,7 @@ def test_a_traced_mask_is_rasterised_to_itself(mask: NDArray[np.uint8], scale: f
     np.testing.assert_array_equal(found, mask)
 
 
+@pytest.mark.slow
 @given(area=blobs(), mpp=MPPS)
 @settings(max_examples=40)
 def test_a_rasterised_region_is_traced_to_itself(area: shapely.Polygon, mpp: float) -> None:
@@ -194,6 +199,56 @@ def test_unclassified_regions_count_only_where_nothing_is_classified() -> None:
     mixed = _labels((looked, None), (found, "tumour"), slide=Size(10, 10))
     assert (mixed.rasterise(_whole(frame), frame, TABLE) > 0).sum() == 1
     assert list(_labels((looked, None), (found, None)).classes()) == ["annotation"]
+
+
+BOXES = st.tuples(
+    st.integers(-10, 30), st.integers(-10, 30), st.integers(1, 30), st.integers(1, 30)
+)
+ROI_NAMES = st.sampled_from(["Region*", "ROI", "region", "roi"])
+
+
+@given(
+    boxes=st.lists(st.tuples(BOXES, ROI_NAMES), max_size=3),
+    outlines=st.lists(st.tuples(BOXES, st.sampled_from(["tumour", "Background", "fold*"]))),
+    unlabelled=st.sampled_from(["background", "ignore"]),
+)
+def test_nothing_is_known_outside_the_regions_of_interest(
+    boxes: list[tuple[tuple[int, ...], str]],
+    outlines: list[tuple[tuple[int, ...], str]],
+    unlabelled: Literal["background", "ignore"],
+) -> None:
+    """Against painted arrays: boxes nested, apart, beyond the slide, and outlines across them."""
+    values = {"tumour": 1, "Background": 0, "fold*": IGNORE}
+    expected = np.full((60, 60), IGNORE if unlabelled == "ignore" else 0, np.uint8)
+    known = np.zeros((60, 60), bool) if boxes else np.ones((60, 60), bool)
+    regions = []
+    for (x, y, width, height), name in sorted(outlines, key=lambda one: -one[0][2] * one[0][3]):
+        expected[y + 10 : y + 10 + height, x + 10 : x + 10 + width] = values[name]
+        regions.append((shapely.box(x, y, x + width, y + height), name))
+    for (x, y, width, height), name in boxes:
+        known[y + 10 : y + 10 + height, x + 10 : x + 10 + width] = True
+        regions.append((shapely.box(x, y, x + width, y + height), name))
+    expected[~known] = IGNORE
+    slide = Size(40, 30)
+    annotations = [Annotation(area, name) for area, name in regions]
+    labels = PolygonLabels(FILE, annotations, slide, AnnotationOptions(unlabelled=unlabelled))
+    frame = Frame.at(slide, NATIVE, 0.25)
+    found = labels.rasterise(_whole(frame), frame, TABLE)
+    np.testing.assert_array_equal(found, expected[10:40, 10:50])
+    assert set(labels.classes()) <= {"tumour"}
+
+
+def test_a_model_that_knows_a_class_of_such_a_name_keeps_it() -> None:
+    slide = Size(10, 10)
+    frame = Frame.at(slide, NATIVE, 0.25)
+    old = ClassTable(("ROI", "Background"), ((1, 0, 0), (2, 0, 0)))
+    outlines = [
+        Annotation(shapely.box(0, 0, 5, 5), "ROI"),
+        Annotation(shapely.box(6, 6, 8, 8), "Background"),
+    ]
+    options = AnnotationOptions().for_classes(old.names)
+    mask = PolygonLabels(FILE, outlines, slide, options).rasterise(_whole(frame), frame, old)
+    assert np.bincount(mask.ravel()).tolist() == [71, 25, 4]
 
 
 def test_no_regions_are_background() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -169,6 +170,39 @@ def test_names_of_outlines_leave_masks_as_they_are(tmp_path: Path) -> None:
     table = ClassTable(("a", "b", "c", "d"), ((1, 1, 1), (2, 2, 2), (3, 3, 3), (4, 4, 4)))
     found = labels.rasterise(Box(0, 0, 100, 1), Frame.at(SLIDE, Mpp(0.25, 0.25), 0.25), table)
     assert [*found[0, ::20]] == [1, 2, 3, 4, 0]
+
+
+@pytest.mark.parametrize("write", [_geojson, _asap, _imagescope])
+@pytest.mark.parametrize("name", ["Region*", "roi", "REGION", "Box"])
+def test_every_program_draws_regions_of_interest(tmp_path: Path, write: Any, name: str) -> None:
+    if write is _geojson:
+        path = _geojson(tmp_path, _square(20, 30, name="tumour"))
+    else:
+        path = write(tmp_path, 20, 30)
+    path.write_text(path.read_text().replace("tumour", name))
+    options = AnnotationOptions(frame="full", roi=("region*", "ROI", "region", "Area"))
+    labels = read_labels(path, SLIDE, (0, 0), replace(options, rename={"Box": "area"}))
+    assert dict(labels.classes()) == {}
+    mask = labels.rasterise(Box(0, 0, 100, 100), Frame.at(SLIDE, Mpp(0.25, 0.25), 0.25), TABLE)
+    expected = np.full((100, 100), 255)
+    expected[30:40, 20:30] = 0
+    np.testing.assert_array_equal(mask, expected)
+
+
+def test_regions_of_interest_that_miss_their_slide_are_refused(tmp_path: Path) -> None:
+    path = _geojson(tmp_path, _square(20, 30), _square(40, 30), _square(500, 0, name="ROI"))
+    with pytest.raises(PathosegError, match=r"No region of interest in .*slide\.geojson"):
+        read_labels(path, SLIDE, (0, 0), AnnotationOptions())
+    assert read_labels(path, SLIDE, (0, 0), AnnotationOptions(roi=()))
+
+
+def test_a_sparse_mask_is_unknown_where_it_is_0(tmp_path: Path) -> None:
+    options = AnnotationOptions(unlabelled="ignore", rename={"class 1": "background"})
+    table = ClassTable(("class 2", "class 3", "class 4"), ((1, 1, 1), (2, 2, 2), (3, 3, 3)))
+    labels = read_labels(_mask_to_rename(tmp_path), SLIDE, (0, 0), options)
+    found = labels.rasterise(Box(0, 0, 100, 1), Frame.at(SLIDE, Mpp(0.25, 0.25), 0.25), table)
+    assert [*found[0, ::10]] == [0, 255, 1, 255, 2, 255, 3, 255, 255, 255]
+    assert [*labels.classes()] == ["class 2", "class 3", "class 4"]
 
 
 @pytest.mark.parametrize("name", ["", " ", "tumour "])

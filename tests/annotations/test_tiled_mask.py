@@ -15,6 +15,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 from tifffile import TiffWriter, imwrite
 
 from pathoseg.annotations.annotation import ClassTable
+from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.mask_image import MaskLabels
 from pathoseg.annotations.tiled_mask import TiledMask
 from pathoseg.errors import PathosegError
@@ -120,7 +121,7 @@ def test_binary_takes_whatever_is_above_0(tmp_path: Path) -> None:
     path = tmp_path / "s_mask.tif"
     pixels = np.arange(400, dtype=np.uint16).reshape(20, 20).astype(np.uint8)
     imwrite(path, pixels, tile=(16, 16))
-    labels = MaskLabels(path, Size(20, 20), "binary")
+    labels = MaskLabels(path, Size(20, 20), AnnotationOptions(mask="binary"))
     assert list(labels.classes()) == ["class 1"]
     np.testing.assert_array_equal(_whole(labels, Size(20, 20)), pixels > 0)
 

@@ -57,6 +57,7 @@ except SystemExit as end:
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "program",
     ["import pathoseg, pathoseg.parallel, pathoseg.config", REFUSED],

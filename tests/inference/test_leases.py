@@ -1,4 +1,4 @@
-"""Claims: one owner at a time, and none for long after its owner's end."""
+"""Leases: one owner at a time, and none for long after its owner's end."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ def test_of_many_at_once_one_gets_it(tmp_path: Path) -> None:
             hand.__exit__(None, None, None)
 
 
+@pytest.mark.process
 def test_a_killed_process_of_this_machine_holds_nothing(tmp_path: Path) -> None:
     path = tmp_path / "piece"
     code = (
-        "import os, sys; from pathlib import Path; from pathoseg.inference.leases import Claims\n"
+        "import os, sys; from pathlib import Path; from pathoseg.inference.leases import Leases\n"
         "folder = Path(sys.argv[1])\n"
-        "assert Claims(folder).take(folder / 'piece')\n"
+        "assert Leases(folder).take(folder / 'piece')\n"
         "os.kill(os.getpid(), 9)"
     )
     killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)

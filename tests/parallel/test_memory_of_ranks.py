@@ -34,6 +34,7 @@ def _plan(order: str) -> Plan:
     return plan([priced], PlanRequest(2, 2**40, 8, order, stages=2))[0]
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.skipif(
     not Path(sys.executable).with_name("mpirun").exists(),

@@ -58,6 +58,7 @@ def test_levels_of_unequal_steps_and_without_flags_are_found(
             np.testing.assert_array_equal(_all(slide, index), pixels)
 
 
+@pytest.mark.slow
 def test_a_large_level_is_never_held_whole(tmp_path: Path, pyramid: Callable[..., Any]) -> None:
     path = tmp_path / "large.tif"
     tile = np.full((256, 256, 3), 77, np.uint8)

@@ -164,6 +164,7 @@ def _fill_all(folder: Path) -> None:
     fill(TileCache.open(folder, key_of()))
 
 
+@pytest.mark.process
 def test_several_processes_fill_one_cache(tmp_path: Path) -> None:
     spawn = multiprocessing.get_context("spawn")
     writers = [spawn.Process(target=_fill_all, args=(tmp_path,)) for _ in range(3)]
@@ -190,6 +191,7 @@ while True:
 """
 
 
+@pytest.mark.process
 def test_a_killed_writer_leaves_nothing_half_written(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for _ in range(4):
@@ -256,6 +258,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.process
 def test_a_full_disk_is_told_of(small_disk: Path) -> None:
     cache = TileCache.open(small_disk, key_of())
     noise = np.random.default_rng(0).integers(0, 256, (SHARD, SHARD, 3), dtype=np.uint8)
@@ -265,6 +268,7 @@ def test_a_full_disk_is_told_of(small_disk: Path) -> None:
     assert not list(cache.path.glob("pixels/*.partial"))
 
 
+@pytest.mark.process
 def test_a_read_only_cache_serves_what_it_holds(small_disk: Path) -> None:
     cache = TileCache.open(small_disk, key_of())
     fill(cache, Box(0, 0, 9, 9))

@@ -10,14 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import shapely
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from pathoseg.annotations.annotation import Annotation
 from pathoseg.annotations.annotation_options import AnnotationOptions
+from pathoseg.annotations.raster import PolygonLabels
 from pathoseg.annotations.reading import class_table, read_labels
 from pathoseg.errors import PathosegError
-from pathoseg.geometry import Box, Frame
+from pathoseg.geometry import Box, Frame, Size
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles import tiles as tiles_file
 from pathoseg.tiles.slide_pool import SlidePool
@@ -79,6 +82,25 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_shards")
+def test_no_tile_lies_outside_the_regions_of_interest(
+    make_bench: MakeBench, tmp_path: Path
+) -> None:
+    bench = make_bench()
+    outlines = [
+        Annotation(shapely.box(110, 90, 170, 150), "Region*"),
+        Annotation(shapely.box(120, 100, 130, 110), "tumor"),
+        Annotation(shapely.box(200, 0, 300, 50), "stroma"),  # drawn, but outside
+    ]
+    bench.labels = PolygonLabels(bench.labels.path, outlines, Size(300, 200))
+    for cache in (None, tmp_path / "cache"):
+        tiles = bench.cut(tile=20, cache=cache)
+        assert tiles.class_pixels.sum(axis=0).tolist() == [60 * 60 - 100, 100, 0]
+        for position in range(len(tiles)):
+            box = tiles.box(position)
+            assert box.intersection(Box(110, 90, 60, 60))
+            assert (tiles.read(position).mask != 255).any()
+
+
 def test_the_cache_changes_nothing(make_bench: MakeBench, tmp_path: Path) -> None:
     bench = make_bench()
     expected = content(bench.cut(overlap=10))

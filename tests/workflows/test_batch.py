@@ -218,8 +218,8 @@ def test_two_batches_in_one_folder_share_the_work(place: Place, tmp_path: Path) 
 
 HASTY = """
 import sys
-from pathoseg.inference import leases as claims
-claims.LEASE, claims.BEAT = 1.0, 0.1
+from pathoseg.inference import leases
+leases.LEASE, leases.BEAT = 1.0, 0.1
 from pathoseg.__main__ import main
 main()
 """

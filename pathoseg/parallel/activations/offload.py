@@ -15,7 +15,7 @@ from pathoseg.parallel.activations.streams import Lane, Streams
 
 
 class OffloadMode(StrEnum):
-    """How copies to and from the host are made.
+    """The offload modes: how copies to and from the host are made.
 
     The first five are those of the offload study; they copy on the stream that computes, when a
     tensor is saved and when it is used. On a CPU all of them copy within host memory.
@@ -30,7 +30,7 @@ class OffloadMode(StrEnum):
 
     @property
     def pins(self) -> bool:
-        """Whether host memory is pinned."""
+        """Return True if host memory is pinned."""
         return self in (OffloadMode.PINNED, OffloadMode.PINNED_NON_BLOCKING, OffloadMode.OVERLAPPED)
 
 

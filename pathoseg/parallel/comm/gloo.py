@@ -217,7 +217,7 @@ def _failure(error: RuntimeError) -> PathosegError:
 
 
 def _address(store: Store, rank: int, ranks: int, host: str) -> str:
-    """Where the other ranks reach this one: on the host where they meet, by their addresses."""
+    """Return the address at which the other ranks reach this one."""
     own = own_address(host)
     store.set(f"address/{rank}", own)
     if not ipaddress.ip_address(own).is_loopback:

@@ -102,7 +102,7 @@ class MpiWire:
             self._mpi.Finalize()
 
     def _address(self) -> str:
-        """Where other hosts reach this rank, found by their names."""
+        """Return the address at which other hosts reach this rank, found by their names."""
         own = bytearray(socket.gethostname().encode().ljust(_NAME))
         names = bytearray(_NAME * self.ranks)
         self._own.Allgather([own, self._mpi.BYTE], [names, self._mpi.BYTE])
@@ -171,7 +171,7 @@ def _import_mpi() -> ModuleType:
 
 
 def _reads_cuda(mpi: ModuleType) -> bool:
-    """Whether this MPI takes addresses of CUDA memory, by Open MPI's and MPICH's own query."""
+    """Return True if this MPI reads CUDA memory, by Open MPI's and MPICH's own query."""
     for library in (None, mpi.__file__):
         query = getattr(ctypes.CDLL(library), "MPIX_Query_cuda_support", None)
         if query is not None:

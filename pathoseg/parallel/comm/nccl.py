@@ -46,7 +46,7 @@ class Channels(Protocol):
     """
 
     def carries(self, data: Tensor) -> bool:
-        """Whether this tensor goes by a channel."""
+        """Return True if this tensor is sent over an NCCL channel."""
 
     def send(self, data: Tensor, to: int) -> Request:
         """Begins to send the bytes of a flat uint8 tensor, at least one; never blocks."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import socket
 import time
 from collections import Counter, deque
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.comm.heartbeat import Heartbeat
+from pathoseg.platform_support import yield_core
 
 
 def own_address(host: str) -> str:
@@ -58,14 +58,14 @@ class Request(Protocol):
     """A message that a library has begun."""
 
     def done(self) -> bool:
-        """Whether it is finished; never blocks."""
+        """Return True if the operation is finished; never blocks."""
 
 
 class CopyEvent(Protocol):
     """A point in a device's work; torch.cuda.Event is one."""
 
     def query(self) -> bool:
-        """Whether the device has come there."""
+        """Return True if the device has passed the event."""
 
 
 class Wire(Protocol):
@@ -324,7 +324,7 @@ def look_again(turns: int) -> None:
     A short wait is spent looking; a long one leaves the core to ranks that share it.
     """
     if turns < _LOOKS:
-        os.sched_yield()
+        yield_core()
     else:
         time.sleep(_NAP)
 

@@ -1,22 +1,22 @@
-"""What a device, its node and its network can do: figures that a small JSON file holds."""
+"""The description of a device, its node and its network, as a small JSON file holds it."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import resources
 from math import inf
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from uuid import uuid4
 
 from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.cost.features import BASIC
 from pathoseg.parallel.schedule.costs import Link, Nodes
+from pathoseg.platform_support import sync_file
 
 Data = TypeVar("Data")
 
@@ -90,7 +90,7 @@ class Regression:
 
 @dataclass(frozen=True, slots=True)
 class CostFit:
-    """What was learnt from timing layers.
+    """The regressions that were fitted to measured layer times.
 
     Attributes:
         regressions: By family and pass, such as `convolution forward`.
@@ -150,7 +150,7 @@ class Hardware:
                 raise ValueError("a link's figures are finite and not below 0")
 
     def network(self, ranks: int) -> Nodes:
-        """What joins so many ranks, one on each device, nodes being filled in turn."""
+        """Return the network of so many ranks, one on each device, nodes filled in turn."""
         return Nodes(min(self.per_node, ranks), self.inside, self.between)
 
 
@@ -189,16 +189,13 @@ def save_hardware(hardware: Hardware, path: Path) -> None:
     # What a user may want to change stands on lines of its own, before the long fit.
     fit = json.dumps(figures.pop("fit"))
     text = json.dumps(figures, indent=1).removesuffix("\n}") + f',\n "fit": {fit}\n}}\n'
-    with NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False) as draft:
-        try:
-            draft.write(text)
-            draft.flush()
-            os.fsync(draft.fileno())
-            Path(draft.name).chmod(0o644)
-            Path(draft.name).replace(path)
-        except BaseException:
-            Path(draft.name).unlink(missing_ok=True)
-            raise
+    draft = path.with_name(f".{uuid4().hex[:8]}-{path.name}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        sync_file(draft)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _shipped() -> Any:

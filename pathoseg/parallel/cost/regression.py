@@ -157,7 +157,7 @@ class RawPolynomial:
         return "plain polynomial of sizes, measured on this device"
 
     def time(self, layer: Layer) -> LayerTime:
-        """What the layer takes."""
+        """Return the time that the polynomial predicts for the layer."""
         if layer.is_free:
             return LayerTime(0.0, 0.0)
         return LayerTime(*np.maximum(0.0, self.raw(layer)).tolist())
@@ -186,7 +186,7 @@ class TimedCase:
 
     @property
     def sample(self) -> Sample:
-        """What a regression learns from it."""
+        """The features and times of this layer, as the regression learns them."""
         forward, backward = self.timing.forward.quartile, self.timing.backward.quartile
         return Sample(self.layer, LayerTime(forward, backward))
 

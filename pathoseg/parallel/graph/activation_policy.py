@@ -1,4 +1,4 @@
-"""What becomes of what a forward saves: kept, waiting in host memory, or recomputed."""
+"""The activation policy of a stage: which layers' tensors are kept, offloaded or recomputed."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ class ActivationPolicy:
 
     @property
     def runs_again(self) -> bool:
-        """Whether any layer runs more than once."""
+        """Return True if any layer's forward runs more than once."""
         return bool(self.recomputed or self.twice)

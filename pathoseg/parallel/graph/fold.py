@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from pathoseg.parallel.graph.layer_graph import (
+    Colocation,
     Gradient,
     Layer,
     LayerGraph,
     Life,
-    Colocation,
     Work,
     lifetimes,
     unsendable,
@@ -108,7 +108,7 @@ class _Folding:
         )
 
     def _gradients(self, group: Sequence[int]) -> tuple[Gradient, ...]:
-        """What the backwards of a group leave to earlier groups."""
+        """Return the gradients that the backward of a group leaves to earlier groups."""
         here = self.index[group[0]]
         left = []
         for position in group:

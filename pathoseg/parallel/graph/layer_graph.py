@@ -18,7 +18,7 @@ Attribute = bool | int | float | str | tuple["Attribute", ...] | None
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What a layer makes and others read: a tensor, or whole numbers taken from a shape.
+    """An output of a layer that others read: a tensor, or integers taken from a shape.
 
     Attributes:
         shape: Sizes of a tensor; () or (how many,) of whole numbers.
@@ -69,7 +69,7 @@ class Gradient:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one pass (forward or backward) of a layer takes.
+    """The work of one pass (forward or backward) of a layer.
 
     Attributes:
         flops: Floating-point operations of convolutions and matrix products, a multiply-add
@@ -131,7 +131,7 @@ class Layer:
 
     @property
     def is_free(self) -> bool:
-        """Whether it runs no kernel: a view, or arithmetic with sizes."""
+        """Return True if the layer runs no kernel: a view, or arithmetic with sizes."""
         return not self.forward.written
 
 

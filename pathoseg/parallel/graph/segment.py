@@ -127,7 +127,7 @@ class Segment:
         before: Callable[[int], None] | None = None,
         run: Call | None = None,
     ) -> dict[str, Any]:
-        """What the layers make for others, by name, whole numbers as int64 tensors.
+        """Run the layers; return the outputs that others read, by name, integers as int64 tensors.
 
         In `eval` mode some of `inputs` and `outputs` may not exist.
 

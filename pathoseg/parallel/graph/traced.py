@@ -28,8 +28,8 @@ from pathoseg.parallel.graph.layer_graph import (
     Value,
     find_ties,
 )
-from pathoseg.parallel.graph.memory_profile import Recorder, MemoryProfile
-from pathoseg.parallel.graph.segment import SegmentPlan, Segment, Step
+from pathoseg.parallel.graph.memory_profile import MemoryProfile, Recorder
+from pathoseg.parallel.graph.segment import Segment, SegmentPlan, Step
 
 
 @cache
@@ -59,7 +59,7 @@ class _Sums(fx.Module):
 
 
 def alone(holders: Sequence[int]) -> int:
-    """What sums that begin with an unshared gradient count, after one that begins with a shared.
+    """Return the use count at which autograd owns a gradient alone and may add in place.
 
     Raises:
         PathosegError: They do not agree, or count no less.
@@ -106,14 +106,14 @@ class Traced:
                 self._read()
 
     def segment(self, layers: range) -> Segment:
-        """What runs the layers at these positions."""
+        """Return a callable that runs the layers at these positions."""
         model = self.model
         return Segment(
             self.graph, layers, self._steps, lambda: model.training, fx.to_tensor, fx.from_tensor
         )
 
     def assemble(self, values: Mapping[str, Any]) -> Any:
-        """What the model itself would return, of the values that `graph.outputs` names."""
+        """Build what the model itself would return from the values named by `graph.outputs`."""
         numbers = {
             name: fx.from_tensor(values[name])
             for name in self.graph.outputs
@@ -278,7 +278,7 @@ class Traced:
 
 
 def _attributes(root: fx.Root, node: Any) -> list[Any]:
-    """What a node takes from the model: tensors, and modules that a function is to run."""
+    """Return the tensors and modules of the model that a node uses."""
     return [attribute(root, source) for source in node.all_input_nodes if source.op == "get_attr"]
 
 

@@ -1,4 +1,4 @@
-"""What would fit where nothing does, found by simulation."""
+"""Hints where no plan fits: the changes that would, found by simulation."""
 
 from __future__ import annotations
 
@@ -122,5 +122,5 @@ def _needs(priced: StageCosts, partition: Partition) -> tuple[int, ...]:
 
 
 def count_ranks(count: int) -> str:
-    """How many ranks, in words."""
+    """Return "one rank" or "N ranks"."""
     return "one rank" if count == 1 else f"{count} ranks"

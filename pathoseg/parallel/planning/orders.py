@@ -32,7 +32,7 @@ PLACEMENTS: Mapping[str, Callable[[int], Placement]] = {
 
 
 class OrderSetting(NamedTuple):
-    """What an order is built for.
+    """The setting for which an order is built.
 
     Attributes:
         placement: Where the stages are.
@@ -127,7 +127,7 @@ def _recomputing(frame: OrderSetting) -> _Families:
 
 
 def _fits(frame: OrderSetting, stage: int) -> bool:
-    """Whether a stage has room for the microbatches that 1F1B holds."""
+    """Return True if a stage has room for the microbatches that 1F1B holds."""
     cost = frame.costs.stages[stage]
     entering, leaving = (
         sum(frame.costs.sizes[edge] for edge in frame.edges if edge[end] == stage) for end in (1, 0)

@@ -1,4 +1,4 @@
-"""What the planner is asked for, and a plan: how a step runs on ranks, as plain data."""
+"""The request to the planner, and its answer: a plan of one step on ranks, as plain data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pathoseg.parallel.schedule.validate import validate
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is to be planned.
+    """The request: ranks, memory, batch, and what is settled already.
 
     Attributes:
         ranks: The most ranks.
@@ -67,7 +67,7 @@ _AGAIN = "Plan again with `pathoseg plan`, for this model, tile and configuratio
 
 @dataclass(frozen=True)
 class Plan:
-    """What every rank holds and does in a step, and what that is predicted to take.
+    """The stages and actions of every rank in a step, with their predicted time and memory.
 
     Attributes:
         model: Name of the model's class.
@@ -116,7 +116,7 @@ class Plan:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """What every rank of a group does, messages, recomputation and sums included."""
+        """The actions of every rank of a group, with messages, recomputation and sums."""
         offload = {stage: each.offloaded for stage, each in enumerate(self.retention)}
         return lower(Schedule.parse(self.text), recompute=self.recompute, offload=offload)
 

@@ -19,14 +19,14 @@ from pathoseg.parallel.planning.orders import (
     PLACEMENTS,
     SEQUENTIAL,
     SYNTHESISED,
-    OrderSetting,
     Order,
+    OrderSetting,
     Variant,
     find_order,
 )
 from pathoseg.parallel.planning.partition import MemoryLimit, custom
 from pathoseg.parallel.planning.plan import Plan, PlanRequest, digest, input_shape
-from pathoseg.parallel.planning.stage_costs import StageCosts, stage_edges
+from pathoseg.parallel.planning.stage_costs import StageCosts, longest_chains, stage_edges
 from pathoseg.parallel.schedule.costs import Costs
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.schedule import Schedule
@@ -67,7 +67,7 @@ class Candidate(NamedTuple):
 
 
 def candidates(priced: StageCosts, request: PlanRequest) -> Iterator[Candidate]:
-    """What may be tried of each order that the request allows.
+    """Yield the candidates of each order that the request allows.
 
     Raises:
         PathosegError: The model cannot be cut into as many stages as the request wants.
@@ -88,12 +88,12 @@ def candidates(priced: StageCosts, request: PlanRequest) -> Iterator[Candidate]:
                     if request.all_ranks and width * groups != request.ranks:
                         continue
                     own = microbatches // groups
-                    least = max(1, own / width) * priced.seconds
+                    least = max(priced.critical_seconds, own / width * priced.seconds)
                     yield Candidate(priced, order, placement, width, groups, own, least)
 
 
 def _widths(request: PlanRequest, stages: int | None, chunks: int) -> list[int]:
-    """How many ranks a group may have: those that leave no rank idle, and some between."""
+    """Return the sizes of a group to try: those that leave no rank idle, and some between."""
     if stages is not None:
         return [stages // chunks] if 2 * chunks <= stages <= request.ranks * chunks else []
     widths = {width for width in range(2, request.ranks + 1) if request.ranks % width == 0}
@@ -114,34 +114,43 @@ def _groups(order: Order, most: int, microbatches: int) -> list[int]:
 
 
 def least_seconds(frame: OrderSetting, groups: int) -> float:
-    """A lower bound of a step's time.
+    """Return a lower bound of a step's time, by the critical path of the stage graph.
 
-    A rank computes all visits of its stages. Its first visit waits for the forwards of the stages
-    before it; after its last one come the backwards of these stages, or its own stage's sum over
-    the copies and the optimizer's step. Two replicas share the work as they like.
+    A rank computes all visits of its stages. Its first visit waits for the longest chain of
+    forwards that leads to it; after its last one come the backwards of that chain, or its own
+    stage's sum over the copies and the optimizer's step. Two replicas share the work as they like.
+
+        rank of stage s   ├ before[s] ┤ F…B of all its microbatches ├ after[s], or sum and step ┤
 
     Args:
         frame: One group's, its costs being those on the network of all groups.
         groups: How many groups.
     """
-    placement, microbatches, costs = frame[:3]
+    placement, microbatches, costs, edges = frame[:4]
     stages = costs.stages
-    work = sum(stage.forward + stage.backward for stage in stages)
+    before, after = (
+        longest_chains(times, [(edge.source, edge.target) for edge in edges])
+        for times in ([each.forward for each in stages], [each.backward for each in stages])
+    )
+    visits = [each.forward + each.backward for each in stages]
+    least: float = max(map(sum, zip(before, visits, after, strict=True)))
     if placement.replicas > 1:
-        return max(work, microbatches * work / placement.ranks)
+        return max(least, microbatches * sum(visits) / placement.ranks)
     [home] = placement.homes
-    least = 0.0
     for rank in range(placement.ranks):
         own = [stage for stage, at in enumerate(home) if at == rank]
-        busy = sum(stages[stage].forward + stages[stage].backward for stage in own)
-        before = stages[: own[0]]
+        busy = microbatches * sum(visits[stage] for stage in own)
         copies = range(rank, rank + placement.ranks * groups, placement.ranks)
-        ending = stages[own[0]].step + float(
-            costs.network.all_reduce(copies, stages[own[0]].gradients)
-        )
-        after = max(ending, sum(stage.backward for stage in before))
-        least = max(least, microbatches * busy + sum(s.forward for s in before) + after)
-    return max(least, work)
+        ending = [
+            max(
+                after[stage],
+                stages[stage].step
+                + float(costs.network.all_reduce(copies, stages[stage].gradients)),
+            )
+            for stage in own
+        ]
+        least = max(least, min(before[stage] for stage in own) + busy + min(ending))
+    return least
 
 
 def least_bytes(frame: OrderSetting) -> int:
@@ -219,7 +228,7 @@ def plan(graphs: Sequence[StageCosts], request: PlanRequest) -> list[Plan]:
 
 
 def fits(priced: StageCosts, request: PlanRequest) -> bool:
-    """Whether a named order has a plan, or the one that the request asks for.
+    """Return True if the order that the request names, or any named order, has a plan.
 
     Orders made to measure take minutes to try at many sizes, and hardly ever need less memory.
 
@@ -247,7 +256,7 @@ def _sorted_out(
 
 
 class _Search:
-    """What was found so far.
+    """The state of the search.
 
     Attributes:
         best: Plans by what tells them apart.

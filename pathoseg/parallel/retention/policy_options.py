@@ -22,7 +22,7 @@ from pathoseg.parallel.schedule.costs import Link, Saved
 
 @dataclass
 class Walked:
-    """What layers hold and do again, beyond what earlier ones keep.
+    """The memory and the recomputation of some layers, beyond what earlier layers keep.
 
     Attributes:
         forward_peak: Most bytes in their forward, what is kept included.
@@ -198,11 +198,12 @@ class _State:
             temporary -= sum(leaving.pop(run, ()))
 
     def _in_passing(self, index: int, passing: bool) -> bool:
-        """Whether the run that makes a storage is one in passing, where such a one asks for it."""
+        """Return True if the recomputation of a storage is transient (its result is freed before
+        the layer's own backward)."""
         return passing or (index in self._dropped and index not in self._twice)
 
     def _stays(self, index: int, at: int, passing: bool) -> bool:
-        """Whether a storage that is made again is needed by backwards to come."""
+        """Return True if a recomputed storage is needed by later backwards."""
         return (
             index in self._dropped
             and passing != (index in self._twice)
@@ -223,7 +224,7 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class Retained:
-    """What comes of a retention, for one microbatch.
+    """The memory, copies and recomputation of a stage under an activation policy, a microbatch.
 
     Attributes:
         kept: Bytes on the device between the forward and the backward, without what was received.
@@ -304,7 +305,7 @@ _NOTHING = 0.002
 
 @dataclass(frozen=True, slots=True)
 class AllowedPolicies:
-    """Which layers' storages may be offloaded, and which recomputed."""
+    """The policies that the user allows: offload, recompute, or both."""
 
     offload: bool = True
     recompute: bool = True
@@ -346,7 +347,7 @@ class PolicyOption:
 def patterns_of(
     facts: StageFacts, run: BlockRun, host: Link, ways: AllowedPolicies
 ) -> list[PolicyOption]:
-    """Of all patterns of a run's blocks those that no other beats in everything.
+    """Return the Pareto front of the policy options of a run's blocks.
 
     Several blocks are taken together where all between them is recomputed.
 
@@ -471,7 +472,7 @@ def _pattern(
 
 
 def _is_deep(facts: StageFacts, index: int, dropped: set[int]) -> bool:
-    """Whether more than a storage's own layers have to run again to make it."""
+    """Return True if recomputing a storage needs more than its own layers."""
     saved = facts.saved[index]
     for layer in (saved.maker, *saved.writers):
         for read in facts.reads[layer]:
@@ -483,7 +484,7 @@ def _is_deep(facts: StageFacts, index: int, dropped: set[int]) -> bool:
 
 
 def _best(patterns: Sequence[PolicyOption], shared: Collection[int]) -> list[PolicyOption]:
-    """Those that none beats of those that ask the same of others and leave them the same."""
+    """Return the Pareto front (time, memory) of the options with equal demands and exports."""
     groups: dict[Hashable, list[PolicyOption]] = {}
     for each in patterns:
         gone, deep = (frozenset(some.intersection(shared)) for some in (each.away, each.deep))

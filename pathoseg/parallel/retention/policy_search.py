@@ -18,9 +18,9 @@ from pathoseg.parallel.retention.policy_milp import (
 )
 from pathoseg.parallel.retention.policy_options import (
     MOST_UNITS,
+    AllowedPolicies,
     PolicyOption,
     Retained,
-    AllowedPolicies,
     patterns_of,
     retain,
 )
@@ -46,7 +46,7 @@ _NEAREST = (8, 24)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What becomes of a stage's layers.
+    """The activation policy chosen for a stage.
 
     Attributes:
         retention: The layers.
@@ -113,7 +113,7 @@ class Chooser:
         return least(posed.program) * posed.second
 
     def seconds(self, choice: Choice, in_flight: int = 1) -> float:
-        """Of a microbatch, where so many are in flight, by `simulate`."""
+        """Return the simulated seconds of a microbatch with so many in flight."""
         cost = StageCost(
             sum(self._facts.forward.values()),
             sum(self._facts.backward.values()) + choice.retained.again,

@@ -1,4 +1,4 @@
-"""Who makes, saves and reads the storages of a stage, and its independent blocks."""
+"""Liveness of the storages of a stage, and its division into independent blocks."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from pathoseg.parallel.activations.stage_offload import StageOffload, changed_by
 from pathoseg.parallel.activations.streams import Lane, Streams
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.graph.layer_graph import Partition
-from pathoseg.parallel.runtime.messages import Messages, MessageRoute
+from pathoseg.parallel.runtime.messages import MessageRoute, Messages
 from pathoseg.parallel.runtime.reduction import GradientReduction
 from pathoseg.parallel.runtime.stage import Pass, Stage, stage_edges
 from pathoseg.parallel.schedule.action import COMPUTE, Action, Edge, Kind
@@ -200,7 +200,7 @@ class Executor:
         self._events.append(Event(rank, action, start - zero, time.perf_counter() - zero))
 
     def _record_marks(self, marks: Sequence[tuple[Action, Any, Any]]) -> None:
-        """What the device did, its copies too; those of one layer's storages are one event."""
+        """Record the events of the device, copies included; those of one layer are one event."""
         self._streams.settle()
         times = {
             action: (self._streams.seconds(begin), self._streams.seconds(end))
@@ -297,7 +297,7 @@ class Executor:
 
 
 def _is_forward(action: Action) -> bool:
-    """Whether a prediction needs it."""
+    """Return True if a prediction needs the action."""
     if action.kind in (Kind.SEND, Kind.RECV):
         assert action.edge is not None
         return (action.stage == action.edge.source) == (action.kind is Kind.SEND)

@@ -29,7 +29,7 @@ _MOST_DIMENSIONS = 8
 
 
 class Layout(NamedTuple):
-    """What a receiver has to know of a tensor: its dtype, sizes, and dimensions by stride."""
+    """The layout of a tensor in a message: dtype, sizes, and dimensions by stride."""
 
     dtype: torch.dtype
     sizes: tuple[int, ...]
@@ -58,7 +58,7 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class MessageRoute:
-    """Which messages two ranks exchange in a step, each way, in the order in which they are sent.
+    """The messages that two ranks exchange in a step, each way, in sending order.
 
     Attributes:
         receives: By rank that sends to this one, its SENDs.

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from pathoseg.errors import PathosegError, is_out_of_memory
+from pathoseg.gradient_step import LossScale, StepVerdict, clip_gradients
 from pathoseg.parallel.activations.offload import Copies, OffloadMode, copies_of
 from pathoseg.parallel.activations.stage_offload import Park, StageOffload, parked_bytes
 from pathoseg.parallel.activations.streams import streams_of
@@ -19,7 +20,7 @@ from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.graph.layer_graph import Partition
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.runtime.executor import Executor, Microbatches, check_fit, compare_ranks
-from pathoseg.parallel.runtime.grad_clip import Agreed, Clipping, LossScale
+from pathoseg.parallel.runtime.grad_clip import GradientNorm
 from pathoseg.parallel.runtime.memory_check import Memory, compare_hosts
 from pathoseg.parallel.runtime.reduction import GradientReduction
 from pathoseg.parallel.runtime.stage import Loss, Pass, Stage
@@ -180,8 +181,8 @@ class Runner:
             transport, whole, self._stages, reductions, device, streams, copies, self._parking
         )
         counted = [name for name in self._holdings.told if name in trained]
-        self._clipping = Clipping(trained, counted, transport, device, self._parking)
-        self._agreed: Agreed
+        self._norm = GradientNorm(trained, counted, transport, device, self._parking)
+        self._verdict: StepVerdict
         self._scale = LossScale(training.dtype is torch.float16)
         visits = [
             visit_of(each) for each in whole.lists[transport.rank] if each.kind is Kind.FORWARD
@@ -207,7 +208,7 @@ class Runner:
             PathosegError: Something failed here or on another rank; all ranks end.
         """
         events: list[Event] | None = [] if trace else None
-        this = Pass(number, sum(microbatches.sizes), self._scale.scale, training=True)
+        this = Pass(number, microbatches.sizes, self._scale.scale, training=True)
         self._parking.forget_gradients(self.own.values())
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
@@ -215,13 +216,13 @@ class Runner:
             with ExitStack() as stack:
                 for stage in self._stages.values():
                     stack.enter_context(stage.statistics.kept())
-                self._executor.step(
-                    this, microbatches, partial(self._update, this, microbatches), events
-                )
+                self._executor.step(this, microbatches, partial(self._update, microbatches), events)
             for number_of, stage in self._stages.items():
                 holders = self._holders(number_of)
                 stage.statistics.apply(microbatches.sizes, partial(self._sum, holders))
-        return RankStepResult(self._agreed.loss_sum, self._agreed.finite, tuple(events or ()))
+        verdict = self._verdict
+        self._scale.update(verdict)  # which raises the same on all ranks, none being under way
+        return RankStepResult(verdict.loss_sum, verdict.finite, tuple(events or ()))
 
     def _sum(self, holders: tuple[int, ...], rows: torch.Tensor) -> None:
         if len(holders) > 1:
@@ -240,7 +241,7 @@ class Runner:
         self._model.eval()
         try:
             with self._failing():
-                this = Pass(0, sum(microbatches.sizes), 1.0, training=False)
+                this = Pass(0, microbatches.sizes, 1.0, training=False)
                 return self._executor.predict(this, microbatches)
         finally:
             for module, mode in modes:
@@ -293,23 +294,21 @@ class Runner:
         load_tensors(buffers, state["model"])
         self._scale.load_state_dict(state["scaler"])
 
-    def _update(self, this: Pass, microbatches: Microbatches) -> None:
+    def _update(self, microbatches: Microbatches) -> None:
         """The optimizer's step on all ranks, or on none."""
         losses = {
             microbatch: loss
             for stage in self._stages.values()
             for microbatch, loss in stage.losses.items()
         }
-        self._agreed = self._clipping.agree(losses, len(microbatches.sizes), this.scale)
-        if self._agreed.finite and self.optimizer is not None:
-            norm, most = self._agreed.norm.to(self._device), self._training.clip
+        self._verdict = self._norm.agree(losses, len(microbatches.sizes), self._scale)
+        if self._verdict.finite and self.optimizer is not None:
             for parameters in self._parking.in_turn(*Park, changed=[*Park]):
-                if most > 0:
-                    torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
+                gradients = [each.grad for each in parameters if each.grad is not None]
+                clip_gradients(gradients, self._verdict.norm, self._training.clip)
                 with self._parking.alone(parameters) as optimizer:
                     optimizer.step()
                 self._parking.forget_gradients(parameters)
-        self._scale.update(self._agreed.finite)
 
     def _holders(self, stage: int) -> tuple[int, ...]:
         return tuple(self._placement.holders(stage))
@@ -321,7 +320,7 @@ class Runner:
         try:
             yield
         except PathosegError as error:
-            self._transport.abort(f"Rank {rank}, {self.doing}: {error.problem}")
+            self._transport.abort(f"Rank {rank}, {self.doing}: {error.problem} {error.hint}")
             raise
         except Exception as error:  # whatever the user's model or loss raises: the others wait
             first = str(error).split("\n")[0]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pathoseg.parallel.activations.offload import Copies, OffloadMode, Label, Overlapped, copies_of
+from pathoseg.parallel.activations.offload import Copies, Label, OffloadMode, Overlapped, copies_of
 from pathoseg.parallel.activations.pinned_arena import Arena
 from pathoseg.parallel.activations.streams import HostStreams, Lane, streams_of
 

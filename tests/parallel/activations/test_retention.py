@@ -182,6 +182,7 @@ CHOICES: dict[str, tuple[Callable[[int], bool], Callable[[int], bool]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 def test_what_layers_do_with_storages_is_done_again(name: str, dtype: torch.dtype | None) -> None:

@@ -61,6 +61,7 @@ def _trains_as_one_process(case: Case, memory: Memory) -> None:
         compare(case, rank, verdict)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 @settings(max_examples=4, deadline=None, suppress_health_check=[*HealthCheck])
 @given(data=st.data())

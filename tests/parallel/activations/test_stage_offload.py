@@ -196,6 +196,7 @@ def _equal(found: Any, expected: Any) -> None:
 CHOICES = [*(("adamw", {park}) for park in Park), ("adamw", ALL), ("sgd", ALL)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("optimizer", "parked"), CHOICES)
 @pytest.mark.parametrize("order", ORDERS)
@@ -229,6 +230,7 @@ def test_it_goes_with_offload_and_recomputation(case: Case, form: OffloadMode) -
     _equal(_on_ranks(case, Memory(form=form, parked=ALL), _train), _unparked(case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["gpipe", "gems-master"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_run_goes_on_from_its_state(order: str, form: OffloadMode) -> None:

@@ -116,6 +116,7 @@ def test_a_model_without_memory_is_refused() -> None:
     assert "device" in raised.value.hint
 
 
+@pytest.mark.slow
 def test_a_sequence_takes_a_time_of_the_order_of_its_layers() -> None:
     factor = measure_sequence(torch.device("cpu"), rounds=1)
     assert 0.1 < factor.forward < 10

@@ -7,12 +7,12 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from pathoseg.parallel.graph.layer_graph import (
+    Colocation,
     Gradient,
     Layer,
     LayerGraph,
     Parameter,
     Storage,
-    Colocation,
     Value,
     Work,
 )

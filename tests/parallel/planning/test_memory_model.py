@@ -55,6 +55,7 @@ def _workspace() -> Workspace:
     return cpu_workspace(lanes, torch.get_num_threads())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
 def test_peaks_of_stages_are_the_allocators(name: str) -> None:
     make, shape = NETWORKS[name]
@@ -77,6 +78,7 @@ RETAINED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RETAINED)
 def test_peaks_of_what_is_recomputed_are_the_allocators(name: str) -> None:
     make, shape = RETAINED[name]
@@ -99,6 +101,7 @@ def test_peaks_of_what_is_recomputed_are_the_allocators(name: str) -> None:
         assert choice.retained.peak + received == pytest.approx(really, rel=0.02)
 
 
+@pytest.mark.slow
 def test_peaks_of_what_is_recomputed_twice_are_the_allocators() -> None:
     """Of a chain of blocks what each is given is made again in passing, then each block."""
     traced = Traced(ResNetV2(2, depth=56), torch.randn(1, 3, 128, 128))
@@ -141,7 +144,7 @@ def _allocated_by_stage(traced: Traced, retention: ActivationPolicy, shape: tupl
         stage.begin()
         stage.feed(0, {next(iter(traced.graph.inputs)): torch.ones(shape)})
         stage.compare(0, None)
-        stage.forward(0, Pass(0, shape[0], 1.0, training=True), keep=True)
+        stage.forward(0, Pass(0, [shape[0]], 1.0, training=True), keep=True)
         stage.backward(0)
 
     return allocated(visit)

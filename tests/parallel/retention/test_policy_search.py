@@ -165,6 +165,7 @@ def test_no_way_that_is_left_out_by_its_reduced_cost_is_missed(
     assert (1 - GAP) * min(first, then) <= cost(whole.program) * (1 + 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["unet", "resnet"])
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_a_choice_holds_what_it_says(name: str, in_flight: int) -> None:
@@ -196,6 +197,7 @@ def test_recomputing_all_norms_takes_no_less() -> None:
     assert choice.retained.again <= usual.again + 2e-3 * seconds
 
 
+@pytest.mark.slow
 def test_the_same_choice_is_made_again() -> None:
     cap = int(0.7 * retain(_facts("unet", 256), ActivationPolicy()).peak)
     first, second = (
@@ -219,6 +221,7 @@ def test_equal_blocks_are_found() -> None:
     assert covered == [*layers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_flight", [1, 4])
 @pytest.mark.parametrize("share", [0.75, 0.5, 0.4])
 def test_no_mixture_is_much_faster(share: float, in_flight: int) -> None:

@@ -52,6 +52,7 @@ def _saved(graph: LayerGraph, names: tuple[str, ...]) -> list[int]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["keep", "offload", "recompute", "mixture"])
 @pytest.mark.parametrize("name", MODELS)
 def test_forwards_hold_what_their_retention_says(name: str, choice: str) -> None:
@@ -81,7 +82,7 @@ def test_forwards_hold_what_their_retention_says(name: str, choice: str) -> None
         retention=ActivationPolicy(offloaded, recomputed),
         copies=Overlapped(HostStreams(), CPU, arena, max(away, default=0)),
     )
-    this = Pass(0, 2 * (VISITS + 1), 1.0, training=True)
+    this = Pass(0, [2] * (VISITS + 1), 1.0, training=True)
 
     def forward(microbatch: int) -> None:
         stage.feed(microbatch, {next(iter(graph.inputs)): images})
