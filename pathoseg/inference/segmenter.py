@@ -255,6 +255,11 @@ def load_segmenter(bundle: Path, config: Config, factory: str | None) -> Segment
             "Name another model with --model, or leave `classes` out of the configuration.",
         )
     say(f"Model: {bundle} ({names}; {card.mpp:g} µm)")
+    if card.tiling == "blended" and config.infer.tile is None and edge_reach(model) is not None:
+        say(
+            f"A model of an earlier version: tiles of {card.tile} px are blended as then. [infer] "
+            "tile = 2048 predicts what one pass over the slide would, and often sooner."
+        )
     return Segmenter(model.to(pick_device()), card, config, bundle_id(bundle))
 
 
@@ -286,12 +291,9 @@ class Segmenter:
         self._windows = self._choose_windows()
 
     @property
-    def tiling(self) -> Mapping[str, int]:
-        """What, with the slide and its tissue, decides where tiles lie."""
-        if self._windows is not None:
-            return asdict(self._windows)
-        tile, overlap = self._tile
-        return {"tile": tile, "overlap": overlap}
+    def tiling(self) -> Mapping[str, int] | None:
+        """What bounds windows; None where tiles are blended, or classified."""
+        return None if self._windows is None else asdict(self._windows)
 
     def plan(self, slide: Slide) -> SlidePlan:
         """Finds tissue and lays the tiles.
@@ -319,9 +321,13 @@ class Segmenter:
             indices = [i for i, box in enumerate(grid) if has_tissue(box)]
         stain = None
         if card.stain is not None:
-            # As in training, whatever the tiles here.
-            trained = TileGrid(frame.size, Size(card.tile, card.tile), 0)
-            boxes = [box for box in trained if has_tissue(box)]
+            # On the same tiles whether there are windows or not, so that colours are the same.
+            tiles = grid
+            if card.model.task != "classify":
+                overlap = self._config.infer.overlap
+                overlap = card.overlap if overlap is None else overlap
+                tiles = TileGrid.cover(frame.size, card.tile, overlap, card.multiple)
+            boxes = [box for box in map(tiles.box, range(len(tiles))) if has_tissue(box)]
             method: Method = "macenko" if card.stain["method"] == "macenko" else "reinhard"
             stain = fit_stain(slide, frame, boxes, tissue, method) if boxes else None
         warning = card.unseen_resolution(slide.mpp.mean)
@@ -456,6 +462,8 @@ class Segmenter:
         card, options = self.card, self._config.infer
         reach = edge_reach(self._model)
         blended = options.overlap is not None or options.margin is not None
+        # A bundle of an earlier version answers as it did, unless it is asked for another tile.
+        blended |= card.tiling == "blended" and options.tile is None
         if reach is None or card.model.task == "classify" or blended:
             return None
         if options.tile is not None:
