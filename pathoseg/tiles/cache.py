@@ -31,6 +31,7 @@ from zarr.registry import register_codec
 
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, Size
+from pathoseg.platform_support import read_at
 from pathoseg.slides.region import Region
 from pathoseg.tiles.fingerprint import Fingerprint
 
@@ -123,6 +124,7 @@ class TileCache:
         try:
             if not path.is_dir():
                 _create(path, key)
+                _tell_of_former(path, key)
         except OSError as error:
             raise _unwritable(path, error) from error
         _clear(path, key)
@@ -236,7 +238,7 @@ def _within(part: Box, whole: Box | None) -> tuple[slice, slice]:
 
 
 def _read_exactly(descriptor: int, length: int, offset: int) -> bytes:
-    data = os.pread(descriptor, length, offset)
+    data = read_at(descriptor, length, offset)
     if len(data) != length:
         raise ValueError("a shard is cut short")
     return data
@@ -325,6 +327,21 @@ def _create_array(
         fill_value=0,
         chunk_key_encoding={"name": "default", "separator": "."},
     )
+
+
+def _tell_of_former(path: Path, key: TileCacheKey) -> None:
+    """Log that caches of the slide in an earlier format are not used: the slide is read again."""
+    now = key.described()
+    for other in path.parent.glob("*/" + _DESCRIPTION):
+        with suppress(OSError, ValueError, KeyError):
+            then = json.loads(other.read_text())
+            if all(then[part] == now[part] for part in ("slide", "fingerprint")) and (
+                then["format"] < now["format"]
+            ):
+                _log.warning(
+                    "%s is of an earlier version and not used: the slide is read again. Delete it.",
+                    other.parent,
+                )
 
 
 def _clear(path: Path, key: TileCacheKey) -> None:

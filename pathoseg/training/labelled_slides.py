@@ -316,9 +316,9 @@ def classes_held(sources: LabelledSlides) -> dict[str, Collection[str]]:
 
 
 def with_tile(config: Config, sources: LabelledSlides, multiple: int) -> Config:
-    """The configuration with a tile: the largest that most images hold, where none is given.
+    """Return the configuration with a tile: where none is given, the largest that most images hold.
 
-    Says which is chosen, or that the given one is mostly padding.
+    Says which is chosen, and on how many images tiles are mostly padding.
 
     Args:
         config: Its `tiles.tile` may be None.
@@ -328,24 +328,20 @@ def with_tile(config: Config, sources: LabelledSlides, multiple: int) -> Config:
     Raises:
         PathosegError: `tiles.overlap` is not below the tile.
     """
-    sides = sorted(min(source.frame.size.width, source.frame.size.height)
-                   for source in sources.usable)  # fmt: skip
+    sizes = [source.frame.size for source in sources.usable]
+    sides = sorted(min(size.width, size.height) for size in sizes)
     most_hold = sides[(len(sides) - 1) // 2]
     fitting = max(2, min(most_hold, LARGEST_TILE) // multiple) * multiple
-    tile = config.tiles.tile
-    if tile is None:
+    tile, advice = config.tiles.tile or fitting, ""
+    if config.tiles.tile is None:
         if fitting < LARGEST_TILE // multiple * multiple:
             say(f"Tiles of {fitting} px: the largest that most images hold.")
-        return replace(config, tiles=replace(config.tiles, tile=fitting))
-    small = sum(
-        min(tile, source.frame.size.width) * min(tile, source.frame.size.height) < tile**2 / 2
-        for source in sources.usable
-    )
+        config = replace(config, tiles=replace(config.tiles, tile=fitting))
+    elif fitting < tile:
+        advice = f"; without --tile, tiles of {fitting} px would be taken"
+    small = sum(min(tile, size.width) * min(tile, size.height) < tile**2 / 2 for size in sizes)
     if small:
-        say(
-            f"Tiles of {tile} px are mostly padding on {small} of {len(sides)} images; without "
-            f"--tile, tiles of {fitting} px would be taken."
-        )
+        say(f"Tiles of {tile} px are mostly padding on {small} of {len(sizes)} images{advice}.")
     return config
 
 

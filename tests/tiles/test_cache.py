@@ -144,6 +144,22 @@ def test_everything_that_defines_the_content_names_another_folder(tmp_path: Path
     assert described["frame"]["mpp"] == {"x": 0.5, "y": 0.5}
 
 
+def test_a_cache_of_an_earlier_format_is_said_once_and_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = key_of()
+    former = tmp_path / key.slide.name / "former"
+    former.mkdir(parents=True)
+    (former / "cache.json").write_text(json.dumps({**key.described(), "format": 1}))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            TileCache.open(tmp_path, key)
+    assert [record.message for record in caplog.records] == [
+        f"{former} is of an earlier version and not used: the slide is read again. Delete it."
+    ]
+    assert (former / "cache.json").exists()
+
+
 def test_a_changed_slide_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     key = key_of()
     old = TileCache.open(tmp_path, key)

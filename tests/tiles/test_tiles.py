@@ -6,23 +6,25 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import shapely
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from pathoseg.annotations.annotation import Annotation
+from pathoseg.annotations.annotation import Annotation, ClassTable
 from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.raster import PolygonLabels
 from pathoseg.annotations.reading import class_table, read_labels
 from pathoseg.errors import PathosegError
-from pathoseg.geometry import Box, Frame, Size
+from pathoseg.geometry import Box, Frame, Mpp, Size
+from pathoseg.slides.region import Region
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles import tiles as tiles_file
+from pathoseg.tiles.dataset import TrainingSet
 from pathoseg.tiles.slide_pool import SlidePool
 from pathoseg.tiles.stain import StainNormaliser
 from pathoseg.tiles.tile_options import TissueOptions
@@ -81,7 +83,6 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pathoseg.tiles.cache.BLOCK", 32)
 
 
-@pytest.mark.usefixtures("small_shards")
 def test_no_tile_lies_outside_the_regions_of_interest(
     make_bench: MakeBench, tmp_path: Path
 ) -> None:
@@ -101,6 +102,7 @@ def test_no_tile_lies_outside_the_regions_of_interest(
             assert (tiles.read(position).mask != 255).any()
 
 
+@pytest.mark.usefixtures("small_shards")
 def test_the_cache_changes_nothing(make_bench: MakeBench, tmp_path: Path) -> None:
     bench = make_bench()
     expected = content(bench.cut(overlap=10))
@@ -237,6 +239,57 @@ def test_a_tile_near_the_grid_is_what_lies_there(
         assert (box.x, box.y) == home
 
 
+@given(
+    width=st.integers(1, 500),
+    height=st.integers(1, 500),
+    sides=st.tuples(st.integers(200, 1500), st.integers(200, 1500)),
+    at=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    tile=st.sampled_from([64, 256, 512]),
+    outlined=st.booleans(),
+    unlabelled=st.sampled_from(["background", "ignore"]),
+)
+@example(1000, 1000, (4000, 4000), (0.3, 0.45), 512, False, "background")
+@settings(max_examples=25)
+def test_no_tile_near_the_grid_lies_outside_the_regions_of_interest(
+    width: int,
+    height: int,
+    sides: tuple[int, int],
+    at: tuple[float, float],
+    tile: int,
+    outlined: bool,
+    unlabelled: Literal["background", "ignore"],
+) -> None:
+    """In every draw of some epochs, balanced or not; the whole slide is tissue."""
+    size = Size(max(width, sides[0]), max(height, sides[1]))
+    x, y = int(at[0] * (size.width - width)), int(at[1] * (size.height - height))
+    box = Box(x, y, width, height)
+    outlines = [Annotation(shapely.box(x, y, box.right, box.bottom), "Region*")]
+    if outlined or unlabelled == "ignore":  # half inside, half outside
+        across = shapely.box(x + width // 2, y, box.right + width, box.bottom)
+        outlines.append(Annotation(across, "tumor"))
+    labels = PolygonLabels(Path("slide.svs"), outlines, size)
+    options = AnnotationOptions(unlabelled=unlabelled)
+    tiles = cut_tiles(
+        Path("slide.svs"), Frame.at(size, Mpp(0.5, 0.5), 0.5), labels, options,
+        ClassTable(("tumor",), ((1, 2, 3),)), AllTissue(),
+        TileOptions(tile=tile, offsets="random"), SlidePool(open_slide),
+    )  # fmt: skip
+    drawn = list[Box]()
+
+    def read(place: Box) -> Region:
+        drawn.append(place)
+        return Region(np.zeros((1, 1, 3), np.uint8), None)
+
+    tiles._region = read  # type: ignore[method-assign]  # pixels are of no interest
+    for balance in ("none", "class"):
+        training = TrainingSet([tiles], 3, 5, 12, balance, 4.0, offsets="random")
+        for epoch in range(2):
+            for sample in training.order(epoch):
+                mask = training.sample(epoch, sample)[1]
+                assert (mask != 255).any()
+                assert drawn[-1].intersection(box)
+
+
 def test_places_near_the_grid_are_spread_evenly(coded: Bench) -> None:
     """So that over epochs no pixel of the slide's middle is seen more often than others."""
     tiles = coded.cut(tile=50, offsets="random")
@@ -281,6 +334,11 @@ class LeftHalf:
 
     def share(self, box: Box, frame: Frame) -> float:
         return min(max((150 - box.x) / box.width, 0.0), 1.0)
+
+
+class AllTissue:
+    def share(self, box: Box, frame: Frame) -> float:
+        return 1.0
 
 
 def test_only_a_cache_can_be_filled(make_bench: MakeBench) -> None:

@@ -24,7 +24,7 @@ from shapely.geometry import shape
 from pathoseg.config import load_config
 from pathoseg.device import to_input
 from pathoseg.errors import PathosegError
-from pathoseg.geometry import Box
+from pathoseg.geometry import Box, Size
 from pathoseg.inference import windows
 from pathoseg.inference.segmenter import Segmenter
 from pathoseg.inference.windows import Windows
@@ -138,6 +138,59 @@ def test_predicting_in_tiles_equals_predicting_whole(
         logits = net(to_input(covered[None], card.mean, card.std, torch.device("cpu")))
     whole = logits.softmax(1)[0, :, :190, :233].numpy()
     np.testing.assert_allclose(found, whole, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        {"norm": "batch"},
+        {"norm": "group"},
+        {"norm": "instance"},
+        {"name": "resnet11_v2", "depth": None, "task": "classify"},
+        {"name": "own_network:make", "width": None, "depth": None},
+    ],
+    ids=lambda network: " ".join(str(value) for value in network.values() if value),
+)
+def test_what_no_known_reach_bounds_keeps_the_tiles_of_training(
+    tmp_path: Path,
+    tiny_bundle: SaveBundle,
+    monkeypatch: pytest.MonkeyPatch,
+    network: dict[str, Any],
+) -> None:
+    (tmp_path / "own_network.py").write_text(
+        "from torch import nn\n\n"
+        "def make(in_channels, classes):\n"
+        "    return nn.Sequential(nn.Conv2d(in_channels, classes, 1), nn.BatchNorm2d(classes))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    options = {"name": "unet", "task": "segment", "classes": 3, "width": 4, "depth": 2, **network}
+    bundle = tiny_bundle(network=ModelConfig(**options))
+    net, card = load_bundle(bundle, "own_network:make")
+    segmenter = Segmenter(net, card, load_config(None))
+    with open_slide(_draw(tmp_path / "slide.png"), assume_mpp=0.5) as slide:
+        grid = segmenter.plan(slide).grid
+    if network == {"norm": "batch"}:
+        assert isinstance(grid, Windows)
+        assert segmenter.tiling is not None
+    else:
+        assert isinstance(grid, TileGrid)
+        assert segmenter.tiling is None, "so that its results are found under their earlier key"
+        assert grid.tile == Size(64, 64)
+        assert grid.overlap == (0 if card.model.task == "classify" else 48)
+
+
+def test_a_bundle_of_an_earlier_version_answers_as_it_did(
+    tmp_path: Path, tiny_bundle: SaveBundle
+) -> None:
+    bundle = tiny_bundle()
+    card = json.loads((bundle / "model.json").read_text())
+    assert card.pop("tiling") == "windows"
+    (bundle / "model.json").write_text(json.dumps(card))
+    path = _draw(tmp_path / "slide.png")
+    for tile, kind in ((None, TileGrid), (1024, Windows)):
+        segmenter = Segmenter(*load_bundle(bundle), load_config(None, {"infer": {"tile": tile}}))
+        with open_slide(path, assume_mpp=0.5) as slide:
+            assert isinstance(segmenter.plan(slide).grid, kind)
 
 
 def test_a_model_that_is_not_there_is_said_to_be_so(tmp_path: Path) -> None:
