@@ -30,7 +30,8 @@ from pathoseg.workflows.infer import infer
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = ROOT / "sample_data" / "sample_06.svs"
 SIDES = (256, 512, 1024, 2048)
-_TRIED = 2**22  # pixels by which the sides are compared
+_TRIED = 2**20  # pixels by which the sides are compared, at least one tile
+_HOPELESS = 1.5  # times the fewest pixels: no side makes up for so much
 
 
 @dataclass
@@ -129,8 +130,11 @@ def _bundle(folder: Path, tile: int, mpp: float) -> Path:
 
 def _best_side(model: nn.Module, counts: dict[int, int]) -> int:
     """The side of tile at which all tissue takes least time, by a few passes of each."""
+    fewest = min(side**2 * count for side, count in counts.items())
     seconds = {}
     for side, count in counts.items():
+        if side**2 * count > _HOPELESS * fewest:
+            continue
         passes = min(count, max(1, _TRIED // side**2))
         _forward(model, side, 1)
         times = Times()
