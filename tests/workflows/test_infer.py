@@ -165,7 +165,7 @@ def test_what_no_known_reach_bounds_keeps_the_tiles_of_training(
     monkeypatch.syspath_prepend(tmp_path)
     options = {"name": "unet", "task": "segment", "classes": 3, "width": 4, "depth": 2, **network}
     bundle = tiny_bundle(network=ModelConfig(**options))
-    net, card = load_bundle(bundle, "own_network:make")
+    net, card = load_bundle(bundle, network["name"] if ":" in network.get("name", "") else None)
     segmenter = Segmenter(net, card, load_config(None))
     with open_slide(_draw(tmp_path / "slide.png"), assume_mpp=0.5) as slide:
         grid = segmenter.plan(slide).grid
