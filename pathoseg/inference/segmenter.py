@@ -9,7 +9,7 @@ from contextlib import closing
 from copy import copy
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from pathoseg.memory_size import parse_memory
 from pathoseg.models.build import edge_reach
 from pathoseg.models.bundle import Bundle, bundle_id, load_bundle
 from pathoseg.models.layers import fold_norms
+from pathoseg.models.unet import UNet
 from pathoseg.outputs.stitch import (
     Finish,
     Prediction,
@@ -82,6 +83,7 @@ def predict(
     batch: int,
     readers: int,
     dtype: torch.dtype | None,
+    inside: Callable[[int], Box] | None = None,
 ) -> Generator[Prediction]:
     """Class probabilities of tiles, in their order.
 
@@ -96,6 +98,7 @@ def predict(
         batch: Most tiles of a forward pass.
         readers: Threads that read ahead.
         dtype: Autocast precision, or None.
+        inside: The part of a tile that is wanted; of networks with `logits_inside`. None is all.
 
     Yields:
         Index, probabilities (classes, h, w) or (classes,) as the model's logits are, on the model's
@@ -115,7 +118,10 @@ def predict(
     def batches(tiles: Iterator[tuple[int, bool, Region]]) -> Iterator[list[tuple[int, Region]]]:
         group: list[tuple[int, Region]] = []
         for index, last, region in tiles:
-            if group and group[0][1].pixels.shape != region.pixels.shape:
+            if group and (
+                group[0][1].pixels.shape != region.pixels.shape
+                or (inside is not None and inside(group[0][0]) != inside(index))
+            ):
                 yield group
                 group = []
             group.append((index, region))
@@ -134,7 +140,11 @@ def predict(
                 ),
                 torch.autocast(device.type, dtype, enabled=dtype is not None),
             ):
-                logits = model(to_input(images, card.mean, card.std, device, layout))
+                inputs = to_input(images, card.mean, card.std, device, layout)
+                if inside is None:
+                    logits = model(inputs)
+                else:
+                    logits = cast(UNet, model).logits_inside(inputs, inside(group[0][0]))
                 chances = logits.float().contiguous().softmax(1)
                 waiting.append((group, chances, Arrival(chances.sum())))
             # A batch is looked at while a device computes the next one.
@@ -504,9 +514,19 @@ class Segmenter:
                 return region
             return Region(plan.stain.apply(region.pixels), region.unread)
 
-        options = self._config.infer
+        options, grid = self._config.infer, plan.grid
+        inside = None
+        if isinstance(grid, Windows) and isinstance(self._model, UNet):
+            inside = grid.inside
         return predict(
-            self._model, self.card, read, rows, options.batch, options.readers, self._dtype
+            self._model,
+            self.card,
+            read,
+            rows,
+            options.batch,
+            options.readers,
+            self._dtype,
+            inside,
         )
 
     def _open(self, path: Path) -> Slide:

@@ -186,6 +186,12 @@ class Windows:
         """What is used of a window."""
         return self._windows[number].core
 
+    def inside(self, number: int) -> Box:
+        """Where a window's core lies in the window."""
+        window = self._windows[number]
+        x, y = window.core.x - window.box.x, window.core.y - window.box.y
+        return Box(x, y, window.core.width, window.core.height)
+
     def row_of(self, number: int) -> int:
         """The band that a window lies in."""
         return bisect_right(self._first, number) - 1
@@ -204,8 +210,9 @@ class Windows:
         """Yields the mask of the extent from top to bottom, one band of windows after the other.
 
         Args:
-            predictions: Number of the window, probabilities (classes, height, width), and which
-                pixels could not be read (or None), in order. Windows may be missing.
+            predictions: Number of the window, probabilities (classes, height, width) of the
+                window or of its core alone, and which of the window's pixels could not be read
+                (or None), in order. Windows may be missing.
             classes: Number of classes with background.
             finish: Makes a tensor of shape (..., height, width) out of probabilities.
             first: The band to begin with.
@@ -228,8 +235,9 @@ class Windows:
                 if number >= end:
                     break
                 following = None
-                inner = self._inner(number)
-                here = number, Arrival(finish(chances[:, *inner])), unread
+                if chances.shape[-2:] != (self.core(number).height, self.core(number).width):
+                    chances = chances[:, *self._inner(number)]
+                here = number, Arrival(finish(chances)), unread
                 # The device goes on with the next window while this one's pixels are on their way.
                 if arriving is not None:
                     self._put(band, top, *arriving)
@@ -241,10 +249,8 @@ class Windows:
             yield band
 
     def _inner(self, number: int) -> tuple[slice, slice]:
-        """Where a window's core lies in the window."""
-        window = self._windows[number]
-        x, y = window.core.x - window.box.x, window.core.y - window.box.y
-        return slice(y, y + window.core.height), slice(x, x + window.core.width)
+        part = self.inside(number)
+        return slice(part.y, part.bottom), slice(part.x, part.right)
 
     def _put(
         self,

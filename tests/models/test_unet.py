@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from pathoseg.geometry import Box
 from pathoseg.models.layers import fold_norms
 from pathoseg.models.model_options import Norm
 from pathoseg.models.resnet_v2 import ResNetV2
@@ -106,6 +107,23 @@ def test_in_place_relu_changes_no_gradient(norm: Norm) -> None:
         assert mine.grad is not None
         assert other.grad is not None
         assert torch.equal(mine.grad, other.grad)
+
+
+@given(
+    left=st.integers(0, 79), top=st.integers(0, 63), width=st.integers(1, 80),
+    height=st.integers(1, 64), depth=st.integers(1, 3),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_a_part_alone_is_what_the_whole_gives(
+    left: int, top: int, width: int, height: int, depth: int
+) -> None:
+    torch.manual_seed(depth)
+    model = UNet(3, width=4, depth=depth).eval()
+    inside = Box(left, top, min(width, 80 - left), min(height, 64 - top))
+    images = torch.randn(2, 3, 64, 80)
+    with torch.inference_mode():
+        whole = model(images)[..., inside.y : inside.bottom, inside.x : inside.right]
+        torch.testing.assert_close(model.logits_inside(images, inside), whole, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
