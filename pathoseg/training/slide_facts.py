@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 import numpy as np
@@ -192,7 +192,8 @@ def short_form(
         source = by_file[own.slide]
         size, frame = source.frame.size, source.frame
         level0 = Size(round(size.width * frame.scale_x), round(size.height * frame.scale_y))
-        facts.append(slide_facts(members[source.name], own, config, level0))
+        found = slide_facts(members[source.name], own, config, level0)
+        facts.append(replace(found, padding=math.nan))  # `with_tile` has said it
     yield from class_lines(facts, sources.classes)
     for warning in warnings_of(facts, sources.classes, config, ()):
         yield f"Take care: {warning}"

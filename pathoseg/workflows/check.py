@@ -18,7 +18,7 @@ from pathoseg.config import Config, load_config
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, Mpp, Size
 from pathoseg.interruption import Interruption
-from pathoseg.models.build import build_model, check_tile
+from pathoseg.models.build import build_model, check_tile, tile_multiple
 from pathoseg.outputs.check_report import (
     PAGE,
     TABLE,
@@ -38,12 +38,14 @@ from pathoseg.training.labelled_slides import (
     LabelledSlide,
     Member,
     ReadSlides,
+    classes_held,
     cut_with_tissue,
     find_table,
     labelled_slides,
     none_to_train_on,
     read_slides,
     split_slides,
+    with_tile,
 )
 from pathoseg.training.slide_facts import (
     SlideFacts,
@@ -166,11 +168,10 @@ class _Check:
         else:
             self.refusals += bad
         try:
-            self.classes = labelled_slides(config, self.read).classes
+            labelled = labelled_slides(config, self.read)
+            self.classes, held = labelled.classes, classes_held(labelled)
             table = find_table(config.data)
-            self.members = split_slides(
-                list(self._sources), table, config.seed, config.data.val_share
-            )
+            self.members = split_slides([*held], table, config.seed, config.data.val_share, held)
         except PathosegError as error:
             # Where a slide is to blame, that is said already.
             if self.read.usable or not bad:
@@ -178,7 +179,11 @@ class _Check:
         try:
             sizes = config.model.with_classes(len(self.classes) if self.classes else 2)
             factory = config.model.name if sizes.is_factory else None
-            check_tile(build_model(sizes, factory), config.tiles.tile)
+            model = build_model(sizes, factory)
+            if self.classes is not None:
+                sources = labelled_slides(config, self.read)
+                self.config = config = with_tile(config, sources, tile_multiple(model))
+            check_tile(model, config.tiles.side)
         except PathosegError as error:
             self.refusals.append(str(error))
 
@@ -252,7 +257,7 @@ class _Check:
                 if not any(member.split == "train" for member in self.members.values()):
                     raise none_to_train_on(self.members)
                 if self._training:
-                    training_set(self.config, self._training)
+                    training_set(self.config, self._training, self.classes)
             except PathosegError as error:
                 self.refusals.append(str(error))
             self.warnings += warnings_of(
@@ -325,7 +330,7 @@ class _Check:
             keys=[
                 ("Slides", str(len(self.slides)), f"{len(facts)} to learn from"),
                 ("Train / val / test", " / ".join(map(str, counts)), ""),
-                ("Tiles", str(sum(one.tiles for one in facts)), f"of {self.config.tiles.tile} px"),
+                ("Tiles", str(sum(one.tiles for one in facts)), f"of {self.config.tiles.side} px"),
                 ("Labelled mm²", f"{labelled:.3g}", f"of {tissue:.3g} mm² of tissue"),
             ],
             class_columns=[
