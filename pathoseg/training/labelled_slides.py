@@ -93,22 +93,6 @@ def split_slides(
     }
 
 
-def one_sided(
-    members: Iterable[Member], classes: Mapping[str, Collection[str]]
-) -> dict[str, Split]:
-    """The classes that are on one side alone of training and validation, with that side.
-
-    Args:
-        members: All slides.
-        classes: As for `split_slides`.
-    """
-    sides: dict[str, set[Split]] = {}
-    for member in members:
-        for name in classes.get(member.slide, ()):
-            sides.setdefault(name, set()).update({member.split} - {"test"})
-    return {name: next(iter(side)) for name, side in sorted(sides.items()) if len(side) == 1}
-
-
 def patients_in(table: Path | None, names: Collection[str]) -> dict[str, str]:
     """The patient of each slide; one of which the table says nothing is a patient of its own.
 
