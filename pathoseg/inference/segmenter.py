@@ -32,6 +32,7 @@ from pathoseg.outputs.stitch import (
     reach_down,
     stitch,
 )
+from pathoseg.platform_support import cores_to_use
 from pathoseg.progress import progress_bar, say
 from pathoseg.slides.region import Region, read_region
 from pathoseg.slides.slide import Slide, model_frame, open_slide
@@ -426,9 +427,8 @@ class Segmenter:
             return Region(plan.stain.apply(region.pixels), region.unread)
 
         options = self._config.infer
-        return predict(
-            self._model, self.card, read, rows, options.batch, options.readers, self._dtype
-        )
+        readers = options.readers or cores_to_use()
+        return predict(self._model, self.card, read, rows, options.batch, readers, self._dtype)
 
     def _open(self, path: Path) -> Slide:
         return open_slide(path, self._config.data.assume_mpp)

@@ -50,7 +50,7 @@ class Augmentation:
             is not square.
         """
         options = self._options
-        changed, labels = np.empty_like(image), np.empty_like(mask)
+        changed, labels = np.empty(image.shape, np.uint8), np.empty(mask.shape, np.uint8)
         turns, mirror = _flip(mask.shape, rng) if options.flip else (0, False)
         if rng.random() < options.warp:
             turned, turned_labels = self._kept("image", image), self._kept("mask", mask)

@@ -10,6 +10,7 @@ from typing import Any
 
 from pathoseg.config import load_config
 from pathoseg.interruption import Interruption
+from pathoseg.platform_support import cores_to_use
 from pathoseg.progress import progress_bar, say
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.slide_pool import SlidePool
@@ -38,7 +39,7 @@ def fill_cache(config_file: Path | None, flags: Mapping[str, Mapping[str, Any]])
             tiles = cut(config, source, sources, pool, config.tiles.overlap)
             with (
                 progress_bar(source.slide.name, len(tiles), "tiles") as bar,
-                closing(tiles.fill(config.train.readers)) as filled,
+                closing(tiles.fill(config.train.readers or cores_to_use())) as filled,
             ):
                 for count in filled:
                     bar.advance(count)

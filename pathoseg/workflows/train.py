@@ -33,7 +33,7 @@ from pathoseg.models.build import build_model, check_tile, edge_reach, tile_mult
 from pathoseg.models.bundle import CARD, Bundle, load_bundle, load_card, save_bundle
 from pathoseg.models.losses import build_loss
 from pathoseg.outputs.atomic import replaced, write_text
-from pathoseg.parallel.comm.launcher import find_world
+from pathoseg.parallel.comm.launcher import find_world, share_of_cores
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.orders import AUTO, find_order
@@ -217,6 +217,7 @@ def _train(
         traced = read_model(model, config)
         if traced is not None and pick_device().type == "cpu":
             check_host(traced.graph, config)
+    readers = config.train.readers or share_of_cores(transport)
     card = _card(config, sources, members, model, origin)
     _overview(sources, members, table)
     pool = SlidePool(lambda path: open_slide(path, config.data.assume_mpp))
@@ -232,7 +233,7 @@ def _train(
         interruption.advice = f"Continue with: pathoseg train --resume --out {run}"
         task = make_task(config.model.task, sources.classes, config.tiles.min_cover)
         loss = build_loss(config.loss, config.model.task)
-        batch, readers = config.train.microbatch or config.train.batch, config.train.readers
+        batch = config.train.microbatch or config.train.batch
         engine: Engine
         if transport is None or plan is None:
             device = pick_device()
@@ -247,7 +248,7 @@ def _train(
             engine,
             card,
             loss,
-            _training_set(config, tiles.train),
+            _training_set(config, tiles.train, readers),
             Validation(tiles.val, task, sources.classes, batch, readers),
             started,
         )
@@ -447,7 +448,7 @@ def _factory(config: Config) -> str | None:
     return config.model.name if ":" in config.model.name else None
 
 
-def _training_set(config: Config, slides: Sequence[SlideTiles]) -> TrainingSet:
+def _training_set(config: Config, slides: Sequence[SlideTiles], readers: int) -> TrainingSet:
     return TrainingSet(
         slides,
         config.train.batch,
@@ -456,7 +457,7 @@ def _training_set(config: Config, slides: Sequence[SlideTiles]) -> TrainingSet:
         config.tiles.balance,
         config.tiles.min_cover if config.model.task == "classify" else None,
         Augmentation(config.augment),
-        config.train.readers,
+        readers,
     )
 
 
