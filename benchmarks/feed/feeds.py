@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import openslide
 import shapely
@@ -68,6 +69,7 @@ def main() -> None:
     job = Job(**json.loads(sys.argv[1]))
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: job.cores])
     torch.set_num_threads(1)
+    cv2.setNumThreads(1)  # before its first use: a process forked later cannot
     pool = SlidePool(lambda path: open_slide(path, MPP))
     with closing(pool):
         tiles = slide_tiles(job, pool)
@@ -95,7 +97,9 @@ def slide_tiles(job: Job, pool: SlidePool) -> SlideTiles:
         Annotation(shapely.Point(centre).buffer(rng.uniform(100, 400)), CLASSES.names[number % 2])
         for number, centre in enumerate(centres)
     ]
-    labels = PolygonLabels(path.with_suffix(".geojson"), discs, size)
+    note = Path(job.cache) / "discs.geojson"
+    note.touch()  # counts of classes are kept beside the cache, by what this file holds
+    labels = PolygonLabels(note, discs, size)
     options = TileOptions(TILE, cache=Path(job.cache) if job.way in ("fill", "cache") else None)
     return cut_tiles(path, frame, labels, AnnotationOptions(), CLASSES, tissue, options, pool)
 

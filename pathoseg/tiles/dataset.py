@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
+import cv2
 import numpy as np
 from numpy.typing import NDArray
 
@@ -97,6 +98,8 @@ class TrainingSet:
             )
         drawn = samples_per_epoch or len(np.unique(np.concatenate(self._groups)))
         self.steps_per_epoch = math.ceil(drawn / batch)
+        # Readers are threads already; OpenCV's own would take their cores.
+        cv2.setNumThreads(1)
 
     def order(self, epoch: int) -> tuple[SampleId, ...]:
         """Which tile comes when in an epoch: `steps_per_epoch * batch` of them."""

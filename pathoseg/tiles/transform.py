@@ -24,8 +24,7 @@ class Augmentation:
     """Varies tiles; may be called by several threads.
 
     Every step works in the memory of the tile that is returned, or in memory that a thread keeps
-    from tile to tile: fresh pages of a tile cost as much as computing it. OpenCV is told to start
-    no threads of its own in this process, as its callers are threads themselves.
+    from tile to tile: fresh pages of a tile cost as much as computing it.
 
     Args:
         options: What is varied and how much.
@@ -34,7 +33,6 @@ class Augmentation:
     def __init__(self, options: AugmentOptions) -> None:
         self._options = options
         self._own = threading.local()
-        cv2.setNumThreads(1)
 
     def __call__(self, image: Image, mask: Image, rng: np.random.Generator) -> tuple[Image, Image]:
         """A changed copy of a tile.
