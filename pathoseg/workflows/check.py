@@ -257,7 +257,7 @@ class _Check:
                 if not any(member.split == "train" for member in self.members.values()):
                     raise none_to_train_on(self.members)
                 if self._training:
-                    training_set(self.config, self._training, self.classes)
+                    training_set(self.config, self._training, self.classes, readers=1)
             except PathosegError as error:
                 self.refusals.append(str(error))
             self.warnings += warnings_of(
