@@ -1,9 +1,13 @@
-"""Labels from outlined regions: which class the centre of each pixel belongs to."""
+"""Labels from outlined regions: which class covers most of each pixel."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import shapely
@@ -19,24 +23,26 @@ from pathoseg.annotations.annotation import (
     is_background,
     is_ignored,
 )
+from pathoseg.annotations.coverage import (
+    INTEREST,
+    UNIT,
+    Ints,
+    Steps,
+    counted,
+    ignore_outside,
+    most_covered,
+    rows_at_once,
+    to_units,
+    units_on_slide,
+)
+from pathoseg.annotations.outline import areal
 from pathoseg.geometry import Box, Frame, Size
 
-
-def pixel_centres(box: Box, frame: Frame) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Level-0 x of the columns, shape (width,), and y of the rows, shape (height,), of `box`."""
-    x = (np.arange(box.x, box.right, dtype=np.float64) + 0.5) * frame.scale_x
-    y = (np.arange(box.y, box.bottom, dtype=np.float64) + 0.5) * frame.scale_y
-    return x, y
-
-
-def ignore_outside(mask: NDArray[np.uint8], box: Box, frame: Frame, slide_size: Size) -> None:
-    """Sets the pixels of `mask` whose centres lie outside the slide to 255."""
-    x, y = pixel_centres(box, frame)
-    mask[:, (x < 0) | (x >= slide_size.width)] = IGNORE
-    mask[(y < 0) | (y >= slide_size.height), :] = IGNORE
-
+Geometries = NDArray[np.object_]
 
 _UNCLASSIFIED = "annotation"
+_LONG = 500  # corners
+_SLIVER = 1e-6  # level-0 pixels: neighbours that share an edge overlap by rounding
 
 
 class PolygonLabels:
@@ -63,20 +69,24 @@ class PolygonLabels:
         options = options or AnnotationOptions()
         named = [region for region in annotations if region.class_name is not None]
         regions = sorted(named or annotations, key=lambda region: -region.geometry.area)
+        unclassified = options.renamed(_UNCLASSIFIED) or _UNCLASSIFIED
         self._path = path
         self._slide_size = slide_size
-        self._tree = shapely.STRtree([region.geometry for region in regions])
-        unclassified = options.renamed(_UNCLASSIFIED) or _UNCLASSIFIED
-        self._names = [region.class_name or unclassified for region in regions]
-        self._of_interest = np.array([options.is_roi(name) for name in self._names], np.bool_)
         self._unlabelled = IGNORE if options.unlabelled == "ignore" else BACKGROUND
-        self._learnt = set[str]()
+        self._names: list[str] = []
+        self._regions: list[shapely.Geometry] = []
+        self._of_interest: list[shapely.Geometry] = []
+        self._shown: _Parts | None = None
+        self._working_out = Lock()
         self._classes: dict[str, Colour | None] = {}
-        for name, region in zip(self._names, regions, strict=True):
-            if options.is_roi(name) or is_ignored(name):
+        for region in regions:
+            name = region.class_name or unclassified
+            if options.is_roi(name):
+                self._of_interest.append(region.geometry)
                 continue
-            self._learnt.add(name)
-            if not is_background(name):
+            self._names.append(name)
+            self._regions.append(region.geometry)
+            if not is_ignored(name) and not is_background(name):
                 self._classes[name] = self._classes.get(name) or region.colour
 
     @property
@@ -88,9 +98,10 @@ class PolygonLabels:
         return self._classes
 
     def rasterise(self, box: Box, frame: Frame, classes: ClassTable) -> NDArray[np.uint8]:
-        """Class indices of `box` (pixels of `frame`) by pixel centres.
+        """Class indices of `box` (pixels of `frame`): of each pixel, the class that has most of it.
 
-        A centre that lies on an outline belongs to the region on its right or below it.
+        Corners are taken to 1/256 pixel; areas between them are exact. Of classes that have as
+        much of a pixel, the one that is painted last has it, and background comes last.
 
         Returns:
             Array of shape (height, width): 0 background, 255 ignored or outside the slide or the
@@ -99,80 +110,293 @@ class PolygonLabels:
         Raises:
             PathosegError: A class is not in `classes`.
         """
-        indices = classes.indices(self._learnt, self._path)
-        mask = np.full((box.height, box.width), self._unlabelled, dtype=np.uint8)
+        learnt = {name for name in self._names if not is_ignored(name)}
+        indices = classes.indices(learnt, self._path)
         left, top, width, height = frame.to_level0(box)
-        touched = np.sort(self._tree.query(shapely.box(left, top, left + width, top + height)))
-        of_interest = self._of_interest[touched]
-        x, y = pixel_centres(box, frame)
-        drawn = touched[~of_interest]
-        values = [indices.get(self._names[region], IGNORE) for region in drawn]
-        _paint(mask, self._tree.geometries[drawn], np.array(values, dtype=np.uint8), x, y)
-        if self._of_interest.any():
-            inside = np.zeros_like(mask)
-            looked_at = self._tree.geometries[touched[of_interest]]
-            _paint(inside, looked_at, np.ones(len(looked_at), np.uint8), x, y)
-            mask[inside == 0] = IGNORE
+        near = self._parts.within(left, top, left + width, top + height)
+        names = (self._names[region] if region >= 0 else None for region in near.region)
+        value = np.array(
+            [INTEREST if n is None else indices.get(n, IGNORE) for n in names], np.int64
+        )
+        edges = _Edges.of(near)
+        mask = np.empty((box.height, box.width), dtype=np.uint8)
+        width, height = (
+            self._slide_size.width / frame.scale_x,
+            self._slide_size.height / frame.scale_y,
+        )
+        widths = units_on_slide(box.x, box.right, width)
+        rows = rows_at_once(box.width, len(np.unique(value)))
+        for start in range(0, box.height, rows):
+            part = Box(box.x, box.y + start, box.width, min(rows, box.height - start))
+            mask[start : start + rows] = most_covered(
+                edges.steps(part, frame, value),
+                units_on_slide(part.y, part.bottom, height),
+                widths,
+                self._unlabelled,
+                bool(self._of_interest),
+            )
         ignore_outside(mask, box, frame, self._slide_size)
         return mask
 
+    @property
+    def _parts(self) -> _Parts:
+        """What shows of the regions, worked out when labels are first asked for."""
+        with self._working_out:  # GEOS prepares geometries for one thread at a time
+            if self._shown is None:
+                self._shown = self._work_out()
+            return self._shown
 
-def _paint(
-    mask: NDArray[np.uint8],
-    regions: NDArray[np.object_],
-    values: NDArray[np.uint8],
-    x: NDArray[np.float64],
-    y: NDArray[np.float64],
-) -> None:
-    """Paints regions one over the other, all of them in a handful of array operations.
+    def _work_out(self) -> _Parts:
+        size = self._slide_size
+        known: shapely.Geometry = shapely.box(0, 0, size.width, size.height)
+        if not self._of_interest:
+            return _showing(self._regions, known)
+        known = shapely.intersection(known, shapely.union_all(self._of_interest))
+        parts = _showing(self._regions, known)
+        geometry = np.array([*parts.geometry, shapely.normalize(known)], dtype=object)
+        return _Parts(geometry, np.append(parts.region, -1), np.append(parts.sign, 1))
 
-    The even-odd scan conversion of Foley et al., "Computer Graphics" (2nd ed., 3.6): a row of
-    pixels is inside between its first and second crossing with an outline, its third and fourth…
-    A crossing depends on its edge and its row alone, so tiles agree with each other to the bit,
-    and regions that share an edge share no pixel and leave none out.
+
+@dataclass(frozen=True)
+class _Parts:
+    """Areas that, added and taken away, are what shows of regions painted one over the other.
+
+    Attributes:
+        geometry: Polygons and multi-polygons whose rings run with the clock, where y points up,
+            and holes against it; shape (parts,).
+        region: The region of each, in the order of painting; -1 for the regions of interest.
+        sign: 1 where it is added, -1 where it is taken away.
+    """
+
+    geometry: Geometries
+    region: Ints
+    sign: Ints
+
+    @cached_property
+    def _tree(self) -> shapely.STRtree:
+        return shapely.STRtree(self.geometry)
+
+    def within(self, left: float, top: float, right: float, bottom: float) -> _Parts:
+        """Those that reach into a rectangle."""
+        near = np.sort(self._tree.query(shapely.box(left, top, right, bottom)))
+        return _Parts(self.geometry[near], self.region[near], self.sign[near])
+
+
+def _showing(regions: Sequence[shapely.Geometry], known: shapely.Geometry) -> _Parts:
+    """What shows, inside `known`, of regions that are painted one over the other.
+
+    No hole is cut into a region for those painted over it: what they hide is taken away from it as
+    areas of its own. These do not overlap, as one that lies in another is left out, and those that
+    overlap are united.
+    """
+    geometry = np.array(regions, dtype=object)
+    shapely.prepare(known)
+    across = np.flatnonzero(~shapely.covers(known, geometry))
+    for one, clipped in zip(across, shapely.intersection(geometry[across], known), strict=True):
+        geometry[one] = areal(clipped)
+    number = np.flatnonzero(shapely.area(geometry) > _SLIVER)
+    geometry = geometry[number]
+
+    below, above = _meeting(geometry)
+    holders = defaultdict[int, set[int]](set)
+    for holder, held in (*_held(geometry, below, above), *_held(geometry, above, below)):
+        holders[held].add(holder)
+    buried = {one for one, around in holders.items() if max(around) > one}
+    hidden = defaultdict[int, dict[int, shapely.Geometry]](dict)
+    overlaps = defaultdict[int, set[int]](set)
+    for under, over in zip(below.tolist(), above.tolist(), strict=True):
+        if under in buried or over in buried:
+            continue
+        if under in holders[over]:
+            hidden[under][over] = geometry[over]
+        elif (common := _common(geometry[under], geometry[over])) is not None:
+            hidden[under][over] = common
+            overlaps[under].add(over)
+            overlaps[over].add(under)
+
+    shown = [one for one in range(len(geometry)) if one not in buried]
+    taken = [
+        (below, piece) for below in shown for piece in _apart(hidden[below], holders, overlaps)
+    ]
+    pieces = np.array([*geometry[shown], *(piece for _, piece in taken)], dtype=object)
+    return _Parts(
+        shapely.normalize(pieces),
+        number[[*shown, *(below for below, _ in taken)]],
+        np.repeat([1, -1], [len(shown), len(taken)]),
+    )
+
+
+def _meeting(geometry: Geometries) -> tuple[Ints, Ints]:
+    """The pairs of regions that have a point in common, the smaller number first."""
+    below, above = shapely.STRtree(geometry).query(geometry)
+    below, above = below[below < above], above[below < above]
+    prepared = geometry[np.unique(below)]
+    shapely.prepare(prepared)
+    meet = shapely.intersects(geometry[below], geometry[above])
+    shapely.destroy_prepared(prepared)
+    return below[meet], above[meet]
+
+
+def _held(geometry: Geometries, holder: Ints, held: Ints) -> Iterator[tuple[int, int]]:
+    """Those of some pairs of which the first region holds the second."""
+    bounds = shapely.bounds(geometry)
+    around = (bounds[holder, :2] <= bounds[held, :2]) & (bounds[holder, 2:] >= bounds[held, 2:])
+    holder, held = holder[around.all(axis=1)], held[around.all(axis=1)]
+    prepared = geometry[np.unique(holder)]
+    shapely.prepare(prepared)
+    holds = shapely.contains(geometry[holder], geometry[held])
+    shapely.destroy_prepared(prepared)
+    yield from zip(holder[holds].tolist(), held[holds].tolist(), strict=True)
+
+
+def _common(one: shapely.Geometry, other: shapely.Geometry) -> shapely.Geometry | None:
+    """What two regions have in common, or None."""
+    # Of a long outline, the neighbourhood of the other region is enough, and found much sooner.
+    if shapely.get_num_coordinates(one) > _LONG:
+        left, top, right, bottom = shapely.bounds(other)
+        near = shapely.clip_by_rect(one, left - 1, top - 1, right + 1, bottom + 1)
+        one = near if near.is_valid else one
+    common = areal(shapely.intersection(one, other))
+    return common if common is not None and common.area > _SLIVER else None
+
+
+def _apart(
+    pieces: Mapping[int, shapely.Geometry],
+    holders: Mapping[int, set[int]],
+    overlaps: Mapping[int, set[int]],
+) -> Iterator[shapely.Geometry]:
+    """The same area as that of some pieces, by pieces that do not overlap.
 
     Args:
-        mask: Painted in place, shape (height, width).
-        regions: Polygons and multi-polygons, in painting order.
-        values: What to paint each with.
-        x: Centres of the columns, shape (width,).
-        y: Centres of the rows, shape (height,).
+        pieces: By the number of the region that each belongs to.
+        holders: The regions that each region lies in.
+        overlaps: The regions that each region overlaps, where none holds the other.
     """
-    height, width = mask.shape
-    parts, region_of_part = shapely.get_parts(regions, return_index=True)
-    rings, part_of_ring = shapely.get_rings(parts, return_index=True)
-    corners, ring_of_corner = shapely.get_coordinates(rings, return_index=True)
-    level = corners[:, 1]
-    edge = np.flatnonzero(
-        (ring_of_corner[1:] == ring_of_corner[:-1])
-        & (np.maximum(level[1:], level[:-1]) > y[0])
-        & (np.minimum(level[1:], level[:-1]) <= y[-1])
-    )
-    region_of_edge = region_of_part[part_of_ring[ring_of_corner[edge]]]
-    # Both regions beside an edge must see it run the same way: upwards.
-    upwards = (corners[edge, 1] <= corners[edge + 1, 1])[:, None]
-    low = np.where(upwards, corners[edge], corners[edge + 1])
-    high = np.where(upwards, corners[edge + 1], corners[edge])
-    first_row, end_row = np.searchsorted(y, low[:, 1]), np.searchsorted(y, high[:, 1])
-
-    crossings = end_row - first_row
-    of_edge = np.repeat(np.arange(len(edge)), crossings)
-    row = first_row[of_edge] + _counted(crossings)
-    (x0, y0), (x1, y1) = low[of_edge].T, high[of_edge].T
-    column = np.searchsorted(x, x0 + (y[row] - y0) / (y1 - y0) * (x1 - x0))
-
-    # One sort of one number puts crossings in order of region, row and column.
-    key = np.sort((region_of_edge[of_edge] * height + row) * (width + 1) + column)
-    start, length = key[0::2], key[1::2] - key[0::2]
-    line, column = np.divmod(start, width + 1)
-    region, row = np.divmod(line, height)
-    pixel = np.repeat(row * width + column, length) + _counted(length)
-    # Where a pixel occurs twice, numpy keeps the last value: the upper region's.
-    mask.reshape(-1)[pixel] = np.repeat(values[region], length)
+    left = {one for one in pieces if not holders[one] & pieces.keys()}
+    while left:
+        group, reached = set[int](), {left.pop()}
+        while reached:
+            group |= reached
+            reached = {other for one in reached for other in overlaps[one] & left}
+            left -= reached
+        if len(group) == 1:
+            yield pieces[group.pop()]
+        elif united := areal(shapely.union_all([pieces[one] for one in group])):
+            yield united
 
 
-def _counted(lengths: NDArray[np.intp]) -> NDArray[np.intp]:
-    """0, 1, … up to each length in turn: [2, 3] gives [0, 1, 0, 1, 2]."""
-    ends = np.cumsum(lengths)
-    counted: NDArray[np.intp] = np.arange(lengths.sum()) - np.repeat(ends - lengths, lengths)
-    return counted
+@dataclass(frozen=True, slots=True)
+class _Edges:
+    """The edges of some parts.
+
+    Attributes:
+        corners: Of all rings, one after the other, in level-0 pixels, shape (corners, 2).
+        first: The corner at which each edge begins; it ends at the next one. Shape (edges,).
+        part: Of each edge, the number of its part.
+        parts: The parts.
+    """
+
+    corners: NDArray[np.float64]
+    first: Ints
+    part: Ints
+    parts: _Parts
+
+    @classmethod
+    def of(cls, parts: _Parts) -> _Edges:
+        """All edges of parts."""
+        polygons, part = shapely.get_parts(parts.geometry, return_index=True)
+        rings, polygon = shapely.get_rings(polygons, return_index=True)
+        corners, ring = shapely.get_coordinates(rings, return_index=True)
+        first = np.flatnonzero(ring[1:] == ring[:-1])
+        return cls(corners, first, part[polygon[ring[first]]], parts)
+
+    def steps(self, box: Box, frame: Frame, value: Ints) -> Steps:
+        """What the edges change along the rows of a box.
+
+        Edges are cut where they enter another row, and then another column, of pixels. Where that
+        is follows from the edge alone, so boxes agree to the bit, and so do the parts on both
+        sides of an edge.
+
+        Args:
+            box: In pixels of the frame.
+            frame: The pixels.
+            value: The class index of each part.
+        """
+        pixel = np.array([frame.scale_x, frame.scale_y])
+        x, y = self.corners[:, 0], self.corners[:, 1]
+        above, below = np.minimum(y[:-1], y[1:])[self.first], np.maximum(y[:-1], y[1:])[self.first]
+        near = (below > (box.y - 1) * pixel[1]) & (above < (box.bottom + 1) * pixel[1])
+        near &= np.minimum(x[:-1], x[1:])[self.first] < (box.right + 1) * pixel[0]
+        first, part = self.first[near], self.part[near]
+        origin = np.array([box.x, box.y]) * UNIT
+        (xa, ya), (xb, yb) = (
+            (to_units(self.corners[at] / pixel) - origin).T for at in (first, first + 1)
+        )
+        # Rings run with the clock, holes against it: an edge that points down has its part on
+        # the right. The same edge of a neighbour is turned, so that both compute the same.
+        up = yb < ya
+        kept = np.flatnonzero((ya != yb) & (np.maximum(ya, yb) > 0))
+        x0, y0, x1, y1 = (
+            np.where(up, one, other)[kept]
+            for one, other in ((xb, xa), (yb, ya), (xa, xb), (ya, yb))
+        )
+        part = part[kept]
+        side = np.where(up[kept], -1, 1) * self.parts.sign[part]
+
+        # Into rows, and one more below the box: a piece ends where the next one begins.
+        row, edge, last = _split(y0, y1, 0, box.height)
+        enter = np.maximum(y0[edge], row * UNIT)
+        a = x0[edge] + _share((x1 - x0)[edge], enter - y0[edge], (y1 - y0)[edge])
+        b, leave = (np.append(of_next[1:], 0) for of_next in (a, enter))
+        b[last], leave[last] = x1[edge[last]], y1[edge[last]]
+        inside = row < box.height
+        row, edge, a, b = row[inside], edge[inside], a[inside], b[inside]
+        tall = (leave - enter)[inside]
+
+        # Into columns, and one on each side of the box for what lies there.
+        left, right = np.minimum(a, b), np.maximum(a, b)
+        column, piece, last = _split(left, right, -1, box.width)
+        begin = np.where(column < 0, left[piece], np.maximum(left[piece], column * UNIT))
+        done = _share(tall[piece], begin - left[piece], (right - left)[piece])
+        end, all_done = (np.append(of_next[1:], 0) for of_next in (begin, done))
+        end[last], all_done[last] = right[piece[last]], tall[piece[last]]
+        # Twice the mean distance of a piece from its column's left edge.
+        indent = np.where(column < 0, 2 * UNIT, begin + end - 2 * UNIT * column)
+        edge = edge[piece]
+        gain = (all_done - done) * side[edge]
+        beyond = gain * indent
+        return Steps(
+            part[edge],
+            row[piece],
+            column,
+            gain * (2 * UNIT) - beyond,
+            beyond,
+            value,
+            self.parts.region,
+        )
+
+
+def _split(low: Ints, high: Ints, first: int, last: int) -> tuple[Ints, Ints, Ints]:
+    """Cuts lengths from `low` to `high`, in 1/256 pixel, where a pixel begins.
+
+    Args:
+        low: Where each begins.
+        high: Where it ends, not below `low`.
+        first: A pixel; those before it are taken for it.
+        last: A pixel; those after it are taken for it.
+
+    Returns:
+        Of each piece its pixel and the number of its length; the number of each length's last
+        piece.
+    """
+    begin = (low // UNIT).clip(first, last)
+    count = ((high - (high > low)) // UNIT).clip(first, last) - begin + 1
+    of = np.repeat(np.arange(len(count)), count)
+    return begin[of] + counted(count), of, np.cumsum(count) - 1
+
+
+def _share(whole: Ints, part: Ints, of: Ints) -> Ints:
+    """`whole` × `part` / `of`, to the nearest whole number; 0 where `of` is 0."""
+    exact = whole * (part / np.maximum(of, 1))
+    nearest: Ints = np.floor(exact + 0.5).astype(np.int64)
+    return nearest
