@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from pathoseg.geometry import Box, Frame
 
 BACKGROUND = 0
 IGNORE = 255
+UNCLASSIFIED = "annotation"
 _BACKGROUND_NAME = "background"
 _IGNORED_SUFFIX = "*"  # QuPath's way
 
@@ -37,6 +38,55 @@ class Annotation:
     colour: Colour | None = None
 
 
+class PassedOver(NamedTuple):
+    """A kind of drawn object that has no label.
+
+    Attributes:
+        what: Its kind in the plural, as it is told: "points", "lines".
+        class_name: Its class in the file.
+    """
+
+    what: str
+    class_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AnnotationFile:
+    """What a file of outlines holds.
+
+    Attributes:
+        annotations: Its regions, in the order of the file.
+        passed_over: What it holds besides → how often.
+    """
+
+    annotations: list[Annotation]
+    passed_over: Mapping[PassedOver, int]
+
+
+@dataclass(frozen=True, slots=True)
+class AnnotationReport:
+    """What is learnt from an annotation file, and what is not.
+
+    Attributes:
+        path: The file.
+        outlines: Class → its outlines that count, background among them; empty for a mask.
+        of_interest: How many outlines are regions of interest.
+        unclassified: How many outlines without a class are ignored, or are of the class
+            `fallback` where no file has any class.
+        fallback: That class.
+        passed_over: What is not learnt from, in the plural → how many; ignored outlines among it.
+        is_mask: Whether the file is a mask, of which nothing is counted.
+    """
+
+    path: Path
+    outlines: Mapping[str, int] = field(default_factory=dict)
+    of_interest: int = 0
+    unclassified: int = 0
+    fallback: str = UNCLASSIFIED
+    passed_over: Mapping[str, int] = field(default_factory=dict)
+    is_mask: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class AnnotationOptions:
     """How annotation files are understood.
@@ -56,6 +106,10 @@ class AnnotationOptions:
             A slide without one was annotated everywhere.
         unlabelled: What nobody outlined is "background", or, where annotations are sparse strokes,
             "ignore"d everywhere; background is then drawn as the class "background".
+        unclassified: What outlines without a class are: "ignore" makes their insides unknown where
+            no outline with a class covers them, "refuse" refuses the file, any other text is their
+            class. Those that hold outlines with a class say nothing, and where no file has any
+            class, all are of the class "annotation".
 
     Raises:
         PathosegError: A class is given no name.
@@ -67,8 +121,14 @@ class AnnotationOptions:
     rename: Mapping[str, str] = field(default_factory=dict)
     roi: tuple[str, ...] = ("Region*", "ROI", "Region")
     unlabelled: Literal["background", "ignore"] = "background"
+    unclassified: str = "ignore"
 
     def __post_init__(self) -> None:
+        if not self.unclassified or self.unclassified != self.unclassified.strip():
+            raise PathosegError(
+                f'[annotations] unclassified = "{self.unclassified}" is no name of a class.',
+                'Write "ignore", "refuse", or a class without blanks around it.',
+            )
         for old, new in self.rename.items():
             if not new or new != new.strip():
                 raise PathosegError(
@@ -113,8 +173,8 @@ class ClassTable:
         names -= background
         if unknown := sorted(names.difference(self.names)):
             raise PathosegError(
-                f"{path} has regions of class {_quoted(unknown)}, beside the classes of this run: "
-                f"{_quoted(self.names)}.",
+                f"{path} has regions of class {quoted(unknown)}, beside the classes of this run: "
+                f"{quoted(self.names)}.",
                 "Train with it among the config's `classes`, or rename it with `[annotations] "
                 "rename`: a name that ends in * is ignored.",
             )
@@ -130,6 +190,10 @@ class Labels(Protocol):
 
     @property
     def path(self) -> Path: ...
+    @property
+    def report(self) -> AnnotationReport:
+        """What is learnt from the file, and what is not."""
+        ...
 
     def classes(self) -> Mapping[str, Colour | None]:
         """Names in use with their colours, without ignored ones, regions and background."""
@@ -157,5 +221,6 @@ def is_ignored(class_name: str) -> bool:
     return class_name.endswith(_IGNORED_SUFFIX)
 
 
-def _quoted(names: Iterable[str]) -> str:
+def quoted(names: Iterable[str]) -> str:
+    """Names as they are told: "a", "b"."""
     return ", ".join(f'"{name}"' for name in names)

@@ -22,6 +22,7 @@ from pathoseg.annotations.annotation import (
     BACKGROUND,
     IGNORE,
     AnnotationOptions,
+    AnnotationReport,
     ClassTable,
     Colour,
     is_background,
@@ -104,6 +105,11 @@ class MaskLabels:
     @property
     def path(self) -> Path:
         return self._path
+
+    @property
+    def report(self) -> AnnotationReport:
+        """That it is a mask."""
+        return AnnotationReport(self._path, is_mask=True)
 
     def classes(self) -> Mapping[str, Colour | None]:
         """Names ("class 1"…) in use with a palette's colours, without ignored and background."""

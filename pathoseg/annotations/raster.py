@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
+from types import MappingProxyType
 
 import numpy as np
 import shapely
@@ -16,8 +17,10 @@ from numpy.typing import NDArray
 from pathoseg.annotations.annotation import (
     BACKGROUND,
     IGNORE,
+    UNCLASSIFIED,
     Annotation,
     AnnotationOptions,
+    AnnotationReport,
     ClassTable,
     Colour,
     is_background,
@@ -40,7 +43,6 @@ from pathoseg.geometry import Box, Frame, Size
 
 Geometries = NDArray[np.object_]
 
-_UNCLASSIFIED = "annotation"
 _LONG = 500  # corners
 _SLIVER = 1e-6  # level-0 pixels: neighbours that share an edge overlap by rounding
 
@@ -48,15 +50,17 @@ _SLIVER = 1e-6  # level-0 pixels: neighbours that share an edge overlap by round
 class PolygonLabels:
     """Regions of one slide; where they overlap the smaller one shows, so nested ones do.
 
-    Regions without a class are passed over, being outlines of where somebody looked; but where
-    nothing has a class, all are of the one class "annotation". Classes whose names end in * are
-    ignored (255). Where there are regions of interest, all outside of them is ignored.
+    Classes whose names end in * are ignored (255). Regions without a class lie below all others and
+    are ignored, too, unless the run has the class that they are of where nothing has a class; those
+    that hold others say where somebody looked, and nothing else. Where there are regions of
+    interest, all outside of them is ignored.
 
     Args:
         path: The file they come from.
         annotations: In level-0 pixels of the slide's frame, their classes renamed already.
         slide_size: Level-0 pixels of the slide.
         options: How they are understood.
+        passed_over: What the file holds besides → how often, for the report.
     """
 
     def __init__(
@@ -65,33 +69,68 @@ class PolygonLabels:
         annotations: Sequence[Annotation],
         slide_size: Size,
         options: AnnotationOptions | None = None,
+        passed_over: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         options = options or AnnotationOptions()
         named = [region for region in annotations if region.class_name is not None]
-        regions = sorted(named or annotations, key=lambda region: -region.geometry.area)
-        unclassified = options.renamed(_UNCLASSIFIED) or _UNCLASSIFIED
+        unnamed = [region for region in annotations if region.class_name is None]
+        around = set(_that_hold(unnamed, named))
+        regions = [region for place, region in enumerate(unnamed) if place not in around]
+        regions.sort(key=lambda region: -region.geometry.area)
+        regions += sorted(named, key=lambda region: -region.geometry.area)
         self._path = path
         self._slide_size = slide_size
         self._unlabelled = IGNORE if options.unlabelled == "ignore" else BACKGROUND
-        self._names: list[str] = []
+        self._fallback = options.renamed(UNCLASSIFIED) or UNCLASSIFIED
+        self._names: list[str | None] = []
         self._regions: list[shapely.Geometry] = []
         self._of_interest: list[shapely.Geometry] = []
         self._shown: _Parts | None = None
         self._working_out = Lock()
         self._classes: dict[str, Colour | None] = {}
         for region in regions:
-            name = region.class_name or unclassified
-            if options.is_roi(name):
+            name = region.class_name
+            if name is not None and options.is_roi(name):
                 self._of_interest.append(region.geometry)
                 continue
             self._names.append(name)
             self._regions.append(region.geometry)
-            if not is_ignored(name) and not is_background(name):
+            if name is not None and not is_ignored(name) and not is_background(name):
                 self._classes[name] = self._classes.get(name) or region.colour
+        counted_too = {"outlines without a class around others": len(around)} if around else {}
+        self._report = self._reported({**passed_over, **counted_too})
+
+    def _reported(self, passed_over: Mapping[str, int]) -> AnnotationReport:
+        size = self._slide_size
+        on_slide = shapely.intersects(shapely.box(0, 0, size.width, size.height), self._regions)
+        known = on_slide
+        if self._of_interest:
+            known = shapely.intersects(shapely.union_all(self._of_interest), self._regions)
+        outlines, missed = Counter[str](), Counter(passed_over)
+        unclassified = 0
+        for name, lies_on_slide, is_known in zip(self._names, on_slide, known, strict=True):
+            if not lies_on_slide:
+                missed["outlines off the slide"] += 1
+            elif not is_known:
+                missed["outlines outside the regions of interest"] += 1
+            elif name is None:
+                unclassified += 1
+            elif is_ignored(name):
+                missed[f"outlines of {name}"] += 1
+            else:
+                outlines[name] += 1
+        return AnnotationReport(
+            self._path, outlines, len(self._of_interest), unclassified, self._fallback, missed
+        )
 
     @property
     def path(self) -> Path:
         return self._path
+
+    @property
+    def report(self) -> AnnotationReport:
+        """What is learnt from the file, and what is not."""
+        return self._report
 
     def classes(self) -> Mapping[str, Colour | None]:
         """Names in use with their colours, without ignored ones, regions and background."""
@@ -110,13 +149,18 @@ class PolygonLabels:
         Raises:
             PathosegError: A class is not in `classes`.
         """
-        learnt = {name for name in self._names if not is_ignored(name)}
-        indices = classes.indices(learnt, self._path)
+        learnt = {name for name in self._names if name is not None and not is_ignored(name)}
+        indices: dict[str | None, int] = {**classes.indices(learnt, self._path)}
+        if self._fallback in classes.names or is_background(self._fallback):
+            indices[None] = classes.indices([self._fallback], self._path)[self._fallback]
         left, top, width, height = frame.to_level0(box)
         near = self._parts.within(left, top, left + width, top + height)
-        names = (self._names[region] if region >= 0 else None for region in near.region)
         value = np.array(
-            [INTEREST if n is None else indices.get(n, IGNORE) for n in names], np.int64
+            [
+                indices.get(self._names[region], IGNORE) if region >= 0 else INTEREST
+                for region in near.region.tolist()
+            ],
+            np.int64,
         )
         edges = _Edges.of(near)
         mask = np.empty((box.height, box.width), dtype=np.uint8)
@@ -155,6 +199,13 @@ class PolygonLabels:
         parts = _showing(self._regions, known)
         geometry = np.array([*parts.geometry, shapely.normalize(known)], dtype=object)
         return _Parts(geometry, np.append(parts.region, -1), np.append(parts.sign, 1))
+
+
+def _that_hold(outer: Sequence[Annotation], inner: Sequence[Annotation]) -> list[int]:
+    """Which of some regions hold any of the others."""
+    tree = shapely.STRtree([region.geometry for region in inner])
+    holders, _ = tree.query([region.geometry for region in outer], predicate="contains")
+    return np.unique(holders).tolist()
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import colorsys
+import difflib
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +16,13 @@ from pathoseg.annotations import asap_xml, imagescope_xml
 from pathoseg.annotations.annotation import (
     IGNORE,
     Annotation,
+    AnnotationFile,
     AnnotationOptions,
     ClassTable,
     Colour,
     Labels,
+    PassedOver,
+    quoted,
 )
 from pathoseg.annotations.mask_image import MaskLabels
 from pathoseg.annotations.qupath_geojson import read_geojson
@@ -26,6 +31,7 @@ from pathoseg.annotations.xml_file import root_tag
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Size
 
+_GEOJSON = (".geojson", ".geojson.gz")
 _OUTLINES = (".geojson", ".geojson.gz", ".json", ".xml")
 _MASKS = (".png", ".tif", ".tiff")
 
@@ -33,30 +39,65 @@ _MASKS = (".png", ".tif", ".tiff")
 _MOST_UNNAMED = 32
 
 
-def find_annotation(slide: Path, folder: Path | None) -> Path | None:
+def find_annotation(slide: Path, folders: Sequence[Path] = ()) -> Path | None:
     """The annotation file of a slide, or None.
 
-    It lies beside the slide or, where `folder` is given, there, and is named like the slide
-    without its suffix: `X.geojson`, `X.geojson.gz`, `X.json`, `X.xml`, `X_mask.png`,
-    `X_mask.tif`; in another folder than the slide's also `X.png` and `X.tif`. Of `X.ome.tif`, X is
-    `X.ome` or `X`.
+    It lies in one of some folders, beside the slide where none is given, and is named like the
+    slide, with its suffix or without: of `X.svs`, `X.geojson` or `X.svs.geojson`; likewise
+    `.geojson.gz`, `.json`, `.xml`, `_mask.png` and `_mask.tif`, in another folder than the slide's
+    also `X.png` and `X.tif`. Of `X.ome.tif`, X is `X.ome` or `X`.
 
     Raises:
         PathosegError: There are several.
     """
-    place = slide.parent if folder is None else folder
-    suffixes = [*_OUTLINES, *(f"_mask{suffix}" for suffix in _MASKS)]
-    if place.resolve() != slide.parent.resolve():
-        suffixes += _MASKS
-    stems = dict.fromkeys((slide.stem, slide.stem.removesuffix(".ome")))
-    names = [stem + suffix for stem in stems for suffix in suffixes]
-    found = [place / name for name in names if (place / name).is_file()]
+    stems = dict.fromkeys((slide.name, slide.stem, slide.stem.removesuffix(".ome")))
+    found = list[Path]()
+    for folder in dict.fromkeys(folder.resolve() for folder in folders or [slide.parent]):
+        suffixes = [*_OUTLINES, *(f"_mask{suffix}" for suffix in _MASKS)]
+        if folder != slide.parent.resolve():
+            suffixes += _MASKS
+        names = (stem + suffix for stem in stems for suffix in suffixes)
+        found += [folder / name for name in names if (folder / name).is_file()]
     if len(found) > 1:
         raise PathosegError(
             f"{slide} has several annotation files: {', '.join(map(str, found))}.",
             "Keep the one that counts, or give a folder of its own to it with --annotations.",
         )
     return found[0] if found else None
+
+
+def stray_annotations(
+    folders: Iterable[Path], used: Collection[Path], slides: Sequence[Path]
+) -> dict[Path, Path | None]:
+    """Files of outlines that belong to no slide → the slide that each is named most like.
+
+    Args:
+        folders: Where to look, without the folders inside them.
+        used: The annotation files of the slides.
+        slides: The slides.
+    """
+    known = {path.resolve() for path in used}
+    by_name = {slide.name.casefold(): slide for slide in slides}
+    by_name |= {slide.stem.casefold(): slide for slide in slides}
+    strays = dict[Path, Path | None]()
+    for folder in folders:
+        for path in sorted(folder.iterdir()):
+            name = path.name.casefold()
+            suffix = next((suffix for suffix in _OUTLINES if name.endswith(suffix)), None)
+            if suffix is None or name.startswith(".") or path.resolve() in known:
+                continue
+            near = _nearest(name.removesuffix(suffix), by_name)
+            # JSON and XML may be anything.
+            if path.is_file() and (near is not None or suffix in _GEOJSON):
+                strays[path] = near
+    return strays
+
+
+def _nearest(name: str, slides: Mapping[str, Path]) -> Path | None:
+    """The slide of a name that begins like `name`, or differs in a few letters."""
+    longer = [other for other in slides if name.startswith(other) or other.startswith(name)]
+    close = longer or difflib.get_close_matches(name, slides, n=1, cutoff=0.8)
+    return slides[max(close, key=len)] if close and name else None
 
 
 def read_labels(
@@ -79,9 +120,9 @@ def read_labels(
     if name.endswith(_MASKS):
         return MaskLabels(path, slide_size, options)
     if name.endswith(".xml"):
-        annotations, frame = _read_xml(path, options), "full"
+        file, frame = _read_xml(path, options), "full"
     elif name.endswith(_OUTLINES):
-        annotations, frame = read_geojson(path), "bounds"
+        file, frame = read_geojson(path), "bounds"
     else:
         raise PathosegError(
             f"{path} is no annotation that pathoseg reads.",
@@ -89,17 +130,52 @@ def read_labels(
         )
     if options.frame != "auto":
         frame = options.frame
-    if frame == "full" and origin != (0, 0):
-        annotations = [
-            replace(region, geometry=shapely.transform(region.geometry, lambda xy: xy - origin))
-            for region in annotations
-        ]
-    annotations = [replace(one, class_name=options.renamed(one.class_name)) for one in annotations]
+    shift = origin if frame == "full" else (0, 0)
+    annotations = [_understood(one, shift, options) for one in file.annotations]
     _refuse_outside(path, annotations, slide_size, frame, options)
-    return PolygonLabels(path, annotations, slide_size, options)
+    _refuse_unclear(path, annotations, file.passed_over, options)
+    passed_over = Counter[str]()
+    for kind, count in file.passed_over.items():
+        passed_over[kind.what] += count
+    return PolygonLabels(path, annotations, slide_size, options, passed_over)
 
 
-def _read_xml(path: Path, options: AnnotationOptions) -> list[Annotation]:
+def _understood(
+    region: Annotation, shift: tuple[int, int], options: AnnotationOptions
+) -> Annotation:
+    """A region with the run's name of its class, in the slide's frame."""
+    name, geometry = options.renamed(region.class_name), region.geometry
+    if name is None and options.unclassified not in ("ignore", "refuse"):
+        name = options.unclassified
+    if shift != (0, 0):
+        geometry = shapely.transform(geometry, lambda xy: xy - shift)
+    return replace(region, geometry=geometry, class_name=name)
+
+
+def _refuse_unclear(
+    path: Path,
+    annotations: Sequence[Annotation],
+    passed_over: Iterable[PassedOver],
+    options: AnnotationOptions,
+) -> None:
+    """Refuses regions without a class where that is wished, and regions of interest of no area."""
+    unclassified = sum(region.class_name is None for region in annotations)
+    if unclassified and options.unclassified == "refuse":
+        raise PathosegError(
+            f"{path} has outlines without a class: {unclassified} of {len(annotations)}.",
+            "Give them one in the program that drew them, or set `[annotations] unclassified` to "
+            '"ignore" or to the class that they are.',
+        )
+    names = (options.renamed(kind.class_name) for kind in passed_over)
+    empty = any(name is not None and options.is_roi(name) for name in names)
+    if empty and not any(options.is_roi(region.class_name or "") for region in annotations):
+        raise PathosegError(
+            f"The region of interest in {path} encloses no area.",
+            "Draw it as a rectangle or an outline, or delete it: then all of the slide counts.",
+        )
+
+
+def _read_xml(path: Path, options: AnnotationOptions) -> AnnotationFile:
     root = root_tag(path)
     if root == asap_xml.ROOT:
         return asap_xml.read_asap(path, options.exclude)
@@ -142,20 +218,29 @@ def _refuse_outside(
     )
 
 
-def class_table(labels: Iterable[Labels], wanted: tuple[str, ...] | None) -> ClassTable:
+def class_table(labels: Sequence[Labels], wanted: tuple[str, ...] | None) -> ClassTable:
     """The classes of a run: those wanted, or all that are in use, sorted, numbers by value.
 
-    A colour is the first that a file gives to the class, unless another class has it already;
-    the rest get colours of their own.
+    Where nothing has a class, outlines without one are of the one class "annotation". A colour is
+    the first that a file gives to the class, unless another class has it already; the rest get
+    colours of their own.
 
     Raises:
-        PathosegError: No class is in use, more than 254 are wanted, or one twice, or more than 32
-            are in use and none is named.
+        PathosegError: No class is in use, more than 254 are wanted, or one twice, more than 32 are
+            in use and none is named, or classes are wanted and no outline has any.
     """
     colours: dict[str, Colour | None] = {}
     for one in labels:
         for name, colour in one.classes().items():
             colours[name] = colours.get(name) or colour
+    if not colours:
+        colours = {one.report.fallback: None for one in labels if one.report.unclassified}
+        if wanted and colours and not colours.keys() & set(wanted):
+            count = sum(one.report.unclassified for one in labels)
+            raise PathosegError(
+                f"None of the {count} outlines has a class; the config names {quoted(wanted)}.",
+                f'Say what they are: `[annotations] unclassified = "{wanted[0]}"`.',
+            )
     names = tuple(sorted(colours, key=_natural)) if wanted is None else wanted
     if not names:
         raise PathosegError(

@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 import pytest
 import shapely
+import shapely.affinity
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -147,12 +148,15 @@ def test_a_traced_mask_is_rasterised_to_itself(mask: NDArray[np.uint8], scale: f
     np.testing.assert_array_equal(found, mask)
 
 
-@given(area=blobs(), mpp=MPPS, tile=st.integers(37, 300), data=st.data())
+@given(area=blobs(), mpp=MPPS, tile=st.integers(37, 300), roi=st.booleans(), data=st.data())
 def test_a_tile_is_a_piece_of_the_whole(
-    area: shapely.Polygon, mpp: float, tile: int, data: st.DataObject
+    area: shapely.Polygon, mpp: float, tile: int, roi: bool, data: st.DataObject
 ) -> None:
     frame = Frame.at(SLIDE, NATIVE, mpp)
-    labels = _labels((area, "tumour"), (shapely.box(700, 600, 720.3, 1400.7), "stroma"))
+    regions = [(area, "tumour"), (shapely.box(700, 600, 720.3, 1400.7), "stroma")]
+    if roi:
+        regions.append((shapely.affinity.rotate(shapely.box(500, 300, 1500, 1200), 20), "ROI"))
+    labels = _labels(*regions)
     whole = labels.rasterise(_whole(frame), frame, TABLE)
     x = data.draw(st.integers(-tile, frame.size.width))
     y = data.draw(st.integers(-tile, frame.size.height))
