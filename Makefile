@@ -1,13 +1,15 @@
-PYTHON ?= python3.11
+PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: demo test check install clean
+.PHONY: demo test check quick install clean
 
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$$($(PYTHON) -V 2>&1): Python 3.11 or newer is needed: make PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,mpi]'
 	touch $@
@@ -23,10 +25,21 @@ demo: install
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
+# Style, types, walls, and the tests that start no process and take less than a second. Types are
+# checked beside the tests, for both cores to be at work.
+quick: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy & types=$$!; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --durations 10 --durations-min 1 \
+		-m "not slow and not process and not system and not cuda" tests; tests=$$?; \
+	wait $$types && exit $$tests
+
 check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy --platform win32 --cache-dir .mypy_cache/win32
 	MYPYPATH=sample_data $(BIN)/mypy sample_data docs/make_configuration.py
 	for main in benchmarks/*/main.py; do $(BIN)/mypy $$main || exit 1; done
 	$(BIN)/python -m pytest tests/test_house.py

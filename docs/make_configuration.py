@@ -19,6 +19,11 @@ what a run used in the end is written to `RUN/config.toml`, which `--config` tak
 unknown key is refused with the nearest known one. A key that is left out, or whose default is
 "–", is decided by what its description says.
 
+A run keeps the defaults that it began with. Its `config.toml` states their number, `format`:
+`--resume` and `evaluate` give keys that are left out the defaults of that number, or of format 1
+where there is none. In a file of your own no number means today's defaults. A format that this
+version does not know yet is refused; a key that it no longer has is named and ignored.
+
     [data]
     classes = ["gland", "tumour"]
 
@@ -37,8 +42,14 @@ This page is written by `python docs/make_configuration.py` from the source.
 
 def page() -> str:
     """The whole page as Markdown."""
-    parts = [_HEAD, "## Top level\n", _table([("seed", "0", "Seed of all randomness.")])]
     hints = get_type_hints(Config)
+    described = _attributes(inspect.getdoc(Config) or "")
+    top = [
+        (entry.name, _default(entry), described[entry.name])
+        for entry in dataclasses.fields(Config)
+        if not dataclasses.is_dataclass(hints[entry.name])
+    ]
+    parts = [_HEAD, "## Top level\n", _table(top)]
     for entry in dataclasses.fields(Config):
         section = hints[entry.name]
         if not dataclasses.is_dataclass(section):

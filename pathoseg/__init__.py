@@ -1,3 +1,183 @@
 """pathoseg: whole-slide-image segmentation for models and tiles too big for one GPU."""
 
-__version__ = "0.1.0"
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pathoseg.errors import PathosegError
+from pathoseg.version import __version__
+
+if TYPE_CHECKING:
+    from pathoseg.inference.loaded_model import LoadedModel
+    from pathoseg.slides.slide import Slide
+
+__all__ = [
+    "PathosegError",
+    "__version__",
+    "evaluate",
+    "infer",
+    "load_model",
+    "open_slide",
+    "train",
+]
+
+# The tables of the TOML file, such as {"tiles": {"mpp": 0.5}}; "" holds the keys above them.
+Options = Mapping[str, Mapping[str, Any]]
+Name = str | PathLike[str]
+
+
+def train(
+    slides: Name | None = None,
+    annotations: Name | None = None,
+    *,
+    start_from: Name | None = None,
+    out: Name | None = None,
+    config: Name | None = None,
+    options: Options | None = None,
+    resume: bool = False,
+) -> Path:
+    """Train a model in this process; under mpirun, srun or torchrun on all ranks of the job.
+
+    Args:
+        slides: Folder of slides.
+        annotations: Folder of annotations; None means beside the slides.
+        start_from: Run, bundle or .safetensors file whose weights training starts from; None means
+            random weights.
+        out: Folder of the run; None takes `runs/<date>-<time>`.
+        config: TOML file with everything else (docs/configuration.md).
+        options: Keys of that file, by table; they overrule it.
+        resume: Go on with `out`, or with the newest unfinished run; with more `epochs` or a longer
+            `time_limit` among the options, a finished run trains longer.
+
+    Returns:
+        The folder of the run; `model/` in it is the bundle.
+
+    Raises:
+        PathosegError: Input that cannot be used; it says what, and `hint` says what to do.
+        StoppedError: Ctrl-C or SIGTERM; `resume=True` goes on.
+    """
+    from pathoseg.workflows.train import train as run
+
+    flags = _flags(options, {"slides": slides, "annotations": annotations})
+    if start_from is not None:
+        flags["train"] = flags.get("train", {}) | {"start_from": str(start_from)}
+    return run(_path(config), flags, _path(out), resume)
+
+
+def infer(
+    slides: Name | Sequence[Name],
+    model: Name | None = None,
+    *,
+    out: Name = "results",
+    config: Name | None = None,
+    options: Options | None = None,
+    resume: bool = False,
+    factory: str | None = None,
+) -> Path:
+    """Segment slides into files: mask, outlines for QuPath, overlay and areas.
+
+    Args:
+        slides: A slide, a folder of slides, or several of either.
+        model: Run or bundle; None takes the newest finished run.
+        out: Folder of the results.
+        config: TOML file, as for `train`.
+        options: As for `train`.
+        resume: Skip what is done, and go on in the middle of a slide.
+        factory: The `module:factory` of a network of your own that the bundle may import.
+
+    Returns:
+        `out`, with a folder for each slide, `summary.csv`, and `failures.csv` where slides failed.
+
+    Raises:
+        PathosegError: The model or the only slide cannot be used.
+        StoppedError: Ctrl-C or SIGTERM; `resume=True` goes on.
+    """
+    from pathoseg.workflows.infer import infer as run
+
+    given = [slides] if isinstance(slides, (str, PathLike)) else list(slides)
+    inputs = [Path(each) for each in given]
+    run(inputs, _path(model), Path(out), _path(config), _flags(options), resume, factory)
+    return Path(out)
+
+
+def evaluate(
+    slides: Name | None = None,
+    annotations: Name | None = None,
+    *,
+    model: Name | None = None,
+    out: Name | None = None,
+    split: str | None = None,
+    config: Name | None = None,
+    options: Options | None = None,
+    factory: str | None = None,
+) -> Path:
+    """Compare a model's segmentation of whole annotated slides with their annotations.
+
+    Args:
+        slides: Folder of slides.
+        annotations: Folder of annotations; None means beside the slides.
+        model: Run or bundle; None takes the newest finished run.
+        out: Folder of the tables; None means the run's.
+        split: Only slides of this split: train, val, test or unseen.
+        config: TOML file, as for `train`; None reads slides as the model's run did.
+        options: As for `train`.
+        factory: As for `infer`.
+
+    Returns:
+        The table of Dice and IoU by slide.
+
+    Raises:
+        PathosegError: The model, a slide or an annotation cannot be used.
+    """
+    from pathoseg.workflows.evaluate import evaluate as run
+
+    flags = _flags(options, {"slides": slides, "annotations": annotations})
+    return run(_path(model), _path(out), _path(config), flags, split, factory)
+
+
+def load_model(model: Name | None = None, *, factory: str | None = None) -> LoadedModel:
+    """Load a trained model that predicts pictures in memory, on the GPU where there is one.
+
+    Args:
+        model: Run or bundle; None takes the newest finished run.
+        factory: As for `infer`.
+
+    Raises:
+        PathosegError: There is no such model, or its bundle is damaged.
+    """
+    from pathoseg.inference.loaded_model import LoadedModel
+    from pathoseg.training.run_folder import bundle_of
+
+    return LoadedModel.load(bundle_of(_path(model)), factory)
+
+
+def open_slide(path: Name, assume_mpp: float | None = None) -> Slide:
+    """Open a slide of any format that pathoseg reads; close it, or use it in a `with` statement.
+
+    Args:
+        path: The file.
+        assume_mpp: Microns per pixel, used only where the file states none.
+
+    Raises:
+        PathosegError: The file cannot be read, or its resolution is unknown.
+    """
+    from pathoseg.slides.slide import open_slide as run
+
+    return run(Path(path), assume_mpp)
+
+
+def _path(name: Name | None) -> Path | None:
+    return None if name is None else Path(name)
+
+
+def _flags(
+    options: Options | None, data: Mapping[str, Name | None] | None = None
+) -> dict[str, dict[str, Any]]:
+    """Return the options as tables of their own, with the folders of `data` among them."""
+    flags = {table: dict(values) for table, values in (options or {}).items()}
+    given = {key: str(name) for key, name in (data or {}).items() if name is not None}
+    flags["data"] = flags.get("data", {}) | given
+    return flags

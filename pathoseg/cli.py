@@ -11,12 +11,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
-from pathoseg import __version__
 from pathoseg.errors import PathosegError, StoppedError
+from pathoseg.version import __version__
 
 app = typer.Typer(
     name="pathoseg",
@@ -71,6 +71,7 @@ Ranks = Annotated[
     int | None,
     typer.Option(help="Start so many ranks on this machine. [default: 1]", min=1),
 ]
+Level = Literal["layer", "block", "module"]
 Factory = Annotated[
     str | None,
     typer.Option(
@@ -88,6 +89,13 @@ def _version(
         raise typer.Exit
 
 
+def _refuse_wrong_options(config: Path | None, flags: dict[str, dict[str, Any]]) -> None:
+    """Refuse a wrong value within half a second, before torch is imported."""
+    from pathoseg.config import load_config
+
+    load_config(config, flags)
+
+
 def _data(
     slides: Path | None, annotations: Path | None, assume_mpp: float | None
 ) -> dict[str, Any]:
@@ -102,6 +110,14 @@ def _data(
 def train(
     slides: Slides = None,
     annotations: Annotations = None,
+    start_from: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            help="Start from the weights of this run, bundle or .safetensors file.",
+            metavar="RUN|FILE",
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the run. [default: runs/<date>-<time>]")
     ] = None,
@@ -119,7 +135,12 @@ def train(
         bool, typer.Option("--trace", help="Draw what the ranks do in one step.")
     ] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with --out, or the newest unfinished run.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on with --out, or the newest unfinished run; given more --epochs or a longer "
+            "--time-limit, a finished run trains longer.",
+        ),
     ] = False,
     skip_bad_slides: Annotated[
         bool, typer.Option("--skip-bad-slides", help="Leave out slides that cannot be read.")
@@ -130,17 +151,18 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Train a model from slides and their annotations."""
-    from pathoseg.workflows.train import launch
-
-    flags = {
+    flags: dict[str, dict[str, Any]] = {
         "": {"seed": seed},
         "data": _data(slides, annotations, assume_mpp)
         | {"skip_bad_slides": skip_bad_slides or None},
         "tiles": {"mpp": mpp, "tile": tile},
         "model": {"name": model},
-        "train": {"epochs": epochs, "time_limit": time_limit},
+        "train": {"start_from": start_from, "epochs": epochs, "time_limit": time_limit},
         "parallel": {"ranks": ranks, "order": order},
     }
+    _refuse_wrong_options(config, flags)
+    from pathoseg.workflows.train import launch
+
     raise typer.Exit(launch(config, flags, out, resume, trace, sys.argv[1:]))
 
 
@@ -161,9 +183,10 @@ def infer(
     debug: Debug = False,
 ) -> None:
     """Segment slides: mask, outlines for QuPath, overlay and areas."""
+    flags: dict[str, Any] = {"data": {"assume_mpp": assume_mpp}, "parallel": {"ranks": ranks}}
+    _refuse_wrong_options(config, flags)
     from pathoseg.workflows.infer import infer as run_inference
 
-    flags: dict[str, Any] = {"data": {"assume_mpp": assume_mpp}, "parallel": {"ranks": ranks}}
     raise typer.Exit(
         run_inference(slides, model, out, config, flags, resume, factory, sys.argv[1:])
     )
@@ -176,9 +199,7 @@ def evaluate(
     model: ModelFolder = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder of evaluation.csv, or evaluation-SPLIT.csv. [default: the run's]"
-        ),
+        typer.Option(help="Folder of evaluation.html and its tables. [default: the run's]"),
     ] = None,
     split: Annotated[
         str | None, typer.Option(help="Only slides of this split: train, val, test or unseen.")
@@ -189,10 +210,11 @@ def evaluate(
     debug: Debug = False,
 ) -> None:
     """Compare a model's segmentation of whole slides with their annotations."""
+    flags: dict[str, Any] = {"data": _data(slides, annotations, assume_mpp)}
+    _refuse_wrong_options(config, flags)
     from pathoseg.workflows.evaluate import evaluate as run_evaluation
 
-    data = _data(slides, annotations, assume_mpp)
-    run_evaluation(model, out, config, {"data": data}, split, factory)
+    run_evaluation(model, out, config, flags, split, factory)
 
 
 @app.command(epilog="Example: pathoseg cache --slides slides/ --mpp 0.5 --tile 1024 --out tiles/")
@@ -209,10 +231,14 @@ def cache(
     debug: Debug = False,
 ) -> None:
     """Fill the tile cache ahead of training."""
+    flags: dict[str, Any] = {
+        "data": _data(slides, annotations, assume_mpp),
+        "tiles": {"mpp": mpp, "tile": tile, "cache": out and str(out)},
+    }
+    _refuse_wrong_options(config, flags)
     from pathoseg.workflows.cache import fill_cache
 
-    tiles = {"mpp": mpp, "tile": tile, "cache": out and str(out)}
-    fill_cache(config, {"data": _data(slides, annotations, assume_mpp), "tiles": tiles})
+    fill_cache(config, flags)
 
 
 @app.command(
@@ -242,6 +268,10 @@ def plan(
     draw: Annotated[
         Path | None, typer.Option(help="Draw the model into this SVG.", metavar="FILE")
     ] = None,
+    level: Annotated[
+        Level | None,
+        typer.Option(help="List the model's layers, blocks or modules, and draw these."),
+    ] = None,
     out: Annotated[
         Path, typer.Option(help="Folder of plan.json and timeline.svg.", metavar="DIR")
     ] = Path(),
@@ -250,8 +280,6 @@ def plan(
     debug: Debug = False,
 ) -> None:
     """Find the fastest way to share a training step among ranks."""
-    from pathoseg.workflows.plan import plan as run_planning
-
     flags: dict[str, dict[str, Any]] = {
         "": {"seed": seed},
         "tiles": {"tile": tile},
@@ -266,7 +294,10 @@ def plan(
             "cut": cut and tuple(cut.split(",")),
         },
     }
-    run_planning(config, flags, out, draw)
+    _refuse_wrong_options(config, flags)
+    from pathoseg.workflows.plan import plan as run_planning
+
+    run_planning(config, flags, out, draw, level)
 
 
 @app.command(epilog="Example: pathoseg calibrate --out hardware.json")
@@ -286,8 +317,6 @@ def main() -> NoReturn:
 
     0 done, 1 some slides failed, 2 bad input, 130 Ctrl-C, 143 SIGTERM.
     """
-    # albumentations asks the network for updates when it is imported.
-    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
     # Threads that wait by spinning take the cores from those that work: on a machine with other
     # jobs a forward pass took up to 15 times longer. Read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -303,10 +332,10 @@ def main() -> NoReturn:
         # What no workflow knows more about: a disk that is full, read-only or gone.
         except OSError as error:
             where, why = error.filename or "A file", error.strerror or error
-            mend = "Free space on its disk, see whether it may be written, or choose another place."
+            hint = "Free space on its disk, see whether it may be written, or choose another place."
             if isinstance(error, (NotADirectoryError, FileExistsError)):
-                mend = "A file stands where a folder is needed: choose another place."
-            _refuse(PathosegError(f"{where} cannot be read or written ({why}).", mend), debug)
+                hint = "A file stands where a folder is needed: choose another place."
+            _refuse(PathosegError(f"{where} cannot be read or written ({why}).", hint), debug)
     sys.exit(0)
 
 
@@ -314,7 +343,7 @@ def _refuse(error: PathosegError, debug: bool) -> NoReturn:
     if debug:
         traceback.print_exc()
     typer.secho(f"Error: {error.problem}", fg="red", err=True)
-    typer.echo(f"  {error.mend}", err=True)
+    typer.echo(f"  {error.hint}", err=True)
     sys.exit(2)
 
 

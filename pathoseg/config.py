@@ -7,19 +7,19 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 import tomli_w
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
-from pathoseg.annotations.annotation import AnnotationOptions
+from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.errors import PathosegError
 from pathoseg.memory_size import parse_memory
-from pathoseg.models.build import ModelConfig
-from pathoseg.models.losses import LossConfig
-from pathoseg.tiles.tissue import TissueOptions
-from pathoseg.tiles.transform import AugmentOptions
+from pathoseg.models.model_options import LossConfig, ModelConfig
+from pathoseg.progress import say
+from pathoseg.tiles.tile_options import AugmentOptions, TissueOptions
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -136,6 +136,9 @@ class NetConfig:
     norm: Literal["batch", "group", "instance"] = "batch"
     options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.with_classes(2)  # refuses what no network can be
+
     def with_classes(self, classes: int) -> ModelConfig:
         """The network for `classes` classes, background included."""
         return ModelConfig(classes=classes, **{f.name: getattr(self, f.name) for f in fields(self)})
@@ -146,6 +149,8 @@ class TrainConfig:
     """The training loop.
 
     Attributes:
+        start_from: Run, bundle or .safetensors file whose weights training starts from (`--from`);
+            left out, they are random.
         epochs: Passes over the samples; None means 50, or as many as the time limit holds.
         time_limit: Time for the whole run, resumed parts counted together: seconds, or "1h30m".
         samples_per_epoch: Tiles drawn an epoch; None means as many as there are.
@@ -156,7 +161,8 @@ class TrainConfig:
         optimizer: AdamW, or SGD with Nesterov momentum 0.9.
         lr: Highest learning rate.
         weight_decay: Decoupled (adamw) or L2 (sgd); never on norms and biases.
-        schedule: Shape of the learning rate after the warm-up.
+        schedule: Shape of the learning rate after the warm-up, over all steps; a run that is given
+            other limits goes on as one that had them from its start.
         warmup: Share of all steps over which the learning rate rises.
         clip: Largest global gradient norm; 0 leaves gradients alone.
         amp: Arithmetic on CUDA; "auto" means bf16 where the device has it. CPUs use float32.
@@ -166,6 +172,7 @@ class TrainConfig:
         readers: Threads that read and augment tiles.
     """
 
+    start_from: str | None = None
     epochs: Count | None = None
     time_limit: Duration | None = None
     samples_per_epoch: Count | None = None
@@ -193,7 +200,8 @@ class InferConfig:
         margin: Outer pixels of a tile whose predictions get no weight; None means overlap // 4.
         batch: Tiles a forward pass.
         readers: Threads that read tiles ahead.
-        simplify: Tolerance of the outlines in pixels of the mask; 0 keeps pixel edges.
+        simplify: Tolerance of the outlines in pixels of the mask; 0 keeps pixel edges. Neighbours
+            keep their shared edge, so beyond 1.4 pixels nothing more is left out.
         min_region_um2: Smaller regions are left out of the outlines (the mask keeps them).
         compress_regions: Write `regions.geojson.gz`.
         region_type: How QuPath shows regions; `detection` draws faster when there are many.
@@ -207,6 +215,18 @@ class InferConfig:
     min_region_um2: NotNegative = 10.0
     compress_regions: bool = False
     region_type: Literal["annotation", "detection"] = "annotation"
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Comparing a model with annotations; docs/evaluation.md says what is measured.
+
+    Attributes:
+        boundary_um: Microns by which a predicted boundary may miss the annotated one and still
+            count as found; None means 2, or two pixels of the model where that is more.
+    """
+
+    boundary_um: Positive | None = None
 
 
 @dataclass(frozen=True)
@@ -251,10 +271,31 @@ class ParallelConfig:
     transport: Literal["auto", "mpi", "gloo", "nccl"] = "auto"
 
 
+# Number of today's defaults. Raise it once a version with the current number has been released.
+FORMAT = 2
+UNNUMBERED = 1  # format of the config.toml of a run that states none
+
+# Format → the defaults that changed after it, as they were: table ("" is the top level) → key →
+# value as in TOML. A default that changes, or a new key that changes what a run does, adds a row
+# to the newest format that ran without it.
+_FORMER_DEFAULTS: Mapping[int, Mapping[str, Mapping[str, Any]]] = {
+    1: {"annotations": {"roi": [], "unclassified": "skip", "labels": "centre"}}
+}
+
+# Keys that are gone: "table.key" → what became of it, a clause. Files that have them are accepted.
+_RETIRED: Mapping[str, str] = {}
+
+
 @dataclass(frozen=True)
 class Config:
-    """Everything a run is told, one table of the TOML file each."""
+    """Everything a run is told, one table of the TOML file each.
 
+    Attributes:
+        format: Number of the defaults that hold for keys left out.
+        seed: Seed of all randomness.
+    """
+
+    format: Annotated[int, Field(ge=1, strict=True)] = FORMAT
     seed: int = 0
     data: DataConfig = field(default_factory=DataConfig)
     annotations: AnnotationOptions = field(default_factory=AnnotationOptions)
@@ -265,26 +306,32 @@ class Config:
     augment: AugmentOptions = field(default_factory=AugmentOptions)
     train: TrainConfig = field(default_factory=TrainConfig)
     infer: InferConfig = field(default_factory=InferConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
 
-def load_config(path: Path | None, flags: Mapping[str, Mapping[str, Any]] | None = None) -> Config:
-    """The configuration of `path` (TOML), overruled by `flags`.
+def load_config(
+    path: Path | None,
+    flags: Mapping[str, Mapping[str, Any]] | None = None,
+    unnumbered: int = FORMAT,
+) -> Config:
+    """Read the configuration of `path` (TOML), overruled by `flags`.
+
+    A key that is left out has the default of the file's format; a retired one is said and dropped.
 
     Args:
         path: TOML file, or None for the defaults.
         flags: Section → key → value; None values are flags not given. Top-level keys stand
             under the section "".
+        unnumbered: Format of a file that states none: today's for what a user writes, `UNNUMBERED`
+            for the record of a run.
 
     Raises:
-        PathosegError: The file cannot be read, a key is unknown, or a value does not fit.
+        PathosegError: The file cannot be read, is of a newer format, a key is unknown, or a value
+            does not fit.
     """
-    table = _read(path) if path else {}
+    table = _merged(path, flags, unnumbered)
     where = str(path) if path else "The options"
-    _refuse_unknown(Config, table, where, "")
-    for section, values in (flags or {}).items():
-        target = table.setdefault(section, {}) if section else table
-        target.update({key: value for key, value in values.items() if value is not None})
     adapter = TypeAdapter(Config)
     try:
         return adapter.validate_python(table)
@@ -303,9 +350,51 @@ def load_config(path: Path | None, flags: Mapping[str, Mapping[str, Any]] | None
         ) from None
 
 
+def given_options(
+    path: Path | None, flags: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Return what the file and the flags state, without defaults, in the form of `flags`.
+
+    Args:
+        path: As for `load_config`.
+        flags: As for `load_config`.
+
+    Raises:
+        PathosegError: The file cannot be read, or a key is unknown.
+    """
+    table = _merged(path, flags, unnumbered=None)
+    table.pop("format", None)  # says what the keys left out are, not what is asked for
+    sections = {key: value for key, value in table.items() if isinstance(value, dict)}
+    return {"": {key: table[key] for key in table.keys() - sections.keys()}, **sections}
+
+
 def write_config(config: Config, path: Path) -> None:
     """Writes `config` as TOML that `load_config` reads back equal; what is None is left out."""
-    path.write_text(tomli_w.dumps(_without_none(asdict(config))))
+    path.write_text(tomli_w.dumps(_without_none(asdict(config))), encoding="utf-8")
+
+
+def _merged(
+    path: Path | None,
+    flags: Mapping[str, Mapping[str, Any]] | None,
+    unnumbered: int | None,
+) -> dict[str, Any]:
+    """Return the table of the file, with the flags that are given written over it.
+
+    Args:
+        path: As for `load_config`.
+        flags: As for `load_config`.
+        unnumbered: As for `load_config`; None adds no default of an earlier format.
+    """
+    table = _read(path) if path else {}
+    where = str(path) if path else "The options"
+    _drop_retired(table, where)
+    if unnumbered is not None:
+        _fill_former_defaults(table, where, unnumbered)
+    _refuse_unknown(Config, table, where, "")
+    for section, values in (flags or {}).items():
+        target = table.setdefault(section, {}) if section else table
+        target.update({key: value for key, value in values.items() if value is not None})
+    return table
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -320,14 +409,48 @@ def _read(path: Path) -> dict[str, Any]:
         raise PathosegError(f"{path} is not valid TOML: {error}.", "Mend that line.") from None
 
 
+def _drop_retired(table: dict[str, Any], where: str) -> None:
+    for name, fate in _RETIRED.items():
+        section, _, key = name.rpartition(".")
+        values = table.get(section) if section else table
+        if isinstance(values, dict) and key in values:
+            del values[key]
+            _say_once(f"{where}: `{name}` is ignored: {fate}.")
+
+
+@cache
+def _say_once(text: str) -> None:
+    say(text)
+
+
+def _fill_former_defaults(table: dict[str, Any], where: str, unnumbered: int) -> None:
+    """Give keys left out the defaults of the table's format, where today's are others."""
+    number = table.setdefault("format", unnumbered)
+    if type(number) is not int:
+        return  # refused with the other values that do not fit
+    if number > FORMAT:
+        raise PathosegError(
+            f"{where} is of format {number}, and this pathoseg knows formats up to {FORMAT}.",
+            "Use the version of pathoseg that wrote it, or a newer one.",
+        )
+    for former in sorted(_FORMER_DEFAULTS):  # of several former defaults the oldest one holds
+        if former < number:
+            continue
+        for section, values in _FORMER_DEFAULTS[former].items():
+            target = table.setdefault(section, {}) if section else table
+            if isinstance(target, dict):
+                for key, value in values.items():
+                    target.setdefault(key, value)
+
+
 def _refuse_unknown(cls: type, table: Mapping[str, Any], where: str, prefix: str) -> None:
     known = get_type_hints(cls)
     names = [entry.name for entry in fields(cls)]
     for key, value in table.items():
         if key not in names:
             near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-            mend = f"Did you mean `{near[0]}`?" if near else f"Known here: {', '.join(names)}."
-            raise PathosegError(f"{where}: unknown key `{prefix}{key}`.", mend)
+            hint = f"Did you mean `{near[0]}`?" if near else f"Known here: {', '.join(names)}."
+            raise PathosegError(f"{where}: unknown key `{prefix}{key}`.", hint)
         if is_dataclass(known[key]) and isinstance(known[key], type):
             if not isinstance(value, dict):
                 raise PathosegError(

@@ -66,7 +66,7 @@ def to_input(
 
 
 @contextmanager
-def memory_told(what: str, mend: str) -> Iterator[None]:
+def memory_told(what: str, hint: str) -> Iterator[None]:
     """Turns running out of memory, the device's or the host's, into an error that says what to
     change."""
     try:
@@ -79,7 +79,7 @@ def memory_told(what: str, mend: str) -> Iterator[None]:
             free, total = torch.cuda.mem_get_info()
             where = f"on the GPU ({free / 2**30:.1f} of {total / 2**30:.1f} GiB are free)"
         said = (str(error) or type(error).__name__).splitlines()[0]
-        raise PathosegError(f"{what} does not fit {where}: {said}.", mend) from None
+        raise PathosegError(f"{what} does not fit {where}: {said}.", hint) from None
 
 
 class Arrival:
@@ -100,7 +100,7 @@ class Arrival:
 
     @property
     def is_here(self) -> bool:
-        """Whether `array` would not wait."""
+        """Return True if `array` would not wait."""
         return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]  # untyped in torch
 
     def array(self) -> NDArray[Any]:

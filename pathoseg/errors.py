@@ -1,4 +1,4 @@
-"""The one error a user meets: what is wrong with which file, and how to mend it."""
+"""The one error a user meets: what is wrong with which file, and a hint that mends it."""
 
 # What torch says in a RuntimeError: it has a class of its own for accelerators alone.
 _NO_MEMORY = ("out of memory", "can't allocate memory", "std::bad_alloc")
@@ -9,17 +9,17 @@ class PathosegError(Exception):
 
     Args:
         problem: What is wrong, naming the file, key or value.
-        mend: What the user can do about it.
+        hint: What the user can do about it.
     """
 
-    def __init__(self, problem: str, mend: str) -> None:
-        super().__init__(f"{problem} {mend}")
+    def __init__(self, problem: str, hint: str) -> None:
+        super().__init__(f"{problem} {hint}")
         self.problem = problem
-        self.mend = mend
+        self.hint = hint
 
     def __reduce__(self) -> tuple[type["PathosegError"], tuple[str, str]]:
         # Exception pickles its args (the joined text), which does not fit __init__.
-        return type(self), (self.problem, self.mend)
+        return type(self), (self.problem, self.hint)
 
 
 class UnreadableError(PathosegError):
@@ -41,6 +41,6 @@ class StoppedError(Exception):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that the memory of a host or an accelerator is used up."""
+    """Return True if the error means that the memory of the host or the device is used up."""
     told = isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
     return told or isinstance(error, MemoryError)

@@ -112,6 +112,11 @@ class Frame:
         return cls(Size(width, height), scale_x, scale_y, Mpp(mpp, mpp))
 
     @property
+    def level0_mpp(self) -> Mpp:
+        """Microns per level-0 pixel."""
+        return Mpp(self.mpp.x / self.scale_x, self.mpp.y / self.scale_y)
+
+    @property
     def pixel_area_mm2(self) -> float:
         return self.mpp.x * self.mpp.y * 1e-6
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable
+
+from pathoseg.platform_support import c_function
 
 # Parameters of glibc's mallopt.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
@@ -47,11 +48,11 @@ def share_one_heap() -> None:
 def _mallopt() -> Callable[[int, int], int] | None:
     if "MALLOC_TRIM_THRESHOLD_" in os.environ:
         return None
-    return getattr(ctypes.CDLL(None), "mallopt", None)
+    return c_function("mallopt")
 
 
 def give_back_freed_memory() -> None:
     """Gives the kernel what is free now, as after work that comes once and takes much."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    trim = c_function("malloc_trim")
     if trim is not None:
         trim(0)

@@ -22,7 +22,7 @@ console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 class Bar(Protocol):
-    """What a flow tells of its work."""
+    """The progress bar that a workflow advances."""
 
     def advance(self, amount: float = 1) -> None: ...
     def note(self, text: str) -> None:

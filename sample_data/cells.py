@@ -14,7 +14,8 @@ from scene import make_scene
 from shapely import LineString
 from texture import Stain, covered, paint
 
-from pathoseg.annotations.annotation import AnnotationOptions, Labels
+from pathoseg.annotations.annotation import Labels
+from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.reading import class_table, find_annotation, read_labels
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +19,9 @@ from hypothesis import settings
 from PIL import Image
 
 from pathoseg.cli import main
-from pathoseg.models.build import ModelConfig, build_model, tile_multiple
+from pathoseg.models.build import build_model, tile_multiple
 from pathoseg.models.bundle import Bundle, save_bundle
+from pathoseg.models.model_options import ModelConfig
 
 # Examples are not timed: this suite runs on machines with two busy cores. They are the same in
 # every run, so that a change is judged and not the luck of the draw.
@@ -26,6 +29,52 @@ settings.register_profile("pathoseg", deadline=None, print_blob=True, derandomiz
 settings.load_profile("pathoseg")
 
 _HERE = Path(__file__).resolve().parent
+
+# What Python tells its audit hooks of a process that starts; of multiprocessing's we tell it.
+_STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "Process"}
+# Networks that take long to trace; and each test of `workflows` trains or segments.
+_LARGE = re.compile(r"\[.*(inception-v3|InceptionV3|amoebanet-d|resnet110|resnet1001|Recurrent)")
+_test: str | None = None  # the one that runs and is to start none
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hold `-m "not process"` to its word: a test that starts a process fails."""
+    if "not process" in config.option.markexpr:
+        sys.addaudithook(_refuse_start)
+        BaseProcess.start = _start_of_multiprocessing
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is known without being told: who asks for `start`, and what is large."""
+    for item in items:
+        if "start" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.process)
+        if item.path.parent == _HERE / "workflows" or _LARGE.search(item.name):
+            item.add_marker(pytest.mark.slow)
+
+
+_start = BaseProcess.start
+
+
+def _start_of_multiprocessing(process: BaseProcess) -> None:
+    sys.audit("Process")
+    _start(process)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    global _test
+    _test = item.nodeid
+    try:
+        return (yield)
+    finally:
+        _test = None
+
+
+def _refuse_start(event: str, arguments: tuple[object, ...]) -> None:
+    if event in _STARTS and _test is not None:
+        pytest.fail(f"{_test} starts a process ({event}): mark it with @pytest.mark.process")
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from pathoseg import __version__
 from pathoseg.cli import app
+from pathoseg.version import __version__
 
 Command = Callable[..., tuple[int, str]]
 SaveBundle = Callable[..., Path]
@@ -49,6 +49,7 @@ def test_the_help_of_a_command_has_an_example_that_parses(name: str, command: Co
         assert sub.make_context(name, example[2:]).params["debug"] is False
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("argument", ["--help", "--version", "infer --help", "nonsense"])
 def test_help_imports_no_heavy_library(argument: str) -> None:
     program = (
@@ -85,7 +86,7 @@ def test_help_imports_no_heavy_library(argument: str) -> None:
     ],
     ids=" ".join,
 )
-def test_wrong_options_are_refused_with_the_mend(
+def test_wrong_options_are_refused_with_the_hint(
     arguments: tuple[str, ...], words: list[str], command: Command, toy_slides: Path
 ) -> None:
     if "--model" in arguments and "train" in arguments:
@@ -116,7 +117,7 @@ def test_wrong_options_are_refused_with_the_mend(
         ("[data]\nval_share = 1.5\n", ["data.val_share"]),
     ],
 )
-def test_a_wrong_configuration_names_file_key_and_mend(
+def test_a_wrong_configuration_names_file_key_and_hint(
     text: str, words: list[str], toy_slides: Path, command: Command, tiny_bundle: SaveBundle
 ) -> None:
     Path("wrong.toml").write_text(text)

@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from pathoseg.config import Config, load_config, write_config
+from pathoseg import config as config_module
+from pathoseg.config import (
+    FORMAT,
+    UNNUMBERED,
+    Config,
+    TileConfig,
+    given_options,
+    load_config,
+    write_config,
+)
 from pathoseg.errors import PathosegError
 
 
@@ -30,7 +39,7 @@ def test_flags_overrule_the_file_and_the_record_keeps_both(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("text", "problem", "mend"),
+    ("text", "problem", "hint"),
     [
         ("[tiles]\ntille = 3\n", "unknown key `tiles.tille`", "`tile`"),
         ("[trian]\n", "unknown key `trian`", "`train`"),
@@ -38,17 +47,35 @@ def test_flags_overrule_the_file_and_the_record_keeps_both(tmp_path: Path) -> No
         ("[model]\nnorm = 'layer'\n", "model.norm = 'layer'", "configuration.md"),
         ("tiles = 3\n", "is a table", r"\[tiles\]"),
         ("[tiles\n", "not valid TOML", "line"),
+        (f"format = {FORMAT + 1}\n[new]\n", f"is of format {FORMAT + 1}", "newer"),
+        ("format = 0\n", "format = 0", "configuration.md"),
+        ("format = true\n", "format = True", "configuration.md"),
     ],
 )
-def test_mistakes_name_the_key_and_the_mend(
-    tmp_path: Path, text: str, problem: str, mend: str
+def test_mistakes_name_the_key_and_the_hint(
+    tmp_path: Path, text: str, problem: str, hint: str
 ) -> None:
     path = tmp_path / "c.toml"
     path.write_text(text)
     with pytest.raises(PathosegError, match=problem) as caught:
         load_config(path)
-    assert caught.match(mend)
+    assert caught.match(hint)
     assert str(path) in caught.value.problem
+
+
+def test_what_is_given_is_told_from_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text("seed = 3\n[tiles]\nmpp = 0.5\n[annotations.rename]\na = 'b'\n")
+    flags = {"": {"seed": None}, "tiles": {"tile": 64, "mpp": None}, "train": {"epochs": None}}
+    given = given_options(path, flags)
+    assert {section: values for section, values in given.items() if values} == {
+        "": {"seed": 3},
+        "tiles": {"mpp": 0.5, "tile": 64},
+        "annotations": {"rename": {"a": "b"}},
+    }
+    (tmp_path / "record.toml").write_text("[tiles]\nmpp = 2.0\n[train]\nepochs = 7\n")
+    over = load_config(tmp_path / "record.toml", given)
+    assert (over.seed, over.tiles.mpp, over.tiles.tile, over.train.epochs) == (3, 0.5, 64, 7)
 
 
 @pytest.mark.parametrize("value", ["150", '"2m30s"', '"2.5"'])
@@ -61,3 +88,46 @@ def test_a_time_limit_is_seconds_or_a_duration(tmp_path: Path, value: str) -> No
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(PathosegError, match=r"nothing\.toml cannot be read"):
         load_config(tmp_path / "nothing.toml")
+
+
+def test_a_run_keeps_the_defaults_of_its_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    former = {
+        1: {"": {"seed": 7}, "tiles": {"overlap": 5}, "train": {"batch": 1, "lr": 0.5}},
+        2: {"tiles": {"overlap": 6, "balance": "none"}},
+    }
+    monkeypatch.setattr(config_module, "_FORMER_DEFAULTS", former)
+    monkeypatch.setattr(config_module, "FORMAT", 3)
+    path = tmp_path / "config.toml"
+
+    def defaults(text: str, unnumbered: int) -> tuple[object, ...]:
+        path.write_text(text + "[train]\nbatch = 9\n")
+        found = load_config(path, {"train": {"lr": 0.25}}, unnumbered)
+        assert (found.train.batch, found.train.lr) == (9, 0.25), "what is given holds"
+        write_config(found, path)
+        assert load_config(path) == found, "so it does where the record is read"
+        return found.format, found.seed, found.tiles.overlap, found.tiles.balance
+
+    today = TileConfig()
+    assert defaults("", UNNUMBERED) == (1, 7, 5, "none"), "the older of two former defaults"
+    assert defaults("format = 1\n", 3) == (1, 7, 5, "none")
+    assert defaults("format = 2\n", UNNUMBERED) == (2, 0, 6, "none")
+    assert defaults("", 3) == (3, 0, today.overlap, today.balance)
+
+
+@pytest.mark.parametrize("number", range(1, FORMAT + 1))
+def test_former_defaults_are_values_that_keys_take(tmp_path: Path, number: int) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(f"format = {number}\n")
+    assert load_config(path).format == number
+
+
+def test_a_retired_key_is_accepted_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(config_module, "_RETIRED", {"tiles.sieve": "no tile is sieved any more"})
+    path = tmp_path / "config.toml"
+    path.write_text("[tiles]\nsieve = 3\ntile = 64\n")
+    assert load_config(path) == load_config(None, {"tiles": {"tile": 64}})
+    assert "`tiles.sieve` is ignored: no tile is sieved any more." in capsys.readouterr().err

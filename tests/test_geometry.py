@@ -38,7 +38,7 @@ def test_impossible_resolutions_are_refused(value: float) -> None:
 
 def test_errors_survive_pickling() -> None:
     error = pickle.loads(pickle.dumps(PathosegError("It broke.", "Mend it.")))
-    assert (error.problem, error.mend) == ("It broke.", "Mend it.")
+    assert (error.problem, error.hint) == ("It broke.", "Mend it.")
 
 
 @given(

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
 from pathoseg.tiles.stain import Method, StainNormaliser
-from pathoseg.tiles.transform import Augmentation, AugmentOptions
+from pathoseg.tiles.tile_options import AugmentOptions
+from pathoseg.tiles.transform import Augmentation
 
 TILE = 512
 NOTHING: dict[str, Any] = {"flip": False, "warp": 0, "stain": 0, "colour": 0, "blur": 0, "noise": 0}

@@ -26,7 +26,8 @@ from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.cache import Codec, TileCache, TileCacheKey
 from pathoseg.tiles.fingerprint import Fingerprint
 from pathoseg.tiles.grid import TileGrid
-from pathoseg.tiles.tissue import TissueOptions, find_tissue
+from pathoseg.tiles.tile_options import TissueOptions
+from pathoseg.tiles.tissue import find_tissue
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("PATHOSEG_DATA", ROOT.parent / "shared" / "data"))

@@ -28,7 +28,7 @@ from pathoseg.models.unet import UNet
 from pathoseg.parallel.cost.calibration_layers import draw_cases
 from pathoseg.parallel.cost.cost_model import Analytical, LayerTime, Roofline
 from pathoseg.parallel.cost.hardware import Hardware, load_hardware
-from pathoseg.parallel.cost.regression import RawPolynomial, Sample, Timed, learn, time_cases
+from pathoseg.parallel.cost.regression import RawPolynomial, Sample, TimedCase, learn, time_cases
 from pathoseg.parallel.cost.timing import (
     Profiled,
     Run,
@@ -93,7 +93,7 @@ def main() -> None:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
-def quickest(same: Sequence[Timed]) -> Sample:
+def quickest(same: Sequence[TimedCase]) -> Sample:
     """One layer of several sweeps, at its quickest."""
     times = [item.sample.time for item in same]
     best = LayerTime(min(time.forward for time in times), min(time.backward for time in times))

@@ -15,8 +15,9 @@ import torch
 from pathoseg.device import MEAN, STD, pick_device
 from pathoseg.host_memory import share_one_heap
 from pathoseg.inference.segmenter import default_overlap
-from pathoseg.models.build import ModelConfig, build_model, edge_reach, tile_multiple
+from pathoseg.models.build import build_model, edge_reach, tile_multiple
 from pathoseg.models.bundle import Bundle, load_bundle, save_bundle
+from pathoseg.models.model_options import ModelConfig
 from pathoseg.outputs.report import read_summary
 from pathoseg.workflows.infer import infer
 

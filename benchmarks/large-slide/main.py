@@ -14,7 +14,8 @@ from pathlib import Path
 
 from pathoseg.outputs.report import Summary, read_summary
 from pathoseg.slides.slide import open_slide
-from pathoseg.tiles.tissue import TissueOptions, find_tissue
+from pathoseg.tiles.tile_options import TissueOptions
+from pathoseg.tiles.tissue import find_tissue
 
 ROOT = Path(__file__).resolve().parents[2]
 MAKER = ROOT / "sample_data" / "make_samples.py"

@@ -17,7 +17,8 @@ import torch
 from cases import networks
 
 from pathoseg.errors import PathosegError
-from pathoseg.models.losses import LossConfig, build_loss
+from pathoseg.models.losses import build_loss
+from pathoseg.models.model_options import LossConfig
 from pathoseg.parallel.comm.launcher import World, connect, find_world
 from pathoseg.parallel.comm.local_ranks import start_local
 from pathoseg.parallel.comm.transport import Transport

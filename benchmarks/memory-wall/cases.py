@@ -13,11 +13,11 @@ from pathoseg.parallel.graph.layer_graph import LayerGraph
 from pathoseg.parallel.planning.orders import MP_BASIC, SEQUENTIAL
 from pathoseg.parallel.planning.partition import even
 from pathoseg.parallel.planning.plan import PlanRequest
-from pathoseg.parallel.retention.policy_options import Ways
+from pathoseg.parallel.retention.policy_options import AllowedPolicies
 
 SIDES = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 RANKS = 8
-_KEEP = Ways(offload=False, recompute=False)
+_KEEP = AllowedPolicies(offload=False, recompute=False)
 
 
 def networks(quick: bool) -> Mapping[str, Callable[[], nn.Module]]:

@@ -24,7 +24,7 @@ from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.cpu_workspace import cpu_workspace
 from pathoseg.parallel.planning.plan import Plan, PlanRequest
 from pathoseg.parallel.planning.planner import plan
-from pathoseg.parallel.planning.stage_costs import Priced
+from pathoseg.parallel.planning.stage_costs import StageCosts
 
 _BEYOND = (1, 1.25, 1.5, 2, 4, 1024)  # shares of the cap for which a plan is looked for
 
@@ -120,7 +120,7 @@ def _predict(
     for side in sides:
         with torch.device("meta"):
             traced = Traced(make(), torch.empty(1, 3, side, side))
-        priced = Priced(traced.graph, cost_model(hardware), hardware, workspace=own)
+        priced = StageCosts(traced.graph, cost_model(hardware), hardware, workspace=own)
         for share in _BEYOND:
             task = WAYS[way](traced.graph, replace(asked, memory=int(asked.memory * share)))
             ways = replace(task.ways, offload=task.ways.offload and offload)

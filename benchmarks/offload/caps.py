@@ -32,7 +32,7 @@ from pathoseg.models.unet import UNet
 from pathoseg.parallel.comm.launcher import World, connect
 from pathoseg.parallel.cost.hardware import Hardware
 from pathoseg.parallel.fitting import Fit, fit
-from pathoseg.parallel.graph.activation_policy import Retention
+from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.layer_graph import LayerGraph
 from pathoseg.parallel.planning.plan import PlanRequest
 from pathoseg.parallel.runtime.runner import Training
@@ -75,9 +75,9 @@ def _one_in_flight(
     graph = graph_of(subject)
     names = everything(graph)
     whole: dict[str, Step] = {
-        "keep": ours(subject, Retention()).step,
-        "offload all": ours(subject, Retention(offloaded=names)).step,
-        "recompute all": ours(subject, Retention(recomputed=_within_blocks(graph))).step,
+        "keep": ours(subject, ActivationPolicy()).step,
+        "offload all": ours(subject, ActivationPolicy(offloaded=names)).step,
+        "recompute all": ours(subject, ActivationPolicy(recomputed=_within_blocks(graph))).step,
     }
     peaks = {way: peak_of(step) for way, step in whole.items()}
     seconds = seconds_of(whole, rounds)
@@ -90,7 +90,7 @@ def _one_in_flight(
     free = peaks["keep"] or max(_fitted(subject, _ROOMY, hardware).plan.memory)
     for share in SHARES:
         cap = free * share // 100
-        ways = {"keep": ours(subject, Retention()).step}
+        ways = {"keep": ours(subject, ActivationPolicy()).step}
         found = _planned(subject, cap, hardware)
         if found is not None:
             ways["planned"] = found
@@ -161,14 +161,14 @@ def _several_in_flight(name: str, subject: Subject, rounds: int) -> Iterator[tup
     """How much of the copies of what recomputation leaves is hidden behind compute."""
     cheap, rest = recomputed_and_rest(graph_of(subject))
     ways = {
-        "keep": ours(subject, Retention()).step,
-        "recompute norms": ours(subject, Retention((), cheap)).step,
-        "and offload the rest": ours(subject, Retention(rest, cheap)).step,
+        "keep": ours(subject, ActivationPolicy()).step,
+        "recompute norms": ours(subject, ActivationPolicy((), cheap)).step,
+        "and offload the rest": ours(subject, ActivationPolicy(rest, cheap)).step,
     }
     peaks = {way: peak_of(step) for way, step in ways.items()}
     seconds = seconds_of(ways, rounds)
     del ways
-    traced = ours(subject, Retention(rest, cheap), trace=True)
+    traced = ours(subject, ActivationPolicy(rest, cheap), trace=True)
     for number in range(2):
         traced.step(number)
     copies = (Kind.OFFLOAD, Kind.PREFETCH)

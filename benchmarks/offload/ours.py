@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.offload.subject import DEVICE, Step, Subject, optimizer
-from pathoseg.parallel.activations.offload import Form
+from pathoseg.parallel.activations.offload import OffloadMode
 from pathoseg.parallel.activations.stage_offload import Park
 from pathoseg.parallel.comm.launcher import World, connect
-from pathoseg.parallel.graph.activation_policy import Retention
+from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.layer_graph import LayerGraph
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.partition import even
@@ -49,8 +49,8 @@ def graph_of(subject: Subject) -> LayerGraph:
 
 def ours(
     subject: Subject,
-    retention: Retention,
-    form: Form = Form.OVERLAPPED,
+    retention: ActivationPolicy,
+    form: OffloadMode = OffloadMode.OVERLAPPED,
     window: int | None = None,
     host_bytes: int = 0,
     trace: bool = False,
@@ -74,7 +74,7 @@ def ours(
     schedule = lower(
         gpipe(Placement(1, ((0,) * stages,)), subject.microbatches),
         list(stage_edges(partition)),
-        offload={0: retention.offloaded if form is not Form.NONE else ()},
+        offload={0: retention.offloaded if form is not OffloadMode.NONE else ()},
     )
     largest = max(storage.bytes for storage in traced.graph.storages)
     memory = Memory(

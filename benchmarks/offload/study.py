@@ -14,9 +14,9 @@ from benchmarks.networks.resnet import resnet50
 from benchmarks.networks.vgg import vgg19
 from benchmarks.offload.ours import Ours, everything, graph_of, ours
 from benchmarks.offload.subject import Subject, seconds_of
-from pathoseg.parallel.activations.offload import Form
+from pathoseg.parallel.activations.offload import OffloadMode
 from pathoseg.parallel.activations.stage_offload import Park
-from pathoseg.parallel.graph.activation_policy import Retention
+from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.schedule.action import Kind
 from pathoseg.parallel.schedule.event import Event
 
@@ -48,18 +48,18 @@ def study(quick: bool) -> Iterator[tuple[str, float]]:
 
 
 # Makes a network's run in a form; told whether its steps are traced.
-_Run = Callable[[Form, bool], Ours]
+_Run = Callable[[OffloadMode, bool], Ours]
 
 
 def _activations(subject: Subject) -> _Run:
-    retention = Retention(offloaded=everything(graph_of(subject)))
+    retention = ActivationPolicy(offloaded=everything(graph_of(subject)))
     return lambda form, trace: ours(subject, retention, form, trace=trace)
 
 
 def _parameters(subject: Subject) -> _Run:
-    def run(form: Form, trace: bool) -> Ours:
+    def run(form: OffloadMode, trace: bool) -> Ours:
         parked = {Park.PARAMETERS}
-        return ours(subject, Retention(), form, trace=trace, stages=_STAGES, parked=parked)
+        return ours(subject, ActivationPolicy(), form, trace=trace, stages=_STAGES, parked=parked)
 
     return run
 
@@ -71,21 +71,27 @@ def _table(what: str, ways: Callable[[Subject], _Run], quick: bool) -> Iterator[
     print("|---|---|---|---|---|---|---|")
     for name, (make, side) in _NETWORKS.items():
         run = ways(Subject(partial(make, width), side, batch, dense=False))
-        runs = {form: run(form, False) for form in Form}
+        runs = {form: run(form, False) for form in OffloadMode}
         seconds = seconds_of({form.value: each.step for form, each in runs.items()}, rounds)
         del runs
-        for form in Form:
+        for form in OffloadMode:
             traced = run(form, True)
             for number in range(2):
                 traced.step(number)
-            ratio = seconds[form.value] / seconds[Form.NONE.value]
+            ratio = seconds[form.value] / seconds[OffloadMode.NONE.value]
             out, back = (_range(traced.events, kind) for kind in (Kind.OFFLOAD, Kind.PREFETCH))
-            published = "1" if form is Form.NONE else "–" if form is Form.OVERLAPPED else _PUBLISHED
+            published = (
+                "1"
+                if form is OffloadMode.NONE
+                else "–"
+                if form is OffloadMode.OVERLAPPED
+                else _PUBLISHED
+            )
             print(
                 f"| {name} | {form.value} | {seconds[form.value]:.4f} | {ratio:.2f} "
                 f"| {published} | {out} | {back} |"
             )
-            if form is not Form.NONE:
+            if form is not OffloadMode.NONE:
                 key = form.value.replace("-", "_")
                 yield f"overhead_{what}_{key}_{name}", ratio
 

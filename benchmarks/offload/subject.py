@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pathoseg.models.losses import LossConfig, build_loss
+from pathoseg.models.losses import build_loss
+from pathoseg.models.model_options import LossConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHARES = (75, 50, 40, 25, 10)  # caps, in per cent of the peak with everything kept

@@ -10,7 +10,7 @@ from benchmarks.offload.caps import recomputed_and_rest
 from benchmarks.offload.ours import graph_of, ours
 from benchmarks.offload.subject import DEVICE, Subject, settle
 from pathoseg.models.unet import UNet
-from pathoseg.parallel.graph.activation_policy import Retention
+from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 
 _WARM_UP = 2  # steps
 
@@ -19,7 +19,7 @@ def write_trace(path: Path, quick: bool) -> None:
     """Norms recomputed, the rest offloaded, two microbatches in flight: kernels and copies."""
     subject = Subject(lambda: UNet(2, width=8 if quick else 64), 64 if quick else 1024, 2, 2)
     cheap, rest = recomputed_and_rest(graph_of(subject))
-    step = ours(subject, Retention(rest, cheap)).step
+    step = ours(subject, ActivationPolicy(rest, cheap)).step
     for number in range(_WARM_UP):
         step(number)
     settle()

@@ -11,8 +11,9 @@ from torch import nn
 
 from pathoseg.device import MEAN, STD
 from pathoseg.geometry import Box, Frame
-from pathoseg.models.build import ModelConfig, build_model, tile_multiple
+from pathoseg.models.build import build_model, tile_multiple
 from pathoseg.models.bundle import Bundle, save_bundle
+from pathoseg.models.model_options import ModelConfig
 from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide
 

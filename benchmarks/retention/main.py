@@ -20,10 +20,10 @@ from pathoseg.models.resnet_v2 import ResNetV2
 from pathoseg.models.unet import UNet
 from pathoseg.parallel.cost.cost_model import cost_model
 from pathoseg.parallel.cost.hardware import load_hardware
-from pathoseg.parallel.graph.activation_policy import Retention
+from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.traced import trace
 from pathoseg.parallel.planning.memory_model import MemoryModel
-from pathoseg.parallel.retention.policy_options import Ways, retain
+from pathoseg.parallel.retention.policy_options import AllowedPolicies, retain
 from pathoseg.parallel.retention.policy_search import Chooser
 from pathoseg.parallel.retention.stage_liveness import StageFacts, stage_facts
 
@@ -68,7 +68,7 @@ def _predicted(quick: bool, name_of_hardware: str) -> dict[str, float | str]:
         layers = range(len(graph.layers))
         seconds = [each.forward for each in times], [each.backward for each in times]
         facts = stage_facts(graph, layers, MemoryModel(graph).by_layer(layers), seconds)
-        chooser = Chooser(facts, hardware.host, Ways())
+        chooser = Chooser(facts, hardware.host, AllowedPolicies())
         for in_flight in (1, 4):
             for share in SHARES:
                 begin = time.perf_counter()
@@ -92,7 +92,7 @@ def _predicted(quick: bool, name_of_hardware: str) -> dict[str, float | str]:
 
 
 def _need(facts: StageFacts, in_flight: int) -> int:
-    everything = retain(facts, Retention())
+    everything = retain(facts, ActivationPolicy())
     return everything.peak + (in_flight - 1) * everything.kept
 
 

@@ -13,11 +13,11 @@ from benchmarks.steps.timed import Timed
 from pathoseg.models.resnet_v2 import ResNetV2
 from pathoseg.models.unet import UNet
 from pathoseg.parallel.cost.hardware import load_hardware
-from pathoseg.parallel.graph.activation_policy import Retention
+from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.cpu_workspace import cpu_workspace, vector_lanes
 from pathoseg.parallel.planning.memory_model import MemoryModel
-from pathoseg.parallel.retention.policy_options import Ways, retain
+from pathoseg.parallel.retention.policy_options import AllowedPolicies, retain
 from pathoseg.parallel.retention.policy_search import Choice, Chooser
 from pathoseg.parallel.retention.stage_liveness import stage_facts
 from tests.parallel.networks.stages import allocated
@@ -47,8 +47,8 @@ def _network(name: str, subject: Subject, rounds: int) -> Iterator[tuple[str, fl
         raise SystemExit("What kernels take is known for CPUs with AVX2 and AVX-512.")
     memory = MemoryModel(graph, workspace=cpu_workspace(lanes, torch.get_num_threads()))
     facts = stage_facts(graph, layers, memory.by_layer(layers), seconds)
-    chooser = Chooser(facts, load_hardware("cpu").host, Ways(offload=False))
-    keep = Choice(Retention(), 0, retain(facts, Retention()))
+    chooser = Chooser(facts, load_hardware("cpu").host, AllowedPolicies(offload=False))
+    keep = Choice(ActivationPolicy(), 0, retain(facts, ActivationPolicy()))
     choices = {"all": keep}
     for share in SHARES:
         found = chooser.choose(keep.need(1) * share // 100)

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import torch
 
-from pathoseg.models.build import ModelConfig, build_model
+from pathoseg.models.build import build_model
+from pathoseg.models.model_options import ModelConfig
 from pathoseg.parallel.cost.cost_model import cost_model
 from pathoseg.parallel.cost.hardware import load_hardware
 from pathoseg.parallel.graph.traced import trace
 from pathoseg.parallel.planning.plan import Plan, PlanRequest
 from pathoseg.parallel.planning.planner import plan
-from pathoseg.parallel.planning.stage_costs import Priced, stage_edges
+from pathoseg.parallel.planning.stage_costs import StageCosts, stage_edges
 from pathoseg.parallel.schedule.costs import Costs, Nodes, StageCost
 from pathoseg.parallel.schedule.gems import gems
 from pathoseg.parallel.schedule.lowering import lower
@@ -196,14 +197,14 @@ def _vary(base: Case, names: tuple[str, ...], measure: Callable[[Case], tuple[fl
     print()
 
 
-def _read(name: str, side: int) -> Priced:
+def _read(name: str, side: int) -> StageCosts:
     with torch.device("meta"):
         model = build_model(ModelConfig(name, "segment", 2))
     graph = trace(model, torch.empty(1, 3, side, side, device="meta"))
-    return Priced(graph, cost_model(DEVICE), DEVICE)
+    return StageCosts(graph, cost_model(DEVICE), DEVICE)
 
 
-def _best(priced: Priced, task: PlanRequest) -> Plan:
+def _best(priced: StageCosts, task: PlanRequest) -> Plan:
     return plan([priced], task)[0]
 
 

@@ -30,7 +30,8 @@ from benchmarks.steps.ways import (
     one_process,
     torch_gpipe,
 )
-from pathoseg.models.build import ModelConfig, build_model
+from pathoseg.models.build import build_model
+from pathoseg.models.model_options import ModelConfig
 from pathoseg.parallel.comm.launcher import connect
 from pathoseg.parallel.comm.link_benchmark import measure_links
 from pathoseg.parallel.comm.local_ranks import start_local
@@ -39,7 +40,7 @@ from pathoseg.parallel.cost.hardware import load_hardware
 from pathoseg.parallel.graph.layer_graph import Partition
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.partition import cut
-from pathoseg.parallel.planning.stage_costs import Priced, stage_edges
+from pathoseg.parallel.planning.stage_costs import StageCosts, stage_edges
 from pathoseg.parallel.runtime.executor import Microbatches
 from pathoseg.parallel.runtime.runner import Runner
 from pathoseg.parallel.schedule.action import Edge, Kind
@@ -258,7 +259,7 @@ def choose_cut(
     traced = Traced(deepcopy(model), own_images)
     hardware = replace(load_hardware("cpu"), inside=link)
     transport.barrier()
-    priced = Priced(traced.graph, Timed(traced, own_images, own_targets), hardware)
+    priced = StageCosts(traced.graph, Timed(traced, own_images, own_targets), hardware)
     partition = priced.cutter.balance(RANKS, priced.weights(), byte_cost=priced.byte_cost)
     partition = cut(traced.graph, json.loads(transport.gather(json.dumps(partition.bounds))[0]))
     times.edges, times.profiled = stage_edges(partition), priced.costs(partition, RANKS)

@@ -22,7 +22,8 @@ from pathoseg.geometry import Frame, Size
 from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.grid import TileGrid
-from pathoseg.tiles.tissue import TissueOptions, find_tissue
+from pathoseg.tiles.tile_options import TissueOptions
+from pathoseg.tiles.tissue import find_tissue
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("PATHOSEG_DATA", ROOT.parent / "shared" / "data")) / "slides"

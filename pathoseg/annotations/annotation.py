@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,6 +71,7 @@ class AnnotationReport:
         path: The file.
         outlines: Class → its outlines that count, background among them; empty for a mask.
         of_interest: How many outlines are regions of interest.
+        interest_pixels: Level-0 pixels of the slide inside of them; None where there are none.
         unclassified: How many outlines without a class are ignored, or are of the class
             `fallback` where no file has any class.
         fallback: That class.
@@ -81,73 +82,11 @@ class AnnotationReport:
     path: Path
     outlines: Mapping[str, int] = field(default_factory=dict)
     of_interest: int = 0
+    interest_pixels: float | None = None
     unclassified: int = 0
     fallback: str = UNCLASSIFIED
     passed_over: Mapping[str, int] = field(default_factory=dict)
     is_mask: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class AnnotationOptions:
-    """How annotation files are understood.
-
-    Attributes:
-        frame: What (0, 0) is in files of outlines: the corner of the slide's "bounds", as QuPath
-            counts, or of the "full" scan, as ASAP and ImageScope count. "auto" takes the habit of
-            the program that wrote the file. Only slides with bounds (MRXS) tell them apart.
-        exclude: ASAP groups, in any case, that are cut out of all other regions.
-        mask: What the values of a mask image are: "indices" of classes (255 is ignored), or
-            "binary", where whatever is above 0 is class 1 (a map of instances counts as such).
-        rename: Names of classes in annotation files → names in the run, such as "Tumor" → "tumour".
-            Values of masks are called "class 1", "class 2"…. Several classes may get one name;
-            one that ends in * is ignored.
-        roi: Classes, in any case and by their names in the run, whose outlines are regions of
-            interest: inside them what nobody outlined is background, outside them nothing is known.
-            A slide without one was annotated everywhere.
-        unlabelled: What nobody outlined is "background", or, where annotations are sparse strokes,
-            "ignore"d everywhere; background is then drawn as the class "background".
-        unclassified: What outlines without a class are: "ignore" makes their insides unknown where
-            no outline with a class covers them, "refuse" refuses the file, any other text is their
-            class. Those that hold outlines with a class say nothing, and where no file has any
-            class, all are of the class "annotation".
-
-    Raises:
-        PathosegError: A class is given no name.
-    """
-
-    frame: Literal["auto", "bounds", "full"] = "auto"
-    exclude: tuple[str, ...] = ("exclusion", "_2")
-    mask: Literal["indices", "binary"] = "indices"
-    rename: Mapping[str, str] = field(default_factory=dict)
-    roi: tuple[str, ...] = ("Region*", "ROI", "Region")
-    unlabelled: Literal["background", "ignore"] = "background"
-    unclassified: str = "ignore"
-
-    def __post_init__(self) -> None:
-        if not self.unclassified or self.unclassified != self.unclassified.strip():
-            raise PathosegError(
-                f'[annotations] unclassified = "{self.unclassified}" is no name of a class.',
-                'Write "ignore", "refuse", or a class without blanks around it.',
-            )
-        for old, new in self.rename.items():
-            if not new or new != new.strip():
-                raise PathosegError(
-                    f'[annotations] rename gives the class "{old}" the name "{new}".',
-                    "Give it one without blanks around it; one that ends in * is ignored.",
-                )
-
-    def renamed(self, class_name: str | None) -> str | None:
-        """The run's name of a class in a file."""
-        return None if class_name is None else self.rename.get(class_name, class_name)
-
-    def is_roi(self, class_name: str) -> bool:
-        """Whether outlines of this class, renamed already, are regions of interest."""
-        return class_name.casefold() in {name.casefold() for name in self.roi}
-
-    def for_classes(self, names: Iterable[str]) -> AnnotationOptions:
-        """These options for a model of given classes: none of them is a region of interest."""
-        learnt = {name.casefold() for name in names}
-        return replace(self, roi=tuple(name for name in self.roi if name.casefold() not in learnt))
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +139,7 @@ class Labels(Protocol):
         ...
 
     def rasterise(self, box: Box, frame: Frame, classes: ClassTable) -> NDArray[np.uint8]:
-        """Class indices of `box` (pixels of `frame`) by pixel centres.
+        """Return the class index of each pixel of `box`, in pixels of `frame`.
 
         Returns:
             Array of shape (height, width): 0 background, 255 ignored or outside the slide.

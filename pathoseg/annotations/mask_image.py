@@ -21,13 +21,13 @@ from PIL.TiffImagePlugin import TiffImageFile
 from pathoseg.annotations.annotation import (
     BACKGROUND,
     IGNORE,
-    AnnotationOptions,
     AnnotationReport,
     ClassTable,
     Colour,
     is_background,
     is_ignored,
 )
+from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.coverage import (
     UNIT,
     Steps,
@@ -38,6 +38,7 @@ from pathoseg.annotations.coverage import (
     to_units,
     units_on_slide,
 )
+from pathoseg.annotations.scan_conversion import pixel_centres
 from pathoseg.annotations.tiled_mask import TiledMask
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, Size
@@ -80,6 +81,7 @@ class MaskLabels:
         self._slide_size = slide_size
         self._values = options.mask
         self._rename = options.rename
+        self._by_centre = options.labels == "centre"
         self._unlabelled = IGNORE if options.unlabelled == "ignore" else BACKGROUND
         with self._open() as image:
             size, mode = Size(*image.size), image.mode
@@ -125,9 +127,11 @@ class MaskLabels:
         return {value: self._rename.get(name, name) for value, name in own.items()}
 
     def rasterise(self, box: Box, frame: Frame, classes: ClassTable) -> NDArray[np.uint8]:
-        """Class indices of `box` (pixels of `frame`): of each pixel, the class that has most of it.
+        """Return the class index of each pixel of `box`, in pixels of `frame`.
 
-        Where two have as much, the higher index has it, so that a class comes before background.
+        A pixel has the class that covers most of it; where two cover as much, the higher index has
+        it, so that a class comes before background. Where the options say "centre", it has that of
+        the mask's pixel under its centre.
 
         Returns:
             Array of shape (height, width): 0 background, 255 ignored or outside the slide.
@@ -135,8 +139,13 @@ class MaskLabels:
         Raises:
             PathosegError: A class is not in `classes`, or the mask cannot be decoded.
         """
-        pixels, table = self._pixels, self._table(classes)
-        rest = int(table[0])
+        read = self._read_centres if self._by_centre else self._read_majority
+        mask = read(box, frame, self._table(classes))
+        ignore_outside(mask, box, frame, self._slide_size)
+        return mask
+
+    def _read_majority(self, box: Box, frame: Frame, table: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        pixels, rest = self._pixels, int(table[0])
         across = _Axis(pixels.size.width, self._slide_size.width / frame.scale_x)
         down = _Axis(pixels.size.height, self._slide_size.height / frame.scale_y)
         widths = units_on_slide(box.x, box.right, across.length)
@@ -149,14 +158,36 @@ class MaskLabels:
                 continue  # it lies off the slide
             with self._told(*_DAMAGE):
                 values = pixels.read(Box(columns[0], rows[0], len(columns), len(rows)))
-            for first, last in _parts(top, bottom, rows_at_once(box.width, len(classes))):
+            for first, last in _parts(top, bottom, rows_at_once(box.width, len(np.unique(table)))):
                 near = down.under(first, last)
                 lines = values[near.start - rows.start : near.stop - rows.start]
                 part = Box(box.x, first, box.width, last - first)
                 heights = units_on_slide(first, last, down.length)
                 steps = _steps(lines, table, near, columns, down, across, part)
                 mask[first - box.y : last - box.y] = most_covered(steps, heights, widths, rest)
-        ignore_outside(mask, box, frame, self._slide_size)
+        return mask
+
+    def _read_centres(self, box: Box, frame: Frame, table: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        pixels = self._pixels
+        x, y = pixel_centres(box, frame)
+        columns = np.floor(x * (pixels.size.width / self._slide_size.width)).astype(np.int64)
+        rows = np.floor(y * (pixels.size.height / self._slide_size.height)).astype(np.int64)
+        columns = columns.clip(0, pixels.size.width - 1)
+        rows = rows.clip(0, pixels.size.height - 1)
+        # Both ascend. A band at a time, for a frame may be much coarser than the mask.
+        mask = np.empty((len(rows), len(columns)), np.uint8)
+        width = int(columns[-1] - columns[0]) + 1
+        most = max(1, _MOST_READ // width)
+        start = 0
+        while start < len(rows):
+            end = max(start + 1, int(np.searchsorted(rows, rows[start] + most)))
+            part = Box(
+                int(columns[0]), int(rows[start]), width, int(rows[end - 1] - rows[start]) + 1
+            )
+            with self._told(*_DAMAGE):
+                values = pixels.read(part)
+            mask[start:end] = table[values[(rows[start:end] - part.y)[:, None], columns - part.x]]
+            start = end
         return mask
 
     def _table(self, classes: ClassTable) -> NDArray[np.uint8]:

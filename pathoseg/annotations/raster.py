@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -19,13 +19,13 @@ from pathoseg.annotations.annotation import (
     IGNORE,
     UNCLASSIFIED,
     Annotation,
-    AnnotationOptions,
     AnnotationReport,
     ClassTable,
     Colour,
     is_background,
     is_ignored,
 )
+from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.coverage import (
     INTEREST,
     UNIT,
@@ -39,6 +39,7 @@ from pathoseg.annotations.coverage import (
     units_on_slide,
 )
 from pathoseg.annotations.outline import areal
+from pathoseg.annotations.scan_conversion import paint_centres, pixel_centres
 from pathoseg.geometry import Box, Frame, Size
 
 Geometries = NDArray[np.object_]
@@ -54,6 +55,9 @@ class PolygonLabels:
     are ignored, too, unless the run has the class that they are of where nothing has a class; those
     that hold others say where somebody looked, and nothing else. Where there are regions of
     interest, all outside of them is ignored.
+
+    What is painted over is taken away from what lies below it once (`_showing`), so that areas add
+    up; `labels = "centre"` paints regions one over the other instead.
 
     Args:
         path: The file they come from.
@@ -74,14 +78,24 @@ class PolygonLabels:
         options = options or AnnotationOptions()
         named = [region for region in annotations if region.class_name is not None]
         unnamed = [region for region in annotations if region.class_name is None]
+        fallback = options.renamed(UNCLASSIFIED) or UNCLASSIFIED
+        without = Counter(passed_over)
+        if options.unclassified == "skip":
+            if named:
+                without["outlines without a class"] += len(unnamed)
+            else:
+                named = [replace(region, class_name=fallback) for region in unnamed]
+            unnamed = []
         around = set(_that_hold(unnamed, named))
+        without["outlines without a class around others"] += len(around)
         regions = [region for place, region in enumerate(unnamed) if place not in around]
         regions.sort(key=lambda region: -region.geometry.area)
         regions += sorted(named, key=lambda region: -region.geometry.area)
         self._path = path
         self._slide_size = slide_size
         self._unlabelled = IGNORE if options.unlabelled == "ignore" else BACKGROUND
-        self._fallback = options.renamed(UNCLASSIFIED) or UNCLASSIFIED
+        self._by_centre = options.labels == "centre"
+        self._fallback = fallback
         self._names: list[str | None] = []
         self._regions: list[shapely.Geometry] = []
         self._of_interest: list[shapely.Geometry] = []
@@ -97,15 +111,17 @@ class PolygonLabels:
             self._regions.append(region.geometry)
             if name is not None and not is_ignored(name) and not is_background(name):
                 self._classes[name] = self._classes.get(name) or region.colour
-        counted_too = {"outlines without a class around others": len(around)} if around else {}
-        self._report = self._reported({**passed_over, **counted_too})
+        self._report = self._reported(+without)  # those that occur
 
     def _reported(self, passed_over: Mapping[str, int]) -> AnnotationReport:
         size = self._slide_size
-        on_slide = shapely.intersects(shapely.box(0, 0, size.width, size.height), self._regions)
-        known = on_slide
+        slide = shapely.box(0, 0, size.width, size.height)
+        on_slide = known = shapely.intersects(slide, self._regions)
+        interest_pixels = None
         if self._of_interest:
-            known = shapely.intersects(shapely.union_all(self._of_interest), self._regions)
+            interest = shapely.union_all(self._of_interest)
+            known = shapely.intersects(interest, self._regions)
+            interest_pixels = float(shapely.intersection(interest, slide).area)
         outlines, missed = Counter[str](), Counter(passed_over)
         unclassified = 0
         for name, lies_on_slide, is_known in zip(self._names, on_slide, known, strict=True):
@@ -120,7 +136,13 @@ class PolygonLabels:
             else:
                 outlines[name] += 1
         return AnnotationReport(
-            self._path, outlines, len(self._of_interest), unclassified, self._fallback, missed
+            self._path,
+            outlines,
+            len(self._of_interest),
+            interest_pixels,
+            unclassified,
+            self._fallback,
+            missed,
         )
 
     @property
@@ -137,10 +159,11 @@ class PolygonLabels:
         return self._classes
 
     def rasterise(self, box: Box, frame: Frame, classes: ClassTable) -> NDArray[np.uint8]:
-        """Class indices of `box` (pixels of `frame`): of each pixel, the class that has most of it.
+        """Return the class index of each pixel of `box`, in pixels of `frame`.
 
         Corners are taken to 1/256 pixel; areas between them are exact. Of classes that have as
-        much of a pixel, the one that is painted last has it, and background comes last.
+        much of a pixel, the one that is painted last has it, and background comes last. Where the
+        options say "centre", a pixel has the class of its centre.
 
         Returns:
             Array of shape (height, width): 0 background, 255 ignored or outside the slide or the
@@ -150,37 +173,55 @@ class PolygonLabels:
             PathosegError: A class is not in `classes`.
         """
         learnt = {name for name in self._names if name is not None and not is_ignored(name)}
-        indices: dict[str | None, int] = {**classes.indices(learnt, self._path)}
+        indices = dict(classes.indices(learnt, self._path))
+        unnamed = IGNORE
         if self._fallback in classes.names or is_background(self._fallback):
-            indices[None] = classes.indices([self._fallback], self._path)[self._fallback]
+            unnamed = classes.indices([self._fallback], self._path)[self._fallback]
+        # -1, the regions of interest, finds the last one.
+        values = np.array(
+            [unnamed if name is None else indices.get(name, IGNORE) for name in self._names]
+            + [INTEREST]
+        )
+        paint = self._paint_centres if self._by_centre else self._paint_majority
+        mask = paint(box, frame, values)
+        ignore_outside(mask, box, frame, self._slide_size)
+        return mask
+
+    def _paint_majority(self, box: Box, frame: Frame, values: Ints) -> NDArray[np.uint8]:
         left, top, width, height = frame.to_level0(box)
         near = self._parts.within(left, top, left + width, top + height)
-        value = np.array(
-            [
-                indices.get(self._names[region], IGNORE) if region >= 0 else INTEREST
-                for region in near.region.tolist()
-            ],
-            np.int64,
-        )
-        edges = _Edges.of(near)
+        value, edges = values[near.region], _Edges.of(near)
         mask = np.empty((box.height, box.width), dtype=np.uint8)
-        width, height = (
-            self._slide_size.width / frame.scale_x,
-            self._slide_size.height / frame.scale_y,
-        )
-        widths = units_on_slide(box.x, box.right, width)
+        widths = units_on_slide(box.x, box.right, self._slide_size.width / frame.scale_x)
         rows = rows_at_once(box.width, len(np.unique(value)))
         for start in range(0, box.height, rows):
             part = Box(box.x, box.y + start, box.width, min(rows, box.height - start))
             mask[start : start + rows] = most_covered(
                 edges.steps(part, frame, value),
-                units_on_slide(part.y, part.bottom, height),
+                units_on_slide(part.y, part.bottom, self._slide_size.height / frame.scale_y),
                 widths,
                 self._unlabelled,
                 bool(self._of_interest),
             )
-        ignore_outside(mask, box, frame, self._slide_size)
         return mask
+
+    def _paint_centres(self, box: Box, frame: Frame, values: Ints) -> NDArray[np.uint8]:
+        mask = np.full((box.height, box.width), self._unlabelled, dtype=np.uint8)
+        left, top, width, height = frame.to_level0(box)
+        area = shapely.box(left, top, left + width, top + height)
+        near = np.sort(self._tree.query(area))
+        x, y = pixel_centres(box, frame)
+        paint_centres(mask, self._tree.geometries[near], values[near].astype(np.uint8), x, y)
+        if self._of_interest:
+            inside = np.zeros_like(mask)
+            interest = np.array(self._of_interest, dtype=object)
+            paint_centres(inside, interest, np.ones(len(interest), np.uint8), x, y)
+            mask[inside == 0] = IGNORE
+        return mask
+
+    @cached_property
+    def _tree(self) -> shapely.STRtree:
+        return shapely.STRtree(self._regions)
 
     @property
     def _parts(self) -> _Parts:
@@ -204,8 +245,10 @@ class PolygonLabels:
 def _that_hold(outer: Sequence[Annotation], inner: Sequence[Annotation]) -> list[int]:
     """Which of some regions hold any of the others."""
     tree = shapely.STRtree([region.geometry for region in inner])
-    holders, _ = tree.query([region.geometry for region in outer], predicate="contains")
-    return np.unique(holders).tolist()
+    geometry = np.array([region.geometry for region in outer], dtype=object)
+    holders, _ = tree.query(geometry, predicate="contains")
+    found: list[int] = np.unique(holders).tolist()
+    return found
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ from pathoseg.annotations.annotation import (
     IGNORE,
     Annotation,
     AnnotationFile,
-    AnnotationOptions,
     ClassTable,
     Colour,
     Labels,
     PassedOver,
     quoted,
 )
+from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.mask_image import MaskLabels
 from pathoseg.annotations.qupath_geojson import read_geojson
 from pathoseg.annotations.raster import PolygonLabels
@@ -39,11 +39,11 @@ _MASKS = (".png", ".tif", ".tiff")
 _MOST_UNNAMED = 32
 
 
-def find_annotation(slide: Path, folders: Sequence[Path] = ()) -> Path | None:
+def find_annotation(slide: Path, folder: Path | None) -> Path | None:
     """The annotation file of a slide, or None.
 
-    It lies in one of some folders, beside the slide where none is given, and is named like the
-    slide, with its suffix or without: of `X.svs`, `X.geojson` or `X.svs.geojson`; likewise
+    It lies in `folder`, beside the slide where that is None, and is named like the slide, with its
+    suffix or without: of `X.svs`, `X.geojson` or `X.svs.geojson`; likewise
     `.geojson.gz`, `.json`, `.xml`, `_mask.png` and `_mask.tif`, in another folder than the slide's
     also `X.png` and `X.tif`. Of `X.ome.tif`, X is `X.ome` or `X`.
 
@@ -51,13 +51,12 @@ def find_annotation(slide: Path, folders: Sequence[Path] = ()) -> Path | None:
         PathosegError: There are several.
     """
     stems = dict.fromkeys((slide.name, slide.stem, slide.stem.removesuffix(".ome")))
-    found = list[Path]()
-    for folder in dict.fromkeys(folder.resolve() for folder in folders or [slide.parent]):
-        suffixes = [*_OUTLINES, *(f"_mask{suffix}" for suffix in _MASKS)]
-        if folder != slide.parent.resolve():
-            suffixes += _MASKS
-        names = (stem + suffix for stem in stems for suffix in suffixes)
-        found += [folder / name for name in names if (folder / name).is_file()]
+    place = folder or slide.parent
+    suffixes = [*_OUTLINES, *(f"_mask{suffix}" for suffix in _MASKS)]
+    if place.resolve() != slide.parent.resolve():
+        suffixes += _MASKS
+    names = dict.fromkeys(stem + suffix for stem in stems for suffix in suffixes)
+    found = [place / name for name in names if (place / name).is_file()]
     if len(found) > 1:
         raise PathosegError(
             f"{slide} has several annotation files: {', '.join(map(str, found))}.",

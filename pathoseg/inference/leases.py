@@ -1,4 +1,4 @@
-"""Claims on pieces of work that processes share through a folder, on one machine or many."""
+"""Leases on pieces of work that processes share through a folder, on one machine or many."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from uuid import uuid4
 
 import psutil
 
+from pathoseg.platform_support import process_space, touched_now
+
 BEAT = 5.0  # seconds between two signs of life of a claim
 LEASE = 60.0  # seconds without one, after which a claim is anybody's
 _CLOCK = ".clock"
 
 
-class Claims:
-    """What this process has claimed: each claim is a file, which only one can create.
+class Leases:
+    """The leases of this process: each is a file that only one process can create.
 
     A claim lives while its owner touches it; times are the file system's, so that clocks of
     several hosts need not agree. A claim of a process of this machine that has ended is dead at
-    once. Claims spare work: two processes can come to do the same piece (where one was paused for
+    once. Leases spare work: two processes can come to do the same piece (where one was paused for
     longer than the lease), so what they write must be the same and appear by rename.
 
     Args:
@@ -67,7 +69,7 @@ class Claims:
             return True
 
     def is_taken(self, path: Path) -> bool:
-        """Whether somebody alive, this process perhaps, holds the claim."""
+        """Return True if a living process, this one included, holds the lease."""
         try:
             with path.open(encoding="utf-8") as file:
                 touched = os.fstat(file.fileno()).st_mtime
@@ -99,12 +101,7 @@ class Claims:
 
     def now(self) -> float:
         """The file system's time in seconds."""
-        descriptor = os.open(self._clock, os.O_CREAT | os.O_WRONLY, 0o666)
-        try:
-            os.utime(descriptor)
-            return os.fstat(descriptor).st_mtime
-        finally:
-            os.close(descriptor)
+        return touched_now(self._clock)
 
     def __enter__(self) -> Self:
         return self
@@ -130,12 +127,8 @@ class Claims:
 
 
 def _machine() -> dict[str, Any]:
-    """What tells apart machines, and containers that do not see each other's processes."""
-    found: dict[str, Any] = {"host": socket.gethostname(), "boot": "", "pids": ""}
-    with suppress(OSError):
-        found["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        found["pids"] = str(Path("/proc/self/ns/pid").readlink())
-    return found
+    """Return the identity of this machine, or of this container with its own process numbers."""
+    return {"host": socket.gethostname(), **process_space()}
 
 
 def _born(pid: int) -> float:
@@ -147,7 +140,7 @@ def _born(pid: int) -> float:
 
 
 def _has_ended(owner: Any, me: dict[str, Any]) -> bool:
-    """Whether an owner is a process of this machine that is no more."""
+    """Return True if the owner was a process of this machine that has ended."""
     here = all(owner[key] == me[key] for key in ("host", "boot", "pids"))
     # Two processes that look may differ in when a third was born, as the clock is set.
     return here and abs(_born(owner["pid"]) - owner["born"]) > 5

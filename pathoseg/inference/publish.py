@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pathoseg import __version__
 from pathoseg.annotations.annotation import IGNORE
 from pathoseg.annotations.qupath_geojson import GeoJsonWriter
 from pathoseg.config import Config
@@ -32,6 +31,7 @@ from pathoseg.outputs.report import (
 )
 from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide
+from pathoseg.version import __version__
 
 MASK = "mask.ome.tiff"
 REGIONS = "regions.geojson"
@@ -103,5 +103,6 @@ def publish(
         unread_pixels=pixels[IGNORE],
         versions={"pathoseg": __version__, "torch": str(torch.__version__)},
         seconds={"plan": round(planned - began, 3), "segment": round(ended - planned, 3)},
+        warnings=() if plan.warning is None else (plan.warning,),
     )
     write_summary(folder / SUMMARY, summary)

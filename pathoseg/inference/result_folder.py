@@ -20,7 +20,7 @@ STATES = "states"
 
 @dataclass(frozen=True)
 class State:
-    """Where a slide stands.
+    """The state of a slide in a batch.
 
     Attributes:
         slide: Its path as it was given.
@@ -31,7 +31,7 @@ class State:
         seconds: Of each attempt that came to an end, the last one last.
         outputs: Files of the whole result to their bytes.
         problem: Why it failed.
-        mend: What can be done about it.
+        hint: What can be done about it.
         written: When, in seconds of the file system's clock; 0 before it is read back.
     """
 
@@ -43,11 +43,11 @@ class State:
     seconds: tuple[float, ...] = ()
     outputs: Mapping[str, int] = field(default_factory=dict)
     problem: str = ""
-    mend: str = ""
+    hint: str = ""
     written: float = 0.0
 
     def is_whole(self, folder: Path) -> bool:
-        """Whether the outputs lie in `folder`, none of them cut short."""
+        """Return True if all outputs are in `folder`, none of them cut short."""
         try:
             return self.status == "done" and all(
                 (folder / name).stat().st_size == size for name, size in self.outputs.items()
@@ -57,7 +57,7 @@ class State:
 
 
 def state_file(out: Path, folder: Path) -> Path:
-    """Where the state of the slide lies whose result goes into `folder`."""
+    """Return the state file of the slide whose result goes into `folder`."""
     return out / STATES / f"{folder.name}.json"
 
 
@@ -67,6 +67,8 @@ def read_state(path: Path) -> State | None:
         with path.open(encoding="utf-8") as file:
             entries = json.load(file)
         entries["seconds"] = tuple(entries["seconds"])
+        if "mend" in entries:  # the key's name up to 4b9ee32
+            entries["hint"] = entries.pop("mend")
         return State(**entries, written=path.stat().st_mtime)
     except (OSError, ValueError, TypeError, LookupError, RecursionError):
         return None

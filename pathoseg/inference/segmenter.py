@@ -6,14 +6,16 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pathoseg.annotations.annotation import ClassTable
+from pathoseg.annotations.annotation import IGNORE, ClassTable
 from pathoseg.config import Config
 from pathoseg.device import Arrival, amp_dtype, memory_told, pick_device, to_input
 from pathoseg.errors import PathosegError
@@ -22,12 +24,19 @@ from pathoseg.host_memory import LARGE, keep_freed_memory
 from pathoseg.interruption import Interruption
 from pathoseg.models.build import edge_reach
 from pathoseg.models.bundle import Bundle, bundle_id, load_bundle
-from pathoseg.outputs.stitch import Prediction, reach_down, stitch
+from pathoseg.outputs.stitch import (
+    Finish,
+    Prediction,
+    argmax,
+    argmax_and_confidence,
+    reach_down,
+    stitch,
+)
 from pathoseg.progress import progress_bar, say
 from pathoseg.slides.region import Region, read_region
 from pathoseg.slides.slide import Slide, model_frame, open_slide
 from pathoseg.tiles.grid import TileGrid
-from pathoseg.tiles.prefetch import in_background, map_ahead
+from pathoseg.tiles.prefetch import in_background, prefetch_map
 from pathoseg.tiles.slide_pool import SlidePool
 from pathoseg.tiles.stain import Method, StainNormaliser, fit_stain
 from pathoseg.tiles.tissue import Tissue, find_tissue
@@ -100,7 +109,7 @@ def predict(
         return index, last, read(index)
 
     group: list[tuple[int, Region]] = []
-    with closing(map_ahead(read_tile, _tiles(rows, batch), readers)) as tiles:
+    with closing(prefetch_map(read_tile, _tiles(rows, batch), readers)) as tiles:
         for index, last, region in tiles:
             group.append((index, region))
             if not last:
@@ -162,7 +171,6 @@ def _tiles(rows: Iterable[Sequence[int]], batch: int) -> Iterator[tuple[int, boo
 
 
 Mask = NDArray[np.uint8]
-Bands = Generator[Mask]
 
 
 def class_table_of(card: Bundle) -> ClassTable:
@@ -182,6 +190,7 @@ class SlidePlan:
         indices: Tiles of the grid that hold tissue.
         tissue: Where tissue lies.
         stain: Applied to every tile.
+        warning: What is to be said of its results, or None.
     """
 
     slide: Path
@@ -191,6 +200,7 @@ class SlidePlan:
     indices: Sequence[int]
     tissue: Tissue
     stain: StainNormaliser | None
+    warning: str | None = None
 
     def tiles_of(self, row: int) -> Sequence[int]:
         """Those of `indices` in a row of the grid."""
@@ -277,21 +287,26 @@ class Segmenter:
             boxes = [grid.box(i) for i in indices]
             method: Method = "macenko" if card.stain["method"] == "macenko" else "reinhard"
             stain = fit_stain(slide, frame, boxes, tissue, method) if boxes else None
-        return SlidePlan(slide.path, frame, output, grid, indices, tissue, stain)
+        warning = card.unseen_resolution(slide.mpp.mean)
+        return SlidePlan(slide.path, frame, output, grid, indices, tissue, stain, warning)
 
-    def bands(self, plan: SlidePlan, interruption: Interruption) -> Bands:
+    def bands_with_confidence(
+        self, plan: SlidePlan, interruption: Interruption
+    ) -> Generator[NDArray[np.int16]]:
         """The mask of a slide from top to bottom; closing the generator ends its threads.
 
         Yields:
-            Class indices (rows, width of `plan.output`): 0 off the tissue, 255 where unread.
+            (2, rows, width of `plan.output`): class indices, 0 off the tissue, 255 where unread;
+            and their probability times `CONFIDENCE_LEVELS`, 0 off the tissue, where no tile is
+            predicted.
 
         Raises:
             PathosegError: The device's memory is too small.
             StoppedError: A signal came.
         """
-        with closing(self.rows(plan, interruption)) as rows:
-            for row in rows:
-                yield row.band
+        with closing(self._rows(plan, interruption, finish=argmax_and_confidence)) as rows:
+            for _, band, _ in rows:
+                yield band
 
     def rows(
         self,
@@ -316,6 +331,19 @@ class Segmenter:
             PathosegError: The device's memory is too small.
             StoppedError: A signal came.
         """
+        with closing(self._rows(plan, interruption, first, take)) as rows:
+            for row in rows:
+                yield MaskRow(*row)
+
+    def _rows(
+        self,
+        plan: SlidePlan,
+        interruption: Interruption,
+        first: int = 0,
+        take: Callable[[int], bool] = lambda _: True,
+        finish: Finish = argmax,
+    ) -> Generator[tuple[int, NDArray[Any], int]]:
+        """As `rows`; bands are what `finish` makes of probabilities."""
         grid = plan.grid
         start = max(0, first - reach_down(grid))
         taken, unread = set[int](), Counter[int]()
@@ -342,23 +370,50 @@ class Segmenter:
                     yield prediction
                     bar.advance()
 
-            for row, band in enumerate(self._bands(plan, watched(), start), start):
+            for row, band in enumerate(self._bands(plan, watched(), start, finish), start):
                 # When a band comes, whether its row is taken has been asked: the prediction behind
                 # it has come too, or there is none.
                 if row in taken:
-                    yield MaskRow(row, band, unread[row])
+                    yield row, band, unread[row]
                 elif row >= first:
                     return
 
-    def _bands(
-        self, plan: SlidePlan, predictions: Iterator[Prediction], start: int
-    ) -> Iterator[Mask]:
-        if self.card.model.task == "classify":
-            return _coarse_rows(plan, predictions, start)
+    def probabilities(self, slide: Slide) -> NDArray[np.float32]:
+        """Return the probabilities of a whole slide at once; for pictures that fit into memory.
+
+        Returns:
+            Shape (classes, rows, columns) of the model's frame of the slide; of its tiles where
+            the model classifies tiles.
+
+        Raises:
+            PathosegError: The slide is too coarse, or the device's memory is too small.
+        """
+        plan = self.plan(slide)
+        rows = (plan.tiles_of(row) for row in range(plan.grid.rows))
+        with (
+            closing(SlidePool(lambda _: copy(slide))) as slides,
+            closing(self._predict(plan, slides, rows)) as predictions,
+        ):
+            if self.card.model.task == "classify":
+                tiles = np.stack([chances.cpu().numpy() for _, chances, _ in predictions], axis=1)
+                return tiles.reshape(-1, plan.grid.rows, plan.grid.columns)
+            count, margin = len(self.classes), self._margin(plan)
+            bands = stitch(plan.grid, predictions, count, margin, lambda chances: chances)
+            return np.concatenate(list(bands), axis=1)
+
+    def _margin(self, plan: SlidePlan) -> int:
         margin = self._config.infer.margin
         if margin is None:
             margin = default_margin(plan.grid.overlap, edge_reach(self._model))
-        return stitch(plan.grid, predictions, len(self.classes), margin, first=start)
+        return margin
+
+    def _bands(
+        self, plan: SlidePlan, predictions: Iterator[Prediction], start: int, finish: Finish
+    ) -> Iterator[NDArray[Any]]:
+        if self.card.model.task == "classify":
+            return _coarse_rows(plan, predictions, start, finish)
+        margin = self._margin(plan)
+        return stitch(plan.grid, predictions, len(self.classes), margin, finish, first=start)
 
     def _predict(
         self, plan: SlidePlan, slides: SlidePool, rows: Iterable[Sequence[int]]
@@ -379,14 +434,18 @@ class Segmenter:
         return open_slide(path, self._config.data.assume_mpp)
 
 
-def _coarse_rows(plan: SlidePlan, predictions: Iterator[Prediction], start: int) -> Iterator[Mask]:
-    """One pixel a tile: its likeliest class, 255 where most of it was unread."""
+def _coarse_rows(
+    plan: SlidePlan, predictions: Iterator[Prediction], start: int, finish: Finish
+) -> Iterator[NDArray[Any]]:
+    """One pixel a tile: what `finish` makes of it, 255 where most of it was unread."""
+    blank = finish(torch.zeros(1, 1, 1)).zero_().numpy()
     following = next(predictions, None)
     for row in range(start, plan.grid.rows):
-        coarse = np.zeros((1, plan.grid.columns), np.uint8)
+        coarse = np.repeat(blank, plan.grid.columns, axis=-1)
         while following is not None and following[0] // plan.grid.columns == row:
             index, chance, unread = following
             lost = unread is not None and bool(unread.mean() > 0.5)
-            coarse[0, index % plan.grid.columns] = 255 if lost else int(chance.argmax())
+            pixel = finish(chance[:, None, None]).cpu().numpy()[..., 0, 0]
+            coarse[..., 0, index % plan.grid.columns] = IGNORE if lost else pixel
             following = next(predictions, None)
         yield coarse

@@ -11,17 +11,17 @@ import time
 import zlib
 from collections.abc import Generator
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from uuid import uuid4
 
 import numpy as np
 
 from pathoseg.config import Config
 from pathoseg.errors import PathosegError
-from pathoseg.inference.leases import Claims
+from pathoseg.inference.leases import Leases
 from pathoseg.inference.publish import publish
 from pathoseg.inference.result_folder import (
     State,
@@ -64,7 +64,7 @@ class SavedRows:
         return saved, claimed
 
     def claim(self, row: int) -> Path:
-        """The file by which a process claims the row."""
+        """The file by which a process leases the row."""
         return self._folder / f"{row:06d}{_ROW_CLAIM}"
 
     def has(self, row: int) -> bool:
@@ -118,7 +118,7 @@ class SharedSlide:
         segmenter: The model; the same one in every process.
         plan: Likewise.
         saved: Where the rows meet.
-        claims: Those of this process.
+        leases: Those of this process.
         interruption: Asked after every tile.
     """
 
@@ -127,11 +127,11 @@ class SharedSlide:
         segmenter: Segmenter,
         plan: SlidePlan,
         saved: SavedRows,
-        claims: Claims,
+        leases: Leases,
         interruption: Interruption,
     ) -> None:
         self._segmenter, self._plan, self._saved = segmenter, plan, saved
-        self._claims, self._interruption = claims, interruption
+        self._leases, self._interruption = leases, interruption
 
     def rows(self) -> Generator[MaskRow]:
         """Every row from top to bottom: what is saved is read, what nobody is at is computed.
@@ -185,7 +185,7 @@ class SharedSlide:
 
         def take(row: int) -> bool:
             claim = self._saved.claim(row)
-            if self._saved.has(row) or not self._claims.take(claim):
+            if self._saved.has(row) or not self._leases.take(claim):
                 return False
             held.add(row)
             return not self._saved.has(row)  # saved in between
@@ -196,19 +196,19 @@ class SharedSlide:
                 for row in rows:
                     self._saved.save(row)
                     held.remove(row.number)
-                    self._claims.release(self._saved.claim(row.number))
+                    self._leases.release(self._saved.claim(row.number))
                     yield row
         finally:
             for number in held:
-                self._claims.release(self._saved.claim(number))
+                self._leases.release(self._saved.claim(number))
 
     def _free_place(self) -> int | None:
-        """Where another process is best to begin: in the middle of the longest free stretch.
+        """Return the row at which to start helping: the middle of the longest free stretch.
 
         At its start where nobody works towards it.
         """
         saved, claimed = self._saved.listed()
-        taken = {row for row in claimed if self._claims.is_taken(self._saved.claim(row))}
+        taken = {row for row in claimed if self._leases.is_taken(self._saved.claim(row))}
         best, length, start = None, 0, 0
         for row in range(self._plan.grid.rows + 1):
             if row < self._plan.grid.rows and row not in saved and row not in taken:
@@ -221,6 +221,28 @@ class SharedSlide:
         return best
 
 
+# Options of [infer] and [tissue] that have been in a slide's key from the first.
+_ALWAYS_TOLD = {
+    *("overlap", "margin", "batch", "simplify", "min_region_um2", "compress_regions"),
+    *("region_type", "method", "threshold"),
+}
+_NEVER_TOLD = {"readers"}  # changes no result
+
+
+def _told(options: Any) -> dict[str, object]:
+    """Return what a slide's key says of a table of options.
+
+    An option that came later is told only where it is not at its default, so that rows and
+    results of the time before it are still found.
+    """
+    told = dict[str, object]()
+    for option in fields(options):
+        value, is_late = getattr(options, option.name), option.name not in _ALWAYS_TOLD
+        if option.name not in _NEVER_TOLD and not (is_late and value == option.default):
+            told[option.name] = value
+    return told
+
+
 WORK = ".work"  # in the output folder: what is not whole, a folder for each slide
 _SLIDE_CLAIM = "claim"
 
@@ -228,37 +250,37 @@ Outcome = Literal["done", "failed", "skipped"]
 
 
 @dataclass(frozen=True)
-class Hand:
+class WorkerContext:
     """A process that works on a batch.
 
     Attributes:
         segmenter: The model.
         config: The options.
-        claims: What it has taken.
+        leases: What it has taken.
         interruption: What stops it.
         resume: Whether results and rows of earlier batches are taken over.
-        since: When this batch began, by the clock of `claims`.
+        since: When this batch began, by the clock of `leases`.
     """
 
     segmenter: Segmenter
     config: Config
-    claims: Claims
+    leases: Leases
     interruption: Interruption
     resume: bool
     since: float
 
 
-class SlideWork:
-    """What there is to do for one slide.
+class SlideJob:
+    """The work on one slide: to lead it, or to help its leader.
 
     Args:
         slide: Its file.
         folder: Of its result, in the output folder.
-        hand: This process.
+        context: This process.
     """
 
-    def __init__(self, slide: Path, folder: Path, hand: Hand) -> None:
-        self.slide, self.folder, self._hand = slide, folder, hand
+    def __init__(self, slide: Path, folder: Path, context: WorkerContext) -> None:
+        self.slide, self.folder, self._context = slide, folder, context
         self._out = folder.parent
         self._outcome: Outcome | None = None
         self._plan: SlidePlan | None = None
@@ -266,12 +288,12 @@ class SlideWork:
 
     @property
     def state(self) -> State | None:
-        """Where the slide stands; None where another slide has its folder, or nothing is known."""
+        """The state of the slide; None if another slide has its folder, or nothing is known."""
         state = read_state(state_file(self._out, self.folder))
         return state if state is not None and Path(state.slide).name == self.slide.name else None
 
     def outcome(self) -> Outcome | None:
-        """What came of the slide in this batch, whoever did it; None while it is open.
+        """Return the outcome of the slide in this batch, by any process; None while it is open.
 
         Skipped is what an earlier batch has done.
         """
@@ -293,7 +315,7 @@ class SlideWork:
             return False
         try:
             self._work.mkdir(parents=True, exist_ok=True)
-            with self._hand.claims.held(self._work / _SLIDE_CLAIM) as mine:
+            with self._context.leases.held(self._work / _SLIDE_CLAIM) as mine:
                 if not (mine and self._is_apart() and self._settled() is None):
                     return False
                 try:
@@ -319,15 +341,15 @@ class SlideWork:
         Raises:
             StoppedError: A signal came.
         """
-        hand, state = self._hand, self.state
+        context, state = self._context, self.state
         try:
             if self._left or state is None or state.status != "begun" or state.key != self._key:
                 return False
             if not self._rows.exists():
                 return False
             if self._plan is None:
-                with open_slide(self.slide, hand.config.data.assume_mpp) as opened:
-                    self._plan = hand.segmenter.plan(opened)
+                with open_slide(self.slide, context.config.data.assume_mpp) as opened:
+                    self._plan = context.segmenter.plan(opened)
             return self._shared(self._plan).help()
         except FileNotFoundError:
             return False  # it is done
@@ -336,7 +358,7 @@ class SlideWork:
             return False
 
     def _attempt(self) -> None:
-        hand, began = self._hand, time.monotonic()
+        context, began = self._context, time.monotonic()
         before = self.state or State(str(self.slide), "begun", "", 0, "")
         begun = replace(
             before,
@@ -346,23 +368,25 @@ class SlideWork:
             host=socket.gethostname(),
             outputs={},
             problem="",
-            mend="",
+            hint="",
         )
         try:
             begun = replace(begun, key=self._key)
             self._write(begun)
-            going_on = hand.resume or (before.status == "begun" and before.written >= hand.since)
+            going_on = context.resume or (
+                before.status == "begun" and before.written >= context.since
+            )
             self._clear(but=(_SLIDE_CLAIM, self._rows.name) if going_on else (_SLIDE_CLAIM,))
             self._rows.mkdir(exist_ok=True)
             with result_folder(self.folder, self._work) as partial:
-                publish(self.slide, partial, hand.segmenter, hand.config, self._all_rows)
+                publish(self.slide, partial, context.segmenter, context.config, self._all_rows)
                 self._refuse_change()
                 outputs = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
         except PathosegError as error:
             if self._settled() is None:  # else another took over, and has done it
                 seconds = (*begun.seconds, round(time.monotonic() - began, 3))
                 failed = replace(
-                    begun, status="failed", seconds=seconds, problem=error.problem, mend=error.mend
+                    begun, status="failed", seconds=seconds, problem=error.problem, hint=error.hint
                 )
                 try:
                     self._write(failed)
@@ -374,7 +398,7 @@ class SlideWork:
             shutil.rmtree(self._work, ignore_errors=True)
 
     def _refuse_change(self) -> None:
-        """What was read of a file that is another by now is no result, nor are rows of it.
+        """Fail if the slide file changed while it was being read; saved rows are dropped too.
 
         Raises:
             PathosegError: It is.
@@ -389,12 +413,12 @@ class SlideWork:
         )
 
     def _settled(self) -> Outcome | None:
-        state, since = self.state, self._hand.since
+        state, since = self.state, self._context.since
         if state is None or state.status == "begun":
             return None
         if state.status == "failed":
             return "failed" if state.written >= since else None
-        if not (self._hand.resume or state.written >= since):
+        if not (self._context.resume or state.written >= since):
             return None
         with suppress(PathosegError):
             if state.is_whole(self.folder) and state.key == self._key:
@@ -419,21 +443,19 @@ class SlideWork:
 
     @cached_property
     def _fingerprint(self) -> Fingerprint:
-        """Of the file as it was when this process first looked."""
+        """The fingerprint of the file when this process first opened it."""
         return Fingerprint.of(self.slide)
 
     @cached_property
     def _key(self) -> str:
         """A hash of all that the result depends on."""
-        config = self._hand.config
-        infer = asdict(config.infer)
-        del infer["readers"]
+        config = self._context.config
         told = {
             "slide": asdict(self._fingerprint),
-            "model": self._hand.segmenter.model_id,
+            "model": self._context.segmenter.model_id,
             "assume_mpp": config.data.assume_mpp,
-            "tissue": asdict(config.tissue),
-            "infer": infer,
+            "tissue": _told(config.tissue),
+            "infer": _told(config.infer),
         }
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -441,9 +463,9 @@ class SlideWork:
         return self._shared(plan).rows()
 
     def _shared(self, plan: SlidePlan) -> SharedSlide:
-        hand = self._hand
+        context = self._context
         rows = SavedRows(self._rows)
-        return SharedSlide(hand.segmenter, plan, rows, hand.claims, hand.interruption)
+        return SharedSlide(context.segmenter, plan, rows, context.leases, context.interruption)
 
     def _clear(self, but: tuple[str, ...]) -> None:
         for path in self._work.iterdir():

@@ -2,82 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from pathoseg.errors import PathosegError
-from pathoseg.models.layers import Norm, Task
+from pathoseg.models.model_options import UNET_WIDTHS, ModelConfig, resnet_depth
 from pathoseg.models.resnet_v2 import ResNetV2
 from pathoseg.models.unet import UNet
-
-Scalar = bool | int | float | str
-
-_UNET_WIDTHS = {"unet": 32, "unet64": 64}
-_RESNET_DEPTHS = range(11, 1002, 9)
-_KNOWN = "unet, unet64, resnet110_v2, resnet1001_v2 (any depth 9n + 2 up to 1001), module:factory"
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """What a network is, in plain values: enough to build it again without its weights.
-
-    Attributes:
-        name: `unet`, `unet64`, `resnet<9n+2>_v2`, or `module:factory` for the user's own code.
-        task: "segment" answers every pixel, "classify" every tile (ResNets and factories).
-        classes: Number of classes, background included; 255 means ignored, so at most 255.
-        width: Channels of the first block; None means what the name implies (ResNets: 16).
-        depth: Poolings of a U-Net; None means 4.
-        norm: Normalisation layer.
-        options: Keyword arguments of a factory.
-
-    Raises:
-        PathosegError: The name is unknown, a size is out of range, or a value has no meaning for
-            this model.
-    """
-
-    name: str
-    task: Task
-    classes: int
-    width: int | None = None
-    depth: int | None = None
-    norm: Norm = "batch"
-    options: Mapping[str, Scalar] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not (self.is_factory or self.name in _UNET_WIDTHS or _resnet_depth(self.name)):
-            raise PathosegError(f"There is no model {self.name!r}.", _nearest(self.name))
-        self._check_size("classes", self.classes, 255, smallest=2)
-        self._check_size("width", self.width, 1024)
-        self._check_size("depth", self.depth, 8)
-        if self.name in _UNET_WIDTHS and self.task == "classify":
-            self._refuse("cannot classify tiles", "Choose resnet110_v2, or task `segment`.")
-        if self.name not in _UNET_WIDTHS and self.depth is not None:
-            self._refuse("takes no depth", "Leave it out: a ResNet's depth stands in its name.")
-        if self.is_factory and (self.width is not None or self.norm != "batch"):
-            self._refuse("takes no width or norm", "Give them among its options.")
-        if not self.is_factory and self.options:
-            self._refuse("takes no options", "Leave them out; they are for module:factory.")
-
-    @property
-    def is_factory(self) -> bool:
-        """Whether the network comes from code that is not ours."""
-        return ":" in self.name
-
-    def _check_size(self, key: str, value: int | None, largest: int, smallest: int = 1) -> None:
-        if value is not None and not smallest <= value <= largest:
-            self._refuse(
-                f"cannot have {key} {value}", f"Choose a number from {smallest} to {largest}."
-            )
-
-    def _refuse(self, what: str, mend: str) -> None:
-        raise PathosegError(f"The model {self.name} {what}.", mend)
 
 
 def build_model(config: ModelConfig, factory: str | None = None) -> nn.Module:
@@ -102,15 +36,14 @@ def build_model(config: ModelConfig, factory: str | None = None) -> nn.Module:
         )
     if config.is_factory:
         return _call_factory(config, factory)
-    if config.name in _UNET_WIDTHS:
-        width = config.width or _UNET_WIDTHS[config.name]
-        return UNet(config.classes, width, config.depth or 4, config.norm)
-    depth = _resnet_depth(config.name)
-    return ResNetV2(config.classes, config.task, depth, config.width or 16, config.norm)
+    width = config.sizes["width"]
+    if config.name in UNET_WIDTHS:
+        return UNet(config.classes, width, config.sizes["depth"], config.norm)
+    return ResNetV2(config.classes, config.task, resnet_depth(config.name), width, config.norm)
 
 
 def tile_multiple(model: nn.Module) -> int:
-    """What the sides of a tile must be divisible by: the model's `multiple`, 1 where it has none.
+    """Return the divisor of a tile's sides: the model's attribute `multiple`, else 1.
 
     Raises:
         PathosegError: `multiple` is no positive whole number.
@@ -149,23 +82,6 @@ def check_tile(model: nn.Module, tile: int) -> None:
             f"{2 * multiple} at least.",
             f"Choose {below} or {below + multiple} px.",
         )
-
-
-def _resnet_depth(name: str) -> int:
-    """The depth that a ResNet's name states, 0 where the name is none."""
-    match = re.fullmatch(r"resnet(\d{2,4})_v2", name)
-    depth = int(match[1]) if match else 0
-    return depth if depth in _RESNET_DEPTHS else 0
-
-
-def _nearest(name: str) -> str:
-    match = re.fullmatch(r"resnet(\d{1,4})_v2", name)
-    names = [*_UNET_WIDTHS, *(f"resnet{depth}_v2" for depth in _RESNET_DEPTHS)]
-    near = difflib.get_close_matches(name, names, n=1)
-    if match:
-        depth = min(_RESNET_DEPTHS, key=lambda depth: abs(depth - int(match[1])))
-        near = [f"resnet{depth}_v2"]
-    return (f"Did you mean {near[0]}? " if near else "") + f"Known are: {_KNOWN}."
 
 
 def _call_factory(config: ModelConfig, factory: str | None) -> nn.Module:

@@ -19,9 +19,11 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from pathoseg import __version__
 from pathoseg.errors import PathosegError
-from pathoseg.models.build import ModelConfig, Scalar, build_model, tile_multiple
+from pathoseg.models.build import build_model, tile_multiple
+from pathoseg.models.model_options import ModelConfig, Scalar
+from pathoseg.platform_support import sync_folder
+from pathoseg.version import __version__
 
 Colour = tuple[int, int, int]
 Channels = tuple[float, float, float]
@@ -45,7 +47,7 @@ class Bundle:
         multiple: What the sides of a tile must be divisible by.
         stain: The stain normalisation that slides went through, in its own plain values, or None.
         training: Where the weights come from, in plain values (numbers that are not finite are
-            written as null).
+            written as null); `slide_mpps` lists the resolutions of the slides trained on.
         pathoseg_version: Version that wrote the bundle.
         torch_version: Likewise.
 
@@ -63,7 +65,9 @@ class Bundle:
     std: Channels
     multiple: int
     stain: Mapping[str, Scalar] | None = None
-    training: Mapping[str, Scalar | None] = field(default_factory=dict)
+    training: Mapping[str, Scalar | tuple[float, ...] | tuple[str, ...] | None] = field(
+        default_factory=dict
+    )
     pathoseg_version: str = __version__
     torch_version: str = str(torch.__version__)
 
@@ -93,6 +97,27 @@ class Bundle:
         _require(all(map(math.isfinite, self.mean)), f"mean {self.mean} is not finite")
         _require(
             all(0 < channel < math.inf for channel in self.std), f"std {self.std} is not positive"
+        )
+
+    def unseen_resolution(self, mpp: float) -> str | None:
+        """Return a warning for a slide of `mpp` microns per level-0 pixel, None for nothing.
+
+        A model knows the resolutions of the slides it was trained on and what is up to 1.2 times
+        coarser or finer than one of them. Models of which they are not recorded know all.
+        """
+        recorded = self.training.get("slide_mpps")
+        values = recorded if isinstance(recorded, tuple) else ()
+        known = [value for value in values if not isinstance(value, str)]
+        if not known or not all(0 < seen < math.inf for seen in known):
+            return None
+        nearest = min(known, key=lambda seen: max(mpp / seen, seen / mpp))
+        ratio = max(mpp / nearest, nearest / mpp)
+        if ratio <= 1.2 * (1 + 1e-9):
+            return None
+        return (
+            f"its resolution, {mpp:.4g} µm per pixel, is {ratio:.2g} times "
+            f"{'coarser' if mpp > nearest else 'finer'} than the nearest that the model was "
+            f"trained on ({nearest:.4g} µm)"
         )
 
 
@@ -139,7 +164,7 @@ def _conform(hint: Any, value: Any, where: str) -> Any:
         hints = get_type_hints(hint)
         for key in sorted(hints.keys() ^ value.keys()):
             state = "lacks" if key in hints else "has an unknown key,"
-            raise PathosegError(f"{where} {state} `{key}`.", _CARD_MEND)
+            raise PathosegError(f"{where} {state} `{key}`.", _CARD_HINT)
         return hint(**{key: _conform(hints[key], value[key], f"`{key}`") for key in hints})
     if origin is Literal and value in inner:
         return value
@@ -161,15 +186,15 @@ def _conform(hint: Any, value: Any, where: str) -> Any:
         return float(value)
     if type(value) is hint:
         return value
-    raise PathosegError(f"{where} is {reprlib.repr(value)}, which does not fit.", _CARD_MEND)
+    raise PathosegError(f"{where} is {reprlib.repr(value)}, which does not fit.", _CARD_HINT)
 
 
-_CARD_MEND = "Copy the bundle again from where it was trained, or train again."
+_CARD_HINT = "Copy the bundle again from where it was trained, or train again."
 
 
 def _require(holds: bool, problem: str) -> None:
     if not holds:
-        raise PathosegError(f"{problem}.", _CARD_MEND)
+        raise PathosegError(f"{problem}.", _CARD_HINT)
 
 
 __all__ = ["Bundle", "bundle_id", "load_bundle", "save_bundle"]
@@ -179,7 +204,7 @@ CARD = "model.json"
 
 _SCHEMA = 1
 _LARGEST_CARD = 2**20
-_MEND = "Copy the whole folder again from where it was trained, or train again."
+_HINT = "Copy the whole folder again from where it was trained, or train again."
 
 
 def save_bundle(folder: Path, state: Mapping[str, Any], card: Bundle) -> None:
@@ -216,7 +241,7 @@ def save_bundle(folder: Path, state: Mapping[str, Any], card: Bundle) -> None:
 
 
 def bundle_id(folder: Path) -> str:
-    """What tells a bundle from all others: a hash of its card, which holds that of its weights.
+    """Return the identity of a bundle: a hash of its card, which holds the hash of its weights.
 
     Raises:
         PathosegError: The card is missing.
@@ -251,18 +276,35 @@ def load_bundle(folder: Path, factory: str | None = None) -> tuple[nn.Module, Bu
     wrong = _first_difference(model, tensors)
     if wrong:
         raise PathosegError(
-            f"{folder / WEIGHTS} holds another model than {folder / CARD} says: {wrong}.", _MEND
+            f"{folder / WEIGHTS} holds another model than {folder / CARD} says: {wrong}.", _HINT
         )
     if tile_multiple(model) != card.multiple:
         raise PathosegError(
             f"{folder / CARD}: multiple is {card.multiple}, but the model {card.model.name} "
             f"needs {tile_multiple(model)}.",
-            _MEND,
+            _HINT,
         )
     if not card.model.is_factory:
         model.to_empty(device="cpu")  # only now: a wrong card costs no memory, and no random number
     model.load_state_dict(tensors)
     return model.eval(), card
+
+
+def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], str]:
+    """Read a safetensors file of another program; nothing in it is unpickled.
+
+    Returns:
+        Its tensors by name, and the SHA-256 of its bytes in hexadecimal.
+
+    Raises:
+        PathosegError: It cannot be read, or is cut short or of another format.
+    """
+    data = _read(path)
+    hint = (
+        "Nothing is unpickled: convert a checkpoint of PyTorch in its own program, by "
+        "safetensors.torch.save_file(state_dict, 'weights.safetensors')."
+    )
+    return _parse_tensors(path, data, hint), hashlib.sha256(data).hexdigest()
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -280,7 +322,7 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _hashed_name(digest: str) -> str:
-    """Where weights wait for their final name."""
+    """Return the name of a weights file before it is renamed into place."""
     return f"weights-{digest[:16]}.safetensors"
 
 
@@ -303,11 +345,7 @@ def _replace_in_turn(contents: dict[Path, bytes]) -> None:
 
 def _rename(source: Path, target: Path) -> None:
     source.replace(target)
-    descriptor = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(target.parent)
 
 
 def _read(path: Path) -> bytes:
@@ -319,7 +357,7 @@ def _read(path: Path) -> bytes:
             f"Give a folder with {CARD} and {WEIGHTS}, as a finished run has in `model/`.",
         ) from None
     except OSError as error:
-        raise PathosegError(f"{path} cannot be read ({error.strerror}).", _MEND) from error
+        raise PathosegError(f"{path} cannot be read ({error.strerror}).", _HINT) from error
 
 
 def _read_card(path: Path) -> tuple[Bundle, str]:
@@ -330,7 +368,7 @@ def _read_card(path: Path) -> tuple[Bundle, str]:
             raise ValueError(f"it is larger than {_LARGEST_CARD} bytes")
         document: Any = parse_json(text)
     except ValueError as error:
-        raise PathosegError(f"{path} is no JSON of a model ({error}).", _MEND) from None
+        raise PathosegError(f"{path} is no JSON of a model ({error}).", _HINT) from None
     schema = document.pop("schema", None) if isinstance(document, dict) else None
     if schema != _SCHEMA:
         raise PathosegError(
@@ -339,11 +377,11 @@ def _read_card(path: Path) -> tuple[Bundle, str]:
         )
     digest = document.pop("weights_sha256", None)
     if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
-        raise PathosegError(f"{path} states no hash of its weights (weights_sha256).", _MEND)
+        raise PathosegError(f"{path} states no hash of its weights (weights_sha256).", _HINT)
     try:
         return card_from_json(document), digest
     except PathosegError as wrong:
-        raise PathosegError(f"{path}: {wrong.problem}", wrong.mend) from None
+        raise PathosegError(f"{path}: {wrong.problem}", wrong.hint) from None
 
 
 def _read_weights(folder: Path, digest: str) -> dict[str, torch.Tensor]:
@@ -352,12 +390,16 @@ def _read_weights(folder: Path, digest: str) -> dict[str, torch.Tensor]:
     data = _read(path)
     if hashlib.sha256(data).hexdigest() != digest:
         raise PathosegError(
-            f"{path} is cut short, or not the file that {CARD} was written with.", _MEND
+            f"{path} is cut short, or not the file that {CARD} was written with.", _HINT
         )
+    return _parse_tensors(path, data, _HINT)
+
+
+def _parse_tensors(path: Path, data: bytes, hint: str) -> dict[str, torch.Tensor]:
     try:
         return safetensors.torch.load(data)
     except Exception as error:  # a crafted header raises more than SafetensorError
-        raise PathosegError(f"{path} is no safetensors file ({error}).", _MEND) from error
+        raise PathosegError(f"{path} is no safetensors file ({error}).", hint) from error
 
 
 def _first_difference(model: nn.Module, tensors: dict[str, torch.Tensor]) -> str:

@@ -1,14 +1,12 @@
-"""What all networks share: their tasks, the norm by name, and He initialisation."""
+"""Layers common to all networks: the norm by name, and He initialisation."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 from torch import nn
 
-Task = Literal["segment", "classify"]
-Norm = Literal["batch", "group", "instance"]
+from pathoseg.models.model_options import Norm
 
 # Wu & He (2018) find 2 to 32 groups within half a percent of each other.
 _GROUPS = 8

@@ -10,40 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from pathoseg.errors import PathosegError
-from pathoseg.models.layers import Task
+from pathoseg.models.model_options import LossConfig, Task
 
 IGNORE = 255
 
 # One pixel in numerator and denominator of the soft Dice: bounded gradients for tiny regions, and
 # a slope that shrinks a class which the sample does not hold.
 _SMOOTH = 1.0
-
-
-@dataclass(frozen=True)
-class LossConfig:
-    """Weights of the parts of the loss.
-
-    Attributes:
-        cross_entropy: Weight of the cross-entropy.
-        dice: Weight of the soft Dice; None means 1 for pixels and 0 for tile labels, which have
-            no area.
-        focal: Weight of the focal loss.
-        focal_gamma: How strongly the focal loss discounts what is classified well already.
-        class_weights: Weight of each class, background first, in cross-entropy and focal loss;
-            None means 1.
-    """
-
-    cross_entropy: float = 1.0
-    dice: float | None = None
-    focal: float = 0.0
-    focal_gamma: float = 2.0
-    class_weights: tuple[float, ...] | None = None
 
 
 def build_loss(

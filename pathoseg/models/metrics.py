@@ -1,9 +1,9 @@
-"""How good predictions are: Dice and IoU from one confusion matrix, accuracy, AUC."""
+"""Measures of predictions: overlap from a confusion matrix, calibration, accuracy and AUC."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,10 +11,15 @@ from numpy.typing import NDArray
 from pathoseg.models.losses import IGNORE
 
 Indices = NDArray[np.integer]
+Counts = NDArray[Any]  # whole numbers, of an integer type or float64
+Figures = NDArray[np.float64]
+
+
+_CHUNK = 2**20  # pixels counted at a time: what that takes does not grow with the image
 
 
 class Confusion:
-    """Counts of pixels by true and predicted class; everything else follows from them.
+    """Counts of pixels by true and predicted class.
 
     Attributes:
         matrix: (classes, classes) int64, `matrix[truth, prediction]`.
@@ -27,7 +32,7 @@ class Confusion:
         """Adds pixels, leaving out those whose target is 255.
 
         Args:
-            prediction: Class indices of any shape.
+            prediction: Class indices of any shape; of no meaning where the target is 255.
             target: Of the same shape.
 
         Raises:
@@ -35,6 +40,11 @@ class Confusion:
         """
         if prediction.shape != target.shape:
             raise ValueError(f"prediction {prediction.shape} and target {target.shape} differ")
+        flat = prediction.reshape(-1), target.reshape(-1)
+        for start in range(0, target.size, _CHUNK):
+            self._count(*(each[start : start + _CHUNK] for each in flat))
+
+    def _count(self, prediction: Indices, target: Indices) -> None:
         classes = len(self.matrix)
         valid = target != IGNORE
         truth, guess = target[valid].astype(np.int64), prediction[valid].astype(np.int64)
@@ -49,34 +59,112 @@ class Confusion:
         self.matrix += other.matrix
 
     @property
-    def dice(self) -> NDArray[np.float64]:
+    def dice(self) -> Figures:
         """Dice of each foreground class; nan where neither truth nor prediction holds it."""
-        hits, either = self._foreground()
-        return _ratio(2 * hits, either)
+        return dice(self.matrix)
 
     @property
-    def iou(self) -> NDArray[np.float64]:
+    def iou(self) -> Figures:
         """Intersection over union of each foreground class; nan as in `dice`."""
-        hits, either = self._foreground()
-        return _ratio(hits, either - hits)
+        return iou(self.matrix)
 
     @property
     def mean_dice(self) -> float:
         """Mean over the foreground classes that truth or prediction holds; nan without any."""
-        return _mean(self.dice)
+        return float(mean_of_present(self.dice))
 
     @property
     def mean_iou(self) -> float:
         """As `mean_dice`."""
-        return _mean(self.iou)
+        return float(mean_of_present(self.iou))
 
-    def _foreground(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        either = self.matrix.sum(axis=0) + self.matrix.sum(axis=1)
-        return np.diagonal(self.matrix)[1:], either[1:]
+
+# The following take matrices (..., classes, classes) of any number of leading axes, [truth,
+# prediction], and return a figure for each foreground class, (..., classes - 1).
+
+
+def dice(matrix: Counts) -> Figures:
+    """Dice 2TP / (2TP + FP + FN); nan where neither truth nor prediction holds the class."""
+    hits, predicted, true = _margins(matrix)
+    return _ratio(2 * hits, predicted + true)
+
+
+def iou(matrix: Counts) -> Figures:
+    """Intersection over union TP / (TP + FP + FN); nan as in `dice`."""
+    hits, predicted, true = _margins(matrix)
+    return _ratio(hits, predicted + true - hits)
+
+
+def precision(matrix: Counts) -> Figures:
+    """Share TP / (TP + FP) of what is predicted as the class; nan where nothing is."""
+    hits, predicted, _ = _margins(matrix)
+    return _ratio(hits, predicted)
+
+
+def recall(matrix: Counts) -> Figures:
+    """Share TP / (TP + FN) of what is truly of the class; nan where nothing is."""
+    hits, _, true = _margins(matrix)
+    return _ratio(hits, true)
+
+
+def _margins(matrix: Counts) -> tuple[Counts, Counts, Counts]:
+    """Hits, predicted and true pixels of each foreground class."""
+    hits = np.diagonal(matrix, axis1=-2, axis2=-1)
+    return hits[..., 1:], matrix.sum(axis=-2)[..., 1:], matrix.sum(axis=-1)[..., 1:]
+
+
+def mean_of_present(figures: Figures) -> Figures:
+    """Mean over the last axis without nan, shape (...); nan where nothing else is there."""
+    present = ~np.isnan(figures)
+    return _ratio(np.where(present, figures, 0).sum(axis=-1), present.sum(axis=-1))
+
+
+CONFIDENCE_BINS = 15
+
+
+class Calibration:
+    """Calibration of a model: accuracy against confidence, over pixels.
+
+    Confidence is the probability of the predicted class, in bins of equal width that hold their
+    upper edge (Guo et al., "On Calibration of Modern Neural Networks", ICML 2017).
+
+    Attributes:
+        bins: (15, 3) float64: pixels, the sum of their confidence, and how many are right.
+    """
+
+    def __init__(self) -> None:
+        self.bins: Figures = np.zeros((CONFIDENCE_BINS, 3))
+
+    def update(self, confidence: NDArray[np.floating], right: NDArray[np.bool_]) -> None:
+        """Adds pixels.
+
+        Args:
+            confidence: Shape (n,), in 0…1.
+            right: Shape (n,), whether the predicted class is the true one.
+        """
+        edges = np.linspace(0, 1, CONFIDENCE_BINS + 1)[1:-1]
+        for start in range(0, confidence.size, _CHUNK):
+            sure, hit = confidence[start : start + _CHUNK], right[start : start + _CHUNK]
+            at = np.searchsorted(edges, sure)
+            for column, weights in enumerate((None, sure, hit)):
+                self.bins[:, column] += np.bincount(at, weights, CONFIDENCE_BINS)
+
+
+def expected_calibration_error(bins: Figures) -> Figures:
+    """Mean |accuracy − confidence| over bins, weighted by their pixels; nan without pixels.
+
+    Args:
+        bins: (..., bins, 3), as in `Calibration`.
+
+    Returns:
+        Shape (...).
+    """
+    pixels, confidence, right = np.moveaxis(bins, -1, 0)
+    return _ratio(np.abs(right - confidence).sum(axis=-1), pixels.sum(axis=-1))
 
 
 class TileScores(NamedTuple):
-    """How well tiles are classified; `auc` holds one number a class, background first."""
+    """Scores of tile classification; `auc` holds one number a class, background first."""
 
     accuracy: float
     auc: NDArray[np.float64]
@@ -105,12 +193,7 @@ def accuracy_and_auc(target: Indices, probability: NDArray[np.floating]) -> Tile
     return TileScores(accuracy, auc)
 
 
-def _ratio(part: NDArray[np.int64], whole: NDArray[np.int64]) -> NDArray[np.float64]:
-    ratio = np.full(len(whole), math.nan)
+def _ratio(part: NDArray[Any], whole: NDArray[Any]) -> Figures:
+    ratio = np.full(np.shape(whole), math.nan)
     np.divide(part, whole, out=ratio, where=whole > 0)
     return ratio
-
-
-def _mean(values: NDArray[np.float64]) -> float:
-    present = values[~np.isnan(values)]
-    return float(present.mean()) if present.size else math.nan

@@ -7,7 +7,8 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
-from pathoseg.models.layers import Norm, Task, he_initialise, norm_layer
+from pathoseg.models.layers import he_initialise, norm_layer
+from pathoseg.models.model_options import Norm, Task
 
 
 class ResNetV2(nn.Module):
@@ -135,7 +136,7 @@ def _tile_head(channels: int, classes: int) -> nn.Sequential:
 
 
 def _reach(units: int) -> int:
-    """How far the padding of the 3×3 convolutions spreads inwards, in pixels: one a unit."""
+    """Return how far zero padding is felt inwards, in pixels: one for each 3×3 convolution."""
     reach = 1 + units
     for _ in range(2):
         reach = -(-reach // 2) + units

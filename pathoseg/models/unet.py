@@ -8,7 +8,8 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from pathoseg.models.layers import Norm, he_initialise, norm_layer
+from pathoseg.models.layers import he_initialise, norm_layer
+from pathoseg.models.model_options import Norm
 
 
 class UNet(nn.Module):
@@ -86,7 +87,7 @@ def _block(inputs: int, outputs: int, norm: Norm, pool: bool = False) -> nn.Sequ
 
 
 def _reach(depth: int) -> int:
-    """How far the padding of the 3×3 convolutions spreads inwards, in pixels: two a block."""
+    """Return how far zero padding is felt inwards, in pixels: one for each 3×3 convolution."""
     reach = 2
     for _ in range(depth):
         reach = -(-reach // 2) + 2

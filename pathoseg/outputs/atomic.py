@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
+
+from pathoseg.platform_support import sync_file, sync_folder
 
 
 @contextmanager
@@ -24,9 +25,9 @@ def replaced(path: Path) -> Iterator[Path]:
     with naming(path):
         try:
             yield draft
-            _sync(draft, os.O_RDWR)
+            sync_file(draft)
             draft.replace(path)
-            _sync(path.parent, os.O_RDONLY)
+            sync_folder(path.parent)
         finally:
             draft.unlink(missing_ok=True)
 
@@ -49,11 +50,3 @@ def write_text(path: Path, text: str) -> None:
     """
     with replaced(path) as draft:
         draft.write_text(text, encoding="utf-8", errors="surrogateescape", newline="")
-
-
-def _sync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

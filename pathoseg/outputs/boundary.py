@@ -15,17 +15,18 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, connected_components
 
-from pathoseg.annotations.annotation import BACKGROUND, IGNORE
+from pathoseg.outputs.arcs import Flags, Indices, Rings, simplified
 
 # Above any column: row × WIDEST + column sorts by row, then column.
 WIDEST = 2**31
 
-Indices = NDArray[np.int64]
+Labels = NDArray[np.uint8]
+"""Class indices of rows of a mask, 0 where nothing is traced."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runs:
-    """Stretches of one class, in order of row and column; background and unread are left out.
+    """Stretches of one class, in order of row and column; label 0 is left out.
 
     Attributes:
         row: Of each run.
@@ -40,33 +41,19 @@ class Runs:
     value: Indices
 
     @classmethod
-    def of(cls, band: NDArray[np.uint8], first_row: int) -> Runs:
-        """The runs of a band of shape (rows, width) whose rows count from `first_row`."""
-        changes = np.ones(band.shape, bool)
-        np.not_equal(band[:, 1:], band[:, :-1], out=changes[:, 1:])
+    def of(cls, labels: Labels) -> Runs:
+        """The runs of labels of shape (rows, width)."""
+        changes = np.ones(labels.shape, bool)
+        np.not_equal(labels[:, 1:], labels[:, :-1], out=changes[:, 1:])
         first = np.flatnonzero(changes)
-        length = np.diff(first, append=band.size)
-        value = band.ravel()[first]
-        kept = (value != BACKGROUND) & (value != IGNORE)
-        row, start = np.divmod(first[kept], band.shape[1])
-        return cls(row + first_row, start, start + length[kept], value[kept].astype(np.int64))
+        length = np.diff(first, append=labels.size)
+        value = labels.ravel()[first]
+        kept = value != 0
+        row, start = np.divmod(first[kept], labels.shape[1])
+        return cls(row, start, start + length[kept], value[kept].astype(np.int64))
 
     def __len__(self) -> int:
         return len(self.row)
-
-    def where(self, chosen: NDArray[np.bool_]) -> Runs:
-        return Runs(self.row[chosen], self.start[chosen], self.end[chosen], self.value[chosen])
-
-    def moved_to(self, row: int) -> Runs:
-        return Runs(np.full(len(self), row), self.start, self.end, self.value)
-
-    def followed_by(self, later: Runs) -> Runs:
-        return Runs(
-            np.concatenate([self.row, later.row]),
-            np.concatenate([self.start, later.start]),
-            np.concatenate([self.end, later.end]),
-            np.concatenate([self.value, later.value]),
-        )
 
     def touching(self) -> tuple[Indices, Indices]:
         """The pairs (lower, upper) of runs of one class that share a pixel edge across two rows."""
@@ -83,9 +70,13 @@ class Runs:
         return lower[same], upper[same]
 
 
-# From (x_from, y) on the vertical line number `leaves` to (x_to, y) on line number `enters`.
+# From (x_from, y) on the vertical line number `leaves` to (x_to, y) on line number `enters`, and
+# whether there are joints (see arcs.py).
 EDGE = np.dtype(
-    [(name, np.int64) for name in ("leaves", "enters", "x_from", "x_to", "y", "region")]
+    [(name, np.int64) for name in ("leaves", "enters")]
+    + [(name, np.int32) for name in ("x_from", "x_to", "y", "region")]
+    + [(name, np.bool_) for name in ("joint_from", "joint_to")],
+    align=True,
 )
 Edges = NDArray[np.void]
 
@@ -94,84 +85,163 @@ _END, _START = 0, 1
 
 
 class Boundary:
-    """Finds the edges of a band, and remembers the vertical lines that go on below it."""
+    """Finds the edges of a band, and remembers the vertical lines that go on below it.
 
-    def __init__(self) -> None:
+    Args:
+        joints: Whether edges are cut at joints (see arcs.py).
+    """
+
+    def __init__(self, joints: bool) -> None:
+        self._joints = joints
         self._open = np.zeros((2, 0), np.int64)  # of both sides of the last row's runs
         self._count = 0
 
-    def edges(self, runs: Runs, rows: int, top: int, region: Indices) -> Edges:
+    def edges(self, labels: Labels, runs: Runs, region: Indices, top: int) -> Edges:
         """The horizontal edges above each of a band's rows.
 
         Args:
-            runs: Those of the row above the band, as row 0, then the band's as rows 1 to `rows`;
-                at least one.
-            rows: Of the band.
-            top: The y of the band's upper edge.
+            labels: The row above the band, then the band's rows, of shape (1 + rows, width).
+            runs: Theirs, at least one.
             region: The number of each run's region.
+            top: The y of the band's upper edge.
         """
+        rows, width = len(labels) - 1, labels.shape[1]
+        bordered = np.pad(labels, ((0, 0), (1, 1)))
+        joint = _joints(bordered) if self._joints else np.zeros((rows, width + 1), bool)
         side = np.repeat([_END, _START], len(runs))
         x = np.concatenate([runs.end, runs.start])
-        row, value = np.tile(runs.row, 2), np.tile(runs.value, 2)
+        row, run = np.tile(runs.row, 2), np.tile(np.arange(len(runs)), 2)
 
-        # A vertical line: the same side of the same class at the same x in consecutive rows.
-        key = ((value * WIDEST + x) * 2 + side) * (rows + 2) + row
+        # A vertical line: the same side of the same class at the same x in consecutive rows, cut
+        # at joints, where an edge of no length leads on.
+        key = ((runs.value[run] * WIDEST + x) * 2 + side) * (rows + 2) + row
         order = np.argsort(key)
-        begins = np.diff(key[order], prepend=-2) != 1
+        cut = (row > 0) & joint[row - 1, x]
+        begins = (np.diff(key[order], prepend=-2) != 1) | cut[order]
         first = order[begins]
         last = order[np.append(begins[1:], True)]
         from_above = row[first] == 0
-        line = self._count + np.arange(len(first))
-        line[from_above] = self._open[np.divmod(first[from_above], len(runs))]
-        self._count += len(first)
+        line = self._new_lines(len(first))
+        line[from_above] = self._open[side[first[from_above]], run[first[from_above]]]
         line_of_side = np.empty_like(order)
         line_of_side[order] = line[np.cumsum(begins) - 1]
         self._open = line_of_side.reshape(2, -1)[:, runs.row == rows]
 
-        # Its corners, above and below. Along each y, edges lie between a class's corners two by
-        # two; where two corners are one point, what ends there comes before what starts.
+        # Corners: both ends of lines, and two at each joint along a horizontal edge, joined by a
+        # line of no length. Along each y, edges lie between a class's corners two by two; where
+        # two corners are one point, what ends there comes before what starts.
         above, below = ~from_above, row[last] < rows
-        corner = np.concatenate([first[above], last[below]])
-        line = np.concatenate([line[above], line[below]])
-        y = np.concatenate([row[first[above]] - 1, row[last[below]]])
-        is_above = np.arange(len(corner)) < np.count_nonzero(above)
-        key = ((y * _CLASSES + value[corner]) * WIDEST + x[corner]) * 2 + side[corner]
-        pairs = np.argsort(key).reshape(-1, 2)
-        leaves = is_above == (side[corner] == _START)
+        top_side, bottom_side = first[above], last[below]
+        y_along, x_along, rightwards = _joints_along(bordered, joint)
+        starts = runs.row * WIDEST + runs.start
+        place = (y_along + rightwards) * WIDEST + x_along
+        run_along = np.searchsorted(starts, place, side="right") - 1
+        side_along = np.repeat([_END, _START], len(run_along))
+        side = np.concatenate([side[top_side], side[bottom_side], side_along])
+        line_along = np.tile(self._new_lines(len(run_along)), 2)
+        line = np.concatenate([line[above], line[below], line_along])
+        x = np.concatenate([x[top_side], x[bottom_side], np.tile(x_along, 2)])
+        y = np.concatenate([row[top_side] - 1, row[bottom_side], np.tile(y_along, 2)])
+        run = np.concatenate([run[top_side], run[bottom_side], np.tile(run_along, 2)])
+        # Whether the boundary leaves its line there: it goes up where runs start, and rightwards
+        # above them.
+        upwards = np.repeat([True, False], [len(top_side), len(bottom_side)])
+        leaves = (side == _START) == np.append(upwards, np.tile(rightwards, 2))
+        pairs = np.argsort(((y * _CLASSES + runs.value[run]) * WIDEST + x) * 2 + side)
+        pairs = pairs.reshape(-1, 2)
         begin = np.where(leaves[pairs[:, 0]], pairs[:, 0], pairs[:, 1])
         end = pairs.sum(axis=1) - begin
 
         edges = np.empty(len(pairs), EDGE)
         edges["leaves"], edges["enters"] = line[begin], line[end]
-        edges["x_from"], edges["x_to"] = x[corner[begin]], x[corner[end]]
+        edges["x_from"], edges["x_to"] = x[begin], x[end]
         edges["y"] = top + y[begin]
-        edges["region"] = region[corner[begin] % len(runs)]
+        edges["region"] = region[run[begin]]
+        edges["joint_from"], edges["joint_to"] = joint[y[begin], x[begin]], joint[y[end], x[end]]
         return edges
 
+    def _new_lines(self, count: int) -> Indices:
+        self._count += count
+        return np.arange(self._count - count, self._count)
 
-def polygons(edges: Edges) -> NDArray[np.object_]:
+
+def _joints(labels: Labels) -> Flags:
+    """Where three or four boundary edges meet.
+
+    Args:
+        labels: Of shape (1 + rows, width), bordered by columns of 0.
+
+    Returns:
+        For the upper right corner of each pixel below the first row, of shape (rows, width − 1).
+    """
+    vertical, horizontal = labels[:, 1:] != labels[:, :-1], labels[1:] != labels[:-1]
+    up, down, left, right = vertical[:-1], vertical[1:], horizontal[:, :-1], horizontal[:, 1:]
+    joints: Flags = (up & down & (left | right)) | (left & right & (up | down))
+    return joints
+
+
+def _joints_along(labels: Labels, joint: Flags) -> tuple[Indices, Indices, Flags]:
+    """Joints where a horizontal edge of a region goes straight on.
+
+    Args:
+        labels: As in `_joints`.
+        joint: What `_joints` gives for them.
+
+    Returns:
+        Their rows and columns in `joint`, and whether the region lies below.
+    """
+    y, x = np.nonzero(joint)
+    above, below = (
+        (labels[row, x] == labels[row, x + 1]) & (labels[row, x] != 0) for row in (y, y + 1)
+    )
+    along = above | below
+    return y[along], x[along], below[along]
+
+
+def polygons(edges: Edges, tolerance: float) -> NDArray[np.object_]:
     """The polygon of each region, in order of the regions' numbers.
 
-    Rings are valid, without collinear points, shells counterclockwise in (x, y).
+    Rings are valid, shells counterclockwise in (x, y). Where edges were not cut at joints, they
+    have no collinear points.
 
     Args:
         edges: All of each region's; at least one region.
+        tolerance: In pixels, of the simplification of arcs; 0 if edges were not cut at joints.
     """
+    rings, region = _rings(edges)
+    if tolerance > 0:
+        rings = simplified(rings, tolerance)
+    outlines = shapely.linearrings(
+        np.stack([rings.x, rings.y], axis=1).astype(np.float64),
+        indices=np.repeat(np.arange(len(region)), rings.lengths),
+    )
+    owner = np.unique(region, return_inverse=True)[1]
+    return np.asarray(shapely.polygons(np.asarray(outlines), indices=owner))
+
+
+def _rings(edges: Edges) -> tuple[Rings, Indices]:
+    """The rings of all regions, shells before their holes, and the region of each."""
     edges = _separated(edges)
     edges = edges[np.argsort(edges["leaves"])]
     following = np.searchsorted(edges["leaves"], edges["enters"])
     _, ring = connected_components(_graph(following), directed=False)
     _, first = np.unique(ring, return_index=True)
     # The integral of −y dx: positive around regions, negative around holes.
-    area = -np.bincount(ring, edges["y"] * (edges["x_to"] - edges["x_from"]))
-    rings = np.lexsort((area < 0, edges["region"][first]))  # shells before their holes
-    lengths = np.bincount(ring)[rings]
-    outlines = shapely.linearrings(
-        _corners(edges[_in_turn(following, first[rings])]),
-        indices=np.repeat(np.arange(len(rings)), 2 * lengths),
-    )
-    owner = np.unique(edges["region"][first[rings]], return_inverse=True)[1]
-    return np.asarray(shapely.polygons(np.asarray(outlines), indices=owner))
+    area = -np.bincount(ring, edges["y"] * (edges["x_to"] - edges["x_from"]).astype(np.float64))
+    order = np.lexsort((area < 0, edges["region"][first]))
+    region = edges["region"][first[order]].astype(np.int64)
+    edges = edges[_in_turn(following, first[order])]
+
+    # Both ends of each edge, one of them where the line between it and the next has no length.
+    x = np.stack([edges["x_from"], edges["x_to"]], axis=1).astype(np.int64).ravel()
+    y = np.repeat(edges["y"].astype(np.int64), 2)
+    joint = np.stack([edges["joint_from"], edges["joint_to"]], axis=1).ravel()
+    corners = 2 * np.bincount(ring)[order]
+    starts = np.cumsum(corners) - corners
+    before = np.arange(-1, len(x) - 1)
+    before[starts] += corners
+    moved = (x != x[before]) | (y != y[before])
+    return Rings(x, y, joint, starts).where(moved), region
 
 
 def _separated(edges: Edges) -> Edges:
@@ -205,10 +275,3 @@ def _in_turn(following: Indices, firsts: Indices) -> Indices:
 def _graph(following: Indices) -> csr_array:
     count = len(following)
     return csr_array((np.ones(count), following, np.arange(count + 1)), shape=(count, count))
-
-
-def _corners(edges: Edges) -> NDArray[np.float64]:
-    corners = np.empty((len(edges), 2, 2))
-    corners[:, 0, 0], corners[:, 1, 0] = edges["x_from"], edges["x_to"]
-    corners[:, :, 1] = edges["y"][:, None]
-    return corners.reshape(-1, 2)

@@ -19,15 +19,16 @@ _STRIP = 256
 _GREY: Colour = (110, 110, 110)
 
 
-def thumbnail_frame(slide: Size, native: Mpp) -> Frame:
-    """The frame of a thumbnail of at most 2000 px, never finer than the slide.
+def thumbnail_frame(slide: Size, native: Mpp, longest_side: int = _LONGEST_SIDE) -> Frame:
+    """The frame of a thumbnail, never finer than the slide.
 
     Args:
         slide: Level-0 pixels.
         native: Their resolution.
+        longest_side: Most pixels of it.
     """
     longest = max(slide.width * native.x, slide.height * native.y)
-    return Frame.at(slide, native, max(native.mean, longest / _LONGEST_SIDE))
+    return Frame.at(slide, native, max(native.mean, longest / longest_side))
 
 
 class MaskThumbnail:
@@ -89,19 +90,24 @@ def write_overlay(
         page.save(draft, "PNG", compress_level=1)  # twice as fast, a twelfth larger
 
 
+def overlay_layer(mask: NDArray[np.uint8], classes: ClassTable) -> NDArray[np.uint8]:
+    """The regions of `mask` as a layer to lay over a picture.
+
+    Args:
+        mask: Class indices of shape (height, width).
+        classes: Names and colours.
+
+    Returns:
+        RGBA of shape (height, width, 4): outlines opaque, areas faint, 255 hatched.
+    """
+    alpha = (_opacity(mask) * 255).round().astype(np.uint8)
+    return np.dstack([_palette(classes)[mask], alpha])
+
+
 def _blended(
     image: NDArray[np.uint8], mask: NDArray[np.uint8], classes: ClassTable
 ) -> NDArray[np.uint8]:
-    palette = np.zeros((256, 3), np.uint8)
-    palette[1 : len(classes)] = classes.colours
-    palette[IGNORE] = _GREY
-    framed = np.pad(mask, 1, mode="edge")
-    inner = framed[1:-1, 1:-1]
-    neighbours = (framed[:-2, 1:-1], framed[2:, 1:-1], framed[1:-1, :-2], framed[1:-1, 2:])
-    outline = np.logical_or.reduce([inner != neighbour for neighbour in neighbours])
-    y, x = np.ogrid[: mask.shape[0], : mask.shape[1]]
-    opacity = np.where(mask == IGNORE, (x + y) % 8 < 3, np.where(outline, 1.0, _OPACITY))
-    opacity[mask == BACKGROUND] = 0
+    palette, opacity = _palette(classes), _opacity(mask)
     blend = np.empty_like(image)
     # In strips: real numbers for all of it would be the largest thing that `infer` ever holds.
     for top in range(0, len(image), _STRIP):
@@ -110,6 +116,24 @@ def _blended(
         shown = image[rows] + opacity[rows, :, None] * (colours - image[rows])
         blend[rows] = shown.round()
     return blend
+
+
+def _palette(classes: ClassTable) -> NDArray[np.uint8]:
+    palette = np.zeros((256, 3), np.uint8)
+    palette[1 : len(classes)] = classes.colours
+    palette[IGNORE] = _GREY
+    return palette
+
+
+def _opacity(mask: NDArray[np.uint8]) -> NDArray[np.float64]:
+    framed = np.pad(mask, 1, mode="edge")
+    inner = framed[1:-1, 1:-1]
+    neighbours = (framed[:-2, 1:-1], framed[2:, 1:-1], framed[1:-1, :-2], framed[1:-1, 2:])
+    outline = np.logical_or.reduce([inner != neighbour for neighbour in neighbours])
+    y, x = np.ogrid[: mask.shape[0], : mask.shape[1]]
+    opacity = np.where(mask == IGNORE, (x + y) % 8 < 3, np.where(outline, 1.0, _OPACITY))
+    opacity[mask == BACKGROUND] = 0
+    return opacity
 
 
 def _in_ascii(name: str) -> str:

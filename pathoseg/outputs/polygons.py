@@ -14,15 +14,16 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from shapely import Polygon
 
+from pathoseg.annotations.annotation import BACKGROUND, IGNORE
 from pathoseg.annotations.qupath_geojson import GeoJsonWriter
 from pathoseg.geometry import Frame
-from pathoseg.outputs.boundary import Boundary, Edges, Indices, Runs, polygons
+from pathoseg.outputs.arcs import Indices
+from pathoseg.outputs.boundary import Boundary, Edges, Runs, polygons
 
 _PIXELS_AT_ONCE = 2**20  # noise has a run every few pixels, at some hundred bytes each
 _REGIONS_AT_ONCE = 2**9
-# Corners times holes of a region whose outline is simplified in about a second: GEOS looks at all
-# holes wherever it leaves out a corner.
-_MOST_SIMPLIFIED = 2 * 10**9
+_TRACED = np.arange(256, dtype=np.uint8)
+_TRACED[[BACKGROUND, IGNORE]] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,8 @@ class RegionTracer:
     row, and the regions that end within a megapixel.
 
     Args:
-        simplify: Tolerance of Douglas and Peucker's simplification in pixels; 0 keeps all corners,
-            as do regions like noise, of very many holes.
+        simplify: Tolerance of Douglas and Peucker's simplification in pixels, by which regions that
+            share an edge still share it (see arcs.py); 0 keeps all corners.
         min_pixels: The smallest region that is traced.
     """
 
@@ -73,10 +74,10 @@ class RegionTracer:
         self._simplify = simplify
         self._min_pixels = min_pixels
         self._top = 0
-        self._boundary = Boundary()
+        self._boundary = Boundary(joints=simplify > 0)
         self._open: list[_OpenRegion] = []
-        # The last row's runs, and which open region each belongs to.
-        self._last_runs = Runs.of(np.zeros((1, 1), np.uint8), 0)
+        # The last row's labels, and which open region each of its runs belongs to.
+        self._last_row = np.zeros((1, 0), np.uint8)
         self._last_region = np.zeros(0, np.int64)
         self._pending: Iterator[TracedRegion] = iter(())
 
@@ -88,6 +89,8 @@ class RegionTracer:
         """
         for _ in self._pending:
             pass
+        if not self._last_row.size:
+            self._last_row = np.zeros((1, band.shape[1]), np.uint8)
         rows = max(1, _PIXELS_AT_ONCE // band.shape[1])
         pieces = (band[top : top + rows] for top in range(0, len(band), rows))
         self._pending = chain.from_iterable(map(self._traced, pieces))
@@ -95,16 +98,18 @@ class RegionTracer:
 
     def close(self) -> Iterator[TracedRegion]:
         """Gives the regions that reach the mask's last row."""
-        return self.add(np.zeros((1, 1), np.uint8))
+        return self.add(np.zeros((1, self._last_row.size or 1), np.uint8))
 
     def _traced(self, band: NDArray[np.uint8]) -> list[TracedRegion]:
         rows, top = len(band), self._top
         self._top += rows
-        runs = self._last_runs.followed_by(Runs.of(band, 1))
+        labels = np.concatenate([self._last_row, _TRACED[band]])
+        self._last_row = labels[-1:].copy()
+        runs = Runs.of(labels)
         if not len(runs):
             return []
         count, region, earlier = self._numbered(runs)
-        edges = self._boundary.edges(runs, rows, top, region)
+        edges = self._boundary.edges(labels, runs, region, top)
         value = np.empty(count, np.int64)
         value[region] = runs.value
         own = np.where(runs.row > 0, runs.end - runs.start, 0)
@@ -113,7 +118,6 @@ class RegionTracer:
         last = runs.row == rows
         going_on = np.unique(region[last])
         ended = self._joined(earlier, going_on, edges, pixels)
-        self._last_runs = runs.where(last).moved_to(0)
         self._last_region = np.searchsorted(going_on, region[last])
 
         within = np.ones(count, bool)
@@ -160,14 +164,7 @@ class RegionTracer:
         edges = edges[pixels[edges["region"]] >= self._min_pixels]
         if not len(edges):
             return []
-        outlines = polygons(edges)
-        if self._simplify > 0:
-            holes, corners = (
-                count(outlines).astype(np.int64)
-                for count in (shapely.get_num_interior_rings, shapely.get_num_coordinates)
-            )
-            few = holes * corners <= _MOST_SIMPLIFIED
-            outlines[few] = shapely.simplify(outlines[few], self._simplify, preserve_topology=True)
+        outlines = polygons(edges, self._simplify)
         return [
             TracedRegion(outline, int(value[number]), int(pixels[number]))
             for number, outline in zip(np.unique(edges["region"]), outlines, strict=True)

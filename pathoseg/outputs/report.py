@@ -1,4 +1,4 @@
-"""What a batch of slides came to: summary.json of each, summary.csv and failures.csv of all."""
+"""The tables of a batch: summary.json of each slide, summary.csv and failures.csv of all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pathoseg.outputs.atomic import write_text
 
 @dataclass(frozen=True, slots=True)
 class ClassSummary:
-    """What of a slide is of one class.
+    """The area and the regions of one class on a slide.
 
     Attributes:
         name: The class.
@@ -62,6 +62,7 @@ class Summary:
         unread_pixels: Pixels of the mask that no tile could read.
         versions: Program or library to version.
         seconds: Step of the work to its duration.
+        warnings: What is to be said of the result.
     """
 
     slide: str
@@ -73,10 +74,11 @@ class Summary:
     unread_pixels: int
     versions: Mapping[str, str]
     seconds: Mapping[str, float]
+    warnings: tuple[str, ...] = ()
 
 
 def count_pixels(band: NDArray[np.uint8], classes: ClassTable) -> Counter[int]:
-    """How many pixels of a band have each class index, or 255."""
+    """Count the pixels of a band by class index, 255 included."""
     values = (*range(1, len(classes)), IGNORE)
     return Counter({value: int(np.count_nonzero(band == value)) for value in values})
 
@@ -125,6 +127,7 @@ def read_summary(path: Path) -> Summary:
         entries["mpp"] = Mpp(**entries["mpp"])
         entries["classes"] = tuple(ClassSummary(**entry) for entry in entries["classes"])
         entries["tiles"] = TileCounts(**entries["tiles"])
+        entries["warnings"] = tuple(entries.get("warnings", ()))
         return Summary(**entries)
     except (OSError, ValueError, TypeError, LookupError, RecursionError, PathosegError) as error:
         raise PathosegError(
@@ -149,13 +152,17 @@ def write_summary_table(path: Path, summaries: Iterable[Summary]) -> None:
 
 
 def read_failures(path: Path) -> dict[str, PathosegError]:
-    """What `write_failures` wrote; nothing where there is no such file."""
+    """Read failures.csv, in which the column `hint` was `mend` up to 4b9ee32.
+
+    Returns:
+        File name of the slide → its error; nothing where there is no such file.
+    """
     if not path.is_file():
         return {}
     with path.open(newline="", encoding="utf-8") as file:
-        return {
-            row["slide"]: PathosegError(row["reason"], row["mend"]) for row in csv.DictReader(file)
-        }
+        rows = csv.DictReader(file)
+        hint = "mend" if "mend" in (rows.fieldnames or ()) else "hint"
+        return {row["slide"]: PathosegError(row["reason"], row[hint]) for row in rows}
 
 
 def write_failures(path: Path, failures: Mapping[str, PathosegError]) -> None:
@@ -164,8 +171,8 @@ def write_failures(path: Path, failures: Mapping[str, PathosegError]) -> None:
     Raises:
         OSError: The disk is full or cannot be written.
     """
-    rows = ((slide, error.problem, error.mend) for slide, error in failures.items())
-    _write_table(path, ("slide", "reason", "mend"), rows)
+    rows = ((slide, error.problem, error.hint) for slide, error in failures.items())
+    _write_table(path, ("slide", "reason", "hint"), rows)
 
 
 def _write_table(path: Path, header: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> None:

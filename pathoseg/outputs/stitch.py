@@ -45,6 +45,22 @@ def argmax(probabilities: torch.Tensor) -> torch.Tensor:
     return index
 
 
+CONFIDENCE_LEVELS = 2**15 - 1
+
+
+def argmax_and_confidence(probabilities: torch.Tensor) -> torch.Tensor:
+    """The most probable class of each pixel, as `argmax`, and how probable it is.
+
+    Args:
+        probabilities: Shape (classes, height, width).
+
+    Returns:
+        Shape (2, height, width), int16: the class, and its probability times 32,767.
+    """
+    levels = probabilities.amax(0).mul_(CONFIDENCE_LEVELS).round_().clamp_(max=CONFIDENCE_LEVELS)
+    return torch.stack([argmax(probabilities).to(torch.int16), levels.to(torch.int16)])
+
+
 def stitch(
     grid: TileGrid,
     predictions: Iterable[Prediction],
@@ -116,7 +132,7 @@ def stitch(
 
 
 def reach_down(grid: TileGrid) -> int:
-    """How many rows of tiles below its own one a tile reaches into."""
+    """Return how many rows of tiles below its own a tile overlaps."""
     return _reach(grid.tile.height, grid.stride.height)
 
 
@@ -238,7 +254,7 @@ class _Axis:
 
     @property
     def reach(self) -> int:
-        """How many of the next tiles a tile reaches into."""
+        """The number of following tiles that a tile overlaps."""
         return _reach(self.tile, self.step)
 
     def length(self, index: int) -> int:
@@ -250,7 +266,7 @@ class _Axis:
         return self.step if index < self.count - 1 else self.length(index)
 
     def kind(self, index: int) -> _Kind:
-        """What a tile's weights depend on."""
+        """Return the key of a tile's weights: tiles of the same kind share them."""
         return index > 0, index < self.count - 1, self.length(index)
 
     def window(self, index: int, margin: int) -> NDArray[np.float32]:

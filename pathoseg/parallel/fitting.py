@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.activations.offload import Form
+from pathoseg.parallel.activations.offload import OffloadMode
 from pathoseg.parallel.activations.stage_offload import Park
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.cost.cost_model import cost_model
@@ -19,10 +19,10 @@ from pathoseg.parallel.planning.cpu_workspace import cpu_workspace
 from pathoseg.parallel.planning.infeasibility import nothing_fits
 from pathoseg.parallel.planning.plan import Plan, PlanRequest
 from pathoseg.parallel.planning.planner import plan
-from pathoseg.parallel.planning.stage_costs import Priced
+from pathoseg.parallel.planning.stage_costs import StageCosts
 from pathoseg.parallel.runtime.executor import Microbatches
 from pathoseg.parallel.runtime.memory_check import Memory
-from pathoseg.parallel.runtime.runner import Runner, StepResult, Training
+from pathoseg.parallel.runtime.runner import RankStepResult, Runner, Training
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,9 @@ class Fit:
     runner: Runner
     input: str
 
-    def step(self, number: int, inputs: Tensor, targets: Tensor, trace: bool = False) -> StepResult:
+    def step(
+        self, number: int, inputs: Tensor, targets: Tensor, trace: bool = False
+    ) -> RankStepResult:
         """One optimizer step on the mean loss of a batch.
 
         Args:
@@ -103,14 +105,14 @@ def fit(
     def choose() -> Plan:
         graph = Traced(model, example).graph
         own = cpu_workspace(threads=hardware.threads or 1) if hardware.device == "cpu" else None
-        priced = Priced(graph, cost_model(hardware), hardware, optimizer_slots, own)
+        priced = StageCosts(graph, cost_model(hardware), hardware, optimizer_slots, own)
         return best([priced], request)
 
     chosen = agree(choose, transport)
     return split(model, example, chosen, training, transport, device)
 
 
-def best(graphs: Sequence[Priced], request: PlanRequest) -> Plan:
+def best(graphs: Sequence[StageCosts], request: PlanRequest) -> Plan:
     """The fastest plan.
 
     Args:
@@ -136,7 +138,7 @@ def best(graphs: Sequence[Priced], request: PlanRequest) -> Plan:
 
 
 def agree(choose: Callable[[], Plan], transport: Transport) -> Plan:
-    """What rank 0 chooses, on every rank.
+    """Return the plan that rank 0 chooses, on every rank.
 
     Raises:
         PathosegError: Rank 0 can choose nothing.
@@ -158,7 +160,7 @@ def split(
     training: Training,
     transport: Transport,
     device: torch.device,
-    form: Form = Form.OVERLAPPED,
+    form: OffloadMode = OffloadMode.OVERLAPPED,
     parked: Set[Park] = frozenset(),
 ) -> Fit:
     """Sets up a planned model; all ranks make the same call.

@@ -27,7 +27,7 @@ def on_white(image: Image.Image) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True)
 class SampleLayout:
-    """What the samples of a TIFF's pixels mean, in the numbers of TIFF 6.0's tags.
+    """The meaning of the samples of a TIFF's pixels, by the numbers of TIFF 6.0's tags.
 
     Attributes:
         photometric: PhotometricInterpretation, 6 (YCbCr) where the decoder gives YCbCr.

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Level, Size
+from pathoseg.platform_support import open_for_reading, read_at
 from pathoseg.slides.levels import averages
 from pathoseg.slides.openslide_reader import OpenSlideSlide
 from pathoseg.slides.slide_file import SlideFile
@@ -49,7 +50,7 @@ class Reduction:
 def reductions(
     levels: Sequence[Level], tables: Sequence[TileTable | None]
 ) -> tuple[Reduction, ...]:
-    """What lies between the stored levels of a slide, and behind the last.
+    """Return the levels between the stored ones, and beyond the last, that JPEG decodes directly.
 
     Args:
         levels: The stored levels.
@@ -146,7 +147,7 @@ class _TileFile:
         if not (0 < count <= 2 * stored + 65_536 and offset > 0):
             return False
         try:
-            data = os.pread(self._descriptor, count, offset)
+            data = read_at(self._descriptor, count, offset)
         except OSError:
             return False
         return len(data) == count and table.codec.decode(data, room)
@@ -186,7 +187,7 @@ class DirectSlide(SlideFile[_TileFile]):
 
     def _open(self) -> _TileFile:
         try:
-            return _TileFile(os.open(self.path, os.O_RDONLY | os.O_CLOEXEC))
+            return _TileFile(open_for_reading(self.path))
         except OSError as error:
             raise PathosegError(
                 f"{self.path} cannot be opened: {error.strerror}.",
@@ -242,7 +243,7 @@ class DirectSlide(SlideFile[_TileFile]):
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What a box takes of one row or column of tiles.
+    """The part of one row or column of tiles that a box covers.
 
     Attributes:
         number: Of the row or column.

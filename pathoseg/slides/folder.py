@@ -1,4 +1,4 @@
-"""Which files of a directory are slides."""
+"""Finding the slides in a directory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _is_slide(path: Path) -> bool:
 
 
 def _is_mask(path: Path, meant: list[Path]) -> bool:
-    """Whether a file is the index mask of another: `X_mask.png` of `X.svs`."""
+    """Return True if a file is the index mask of another: `X_mask.png` of `X.svs`."""
     if path.suffix.lower() not in _MASK_SUFFIXES or not path.stem.endswith("_mask"):
         return False
     masked = path.stem.removesuffix("_mask")

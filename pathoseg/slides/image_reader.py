@@ -1,8 +1,9 @@
-"""Plain PNG, JPEG and BMP images as slides of one level, held in memory whole."""
+"""Plain PNG, JPEG and BMP images, and arrays, as slides of one level, held in memory whole."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +32,7 @@ _CROP_PIXELS = 64_000_000  # PIL warns of larger crops
 
 
 def is_image(head: bytes) -> bool:
-    """Whether a file that begins so is an image of a kind read here."""
+    """Return True if the first bytes of a file are those of a PNG, JPEG or BMP."""
     return _decoder(head) is not None
 
 
@@ -110,3 +111,29 @@ class ImageSlide(SlideFile[Image]):
             part = image.crop((box.x, box.y + top, box.right, box.y + bottom))
             pixels[top:bottom] = on_white(part)
         return pixels
+
+
+class ArraySlide(SlideFile[Image]):
+    """A picture in memory as a slide of one level.
+
+    Args:
+        pixels: Shape (h, w, 3), RGB, uint8; not copied.
+        mpp: Microns per pixel.
+    """
+
+    def __init__(self, pixels: NDArray[np.uint8], mpp: float) -> None:
+        self._pixels = pixels
+        super().__init__(Path("picture"), mpp)
+
+    def _open(self) -> Image:
+        raise AssertionError("a picture in memory has no file")
+
+    def _read_header(self, assume_mpp: float | None) -> None:
+        height, width, _ = self._pixels.shape
+        self.vendor = "array"
+        self.levels = (Level(Size(width, height), 1.0),)
+        self.mpp = slide_mpp(self.path, None, None, assume_mpp)
+
+    def read_level(self, level: int, box: Box) -> NDArray[np.uint8]:
+        """See `Slide.read_level`."""
+        return self._pixels[box.y : box.bottom, box.x : box.right]

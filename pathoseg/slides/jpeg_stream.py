@@ -83,7 +83,7 @@ def segments(stream: bytes) -> list[Segment]:
 
 
 def _extents(stream: bytes) -> Iterator[tuple[int, int]]:
-    """Where each segment of a header begins and ends."""
+    """Yield the start and end of each segment of a header."""
     start = 2
     while start + 4 <= len(stream) and stream[start] == 0xFF:
         end = start + 2 + int.from_bytes(stream[start + 2 : start + 4], "big")
@@ -94,7 +94,7 @@ def _extents(stream: bytes) -> Iterator[tuple[int, int]]:
 
 
 def colours_in_one_piece(header: list[Segment]) -> int:
-    """How many colours a stream holds side by side, from top to bottom and without restarts.
+    """Return the number of interleaved components of a baseline scan without restarts.
 
     0 for a stream that consists of several pieces.
     """
@@ -106,7 +106,7 @@ def colours_in_one_piece(header: list[Segment]) -> int:
 
 
 def taken_for_ycbcr(header: list[Segment]) -> bool:
-    """Whether libjpeg takes three colours for YCbCr where no segment says what they are.
+    """Return True if libjpeg takes three components for YCbCr where no marker says so.
 
     It does unless they are named "RGB" (its jdapimin.c).
     """

@@ -21,7 +21,7 @@ _MOST_TILE_PIXELS = 64_000_000
 
 
 def scanner_format(path: Path) -> str | None:
-    """Which scanner's format OpenSlide finds in the file; None for none and for plain TIFF.
+    """Return the vendor format that OpenSlide detects; None for none and for plain TIFF.
 
     Plain TIFF is left to the TIFF reader: OpenSlide sees neither the pyramid of an OME-TIFF nor
     its resolution, and takes the first of several channels for the picture.

@@ -83,7 +83,7 @@ def _level_for(slide: Slide, downsample: float) -> tuple[int, Level]:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """What one side of a box takes from a level.
+    """The cells and sample positions of a level that one side of a box needs.
 
     Attributes:
         cell: Pixels of the level that are averaged into one cell.
@@ -102,7 +102,8 @@ class _Span:
 
 
 def _span(start: int, length: int, step: float) -> _Span:
-    """What pixels `start` to `start + length` of a frame take, each `step` pixels of a level."""
+    """Return the span of a level for the pixels `start` to `start + length` of a frame, each of
+    `step` level pixels."""
     cell = max(1, int(step * (1 + _TOLERANCE)))
     rest = step / cell
     low, high = start * rest, (start + length) * rest
@@ -173,7 +174,7 @@ def _read_blocks(slide: Slide, index: int, inside: Box) -> Region:
 
 
 def _resampled(source: Region, size: Size, across: _Span, down: _Span) -> Region:
-    """What was read for a box, averaged into cells and sampled at `size` points."""
+    """Resample the pixels read for a box: average them into cells, sample at `size` points."""
     pixels = _resampled_image(source.pixels, size, across, down)
     if source.unread is None:
         return Region(pixels)
@@ -221,7 +222,7 @@ def _blur(rest: float) -> NDArray[np.float64]:
 
 
 def _positions(span: _Span) -> NDArray[np.float32]:
-    """Where the samples of a box lie, in cells: exact, so that every box rounds a pixel alike."""
+    """Return the sample positions of a box in cells; exact, so that every box rounds alike."""
     samples = span.samples if span.samples is not None else np.arange(span.count) * _STEPS
     return (samples / _STEPS).astype(np.float32)
 
@@ -231,6 +232,6 @@ def _white(box: Box) -> NDArray[np.uint8]:
 
 
 def _window(part: Box, whole: Box) -> tuple[slice, slice]:
-    """Where `part` lies in an array that shows `whole`."""
+    """Return the slices of `part` in an array that shows `whole`."""
     x, y = part.x - whole.x, part.y - whole.y
     return slice(y, y + part.height), slice(x, x + part.width)

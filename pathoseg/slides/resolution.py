@@ -81,7 +81,7 @@ def stated_mpp(x: object, y: object, unit: float = 1.0) -> Mpp | None:
 
 
 def aperio_mpp(description: str) -> Mpp | None:
-    """What Aperio says in a TIFF's description: `Aperio … |AppMag = 20|MPP = 0.4990`."""
+    """Return the mpp of an Aperio description: `Aperio … |AppMag = 20|MPP = 0.4990`."""
     if not description.startswith("Aperio"):
         return None
     words = (part.partition("=") for part in description.split("|"))

@@ -1,4 +1,4 @@
-"""What all readers share: a header, a handle opened when first read, errors in one clause."""
+"""The base of all readers: a header, a lazily opened handle, errors in one clause."""
 
 from __future__ import annotations
 

@@ -110,12 +110,12 @@ _KEPT_TILE_BYTES, _KEPT_STRIP_BYTES = 32 << 20, 256 << 20
 
 
 def is_tiff(head: bytes) -> bool:
-    """Whether a file that begins so is a TIFF."""
+    """Return True if the first bytes of a file are those of a TIFF."""
     return head.startswith(_MAGIC)
 
 
 @contextmanager
-def tifffile_door(refusal: type[PathosegError], problem: str, mend: str) -> Iterator[None]:
+def tifffile_door(refusal: type[PathosegError], problem: str, hint: str) -> Iterator[None]:
     """Lets tifffile's failures out as `refusal`, and its log nowhere: it tells them twice."""
     log, silence = logging.getLogger("tifffile"), lambda record: False
     log.addFilter(silence)
@@ -124,7 +124,7 @@ def tifffile_door(refusal: type[PathosegError], problem: str, mend: str) -> Iter
     # tifffile and its codecs raise whatever a malformed file makes them stumble over: TypeError,
     # IndexError, struct.error, DeflateError, MemoryError…
     except Exception as error:
-        raise refusal(f"{problem}: {reason(error)}.", mend) from error
+        raise refusal(f"{problem}: {reason(error)}.", hint) from error
     finally:
         log.removeFilter(silence)
 
@@ -205,7 +205,7 @@ class _PyramidLevel:
 
 
 def _layout(key: TiffPage) -> SampleLayout:
-    """What the page's samples mean once tifffile has decoded them."""
+    """Return the meaning of the page's samples as tifffile decodes them."""
     becomes_rgb = (
         key.photometric == PHOTOMETRIC.YCBCR
         and key.compression in _JPEG

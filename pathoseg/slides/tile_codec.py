@@ -25,7 +25,7 @@ from pathoseg.slides.jpeg_stream import (
 
 
 class Compression(IntEnum):
-    """What is decoded here, in the numbers of TIFF's Compression tag."""
+    """The compressions that are decoded here, by TIFF's Compression tag."""
 
     NONE = 1
     LZW = 5
@@ -52,7 +52,7 @@ _8_BITS_EACH_PIXEL = bytes((7, 1, 1)) * 3
 
 @dataclass(frozen=True)
 class TileCodec:
-    """How the tiles of one level are stored: RGB, 8 bits a sample, the samples side by side.
+    """The encoding of the tiles of one level: RGB, 8 bits a sample, interleaved.
 
     Attributes:
         compression: The codec.
@@ -126,7 +126,7 @@ class TileCodec:
 
 @lru_cache(256)  # most tiles of a slide have the same header
 def _to_be_told(header: bytes, tables: bytes | None, size: Size, ycbcr: bool) -> bool | None:
-    """What libjpeg has to be told of a stream's colours: whether they are YCbCr, None if nothing.
+    """Return the colour space to force on libjpeg: True for YCbCr, False for RGB, None for none.
 
     Args:
         header: The stream's.
@@ -148,7 +148,7 @@ def _to_be_told(header: bytes, tables: bytes | None, size: Size, ycbcr: bool) ->
 
 
 def _says_ycbcr(marker: int, content: bytes, otherwise: bool) -> bool:
-    """Whether a stream says in a segment that it holds YCbCr; `otherwise` if it says nothing."""
+    """Return True if a marker states YCbCr; `otherwise` if none states anything."""
     if marker == _APP0 and content.startswith(b"JFIF"):
         return True
     if marker == _APP14 and content.startswith(b"Adobe"):

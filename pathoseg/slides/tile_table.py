@@ -1,4 +1,4 @@
-"""Where the tiles of a TIFF's levels lie in its file, and how they are stored."""
+"""The byte ranges and the encoding of the tiles of a TIFF's levels."""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ def _create_array(
 
 
 def _shard_file(array: Path, shard: int) -> Path:
-    """Where Zarr's default key encoding (separator ".") puts a shard."""
+    """Return the file of a shard under Zarr's default key encoding (separator ".")."""
     dimensions = 4 if array.name == "pixels" else 3
     return array / ".".join(["c", str(shard), *["0"] * (dimensions - 1)])
 

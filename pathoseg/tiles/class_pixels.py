@@ -1,4 +1,4 @@
-"""How many pixels of each class the tiles of a slide hold, counted once and kept on disk."""
+"""Pixel counts by class of the tiles of a slide, counted once and kept on disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from uuid import uuid4
 import numpy as np
 from numpy.typing import NDArray
 
-from pathoseg.annotations.annotation import AnnotationOptions, ClassTable, Labels
+from pathoseg.annotations.annotation import ClassTable, Labels
+from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Frame
 from pathoseg.tiles.grid import TileGrid
@@ -56,7 +57,7 @@ def count_tiles_once(
     options: AnnotationOptions,
     classes: ClassTable,
 ) -> NDArray[np.int64]:
-    """What `count_tiles` returns, read from `folder` where it was counted before.
+    """Return `count_tiles`, read from `folder` where it was counted before.
 
     Args:
         folder: Where counts are kept; made where it is missing.

@@ -1,4 +1,4 @@
-"""What tells that a slide's file has changed: its size, its time, and a hash of parts of it."""
+"""The fingerprint of a slide's file: its size, its time, and a hash of parts of it."""
 
 from __future__ import annotations
 

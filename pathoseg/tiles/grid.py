@@ -1,4 +1,4 @@
-"""Where the tiles of a slide lie: a regular grid over one frame."""
+"""The regular grid of tiles over a frame."""
 
 from __future__ import annotations
 

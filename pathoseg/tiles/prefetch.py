@@ -13,7 +13,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def map_ahead(work: Callable[[T], R], items: Iterable[T], threads: int) -> Generator[R]:
+def prefetch_map(work: Callable[[T], R], items: Iterable[T], threads: int) -> Generator[R]:
     """`map(work, items)` in order, at most twice `threads` results ahead of the consumer.
 
     An error of `work` is raised where its result is due; closing the iterator ends the threads.

@@ -12,7 +12,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pathoseg.annotations.annotation import IGNORE, AnnotationOptions, ClassTable, Labels
+from pathoseg.annotations.annotation import IGNORE, ClassTable, Labels
+from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, Size
 from pathoseg.slides.region import Region, read_region

@@ -1,20 +1,19 @@
-"""Where a slide has tissue: found on a thumbnail, asked for box by box."""
+"""Tissue detection on a thumbnail, with the share of tissue of any box."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, Mpp, Size
 from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import Slide
+from pathoseg.tiles.tile_options import TissueOptions
 
 _THUMBNAIL_MPP = 8.0
 _MOST_PIXELS = 4_000_000
@@ -31,34 +30,6 @@ _FIELD_MM2 = 0.1  # smaller images are no slides but fields of view cut from tis
 
 Colours = NDArray[np.float32]
 Mask = NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True)
-class TissueOptions:
-    """How tissue is found.
-
-    Attributes:
-        method: "auto" finds it, "all" takes the whole slide.
-        threshold: Difference from the background that makes tissue: optical density of colour on
-            bright slides, share of full brightness on dark ones; None measures it.
-
-    Raises:
-        PathosegError: A value is out of range.
-    """
-
-    method: Literal["auto", "all"] = "auto"
-    threshold: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.method not in ("auto", "all"):
-            raise PathosegError(
-                f"[tissue] method = {self.method!r} is unknown.", 'Use "auto" or "all".'
-            )
-        if self.threshold is not None and not 0 < self.threshold < math.inf:
-            raise PathosegError(
-                f"[tissue] threshold = {self.threshold} finds nothing.",
-                "Use a small positive number such as 0.04, or leave it out.",
-            )
 
 
 @dataclass(frozen=True)
@@ -173,7 +144,7 @@ def _tissue_mask(pixels: NDArray[np.uint8], mpp: float, threshold: float | None)
 
 
 def _optical_density(smooth: Colours, glass: Colours) -> Colours:
-    """How much darker than glass; in the memory of `smooth`, the largest thing here."""
+    """Return the optical density relative to glass, written into `smooth` to save memory."""
     smooth += 1
     smooth /= glass + 1
     np.log(smooth, out=smooth)
@@ -182,7 +153,7 @@ def _optical_density(smooth: Colours, glass: Colours) -> Colours:
 
 
 def _is_dark(smooth: Colours) -> bool:
-    """Whether this is fluorescence: mostly dark, and nowhere glass."""
+    """Return True for fluorescence: mostly dark, and nowhere glass."""
     light = smooth.mean(axis=2)
     return bool(np.median(light) < 50 and np.percentile(light, 95) < 180)
 
@@ -218,7 +189,7 @@ def _glass(smooth: Colours) -> Colours | None:
 
 
 def _coloured(density: Colours, threshold: float | None) -> Mask:
-    """Where there is more colour than on glass; on a slide in grey, where it is darker."""
+    """Return the pixels with more colour than glass; on a grey slide, the darker ones."""
     strength = np.sqrt(np.einsum("ijk,ijk->ij", density, density))
     least = density.min(axis=2)
     colour = np.sqrt(sum((density[..., channel] - least) ** 2 for channel in range(3)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import threading
-from dataclasses import dataclass
 from typing import Any
 
 import cv2
@@ -13,63 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import IGNORE
-from pathoseg.errors import PathosegError
 from pathoseg.tiles.stain import jitter_stains
+from pathoseg.tiles.tile_options import AugmentOptions
 
 Image = NDArray[np.uint8]
 
-_LARGEST = {
-    "warp": 1.0,
-    "scale": 0.9,
-    "rotate": 180.0,
-    "shift": 0.5,
-    "elastic": 32.0,
-    "stain": 0.9,
-    "colour": 0.9,
-    "blur": 1.0,
-    "noise": 1.0,
-}
 _BEND = 128  # pixels between the knots of elastic displacements
-
-
-@dataclass(frozen=True, slots=True)
-class AugmentOptions:
-    """How tiles are varied; 0 leaves a step out.
-
-    Attributes:
-        flip: Mirror and turn by quarters, all eight ways equally often.
-        warp: Share of tiles that are scaled, rotated, shifted and bent.
-        scale: Largest change of size, as a share.
-        rotate: Largest turn in degrees.
-        shift: Largest shift as a share of the tile's side.
-        elastic: Standard deviation in pixels of random displacements 128 px apart, interpolated
-            smoothly (Ronneberger et al. 2015, section 3.1).
-        stain: Strength of the change of hematoxylin, eosin and DAB.
-        colour: Largest change of brightness, contrast and saturation, as a share; hue changes by
-            up to a fifth of it.
-        blur: Share of tiles that are blurred (deviation up to 1.5 px).
-        noise: Share of tiles that get Gaussian noise (deviation up to 3 % of white).
-    """
-
-    flip: bool = True
-    warp: float = 0.5
-    scale: float = 0.1
-    rotate: float = 15.0
-    shift: float = 0.05
-    elastic: float = 6.0
-    stain: float = 0.1
-    colour: float = 0.1
-    blur: float = 0.1
-    noise: float = 0.1
-
-    def __post_init__(self) -> None:
-        for name, largest in _LARGEST.items():
-            value = getattr(self, name)
-            if not 0 <= value <= largest:
-                raise PathosegError(
-                    f"[augment] {name} = {value} is not between 0 and {largest:g}.",
-                    "Set it to 0 to leave that step out.",
-                )
 
 
 class Augmentation:
@@ -141,7 +89,7 @@ def _warp(
 def _sources(
     height: int, width: int, options: AugmentOptions, rng: np.random.Generator
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Where each pixel comes from: x and y, shape (height, width) each."""
+    """Return the source position of each pixel: x and y, shape (height, width) each."""
     scale = 1 + options.scale * rng.uniform(-1, 1)
     angle = math.radians(options.rotate) * rng.uniform(-1, 1)
     shift_x, shift_y = options.shift * rng.uniform(-1, 1, 2)
@@ -166,6 +114,8 @@ def _light_pipeline(options: AugmentOptions) -> Any:
     # Before the import, which would otherwise ask the network for a newer version. And the import
     # stands here because it takes a second that segmenting a slide need not wait for.
     os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"
+    # It asks the network for updates when it is imported.
+    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
     import albumentations
 
     share = options.colour

@@ -1,4 +1,4 @@
-"""Which ranks a command runs on: starts them, joins them, and lets only rank 0 speak."""
+"""The ranks of a command: started, joined, and silent but for rank 0."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from pathoseg.interruption import Interruption
 from pathoseg.parallel.comm.launcher import Choice, World, connect, find_world
 from pathoseg.parallel.comm.local_ranks import start_local
 from pathoseg.parallel.comm.transport import Transport
+from pathoseg.platform_support import physical_memory
 
 
 def start_ranks(ranks: int, arguments: Sequence[str], choice: Choice) -> int | None:
@@ -54,7 +55,7 @@ def joined(choice: Choice, alone: bool = False) -> Iterator[Transport | None]:
         choice, world = "gloo", World()
     with ExitStack() as stack:
         if world.rank:
-            nowhere = stack.enter_context(Path(os.devnull).open("w"))
+            nowhere = stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
             stack.enter_context(redirect_stdout(nowhere))
             stack.enter_context(redirect_stderr(nowhere))
             stack.enter_context(_errors_left_to_rank_0())
@@ -63,7 +64,7 @@ def joined(choice: Choice, alone: bool = False) -> Iterator[Transport | None]:
         try:
             yield transport
         except PathosegError as error:
-            transport.abort(f"Rank {transport.rank}: {error.problem} {error.mend}")
+            transport.abort(f"Rank {transport.rank}: {error.problem} {error.hint}")
             raise
         except StoppedError:
             transport.abort(f"Rank {transport.rank} was stopped by a signal.")
@@ -75,7 +76,7 @@ def joined(choice: Choice, alone: bool = False) -> Iterator[Transport | None]:
 
 @contextmanager
 def stopped_together(interruption: Interruption, transport: Transport | None) -> Iterator[None]:
-    """Where a signal has come, the end of another rank is that of the job, and no error."""
+    """Within this context, the end of another rank after a signal is no error."""
     try:
         yield
     except PathosegError:
@@ -108,5 +109,5 @@ def own_device(transport: Transport) -> tuple[torch.device, int]:
         sharing = -(-hosts.count(mine) // torch.cuda.device_count())
         free, _ = torch.cuda.mem_get_info()  # without what this process's context takes
         return device, free // sharing
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = physical_memory()
     return torch.device("cpu"), memory // hosts.count(mine)

@@ -1,4 +1,4 @@
-"""What trains a network, whether one device or many ranks: the protocol that the loop drives."""
+"""The engine protocol that the trainer drives: one device, or many ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did: the sum of per-sample losses, and whether its gradient was finite."""
+    """The result of a step: the sum of per-sample losses, and whether its gradient was finite."""
 
     loss_sum: float
     finite: bool
@@ -29,22 +29,22 @@ class Engine(Protocol):
 
     @property
     def leads(self) -> bool:
-        """Whether this rank writes the run's files and speaks."""
+        """True if this rank writes the run's files and messages."""
         ...
 
     @property
     def rows(self) -> Sequence[int]:
-        """Which samples of a batch this rank reads, ascending."""
+        """The samples of a batch that this rank reads, ascending."""
         ...
 
     @property
     def round(self) -> int:
-        """How many validation batches are predicted together."""
+        """The number of validation batches that are predicted together, a round."""
         ...
 
     @property
     def reads(self) -> Collection[int]:
-        """Of the batches of a round, those whose tiles this rank needs."""
+        """The batches of a round whose tiles this rank reads."""
         ...
 
     def step(self, number: int, batch: Batch, rate: float) -> StepResult:

@@ -82,6 +82,19 @@ def split_slides(
     }
 
 
+def patients_in(table: Path | None, names: Iterable[str]) -> dict[str, str]:
+    """The patient of each slide; one of which the table says nothing is a patient of its own.
+
+    Raises:
+        PathosegError: The table cannot be read.
+    """
+    rows = _read(table) if table else {}
+    return {
+        name: (rows.get(name) or rows.get(Path(name).stem) or {}).get("patient") or name
+        for name in names
+    }
+
+
 def find_table(given: str | None, *folders: Path | None) -> Path | None:
     """The table of slides: the one that is named, else `slides.csv` in one of the folders."""
     if given is not None:
@@ -138,7 +151,7 @@ def _read(table: Path) -> dict[str, dict[str, str]]:
 
 
 @dataclass(frozen=True)
-class Source:
+class LabelledSlide:
     """A readable slide with what is known of its pixels."""
 
     slide: Path
@@ -147,7 +160,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Sources:
+class LabelledSlides:
     """What a folder offers.
 
     Attributes:
@@ -156,12 +169,12 @@ class Sources:
         left_out: File name → why it is not used.
     """
 
-    usable: tuple[Source, ...]
+    usable: tuple[LabelledSlide, ...]
     classes: ClassTable
     left_out: dict[str, str]
 
 
-def find_sources(config: Config, classes: ClassTable | None = None) -> Sources:
+def find_labelled_slides(config: Config, classes: ClassTable | None = None) -> LabelledSlides:
     """Opens every slide of the configured folder and reads its labels.
 
     Args:
@@ -188,7 +201,7 @@ def find_sources(config: Config, classes: ClassTable | None = None) -> Sources:
     notes = Path(data.annotations) if data.annotations else None
     if notes is not None and not notes.is_dir():
         raise PathosegError(f"{notes} is not a folder.", "Check --annotations.")
-    usable: list[Source] = []
+    usable: list[LabelledSlide] = []
     left_out: dict[str, str] = {}
     for path in slides_in(folder):
         annotation = find_annotation(path, notes)
@@ -199,18 +212,18 @@ def find_sources(config: Config, classes: ClassTable | None = None) -> Sources:
             with open_slide(path, data.assume_mpp) as slide:
                 frame = model_frame(slide, config.tiles.mpp)
                 labels = read_labels(annotation, slide.size, slide.origin, options)
-            usable.append(Source(path, labels, frame))
+            usable.append(LabelledSlide(path, labels, frame))
         except PathosegError as error:
             if not data.skip_bad_slides:
                 raise PathosegError(
                     error.problem,
-                    f"{error.mend} Or leave such slides out ([data] skip_bad_slides = true).",
+                    f"{error.hint} Or leave such slides out ([data] skip_bad_slides = true).",
                 ) from error
             left_out[path.name] = str(error)
     if not usable:
         raise _nothing_left(notes or folder, left_out)
     table = classes or class_table([source.labels for source in usable], data.classes)
-    return Sources(tuple(usable), table, left_out)
+    return LabelledSlides(tuple(usable), table, left_out)
 
 
 def _nothing_left(folder: Path, left_out: dict[str, str]) -> PathosegError:
@@ -231,9 +244,9 @@ class SplitTiles:
     val: Sequence[SlideTiles]
 
 
-def cut_sources(
+def cut_labelled_slides(
     config: Config,
-    sources: Sources,
+    sources: LabelledSlides,
     members: Mapping[str, Member],
     slides: SlidePool,
     interruption: Interruption,
@@ -264,7 +277,7 @@ def cut_sources(
 
 
 def cut(
-    config: Config, source: Source, sources: Sources, slides: SlidePool, overlap: int
+    config: Config, source: LabelledSlide, sources: LabelledSlides, slides: SlidePool, overlap: int
 ) -> SlideTiles:
     """The tiles of one slide."""
     options = TileOptions(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,53 +12,75 @@ from numpy.typing import NDArray
 
 from pathoseg.config import TrainConfig
 from pathoseg.device import amp_dtype, memory_told, to_input
+from pathoseg.gradient_step import (
+    LossScale,
+    clip_gradients,
+    gradient_norms,
+    judge_step,
+    loss_sum,
+)
 from pathoseg.models.bundle import Bundle
 from pathoseg.tiles.dataset import Batch
 from pathoseg.training.engine import Loss, StepResult
 from pathoseg.training.optimizer import load_by_name, make_optimizer, state_by_name
 from pathoseg.training.tasks import Task
 
+# Number of a microbatch in its step, and its inputs (n, 3, h, w), to what the model makes of them.
+Forward = Callable[[int, torch.Tensor], Any]
+
 
 def train_step(
     model: torch.nn.Module,
+    forward: Forward,
     loss: Loss,
     microbatches: Iterable[tuple[torch.Tensor, torch.Tensor]],
     samples: int,
     optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
+    scale: LossScale,
     dtype: torch.dtype | None,
     clip: float,
 ) -> StepResult:
-    """Accumulates the gradient of the mean loss over `samples`, then updates the parameters.
+    """Accumulate the gradient of the mean loss over `samples`, then update the parameters.
 
     A gradient that is not finite leaves parameters and optimizer as they were.
 
     Args:
-        model: In training mode.
+        model: Its trained parameters have the gradients.
+        forward: Runs the model in training mode.
         loss: Per-sample losses of logits and targets, shape (n,).
         microbatches: Inputs (n, 3, h, w) and targets, uneven sizes allowed.
         samples: Samples of all microbatches together.
         optimizer: Its learning rate is set.
-        scaler: Disabled unless `dtype` is float16.
-        dtype: Autocast precision, or None.
+        scale: Disabled unless `dtype` is float16.
+        dtype: Autocast precision of forward and loss, or None.
         clip: Largest global L2 norm of the gradient; 0 leaves it.
+
+    Raises:
+        PathosegError: The loss is not one number a sample, or step after step is not finite.
     """
     optimizer.zero_grad(set_to_none=True)
-    loss_sum = torch.zeros((), dtype=torch.float64)  # read once: a GPU need not wait in between
-    for inputs, targets in microbatches:
+    losses = []
+    for number, (inputs, targets) in enumerate(microbatches):
         with torch.autocast(inputs.device.type, dtype, enabled=dtype is not None):
-            logits = model(inputs)
-        losses = loss(logits, targets).sum()
-        scaler.scale(losses / samples).backward()  # type: ignore[no-untyped-call]  # torch's
-        loss_sum = loss_sum.to(losses.device) + losses.detach()
-    scaler.unscale_(optimizer)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = torch.nn.utils.clip_grad_norm_(parameters, clip if clip > 0 else math.inf)
-    finite = bool(torch.isfinite(norm))
-    if scaler.is_enabled() or finite:
-        scaler.step(optimizer)  # a scaler skips what is not finite itself, then lowers its scale
-    scaler.update()
-    return StepResult(loss_sum.item(), finite)
+            each = loss(forward(number, inputs), targets)
+        total = loss_sum(each, len(inputs))
+        (total / samples * scale.scale).backward()  # type: ignore[no-untyped-call]  # torch's
+        losses.append(total.detach().double())
+    gradients = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.grad is not None
+    }
+    scale.unscale([*gradients.values()])
+    norms = gradient_norms([*gradients.values()])
+    found = torch.stack([*losses, *norms]).tolist()  # here alone the host waits for a GPU
+    count = len(losses)
+    verdict = judge_step(found[:count], dict(zip(gradients, found[count:], strict=True)))
+    if verdict.finite:
+        clip_gradients([*gradients.values()], verdict.norm, clip)
+        optimizer.step()
+    scale.update(verdict)
+    return StepResult(verdict.loss_sum, verdict.finite)
 
 
 class OneDevice:
@@ -66,11 +88,12 @@ class OneDevice:
 
     Args:
         model: On its device.
+        forward: Runs it in training mode on a microbatch: of a step's and its own number, and its
+            inputs.
         loss: Per-sample losses.
         task: What a target is.
         card: How pixels become input.
         config: The `train` table.
-        seed: Seed of the run.
     """
 
     leads = True
@@ -80,25 +103,23 @@ class OneDevice:
     def __init__(
         self,
         model: torch.nn.Module,
+        forward: Callable[[int, int, torch.Tensor], Any],
         loss: Loss,
         task: Task,
         card: Bundle,
         config: TrainConfig,
-        seed: int,
     ) -> None:
-        self._model, self._loss, self._task, self._card = model, loss, task, card
-        self._config, self._seed = config, seed
+        self._model, self._forward, self._loss = model, forward, loss
+        self._task, self._card, self._config = task, card, config
         self.rows: Sequence[int] = range(config.batch)
         self._device = next(model.parameters()).device
         self._dtype = amp_dtype(self._device, config.amp)
         self._optimizer = make_optimizer(model.parameters(), config)
-        self._scaler = torch.amp.GradScaler(self._device.type, enabled=self._dtype is torch.float16)
+        self._scale = LossScale(self._dtype is torch.float16)
 
     def step(self, number: int, batch: Batch, rate: float) -> StepResult:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        # Dropout draws from (seed, step) alone, so a resumed run draws the same.
-        torch.manual_seed((self._seed << 32) + number)
         samples = len(batch.images)
         self._model.train()
         with memory_told(
@@ -109,11 +130,12 @@ class OneDevice:
         ):
             return train_step(
                 self._model,
+                partial(self._forward, number),
                 self._loss,
                 self._microbatches(batch),
                 samples,
                 self._optimizer,
-                self._scaler,
+                self._scale,
                 self._dtype,
                 self._config.clip,
             )
@@ -136,13 +158,13 @@ class OneDevice:
         return {
             "model": self._model.state_dict(),
             "optimizer": state_by_name(self._optimizer, self._names()),
-            "scaler": self._scaler.state_dict(),
+            "scaler": self._scale.state_dict(),
         }
 
     def load(self, state: dict[str, Any]) -> None:
         self._model.load_state_dict(state["model"])
         load_by_name(self._optimizer, self._names(), state["optimizer"])
-        self._scaler.load_state_dict(state["scaler"])
+        self._scale.load_state_dict(state["scaler"])
 
     def _names(self) -> Mapping[torch.Tensor, str]:
         return {parameter: name for name, parameter in self._model.named_parameters()}

@@ -47,7 +47,7 @@ def learning_rate(config: TrainConfig, step: int, total: int) -> float:
 def state_by_name(
     optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]
 ) -> dict[str, dict[str, Any]]:
-    """What the optimizer keeps for each parameter, by its name; none before the first step."""
+    """Return the optimizer's state of each parameter by name; empty before the first step."""
     return {names[parameter]: dict(kept) for parameter, kept in optimizer.state.items()}
 
 

@@ -15,7 +15,7 @@ from pathoseg.config import Config
 from pathoseg.device import amp_dtype, to_input
 from pathoseg.models.bundle import Bundle
 from pathoseg.outputs.atomic import write_text
-from pathoseg.parallel.activations.offload import Form
+from pathoseg.parallel.activations.offload import OffloadMode
 from pathoseg.parallel.activations.stage_offload import Park
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.fitting import split
@@ -37,7 +37,7 @@ TRACE, TIMELINE = "trace.json", "timeline.svg"
 _TRACED = 3  # steps of a part of a run, after which the next is traced: the first ones warm up
 
 
-class Ranks:
+class PipelineEngine:
     """The `Engine` of one rank of several.
 
     Args:
@@ -73,7 +73,7 @@ class Ranks:
             config.train.clip,
         )
         example = torch.empty(plan.input, device="meta")
-        form = Form(config.parallel.offload)
+        form = OffloadMode(config.parallel.offload)
         parked = frozenset(Park(each) for each in config.parallel.parked)
         fit = split(model, example, plan, training, transport, self._device, form, parked)
         self._runner, self._input = fit.runner, fit.input

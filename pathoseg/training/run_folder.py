@@ -1,4 +1,4 @@
-"""Where runs live: their folders, the newest finished one, the newest unfinished one."""
+"""The folders of runs: making, finishing and finding them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import Any
 
 from pathoseg.errors import PathosegError
 from pathoseg.outputs.atomic import replaced
+from pathoseg.platform_support import follow_pointer, make_pointer, relative_path
 from pathoseg.progress import say
 
 RUNS = Path("runs")
 CONFIG = "config.toml"
 SPLITS = "splits.csv"
+START = "start"  # the bundle of the weights that a run from an earlier model begins with
 _FINISHED = "summary.json"
 
 
@@ -40,7 +42,7 @@ def new_run(out: Path | None) -> Path:
 
 
 def make_run(run: Path) -> None:
-    """Makes a run's folder and registers it in `runs/` (as a link if it lies elsewhere).
+    """Makes a run's folder and registers it in `runs/` (as a pointer if it lies elsewhere).
 
     Raises:
         OSError: The disk is full or cannot be written.
@@ -48,17 +50,21 @@ def make_run(run: Path) -> None:
     run.mkdir(parents=True, exist_ok=True)
     if run.resolve().parent != RUNS.resolve():
         RUNS.mkdir(exist_ok=True)
-        _free(RUNS / _now()).symlink_to(_from_runs(run), target_is_directory=True)
+        make_pointer(_free(RUNS / _now()), _from_runs(run))
 
 
 def finish_run(run: Path, summary: Mapping[str, Any]) -> None:
     """Marks `run` as finished and points `runs/latest` at it."""
     with replaced(run / _FINISHED) as partial:
         partial.write_text(json.dumps(summary, indent=2) + "\n")
+    _point_latest(run)
+
+
+def _point_latest(run: Path) -> None:
     RUNS.mkdir(exist_ok=True)
     fresh = RUNS / f".latest-{os.getpid()}"
     fresh.unlink(missing_ok=True)
-    fresh.symlink_to(_from_runs(run), target_is_directory=True)
+    make_pointer(fresh, _from_runs(run))
     fresh.replace(RUNS / "latest")
 
 
@@ -66,13 +72,28 @@ def is_finished(run: Path) -> bool:
     return (run / _FINISHED).exists()
 
 
-def newest_unfinished() -> Path:
-    """The run that `--resume` alone continues.
+def reopen_run(run: Path) -> None:
+    """Mark a finished run as unfinished; `runs/latest` falls back to the newest of the others."""
+    (run / _FINISHED).unlink(missing_ok=True)
+    if _latest() == run.resolve():
+        (RUNS / "latest").unlink()
+        others = [other for other in _known() if is_finished(other)]
+        if others:
+            _point_latest(max(others, key=lambda other: (other / _FINISHED).stat().st_mtime))
+
+
+def run_to_resume(longer: bool) -> Path:
+    """The run that `--resume` alone continues: the newest unfinished one.
+
+    Args:
+        longer: The newest finished one will do where there is no other: it is to train longer.
 
     Raises:
         PathosegError: There is none.
     """
     unfinished = [run for run in _known() if not is_finished(run)]
+    if longer and not unfinished and (_latest() / CONFIG).is_file():
+        return _latest()
     if not unfinished:
         raise PathosegError(
             f"There is no unfinished run in {RUNS.resolve()}.",
@@ -81,14 +102,18 @@ def newest_unfinished() -> Path:
     return max(unfinished, key=lambda run: (run / CONFIG).stat().st_mtime)
 
 
-def bundle_of(model: Path | None) -> Path:
+def bundle_of(model: Path | None, option: str = "--model") -> Path:
     """The bundle's folder behind `--model`: a run, a bundle, or (None) the newest finished run.
+
+    Args:
+        model: What was given.
+        option: By which option, for messages.
 
     Raises:
         PathosegError: There is none.
     """
     # The run behind the link says more, and stays the same when another run is finished.
-    given = model or Path(os.path.relpath(os.path.realpath(RUNS / "latest")))
+    given = relative_path(_latest(), Path()) if model is None else follow_pointer(model)
     for folder in (given / "model", given):
         if (folder / "model.json").is_file():
             run = folder.parent
@@ -101,24 +126,30 @@ def bundle_of(model: Path | None) -> Path:
             "Train one with `pathoseg train --slides DIR`, or name a run with --model RUN.",
         )
     if not model.exists():
-        raise PathosegError(f"{model} does not exist.", "Check the path behind --model.")
+        raise PathosegError(f"{model} does not exist.", f"Check the path behind {option}.")
     raise PathosegError(
         f"{model} holds no model (no model.json in it or in its model/ folder).",
-        "Give --model the folder of a run or of a bundle.",
+        f"Give {option} the folder of a run or of a bundle.",
     )
 
 
-def _from_runs(run: Path) -> str:
+def _latest() -> Path:
+    """The run that `runs/latest` points at, by a link or by a file."""
+    return follow_pointer(Path(os.path.realpath(RUNS / "latest")))
+
+
+def _from_runs(run: Path) -> Path:
     """The way from `runs/` to a run: relative, so that both may move together."""
-    return os.path.relpath(run.resolve(), RUNS.resolve())
+    return relative_path(run.resolve(), RUNS.resolve())
 
 
 def _known() -> Iterator[Path]:
     if not RUNS.is_dir():
         return
     for entry in RUNS.iterdir():
-        if entry.name != "latest" and (entry / CONFIG).is_file():
-            yield entry.resolve()
+        run = follow_pointer(entry)
+        if entry.name != "latest" and (run / CONFIG).is_file():
+            yield run.resolve()
 
 
 def _now() -> str:

@@ -1,4 +1,4 @@
-"""What a run says of itself while it trains: metrics.csv, TensorBoard events, pictures."""
+"""The log of a run while it trains: metrics.csv, TensorBoard events, pictures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COLUMNS = (
 )
 
 
-class Records:
+class RunLog:
     """Writes one run's figures; a resumed run overwrites what it computes again.
 
     Args:

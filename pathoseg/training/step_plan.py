@@ -20,15 +20,17 @@ from pathoseg.parallel.cost.cost_model import cost_model
 from pathoseg.parallel.cost.hardware import Hardware, known_hardware, load_hardware
 from pathoseg.parallel.cost.timing import Profiled
 from pathoseg.parallel.fitting import agree, best
+from pathoseg.parallel.graph.layer_graph import LayerGraph
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.cpu_workspace import cpu_workspace
 from pathoseg.parallel.planning.memory_model import MemoryModel
 from pathoseg.parallel.planning.plan import Plan, PlanRequest
-from pathoseg.parallel.planning.stage_costs import Priced
-from pathoseg.parallel.retention.policy_options import Ways
-from pathoseg.parallel.runtime.memory_check import available_memory, too_small
+from pathoseg.parallel.planning.stage_costs import StageCosts
+from pathoseg.parallel.retention.policy_options import AllowedPolicies
+from pathoseg.parallel.runtime.memory_check import too_small
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.simulate import simulate
+from pathoseg.platform_support import available_memory
 from pathoseg.progress import progress_bar
 from pathoseg.training.distributed import own_device
 
@@ -59,7 +61,7 @@ def find_hardware(name: str | None) -> Hardware:
 
 
 def plan_request(config: Config, hardware: Hardware) -> PlanRequest:
-    """What the configuration asks of the planner.
+    """Return the request to the planner that the configuration states.
 
     Raises:
         PathosegError: An order, cut or size that there is not.
@@ -73,11 +75,11 @@ def plan_request(config: Config, hardware: Hardware) -> PlanRequest:
         wanted.order,
         wanted.stages,
         wanted.cut,
-        ways=Ways(wanted.offload != "none", wanted.recompute),
+        ways=AllowedPolicies(wanted.offload != "none", wanted.recompute),
     )
 
 
-def price(model: nn.Module, config: Config, hardware: Hardware) -> list[Priced]:
+def price(model: nn.Module, config: Config, hardware: Hardware) -> list[StageCosts]:
     """The model for each size of microbatch that the planner may use, the smallest first.
 
     A configured size is kept. Else it is one sample, for batch norm takes its statistics over the
@@ -104,7 +106,7 @@ def price_one(
     config: Config,
     hardware: Hardware,
     profile: bool = False,
-) -> Priced:
+) -> StageCosts:
     traced = Traced(model, torch.empty(size, 3, side, side, device="meta"))
     costs = cost_model(hardware)
     if profile:
@@ -112,11 +114,21 @@ def price_one(
             costs = Profiled(traced, costs, advance=bar.advance)
     slots = _SLOTS[config.train.optimizer]
     workspace = cpu_workspace(threads=hardware.threads or 1) if hardware.device == "cpu" else None
-    return Priced(traced.graph, costs, hardware, slots, workspace)
+    return StageCosts(traced.graph, costs, hardware, slots, workspace)
 
 
-def check_host(model: nn.Module, config: Config) -> None:
-    """Makes sure that one process on the CPU can hold what a microbatch takes.
+def read_model(model: nn.Module, config: Config) -> Traced | None:
+    """Trace a model on the microbatch of a run in one process; None if no graph can be made of it,
+    in which case it trains in one process all the same."""
+    side, size = config.tiles.tile, config.train.microbatch or config.train.batch
+    try:
+        return Traced(model, torch.empty(size, 3, side, side, device="meta"))
+    except PathosegError:
+        return None
+
+
+def check_host(graph: LayerGraph, config: Config) -> None:
+    """Make sure that one process on the CPU can hold what a microbatch takes.
 
     Where it can twice over, the process keeps from then on what it frees: layers leave holes that
     no tensor fits into.
@@ -124,11 +136,6 @@ def check_host(model: nn.Module, config: Config) -> None:
     Raises:
         PathosegError: The host has too little memory left.
     """
-    side, size = config.tiles.tile, config.train.microbatch or config.train.batch
-    try:
-        graph = Traced(model, torch.empty(size, 3, side, side, device="meta")).graph
-    except PathosegError:
-        return  # what no graph can be made of trains in one process all the same
     workspace = cpu_workspace(threads=torch.get_num_threads())
     memory = MemoryModel(graph, _SLOTS[config.train.optimizer], workspace=workspace)
     needed = memory.stage(range(len(graph.layers)))

@@ -1,4 +1,4 @@
-"""What a model is asked for, pixels or tiles: its targets and the judge of its predictions."""
+"""The tasks of a model, segment or classify: targets, and the judge of predictions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Judge(Protocol):
 
     def figures(self) -> dict[str, float]: ...
     def score(self) -> float:
-        """What the best epoch has most of."""
+        """The score by which epochs are compared; higher is better."""
         ...
 
 
@@ -46,7 +46,7 @@ class Task(Protocol):
         ...
 
     def targets(self, masks: NDArray[np.uint8]) -> NDArray[np.integer]:
-        """What the loss compares with, from masks (n, h, w): class indices, 255 ignored."""
+        """Return the targets of the loss, from masks (n, h, w) of class indices, 255 ignored."""
         ...
 
     def judge(self) -> Judge: ...

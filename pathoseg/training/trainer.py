@@ -7,7 +7,8 @@ import json
 import math
 import pickle
 import time
-from contextlib import AbstractContextManager, ExitStack, closing
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from pathoseg.progress import Bar, progress_bar, say
 from pathoseg.tiles.dataset import Batch, TrainingSet
 from pathoseg.training.engine import Engine, Loss
 from pathoseg.training.optimizer import learning_rate
-from pathoseg.training.run_log import Records
+from pathoseg.training.run_folder import is_finished
+from pathoseg.training.run_log import RunLog
 from pathoseg.training.validation import Validation
 
 _WARM_UP = 3
@@ -34,7 +36,7 @@ _FORWARD_SHARE = 1 / 3  # of a training step's time: the backward pass costs twi
 
 
 @dataclass
-class StepClock:
+class StepBudget:
     """Measures the first steps of a run under a time limit.
 
     Attributes:
@@ -87,7 +89,7 @@ BEST = "best.pt"
 
 @dataclass
 class Progress:
-    """Where a run stands; plain numbers, so that it loads with `weights_only=True`.
+    """The progress of a run in plain numbers, which load with `weights_only=True`.
 
     Attributes:
         epoch: Epochs finished.
@@ -101,6 +103,7 @@ class Progress:
         best_epoch: The epoch it was reached in.
         seconds: Time spent, all parts of the run together.
         rows: Rows of metrics.csv so far.
+        prolonged: Epochs finished when the run was last given other limits; 0 where it never was.
     """
 
     epoch: int = 0
@@ -114,6 +117,7 @@ class Progress:
     best_epoch: int = 0
     seconds: float = 0.0
     rows: list[dict[str, float]] = field(default_factory=list)
+    prolonged: int = 0
 
 
 def save_checkpoint(path: Path, progress: Progress, state: dict[str, Any]) -> None:
@@ -141,11 +145,34 @@ def load_checkpoint(path: Path, engine: Engine) -> Progress:
     Raises:
         PathosegError: The file is cut short, is no checkpoint, or belongs to another model.
     """
-    try:
+    with _checkpoint_errors(path):
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         engine.load(state)
-        known = {entry.name for entry in fields(Progress)}
-        return Progress(**{key: value for key, value in state["progress"].items() if key in known})
+        return _progress(state)
+
+
+def read_progress(path: Path) -> Progress:
+    """Read the progress of a checkpoint without its weights; zero progress where there is none.
+
+    Raises:
+        PathosegError: The file is cut short, or is no checkpoint.
+    """
+    if not path.exists():
+        return Progress()
+    with _checkpoint_errors(path):
+        return _progress(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+
+
+def _progress(state: Mapping[str, Any]) -> Progress:
+    known = {entry.name for entry in fields(Progress)}
+    return Progress(**{key: value for key, value in state["progress"].items() if key in known})
+
+
+@contextmanager
+def _checkpoint_errors(path: Path) -> Iterator[None]:
+    """Raise errors of reading `path` as one PathosegError."""
+    try:
+        yield
     except (OSError, EOFError, RuntimeError, KeyError, ValueError, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise PathosegError(
@@ -154,10 +181,55 @@ def load_checkpoint(path: Path, engine: Engine) -> Progress:
         ) from None
 
 
+LIMITS = ("epochs", "time_limit")  # keys of the `train` table that a run may be given anew
 _DEFAULT_EPOCHS = 50
+# Of a time limit that stays as it was: after so much of it nothing worth a start is left.
+_USED_UP = 0.9
 
 
-class Loop:
+def limits_text(config: TrainConfig) -> str:
+    """The limits of a run in words: "8 epochs", "20 min" or both."""
+    epochs = config.epochs or (_DEFAULT_EPOCHS if config.time_limit is None else None)
+    parts = [] if epochs is None else [f"{epochs} epoch{'s' * (epochs != 1)}"]
+    if config.time_limit is not None:
+        parts.append(f"{config.time_limit / 60:.4g} min")
+    return " or ".join(parts)
+
+
+def check_limits(run: Path, before: TrainConfig, now: TrainConfig) -> None:
+    """Refuse other limits that leave a run nothing to do.
+
+    Args:
+        run: Its folder.
+        before: With the limits the run was begun with.
+        now: With those it is to go on with.
+
+    Raises:
+        PathosegError: As many epochs or as much time has passed already, or the checkpoint is
+            missing or cannot be read.
+    """
+    checkpoint = run / "checkpoints" / LAST
+    if is_finished(run) and not checkpoint.exists():
+        raise PathosegError(
+            f"{checkpoint} is missing, without which {run} cannot train longer.",
+            f"Start a new run from its model, with --from {run}.",
+        )
+    at = read_progress(checkpoint)
+    if now.epochs is not None and now.epochs <= at.epoch:
+        raise PathosegError(
+            f"{run} has trained {at.epoch} epochs already, and is to train {now.epochs} in all.",
+            f"Give it more than {at.epoch} --epochs.",
+        )
+    share = 1 if now.time_limit != before.time_limit else _USED_UP
+    if now.time_limit is not None and at.seconds >= share * now.time_limit:
+        raise PathosegError(
+            f"The time limit of {run} is {now.time_limit / 60:.4g} min, and it has trained "
+            f"{at.seconds / 60:.4g} min already.",
+            "Give it a longer --time-limit: it counts all parts of the run together.",
+        )
+
+
+class Trainer:
     """Trains one network, whatever the engine; every rank of it runs the same loop.
 
     Args:
@@ -191,12 +263,27 @@ class Loop:
         self._epoch_steps = training.steps_per_epoch
         self._started, self._spent_before = started, self._progress.seconds
         self._elapsed = self._saved_at = self._spent_before
-        self._clock: StepClock | None = None
-        if config.time_limit is not None and self._progress.total_steps is None:
-            self._clock = StepClock(config.time_limit, self._epoch_steps, validation.batches)
-        elif config.time_limit is None:
-            self._progress.total_steps = (config.epochs or _DEFAULT_EPOCHS) * self._epoch_steps
+        self._clock: StepBudget | None = None
         self._validation_seconds = 0.0
+        self._lay()
+
+    def _lay(self) -> None:
+        """Lays the learning rate over the limits, or sets the clock that a time limit waits for."""
+        at, config = self._progress, self._config
+        if config.time_limit is None:
+            at.total_steps = (config.epochs or _DEFAULT_EPOCHS) * self._epoch_steps
+        elif at.total_steps is None:
+            self._clock = StepBudget(config.time_limit, self._epoch_steps, self._validation.batches)
+
+    def prolong(self) -> None:
+        """Lay the learning rate over limits other than those the run was begun with; saves that.
+
+        It goes on as in a run that had these limits from its start, so a finished cosine of twice
+        the steps falls from about half its peak to zero once more. Patience counts from here.
+        """
+        self._progress.total_steps, self._progress.prolonged = None, self._progress.epoch
+        self._lay()
+        self._save()
 
     def fit(self, interruption: Interruption) -> Progress:
         """Trains to the end; on a signal saves and raises.
@@ -211,7 +298,7 @@ class Loop:
         with ExitStack() as open_files, self._bar() as bar:
             records = None
             if self._engine.leads:
-                records = Records(self._run, self._validation.columns, at.step)
+                records = RunLog(self._run, self._validation.columns, at.step)
                 open_files.enter_context(closing(records))
             self._agree(interruption)
             self._saved_at = self._elapsed
@@ -233,7 +320,7 @@ class Loop:
         total = None if at.total_steps is None else at.total_steps * batch
         return progress_bar("training", total, "tiles", at.step * batch)
 
-    def _epoch(self, records: Records | None, bar: Bar, interruption: Interruption) -> None:
+    def _epoch(self, records: RunLog | None, bar: Bar, interruption: Interruption) -> None:
         at, began, first = self._progress, self._elapsed, self._progress.epoch_step
         rows = self._engine.rows
         with closing(self._training.batches(at.epoch, at.epoch_step, rows)) as batches:
@@ -255,10 +342,9 @@ class Loop:
         self._close_epoch(records, rate, interruption)
         interruption.raise_if_asked()
 
-    def _step(self, batch: Batch, records: Records | None, interruption: Interruption) -> None:
+    def _step(self, batch: Batch, records: RunLog | None, interruption: Interruption) -> None:
         at, began = self._progress, self._elapsed
-        total = at.total_steps or _DEFAULT_EPOCHS * self._epoch_steps
-        rate = learning_rate(self._config, at.step, total)
+        rate = learning_rate(self._config, at.step, at.total_steps or self._likely_steps())
         done = self._engine.step(at.step, batch, rate)
         samples = self._training.batch
         at.loss_sum += done.loss_sum
@@ -271,6 +357,13 @@ class Loop:
         self._agree(interruption)
         if self._clock is not None:
             self._clock.saw(self._elapsed - began)
+
+    def _likely_steps(self) -> int:
+        """Steps of the whole run while the clock of a time limit still measures."""
+        at, limit = self._progress, self._config.time_limit
+        if at.prolonged and limit is not None and at.seconds:
+            return round(at.step * max(1.0, limit / at.seconds))
+        return _DEFAULT_EPOCHS * self._epoch_steps
 
     def _lay_schedule(self, bar: Bar) -> None:
         """Turns the time limit into steps, once, and records them before anything else."""
@@ -286,9 +379,7 @@ class Loop:
         bar.total(at.total_steps * self._training.batch)
         self._save()
 
-    def _close_epoch(
-        self, records: Records | None, rate: float, interruption: Interruption
-    ) -> None:
+    def _close_epoch(self, records: RunLog | None, rate: float, interruption: Interruption) -> None:
         at = self._progress
         whole = at.epoch_step == self._epoch_steps
         row = {
@@ -328,7 +419,7 @@ class Loop:
             if at.step and left < self._validation_seconds:
                 return True
         return bool(config.patience and at.best_epoch) and (
-            at.epoch - at.best_epoch >= config.patience
+            at.epoch - max(at.best_epoch, at.prolonged) >= config.patience
         )
 
     def _title(self, epoch: int) -> str:

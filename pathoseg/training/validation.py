@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import ClassTable
-from pathoseg.tiles.prefetch import map_ahead
+from pathoseg.tiles.prefetch import prefetch_map
 from pathoseg.tiles.tiles import SlideTiles, Tile
 from pathoseg.training.engine import Engine, Loss
 from pathoseg.training.run_log import comparison, from_text, to_text
@@ -22,7 +22,7 @@ from pathoseg.training.tasks import Task
 
 @dataclass(frozen=True)
 class Verdict:
-    """How good a model is: named figures, the score to compare epochs by, and a picture."""
+    """The result of a validation: named figures, the score of the epoch, and a picture."""
 
     figures: dict[str, float]
     score: float
@@ -108,7 +108,7 @@ class Validation:
         ]
         needed = sorted(engine.reads)
         wanted = [self._tiles[firsts[at] : firsts[at] + size] for firsts in rounds for at in needed]
-        with closing(map_ahead(read, list(chain(*wanted)), self._readers)) as tiles:
+        with closing(prefetch_map(read, list(chain(*wanted)), self._readers)) as tiles:
             for firsts in rounds:
                 sizes = [max(0, min(size, count - first)) for first in firsts]
                 own = {at: list(islice(tiles, sizes[at])) for at in needed if sizes[at]}

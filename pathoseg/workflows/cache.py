@@ -13,7 +13,7 @@ from pathoseg.interruption import Interruption
 from pathoseg.progress import progress_bar, say
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.slide_pool import SlidePool
-from pathoseg.training.labelled_slides import cut, find_sources
+from pathoseg.training.labelled_slides import cut, find_labelled_slides
 
 DEFAULT = "tiles"
 
@@ -31,7 +31,7 @@ def fill_cache(config_file: Path | None, flags: Mapping[str, Mapping[str, Any]])
     config = load_config(config_file, flags)
     folder = config.tiles.cache or DEFAULT
     config = replace(config, tiles=replace(config.tiles, cache=folder, stain="none"))
-    sources = find_sources(config)
+    sources = find_labelled_slides(config)
     pool = SlidePool(lambda path: open_slide(path, config.data.assume_mpp))
     with Interruption("Run the same command again to go on.") as interruption, closing(pool):
         for source in sources.usable:

@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import os
-import platform
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
@@ -24,9 +23,10 @@ from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.cost.calibration_layers import draw_cases
 from pathoseg.parallel.cost.features import family
 from pathoseg.parallel.cost.hardware import Hardware, known_hardware, load_hardware, save_hardware
-from pathoseg.parallel.cost.regression import Timed, calibrated, time_cases
+from pathoseg.parallel.cost.regression import TimedCase, calibrated, time_cases
 from pathoseg.parallel.cost.timing import time_copies
 from pathoseg.parallel.schedule.costs import Link
+from pathoseg.platform_support import physical_memory, processor_name, usable_cores
 from pathoseg.progress import progress_bar, say
 from pathoseg.training.distributed import joined, own_device
 
@@ -87,11 +87,11 @@ def _calibrate(out: Path, quick: bool, links: Mapping[str, Link]) -> None:
     rounds = _QUICK_ROUNDS if quick else _ROUNDS
     torch.manual_seed(0)
     cases = draw_cases(_QUICK_SCALE if quick else 1.0)
-    mend = "Free its memory (`nvidia-smi` shows who holds it), or take a larger device."
+    hint = "Free its memory (`nvidia-smi` shows who holds it), or take a larger device."
     with (
         Interruption("Nothing was written; run the same command again.") as interruption,
         progress_bar(f"timing on {device}", len(cases) * (rounds + 1), "layers") as bar,
-        memory_told("A layer of the calibration", mend),
+        memory_told("A layer of the calibration", hint),
     ):
 
         def advance() -> None:
@@ -120,7 +120,7 @@ def _check(out: Path) -> None:
 
 
 def _known(device: torch.device, name: str, links: Mapping[str, Link]) -> Hardware:
-    """What is known of the device before its layers are timed: its memory and links."""
+    """Describe the device before its layers are timed: its memory and links."""
     if device.type == "cuda":
         title = torch.cuda.get_device_name(device)
         like = next((item for item in known_hardware() if item in title.lower()), _UNKNOWN_GPU)
@@ -128,10 +128,10 @@ def _known(device: torch.device, name: str, links: Mapping[str, Link]) -> Hardwa
         count, threads = torch.cuda.device_count(), None
     else:
         like, threads = "cpu", torch.get_num_threads()
-        cores = len(os.sched_getaffinity(0))
+        cores = len(usable_cores())
         count = max(1, cores // threads)
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // count
-        title = f"{_processor()}, {threads} of {cores} cores"
+        memory = physical_memory() // count
+        title = f"{processor_name()}, {threads} of {cores} cores"
     base = load_hardware(like)
     for link in ("inside", "between"):
         if link not in links:
@@ -150,21 +150,12 @@ def _known(device: torch.device, name: str, links: Mapping[str, Link]) -> Hardwa
     )
 
 
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
 def _rates(hardware: Hardware) -> str:
     tera, giga = hardware.flops["float32"] / 1e12, hardware.bandwidth / 1e9
     return f"{tera:.3g} TFLOP/s in float32 and {giga:.3g} GB/s at best"
 
 
-def _table(timed: Sequence[Timed]) -> str:
+def _table(timed: Sequence[TimedCase]) -> str:
     """The timings as CSV, in seconds."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

@@ -3,31 +3,54 @@
 from __future__ import annotations
 
 import csv
-import math
-from collections.abc import Mapping
-from contextlib import closing
-from dataclasses import replace
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import IGNORE
-from pathoseg.config import Config, load_config
+from pathoseg.annotations.annotation_options import AnnotationOptions
+from pathoseg.config import UNNUMBERED, Config, load_config
 from pathoseg.errors import PathosegError
-from pathoseg.geometry import Box
+from pathoseg.geometry import Box, Frame
 from pathoseg.host_memory import share_one_heap
 from pathoseg.inference.segmenter import Segmenter, load_segmenter
 from pathoseg.interruption import Interruption
-from pathoseg.models.bundle import Bundle
-from pathoseg.models.metrics import Confusion
-from pathoseg.outputs.atomic import replaced
+from pathoseg.models.boundary_f1 import BoundaryCounts
+from pathoseg.models.metrics import Calibration, Confusion
+from pathoseg.models.tally import FEWEST_PATIENTS, RESAMPLES, Tally, pooled_figures
+from pathoseg.outputs.evaluation_report import (
+    Evaluation,
+    Figure,
+    ScoredSlide,
+    ScoredSplit,
+    SlidePicture,
+    best_median_worst,
+    write_evaluation,
+)
+from pathoseg.outputs.overlay import MaskThumbnail, thumbnail_frame
+from pathoseg.outputs.stitch import CONFIDENCE_LEVELS
 from pathoseg.progress import say
+from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide
-from pathoseg.training.labelled_slides import Source, find_sources
+from pathoseg.training.labelled_slides import (
+    LabelledSlide,
+    find_labelled_slides,
+    find_table,
+    patients_in,
+)
 from pathoseg.training.run_folder import CONFIG, SPLITS, bundle_of
+from pathoseg.version import __version__
 
 _UNSEEN = "unseen"
+_TELLING = ("test", _UNSEEN, "val", "train")  # how much a split's figures say of new slides
+_STRIP_PIXELS = 2**22  # compared at a time, so that a wide slide's bands cost no more
+_PICTURE_SIDE = 640
 
 
 def evaluate(
@@ -38,114 +61,292 @@ def evaluate(
     split: str | None,
     factory: str | None,
 ) -> Path:
-    """Writes Dice and IoU of every slide, and of all slides of a split taken together.
+    """Writes how well every slide is segmented, and all slides of a split taken together.
 
     A slide's split is what the model's run recorded; one that the run never saw is `unseen`.
-    Figures of training slides therefore never mix with others. Without a `config_file`, slides are
-    read as the model's run read them.
+    Figures of training slides therefore never mix with others. Slides are read as the model's run
+    read them; a `config_file` overrules that.
 
     Returns:
-        The table `slide,split,pixels,dice_mean,iou_mean,dice_<class>…,iou_<class>…`: in a file
-        evaluation.csv, or evaluation-<split>.csv for one split.
+        The table evaluation.csv, or evaluation-<split>.csv for one split:
+        `slide,split,pixels,dice_mean,iou_mean,dice_<class>…,iou_<class>…` and the other figures.
+        The other files lie beside it.
 
     Raises:
         PathosegError: The model, a slide or an annotation cannot be used, or no slide is left.
+        StoppedError: A signal came.
     """
     share_one_heap()
     bundle = bundle_of(model)
     config = _configured(bundle.parent / CONFIG, config_file, flags)
     segmenter = load_segmenter(bundle, config, factory)
-    card = segmenter.card
-    config = replace(config, tiles=replace(config.tiles, mpp=card.mpp))
-    sources = find_sources(config, segmenter.classes)
-    splits = _recorded_splits(bundle.parent / SPLITS)
-    chosen = [
-        (source, splits.get(source.slide.name, _UNSEEN))
-        for source in sources.usable
-        if split in (None, splits.get(source.slide.name, _UNSEEN))
-    ]
-    found = {splits.get(source.slide.name, _UNSEEN) for source in sources.usable}
+    config = replace(config, tiles=replace(config.tiles, mpp=segmenter.card.mpp))
+    sources = find_labelled_slides(config, segmenter.classes)
+    records = _Records.of(bundle.parent / SPLITS, config, sources.usable)
+    chosen = [s for s in sources.usable if split in (None, records.split_of(s))]
     if not chosen:
+        found = {records.split_of(source) for source in sources.usable}
         raise PathosegError(
             f"No annotated slide in {config.data.slides} is of the split {split!r}.",
             f"They are of these: {', '.join(sorted(found))}; what the model's run never saw is "
             f"{_UNSEEN}.",
         )
-    rows, pooled = [], dict[str, Confusion]()
+    warnings = [*records.warnings(chosen)]
+    compared = dict[str, list[_Compared]]()
     with Interruption("Nothing is written; run the same command again.") as interruption:
-        for source, part in chosen:
-            confusion = _compare(segmenter, source, config.data.assume_mpp, interruption)
-            rows.append(_row(source.slide.name, part, confusion, card))
-            pooled.setdefault(part, Confusion(len(confusion.matrix))).merge(confusion)
-            say(_line(rows[-1]))
-    rows += [_row("all", part, confusion, card) for part, confusion in pooled.items()]
-    path = (out or bundle.parent) / (
-        "evaluation.csv" if split is None else f"evaluation-{split}.csv"
+        for source in chosen:
+            one = _compare(segmenter, source, config, records, interruption)
+            compared.setdefault(one.slide.split, []).append(one)
+            warnings += one.warnings
+            say(_line(one.slide.name, one.slide.split, one.slide.figures))
+    evaluation = Evaluation(
+        model=str(bundle),
+        model_id=segmenter.model_id,
+        classes=segmenter.classes,
+        mpp=segmenter.card.mpp,
+        slides=str(config.data.slides),
+        unit="tiles" if segmenter.card.model.task == "classify" else "pixels",
+        boundary_um=_boundary_um(segmenter, config),
+        seed=config.seed,
+        resamples=RESAMPLES,
+        fewest_patients=FEWEST_PATIENTS,
+        warnings=tuple(warnings),
+        left_out=sources.left_out,
+        splits=tuple(
+            _split(part, compared[part], segmenter, config) for part in _TELLING if part in compared
+        ),
+        version=__version__,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replaced(path) as draft, draft.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    for row in rows[-len(pooled) :]:
-        say(_line(row))
-    say(f"Written to {path}")
+    path = write_evaluation(out or bundle.parent, split, evaluation)
+    for part in evaluation.splits:
+        say(_line("all", part.name, {name: f.value for name, f in part.figures.items()}))
+        say(_interval_line(part.figures["dice_mean"], part.patients))
+    for warning in warnings:
+        say(f"Take care: {warning}")
+    for name, reason in sources.left_out.items():
+        say(f"Left out: {name}: {reason}")
+    say(f"Written to {path}; to read: {path.with_suffix('.html')}")
     return path
 
 
 def _configured(
     recorded: Path, config_file: Path | None, flags: Mapping[str, Mapping[str, Any]]
 ) -> Config:
-    if config_file is not None or not recorded.is_file():
+    """The configuration: the run's, or `config_file` with what only the run knows."""
+    if not recorded.is_file():
         return load_config(config_file, flags)
-    config, run = load_config(recorded, flags), load_config(recorded)
+    run = load_config(recorded, None, UNNUMBERED)
+    if config_file is not None:
+        config = load_config(config_file, flags)
+        annotations = config.annotations
+        if annotations == AnnotationOptions():
+            annotations = run.annotations
+        assume_mpp = config.data.assume_mpp or run.data.assume_mpp
+        data = replace(config.data, assume_mpp=assume_mpp)
+        return replace(config, annotations=annotations, data=data)
+    config = load_config(recorded, flags, UNNUMBERED)
     if config.data.slides != run.data.slides:
         # Where the run's annotations lie says nothing of other slides'.
-        annotations = flags.get("data", {}).get("annotations")
-        config = replace(config, data=replace(config.data, annotations=annotations, table=None))
+        annotations_folder = flags.get("data", {}).get("annotations")
+        data = replace(config.data, annotations=annotations_folder, table=None)
+        config = replace(config, data=data)
     return config
 
 
+def _boundary_um(segmenter: Segmenter, config: Config) -> float | None:
+    """The tolerance of boundaries; a map of tiles has none that are worth comparing."""
+    if segmenter.card.model.task == "classify":
+        return None
+    return config.evaluate.boundary_um or max(2.0, 2 * segmenter.card.mpp)
+
+
+@dataclass(frozen=True)
+class _Records:
+    """The recorded splits and patients of slides: by the run, or by a table.
+
+    Attributes:
+        splits: Slide to split; empty where the model lies in no run.
+        patients: Slide to patient, of all slides of the run and of this evaluation.
+        has_patients: Whether anything says who is whose.
+    """
+
+    splits: Mapping[str, str]
+    patients: Mapping[str, str]
+    has_patients: bool
+
+    @classmethod
+    def of(cls, run_table: Path, config: Config, sources: Iterable[LabelledSlide]) -> _Records:
+        rows = []
+        if run_table.is_file():
+            with run_table.open(newline="", encoding="utf-8") as file:
+                rows = list(csv.DictReader(file))
+        data = config.data
+        folders = [None if name is None else Path(name) for name in (data.slides, data.annotations)]
+        table = find_table(data.table, *folders)
+        patients = patients_in(table, [source.slide.name for source in sources])
+        patients |= {row["slide"]: row["patient"] for row in rows}
+        splits = {row["slide"]: row["split"] for row in rows if row["split"] in _TELLING}
+        own = all(name == patient for name, patient in patients.items())
+        return cls(splits, patients, has_patients=table is not None or not own)
+
+    def split_of(self, source: LabelledSlide) -> str:
+        return self.splits.get(source.slide.name, _UNSEEN)
+
+    def warnings(self, chosen: Iterable[LabelledSlide]) -> Iterable[str]:
+        """Yield warnings about slides that the model has seen, or whose resolution it has not."""
+        if not self.splits:
+            yield (
+                "The model's folder has no splits.csv: whether it was trained on these slides is "
+                "not known."
+            )
+        if not self.has_patients:
+            yield (
+                "Every slide counts as a patient of its own. Where a patient has several, the "
+                "intervals are too narrow: slides.csv beside the slides says whose they are."
+            )
+        trained = {self.patients[name] for name, split in self.splits.items() if split == "train"}
+        for source in chosen:
+            patient = self.patients[source.slide.name]
+            if self.split_of(source) == _UNSEEN and patient in trained:
+                yield (
+                    f"{source.slide.name}: the model was trained on other slides of its patient, "
+                    f"{patient}."
+                )
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """A slide that was compared.
+
+    Attributes:
+        source: The slide.
+        slide: Its figures.
+        tally: What they follow from.
+        thumbnail: The frame of small masks.
+        truth: A small mask of the annotation, compressed.
+        prediction: Likewise of the model's.
+        warnings: What is to be said of the figures.
+    """
+
+    source: LabelledSlide
+    slide: ScoredSlide
+    tally: Tally
+    thumbnail: Frame
+    truth: bytes
+    prediction: bytes
+    warnings: tuple[str, ...]
+
+    def small(self, mask: bytes) -> NDArray[np.uint8]:
+        size = self.thumbnail.size
+        pixels = np.frombuffer(zlib.decompress(mask), np.uint8)
+        return pixels.reshape(size.height, size.width)
+
+
 def _compare(
-    segmenter: Segmenter, source: Source, assume_mpp: float | None, interruption: Interruption
-) -> Confusion:
-    confusion, top = Confusion(len(segmenter.classes)), 0
-    with open_slide(source.slide, assume_mpp) as slide:
+    segmenter: Segmenter,
+    source: LabelledSlide,
+    config: Config,
+    records: _Records,
+    interruption: Interruption,
+) -> _Compared:
+    """Segments a slide and counts, strip by strip."""
+    with open_slide(source.slide, config.data.assume_mpp) as slide:
         plan = segmenter.plan(slide)
-    with closing(segmenter.bands(plan, interruption)) as bands:
+        thumbnail = thumbnail_frame(slide.size, slide.mpp, _PICTURE_SIDE)
+        mpp = slide.mpp.mean
+    classes, boundary = len(segmenter.classes), None
+    tolerance = _boundary_um(segmenter, config)
+    if tolerance is not None:
+        boundary = BoundaryCounts(classes, tolerance / plan.output.mpp.mean)
+    confusion, calibration = Confusion(classes), Calibration()
+    small = [MaskThumbnail(plan.output, thumbnail) for _ in range(2)]
+    rows, top, unread = max(1, _STRIP_PIXELS // plan.output.size.width), 0, 0
+    with closing(segmenter.bands_with_confidence(plan, interruption)) as bands:
         for band in bands:
-            box = Box(0, top, band.shape[1], band.shape[0])
-            truth = source.labels.rasterise(box, plan.output, segmenter.classes)
-            truth[band == IGNORE] = IGNORE
-            confusion.update(np.where(band == IGNORE, 0, band), truth)
-            top += len(band)
-    return confusion
+            for start in range(0, band.shape[1], rows):
+                predicted, level = band[:, start : start + rows]
+                prediction = predicted.astype(np.uint8)
+                box = Box(0, top, prediction.shape[1], prediction.shape[0])
+                truth = source.labels.rasterise(box, plan.output, segmenter.classes)
+                lost = prediction == IGNORE
+                unread += int(np.count_nonzero(lost & (truth != IGNORE)))
+                truth[lost] = IGNORE
+                confusion.update(prediction, truth)
+                asked = (truth != IGNORE) & (level > 0)
+                right = prediction[asked] == truth[asked]
+                calibration.update(level[asked] / np.float32(CONFIDENCE_LEVELS), right)
+                if boundary is not None:
+                    boundary.add(prediction, truth)
+                for each, mask in zip(small, (truth, prediction), strict=True):
+                    each.add(mask)
+                top += box.height
+    if boundary is not None:
+        boundary.close()
+    counts = None if boundary is None else boundary.counts
+    tally = Tally(confusion.matrix, calibration.bins, counts)
+    name = source.slide.name
+    scored = ScoredSlide(
+        name,
+        records.patients[name],
+        records.split_of(source),
+        mpp,
+        plan.output.pixel_area_mm2,
+        tally.confusion,
+        {key: float(value) for key, value in tally.figures(segmenter.classes.names).items()},
+    )
+    warnings = [] if plan.warning is None else [f"{name}: {plan.warning}."]
+    if unread:
+        share = unread / (unread + tally.pixels)
+        warnings.append(
+            f"{name}: {100 * share:.2g} % of it could not be read, and is not compared."
+        )
+    packed = [zlib.compress(each.pixels.tobytes()) for each in small]
+    return _Compared(source, scored, tally, thumbnail, packed[0], packed[1], tuple(warnings))
 
 
-def _recorded_splits(table: Path) -> dict[str, str]:
-    if not table.is_file():
-        return {}
-    with table.open(newline="") as file:
-        return {row["slide"]: row["split"] for row in csv.DictReader(file)}
+def _split(
+    name: str, compared: Sequence[_Compared], segmenter: Segmenter, config: Config
+) -> ScoredSplit:
+    """The figures of a split's slides together, and pictures of some."""
+    tallies = [each.tally for each in compared]
+    patients = [each.slide.patient for each in compared]
+    by_name = {each.slide.name: each for each in compared}
+    slides = tuple(each.slide for each in compared)
+    pictures = []
+    for title, slide in best_median_worst(slides):
+        with suppress(PathosegError):  # a slide that is gone by now loses its picture alone
+            pictures.append(_picture(title, by_name[slide.name], config.data.assume_mpp))
+    return ScoredSplit(
+        name,
+        slides,
+        np.sum([tally.confusion for tally in tallies], axis=0),
+        np.sum([tally.calibration for tally in tallies], axis=0),
+        pooled_figures(tallies, patients, segmenter.classes.names, config.seed),
+        tuple(pictures),
+    )
 
 
-def _row(slide: str, split: str, confusion: Confusion, card: Bundle) -> dict[str, str | float]:
-    row: dict[str, str | float] = {
-        "slide": slide,
-        "split": split,
-        "pixels": int(confusion.matrix.sum()),
-        "dice_mean": confusion.mean_dice,
-        "iou_mean": confusion.mean_iou,
-    }
-    row |= {f"dice_{n}": float(v) for n, v in zip(card.class_names, confusion.dice, strict=True)}
-    row |= {f"iou_{n}": float(v) for n, v in zip(card.class_names, confusion.iou, strict=True)}
-    return row
+def _picture(title: str, of: _Compared, assume_mpp: float | None) -> SlidePicture:
+    size = of.thumbnail.size
+    with open_slide(of.source.slide, assume_mpp) as slide:
+        image = read_region(slide, of.thumbnail, Box(0, 0, size.width, size.height)).pixels
+    truth, prediction = of.small(of.truth), of.small(of.prediction)
+    return SlidePicture(title, of.slide, of.thumbnail, image, truth, prediction)
 
 
-def _line(row: Mapping[str, str | float]) -> str:
+def _line(slide: str, split: str, figures: Mapping[str, float]) -> str:
     each = "  ".join(
         f"{key.removeprefix('dice_')} {value:.4f}"
-        for key, value in row.items()
-        if key.startswith("dice_") and isinstance(value, float) and not math.isnan(value)
+        for key, value in figures.items()
+        if key.startswith("dice_") and value == value
     )
-    return f"{row['slide']} ({row['split']})  Dice: {each}"
+    return f"{slide} ({split})  Dice: {each}"
+
+
+def _interval_line(figure: Figure, patients: int) -> str:
+    if figure.low != figure.low:
+        found = "1 patient" if patients == 1 else f"{patients} patients"
+        return f"  no 95 % interval: {found}, and at least {FEWEST_PATIENTS} are needed"
+    return (
+        f"  95 % interval of the mean over {patients} patients: {figure.low:.4f}–{figure.high:.4f}"
+    )

@@ -16,15 +16,16 @@ from typing import Any
 from pathoseg.config import load_config
 from pathoseg.errors import PathosegError, StoppedError
 from pathoseg.host_memory import share_one_heap
-from pathoseg.inference.leases import Claims
+from pathoseg.inference.leases import Leases
 from pathoseg.inference.result_folder import STATES, SUMMARY, read_state, result_folders
 from pathoseg.inference.segmenter import load_segmenter
-from pathoseg.inference.slide_job import WORK, Hand, SlideWork
+from pathoseg.inference.slide_job import WORK, SlideJob, WorkerContext
 from pathoseg.interruption import Interruption
 from pathoseg.outputs.report import read_summary, write_failures, write_summary_table
 from pathoseg.parallel.comm.launcher import find_world
 from pathoseg.parallel.comm.local_ranks import start_crew
 from pathoseg.parallel.comm.transport import Transport
+from pathoseg.platform_support import parent_lives
 from pathoseg.progress import say
 from pathoseg.slides.folder import slides_in
 from pathoseg.slides.slide import model_frame, open_slide
@@ -44,7 +45,7 @@ def infer(
     flags: Mapping[str, Mapping[str, Any]],
     resume: bool,
     factory: str | None,
-    arguments: Sequence[str],
+    arguments: Sequence[str] | None = None,
 ) -> int:
     """Segments every slide of `inputs` (slides, or folders of slides) into `out`.
 
@@ -59,7 +60,7 @@ def infer(
         flags: What overrules it, by table and key.
         resume: Keep what earlier batches have done, and go on where they stopped.
         factory: The user's own network that may be imported.
-        arguments: The command line's, for ranks to be started.
+        arguments: The command line's, for ranks to be started; None starts none.
 
     Returns:
         The exit code: 0, or 1 where slides of several failed; each stands in `out/failures.csv`.
@@ -71,7 +72,7 @@ def infer(
     share_one_heap()
     config = load_config(config_file, flags)
     world = find_world()
-    if config.parallel.ranks > 1 and world.launcher is None:
+    if arguments is not None and config.parallel.ranks > 1 and world.launcher is None:
         command = [sys.executable, "-m", "pathoseg", *arguments]
         return start_crew(config.parallel.ranks, command)
     advice = f"What is done is in {out}. Go on with the same command and --resume."
@@ -88,20 +89,20 @@ def infer(
                 with open_slide(next(iter(folders)), config.data.assume_mpp) as opened:
                     model_frame(opened, segmenter.card.mpp)
             interruption.raise_if_asked()
-            claims = Claims(out / STATES)
-            since = _first(claims.now(), transport)
-        with claims:
-            hand = Hand(segmenter, config, claims, interruption, resume, since)
-            batch = [SlideWork(slide, folder, hand) for slide, folder in folders.items()]
+            leases = Leases(out / STATES)
+            since = _first(leases.now(), transport)
+        with leases:
+            context = WorkerContext(segmenter, config, leases, interruption, resume, since)
+            batch = [SlideJob(slide, folder, context) for slide, folder in folders.items()]
             try:
                 _work(batch, interruption)
             except (PathosegError, StoppedError) as end:
                 with suppress(OSError):  # told already
-                    _write_tables(out, claims)
+                    _write_tables(out, leases)
                 if world.rank and isinstance(end, StoppedError):  # rank 0 tells it for all
                     raise SystemExit(end.exit_code) from None
                 raise
-            _write_tables(out, claims)
+            _write_tables(out, leases)
             with suppress(OSError):  # another process works there
                 (out / WORK).rmdir()
     return _verdict(batch, out, leads=world.rank == 0)
@@ -112,7 +113,7 @@ def _stop_with_launcher(interruption: Interruption) -> None:
     launcher = os.getppid()
 
     def watch() -> None:
-        while os.getppid() == launcher:
+        while parent_lives(launcher):
             time.sleep(1)
         interruption.number = interruption.number or signal.SIGTERM
 
@@ -133,16 +134,16 @@ def _first(now: float, transport: Transport | None) -> float:
     return now if transport is None else min(map(float, transport.gather(repr(now))))
 
 
-def _work(batch: Sequence[SlideWork], interruption: Interruption) -> None:
+def _work(batch: Sequence[SlideJob], interruption: Interruption) -> None:
     """Leads each slide that nobody is at, then helps with those that are left, until none is."""
 
-    def lead(slide: SlideWork) -> None:
+    def lead(slide: SlideJob) -> None:
         interruption.raise_if_asked()
         if slide.lead():
             if slide.outcome() == "done":
-                say(f"{slide.slide.name}: done, in {slide.folder}{_unread(slide.folder)}")
+                say(f"{slide.slide.name}: done, in {slide.folder}{_warnings(slide.folder)}")
             elif len(batch) > 1 and (state := slide.state):
-                say(f"{slide.slide.name}: failed. {state.problem} {state.mend}")
+                say(f"{slide.slide.name}: failed. {state.problem} {state.hint}")
 
     for slide in batch:
         lead(slide)
@@ -154,21 +155,23 @@ def _work(batch: Sequence[SlideWork], interruption: Interruption) -> None:
             time.sleep(_NAP)
 
 
-def _unread(folder: Path) -> str:
-    """What is to be said of a result's slide whose file is damaged."""
-    tiles = read_summary(folder / SUMMARY).tiles
+def _warnings(folder: Path) -> str:
+    """Return warnings about a result: an unseen resolution, a damaged slide."""
+    summary = read_summary(folder / SUMMARY)
+    told = "".join(f". Take care: {warning}" for warning in summary.warnings)
+    tiles = summary.tiles
     if not tiles.unread:
-        return ""
-    return (
+        return told
+    return told + (
         f". The slide is damaged: {tiles.unread} of {tiles.done} tiles could not be read whole. "
         "What is missing is 255 in the mask and hatched in the overlay."
     )
 
 
-def _write_tables(out: Path, claims: Claims) -> None:
+def _write_tables(out: Path, leases: Leases) -> None:
     """Tables of all that lies in `out`; one process at a time, so that the last one saw all."""
     claim = out / STATES / ".tables"
-    while not claims.take(claim):
+    while not leases.take(claim):
         time.sleep(0.1)
     try:
         summaries = []
@@ -177,17 +180,17 @@ def _write_tables(out: Path, claims: Claims) -> None:
                 summaries.append(read_summary(path))
         states = map(read_state, sorted((out / STATES).glob("[!.]*.json")))
         failures = {
-            Path(state.slide).name: PathosegError(state.problem, state.mend)
+            Path(state.slide).name: PathosegError(state.problem, state.hint)
             for state in states
             if state is not None and state.status == "failed"
         }
         write_summary_table(out / TABLE, summaries)
         write_failures(out / FAILURES, failures)
     finally:
-        claims.release(claim)
+        leases.release(claim)
 
 
-def _verdict(batch: Sequence[SlideWork], out: Path, *, leads: bool) -> int:
+def _verdict(batch: Sequence[SlideJob], out: Path, *, leads: bool) -> int:
     """The exit code; the rank that leads says what the batch came to."""
     counts = Counter(slide.outcome() for slide in batch)
     failed = {
@@ -198,7 +201,7 @@ def _verdict(batch: Sequence[SlideWork], out: Path, *, leads: bool) -> int:
     if len(batch) == 1 and failed:
         if leads:
             [state] = failed.values()
-            raise PathosegError(state.problem, state.mend)
+            raise PathosegError(state.problem, state.hint)
         return 2
     if leads:
         for slide in batch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,14 +14,16 @@ from pathoseg.device import pick_device
 from pathoseg.memory_size import memory_text
 from pathoseg.models.build import build_model, tile_multiple
 from pathoseg.outputs.atomic import write_text
-from pathoseg.parallel.graph.activation_policy import Retention
-from pathoseg.parallel.graph.draw import svg
-from pathoseg.parallel.graph.layer_graph import Partition
+from pathoseg.parallel.graph.activation_policy import ActivationPolicy
+from pathoseg.parallel.graph.draw import adjacency, svg
+from pathoseg.parallel.graph.fold import fold, folded_layers
+from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition
 from pathoseg.parallel.planning.infeasibility import count_ranks, nothing_fits
 from pathoseg.parallel.planning.orders import AUTO, DATA_PARALLEL, SEQUENTIAL
+from pathoseg.parallel.planning.partition import cut
 from pathoseg.parallel.planning.plan import Plan, PlanRequest
 from pathoseg.parallel.planning.planner import plan as find_plans
-from pathoseg.parallel.planning.stage_costs import Priced
+from pathoseg.parallel.planning.stage_costs import StageCosts
 from pathoseg.parallel.schedule import timeline
 from pathoseg.parallel.schedule.simulate import simulate
 from pathoseg.progress import progress_bar, say
@@ -31,12 +33,17 @@ PLAN, TIMELINE = "plan.json", "timeline.svg"
 
 _SHOWN = 10
 
+Level = Literal["layer", "block", "module"]
+# Depth of the module calls that become one layer: the model's children, and theirs.
+_DEPTHS = {"module": 1, "block": 2}
+
 
 def plan(
     config_file: Path | None,
     flags: Mapping[str, Mapping[str, Any]],
     out: Path,
     draw: Path | None,
+    level: Level | None = None,
 ) -> Plan:
     """Finds the fastest plan that fits, shows it and its rivals, and writes it.
 
@@ -45,6 +52,7 @@ def plan(
         flags: What overrules it, by table and key.
         out: Folder of the plan and its timeline.
         draw: File of the drawing of the model with its times and stages, or None.
+        level: List the graph at this level, and draw it so; None draws all levels, foldable.
 
     Raises:
         PathosegError: Anything that cannot be planned, and what could.
@@ -90,10 +98,41 @@ def plan(
     write_text(out / PLAN, best.to_json())
     write_text(out / TIMELINE, timeline.draw_svg({"planned": events}))
     say(f"Plan: {out / PLAN}. Timeline: {out / TIMELINE}.")
+    graph, times, stages = _at_level(priced, partition, level)
+    if level is not None:
+        say("")
+        say(adjacency(graph))
     if draw is not None:
-        write_text(draw, svg(priced.graph, seconds=priced.times, partition=partition))
+        write_text(draw, svg(graph, seconds=times, partition=stages))
         say(f"Drawing: {draw}.")
+        if stages is None:
+            say(f"It shows no stages: they begin inside of a {level}.")
     return best
+
+
+def _at_level(
+    priced: StageCosts, partition: Partition, level: Level | None
+) -> tuple[LayerGraph, Mapping[str, tuple[float, float]], Partition | None]:
+    """Return the graph, its layers' times and its stages, folded to a level.
+
+    The stages are None where one of them begins inside of a folded module.
+    """
+    depth = _DEPTHS.get(level or "layer")
+    if depth is None:
+        return priced.graph, priced.times, partition
+    graph, groups = fold(priced.graph, depth), folded_layers(priced.graph, depth)
+    times = {}
+    for layer, group in zip(graph.layers, groups, strict=True):
+        forwards, backwards = zip(
+            *(priced.times[priced.graph.layers[position].name] for position in group), strict=True
+        )
+        times[layer.name] = sum(forwards), sum(backwards)
+    begins = {group[0]: index for index, group in enumerate(groups)} | {
+        len(priced.graph.layers): len(groups)
+    }
+    if any(bound not in begins for bound in partition.bounds):
+        return graph, times, None
+    return graph, times, cut(graph, [begins[bound] for bound in partition.bounds])
 
 
 def _build(config: Config) -> nn.Module:
@@ -142,9 +181,9 @@ def table(plans: Sequence[Plan]) -> Iterator[str]:
     yield from _columns(rows)
 
 
-def not_kept(plan: Plan, priced: Priced, partition: Partition) -> Iterator[str]:
+def not_kept(plan: Plan, priced: StageCosts, partition: Partition) -> Iterator[str]:
     """Lines that say what of each stage is offloaded and recomputed; none where all is kept."""
-    if all(each == Retention() for each in plan.retention):
+    if all(each == ActivationPolicy() for each in plan.retention):
         return
     rows: list[Sequence[str]] = [
         ("stage", "kept", "offloaded", "recomputed", "in host memory", "recomputing takes")

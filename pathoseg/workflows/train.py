@@ -15,20 +15,32 @@ from typing import Any
 import torch
 
 from pathoseg.annotations.annotation import ClassTable
-from pathoseg.config import Config, ParallelConfig, load_config, write_config
+from pathoseg.config import (
+    FORMAT,
+    UNNUMBERED,
+    Config,
+    ParallelConfig,
+    given_options,
+    load_config,
+    write_config,
+)
 from pathoseg.device import MEAN, STD, pick_device
 from pathoseg.errors import PathosegError
 from pathoseg.inference.segmenter import class_table_of, default_overlap
 from pathoseg.interruption import Interruption
 from pathoseg.memory_size import memory_text
 from pathoseg.models.build import build_model, check_tile, edge_reach, tile_multiple
-from pathoseg.models.bundle import CARD, Bundle, load_card
+from pathoseg.models.bundle import CARD, Bundle, load_bundle, load_card, save_bundle
 from pathoseg.models.losses import build_loss
 from pathoseg.outputs.atomic import replaced, write_text
+from pathoseg.parallel.comm.launcher import find_world
 from pathoseg.parallel.comm.transport import Transport
+from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.orders import AUTO, find_order
 from pathoseg.parallel.planning.plan import Plan
+from pathoseg.parallel.runtime.rng import WholeModel
 from pathoseg.parallel.schedule.event import Event
+from pathoseg.platform_support import follow_pointer
 from pathoseg.progress import say
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.dataset import TrainingSet
@@ -36,31 +48,40 @@ from pathoseg.tiles.slide_pool import SlidePool
 from pathoseg.tiles.tiles import SlideTiles
 from pathoseg.tiles.transform import Augmentation
 from pathoseg.training.distributed import joined, start_ranks, stopped_together
+from pathoseg.training.earlier_model import (
+    EarlierModel,
+    read_earlier,
+    set_weights,
+    take_options,
+    warn_of_seen,
+)
 from pathoseg.training.engine import Engine
 from pathoseg.training.labelled_slides import (
     TABLE,
+    LabelledSlides,
     Member,
-    Sources,
-    cut_sources,
-    find_sources,
+    cut_labelled_slides,
+    find_labelled_slides,
     find_table,
     split_slides,
     write_splits,
 )
 from pathoseg.training.one_device import OneDevice
-from pathoseg.training.pipeline_engine import TIMELINE, Ranks, draw_step
+from pathoseg.training.pipeline_engine import TIMELINE, PipelineEngine, draw_step
 from pathoseg.training.run_folder import (
     CONFIG,
     SPLITS,
+    START,
     finish_run,
     is_finished,
     make_run,
     new_run,
-    newest_unfinished,
+    reopen_run,
+    run_to_resume,
 )
-from pathoseg.training.step_plan import agreed_plan, check_host
+from pathoseg.training.step_plan import agreed_plan, check_host, read_model
 from pathoseg.training.tasks import make_task
-from pathoseg.training.trainer import Loop
+from pathoseg.training.trainer import LIMITS, Trainer, check_limits, limits_text
 from pathoseg.training.validation import Validation
 from pathoseg.workflows.plan import PLAN
 
@@ -114,6 +135,11 @@ def train(
         StoppedError: A signal came; `--resume` goes on.
     """
     wanted = ranks_to_start(config_file, flags, out, resume)
+    if wanted.ranks > 1 and find_world().launcher is None:
+        raise PathosegError(
+            f"[parallel] ranks = {wanted.ranks} asks for ranks, and this program is one process.",
+            "Use the command `pathoseg train`, or start the program by mpirun, srun or torchrun.",
+        )
     # Where memory is limited a plan says what is kept of it, on one rank too.
     with joined(wanted.transport, alone=wanted.memory is not None) as transport:
         return _train(config_file, flags, out, resume, trace, transport)
@@ -122,18 +148,27 @@ def train(
 def ranks_to_start(
     config_file: Path | None, flags: Mapping[str, Mapping[str, Any]], out: Path | None, resume: bool
 ) -> ParallelConfig:
-    """How many ranks the command asks for, and how they are joined; a run that goes on asks for
-    those that it began with.
+    """Return the [parallel] options of the command: ranks, transport and order.
+
+    A resumed run asks for the ranks that it began with.
 
     Raises:
         PathosegError: The configuration is wrong, or there is no run to go on with.
     """
+    unnumbered = FORMAT
     if resume and config_file is None:
-        begun = (out or newest_unfinished()) / CONFIG
-        config_file = begun if begun.is_file() else None
-    wanted = load_config(config_file, flags).parallel
+        begun = (follow_pointer(out) if out else _resumed(flags)) / CONFIG
+        if begun.is_file():
+            config_file, unnumbered = begun, UNNUMBERED
+    wanted = load_config(config_file, flags, unnumbered).parallel
     find_order(wanted.order)  # before any rank starts
     return wanted
+
+
+def _resumed(flags: Mapping[str, Mapping[str, Any]]) -> Path:
+    """The run that `--resume` means where it names none."""
+    longer = any(flags.get("train", {}).get(limit) is not None for limit in LIMITS)
+    return run_to_resume(longer)
 
 
 def _train(
@@ -150,22 +185,25 @@ def _train(
             "--trace draws how ranks take turns, and this run has one rank.",
             "Add --ranks N or [parallel] memory, or leave out --trace.",
         )
-    run, config = _start(config_file, flags, out, resume, transport)
+    run, config, earlier, longer = _start(config_file, flags, out, resume, transport)
     if transport is None and config.parallel.order != AUTO:
         say(f"One process: the order {config.parallel.order} is for several ranks (--ranks).")
-    if is_finished(run):
+    if is_finished(run) and not longer:
         say(f"{run} is finished; its model is in {run / 'model'}.")
         return run
-    sources = find_sources(config, _recorded_classes(run))
+    sources = find_labelled_slides(config, _recorded_classes(run))
     table = find_table(
         config.data.table, _folder(config.data.slides), _folder(config.data.annotations)
     )
     names = [source.slide.name for source in sources.usable]
     members = split_slides(names, table, config.seed, config.data.val_share)
-    torch.manual_seed(config.seed)
-    model = build_model(config.model.with_classes(len(sources.classes)), _factory(config))
+    model, origin = _network(run, config, sources.classes, earlier)
+    if earlier is not None:
+        warn_of_seen(earlier, members)
+    del earlier  # its weights are in the network, and need no memory twice
     check_tile(model, config.tiles.tile)
     plan: Plan | None = None
+    traced: Traced | None = None
     planned: Sequence[Event] = ()
     if transport is not None:
         plan, planned = agreed_plan(model, config, transport)
@@ -175,9 +213,11 @@ def _train(
                 f"tiles, not {config.train.batch} as in one process. [train] microbatch sets it."
             )
         config = replace(config, train=replace(config.train, microbatch=plan.microbatch))
-    elif pick_device().type == "cpu":
-        check_host(model, config)
-    card = _card(config, sources, model)
+    else:
+        traced = read_model(model, config)
+        if traced is not None and pick_device().type == "cpu":
+            check_host(traced.graph, config)
+    card = _card(config, sources, members, model, origin)
     _overview(sources, members, table)
     pool = SlidePool(lambda path: open_slide(path, config.data.assume_mpp))
     advice = "Nothing is trained yet: start the same command again."
@@ -186,20 +226,22 @@ def _train(
         stopped_together(interruption, transport),
         closing(pool),
     ):
-        tiles = cut_sources(config, sources, members, pool, interruption)
+        tiles = cut_labelled_slides(config, sources, members, pool, interruption)
         if transport is None or transport.rank == 0:
-            _begin(run, config, members, plan)
+            _begin(run, config, members, plan, model, card)
         interruption.advice = f"Continue with: pathoseg train --resume --out {run}"
         task = make_task(config.model.task, sources.classes, config.tiles.min_cover)
         loss = build_loss(config.loss, config.model.task)
         batch, readers = config.train.microbatch or config.train.batch, config.train.readers
         engine: Engine
         if transport is None or plan is None:
-            engine = OneDevice(model.to(pick_device()), loss, task, card, config.train, config.seed)
+            device = pick_device()
+            whole = WholeModel(model.to(device), traced, config.seed, device)
+            engine = OneDevice(model, whole.forward, loss, task, card, config.train)
         else:
             drawing = partial(draw_step, run, planned) if trace else None
-            engine = Ranks(transport, plan, model, loss, task, card, config, drawing)
-        loop = Loop(
+            engine = PipelineEngine(transport, plan, model, loss, task, card, config, drawing)
+        loop = Trainer(
             run,
             config.train,
             engine,
@@ -209,6 +251,11 @@ def _train(
             Validation(tiles.val, task, sources.classes, batch, readers),
             started,
         )
+        if longer:
+            # The checkpoint first: killed in between, the run is finished still, and asked again.
+            loop.prolong()
+            if engine.leads:
+                _prolong(run, config)
         progress = loop.fit(interruption)
     summary = {
         "epochs": progress.epoch,
@@ -234,15 +281,19 @@ def _start(
     out: Path | None,
     resume: bool,
     transport: Transport | None,
-) -> tuple[Path, Config]:
-    """The folder of a new run, not made yet, or of the run to go on with; rank 0 finds it.
+) -> tuple[Path, Config, EarlierModel | None, bool]:
+    """Find the folder of a new run, not made yet, or of the run to go on with; rank 0 does.
 
     A run that never began is begun by `--resume` too.
+
+    Returns:
+        The folder; the options; what a new run starts from, if anything; whether a run that goes
+        on is given other limits.
     """
     going_on = False
     if transport is None or transport.rank == 0:
-        if resume and out is None:
-            out = newest_unfinished()
+        if resume:
+            out = follow_pointer(out) if out else _resumed(flags)
         going_on = resume and out is not None and (out / CONFIG).is_file()
         if not going_on:
             out = new_run(out)
@@ -250,22 +301,96 @@ def _start(
         told = json.loads(transport.gather(json.dumps([going_on, str(out)]))[0])
         going_on, out = told[0], Path(told[1])
     assert out is not None
+    given = given_options(config_file, flags)
     if not going_on:
-        return out, load_config(config_file, flags)
-    recorded, asked = load_config(out / CONFIG), load_config(config_file or out / CONFIG, flags)
-    _refuse_changes(out, recorded, asked)
-    # A batch that was one microbatch stays one, on however many ranks.
-    microbatch = recorded.train.microbatch or recorded.train.batch
-    train = replace(recorded.train, microbatch=microbatch)
-    return out, replace(recorded, train=train, parallel=asked.parallel)
+        config, earlier = load_config(config_file, flags), None
+        if config.train.start_from is not None:
+            earlier = read_earlier(config.train.start_from, _factory(config))
+            _agree_on(earlier, transport)
+            config = take_options(config, given, earlier)
+        return out, config, earlier, False
+    recorded = load_config(out / CONFIG, unnumbered=UNNUMBERED)
+    # What is left out goes on as it was, also where the earlier model had decided it.
+    asked = load_config(out / CONFIG, given, UNNUMBERED)
+    limits = {limit: getattr(asked.train, limit) for limit in LIMITS}
+    train = replace(recorded.train, **limits)
+    _refuse_changes(out, replace(recorded, train=train), asked)
+    longer = train != recorded.train
+    if longer:
+        check_limits(out, recorded.train, train)
+        say(f"{out} goes on to {limits_text(train)} (before: {limits_text(recorded.train)}).")
+    # A batch that was one microbatch stays one, on however many ranks, unless another is asked for.
+    microbatch = asked.train.microbatch or recorded.train.microbatch or recorded.train.batch
+    train = replace(train, microbatch=microbatch)
+    parallel = load_config(config_file or out / CONFIG, flags, recorded.format).parallel
+    return out, replace(recorded, train=train, parallel=parallel), None, longer
 
 
-def _begin(run: Path, config: Config, members: Mapping[str, Member], plan: Plan | None) -> None:
+def _agree_on(earlier: EarlierModel, transport: Transport | None) -> None:
+    """Refuses weights that another training replaced while the ranks were reading them."""
+    if transport is not None:
+        seen = {json.loads(text) for text in transport.gather(json.dumps(earlier.identity))}
+        if len(seen) > 1:
+            raise PathosegError(
+                f"{earlier.place} changed while it was read.", "Start the same command again."
+            )
+
+
+def _network(
+    run: Path, config: Config, classes: ClassTable, earlier: EarlierModel | None
+) -> tuple[torch.nn.Module, Mapping[str, Any]]:
+    """Build the network with the weights that the run begins with.
+
+    Returns:
+        The network, and what the bundle says of where its weights are from; that is empty where
+        they are drawn.
+    """
+    sizes, factory = config.model.with_classes(len(classes)), _factory(config)
+    torch.manual_seed(config.seed)
+    if earlier is None and config.train.start_from is not None:
+        # Of its own, so that the run goes on whatever became of the earlier model.
+        model, card = load_bundle(run / START, factory)
+        if card.class_names != classes.names:
+            raise PathosegError(
+                f"{run} began with the classes {', '.join(card.class_names)}, and the annotations "
+                f"have {', '.join(classes.names)} now.",
+                f"To learn these, start a new run with --from {run}.",
+            )
+        return model.train(), card.training
+    model = build_model(sizes, factory)
+    if earlier is None:
+        return model, {}
+    set_weights(model, sizes, factory, classes.names, earlier)
+    return model, earlier.record
+
+
+def _begin(
+    run: Path,
+    config: Config,
+    members: Mapping[str, Member],
+    plan: Plan | None,
+    model: torch.nn.Module,
+    card: Bundle,
+) -> None:
     """Makes the run's folder, not before all input is read: what is refused leaves nothing."""
-    if not (run / CONFIG).exists():
+    recorded = None
+    if (run / CONFIG).exists():
+        recorded = load_config(run / CONFIG, unnumbered=UNNUMBERED)
+    before, now = (
+        each and (each.train.microbatch or each.train.batch) for each in (recorded, config)
+    )
+    if recorded is None:
         make_run(run)
+        if config.train.start_from is not None:
+            save_bundle(run / START, model.state_dict(), card)
+    elif before != now:
+        say(
+            f"Microbatches of {now}, not {before} as before: random layers draw other numbers, and "
+            "batch norm, if there is one, sees so many tiles."
+        )
+    if before != now:
         with replaced(run / CONFIG) as draft:
-            write_config(config, draft)
+            write_config(replace(recorded or config, train=config.train), draft)
     write_splits(run / SPLITS, members.values())
     if plan is not None:
         write_text(run / PLAN, plan.to_json())
@@ -286,9 +411,20 @@ def _recorded_classes(run: Path) -> ClassTable | None:
     return class_table_of(load_card(run / "model")) if (run / "model" / CARD).is_file() else None
 
 
+def _prolong(run: Path, config: Config) -> None:
+    """Marks the run as unfinished, and records its new limits."""
+    recorded = load_config(run / CONFIG, unnumbered=UNNUMBERED)
+    limits = {limit: getattr(config.train, limit) for limit in LIMITS}
+    reopen_run(run)
+    with replaced(run / CONFIG) as draft:
+        write_config(replace(recorded, train=replace(recorded.train, **limits)), draft)
+
+
 def _refuse_changes(run: Path, recorded: Config, asked: Config) -> None:
-    """A resumed run goes on as it began, on whatever ranks: another would be another run."""
-    before, now = asdict(recorded), asdict(replace(asked, parallel=recorded.parallel))
+    """A resumed run goes on as it began: another would be another run. But it may do so on other
+    ranks, and in other microbatches."""
+    train = replace(asked.train, microbatch=recorded.train.microbatch)
+    before, now = asdict(recorded), asdict(replace(asked, parallel=recorded.parallel, train=train))
     for section, values in now.items():
         if values != before[section]:
             changed = (
@@ -324,11 +460,20 @@ def _training_set(config: Config, slides: Sequence[SlideTiles]) -> TrainingSet:
     )
 
 
-def _card(config: Config, sources: Sources, model: torch.nn.Module) -> Bundle:
+def _card(
+    config: Config,
+    sources: LabelledSlides,
+    members: Mapping[str, Member],
+    model: torch.nn.Module,
+    origin: Mapping[str, Any],
+) -> Bundle:
     multiple = tile_multiple(model)
     overlap = config.infer.overlap
     if overlap is None:
         overlap = default_overlap(config.tiles.tile, multiple, edge_reach(model))
+    trained_on = [s for s in sources.usable if members[s.slide.name].split == "train"]
+    # Three digits: scans of one scanner differ in the fourth.
+    mpps = {float(f"{source.frame.level0_mpp.mean:.3g}") for source in trained_on}
     return Bundle(
         model=config.model.with_classes(len(sources.classes)),
         class_names=sources.classes.names,
@@ -340,11 +485,16 @@ def _card(config: Config, sources: Sources, model: torch.nn.Module) -> Bundle:
         std=STD,
         multiple=multiple,
         stain=None if config.tiles.stain == "none" else {"method": config.tiles.stain},
-        training={"slides": str(config.data.slides), "seed": config.seed},
+        training={
+            **origin,
+            "slides": str(config.data.slides),
+            "seed": config.seed,
+            "slide_mpps": tuple(sorted(mpps)),
+        },
     )
 
 
-def _overview(sources: Sources, members: Mapping[str, Member], table: Path | None) -> None:
+def _overview(sources: LabelledSlides, members: Mapping[str, Member], table: Path | None) -> None:
     counts = Counter(member.split for member in members.values())
     split = ", ".join(f"{counts[part]} {part}" for part in ("train", "val", "test"))
     say(f"{len(members)} slides ({split}). Classes: {', '.join(sources.classes.names)}.")

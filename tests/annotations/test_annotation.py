@@ -21,4 +21,4 @@ def test_background_is_index_0() -> None:
 def test_a_class_that_is_not_in_the_table_is_refused_by_name_and_file() -> None:
     with pytest.raises(PathosegError, match=r'a\.xml.*"necrosis".*"tumour", "stroma"') as refused:
         TABLE.indices(["stroma", "necrosis"], Path("a.xml"))
-    assert "classes" in refused.value.mend
+    assert "classes" in refused.value.hint

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pathoseg.annotations.annotation import Annotation, AnnotationOptions
+from pathoseg.annotations.annotation import Annotation
+from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.asap_xml import read_asap
 from pathoseg.errors import PathosegError
 

@@ -28,6 +28,7 @@ def _file(tmp_path: Path, text: str | bytes) -> Path:
     return path
 
 
+@pytest.mark.slow
 @given(
     elements=st.lists(JSON, max_size=4),
     extra=JSON,

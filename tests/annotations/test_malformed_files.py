@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from PIL.TiffImagePlugin import TiffImageFile
 
-from pathoseg.annotations.annotation import AnnotationOptions, ClassTable
+from pathoseg.annotations.annotation import ClassTable
+from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.reading import read_labels
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, Mpp, Size
@@ -34,7 +35,7 @@ def _read(path: Path, size: Size) -> None:
     else:
         return
     assert str(path) in refused.problem
-    assert refused.mend
+    assert refused.hint
 
 
 def _image(kind: str) -> bytes:

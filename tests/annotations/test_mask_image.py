@@ -15,7 +15,8 @@ from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 from PIL import Image
 
-from pathoseg.annotations.annotation import IGNORE, AnnotationOptions, ClassTable
+from pathoseg.annotations.annotation import IGNORE, ClassTable
+from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.mask_image import MaskLabels
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, Mpp, Size
@@ -177,7 +178,7 @@ def test_values_beyond_the_classes_are_refused(tmp_path: Path, names: tuple[str,
     labels = MaskLabels(_saved(tmp_path, PATTERN), Size(4, 3))
     with pytest.raises(PathosegError, match=r"s_mask\.png.*3") as refused:
         _whole(labels, Size(4, 3), ClassTable(names, ((0, 0, 0),) * len(names)))
-    assert "`classes`" in refused.value.mend
+    assert "`classes`" in refused.value.hint
 
 
 @pytest.mark.parametrize("values", ["indices", "binary"])
@@ -211,7 +212,7 @@ def test_what_is_no_index_is_refused_with_the_option_for_it(
     labels = MaskLabels(_saved(tmp_path, pixels), Size(2, 1))
     with pytest.raises(PathosegError, match=r"s_mask\.png") as refused:
         labels.classes()
-    assert '[annotations] mask = "binary"' in refused.value.mend
+    assert '[annotations] mask = "binary"' in refused.value.hint
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "LA"])
@@ -220,7 +221,7 @@ def test_colours_are_no_indices(tmp_path: Path, mode: str) -> None:
     Image.new(mode, (4, 3)).save(path)
     with pytest.raises(PathosegError, match=rf"s_mask\.png holds {mode} pixels") as refused:
         MaskLabels(path, Size(4, 3))
-    assert "palette" in refused.value.mend
+    assert "palette" in refused.value.hint
 
 
 def test_real_numbers_are_no_indices(tmp_path: Path) -> None:

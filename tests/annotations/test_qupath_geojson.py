@@ -205,7 +205,7 @@ def test_a_real_export(shared_data: Path) -> None:
 def test_json_of_another_program_is_refused(shared_data: Path) -> None:
     with pytest.raises(PathosegError, match=r"darwin_v7_103S\.json.*neither") as refused:
         read_geojson(shared_data / "annotations" / "darwin_v7_103S.json")
-    assert "QuPath" in refused.value.mend
+    assert "QuPath" in refused.value.hint
 
 
 def _write(path: Path, regions: list[Any], measurements: dict[str, float] | None = None) -> None:

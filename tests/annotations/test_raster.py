@@ -16,7 +16,8 @@ from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 from rasterio.features import shapes
 
-from pathoseg.annotations.annotation import IGNORE, Annotation, AnnotationOptions, ClassTable
+from pathoseg.annotations.annotation import IGNORE, Annotation, ClassTable
+from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.raster import PolygonLabels
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, Mpp, Size
@@ -59,6 +60,7 @@ def _areas(area: shapely.Geometry, frame: Frame, box: Box) -> NDArray[np.float64
     return covered / (frame.scale_x * frame.scale_y)
 
 
+@pytest.mark.slow
 @given(areas=st.lists(blobs(), min_size=1, max_size=4), mpp=st.sampled_from([8.0, 13.7]))
 @settings(max_examples=25)
 def test_a_pixel_has_the_class_that_covers_most_of_it(
@@ -81,6 +83,7 @@ def test_a_pixel_has_the_class_that_covers_most_of_it(
     assert ((taken >= most - 0.02) | (on_slide < 0.6)).all()
 
 
+@pytest.mark.slow
 @given(area=blobs(), mpp=st.sampled_from([0.5, 0.73, 1.0]))
 @settings(max_examples=12)
 def test_areas_are_those_of_the_outlines(area: shapely.Polygon, mpp: float) -> None:

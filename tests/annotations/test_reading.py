@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pathoseg.annotations.annotation import AnnotationOptions, ClassTable, Colour
+from pathoseg.annotations.annotation import ClassTable, Colour
+from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.mask_image import MaskLabels
 from pathoseg.annotations.raster import PolygonLabels
 from pathoseg.annotations.reading import class_table, find_annotation, read_labels
@@ -104,7 +105,7 @@ def test_the_wrong_frame_or_slide_is_noticed(
     path = _geojson(tmp_path, _square(*where))
     with pytest.raises(PathosegError, match=r"1 of the 1 regions in .*slide\.geojson") as refused:
         read_labels(path, SLIDE, ORIGIN, AnnotationOptions(frame=frame))
-    assert f'frame = "{other}"' in refused.value.mend
+    assert f'frame = "{other}"' in refused.value.hint
 
 
 def test_strays_and_regions_across_the_edge_are_let_be(tmp_path: Path) -> None:
@@ -223,7 +224,7 @@ def test_other_formats_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("x")
     with pytest.raises(PathosegError, match=f"{name} is no annotation") as refused:
         read_labels(tmp_path / name, SLIDE, (0, 0), AnnotationOptions())
-    assert "GeoJSON" in refused.value.mend
+    assert "GeoJSON" in refused.value.hint
 
 
 def test_other_xml_is_refused(tmp_path: Path) -> None:
@@ -354,4 +355,4 @@ def test_instances_taken_for_classes_are_noticed() -> None:
     instances = _Labels(**{f"class {number}": None for number in range(1, 72)})
     with pytest.raises(PathosegError, match="71 classes, class 1 to class 71") as refused:
         class_table([instances], None)
-    assert 'mask = "binary"' in refused.value.mend
+    assert 'mask = "binary"' in refused.value.hint

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from PIL.TiffImagePlugin import TiffImageFile
 from tifffile import TiffWriter, imwrite
 
-from pathoseg.annotations.annotation import AnnotationOptions, ClassTable
+from pathoseg.annotations.annotation import ClassTable
+from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.mask_image import MaskLabels
 from pathoseg.annotations.tiled_mask import TiledMask
 from pathoseg.errors import PathosegError

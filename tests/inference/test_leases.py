@@ -1,4 +1,4 @@
-"""Claims: one owner at a time, and none for long after its owner's end."""
+"""Leases: one owner at a time, and none for long after its owner's end."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from pathoseg.inference.leases import LEASE, Claims
+from pathoseg.inference.leases import LEASE, Leases
 
 
 def test_a_claim_has_one_owner(tmp_path: Path) -> None:
     path = tmp_path / "piece"
-    with Claims(tmp_path) as one, Claims(tmp_path) as other:
+    with Leases(tmp_path) as one, Leases(tmp_path) as other:
         assert one.take(path)
         assert other.is_taken(path)
         assert not other.take(path)
@@ -30,7 +30,7 @@ def test_a_claim_has_one_owner(tmp_path: Path) -> None:
 
 def test_of_many_at_once_one_gets_it(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
-        hands = [Claims(tmp_path) for _ in range(8)]
+        hands = [Leases(tmp_path) for _ in range(8)]
         for number in range(50):
             path = tmp_path / str(number)
             taken = list(pool.map(lambda each, path=path: each.take(path), hands))
@@ -39,18 +39,19 @@ def test_of_many_at_once_one_gets_it(tmp_path: Path) -> None:
             hand.__exit__(None, None, None)
 
 
+@pytest.mark.process
 def test_a_killed_process_of_this_machine_holds_nothing(tmp_path: Path) -> None:
     path = tmp_path / "piece"
     code = (
-        "import os, sys; from pathlib import Path; from pathoseg.inference.leases import Claims\n"
+        "import os, sys; from pathlib import Path; from pathoseg.inference.leases import Leases\n"
         "folder = Path(sys.argv[1])\n"
-        "assert Claims(folder).take(folder / 'piece')\n"
+        "assert Leases(folder).take(folder / 'piece')\n"
         "os.kill(os.getpid(), 9)"
     )
     killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
     assert killed.returncode == -9
     assert path.exists()
-    with Claims(tmp_path) as mine:
+    with Leases(tmp_path) as mine:
         assert not mine.is_taken(path)
         assert mine.take(path)
         assert mine.is_taken(path)
@@ -62,7 +63,7 @@ def test_elsewhere_silence_beyond_the_lease_is_the_end(tmp_path: Path, text: str
     path = tmp_path / "piece"
     owner = {"host": "elsewhere", "boot": "b", "pids": "p", "pid": os.getpid(), "born": 0.0}
     path.write_text(json.dumps(owner) if text is None else text)
-    with Claims(tmp_path) as mine:
+    with Leases(tmp_path) as mine:
         now = mine.now()
         os.utime(path, (now, now - LEASE + 20))
         assert not mine.take(path)
@@ -74,12 +75,12 @@ def test_elsewhere_silence_beyond_the_lease_is_the_end(tmp_path: Path, text: str
 def test_an_owner_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pathoseg.inference.leases.BEAT", 0.02)
     path = tmp_path / "piece"
-    with Claims(tmp_path) as mine:
+    with Leases(tmp_path) as mine:
         mine.take(path)
         os.utime(path, (0, 0))
         while path.stat().st_mtime == 0:
             pass
-    with Claims(tmp_path) as later:  # and one that lost its claim lives on without it
+    with Leases(tmp_path) as later:  # and one that lost its claim lives on without it
         later.take(path)
         path.unlink()
         assert not later.is_taken(path)

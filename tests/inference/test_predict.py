@@ -13,8 +13,8 @@ from torch import nn
 from pathoseg.device import MEAN, STD, to_input
 from pathoseg.errors import PathosegError
 from pathoseg.inference.segmenter import predict
-from pathoseg.models.build import ModelConfig
 from pathoseg.models.bundle import Bundle
+from pathoseg.models.model_options import ModelConfig
 from pathoseg.outputs.stitch import Prediction
 from pathoseg.slides.region import Region
 
@@ -104,7 +104,7 @@ def test_an_answer_that_is_not_finite_is_refused() -> None:
 def test_memory_that_is_used_up_is_told_with_what_to_change() -> None:
     with pytest.raises(PathosegError, match="2 tiles does not fit into memory") as told:
         _predicted(Greedy().eval(), [[3, 4]], 2)
-    assert "[infer] batch" in told.value.mend
+    assert "[infer] batch" in told.value.hint
     with pytest.raises(RuntimeError, match="to have 3 channels"):
         _predicted(Wrong().eval(), [[3, 4]], 2)
 

@@ -10,13 +10,8 @@ import torch
 from torch import nn
 
 from pathoseg.errors import PathosegError
-from pathoseg.models.build import (
-    ModelConfig,
-    build_model,
-    check_tile,
-    edge_reach,
-    tile_multiple,
-)
+from pathoseg.models.build import build_model, check_tile, edge_reach, tile_multiple
+from pathoseg.models.model_options import ModelConfig
 
 FACTORY = '''
 """A network that is not ours."""
@@ -107,7 +102,7 @@ def test_sizes_and_norm_can_be_set() -> None:
 def test_an_unknown_name_is_answered_with_the_nearest(name: str, hint: str) -> None:
     with pytest.raises(PathosegError) as error:
         ModelConfig(name, "segment", 2)
-    assert error.value.mend.startswith(hint)
+    assert error.value.hint.startswith(hint)
     assert repr(name) in error.value.problem
 
 

@@ -19,10 +19,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pathoseg import __version__
 from pathoseg.errors import PathosegError
-from pathoseg.models.build import ModelConfig, build_model
+from pathoseg.models.build import build_model
 from pathoseg.models.bundle import Bundle, load_bundle, save_bundle
+from pathoseg.models.model_options import ModelConfig
+from pathoseg.version import __version__
 
 CONFIG = ModelConfig("unet", "segment", 3, width=4, depth=2)
 CARD = Bundle(
@@ -96,7 +97,13 @@ def test_weights_open_in_plain_pytorch(bundle: Path) -> None:
     mpp=st.floats(1e-3, 100, allow_nan=False),
     names=st.lists(st.text(min_size=1), min_size=2, max_size=2, unique=True),
     training=st.dictionaries(
-        st.text(), st.none() | st.booleans() | st.integers() | st.text() | st.floats(-1e99, 1e99)
+        st.text(),
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.text()
+        | st.floats(-1e99, 1e99)
+        | st.lists(st.floats(-1e99, 1e99)).map(tuple),
     ),
 )
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -106,6 +113,17 @@ def test_every_possible_card_survives(
     card = replace(CARD, mpp=mpp, class_names=tuple(names), training=training, stain=None)
     save_bundle(tmp_path, _model().state_dict(), card)
     assert load_bundle(tmp_path)[1] == card
+
+
+@given(st.lists(st.floats(0.05, 5), min_size=1, max_size=4).map(tuple), st.floats(0.05, 5))
+def test_a_resolution_unlike_all_that_were_trained_on_is_told(
+    known: tuple[float, ...], mpp: float
+) -> None:
+    told = replace(CARD, training={"slide_mpps": known}).unseen_resolution(mpp)
+    ratios = [max(mpp / seen, seen / mpp) for seen in known]
+    if abs(min(ratios) - 1.2) > 1e-6:
+        assert (told is not None) == all(ratio > 1.2 for ratio in ratios)
+    assert CARD.unseen_resolution(mpp) is None, "not recorded"
 
 
 def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
@@ -217,7 +235,7 @@ def test_an_impossible_card_is_told_of(bundle: Path, change: dict[str, Any], wha
     _edit(bundle, lambda card: card.update(change))
     with pytest.raises(PathosegError, match="model.json.*" + what) as error:
         load_bundle(bundle)
-    assert error.value.mend
+    assert error.value.hint
 
 
 @pytest.mark.parametrize(
@@ -308,6 +326,7 @@ def _kill_at(monkeypatch: pytest.MonkeyPatch, moment: int) -> None:
         monkeypatch.setattr(where, name, deadly(getattr(where, name)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("same_weights", [True, False])
 @pytest.mark.parametrize("second", [0, 3, 5])
 @pytest.mark.parametrize("first", range(12))

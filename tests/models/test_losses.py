@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pathoseg.errors import PathosegError
-from pathoseg.models.losses import IGNORE, LossConfig, build_loss
+from pathoseg.models.losses import IGNORE, build_loss
+from pathoseg.models.model_options import LossConfig
 
 ONLY_CE = LossConfig(cross_entropy=1, dice=0)
 ONLY_DICE = LossConfig(cross_entropy=0, dice=1)

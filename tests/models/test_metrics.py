@@ -10,10 +10,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from numpy.typing import NDArray
-from sklearn.metrics import accuracy_score, confusion_matrix, f1_score, jaccard_score, roc_auc_score
+from sklearn.calibration import calibration_curve
+from sklearn.metrics import (
+    accuracy_score,
+    confusion_matrix,
+    f1_score,
+    jaccard_score,
+    precision_score,
+    recall_score,
+    roc_auc_score,
+)
 
 from pathoseg.models.losses import IGNORE
-from pathoseg.models.metrics import Confusion, accuracy_and_auc
+from pathoseg.models.metrics import (
+    CONFIDENCE_BINS,
+    Calibration,
+    Confusion,
+    accuracy_and_auc,
+    expected_calibration_error,
+    precision,
+    recall,
+)
 
 CLASSES = 4
 Masks = tuple[NDArray[np.uint8], NDArray[np.uint8]]
@@ -43,6 +60,9 @@ def test_confusion_agrees_with_sklearn(pair: Masks) -> None:
         iou = jaccard_score(truth, guess, labels=every[1:], average=None, zero_division=0)
         np.testing.assert_allclose(seen.dice, dice)
         np.testing.assert_allclose(seen.iou, np.where(np.isnan(dice), math.nan, iou))
+        for ours, theirs in ((precision, precision_score), (recall, recall_score)):
+            judged = theirs(truth, guess, labels=every[1:], average=None, zero_division=math.nan)
+            np.testing.assert_allclose(ours(seen.matrix), judged)
     present = seen.dice[~np.isnan(seen.dice)]
     if present.size:
         assert seen.mean_dice == pytest.approx(present.mean())
@@ -95,3 +115,34 @@ def test_accuracy_and_auc_agree_with_sklearn(seed: int, tiles: int, classes: int
             assert auc == roc_auc_score(truth == index, probability[valid, index])
         else:
             assert math.isnan(auc)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 60), st.integers(1, 4))
+def test_calibration_agrees_with_sklearn(seed: int, pixels: int, parts: int) -> None:
+    rng = np.random.default_rng(seed)
+    # Some lie on the very edges of bins.
+    edges = np.linspace(0, 1, CONFIDENCE_BINS + 1)
+    confidence = np.where(rng.random(pixels) < 0.3, rng.choice(edges, pixels), rng.random(pixels))
+    right = rng.random(pixels) < confidence
+    seen = Calibration()
+    for part in np.array_split(np.arange(pixels), parts):
+        seen.update(confidence[part], right[part])
+    held = seen.bins[seen.bins[:, 0] > 0]
+    if right.any() and not right.all():  # sklearn asks for both
+        accuracy, mean = calibration_curve(right, confidence, n_bins=CONFIDENCE_BINS)
+        np.testing.assert_allclose(held[:, 2] / held[:, 0], accuracy)
+        np.testing.assert_allclose(held[:, 1] / held[:, 0], mean)
+    by_hand = np.abs(held[:, 2] - held[:, 1]).sum() / pixels
+    assert expected_calibration_error(seen.bins) == pytest.approx(by_hand)
+
+
+def test_images_of_many_pixels_are_counted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    target, prediction = rng.integers(0, 3, (2, 37, 11))
+    whole = Confusion(3)
+    whole.update(prediction, target)
+    monkeypatch.setattr("pathoseg.models.metrics._CHUNK", 7)
+    parts = Confusion(3)
+    parts.update(prediction, target)
+    assert np.array_equal(parts.matrix, whole.matrix)
+    assert parts.matrix.sum() == target.size

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pathoseg.models.layers import Norm, Task
+from pathoseg.models.model_options import Norm, Task
 from pathoseg.models.resnet_v2 import ResNetV2
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pathoseg.models.layers import Norm
+from pathoseg.models.model_options import Norm
 from pathoseg.models.unet import UNet
 
 NORMS: list[Norm] = ["batch", "group", "instance"]

@@ -13,7 +13,12 @@ from PIL import Image
 
 from pathoseg.annotations.annotation import ClassTable
 from pathoseg.geometry import Frame, Mpp, Size
-from pathoseg.outputs.overlay import MaskThumbnail, thumbnail_frame, write_overlay
+from pathoseg.outputs.overlay import (
+    MaskThumbnail,
+    overlay_layer,
+    thumbnail_frame,
+    write_overlay,
+)
 
 RED, BLUE = (220, 30, 30), (30, 60, 220)
 CLASSES = ClassTable(("nuclei", "Tumör"), (RED, BLUE))
@@ -113,3 +118,14 @@ def test_a_letter_with_an_accent_is_drawn_without_it(tmp_path: Path) -> None:
     mask = np.zeros((40, 400), np.uint8)
     plain = ClassTable(("nuclei", "Tumor"), CLASSES.colours)
     np.testing.assert_array_equal(drawn(tmp_path, mask), drawn(tmp_path, mask, plain))
+
+
+def test_a_layer_over_a_picture_is_the_overlay(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    image = rng.integers(0, 256, (40, 60, 3), np.uint8)
+    mask = np.kron(rng.choice([0, 1, 2, 255], (4, 6)), np.ones((10, 10))).astype(np.uint8)
+    write_overlay(tmp_path / "overlay.png", image, mask, CLASSES)
+    layer = Image.fromarray(overlay_layer(mask, CLASSES))
+    page = Image.alpha_composite(Image.fromarray(image).convert("RGBA"), layer).convert("RGB")
+    drawn = np.asarray(Image.open(tmp_path / "overlay.png"))[:40, :60]
+    np.testing.assert_allclose(np.asarray(page).astype(int), drawn.astype(int), atol=2)

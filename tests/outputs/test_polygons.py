@@ -6,12 +6,12 @@ import json
 import tracemalloc
 from collections import Counter
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
 import shapely
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
@@ -40,6 +40,11 @@ def mask_of(*rows: str) -> Mask:
     return np.array(
         [[0 if pixel == "." else int(pixel) for pixel in row] for row in rows], np.uint8
     )
+
+
+def disc(radius: int) -> Mask:
+    y, x = np.mgrid[: 3 * radius, : 3 * radius]
+    return (np.hypot(y - 1.5 * radius, x - 1.4 * radius) < radius).astype(np.uint8)
 
 
 def trace(mask: Mask, cuts: list[int], tracer: RegionTracer | None = None) -> list[TracedRegion]:
@@ -135,9 +140,9 @@ def test_a_region_of_many_bands_is_put_together_once(monkeypatch: pytest.MonkeyP
     """A comb of 30 prongs with 2 holes a band: the work is that of its edges, once."""
     handled = []
 
-    def counted(edges: module.Edges) -> NDArray[np.object_]:
+    def counted(edges: module.Edges, tolerance: float) -> NDArray[np.object_]:
         handled.append(len(edges))
-        return original(edges)
+        return original(edges, tolerance)
 
     original = module.polygons
     monkeypatch.setattr(module, "polygons", counted)
@@ -180,32 +185,81 @@ def test_specks_are_left_out(mask: Mask, least: int) -> None:
     assert kept == Counter({pixels: n for pixels, n in every.items() if pixels >= least})
 
 
-def test_a_simplified_outline_stays_near_the_true_one() -> None:
-    y, x = np.mgrid[:120, :120]
-    disc = (np.hypot(y - 60, x - 60) < 50).astype(np.uint8)
-    disc[55:65, 55:65] = 0
-    (exact,) = trace(disc, [40, 80])
-    (simple,) = trace(disc, [40, 80], RegionTracer(simplify=1.0))
-    assert simple.pixels == exact.pixels == exact.geometry.area
-    assert len(shapely.get_coordinates(simple.geometry)) < 60
-    assert len(simple.geometry.interiors) == 1
-    assert 0 < shapely.hausdorff_distance(simple.geometry, exact.geometry) < 1.5
-    assert shapely.is_valid(simple.geometry)
+@st.composite
+def blobs(draw: st.DrawFn) -> Mask:
+    """Smooth regions of several classes that touch, background and unread pixels among them."""
+    rng = np.random.default_rng(draw(st.integers(0, 999)))
+    shape = draw(hnp.array_shapes(min_dims=2, max_dims=2, max_side=40))
+    sigma = draw(st.sampled_from([0.7, 1.5, 4.0]))
+    fields = [ndimage.gaussian_filter(rng.standard_normal(shape), sigma) for _ in range(4)]
+    return np.array([1, 2, 0, 255], np.uint8)[np.argmax(fields, axis=0)]
 
 
-def test_an_outline_of_too_many_holes_keeps_its_corners(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simplifying is quadratic in them: the noise of an untrained model would take hours."""
-    rows, columns = np.mgrid[:60, :60]
-    disc = (np.hypot(rows - 30, columns - 30) < 25).astype(np.uint8)
-    ring = disc - (np.hypot(rows - 30, columns - 30) < 10)
-    both = np.hstack([disc, ring])
-    whole = trace(both, [])
-    monkeypatch.setattr(module, "_MOST_SIMPLIFIED", 0)
-    plain, holed = trace(both, [], RegionTracer(simplify=1.0))
-    assert shapely.get_num_coordinates(plain.geometry) < shapely.get_num_coordinates(
-        whole[0].geometry
+@given(
+    masks | blobs(),
+    st.lists(st.integers(0, 24), max_size=3),
+    st.sampled_from([0.3, 0.5, 0.71, 1.0, 1.5, 30.0]),
+)
+@example(mask_of("1122", "1322", "1144"), [1], 30.0)  # a pixel between two joints
+@example(mask_of("2111", "2121", "2111"), [], 30.0)  # a pixel in a hole
+@example(disc(10) + 1, [], 0.5)  # an arc that is closed, with many corners equally far
+@example(np.tri(200, dtype=np.uint8) + 1, [100], 1.0)  # arcs that are split in the middle
+def test_simplified_neighbours_share_their_edges(
+    mask: Mask, cuts: list[int], tolerance: float
+) -> None:
+    assume(((mask != 0) & (mask != 255)).any())
+    exact = np.array([region.geometry for region in trace(mask, [])], object)
+    simple = np.array(
+        [region.geometry for region in trace(mask, cuts, RegionTracer(tolerance))], object
     )
-    assert holed.geometry.equals_exact(whole[1].geometry)
+    assert len(simple) == len(exact)
+    assert shapely.is_valid(simple).all()
+    assert shapely.coverage_is_valid(simple), "neighbours overlap, or do not share their vertices"
+    uncut = [region.geometry for region in trace(mask, [], RegionTracer(tolerance))]
+    assert set(shapely.normalize(uncut)) == set(shapely.normalize(simple))
+    # No gap: all of them together differ from the mask along its outer boundary alone.
+    whole, parts = shapely.union_all(exact), shapely.union_all(simple)
+    near = shapely.buffer(whole.boundary, min(tolerance, 1.42) + 1e-6)
+    assert (whole ^ parts).difference(near).area == pytest.approx(0, abs=1e-9)
+    # No outline is farther away than the tolerance.
+    corners = shapely.points(shapely.get_coordinates(exact))
+    edges = shapely.union_all(shapely.boundary(simple))
+    assert (shapely.distance(corners, edges) <= tolerance + 1e-9).all()
+
+
+def test_a_simplified_outline_has_few_vertices() -> None:
+    mask = disc(40)
+    mask[55:65, 55:65] = 2
+    exact, simple = (trace(mask, [40, 80], RegionTracer(tolerance)) for tolerance in (0, 1.0))
+    assert [region.pixels for region in simple] == [region.pixels for region in exact]
+    count = [sum(shapely.get_num_coordinates(r.geometry) for r in some) for some in (exact, simple)]
+    assert count[1] < count[0] / 3
+
+
+def test_a_comb_is_split_in_a_few_rounds() -> None:
+    """Vertex by vertex, which each tooth would ask for, its 10,000 teeth would take minutes."""
+    comb = np.zeros((20, 20_000), np.uint8)
+    comb[:10] = 1
+    comb[:, ::2] = 1
+    with patch("numpy.hypot", side_effect=np.hypot) as rounds:
+        assert len(trace(comb, [], RegionTracer(0.5))) == 1
+    assert 0 < rounds.call_count < 200
+
+
+def test_neighbours_share_their_edges_in_the_file(tmp_path: Path) -> None:
+    """Coordinates are rounded to hundredths of a pixel: the same ones on both sides."""
+    rng = np.random.default_rng(0)
+    fields = [ndimage.gaussian_filter(rng.standard_normal((200, 200)), 4) for _ in range(3)]
+    mask = np.argmax(fields, axis=0).astype(np.uint8)
+    frame = Frame(Size(200, 200), 2.0247, 1.9871, Mpp(0.5, 0.5))
+    with GeoJsonWriter(
+        path := tmp_path / "regions.geojson", ClassTable(("a", "b"), ((9, 0, 0), (0, 9, 0)))
+    ) as writer:
+        write_regions(writer, trace(mask, [100], RegionTracer(0.5)), frame)
+    features = json.loads(path.read_text())["features"]
+    outlines = [shapely.geometry.shape(feature["geometry"]) for feature in features]
+    assert len(outlines) > 20
+    assert shapely.coverage_is_valid(outlines)
 
 
 def test_regions_are_written_in_level_0_pixels(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from pathoseg.outputs.report import (
     TileCounts,
     class_summaries,
     count_pixels,
+    read_failures,
     read_summary,
     write_failures,
     write_summary,
@@ -101,13 +102,16 @@ def test_the_table_has_a_row_for_each_class_of_each_slide(tmp_path: Path) -> Non
     assert len(rows_of(path)) == 1
 
 
-def test_failures_name_reason_and_mend(tmp_path: Path) -> None:
+def test_failures_name_reason_and_hint(tmp_path: Path) -> None:
     path = tmp_path / "failures.csv"
     write_failures(path, {"a.svs": PathosegError("a.svs is cut short.", "Copy it\nagain.")})
     assert rows_of(path) == [
-        ["slide", "reason", "mend"],
+        ["slide", "reason", "hint"],
         ["a.svs", "a.svs is cut short.", "Copy it\nagain."],
     ]
+    assert read_failures(path)["a.svs"].hint == "Copy it\nagain."
+    path.write_text(path.read_text().replace("reason,hint", "reason,mend"))  # as 4b9ee32 wrote it
+    assert read_failures(path)["a.svs"].hint == "Copy it\nagain."
 
 
 def test_a_file_name_that_is_no_unicode_keeps_its_bytes(tmp_path: Path) -> None:

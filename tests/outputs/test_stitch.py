@@ -78,6 +78,7 @@ def grids(draw: st.DrawFn) -> TileGrid:
     return TileGrid.cover(extent, tile, draw(st.integers(0, tile - 1)))
 
 
+@pytest.mark.slow
 @given(grids(), st.data(), st.integers(0, 2**32 - 1))
 def test_bands_equal_the_blend_of_everything(
     grid: TileGrid, data: st.DataObject, seed: int

@@ -15,6 +15,7 @@ from pathoseg.parallel.comm.local_ranks import start_local
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "own-models.md"
 
 
+@pytest.mark.process
 def test_the_documented_program_trains_as_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -39,6 +40,7 @@ def test_the_documented_program_trains_as_one_process(
     torch.testing.assert_close(trained, dict(model.state_dict()), rtol=0, atol=0)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("right", "wrong", "said"),
     [

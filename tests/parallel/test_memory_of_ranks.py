@@ -17,7 +17,7 @@ from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.cpu_workspace import cpu_workspace
 from pathoseg.parallel.planning.plan import Plan, PlanRequest
 from pathoseg.parallel.planning.planner import plan
-from pathoseg.parallel.planning.stage_costs import Priced
+from pathoseg.parallel.planning.stage_costs import StageCosts
 
 ROOT = Path(__file__).resolve().parents[2]
 ATTEMPT = ROOT / "benchmarks" / "memory-wall" / "attempt.py"
@@ -28,12 +28,13 @@ def _plan(order: str) -> Plan:
     with torch.device("meta"):
         traced = Traced(UNet(2, width=16), torch.empty(1, 3, SIDE, SIDE))
     hardware = load_hardware("cpu")
-    priced = Priced(
+    priced = StageCosts(
         traced.graph, cost_model(hardware), hardware, workspace=cpu_workspace(threads=1)
     )
     return plan([priced], PlanRequest(2, 2**40, 8, order, stages=2))[0]
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.skipif(
     not Path(sys.executable).with_name("mpirun").exists(),

@@ -18,7 +18,7 @@ from shapely.geometry import shape
 
 from pathoseg.errors import PathosegError
 
-pytestmark = pytest.mark.usefixtures("generator")
+pytestmark = [pytest.mark.usefixtures("generator"), pytest.mark.slow]
 
 
 def test_the_same_seed_writes_the_same_bytes(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from shapely.geometry import shape
 from sklearn.ensemble import HistGradientBoostingClassifier
 from sklearn.metrics import balanced_accuracy_score
 
+pytestmark = pytest.mark.slow  # many seconds in all
+
 NAMES = [f"sample_0{number}" for number in range(1, 7)]
 INDEX = {"gland": 1, "tumour": 2}
 

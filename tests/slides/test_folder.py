@@ -74,7 +74,7 @@ def test_no_folder_or_no_slides(tmp_path: Path, make: Callable[[Path], None]) ->
     with pytest.raises(PathosegError) as refusal:
         slides_in(folder)
     assert str(folder) in refusal.value.problem
-    assert refusal.value.mend
+    assert refusal.value.hint
 
 
 def test_real_folder(shared_data: Path, tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ def test_a_bomb_is_refused_before_it_is_decoded(tmp_path: Path, size: tuple[int,
     assert str(path) in refusal.value.problem
 
 
+@pytest.mark.slow
 def test_an_image_beyond_pils_own_limit_reads_without_a_warning(tmp_path: Path) -> None:
     width, height = 12_000, 8_000  # PIL warns from 89 megapixels on
     path = tmp_path / "large.png"

@@ -162,4 +162,4 @@ def test_a_dicom_without_image_type_is_refused_politely(shared_data: Path) -> No
     with pytest.raises(PathosegError, match="dicom") as refusal:
         OpenSlideSlide(path)
     assert refusal.value.problem.count(str(path)) == 1
-    assert refusal.value.mend
+    assert refusal.value.hint

@@ -29,7 +29,7 @@ def test_a_magnification_alone_is_refused_with_what_it_means(
         slide_mpp(PATH, None, magnification, None)
     assert str(PATH) in refusal.value.problem
     assert f"{magnification}×" in refusal.value.problem
-    assert f"--assume-mpp {proposal} " in refusal.value.mend
+    assert f"--assume-mpp {proposal} " in refusal.value.hint
 
 
 def test_nothing_stated_is_refused() -> None:

@@ -59,7 +59,7 @@ def test_what_is_no_slide(tmp_path: Path, content: bytes | None, said: str) -> N
     with pytest.raises(PathosegError, match=said) as refusal:
         open_slide(path)
     assert str(path) in refusal.value.problem
-    assert refusal.value.mend
+    assert refusal.value.hint
 
 
 def test_a_directory_is_no_slide(tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ def test_a_truncated_file_reads_or_is_refused_by_name(
     if read is None:
         assert refusal is not None
         assert str(path) in refusal.problem
-        assert refusal.mend
+        assert refusal.hint
     else:
         np.testing.assert_array_equal(read, sample.levels[0][:8, :8])
 

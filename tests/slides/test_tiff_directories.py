@@ -42,7 +42,7 @@ def test_a_slide_cut_short_says_so(write_svs: Any, pyramid: Any, tmp_path: Path)
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 9 // 10])
     with pytest.raises(PathosegError, match=r"a\.svs is cut short") as refusal:
         open_slide(path)
-    assert "Copy it again" in refusal.value.mend
+    assert "Copy it again" in refusal.value.hint
     with open_slide(path, assume_mpp=2.5) as slide:
         assert slide.mpp.x == 0.5, "what the file still states is not overruled"
 

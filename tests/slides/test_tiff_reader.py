@@ -58,6 +58,7 @@ def test_levels_of_unequal_steps_and_without_flags_are_found(
             np.testing.assert_array_equal(_all(slide, index), pixels)
 
 
+@pytest.mark.slow
 def test_a_large_level_is_never_held_whole(tmp_path: Path, pyramid: Callable[..., Any]) -> None:
     path = tmp_path / "large.tif"
     tile = np.full((256, 256, 3), 77, np.uint8)
@@ -123,7 +124,7 @@ def test_what_is_no_rgb_image_is_refused(
     with pytest.raises(PathosegError, match=said) as refusal:
         TiffSlide(path)
     assert str(path) in refusal.value.problem
-    assert "8-bit RGB" in refusal.value.mend
+    assert "8-bit RGB" in refusal.value.hint
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,7 @@ def test_resolution(
     if mpp is None:
         with pytest.raises(PathosegError, match="does not state") as refusal:
             TiffSlide(path)
-        assert "--assume-mpp" in refusal.value.mend
+        assert "--assume-mpp" in refusal.value.hint
     else:
         with TiffSlide(path) as slide:
             assert slide.mpp == mpp

@@ -13,7 +13,8 @@ import pytest
 import shapely
 from numpy.typing import NDArray
 
-from pathoseg.annotations.annotation import Annotation, AnnotationOptions, ClassTable
+from pathoseg.annotations.annotation import Annotation, ClassTable
+from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.raster import PolygonLabels
 from pathoseg.errors import UnreadableError
 from pathoseg.geometry import Box, Frame, Level, Mpp, Size

@@ -148,6 +148,7 @@ def _fill_all(folder: Path, count: int) -> None:
         fill(cache, shard)
 
 
+@pytest.mark.process
 def test_several_processes_fill_one_cache(tmp_path: Path) -> None:
     spawn = multiprocessing.get_context("spawn")
     count = 80
@@ -176,6 +177,7 @@ while True:
 """
 
 
+@pytest.mark.process
 def test_a_killed_writer_leaves_nothing_half_written(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for _ in range(4):
@@ -238,6 +240,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.process
 def test_a_full_disk_is_told_of(small_disk: Path) -> None:
     cache = TileCache.open(small_disk, key_of(8))
     noise = np.random.default_rng(0).integers(0, 256, (512, 512, 3), dtype=np.uint8)
@@ -247,6 +250,7 @@ def test_a_full_disk_is_told_of(small_disk: Path) -> None:
     assert not list(cache.path.glob("pixels/*.partial"))
 
 
+@pytest.mark.process
 def test_a_read_only_cache_serves_what_it_holds(small_disk: Path) -> None:
     cache = TileCache.open(small_disk, key_of(1))
     fill(cache, 0)

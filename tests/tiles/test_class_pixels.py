@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from pathoseg.annotations.annotation import AnnotationOptions, ClassTable
+from pathoseg.annotations.annotation import ClassTable
+from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Size
 from pathoseg.tiles.class_pixels import class_counts, count_tiles, count_tiles_once

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from pathoseg.errors import PathosegError, UnreadableError
 from pathoseg.tiles.dataset import Batch, TrainingSet
+from pathoseg.tiles.tile_options import AugmentOptions
 from pathoseg.tiles.tiles import SlideTiles, Tile
-from pathoseg.tiles.transform import Augmentation, AugmentOptions
+from pathoseg.tiles.transform import Augmentation
 
 MakeBench = Callable[..., Any]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pathoseg.tiles.prefetch import in_background, map_ahead
+from pathoseg.tiles.prefetch import in_background, prefetch_map
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -21,7 +21,7 @@ def test_results_come_in_order_and_are_bounded(threads: int) -> None:
         time.sleep(0.001 * (item % 3))
         return item * item
 
-    results = map_ahead(work, itertools.count(), threads)
+    results = prefetch_map(work, itertools.count(), threads)
     assert list(itertools.islice(results, 20)) == [i * i for i in range(20)]
     results.close()
     assert max(started) <= 20 + 2 * threads + 1
@@ -33,7 +33,7 @@ def test_an_error_is_raised_where_its_result_is_due() -> None:
             raise ValueError("third")
         return item
 
-    results = map_ahead(work, range(9), 2)
+    results = prefetch_map(work, range(9), 2)
     assert [next(results) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(ValueError, match="third"):
         next(results)

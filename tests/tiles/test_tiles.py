@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from pathoseg.annotations.annotation import Annotation, AnnotationOptions
+from pathoseg.annotations.annotation import Annotation
+from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.raster import PolygonLabels
 from pathoseg.annotations.reading import class_table, read_labels
 from pathoseg.errors import PathosegError
@@ -24,8 +25,9 @@ from pathoseg.slides.slide import open_slide
 from pathoseg.tiles import tiles as tiles_file
 from pathoseg.tiles.slide_pool import SlidePool
 from pathoseg.tiles.stain import StainNormaliser
+from pathoseg.tiles.tile_options import TissueOptions
 from pathoseg.tiles.tiles import SlideTiles, TileOptions, cut_tiles, tile_labels
-from pathoseg.tiles.tissue import TissueOptions, find_tissue
+from pathoseg.tiles.tissue import find_tissue
 
 MakeBench = Callable[..., Any]
 

@@ -18,7 +18,8 @@ from scipy import ndimage
 from pathoseg.errors import PathosegError, UnreadableError
 from pathoseg.geometry import Box, Frame, Level, Mpp, Size
 from pathoseg.slides.slide import open_slide
-from pathoseg.tiles.tissue import Tissue, TissueOptions, find_tissue
+from pathoseg.tiles.tile_options import TissueOptions
+from pathoseg.tiles.tissue import Tissue, find_tissue
 
 HAEMATOXYLIN = (0.65, 0.70, 0.29)
 EOSIN = (0.15, 0.75, 0.45)

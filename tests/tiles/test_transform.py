@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pathoseg.errors import PathosegError
-from pathoseg.tiles.transform import Augmentation, AugmentOptions
+from pathoseg.tiles.tile_options import AugmentOptions
+from pathoseg.tiles.transform import Augmentation
 
 NOTHING = {
     "flip": False,
@@ -144,6 +145,7 @@ def test_impossible_options_are_refused(options: dict[str, float]) -> None:
         AugmentOptions(**options)  # type: ignore[arg-type]  # flip is a bool
 
 
+@pytest.mark.process
 def test_albumentations_is_imported_when_it_is_used() -> None:
     code = "import sys, pathoseg.tiles.transform; assert 'albumentations' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pathoseg.training.trainer import StepClock
+from pathoseg.training.trainer import StepBudget
 
 
 @given(
@@ -17,7 +17,7 @@ from pathoseg.training.trainer import StepClock
 def test_the_steps_and_their_validations_fit_the_limit(
     seconds: float, steps_per_epoch: int, validation_batches: int, limit: float
 ) -> None:
-    clock = StepClock(limit, steps_per_epoch, validation_batches)
+    clock = StepBudget(limit, steps_per_epoch, validation_batches)
     spent = 0.0
     while not clock.ready:
         clock.saw(seconds)
@@ -31,7 +31,7 @@ def test_the_steps_and_their_validations_fit_the_limit(
 
 
 def test_the_first_steps_do_not_count() -> None:
-    clock = StepClock(100.0, 10, 0)
+    clock = StepBudget(100.0, 10, 0)
     for seconds in [30.0, 9.0, 5.0, *[1.0] * 10]:
         clock.saw(seconds)
     assert clock.ready

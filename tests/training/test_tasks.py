@@ -22,6 +22,7 @@ def _tiles(task: str, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor
     return logits, torch.randint(0, 3, (count, *pixels), generator=dice)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["segment", "classify"])
 @given(owners=st.lists(st.integers(0, 2), min_size=1, max_size=8), seed=st.integers(0, 99))
 def test_ranks_together_see_what_one_sees(kind: str, owners: list[int], seed: int) -> None:

@@ -217,8 +217,8 @@ def test_two_batches_in_one_folder_share_the_work(place: Place, tmp_path: Path) 
 
 HASTY = """
 import sys
-from pathoseg.inference import leases as claims
-claims.LEASE, claims.BEAT = 1.0, 0.1
+from pathoseg.inference import leases
+leases.LEASE, leases.BEAT = 1.0, 0.1
 from pathoseg.__main__ import main
 main()
 """
@@ -271,7 +271,7 @@ def test_a_slide_that_vanishes_fails_alone(place: Place, tmp_path: Path) -> None
     code, said = place.run("--resume", out=out, slides=(str(slides),))
     assert code == 0, said
     assert "1 of 3 slides done, 2 skipped as done before, 0 failed" in said
-    assert (out / "failures.csv").read_text() == "slide,reason,mend\n"
+    assert (out / "failures.csv").read_text() == "slide,reason,hint\n"
     name = "overlay.png"
     assert (out / "x" / name).read_bytes() == (place.folder / "calm/small" / name).read_bytes()
 

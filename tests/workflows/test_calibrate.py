@@ -97,7 +97,7 @@ def test_a_name_that_cannot_be_written_is_refused_at_once(
     monkeypatch.setattr(workflow, "time_cases", lambda *_: pytest.fail("it went on"))
     with pytest.raises(PathosegError, match=name) as raised:
         workflow.calibrate(tmp_path / name, quick=True)
-    assert ".json" in raised.value.mend
+    assert ".json" in raised.value.hint
 
 
 RANKS = """

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import csv
+import json
+import re
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tifffile
 from PIL import Image
+from sklearn.metrics import confusion_matrix
+
+from pathoseg.config import load_config
+from pathoseg.inference.segmenter import Segmenter
+from pathoseg.interruption import Interruption
+from pathoseg.models.bundle import load_bundle, save_bundle
+from pathoseg.models.model_options import ModelConfig
+from pathoseg.outputs.stitch import CONFIDENCE_LEVELS
+from pathoseg.slides.slide import open_slide
 
 Command = Callable[..., tuple[int, str]]
 SaveBundle = Callable[..., Path]
@@ -44,6 +57,134 @@ def test_figures_are_those_of_the_masks_that_infer_writes(
         _agrees(row, counts)
     for split, counts in together.items():
         _agrees(rows["all", split], counts)
+    _files_agree(Path("run"), rows, splits, toy_slides)
+
+
+def _files_agree(
+    run: Path, rows: dict[tuple[str, str], dict[str, str]], splits: dict[str, str], slides: Path
+) -> None:
+    """The matrix is scikit-learn's, and the other files say what evaluation.csv says."""
+    told = json.loads((run / "evaluation.json").read_text())
+    with (run / "confusion.csv").open(newline="") as file:
+        cells = list(csv.DictReader(file))
+    for split in set(splits.values()):
+        names = [Path(name).stem for name, of in splits.items() if of == split]
+        masks = [tifffile.imread(f"out/{name}/mask.ome.tiff").ravel() for name in names]
+        truths = [np.asarray(Image.open(slides / f"{name}_mask.png")).ravel() for name in names]
+        matrix = confusion_matrix(np.concatenate(truths), np.concatenate(masks), labels=[0, 1])
+        found = [cell for cell in cells if cell["split"] == split]
+        assert [int(cell["pixels"]) for cell in found] == matrix.ravel().tolist()
+        shares = matrix / matrix.sum(axis=1, keepdims=True)
+        assert [float(cell["share_of_truth"]) for cell in found] == pytest.approx(shares.ravel())
+        row, part = rows["all", split], told["splits"][split]
+        assert part["confusion"] == matrix.tolist()
+        for name, figure in part["figures"].items():
+            assert float(row[name]) == pytest.approx(figure["value"])
+            if part["patients"] < 3:
+                assert (figure["low"], row[f"{name}_low"]) == (None, "nan")
+            else:
+                low, high = float(row[f"{name}_low"]), float(row[f"{name}_high"])
+                assert (low, high) == pytest.approx((figure["low"], figure["high"]))
+                assert low <= high
+        assert float(row["precision_disc"]) == pytest.approx(matrix[1, 1] / matrix[:, 1].sum())
+        assert float(row["recall_disc"]) == pytest.approx(matrix[1, 1] / matrix[1].sum())
+    assert {part["patients"] for part in told["splits"].values()} == {1, 3}
+    with (run / "evaluation-slides.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            assert row["patient"] == row["slide"]
+            assert row["dice_disc"] == rows[row["slide"], row["split"]]["dice_disc"]
+            truth = np.asarray(Image.open(slides / f"{Path(row['slide']).stem}_mask.png"))
+            assert float(row["annotated_mm2_disc"]) == pytest.approx((truth == 1).sum() * 0.25e-6)
+    page = (run / "evaluation.html").read_text()
+    assert not re.findall(r"(?:src|href)=\"(?!data:|#)|url\(|<script", page), "one file"
+    assert page.count("data:image/png;base64,") == 3 * (3 + 1), "three slides, and the only one"
+
+
+def test_a_slide_compared_in_strips_is_a_slide_compared_whole(
+    toy_slides: Path, command: Command, tiny_bundle: SaveBundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate = ("evaluate", "--slides", toy_slides, "--model", tiny_bundle(tile=32, overlap=16))
+    config = ("--assume-mpp", "0.5")
+    assert command(*evaluate, *config, "--out", "whole")[0] == 0
+    monkeypatch.setattr("pathoseg.workflows.evaluate._STRIP_PIXELS", 96 * 3)
+    assert command(*evaluate, *config, "--out", "strips")[0] == 0
+    for name in ("evaluation.csv", "evaluation.json", "evaluation.html"):
+        assert (Path("whole") / name).read_bytes() == (Path("strips") / name).read_bytes()
+
+
+def test_confidence_is_the_probability_of_the_predicted_class(
+    toy_slides: Path, tiny_bundle: SaveBundle
+) -> None:
+    net, card = load_bundle(tiny_bundle(tile=32, overlap=16))
+    segmenter = Segmenter(net, card, load_config(None, {"data": {"assume_mpp": 0.5}}))
+    with open_slide(toy_slides / "slide0.png", assume_mpp=0.5) as slide:
+        plan = segmenter.plan(slide)
+    # Without its last row of tiles, as if there were no tissue there.
+    indices = [index for index in plan.indices if index < len(plan.grid) - plan.grid.columns]
+    plan = replace(plan, indices=indices)
+    calm = Interruption("")
+    with closing(segmenter.bands_with_confidence(plan, calm)) as bands:
+        classes, levels = np.concatenate(list(bands), axis=1)
+    with closing(segmenter.rows(plan, calm)) as rows:
+        assert np.array_equal(classes, np.concatenate([row.band for row in rows]))
+    with closing(segmenter._rows(plan, calm, finish=lambda chances: chances)) as rows:
+        chances = np.concatenate([band for _, band, _ in rows], axis=1).max(axis=0)
+    confidence = levels / CONFIDENCE_LEVELS
+    np.testing.assert_allclose(confidence, chances, rtol=0, atol=1 / CONFIDENCE_LEVELS)
+    bottom = plan.grid.box(indices[-1]).bottom
+    assert confidence[:bottom].min() >= 1 / 3 - 1 / CONFIDENCE_LEVELS
+    assert not confidence[bottom:].any(), "nobody was asked"
+
+
+def test_what_was_classified_in_tiles_is_compared_in_tiles(
+    toy_slides: Path, command: Command, tiny_bundle: SaveBundle
+) -> None:
+    network = ModelConfig("resnet11_v2", "classify", 3, width=2)
+    model = tiny_bundle(network=network, tile=32, overlap=0)
+    evaluate = ("evaluate", "--slides", toy_slides, "--model", model, "--out", "figures")
+    code, said = command(*evaluate, "--assume-mpp", "0.5")
+    assert code == 0, said
+    rows = _rows(Path("figures/evaluation.csv"))
+    assert {row["pixels"] for (name, _), row in rows.items() if name != "all"} == {"9"}
+    assert not [name for name in rows["all", "unseen"] if name.startswith("boundary")]
+    told = json.loads(Path("figures/evaluation.json").read_text())
+    assert told["unit"] == "tiles"
+    assert sum(b["pixels"] for b in told["splits"]["unseen"]["calibration"]) == 4 * 9
+    assert "36 tiles" in Path("figures/evaluation.html").read_text()
+
+
+def test_what_the_figures_rest_on_is_said(
+    toy_slides: Path, command: Command, tiny_bundle: SaveBundle
+) -> None:
+    """A resolution that is new to the model, slides of one patient, names that look like HTML."""
+    network, card = load_bundle(tiny_bundle())
+    card = replace(card, training={"slide_mpps": (0.2, 0.3)}, class_names=("gland", "<b>&"))
+    run = toy_slides.parent / "run"
+    save_bundle(run / "model", network.state_dict(), card)
+    (run / "splits.csv").write_text(
+        "slide,patient,split\nslide0.png,P1,train\nslide1.png,P2,test\n"
+    )
+    (toy_slides / "slides.csv").write_text("slide,patient\nslide2,P1\nslide3.png,P2\n")
+    (toy_slides / "slide1_mask.png").rename(toy_slides / "slide1.txt")
+    evaluate = ("evaluate", "--slides", toy_slides, "--model", run, "--assume-mpp", "0.5")
+    code, said = command(*evaluate)
+    assert code == 0, said
+    assert said.count("0.5 µm per pixel, is 1.7 times coarser") == 3
+    assert "slide2.png: the model was trained on other slides of its patient, P1" in said
+    assert "slide3.png: the model was trained on" not in said
+    assert "Left out: slide1.png: it has no annotation" in said
+    assert "no 95 % interval: 2 patients" in said
+    assert "splits.csv" not in said
+    page = (run / "evaluation.html").read_text()
+    assert page.count("1.7 times coarser") == 3
+    assert "slide1.png is left out" in page
+    assert "&lt;b&gt;&amp;" in page
+    assert "<b>&" not in page
+    code, said = command("infer", toy_slides / "slide0.png", "--model", run, "--assume-mpp", "0.5")
+    assert code == 0, said
+    assert "Take care: its resolution, 0.5 µm per pixel, is 1.7 times coarser" in said
+    [told] = json.loads(Path("results/slide0/summary.json").read_text())["warnings"]
+    assert "1.7 times coarser" in told
 
 
 def _agrees(row: dict[str, str], counts: np.ndarray) -> None:
@@ -81,6 +222,11 @@ def test_slides_are_read_as_the_run_read_them(toy_slides: Path, command: Command
     # The slides state no mpp: tiny.toml, which is not given again, supplies it.
     code, said = command("evaluate", "--slides", toy_slides)
     assert code == 0, said
+    # So it does where a configuration is about something else.
+    Path("other.toml").write_text("[infer]\nreaders = 1\n")
+    where = ("--slides", toy_slides, "--annotations", masks)
+    assert command("evaluate", *where, "--config", "other.toml", "--out", "other")[0] == 0
+    assert Path("other/evaluation.csv").read_text() == Path("run/evaluation.csv").read_text()
     others = toy_slides.rename(toy_slides.parent / "others")
     code, said = command("evaluate", "--slides", others)
     assert code == 2

@@ -25,8 +25,9 @@ from pathoseg.device import to_input
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box
 from pathoseg.inference.segmenter import Segmenter, default_margin, predict
-from pathoseg.models.build import ModelConfig, edge_reach
+from pathoseg.models.build import edge_reach
 from pathoseg.models.bundle import load_bundle
+from pathoseg.models.model_options import ModelConfig
 from pathoseg.outputs.stitch import stitch
 from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide

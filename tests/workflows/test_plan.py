@@ -11,7 +11,8 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from pathoseg.models.build import ModelConfig, build_model
+from pathoseg.models.build import build_model
+from pathoseg.models.model_options import ModelConfig
 from pathoseg.parallel.cost.hardware import load_hardware, save_hardware
 from pathoseg.parallel.graph.traced import trace
 from pathoseg.parallel.planning.plan import Plan
@@ -81,6 +82,33 @@ def test_the_drawing_shows_times_and_stages(command: Command) -> None:
     words = {text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")}
     assert {"seconds", "stage", "receives"} <= words
     assert {str(stage) for stage in range(found.stages)} <= words
+
+
+@pytest.mark.parametrize(
+    ("level", "count", "name"),
+    [
+        ("module", 6, "decoder.0"),
+        ("block", 27, "decoder.0.convolve"),
+        ("layer", 37, "decoder.0.up"),
+    ],
+)
+def test_a_level_lists_the_graph_and_draws_it_so(
+    level: str, count: int, name: str, command: Command
+) -> None:
+    options = ("--order", "1f1b", "--cut", "encoder.1,decoder.0", "--level", level)
+    found, said = _plan(command, *options, "--draw", "it.svg")
+    listed = [line.split()[0] for line in said.splitlines() if line.endswith(" saved")]
+    assert len(listed) == count
+    assert name in listed
+    drawn = ElementTree.parse("it.svg")
+    words = {text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")}
+    assert {str(stage) for stage in range(found.stages)} <= words
+
+
+def test_stages_that_begin_inside_of_a_module_are_not_drawn_on_it(command: Command) -> None:
+    options = ("--order", "1f1b", "--cut", "encoder.1.conv2", "--level", "module")
+    _, said = _plan(command, *options, "--draw", "it.svg")
+    assert "It shows no stages: they begin inside of a module." in said
 
 
 def test_an_order_and_a_cut_are_kept(command: Command) -> None:

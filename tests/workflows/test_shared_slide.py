@@ -13,12 +13,12 @@ import pytest
 from PIL import Image
 
 from pathoseg.config import load_config
-from pathoseg.inference.leases import Claims
+from pathoseg.inference.leases import Leases
 from pathoseg.inference.segmenter import MaskRow, Segmenter, SlidePlan
 from pathoseg.inference.slide_job import SavedRows, SharedSlide
 from pathoseg.interruption import Interruption
-from pathoseg.models.build import ModelConfig
 from pathoseg.models.bundle import load_bundle
+from pathoseg.models.model_options import ModelConfig
 from pathoseg.slides.slide import open_slide
 
 SaveBundle = Callable[..., Path]
@@ -97,7 +97,7 @@ def test_several_processes_share_the_rows(
             saved.append(row.number)
             super().save(row)
 
-    with Claims(tmp_path) as lead, Claims(tmp_path) as one, Claims(tmp_path) as other:
+    with Leases(tmp_path) as lead, Leases(tmp_path) as one, Leases(tmp_path) as other:
         shares = [
             SharedSlide(segmenter, plan, Counted(folder), claims, CALM)
             for claims in (lead, one, other)
@@ -124,7 +124,7 @@ def test_a_helper_begins_in_the_middle_of_what_is_free(
     segmenter, plan = work()
     rows, count = SavedRows(tmp_path), plan.grid.rows
     whole = _all(segmenter, plan)
-    with Claims(tmp_path) as mine, Claims(tmp_path) as leader:
+    with Leases(tmp_path) as mine, Leases(tmp_path) as leader:
         share = SharedSlide(segmenter, plan, rows, mine, CALM)
         leader.take(rows.claim(0))
         assert share.help()
@@ -148,6 +148,6 @@ def test_saved_rows_are_not_computed_again(
     for row in marked.values():
         rows.save(row)
     (tmp_path / "000006.row").write_bytes(b"cut short")
-    with Claims(tmp_path) as claims:
+    with Leases(tmp_path) as claims:
         found = list(SharedSlide(segmenter, plan, rows, claims, CALM).rows())
     _same(found, [marked.get(row.number, row) for row in whole])

@@ -11,17 +11,20 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from pathoseg import config as config_module
+from pathoseg.config import load_config
 from pathoseg.errors import PathosegError
 from pathoseg.host_memory import LARGE
 from pathoseg.models.bundle import load_bundle
+from pathoseg.training import step_plan
 from pathoseg.training.run_folder import bundle_of
-from pathoseg.workflows import plan as plan_module
 from pathoseg.workflows.train import train
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -43,20 +46,20 @@ def test_what_the_host_cannot_hold_is_refused_before_anything_is_read(
     toy_slides: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 1, "batch": 4}}
-    monkeypatch.setattr(plan_module, "available_memory", lambda: 2**20)
+    monkeypatch.setattr(step_plan, "available_memory", lambda: 2**20)
     with pytest.raises(PathosegError, match=r"takes about .* which has 1 MiB left") as refused:
         train(Path("tiny.toml"), flags, Path("run"), resume=False)
-    assert '[parallel] memory = "922 KiB"' in refused.value.mend
+    assert '[parallel] memory = "922 KiB"' in refused.value.hint
     assert not Path("run").exists()
     needed = re.search(r"about ([\d.]+) MiB", refused.value.problem)
     assert needed is not None
     room = math.ceil(float(needed[1])) << 20
     kept: list[int] = []
-    monkeypatch.setattr(plan_module, "keep_freed_memory", kept.append)
-    monkeypatch.setattr(plan_module, "available_memory", lambda: room)
+    monkeypatch.setattr(step_plan, "keep_freed_memory", kept.append)
+    monkeypatch.setattr(step_plan, "available_memory", lambda: room)
     train(Path("tiny.toml"), flags, Path("run"), resume=False)
     assert not kept  # what the heap's holes take is not there
-    monkeypatch.setattr(plan_module, "available_memory", lambda: 2 * room)
+    monkeypatch.setattr(step_plan, "available_memory", lambda: 2 * room)
     train(Path("tiny.toml"), flags, Path("roomy"), resume=False)
     assert kept == [LARGE]
 
@@ -167,6 +170,34 @@ def test_resuming_with_other_values_is_refused_by_name(toy_slides: Path) -> None
     run = train(Path("tiny.toml"), flags, Path("run"), resume=False)
     with pytest.raises(PathosegError, match=r"tiles\.tile"):
         train(None, {"tiles": {"tile": 64}}, run, resume=True)
+
+
+def test_a_resumed_run_keeps_the_defaults_of_its_format(
+    toy_slides: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the file it began by, too, which says nothing of formats."""
+    monkeypatch.setattr(config_module, "_FORMER_DEFAULTS", {1: {"train": {"epochs": 2}}})
+    text = Path("tiny.toml").read_text().replace("epochs = 4\n", "")
+    text = text.replace("[data]", '[data]\nslides = "slides"')
+    Path("run").mkdir()
+    for name in ("tiny.toml", "run/config.toml"):
+        Path(name).write_text(text)
+    assert len(_rows(train(Path("tiny.toml"), {}, Path("run"), resume=True))) == 2
+
+
+def test_resuming_in_other_microbatches_says_what_changes(
+    toy_slides: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags: dict[str, dict[str, Any]] = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 1}}
+    run = train(Path("tiny.toml"), flags, Path("run"), resume=False)
+    said = []
+    for wanted in ({}, {"microbatch": 1}, {}):  # as it was, another, and that again
+        (run / "summary.json").unlink()
+        capsys.readouterr()
+        train(None, {"train": wanted}, run, resume=True)
+        said.append("Microbatches of 1, not 2 as before: random layers" in capsys.readouterr().err)
+    assert said == [False, True, False]
+    assert load_config(run / "config.toml").train.microbatch == 1
 
 
 def test_a_finished_run_is_not_trained_again(toy_slides: Path) -> None:

@@ -1,1 +1,1 @@
-"""How what a forward saves is kept, offloaded or recomputed while a step runs."""
+"""Activations during a step: saved tensors are kept, offloaded or recomputed."""

@@ -14,8 +14,8 @@ from pathoseg.parallel.activations.pinned_arena import Arena, Room
 from pathoseg.parallel.activations.streams import Lane, Streams
 
 
-class Form(StrEnum):
-    """How copies to and from the host are made.
+class OffloadMode(StrEnum):
+    """The offload modes: how copies to and from the host are made.
 
     The first five are those of the offload study; they copy on the stream that computes, when a
     tensor is saved and when it is used. On a CPU all of them copy within host memory.
@@ -30,8 +30,8 @@ class Form(StrEnum):
 
     @property
     def pins(self) -> bool:
-        """Whether host memory is pinned."""
-        return self in (Form.PINNED, Form.PINNED_NON_BLOCKING, Form.OVERLAPPED)
+        """Return True if host memory is pinned."""
+        return self in (OffloadMode.PINNED, OffloadMode.PINNED_NON_BLOCKING, OffloadMode.OVERLAPPED)
 
 
 class Label(NamedTuple):
@@ -276,13 +276,13 @@ class Direct:
         form: Which of the four.
     """
 
-    def __init__(self, streams: Streams, device: torch.device, form: Form) -> None:
+    def __init__(self, streams: Streams, device: torch.device, form: OffloadMode) -> None:
         self.copied: list[Copied] | None = None
         self.peak = 0
         self._held = 0
         self._streams, self._device = streams, device
         self._pins = form.pins and device.type == "cuda"
-        self._goes_on = form in (Form.NON_BLOCKING, Form.PINNED_NON_BLOCKING)
+        self._goes_on = form in (OffloadMode.NON_BLOCKING, OffloadMode.PINNED_NON_BLOCKING)
 
     def leave(self, source: Tensor, label: Label, lasting: bool = False) -> _Away:
         host = torch.empty(source.numel(), dtype=torch.uint8, pin_memory=self._pins)
@@ -317,7 +317,7 @@ class Direct:
 
 
 def copies_of(
-    form: Form,
+    form: OffloadMode,
     streams: Streams,
     device: torch.device,
     window: int,
@@ -334,9 +334,9 @@ def copies_of(
         host_bytes: Bytes of host memory that are taken at once.
         turns: Whether nothing leaves while anything is back early.
     """
-    if form is Form.NONE:
+    if form is OffloadMode.NONE:
         return None
-    if form is Form.OVERLAPPED:
+    if form is OffloadMode.OVERLAPPED:
         arena = Arena(host_bytes, pinned=device.type == "cuda")
         return Overlapped(streams, device, arena, window, turns)
     return Direct(streams, device, form)

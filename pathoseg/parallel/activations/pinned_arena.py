@@ -55,7 +55,7 @@ class Arena:
 
     @property
     def bytes(self) -> int:
-        """Of all slabs together."""
+        """Total size of all slabs."""
         return sum(slab.numel() for slab in self._slabs)
 
     def take(self, size: int) -> tuple[Room, Any]:

@@ -1,4 +1,4 @@
-"""What a forward saves for its backward, and the recomputation of what nobody kept."""
+"""The tensors that a forward saves, and the recomputation of those that were not kept."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GIVEN = -1  # in place of a layer's position: what no layer of the stage made
 
 
 class Fate(Enum):
-    """What becomes of what a layer makes and a backward needs."""
+    """The policy for one storage that a backward needs."""
 
     KEEP = 0
     OFFLOAD = 1
@@ -32,7 +32,7 @@ class Fate(Enum):
 
 
 class Place(NamedTuple):
-    """Where in its storage a tensor lies."""
+    """The place of a tensor in its storage: offset, shape and strides."""
 
     dtype: torch.dtype
     sizes: tuple[int, ...]
@@ -54,7 +54,7 @@ def bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return Place(torch.uint8, (storage.nbytes(),), (1,), 0).on(storage)
 
 
-class Run(Protocol):
+class LayerRun(Protocol):
     """A layer that can be run once more."""
 
     def give(self, piece: Dropped) -> None:
@@ -120,7 +120,7 @@ class Dropped(_Content):
 
     def __init__(self, packed: bool) -> None:
         super().__init__(packed)
-        self.run: Run | None = None
+        self.run: LayerRun | None = None
         self.made: torch.UntypedStorage | None = None
 
     def storage(self) -> torch.UntypedStorage:
@@ -164,7 +164,7 @@ class Made:
 
 
 class Handle:
-    """What autograd holds in place of a tensor that it saved.
+    """The stand-in that autograd holds for a saved tensor.
 
     Attributes:
         piece: The content of its storage; None where `witness` is the tensor.
@@ -219,7 +219,7 @@ class Storages:
                 self._add(storage, Fate.KEEP, tensor, GIVEN)
 
     def of(self, storage: torch.UntypedStorage, position: int, fate: Fate) -> Made:
-        """What is known of a storage; a new one was made by the layer at this position."""
+        """Return the record of a storage; one seen first was made by the layer at `position`."""
         made = self._known.get(storage._cdata)
         return self._add(storage, fate, None, position) if made is None else made
 
@@ -232,7 +232,7 @@ class Storages:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is no more than a place in a storage."""
+    """Return True if a tensor is a plain view of its storage, without further state."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
@@ -257,7 +257,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What one forward of a layer did.
+    """The record of one forward of a layer, by which it is recomputed.
 
     Attributes:
         position: The layer's.
@@ -427,7 +427,7 @@ class Again:
         self.sources.clear()
 
     def _storage(self, key: tuple[Made, int]) -> torch.UntypedStorage:
-        """What the layer reads; a copy where it writes into what others will need."""
+        """Return the storage that the layer reads; a copy if it writes what others need."""
         source = self.sources[key]
         if isinstance(source, Kept) and source.tensor._version != key[1]:
             raise PathosegError(
@@ -463,7 +463,7 @@ def _never(tensor: Tensor) -> Tensor:
 
 
 def leaves_of(value: Any, kind: type) -> Iterator[Any]:
-    """What is of a kind in (nested) tuples, lists and dicts, in a fixed order."""
+    """Yield the items of a type in nested tuples, lists and dicts, in a fixed order."""
     if isinstance(value, kind):
         yield value
     elif isinstance(value, (tuple, list)):

@@ -17,7 +17,7 @@ _Call = tuple[int, Any]  # position of the layer, norm
 
 
 class RunningStatistics:
-    """Those of the norms that a stage's layers call.
+    """The running statistics of the norms that a stage's layers call.
 
     During a step each call leaves its mean and (unbiased) variance in a place of its own instead
     of the running ones: with momentum 1 and zeros to start from, torch's kernels leave there just
@@ -76,7 +76,7 @@ class RunningStatistics:
 
     @property
     def watches(self) -> bool:
-        """Whether `enter` has to be called before each layer."""
+        """Return True if `enter` has to be called before each layer."""
         return bool(self._again)
 
     def enter(self, position: int) -> None:

@@ -33,7 +33,7 @@ from pathoseg.parallel.activations.rematerialize import (
     unpack,
 )
 from pathoseg.parallel.activations.running_statistics import norms_at, uncounted
-from pathoseg.parallel.graph.activation_policy import SMALL, Retention
+from pathoseg.parallel.graph.activation_policy import SMALL, ActivationPolicy
 from pathoseg.parallel.graph.segment import Step
 from pathoseg.parallel.graph.traced import Traced
 
@@ -41,8 +41,8 @@ from pathoseg.parallel.graph.traced import Traced
 Again = Callable[[], AbstractContextManager[Callable[[int], None] | None]]
 
 
-class Keeping:
-    """What a stage does with what its layers make.
+class SavedTensorHooks:
+    """The saved-tensor hooks of a stage: each saved tensor is kept, offloaded or dropped.
 
     Args:
         traced: The model.
@@ -61,7 +61,7 @@ class Keeping:
         traced: Traced,
         layers: range,
         number: int,
-        retention: Retention,
+        retention: ActivationPolicy,
         copies: Copies | None,
         parks: bool = False,
     ) -> None:
@@ -105,7 +105,7 @@ class Keeping:
 
     @property
     def active(self) -> bool:
-        """Whether anything is not kept."""
+        """Return True if any saved tensor is offloaded or dropped."""
         return bool(self._fates) or self._parks
 
     def recording(self, microbatch: int, received: Mapping[str, Tensor], again: Again) -> Recording:
@@ -136,7 +136,7 @@ class Recording:
     """
 
     def __init__(
-        self, keeping: Keeping, microbatch: int, given: Iterable[Tensor], again: Again
+        self, keeping: SavedTensorHooks, microbatch: int, given: Iterable[Tensor], again: Again
     ) -> None:
         self._keeping, self._microbatch, self._again = keeping, microbatch, again
         self._fates, self._names, self._copies = keeping._fates, keeping._names, keeping._copies
@@ -218,7 +218,7 @@ class Recording:
         return made
 
     def _note_of(self, name: str, value: Any) -> Any:
-        """What is known of a value, as it is now."""
+        """Return the record of a value as it is now."""
         note = self._notes.get(name)
         if not isinstance(note, Leaf) or note.version != value._version:
             note = self._notes[name] = self._note(value)
@@ -263,7 +263,7 @@ class Recording:
         return handle
 
     def _may_leave(self, made: Made) -> bool:
-        """Whether it is a parameter's: what is saved must not hold on to the memory of now."""
+        """Return True for a parameter's storage, which may leave the device with its stage."""
         return self._keeping._parks and isinstance(made.given, nn.Parameter)
 
     def _piece(self, made: Made, tensor: Tensor) -> Piece:
@@ -281,4 +281,4 @@ class Recording:
 
 
 def _nothing(position: int) -> None:
-    """Where no layer has to be prepared."""
+    """Prepare no layer: the default of `before`."""

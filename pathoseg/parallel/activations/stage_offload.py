@@ -20,7 +20,7 @@ from pathoseg.parallel.schedule.action import Action, Kind
 
 
 class Park(StrEnum):
-    """What of a stage may wait in host memory while others are at work."""
+    """The tensors of a waiting stage that may be offloaded."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -39,8 +39,8 @@ _NEEDS: Mapping[Kind, Collection[Park]] = {
 Key = tuple[Park, int]  # what, and of which parameter
 
 
-class Turn(NamedTuple):
-    """What an action needs, and what the next that needs anything does."""
+class StageTurn(NamedTuple):
+    """The tensors that an action needs, and those that the next such action needs."""
 
     now: Collection[Key]
     then: Collection[Key]
@@ -61,8 +61,8 @@ class _Waiting:
     ticket: Any
 
 
-class Parking:
-    """What waits in host memory of the stages of one rank.
+class StageOffload:
+    """Offload of the parameters, gradients and optimizer state of a rank's waiting stages.
 
     Tensors stay the objects that they are; while their bytes are away, reading them gives NaN.
     What the next visit needs and is here stays here; where copies run ahead of use, what is not
@@ -111,11 +111,11 @@ class Parking:
 
     @property
     def active(self) -> bool:
-        """Whether anything waits."""
+        """Return True if any kind of tensor is offloaded."""
         return bool(self._parked)
 
-    def turns(self, actions: Sequence[Action]) -> dict[int, Turn]:
-        """What is needed by the actions at some positions of a rank's list."""
+    def turns(self, actions: Sequence[Action]) -> dict[int, StageTurn]:
+        """Return the needs of the actions of a rank's list, by position."""
         if not self._parked:
             return {}
         needs = {
@@ -125,12 +125,12 @@ class Parking:
         }
         needs = {position: keys for position, keys in needs.items() if keys}
         return {
-            position: Turn(needs[position], needs.get(then, ()))
+            position: StageTurn(needs[position], needs.get(then, ()))
             for position, then in pairwise([*needs, -1])
         }
 
     @contextmanager
-    def during(self, turn: Turn | None, changed: Collection[Park]) -> Iterator[None]:
+    def during(self, turn: StageTurn | None, changed: Collection[Park]) -> Iterator[None]:
         """Within it all that a turn needs is on the device.
 
         Args:
@@ -157,7 +157,7 @@ class Parking:
         keys = [self._keys(numbers, needed) for numbers in self._turns]
         for turn, numbers in enumerate(self._turns):
             then = keys[turn + 1] if turn + 1 < len(keys) else ()
-            with self.during(Turn(keys[turn], then), changed):
+            with self.during(StageTurn(keys[turn], then), changed):
                 yield [self._parameters[number] for number in numbers]
 
     @contextmanager
@@ -245,7 +245,7 @@ class Parking:
                     self._drop(same.pop())
 
     def _leave(self, but: Collection[Key]) -> None:
-        """What is here goes, except for some."""
+        """Offload all tensors on the device, except for some."""
         for key in [key for key in self._here if key not in but]:
             same = {id(each.tensor): each for each in self._here.pop(key)}
             for tensor in self._tensors(key):
@@ -272,7 +272,7 @@ class Parking:
         return _Waiting(tensor, place._replace(offset=0), ticket)
 
     def _empty(self, like: Tensor) -> Tensor:
-        """Of its type and shape, with hardly any memory."""
+        """Return a tensor of the same dtype and shape that takes hardly any memory."""
         if like.dtype not in self._nothing:
             unknown = torch.nan if like.is_floating_point() or like.is_complex() else 0
             self._nothing[like.dtype] = like.detach().new_full((), unknown)
@@ -284,7 +284,7 @@ class Parking:
 
 
 def changed_by(kind: Kind) -> Collection[Park]:
-    """What an action leaves behind changed."""
+    """Return the kinds of tensors that an action changes."""
     return set(_NEEDS.get(kind, ())) & {Park.GRADIENTS}
 
 

@@ -31,7 +31,7 @@ class Streams(Protocol):
         """Lets what follows in a lane wait for a mark of another."""
 
     def passed(self, mark: Any) -> bool:
-        """Whether a mark is passed; never blocks."""
+        """Return True if the work before a mark is done; never blocks."""
 
     def start_clock(self) -> None:
         """From now on, until `settle`, marks are timed. All lanes are emptied first."""
@@ -44,7 +44,7 @@ class Streams(Protocol):
 
 
 class HostStreams:
-    """Those of a CPU, where work is done as soon as it is given; a mark is a time."""
+    """The streams of a CPU, where work is done when it is issued; a mark is a time."""
 
     def copy(self, lane: Lane, into: Tensor, source: Tensor) -> None:
         into.copy_(source)
@@ -69,7 +69,7 @@ class HostStreams:
 
 
 class CudaStreams:
-    """Those of a CUDA device; a mark is an event.
+    """The streams of a CUDA device; a mark is an event.
 
     Args:
         device: The device.

@@ -1,1 +1,1 @@
-"""How ranks are started, joined and watched, and how messages pass between them."""
+"""Communication: ranks are started, joined and watched, and pass messages."""

@@ -17,7 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.comm.heartbeat import MEETING, Lifeline
+from pathoseg.parallel.comm.heartbeat import MEETING, Heartbeat
 from pathoseg.parallel.comm.process_transport import ProcessTransport, own_address, reached_by
 
 LONG = timedelta(days=365)  # the lifeline, not a time limit, ends the wait for a lost rank
@@ -31,7 +31,7 @@ def connect_gloo(
 ) -> ProcessTransport:
     """Joins ranks, with the arguments and errors of `join_gloo`."""
     wire = join_gloo(rank, ranks, host, port, local=local, hosted=hosted)
-    return ProcessTransport(wire, Lifeline(rank, ranks, wire.host, wire.announce))
+    return ProcessTransport(wire, Heartbeat(rank, ranks, wire.host, wire.announce))
 
 
 def join_gloo(
@@ -217,7 +217,7 @@ def _failure(error: RuntimeError) -> PathosegError:
 
 
 def _address(store: Store, rank: int, ranks: int, host: str) -> str:
-    """Where the other ranks reach this one: on the host where they meet, by their addresses."""
+    """Return the address at which the other ranks reach this one."""
     own = own_address(host)
     store.set(f"address/{rank}", own)
     if not ipaddress.ip_address(own).is_loopback:

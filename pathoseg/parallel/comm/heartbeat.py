@@ -22,10 +22,10 @@ MEETING = 60.0  # seconds that the ranks have to meet
 _FAREWELL = 2.0  # seconds that a rank which leaves waits for its word to be heard
 _TOKEN = 32
 _GREETING = _TOKEN + 8  # the token and the rank
-_MEND = "Mend the cause and start again; `pathoseg train --resume` goes on from its checkpoint."
+_HINT = "Mend the cause and start again; `pathoseg train --resume` goes on from its checkpoint."
 
 
-class Lifeline:
+class Heartbeat:
     """A star of connections through rank 0, with a thread on each rank that beats and listens.
 
     It stands beside the library that carries the tensors, because such a library is silent about
@@ -75,7 +75,7 @@ class Lifeline:
         if patience:
             self._parted.wait(patience)
         if self._reason is not None:
-            raise PathosegError(self._reason, _MEND)
+            raise PathosegError(self._reason, _HINT)
 
     def abort(self, reason: str) -> None:
         """Makes `check` fail with the reason on every rank; returns once they know it."""

@@ -15,13 +15,14 @@ import torch
 from pathoseg.errors import PathosegError
 from pathoseg.host_memory import keep_freed_memory
 from pathoseg.parallel.comm.process_transport import ProcessTransport
+from pathoseg.platform_support import usable_cores
 
 Choice = Literal["auto", "mpi", "gloo", "nccl"]
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What a launcher has told this process.
+    """The rank, size and launcher of this process, as its environment states them.
 
     Attributes:
         launcher: "mpirun" stands for every launcher of an MPI (srun with PMIx or PMI too), "srun"
@@ -135,7 +136,7 @@ def connect(choice: Choice = "auto", world: World | None = None) -> ProcessTrans
 
 def _share_of_cores(transport: ProcessTransport) -> int:
     """Cores that the ranks of this machine may use, over their number; at least one."""
-    mine = {"host": socket.gethostname(), "cores": sorted(os.sched_getaffinity(0))}
+    mine = {"host": socket.gethostname(), "cores": sorted(usable_cores())}
     everyone = [json.loads(text) for text in transport.gather(json.dumps(mine))]
     here = [each["cores"] for each in everyone if each["host"] == mine["host"]]
     return max(1, len(set().union(*here)) // len(here))

@@ -16,10 +16,12 @@ from types import FrameType
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.comm.launcher import Choice
+from pathoseg.platform_support import KILL, is_root, signal_group, usable_cores
 
 GRACE = 5.0  # seconds that the other ranks have to end by themselves once one has failed
 _LAST_WORDS = 20  # lines
 _NAP = 0.05  # seconds
+_SHELL = Path("/bin/sh")
 
 # Runs a command as one rank. "$0" is the folder for its process group, its exit code and, but for
 # rank 0, its output. The traps leave a signal to the command.
@@ -57,6 +59,11 @@ def start_local(ranks: int, command: Sequence[str], choice: Choice = "auto") -> 
         from pathoseg.parallel.comm.nccl import refuse_without_gpus
 
         refuse_without_gpus(ranks)
+    if not _SHELL.exists():
+        raise PathosegError(
+            f"This system has no {_SHELL}, which the ranks of one machine are started by.",
+            "Leave out --ranks to train in one process, or start the ranks with torchrun.",
+        )
     mpirun = Path(sys.executable).with_name("mpirun")
     if choice == "mpi" and not mpirun.exists():
         raise PathosegError(
@@ -67,7 +74,7 @@ def start_local(ranks: int, command: Sequence[str], choice: Choice = "auto") -> 
     by_mpi = choice in ("auto", "mpi") and mpirun.exists()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pathoseg-ranks-")))
-        rank = ["/bin/sh", "-c", _RANK, str(folder), *command]
+        rank = [str(_SHELL), "-c", _RANK, str(folder), *command]
         start = _start_by_mpirun(mpirun, ranks, rank) if by_mpi else _start_with_store(ranks, rank)
         # Ahead of the ranks: a job in the background ignores Ctrl-C, and they would, too.
         signals = stack.enter_context(_signals())
@@ -115,7 +122,7 @@ class _Run:
     def end(self) -> None:
         """Leaves nothing of the ranks running."""
         for group in self._groups():
-            _kill(group, signal.SIGKILL)
+            _kill(group, KILL)
 
     def _groups(self) -> list[int]:
         texts = (path.read_text().strip() for path in self._folder.glob("group.*"))
@@ -141,7 +148,7 @@ def _start_by_mpirun(
     options = ["--oversubscribe", "--bind-to", "none"]
     # A rank that fails tells the others why; mpirun would end them before they have heard it.
     options += ["--rtos", "continuous,error-nonzero-status=0"]
-    if os.geteuid() == 0:
+    if is_root():
         options.append("--allow-run-as-root")
     environment = _environment(ranks)
     with _ended([_start([str(mpirun), *options, "-n", str(ranks), *command], environment)]) as run:
@@ -165,7 +172,7 @@ def _start_with_store(ranks: int, command: list[str]) -> Iterator[list[subproces
 
 def _environment(ranks: int) -> dict[str, str]:
     """This process's, without what another launcher said, and with a rank's share of the cores."""
-    cores = len(os.sched_getaffinity(0))
+    cores = len(usable_cores())
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return {"OMP_NUM_THREADS": str(max(1, cores // ranks))} | kept
 
@@ -187,7 +194,7 @@ def _ended(
     finally:
         for process in started:
             if process.poll() is None:
-                _kill(process.pid, signal.SIGKILL)
+                _kill(process.pid, KILL)
             process.wait()
 
 
@@ -209,7 +216,7 @@ def _signals() -> Iterator[list[int]]:
 
 def _kill(group: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, number)
+        signal_group(group, number)
 
 
 _KILLED = 128  # and above: ended by a signal
@@ -230,7 +237,7 @@ def start_crew(ranks: int, command: Sequence[str]) -> int:
     from pathoseg.parallel.comm.gloo import keep_store
 
     store, port = keep_store()
-    cores = len(os.sched_getaffinity(0))
+    cores = len(usable_cores())
     environment = {"OMP_NUM_THREADS": str(max(1, cores // ranks)), **os.environ}
     environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -259,7 +266,9 @@ def start_crew(ranks: int, command: Sequence[str]) -> int:
             for each in came[told:]:
                 told += 1
                 for process in crew:
-                    process.send_signal(each)
+                    # On Windows, where no SIGINT can be sent, the console tells every process.
+                    with contextlib.suppress(ValueError):
+                        process.send_signal(each)
     del store  # it ends with its last reference
     codes = [_KILLED - each.returncode if each.returncode < 0 else each.returncode for each in crew]
     for rank, code in enumerate(codes):

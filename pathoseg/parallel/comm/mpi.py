@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.comm.heartbeat import Lifeline
+from pathoseg.parallel.comm.heartbeat import Heartbeat
 from pathoseg.parallel.comm.process_transport import (
     TAGS,
     ProcessTransport,
@@ -45,7 +45,7 @@ def connect_mpi(started: int = 1) -> ProcessTransport:
             "Start with the mpirun of that MPI, or set MPI4PY_MPIABI or build mpi4py for the "
             "launcher's (pip install --no-binary mpi4py mpi4py).",
         )
-    return ProcessTransport(wire, Lifeline(wire.rank, wire.ranks, wire.host, wire.announce))
+    return ProcessTransport(wire, Heartbeat(wire.rank, wire.ranks, wire.host, wire.announce))
 
 
 class MpiWire:
@@ -102,7 +102,7 @@ class MpiWire:
             self._mpi.Finalize()
 
     def _address(self) -> str:
-        """Where other hosts reach this rank, found by their names."""
+        """Return the address at which other hosts reach this rank, found by their names."""
         own = bytearray(socket.gethostname().encode().ljust(_NAME))
         names = bytearray(_NAME * self.ranks)
         self._own.Allgather([own, self._mpi.BYTE], [names, self._mpi.BYTE])
@@ -171,7 +171,7 @@ def _import_mpi() -> ModuleType:
 
 
 def _reads_cuda(mpi: ModuleType) -> bool:
-    """Whether this MPI takes addresses of CUDA memory, by Open MPI's and MPICH's own query."""
+    """Return True if this MPI reads CUDA memory, by Open MPI's and MPICH's own query."""
     for library in (None, mpi.__file__):
         query = getattr(ctypes.CDLL(library), "MPIX_Query_cuda_support", None)
         if query is not None:

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, Work
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.comm.gloo import LONG, join_gloo
-from pathoseg.parallel.comm.heartbeat import MEETING, Lifeline
+from pathoseg.parallel.comm.heartbeat import MEETING, Heartbeat
 from pathoseg.parallel.comm.process_transport import (
     TAGS,
     ProcessTransport,
@@ -46,7 +46,7 @@ class Channels(Protocol):
     """
 
     def carries(self, data: Tensor) -> bool:
-        """Whether this tensor goes by a channel."""
+        """Return True if this tensor is sent over an NCCL channel."""
 
     def send(self, data: Tensor, to: int) -> Request:
         """Begins to send the bytes of a flat uint8 tensor, at least one; never blocks."""
@@ -260,7 +260,7 @@ def connect_nccl(
     # The lifeline, not torch's watchdog, ends the ranks, and says why.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     words = join_gloo(rank, ranks, host, port, local=local, hosted=hosted)
-    lifeline = Lifeline(rank, ranks, words.host, words.announce)
+    lifeline = Heartbeat(rank, ranks, words.host, words.announce)
     meeting = ProcessTransport(words, lifeline)
     hosts = meeting.gather(socket.gethostname())
     index = hosts[:rank].count(hosts[rank]) % torch.cuda.device_count()

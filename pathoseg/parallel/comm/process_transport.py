@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import socket
 import time
 from collections import Counter, deque
@@ -15,7 +14,8 @@ import torch
 from torch import Tensor
 
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.comm.heartbeat import Lifeline
+from pathoseg.parallel.comm.heartbeat import Heartbeat
+from pathoseg.platform_support import yield_core
 
 
 def own_address(host: str) -> str:
@@ -58,14 +58,14 @@ class Request(Protocol):
     """A message that a library has begun."""
 
     def done(self) -> bool:
-        """Whether it is finished; never blocks."""
+        """Return True if the operation is finished; never blocks."""
 
 
-class Event(Protocol):
+class CopyEvent(Protocol):
     """A point in a device's work; torch.cuda.Event is one."""
 
     def query(self) -> bool:
-        """Whether the device has come there."""
+        """Return True if the device has passed the event."""
 
 
 class Wire(Protocol):
@@ -141,7 +141,7 @@ class ProcessTransport:
         lifeline: What tells of lost ranks.
     """
 
-    def __init__(self, wire: Wire, lifeline: Lifeline) -> None:
+    def __init__(self, wire: Wire, lifeline: Heartbeat) -> None:
         self.rank = wire.rank
         self.ranks = wire.ranks
         self._wire = wire
@@ -204,7 +204,7 @@ class ProcessTransport:
             self._lifeline.check(patience)
         except PathosegError as lost:
             problem = f"{lost.problem} (Rank {self.rank} waited for {what}.)"
-            raise PathosegError(problem, lost.mend) from None
+            raise PathosegError(problem, lost.hint) from None
 
     def _begin(self, what: str, steps: _Steps, several: bool) -> Operation:
         self._check(what)
@@ -301,7 +301,7 @@ class Turn:
         turns: All that are not done, the earliest first.
     """
 
-    def __init__(self, event: Event, turns: deque[Turn]) -> None:
+    def __init__(self, event: CopyEvent, turns: deque[Turn]) -> None:
         self._event = event
         self._turns = turns
         turns.append(self)
@@ -313,8 +313,8 @@ class Turn:
         return True
 
 
-def _come_so_far(device: torch.device) -> Event:
-    event: Event = torch.cuda.current_stream(device).record_event()
+def _come_so_far(device: torch.device) -> CopyEvent:
+    event: CopyEvent = torch.cuda.current_stream(device).record_event()
     return event
 
 
@@ -324,7 +324,7 @@ def look_again(turns: int) -> None:
     A short wait is spent looking; a long one leaves the core to ranks that share it.
     """
     if turns < _LOOKS:
-        os.sched_yield()
+        yield_core()
     else:
         time.sleep(_NAP)
 

@@ -1,4 +1,4 @@
-"""What ranks need of whatever joins them: messages, sums, and one end for all."""
+"""The transport protocol between ranks: tagged messages, sums, and a common abort."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Pending(Protocol):
     """Something that a transport has begun."""
 
     def done(self) -> bool:
-        """Whether it is finished; never blocks, and drives progress where the library needs it.
+        """Return True if the operation is finished; never blocks, but drives progress.
 
         Raises:
             PathosegError: It can never finish: a rank is gone or has called `abort`.

@@ -1,1 +1,1 @@
-"""What layers and links take on a device."""
+"""The cost of layers and links on a device."""

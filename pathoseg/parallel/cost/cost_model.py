@@ -1,4 +1,4 @@
-"""What a layer's forward and backward take on a device: by its fit, or by its datasheet alone."""
+"""The time of a layer's forward and backward on a device: by its fit, or by its datasheet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.cost.features import OTHER, amounts, arithmetic, family, features
-from pathoseg.parallel.cost.hardware import Fit, Hardware, Regression
+from pathoseg.parallel.cost.hardware import CostFit, Hardware, Regression
 from pathoseg.parallel.graph.layer_graph import Layer, Work
 
 
@@ -85,17 +85,17 @@ class Roofline:
 
 @dataclass(frozen=True)
 class Analytical:
-    """What layers like this one took when the device was calibrated, by `Fit`."""
+    """The time that the fit of a calibrated device predicts for a layer."""
 
     hardware: Hardware
-    fit: Fit
+    fit: CostFit
 
     @property
     def note(self) -> str:
         return f"fitted to layers measured on {self.hardware.measured}"
 
     def time(self, layer: Layer) -> LayerTime:
-        """What the layer takes among others.
+        """Return the time of the layer when it runs in a sequence of layers.
 
         Raises:
             PathosegError: The hardware states no arithmetic for the layer's dtype.
@@ -107,7 +107,7 @@ class Analytical:
         )
 
     def alone(self, layer: Layer) -> LayerTime:
-        """What the layer takes by itself."""
+        """Return the time of the layer when it runs alone, its data in the caches."""
         return LayerTime(
             self._pass_time(layer, layer.forward, "forward"),
             self._pass_time(layer, layer.backward, "backward"),

@@ -1,4 +1,4 @@
-"""What a regression is told of a layer's forward or backward."""
+"""The features of a layer's forward or backward for the regression."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def arithmetic(layer: Layer, work: Work) -> int:
 
 
 def amounts(layer: Layer, work: Work, slowness: float = 1.0) -> tuple[float, ...]:
-    """What a pass does of each sort: FLOPs and bytes, each sort at a speed of its own.
+    """Return the amounts of work of a pass, by resource: FLOPs and bytes of each kind of access.
 
     Args:
         layer: The layer.

@@ -1,28 +1,28 @@
-"""What a device, its node and its network can do: figures that a small JSON file holds."""
+"""The description of a device, its node and its network, as a small JSON file holds it."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import resources
 from math import inf
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from uuid import uuid4
 
 from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.cost.features import BASIC
 from pathoseg.parallel.schedule.costs import Link, Nodes
+from pathoseg.platform_support import sync_file
 
 Data = TypeVar("Data")
 
 
 def read_versioned(
-    text: str | bytes, kind: type[Data], what: str, version: int, name: str, mend: str
+    text: str | bytes, kind: type[Data], what: str, version: int, name: str, hint: str
 ) -> Data:
     """The inverse of writing `{"format": version, **asdict(data)}`.
 
@@ -32,7 +32,7 @@ def read_versioned(
         what: What a user calls it.
         version: The format that is read.
         name: What errors call this one.
-        mend: What the user can do about all of them.
+        hint: What the user can do about all of them.
 
     Raises:
         PathosegError: It is no JSON, of another format, or a value does not fit.
@@ -40,18 +40,18 @@ def read_versioned(
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise PathosegError(f"{name} is no {what} ({error}).", mend) from error
+        raise PathosegError(f"{name} is no {what} ({error}).", hint) from error
     found = data.pop("format", None) if isinstance(data, dict) else None
     if found != version:
         raise PathosegError(
-            f"{name} is a {what} of format {found!r}, this pathoseg reads {version}.", mend
+            f"{name} is a {what} of format {found!r}, this pathoseg reads {version}.", hint
         )
     try:
         return TypeAdapter(kind).validate_python(data)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise PathosegError(f"{name}: {where}: {first['msg']}.", mend) from error
+        raise PathosegError(f"{name}: {where}: {first['msg']}.", hint) from error
 
 
 # Another number where a file has other keys, or its fit other amounts or features (features.py).
@@ -89,8 +89,8 @@ class Regression:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
-    """What was learnt from timing layers.
+class CostFit:
+    """The regressions that were fitted to measured layer times.
 
     Attributes:
         regressions: By family and pass, such as `convolution forward`.
@@ -140,7 +140,7 @@ class Hardware:
     overhead: Annotated[FiniteFloat, Field(ge=0)] = 0.0
     threads: _Count | None = None
     measured: str = ""
-    fit: Fit | None = field(default=None, repr=False)
+    fit: CostFit | None = field(default=None, repr=False)
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -150,7 +150,7 @@ class Hardware:
                 raise ValueError("a link's figures are finite and not below 0")
 
     def network(self, ranks: int) -> Nodes:
-        """What joins so many ranks, one on each device, nodes being filled in turn."""
+        """Return the network of so many ranks, one on each device, nodes filled in turn."""
         return Nodes(min(self.per_node, ranks), self.inside, self.between)
 
 
@@ -189,16 +189,13 @@ def save_hardware(hardware: Hardware, path: Path) -> None:
     # What a user may want to change stands on lines of its own, before the long fit.
     fit = json.dumps(figures.pop("fit"))
     text = json.dumps(figures, indent=1).removesuffix("\n}") + f',\n "fit": {fit}\n}}\n'
-    with NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False) as draft:
-        try:
-            draft.write(text)
-            draft.flush()
-            os.fsync(draft.fileno())
-            Path(draft.name).chmod(0o644)
-            Path(draft.name).replace(path)
-        except BaseException:
-            Path(draft.name).unlink(missing_ok=True)
-            raise
+    draft = path.with_name(f".{uuid4().hex[:8]}-{path.name}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        sync_file(draft)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _shipped() -> Any:

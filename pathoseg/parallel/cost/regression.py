@@ -16,7 +16,7 @@ from sklearn.preprocessing import PolynomialFeatures
 from pathoseg.parallel.cost.calibration_layers import Case
 from pathoseg.parallel.cost.cost_model import LayerTime, scaled
 from pathoseg.parallel.cost.features import BASIC, OTHER, amounts, arithmetic, family, features
-from pathoseg.parallel.cost.hardware import Fit, Hardware, Regression
+from pathoseg.parallel.cost.hardware import CostFit, Hardware, Regression
 from pathoseg.parallel.cost.timing import Alone, Timing, measure_sequence, time_in_turn
 from pathoseg.parallel.graph.layer_graph import Layer, Work
 from pathoseg.parallel.graph.traced import Traced
@@ -87,7 +87,7 @@ def learn(
         for (kind, name), points in groups.items()
         if kind in BASIC or len(points) >= _FEWEST
     }
-    return replace(seen, fit=Fit(regressions, in_sequence.forward, in_sequence.backward))
+    return replace(seen, fit=CostFit(regressions, in_sequence.forward, in_sequence.backward))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class RawPolynomial:
         return "plain polynomial of sizes, measured on this device"
 
     def time(self, layer: Layer) -> LayerTime:
-        """What the layer takes."""
+        """Return the time that the polynomial predicts for the layer."""
         if layer.is_free:
             return LayerTime(0.0, 0.0)
         return LayerTime(*np.maximum(0.0, self.raw(layer)).tolist())
@@ -178,7 +178,7 @@ def _plain(layer: Layer) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class TimedCase:
     """A layer and what it took alone."""
 
     layer: Layer
@@ -186,7 +186,7 @@ class Timed:
 
     @property
     def sample(self) -> Sample:
-        """What a regression learns from it."""
+        """The features and times of this layer, as the regression learns them."""
         forward, backward = self.timing.forward.quartile, self.timing.backward.quartile
         return Sample(self.layer, LayerTime(forward, backward))
 
@@ -196,7 +196,7 @@ def time_cases(
     device: torch.device,
     rounds: int,
     advance: Callable[[], None] = lambda: None,
-) -> list[Timed]:
+) -> list[TimedCase]:
     """Times the last layer of each case.
 
     Args:
@@ -214,12 +214,12 @@ def time_cases(
         alone.append(Alone(traced, last))
         advance()
     timings = time_in_turn(alone, rounds, advance)
-    return [Timed(layer, timing) for layer, timing in zip(layers, timings, strict=True)]
+    return [TimedCase(layer, timing) for layer, timing in zip(layers, timings, strict=True)]
 
 
 def calibrated(
     hardware: Hardware,
-    timed: Sequence[Timed],
+    timed: Sequence[TimedCase],
     device: torch.device,
     rounds: int,
     advance: Callable[[], None] = lambda: None,

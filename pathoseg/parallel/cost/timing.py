@@ -59,7 +59,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What the forward and the backward of a layer or model took."""
+    """The measured times of the forward and the backward of a layer or model."""
 
     forward: Spread
     backward: Spread
@@ -70,7 +70,7 @@ Run = Callable[[], tuple[float, float]]
 
 
 class Timed(Protocol):
-    """What can be timed."""
+    """Anything with a forward and a backward to time."""
 
     def visit(self) -> Run:
         """Makes up what its runs need; all is let go with the run."""
@@ -103,7 +103,7 @@ def time_in_turn(
 
 
 def can_run_alone(graph: LayerGraph, position: int) -> bool:
-    """Whether what a layer reads can be made up: tensors of real numbers, none of whole ones."""
+    """Return True if a layer's inputs can be drawn at random: float tensors only, no integers."""
     made = [graph.made_by(name) for name in graph.layers[position].inputs]
     return all(len(values) == 1 and values[0].dtype.startswith(_REAL) for values in made)
 
@@ -301,7 +301,7 @@ def _without_last(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _gap_dimension(shape: Sequence[int]) -> int:
-    """Where a part of a tensor is not contiguous."""
+    """Return the dimension after which a part of a tensor is not contiguous."""
     return 1 if len(shape) > 1 and shape[0] > 1 else len(shape) - 1
 
 
@@ -356,7 +356,7 @@ class Profiled:
         return f"{timed}, {self._guessed} by: {self._otherwise.note}" if self._guessed else timed
 
     def time(self, layer: Layer) -> LayerTime:
-        """What the layer takes among others."""
+        """Return the time of the layer when it runs in a sequence of layers."""
         if not _works(layer):
             return LayerTime(0.0, 0.0)
         timing = self.timings.get(signature(layer))
@@ -386,7 +386,7 @@ def distinct(graph: LayerGraph) -> dict[Hashable, int]:
 def measure_sequence(
     device: torch.device, rounds: int = _ROUNDS, advance: Callable[[], None] = lambda: None
 ) -> LayerTime:
-    """What a forward and a backward take among others over what they take alone.
+    """Measure how much longer a forward and a backward take in a sequence than alone.
 
     Caches are warm for a layer alone, and memory is at hand that a sequence has to ask for. The
     figures are medians over small networks.

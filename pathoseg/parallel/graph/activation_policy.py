@@ -1,4 +1,4 @@
-"""What becomes of what a forward saves: kept, waiting in host memory, or recomputed."""
+"""The activation policy of a stage: which layers' tensors are kept, offloaded or recomputed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SMALL = 2**16
 
 
 @dataclass(frozen=True, slots=True)
-class Retention:
+class ActivationPolicy:
     """The layers of one stage whose storages are not kept on the device till their backward.
 
     A layer decides for the storages that it makes: its outputs, and internals such as a norm's
@@ -33,5 +33,5 @@ class Retention:
 
     @property
     def runs_again(self) -> bool:
-        """Whether any layer runs more than once."""
+        """Return True if any layer's forward runs more than once."""
         return bool(self.recomputed or self.twice)

@@ -166,7 +166,7 @@ def svg(
 
 
 class _Sheet:
-    """What is written in the columns, and where they begin."""
+    """The columns of the drawing: their x positions, texts and bars."""
 
     def __init__(
         self, graph: LayerGraph, seconds: Seconds | None, partition: Partition | None
@@ -231,7 +231,7 @@ class _Sheet:
             yield f'<g class="cut">{"".join(lines)}</g>'
 
     def _costs(self, layers: range) -> dict[str, tuple[float, str]]:
-        """What the layers cost, as a number and in words, by column with bars."""
+        """Return the cost of the layers for each column with bars: the number and its text."""
         own = self.graph.layers[layers.start : layers.stop]
         flops = sum(layer.forward.flops + layer.backward.flops for layer in own)
         saved = self.graph.saved_bytes(layers.start, layers.stop)

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from pathoseg.parallel.graph.layer_graph import (
+    Colocation,
     Gradient,
     Layer,
     LayerGraph,
     Life,
-    Tie,
     Work,
     lifetimes,
     unsendable,
@@ -25,11 +25,7 @@ def fold(graph: LayerGraph, depth: int) -> LayerGraph:
     most networks), and so on until nothing folds. Layers that run outside of such modules stay.
     So does the memory of stages, within some percent where folds pass on several values.
     """
-    runs = groupby(
-        range(len(graph.layers)),
-        lambda position: _call(graph.layers[position], depth) or str(position),
-    )
-    groups = [list(run) for _, run in runs]
+    groups = folded_layers(graph, depth)
     folding = _Folding(
         graph,
         {position: index for index, group in enumerate(groups) for position in group},
@@ -55,10 +51,20 @@ def fold(graph: LayerGraph, depth: int) -> LayerGraph:
         ties=(),
     )
     ties = {
-        Tie(folding.index[tie.first], folding.index[tie.last], tie.reason) for tie in graph.ties
+        Colocation(folding.index[tie.first], folding.index[tie.last], tie.reason)
+        for tie in graph.ties
     }
     kept = [tie for tie in {*ties, *unsendable(folded)} if tie.first < tie.last]
     return replace(folded, ties=tuple(sorted(kept, key=lambda tie: (tie.first, tie.last))))
+
+
+def folded_layers(graph: LayerGraph, depth: int) -> list[list[int]]:
+    """The positions of the layers that each layer of `fold(graph, depth)` holds."""
+    runs = groupby(
+        range(len(graph.layers)),
+        lambda position: _call(graph.layers[position], depth) or str(position),
+    )
+    return [list(run) for _, run in runs]
 
 
 def _call(layer: Layer, depth: int) -> str:
@@ -102,7 +108,7 @@ class _Folding:
         )
 
     def _gradients(self, group: Sequence[int]) -> tuple[Gradient, ...]:
-        """What the backwards of a group leave to earlier groups."""
+        """Return the gradients that the backward of a group leaves to earlier groups."""
         here = self.index[group[0]]
         left = []
         for position in group:

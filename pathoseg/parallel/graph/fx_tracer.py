@@ -87,7 +87,7 @@ def attribute(root: Any, node: Any) -> Any:
 
 
 def call(root: Any, node: Any, look: Callable[[Any], Any]) -> Any:
-    """What a node makes, where `look` tells what its sources made; of the output, all of it."""
+    """Run one node on the values that `look` returns for its sources; return its result."""
     args, kwargs = _fill(node.args, look), _fill(node.kwargs, look)
     if node.op == "output":
         return args[0]
@@ -149,7 +149,7 @@ def _does(node: Any) -> tuple[Any, ...]:
 
 
 def _reads(node: Any) -> list[str]:
-    """What a node reads: names of layers and inputs, paths of the model's attributes."""
+    """Return what a node reads: names of layers and inputs, paths of the model's attributes."""
     names = (source.meta.get("layer", source.target) for source in node.all_input_nodes)
     return [name for name in names if not name.startswith("_tensor_constant")]
 
@@ -352,14 +352,14 @@ class Tracer(fx.Tracer):
         return iter([operator.getitem(obj, index) for index in range(len(self.parts(obj)))])
 
     def parts(self, obj: fx.Proxy) -> Sequence[Any]:
-        """What a proxy of several values stands for; a tensor is none, as its length may vary."""
+        """Return the items of a proxy of a tuple; raise for a tensor, whose length may vary."""
         value = self._value(obj.node)
         if isinstance(value, tuple | list):
             return value
         raise UntraceableError(f"it loops over {type(value).__name__}")
 
     def _value(self, node: fx.Node) -> Any:
-        """What the node makes of the example, on fake tensors."""
+        """Run the node on the fake tensors of the example input; return its result."""
         with _maybe_revert_all_patches(), self._source.fake, torch.no_grad():
             for earlier in self.graph.nodes:
                 if earlier.op == "get_attr":
@@ -398,7 +398,7 @@ class Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped i
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """What runs in here is a forward."""
+        """Within this context, kernels are counted as those of a forward."""
         with self._fake, self, saved_tensors_hooks(self._recorder.keep, lambda kept: kept.tensor):
             yield
         self.enter(self._tape.layers)

@@ -18,7 +18,7 @@ Attribute = bool | int | float | str | tuple["Attribute", ...] | None
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What a layer makes and others read: a tensor, or whole numbers taken from a shape.
+    """An output of a layer that others read: a tensor, or integers taken from a shape.
 
     Attributes:
         shape: Sizes of a tensor; () or (how many,) of whole numbers.
@@ -69,7 +69,7 @@ class Gradient:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one pass (forward or backward) of a layer takes.
+    """The work of one pass (forward or backward) of a layer.
 
     Attributes:
         flops: Floating-point operations of convolutions and matrix products, a multiply-add
@@ -131,7 +131,7 @@ class Layer:
 
     @property
     def is_free(self) -> bool:
-        """Whether it runs no kernel: a view, or arithmetic with sizes."""
+        """Return True if the layer runs no kernel: a view, or arithmetic with sizes."""
         return not self.forward.written
 
 
@@ -144,7 +144,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Tie:
+class Colocation:
     """Layers `first` to `last`, by position, which have to be on one stage, and why."""
 
     first: int
@@ -153,7 +153,7 @@ class Tie:
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
+class LayerEdge:
     """A value on its way from the layer that makes it (`source`) to one that reads it."""
 
     source: str
@@ -186,7 +186,7 @@ class LayerGraph:
     parameters: Mapping[str, Parameter]
     buffers: Mapping[str, int]
     modules: Mapping[str, str]
-    ties: tuple[Tie, ...] = ()
+    ties: tuple[Colocation, ...] = ()
     notes: tuple[str, ...] = ()
 
     @cached_property
@@ -207,11 +207,11 @@ class LayerGraph:
         return {name: tuple(sorted(positions)) for name, positions in found.items()}
 
     @property
-    def edges(self) -> Iterator[Edge]:
+    def edges(self) -> Iterator[LayerEdge]:
         """The edges between layers, long skips included, by target."""
         for layer in self.layers:
             for name in dict.fromkeys(layer.inputs):
-                yield Edge(name, layer.name, self.bytes_of(name))
+                yield LayerEdge(name, layer.name, self.bytes_of(name))
 
     def made_by(self, name: str) -> tuple[Value, ...]:
         """The values of a layer or model input."""
@@ -322,7 +322,7 @@ def _graph(data: dict[str, Any]) -> LayerGraph:
         {name: Parameter(**parameter) for name, parameter in data["parameters"].items()},
         data["buffers"],
         data["modules"],
-        tuple(Tie(**tie) for tie in data["ties"]),
+        tuple(Colocation(**tie) for tie in data["ties"]),
         tuple(data["notes"]),
     )
 
@@ -378,7 +378,7 @@ def lifetimes(graph: LayerGraph) -> list[list[Life]]:
 
 def find_ties(
     graph: LayerGraph, writes: Collection[tuple[int, int]], stateful: Collection[str]
-) -> tuple[Tie, ...]:
+) -> tuple[Colocation, ...]:
     """The ties of a graph, by first layer.
 
     Args:
@@ -390,7 +390,7 @@ def find_ties(
     return tuple(sorted(ties, key=lambda tie: (tie.first, tie.last, tie.reason)))
 
 
-def _writers(graph: LayerGraph, writes: Collection[tuple[int, int]]) -> Iterator[Tie]:
+def _writers(graph: LayerGraph, writes: Collection[tuple[int, int]]) -> Iterator[Colocation]:
     """A layer that writes belongs to the maker: a received copy would leave other views as they
     were, and autograd allows no write into a leaf."""
     for writer, storage in writes:
@@ -404,10 +404,10 @@ def _writers(graph: LayerGraph, writes: Collection[tuple[int, int]]) -> Iterator
         if first < last:
             target = graph.layers[maker].name if maker >= 0 else "the input"
             reason = f"{graph.layers[writer].name} writes in place into {target}"
-            yield Tie(first, last, reason)
+            yield Colocation(first, last, reason)
 
 
-def _sharers(graph: LayerGraph, stateful: Collection[str]) -> Iterator[Tie]:
+def _sharers(graph: LayerGraph, stateful: Collection[str]) -> Iterator[Colocation]:
     """Copies of a trained weight, or of a running statistic, would drift apart."""
     found: dict[str, list[int]] = {}
     for position, layer in enumerate(graph.layers):
@@ -416,14 +416,14 @@ def _sharers(graph: LayerGraph, stateful: Collection[str]) -> Iterator[Tie]:
             found.setdefault(name, []).append(position)
     for name, positions in found.items():
         if positions[0] < positions[-1]:
-            yield Tie(positions[0], positions[-1], f"all use {name}")
+            yield Colocation(positions[0], positions[-1], f"all use {name}")
 
 
-def unsendable(graph: LayerGraph) -> Iterator[Tie]:
+def unsendable(graph: LayerGraph) -> Iterator[Colocation]:
     """A layer that makes several values, or none that fits a message, belongs to its readers."""
     for position, layer in enumerate(graph.layers):
         readers = [reader for reader in graph.readers.get(layer.name, ()) if reader > position]
         if readers and not layer.sendable:
             last = min(readers[-1], len(graph.layers) - 1)
             if last > position:
-                yield Tie(position, last, f"{layer.name} makes no single tensor to send")
+                yield Colocation(position, last, f"{layer.name} makes no single tensor to send")

@@ -13,7 +13,7 @@ from pathoseg.parallel.graph.layer_graph import Attribute, Gradient, Storage, Va
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What ran.
+    """One operator call: its kernel and its work.
 
     Attributes:
         name: The ATen operator's name; an in-place one's is that of the other.
@@ -83,7 +83,7 @@ def _is_plain(value: Any) -> bool:
 
 @dataclass
 class _Pass:
-    """What happened in one layer's forward, or backward."""
+    """The kernels and storages of one layer's forward, or of its backward."""
 
     kernels: list[Kernel] = field(default_factory=list)
     held: int = 0
@@ -99,7 +99,7 @@ class _Pass:
         )
 
 
-class Tape:
+class MemoryProfile:
     """Written by the recorder in the order of events, then read by layer.
 
     `at` says where the run is: in a layer's forward or backward; the position `layers` stands for
@@ -122,7 +122,7 @@ class Tape:
         self.at(-1, forward=True)
 
     def at(self, position: int, *, forward: bool) -> None:
-        """What follows happens in this layer's forward, or backward."""
+        """Attribute the calls that follow to this layer's forward, or to its backward."""
         self.position, self.forward = position, forward
         self._pass = self._passes[forward][position]
 
@@ -157,7 +157,7 @@ class Tape:
         self._saved[self.position][storage] += 1
 
     def dropped(self, layer: int, storage: int) -> None:
-        """What the layer has saved once is not kept any longer."""
+        """Count one saved tensor of the layer less that refers to the storage."""
         if self.forward:
             self._saved[layer][storage] -= 1
 
@@ -187,7 +187,7 @@ class Tape:
         return sum(self.storages[storage].bytes for storage in saved)
 
     def gradients_of(self, position: int) -> tuple[Gradient, ...]:
-        """What a layer's backward leaves to others; `kept` storages (parameters' gradients) only
+        """The gradients that a layer's backward leaves to others; `kept` ones (parameters') only
         until the last of them has been added."""
         found = []
         for storage in self._passes[False][position].born:
@@ -201,8 +201,8 @@ class Tape:
         return tuple(found)
 
 
-class Saved:
-    """What autograd holds in place of a tensor that a layer saved."""
+class SavedTensor:
+    """The stand-in that autograd holds for a tensor that a layer saved."""
 
     def __init__(self, tensor: Any) -> None:
         self.tensor = tensor
@@ -221,7 +221,7 @@ class Recorder:
         changed: Storages that the run found there (parameters, buffers) and wrote into.
     """
 
-    def __init__(self, tape: Tape, held_once: int) -> None:
+    def __init__(self, tape: MemoryProfile, held_once: int) -> None:
         self.tape = tape
         self.holders: list[int] = []
         self._held_once = held_once
@@ -235,9 +235,9 @@ class Recorder:
         if storage not in self._ids:
             self._follow(storage, self.tape.born(storage.nbytes()))
 
-    def keep(self, tensor: Any) -> Saved:
+    def keep(self, tensor: Any) -> SavedTensor:
         """A layer saves the tensor for its backward; those that were found there do not count."""
-        kept, index = Saved(tensor.detach()), self._ids.get(tensor.untyped_storage())
+        kept, index = SavedTensor(tensor.detach()), self._ids.get(tensor.untyped_storage())
         if index is not None:
             self.tape.saved(index)
             finalize(kept, self.tape.dropped, self.tape.position, index).atexit = False
@@ -269,7 +269,7 @@ class Recorder:
             self.tape.ran(kernel)
 
     def values(self, made: Any) -> tuple[Value, ...]:
-        """What a layer made, as plain data: whole numbers as one value, else one a tensor."""
+        """Return a layer's outputs as plain data: one value for integers, else one a tensor."""
         if type(made) is int:
             return (Value((), "int", 8, None, False),)
         if isinstance(made, tuple) and made and all(type(part) is int for part in made):

@@ -28,7 +28,7 @@ Call = Callable[[int, Step, Mapping[str, Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SegmentPlan:
     """Steps in order, and after which of them each value has no reader left.
 
     Attributes:
@@ -38,7 +38,7 @@ class Plan:
     steps: tuple[tuple[int, Step, tuple[str, ...]], ...]
 
     @classmethod
-    def of(cls, steps: Mapping[int, Step], keep: Collection[str]) -> Plan:
+    def of(cls, steps: Mapping[int, Step], keep: Collection[str]) -> SegmentPlan:
         """A plan for numbered steps; the values named in `keep` never die."""
         last: dict[str, int] = {}
         for number, step in steps.items():
@@ -110,7 +110,7 @@ class Segment:
             layer.name for layer in own if graph.readers.get(layer.name, (-1,))[-1] >= layers.stop
         )
         self._plans = {
-            mode: Plan.of({p: known[p] for p in layers if p in known}, self.outputs)
+            mode: SegmentPlan.of({p: known[p] for p in layers if p in known}, self.outputs)
             for mode, known in steps.items()
         }
         self._training = training
@@ -127,7 +127,7 @@ class Segment:
         before: Callable[[int], None] | None = None,
         run: Call | None = None,
     ) -> dict[str, Any]:
-        """What the layers make for others, by name, whole numbers as int64 tensors.
+        """Run the layers; return the outputs that others read, by name, integers as int64 tensors.
 
         In `eval` mode some of `inputs` and `outputs` may not exist.
 

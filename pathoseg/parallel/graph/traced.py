@@ -28,8 +28,8 @@ from pathoseg.parallel.graph.layer_graph import (
     Value,
     find_ties,
 )
-from pathoseg.parallel.graph.memory_profile import Recorder, Tape
-from pathoseg.parallel.graph.segment import Plan, Segment, Step
+from pathoseg.parallel.graph.memory_profile import MemoryProfile, Recorder
+from pathoseg.parallel.graph.segment import Segment, SegmentPlan, Step
 
 
 @cache
@@ -43,7 +43,7 @@ def held_once() -> int:
         PathosegError: This torch tells the two apart by another sign.
     """
     root = fx.Root(_Sums(), fx.to_tensor([1]).float().requires_grad_())
-    recorder = Recorder(Tape(1), 0)
+    recorder = Recorder(MemoryProfile(1), 0)
     listener = fx.Listener(root.fake, recorder)
     with root.lent():
         with listener.forward():
@@ -59,7 +59,7 @@ class _Sums(fx.Module):
 
 
 def alone(holders: Sequence[int]) -> int:
-    """What sums that begin with an unshared gradient count, after one that begins with a shared.
+    """Return the use count at which autograd owns a gradient alone and may add in place.
 
     Raises:
         PathosegError: They do not agree, or count no less.
@@ -106,14 +106,14 @@ class Traced:
                 self._read()
 
     def segment(self, layers: range) -> Segment:
-        """What runs the layers at these positions."""
+        """Return a callable that runs the layers at these positions."""
         model = self.model
         return Segment(
             self.graph, layers, self._steps, lambda: model.training, fx.to_tensor, fx.from_tensor
         )
 
     def assemble(self, values: Mapping[str, Any]) -> Any:
-        """What the model itself would return, of the values that `graph.outputs` names."""
+        """Build what the model itself would return from the values named by `graph.outputs`."""
         numbers = {
             name: fx.from_tensor(values[name])
             for name in self.graph.outputs
@@ -184,7 +184,7 @@ class Traced:
 
     def _run_whole(self) -> str:
         """Runs the model as it is; says what it returns and saves."""
-        recorder = Recorder(Tape(0), held_once())
+        recorder = Recorder(MemoryProfile(0), held_once())
         with fx.Listener(self._root.fake, recorder).forward():
             for tensor in self._root.inputs:
                 recorder.watch(tensor)
@@ -194,7 +194,7 @@ class Traced:
     def _measure(self, nodes: Sequence[Any], opaque: Mapping[str, str]) -> tuple[LayerGraph, str]:
         """Runs the layers one by one, then their backward; what that took and what it returned."""
         root, steps, end = self._root, self._steps[True], self._ends[True]
-        tape = Tape(len(nodes))
+        tape = MemoryProfile(len(nodes))
         recorder = Recorder(tape, held_once())
         listener = fx.Listener(root.fake, recorder)
         values: dict[str, Any] = dict(zip(root.names, root.inputs, strict=True))
@@ -212,7 +212,7 @@ class Traced:
             for tensor in root.inputs:
                 recorder.watch(tensor)
             inputs = {name: recorder.values(value)[0] for name, value in values.items()}
-            Plan.of(steps, end.inputs).run(values, listener.enter, describe)
+            SegmentPlan.of(steps, end.inputs).run(values, listener.enter, describe)
             summary = _summary(recorder.values(end.run(values)), tape.saved_bytes())
         storages = tuple(tape.storages)
         listener.backward([values.pop(name) for name in end.inputs])
@@ -246,7 +246,7 @@ class Traced:
         nodes: Sequence[Any],
         made: Mapping[str, tuple[Value, ...]],
         sendable: Sequence[bool],
-        tape: Tape,
+        tape: MemoryProfile,
         opaque: Mapping[str, str],
     ) -> tuple[Layer, ...]:
         root = self._root
@@ -278,7 +278,7 @@ class Traced:
 
 
 def _attributes(root: fx.Root, node: Any) -> list[Any]:
-    """What a node takes from the model: tensors, and modules that a function is to run."""
+    """Return the tensors and modules of the model that a node uses."""
     return [attribute(root, source) for source in node.all_input_nodes if source.op == "get_attr"]
 
 
@@ -291,7 +291,7 @@ def _modules(root: fx.Root, node: Any) -> list[fx.Module]:
 
 
 def _kind(
-    name: str, modules: Sequence[fx.Module], tape: Tape, position: int, opaque: bool
+    name: str, modules: Sequence[fx.Module], tape: MemoryProfile, position: int, opaque: bool
 ) -> tuple[str, Mapping[str, Attribute]]:
     """`Layer.kind` and `Layer.attributes`."""
     if modules and (opaque or any(modules[0].children())):

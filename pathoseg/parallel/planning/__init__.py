@@ -1,1 +1,1 @@
-"""What layers cost and how to cut a model by it."""
+"""Plans: how a model is cut into stages, and in which order they run."""

@@ -1,4 +1,4 @@
-"""What torch's kernels take for themselves on a CPU, which the layers' shapes do not show."""
+"""Workspace of torch's CPU kernels, which the layers' shapes do not show."""
 
 from __future__ import annotations
 

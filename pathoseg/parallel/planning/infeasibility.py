@@ -1,4 +1,4 @@
-"""What would fit where nothing does, found by simulation."""
+"""Hints where no plan fits: the changes that would, found by simulation."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathoseg.parallel.planning.orders import AUTO
 from pathoseg.parallel.planning.partition import MemoryLimit
 from pathoseg.parallel.planning.plan import PlanRequest
 from pathoseg.parallel.planning.planner import fits, plan
-from pathoseg.parallel.planning.stage_costs import Priced, stage_edges
-from pathoseg.parallel.retention.policy_options import Ways
+from pathoseg.parallel.planning.stage_costs import StageCosts, stage_edges
+from pathoseg.parallel.retention.policy_options import AllowedPolicies
 from pathoseg.parallel.schedule.gpipe import mp_basic
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.schedule import linear
@@ -28,7 +28,7 @@ _ROOMY = 2**60  # bytes that nothing fills
 
 
 def nothing_fits(
-    priced: Priced, request: PlanRequest, sides: Sequence[int], at: Callable[[int], Priced]
+    priced: StageCosts, request: PlanRequest, sides: Sequence[int], at: Callable[[int], StageCosts]
 ) -> PathosegError:
     """Says why no plan fits, and what would: another order, more ranks, more memory, fewer pixels,
     or a larger batch where there are too few microbatches.
@@ -55,7 +55,7 @@ def nothing_fits(
     )
 
 
-def _too_little_to_share(priced: Priced, request: PlanRequest) -> PathosegError:
+def _too_little_to_share(priced: StageCosts, request: PlanRequest) -> PathosegError:
     """The error where memory is not what is missing."""
     larger = (replace(request, batch=request.batch * factor) for factor in (2, 3, 4, 8))
     enough = next((each.batch for each in larger if fits(priced, each)), None)
@@ -75,7 +75,7 @@ def _too_little_to_share(priced: Priced, request: PlanRequest) -> PathosegError:
 
 
 def _changes(
-    priced: Priced, request: PlanRequest, sides: Sequence[int], at: Callable[[int], Priced]
+    priced: StageCosts, request: PlanRequest, sides: Sequence[int], at: Callable[[int], StageCosts]
 ) -> Iterator[str]:
     wanted, request = request, replace(request, order=AUTO, stages=None, cut=())
     if wanted != request:
@@ -95,11 +95,11 @@ def _changes(
     fitting = bisect_left(sides, True, key=lambda side: not fits(at(side), request))
     if fitting:
         yield f"tiles of {sides[fitting - 1]} px"
-    if request.ways != Ways() and fits(priced, replace(request, ways=Ways())):
+    if request.ways != AllowedPolicies() and fits(priced, replace(request, ways=AllowedPolicies())):
         yield "offload and recomputation, which [parallel] offload and recompute forbid"
 
 
-def _enough_ranks(priced: Priced, request: PlanRequest) -> int | None:
+def _enough_ranks(priced: StageCosts, request: PlanRequest) -> int | None:
     caps = priced.cutter.least_caps(min(_MOST_STAGES, priced.cutter.most_stages))
     for ranks, cap in enumerate(caps, 1):
         if ranks <= request.ranks or cap > request.memory:
@@ -109,12 +109,12 @@ def _enough_ranks(priced: Priced, request: PlanRequest) -> int | None:
     return None
 
 
-def _leanest(priced: Priced, ranks: int) -> Partition:
+def _leanest(priced: StageCosts, ranks: int) -> Partition:
     caps = priced.cutter.least_caps(min(ranks, _MOST_STAGES, priced.cutter.most_stages))
     return priced.cutter.balance(caps.index(min(caps)) + 1, "memory")
 
 
-def _needs(priced: Priced, partition: Partition) -> tuple[int, ...]:
+def _needs(priced: StageCosts, partition: Partition) -> tuple[int, ...]:
     """Bytes of each rank for one microbatch at a time; a second meets what is left of the first."""
     order = mp_basic(linear(partition.stages), 2)
     costs = priced.costs(partition, partition.stages)
@@ -122,5 +122,5 @@ def _needs(priced: Priced, partition: Partition) -> tuple[int, ...]:
 
 
 def count_ranks(count: int) -> str:
-    """How many ranks, in words."""
+    """Return "one rank" or "N ranks"."""
     return "one rank" if count == 1 else f"{count} ranks"

@@ -56,7 +56,7 @@ class Maxima:
 
 
 class PassedGradients:
-    """What the backwards of layers leave to one another.
+    """The gradients that the backwards of layers pass to one another.
 
     In the backward of the whole model a gradient lives from its maker to the layer that frees it.
     In a stage before its maker's, a message (counted elsewhere) stands in its place until a layer's
@@ -162,7 +162,7 @@ class StageMemory:
 
     @property
     def weights(self) -> int:
-        """What is there all the time."""
+        """Bytes of parameters, gradients, optimizer state and buffers."""
         return self.parameters + self.buffers + self.gradients + self.optimizer
 
     def peak(self, in_flight: int = 1) -> int:

@@ -31,8 +31,8 @@ PLACEMENTS: Mapping[str, Callable[[int], Placement]] = {
 }
 
 
-class Frame(NamedTuple):
-    """What an order is built for.
+class OrderSetting(NamedTuple):
+    """The setting for which an order is built.
 
     Attributes:
         placement: Where the stages are.
@@ -78,7 +78,7 @@ class Order:
 
     name: str
     placements: tuple[str, ...]
-    families: Callable[[Frame], _Families]
+    families: Callable[[OrderSetting], _Families]
     in_flight: _InFlight = lambda stages, microbatches: (1,) * stages
     recompute: bool = False
     staged: bool = True
@@ -96,28 +96,28 @@ def find_order(name: str) -> list[Order]:
     if name not in ORDERS:
         known = (AUTO, *ORDERS)
         near = difflib.get_close_matches(name.lower(), known, n=1)
-        mend = f"Did you mean {near[0]}? " if near else ""
-        raise PathosegError(f"There is no order {name!r}.", f"{mend}Known: {', '.join(known)}.")
+        hint = f"Did you mean {near[0]}? " if near else ""
+        raise PathosegError(f"There is no order {name!r}.", f"{hint}Known: {', '.join(known)}.")
     return [ORDERS[name]]
 
 
-def _alone(frame: Frame) -> _Families:
+def _alone(frame: OrderSetting) -> _Families:
     yield iter([Variant(sequential(frame.microbatches))])
 
 
-def _mp_basic(frame: Frame) -> _Families:
+def _mp_basic(frame: OrderSetting) -> _Families:
     yield iter([Variant(mp_basic(frame.placement, frame.microbatches))])
 
 
-def _gpipe(frame: Frame) -> _Families:
+def _gpipe(frame: OrderSetting) -> _Families:
     yield iter([Variant(gpipe(frame.placement, frame.microbatches))])
 
 
-def _one_f_one_b(frame: Frame) -> _Families:
+def _one_f_one_b(frame: OrderSetting) -> _Families:
     yield iter([Variant(one_f_one_b(frame.placement.ranks, frame.microbatches))])
 
 
-def _recomputing(frame: Frame) -> _Families:
+def _recomputing(frame: OrderSetting) -> _Families:
     """First the stages alone that would not fit otherwise, then all."""
     order = one_f_one_b(frame.placement.ranks, frame.microbatches)
     order = replace(order, name="1f1b-recompute")
@@ -126,8 +126,8 @@ def _recomputing(frame: Frame) -> _Families:
     yield (Variant(order, stages) for stages in dict.fromkeys((too_large or every, every)))
 
 
-def _fits(frame: Frame, stage: int) -> bool:
-    """Whether a stage has room for the microbatches that 1F1B holds."""
+def _fits(frame: OrderSetting, stage: int) -> bool:
+    """Return True if a stage has room for the microbatches that 1F1B holds."""
     cost = frame.costs.stages[stage]
     entering, leaving = (
         sum(frame.costs.sizes[edge] for edge in frame.edges if edge[end] == stage) for end in (1, 0)
@@ -137,7 +137,7 @@ def _fits(frame: Frame, stage: int) -> bool:
     return cost.weights + held * (cost.activations + entering) + workspace <= frame.memory
 
 
-def _gems(frame: Frame, master: bool) -> _Families:
+def _gems(frame: OrderSetting, master: bool) -> _Families:
     half, odd = divmod(frame.microbatches, 2)
     if odd:
         return
@@ -148,16 +148,16 @@ def _gems(frame: Frame, master: bool) -> _Families:
     )
 
 
-def _bidirectional(frame: Frame) -> _Families:
+def _bidirectional(frame: OrderSetting) -> _Families:
     yield iter([Variant(bidirectional(frame.placement.ranks, frame.microbatches))])
 
 
-def _synthesised(frame: Frame) -> _Families:
+def _synthesised(frame: OrderSetting) -> _Families:
     for recompute in ((), tuple(range(frame.placement.stages))):
         yield _made_to_measure(frame, recompute)
 
 
-def _made_to_measure(frame: Frame, recompute: tuple[int, ...]) -> Iterator[Variant]:
+def _made_to_measure(frame: OrderSetting, recompute: tuple[int, ...]) -> Iterator[Variant]:
     placement, microbatches, costs, edges, memory = frame
     weights = [0] * placement.ranks
     for home in placement.homes:

@@ -27,7 +27,7 @@ _Matrices = Callable[[int], _Matrix]
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """What a stage may need.
+    """The memory that a stage may need.
 
     Attributes:
         cap: Bytes that a rank has; None is no limit.
@@ -99,7 +99,7 @@ class Cutter:
             stages: How many stages.
             by: A stage's load: `compute`, the FLOPs of forward and backward; `memory`, its peak;
                 or the sum of a weight of each layer, such as its time.
-            limit: What a stage may need.
+            limit: The memory that a stage may need.
             byte_cost: Load for each byte that a stage receives from others; unused by memory.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What the planner is asked for, and a plan: how a step runs on ranks, as plain data."""
+"""The request to the planner, and its answer: a plan of one step on ranks, as plain data."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pydantic import ConfigDict
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.cost.hardware import read_versioned
-from pathoseg.parallel.graph.activation_policy import Retention
+from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition
 from pathoseg.parallel.planning.orders import AUTO, find_order
 from pathoseg.parallel.planning.partition import cut
-from pathoseg.parallel.retention.policy_options import Ways
+from pathoseg.parallel.retention.policy_options import AllowedPolicies
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.schedule import Schedule
 from pathoseg.parallel.schedule.validate import validate
@@ -25,7 +25,7 @@ from pathoseg.parallel.schedule.validate import validate
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is to be planned.
+    """The request: ranks, memory, batch, and what is settled already.
 
     Attributes:
         ranks: The most ranks.
@@ -45,7 +45,7 @@ class PlanRequest:
     stages: int | None = None
     cut: tuple[str, ...] = ()
     all_ranks: bool = False
-    ways: Ways = field(default_factory=Ways)
+    ways: AllowedPolicies = field(default_factory=AllowedPolicies)
 
     def __post_init__(self) -> None:
         for name in ("ranks", "memory", "batch"):
@@ -67,7 +67,7 @@ _AGAIN = "Plan again with `pathoseg plan`, for this model, tile and configuratio
 
 @dataclass(frozen=True)
 class Plan:
-    """What every rank holds and does in a step, and what that is predicted to take.
+    """The stages and actions of every rank in a step, with their predicted time and memory.
 
     Attributes:
         model: Name of the model's class.
@@ -108,7 +108,7 @@ class Plan:
     memory: tuple[int, ...]
     messages: tuple[int, ...]
     sums: tuple[int, ...]
-    retention: tuple[Retention, ...]
+    retention: tuple[ActivationPolicy, ...]
     window: int
     host_memory: tuple[int, ...]
 
@@ -116,7 +116,7 @@ class Plan:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """What every rank of a group does, messages, recomputation and sums included."""
+        """The actions of every rank of a group, with messages, recomputation and sums."""
         offload = {stage: each.offloaded for stage, each in enumerate(self.retention)}
         return lower(Schedule.parse(self.text), recompute=self.recompute, offload=offload)
 

@@ -10,7 +10,7 @@ from math import inf
 from typing import NamedTuple
 
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.graph.activation_policy import Retention
+from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.layer_graph import Partition
 from pathoseg.parallel.planning.orders import (
     AUTO,
@@ -19,14 +19,14 @@ from pathoseg.parallel.planning.orders import (
     PLACEMENTS,
     SEQUENTIAL,
     SYNTHESISED,
-    Frame,
     Order,
+    OrderSetting,
     Variant,
     find_order,
 )
 from pathoseg.parallel.planning.partition import MemoryLimit, custom
 from pathoseg.parallel.planning.plan import Plan, PlanRequest, digest, input_shape
-from pathoseg.parallel.planning.stage_costs import Priced, stage_edges
+from pathoseg.parallel.planning.stage_costs import StageCosts, longest_chains, stage_edges
 from pathoseg.parallel.schedule.costs import Costs
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.schedule import Schedule
@@ -49,7 +49,7 @@ class Candidate(NamedTuple):
         least: A lower bound of its time.
     """
 
-    priced: Priced
+    priced: StageCosts
     order: Order
     placement: str
     width: int
@@ -66,8 +66,8 @@ class Candidate(NamedTuple):
         return self.width * self.groups
 
 
-def candidates(priced: Priced, request: PlanRequest) -> Iterator[Candidate]:
-    """What may be tried of each order that the request allows.
+def candidates(priced: StageCosts, request: PlanRequest) -> Iterator[Candidate]:
+    """Yield the candidates of each order that the request allows.
 
     Raises:
         PathosegError: The model cannot be cut into as many stages as the request wants.
@@ -88,12 +88,12 @@ def candidates(priced: Priced, request: PlanRequest) -> Iterator[Candidate]:
                     if request.all_ranks and width * groups != request.ranks:
                         continue
                     own = microbatches // groups
-                    least = max(1, own / width) * priced.seconds
+                    least = max(priced.critical_seconds, own / width * priced.seconds)
                     yield Candidate(priced, order, placement, width, groups, own, least)
 
 
 def _widths(request: PlanRequest, stages: int | None, chunks: int) -> list[int]:
-    """How many ranks a group may have: those that leave no rank idle, and some between."""
+    """Return the sizes of a group to try: those that leave no rank idle, and some between."""
     if stages is not None:
         return [stages // chunks] if 2 * chunks <= stages <= request.ranks * chunks else []
     widths = {width for width in range(2, request.ranks + 1) if request.ranks % width == 0}
@@ -113,38 +113,47 @@ def _groups(order: Order, most: int, microbatches: int) -> list[int]:
     return fitting[:_GROUPS]
 
 
-def least_seconds(frame: Frame, groups: int) -> float:
-    """A lower bound of a step's time.
+def least_seconds(frame: OrderSetting, groups: int) -> float:
+    """Return a lower bound of a step's time, by the critical path of the stage graph.
 
-    A rank computes all visits of its stages. Its first visit waits for the forwards of the stages
-    before it; after its last one come the backwards of these stages, or its own stage's sum over
-    the copies and the optimizer's step. Two replicas share the work as they like.
+    A rank computes all visits of its stages. Its first visit waits for the longest chain of
+    forwards that leads to it; after its last one come the backwards of that chain, or its own
+    stage's sum over the copies and the optimizer's step. Two replicas share the work as they like.
+
+        rank of stage s   ├ before[s] ┤ F…B of all its microbatches ├ after[s], or sum and step ┤
 
     Args:
         frame: One group's, its costs being those on the network of all groups.
         groups: How many groups.
     """
-    placement, microbatches, costs = frame[:3]
+    placement, microbatches, costs, edges = frame[:4]
     stages = costs.stages
-    work = sum(stage.forward + stage.backward for stage in stages)
+    before, after = (
+        longest_chains(times, [(edge.source, edge.target) for edge in edges])
+        for times in ([each.forward for each in stages], [each.backward for each in stages])
+    )
+    visits = [each.forward + each.backward for each in stages]
+    least: float = max(map(sum, zip(before, visits, after, strict=True)))
     if placement.replicas > 1:
-        return max(work, microbatches * work / placement.ranks)
+        return max(least, microbatches * sum(visits) / placement.ranks)
     [home] = placement.homes
-    least = 0.0
     for rank in range(placement.ranks):
         own = [stage for stage, at in enumerate(home) if at == rank]
-        busy = sum(stages[stage].forward + stages[stage].backward for stage in own)
-        before = stages[: own[0]]
+        busy = microbatches * sum(visits[stage] for stage in own)
         copies = range(rank, rank + placement.ranks * groups, placement.ranks)
-        ending = stages[own[0]].step + float(
-            costs.network.all_reduce(copies, stages[own[0]].gradients)
-        )
-        after = max(ending, sum(stage.backward for stage in before))
-        least = max(least, microbatches * busy + sum(s.forward for s in before) + after)
-    return max(least, work)
+        ending = [
+            max(
+                after[stage],
+                stages[stage].step
+                + float(costs.network.all_reduce(copies, stages[stage].gradients)),
+            )
+            for stage in own
+        ]
+        least = max(least, min(before[stage] for stage in own) + busy + min(ending))
+    return least
 
 
-def least_bytes(frame: Frame) -> int:
+def least_bytes(frame: OrderSetting) -> int:
     """A lower bound of the most loaded rank's memory: one microbatch in one of its stages."""
     stages, sizes = frame.costs.stages, frame.costs.sizes
     weights = [0] * frame.placement.ranks
@@ -172,7 +181,7 @@ _CHOICES = 24  # stages for which a retention is chosen, in all
 _GAIN = 0.98  # where they may take less than this share of the best time
 
 
-def plan(graphs: Sequence[Priced], request: PlanRequest) -> list[Plan]:
+def plan(graphs: Sequence[StageCosts], request: PlanRequest) -> list[Plan]:
     """The plans that fit, fastest first: of each order the best, or of one order the best of each
     number of stages and placement.
 
@@ -218,8 +227,8 @@ def plan(graphs: Sequence[Priced], request: PlanRequest) -> list[Plan]:
     return sorted(search.best.values(), key=lambda each: (each.seconds, each.ranks))
 
 
-def fits(priced: Priced, request: PlanRequest) -> bool:
-    """Whether a named order has a plan, or the one that the request asks for.
+def fits(priced: StageCosts, request: PlanRequest) -> bool:
+    """Return True if the order that the request names, or any named order, has a plan.
 
     Orders made to measure take minutes to try at many sizes, and hardly ever need less memory.
 
@@ -237,7 +246,7 @@ def fits(priced: Priced, request: PlanRequest) -> bool:
 
 
 def _sorted_out(
-    graphs: Sequence[Priced], request: PlanRequest
+    graphs: Sequence[StageCosts], request: PlanRequest
 ) -> tuple[list[Candidate], list[Candidate]]:
     """Candidates of named orders, the fastest at best first, and of orders made to measure."""
     found = [each for priced in graphs for each in candidates(priced, request)]
@@ -247,7 +256,7 @@ def _sorted_out(
 
 
 class _Search:
-    """What was found so far.
+    """The state of the search.
 
     Attributes:
         best: Plans by what tells them apart.
@@ -319,10 +328,10 @@ class _Search:
         self,
         candidate: Candidate,
         partition: Partition,
-        retention: tuple[Retention, ...] = (),
+        retention: tuple[ActivationPolicy, ...] = (),
         window: int = 0,
-    ) -> Frame:
-        return Frame(
+    ) -> OrderSetting:
+        return OrderSetting(
             PLACEMENTS[candidate.placement](candidate.width),
             candidate.microbatches,
             candidate.priced.costs(partition, candidate.ranks, retention, window),
@@ -336,7 +345,9 @@ class _Search:
             return _GAIN * min(self._fastest.values(), default=inf)
         return self._fastest.get(name, inf)
 
-    def _fits(self, candidate: Candidate, frame: Frame, partition: Partition) -> Iterator[bool]:
+    def _fits(
+        self, candidate: Candidate, frame: OrderSetting, partition: Partition
+    ) -> Iterator[bool]:
         """For each family of the order, whether a variant fits; the first that does may be kept.
 
         Nothing for what no order could make fast enough.
@@ -406,11 +417,11 @@ class _Search:
         self,
         candidate: Candidate,
         partition: Partition,
-        frame: Frame,
+        frame: OrderSetting,
         variant: Variant,
         order: Schedule,
         simulation: Simulation,
-        retention: tuple[Retention, ...] = (),
+        retention: tuple[ActivationPolicy, ...] = (),
     ) -> None:
         kind: tuple[object, ...] = (order.name,)
         if self._task.order != AUTO:
@@ -438,13 +449,13 @@ class _Search:
             memory=simulation.peak_memory,
             messages=simulation.bytes_sent,
             sums=_sums(order, frame.costs),
-            retention=retention or (Retention(),) * partition.stages,
+            retention=retention or (ActivationPolicy(),) * partition.stages,
             window=frame.costs.window,
             host_memory=simulation.host_memory,
         )
 
 
-def _balanced(priced: Priced, stages: int, limit: MemoryLimit, byte_cost: float) -> Partition:
+def _balanced(priced: StageCosts, stages: int, limit: MemoryLimit, byte_cost: float) -> Partition:
     weights = priced.weights(limit.recompute)
     return priced.cutter.balance(stages, weights, limit, byte_cost)
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from itertools import accumulate
 
 from pathoseg.parallel.cost.cost_model import CostModel
 from pathoseg.parallel.cost.hardware import Hardware
-from pathoseg.parallel.graph.activation_policy import Retention
+from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition
 from pathoseg.parallel.planning.memory_model import MemoryModel, Row, StageMemory, Workspace
 from pathoseg.parallel.planning.partition import Cutter
-from pathoseg.parallel.retention.policy_options import Retained, Ways, retain
+from pathoseg.parallel.retention.policy_options import AllowedPolicies, Retained, retain
 from pathoseg.parallel.retention.policy_search import Choice, Chooser
 from pathoseg.parallel.retention.stage_liveness import StageFacts, stage_facts
 from pathoseg.parallel.schedule.action import Edge, numbered
@@ -23,7 +23,7 @@ from pathoseg.parallel.schedule.costs import Costs, StageCost
 _PLACES = 300
 
 
-class Priced:
+class StageCosts:
     """Prices the stages of one graph.
 
     Args:
@@ -40,6 +40,7 @@ class Priced:
         hardware: The device and its links.
         note: What the times stem from.
         seconds: Of the forward and backward of one microbatch through all layers.
+        critical_seconds: Of those along the longest chain of layers that wait for one another.
         times: Seconds of the forward and the backward of each layer, by its name.
     """
 
@@ -68,6 +69,7 @@ class Priced:
         self._forward = [0.0, *accumulate(self._forwards)]
         self._backward = [0.0, *accumulate(self._backwards)]
         self.seconds = self._forward[-1] + self._backward[-1]
+        self.critical_seconds = self._critical_seconds()
         self._facts = cache(self._find_facts)
         self._chooser = cache(
             lambda first, stop, ways: Chooser(self._facts(first, stop), hardware.host, ways)
@@ -96,9 +98,9 @@ class Priced:
         ]
 
     def choose(
-        self, partition: Partition, stage: int, memory: int, in_flight: int, ways: Ways
+        self, partition: Partition, stage: int, memory: int, in_flight: int, ways: AllowedPolicies
     ) -> Choice | None:
-        """What of a stage is best not kept, if it alone has so many bytes of a rank.
+        """Choose the fastest activation policy of a stage that fits into so many bytes.
 
         Args:
             partition: The stages.
@@ -112,18 +114,18 @@ class Priced:
         room = memory - need.weights - in_flight * need.received
         return self._choice(first, stop, ways, room, in_flight) if room > 0 else None
 
-    def retained(self, partition: Partition, stage: int, retention: Retention) -> Retained:
-        """What comes of a retention of a stage."""
+    def retained(self, partition: Partition, stage: int, retention: ActivationPolicy) -> Retained:
+        """Return the memory, copies and recomputation of a stage under an activation policy."""
         return retain(self._facts(*partition.bounds[stage : stage + 2]), retention)
 
     def costs(
         self,
         partition: Partition,
         ranks: int,
-        retention: Sequence[Retention] = (),
+        retention: Sequence[ActivationPolicy] = (),
         window: int = 0,
     ) -> Costs:
-        """What a schedule of these stages is simulated against, on so many ranks.
+        """Return the costs of these stages on so many ranks, for the simulator.
 
         The optimizer's step reads and writes its state, the parameters and, reading only, the
         gradients, all at the memory's bandwidth. A value that several stages read comes back as
@@ -138,7 +140,7 @@ class Priced:
         edges = stage_edges(partition)
         stages = [self._stage(partition, stage) for stage in range(partition.stages)]
         for stage, each in enumerate(retention):
-            if each != Retention():
+            if each != ActivationPolicy():
                 stages[stage] = self._less(partition, stage, stages[stage], each)
         return Costs(
             tuple(stages),
@@ -148,8 +150,20 @@ class Priced:
             window,
         )
 
+    def _critical_seconds(self) -> float:
+        position = {layer.name: at for at, layer in enumerate(self.graph.layers)}
+        edges = [
+            (position[name], position[layer.name])
+            for layer in self.graph.layers
+            for name in layer.inputs
+            if name in position
+        ]
+        before = longest_chains(self._forwards, edges)
+        after = longest_chains(self._backwards, edges)
+        return max(map(sum, zip(before, self._forwards, self._backwards, after, strict=True)))
+
     def _less(
-        self, partition: Partition, stage: int, whole: StageCost, retention: Retention
+        self, partition: Partition, stage: int, whole: StageCost, retention: ActivationPolicy
     ) -> StageCost:
         """The stage's cost with less kept."""
         memory = self._stage_memory(*partition.bounds[stage : stage + 2])
@@ -201,6 +215,19 @@ class Priced:
     def _rows(self) -> dict[int, Row]:
         """By first layer, the memory of all stages that the cutter may make."""
         return {row.first: row for row in self._memory.rows(self.cutter.places[:-1])}
+
+
+def longest_chains(times: Sequence[float], edges: Iterable[tuple[int, int]]) -> list[float]:
+    """Return, for each node of a graph, the time of the longest chain of nodes that leads to it.
+
+    Args:
+        times: Of each node.
+        edges: From a node to a later one.
+    """
+    found = [0.0] * len(times)
+    for source, target in sorted(edges):  # by source: what leads to it is known by then
+        found[target] = max(found[target], found[source] + times[source])
+    return found
 
 
 def stage_edges(partition: Partition) -> tuple[Edge, ...]:

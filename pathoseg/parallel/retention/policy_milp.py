@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import coo_array
 
-from pathoseg.parallel.graph.activation_policy import Retention
-from pathoseg.parallel.retention.policy_options import Pattern
-from pathoseg.parallel.retention.stage_liveness import Run, StageFacts
+from pathoseg.parallel.graph.activation_policy import ActivationPolicy
+from pathoseg.parallel.retention.policy_options import PolicyOption
+from pathoseg.parallel.retention.stage_liveness import BlockRun, StageFacts
 from pathoseg.parallel.schedule.costs import Link
+from pathoseg.platform_support import c_function
 
 # A variable's number, and its factor in a row.
 Term = tuple[int, float]
@@ -26,7 +26,7 @@ _LEAST = 1e-6
 
 
 class Program:
-    """What is to be least, and what must hold. Variables are numbered, and not below 0.
+    """A mixed-integer program: minimise the cost under linear constraints; variables are ≥ 0.
 
     Attributes:
         cost: What one of each variable costs.
@@ -147,20 +147,20 @@ def _solved(program: Program) -> Any:
 def _silent() -> Iterator[None]:
     """Nothing reaches the standard output of the process: HiGHS 1.12 prints a line there, whatever
     its options, where it repairs what it found. Plans are made in the only thread that prints."""
-    library = ctypes.CDLL(None)
-    library.fflush(None)
+    flush = c_function("fflush") or (lambda _: None)
+    flush(None)
     shown, hidden = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(hidden, 1)
     try:
         yield
     finally:
-        library.fflush(None)  # C holds its output back, too
+        flush(None)  # C holds its output back, too
         os.dup2(shown, 1)
         os.close(shown)
         os.close(hidden)
 
 
-def earliest_first(patterns: Sequence[Pattern]) -> list[Pattern]:
+def earliest_first(patterns: Sequence[PolicyOption]) -> list[PolicyOption]:
     """The order in which patterns of equal blocks need least memory (Liu, "An application of
     generalized tree pebbling to sparse matrix factorization", 1987)."""
     return sorted(patterns, key=lambda each: each.kept - each.peak)
@@ -168,10 +168,10 @@ def earliest_first(patterns: Sequence[Pattern]) -> list[Pattern]:
 
 def arrangements(
     facts: StageFacts,
-    runs: Sequence[Run],
-    patterns: Sequence[Sequence[Pattern]],
+    runs: Sequence[BlockRun],
+    patterns: Sequence[Sequence[PolicyOption]],
     counts: Sequence[Sequence[int]],
-) -> Iterator[Retention]:
+) -> Iterator[ActivationPolicy]:
     """Retentions in which each pattern is taken so often.
 
     First the one in which those of a run take turns, as copies hide best; then the one that needs
@@ -200,14 +200,14 @@ def arrangements(
             tuple(facts.graph.layers[at].name for at in sorted(some))
             for some in (offloaded, recomputed, twice)
         ]
-        yield Retention(*names)
+        yield ActivationPolicy(*names)
 
 
-def _in_order(patterns: Sequence[Pattern], numbers: Sequence[int]) -> list[Pattern]:
+def _in_order(patterns: Sequence[PolicyOption], numbers: Sequence[int]) -> list[PolicyOption]:
     return [each for each, number in zip(patterns, numbers, strict=True) for _ in range(number)]
 
 
-def _in_turn(patterns: Sequence[Pattern], numbers: Sequence[int]) -> list[Pattern]:
+def _in_turn(patterns: Sequence[PolicyOption], numbers: Sequence[int]) -> list[PolicyOption]:
     """Each spread evenly over the run."""
     places = [
         ((place + 0.5) / number, at) for at, number in enumerate(numbers) for place in range(number)
@@ -224,13 +224,13 @@ _TIE = 1e-5
 
 
 def windows(in_flight: int) -> int:
-    """How many windows a stage's copies take: with one microbatch in flight, nothing leaves while
-    anything comes back (`take_turns`)."""
+    """Return how many staging buffers a stage needs: one if a single microbatch is in flight, as
+    no offload then overlaps a prefetch (`take_turns`), else two."""
     return 1 if in_flight == 1 else 2
 
 
 class Copying(NamedTuple):
-    """How copies to the host and back are taken to be.
+    """Assumptions of the program about copies to the host and back.
 
     Attributes:
         slowness: How many times as long as the host's link says; None forbids them.
@@ -269,8 +269,8 @@ class RetentionProgram:
     def __init__(
         self,
         facts: StageFacts,
-        runs: Sequence[Run],
-        patterns: Sequence[Sequence[Pattern]],
+        runs: Sequence[BlockRun],
+        patterns: Sequence[Sequence[PolicyOption]],
         host: Link,
         copying: Copying,
         cap: int,
@@ -295,12 +295,12 @@ class RetentionProgram:
 
     @property
     def size(self) -> int:
-        """How many patterns there are."""
+        """The number of policy options."""
         return sum(map(len, self._patterns))
 
-    def nearest(self, dear: NDArray[np.float64], most: int) -> list[list[Pattern]]:
-        """Of each run so many patterns whose variables are the least dear, and the one that needs
-        least memory."""
+    def nearest(self, dear: NDArray[np.float64], most: int) -> list[list[PolicyOption]]:
+        """Return, for each run, the `most` options of least reduced cost and the option of least
+        memory."""
         found = []
         for taken, patterns in _both(self._taken, self._patterns):
             prices = [sum(dear[variable] for variable in {*pair}) for pair in taken]
@@ -309,17 +309,19 @@ class RetentionProgram:
             found.append([patterns[at] for at in dict.fromkeys([*order[:most], leanest])])
         return found
 
-    def within(self, dear: NDArray[np.float64], margin: float) -> list[list[Pattern]]:
-        """Of each run the patterns without which something may be missed that costs less than a
-        margin beyond the relaxed program: by its reduced costs, others add more."""
+    def within(self, dear: NDArray[np.float64], margin: float) -> list[list[PolicyOption]]:
+        """Return, for each run, the options whose reduced cost is within `margin`.
+
+        Any other option adds more than `margin` to the bound of the relaxed program, so no better
+        solution uses it (reduced-cost fixing)."""
         return [
             [each for pair, each in _both(taken, patterns) if sum(dear[[*{*pair}]]) <= margin]
             for taken, patterns in _both(self._taken, self._patterns)
         ]
 
-    def choices(self, values: NDArray[np.float64]) -> Iterator[tuple[Retention, int]]:
-        """What the variables' values say, and the window: in each order that equal blocks may
-        have it in, the smoothest first."""
+    def choices(self, values: NDArray[np.float64]) -> Iterator[tuple[ActivationPolicy, int]]:
+        """Yield the activation policy and the staging buffer of a solution, once for each order of
+        the options among equal blocks, the most even one first."""
         counts = [[round(values[count]) for count, _ in taken] for taken in self._taken]
         largest = max(
             each.largest
@@ -375,8 +377,8 @@ class RetentionProgram:
         program.equal(0, *before, (self._final, -1))
 
     def _early(self, cap: int) -> Iterator[tuple[Term, range]]:
-        """What a block is not to keep, but a later one asks for in its backward, is had from then
-        on; what takes more than its own layers cannot be had so early."""
+        """Constrain dropped tensors that a later block needs: they stay live once recomputed; an
+        option that recomputes more than its own layers cannot provide them so early."""
         program, facts = self.program, self._facts
         for asking, (taken, patterns) in enumerate(_both(self._taken, self._patterns)):
             for storage in sorted(frozenset().union(*(each.demands for each in patterns))):
@@ -449,7 +451,7 @@ class RetentionProgram:
     def _pass(
         self, clock: list[Term], copied: list[Term], computing: float, again: list[Term]
     ) -> tuple[list[Term], list[Term]]:
-        """What a clock shows, and how much was copied, after a run has computed."""
+        """Return the time and the bytes copied after a run has computed."""
         program = self.program
         later, more = [(program.variable(), 1.0)], [(program.variable(), 1.0)]
         program.at_most(-computing, *clock, *again, *less(*later))
@@ -457,7 +459,7 @@ class RetentionProgram:
         return later, more
 
 
-def _alternatives(run: Run, terms: Sequence[Term]) -> list[Sequence[Term]]:
+def _alternatives(run: BlockRun, terms: Sequence[Term]) -> list[Sequence[Term]]:
     """Terms of a run's patterns in groups of which at most one is not 0."""
     return [terms] if len(run.blocks) == 1 else [[term] for term in terms]
 

@@ -9,14 +9,20 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from pathoseg.parallel.graph.activation_policy import SMALL, Retention
-from pathoseg.parallel.retention.stage_liveness import Block, Run, SavedStorage, StageFacts, Unit
+from pathoseg.parallel.graph.activation_policy import SMALL, ActivationPolicy
+from pathoseg.parallel.retention.stage_liveness import (
+    Block,
+    BlockRun,
+    SavedStorage,
+    StageFacts,
+    Unit,
+)
 from pathoseg.parallel.schedule.costs import Link, Saved
 
 
 @dataclass
 class Walked:
-    """What layers hold and do again, beyond what earlier ones keep.
+    """The memory and the recomputation of some layers, beyond what earlier layers keep.
 
     Attributes:
         forward_peak: Most bytes in their forward, what is kept included.
@@ -192,11 +198,12 @@ class _State:
             temporary -= sum(leaving.pop(run, ()))
 
     def _in_passing(self, index: int, passing: bool) -> bool:
-        """Whether the run that makes a storage is one in passing, where such a one asks for it."""
+        """Return True if the recomputation of a storage is transient (its result is freed before
+        the layer's own backward)."""
         return passing or (index in self._dropped and index not in self._twice)
 
     def _stays(self, index: int, at: int, passing: bool) -> bool:
-        """Whether a storage that is made again is needed by backwards to come."""
+        """Return True if a recomputed storage is needed by later backwards."""
         return (
             index in self._dropped
             and passing != (index in self._twice)
@@ -217,7 +224,7 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class Retained:
-    """What comes of a retention, for one microbatch.
+    """The memory, copies and recomputation of a stage under an activation policy, a microbatch.
 
     Attributes:
         kept: Bytes on the device between the forward and the backward, without what was received.
@@ -245,7 +252,7 @@ class Retained:
         return sum(saved.bytes for saved in self.tensors.values())
 
 
-def retain(facts: StageFacts, retention: Retention) -> Retained:
+def retain(facts: StageFacts, retention: ActivationPolicy) -> Retained:
     """Walks through a stage's forward and backward under a retention."""
     away, again = set(retention.offloaded), set(retention.recomputed)
     more = set(retention.twice)
@@ -297,15 +304,15 @@ _NOTHING = 0.002
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
-    """Which layers' storages may be offloaded, and which recomputed."""
+class AllowedPolicies:
+    """The policies that the user allows: offload, recompute, or both."""
 
     offload: bool = True
     recompute: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class Pattern:
+class PolicyOption:
     """A way for each unit of one block, or of several equal ones, and what comes of it.
 
     Attributes:
@@ -337,8 +344,10 @@ class Pattern:
     deep: frozenset[int]
 
 
-def patterns_of(facts: StageFacts, run: Run, host: Link, ways: Ways) -> list[Pattern]:
-    """Of all patterns of a run's blocks those that no other beats in everything.
+def patterns_of(
+    facts: StageFacts, run: BlockRun, host: Link, ways: AllowedPolicies
+) -> list[PolicyOption]:
+    """Return the Pareto front of the policy options of a run's blocks.
 
     Several blocks are taken together where all between them is recomputed.
 
@@ -392,7 +401,7 @@ def _together(blocks: Sequence[Block], given: Way) -> Iterator[dict[int, Way]]:
         yield chosen
 
 
-def _choices(facts: StageFacts, block: Block, ways: Ways) -> Iterator[dict[int, Way]]:
+def _choices(facts: StageFacts, block: Block, ways: AllowedPolicies) -> Iterator[dict[int, Way]]:
     """Every way for every unit, or for every kind of unit where there are many."""
     sizes = {unit.maker: sum(facts.sizes[index] for index in unit.storages) for unit in block.units}
     least = _NOTHING * sum(sizes.values())
@@ -426,7 +435,7 @@ def _choices(facts: StageFacts, block: Block, ways: Ways) -> Iterator[dict[int, 
 
 def _pattern(
     facts: StageFacts, blocks: Sequence[Block], chosen: Mapping[int, Way], host: Link
-) -> Pattern:
+) -> PolicyOption:
     first = blocks[0].layers.start
     units = [unit for block in blocks for unit in block.units]
     own = {index for unit in units for index in unit.storages}
@@ -440,7 +449,7 @@ def _pattern(
     dropped = once | twice
     walked = walk(facts, range(first, blocks[-1].layers.stop), own, once, copied, twice)
     sizes = [facts.sizes[index] for index in copied]
-    return Pattern(
+    return PolicyOption(
         len(blocks),
         tuple(u.maker - first for u in units if chosen.get(u.maker) == "offload"),
         tuple(u.maker - first for u in units if chosen.get(u.maker) == "recompute"),
@@ -463,7 +472,7 @@ def _pattern(
 
 
 def _is_deep(facts: StageFacts, index: int, dropped: set[int]) -> bool:
-    """Whether more than a storage's own layers have to run again to make it."""
+    """Return True if recomputing a storage needs more than its own layers."""
     saved = facts.saved[index]
     for layer in (saved.maker, *saved.writers):
         for read in facts.reads[layer]:
@@ -474,13 +483,13 @@ def _is_deep(facts: StageFacts, index: int, dropped: set[int]) -> bool:
     return False
 
 
-def _best(patterns: Sequence[Pattern], shared: Collection[int]) -> list[Pattern]:
-    """Those that none beats of those that ask the same of others and leave them the same."""
-    groups: dict[Hashable, list[Pattern]] = {}
+def _best(patterns: Sequence[PolicyOption], shared: Collection[int]) -> list[PolicyOption]:
+    """Return the Pareto front (time, memory) of the options with equal demands and exports."""
+    groups: dict[Hashable, list[PolicyOption]] = {}
     for each in patterns:
         gone, deep = (frozenset(some.intersection(shared)) for some in (each.away, each.deep))
         groups.setdefault((each.blocks, each.demands, gone, deep), []).append(each)
-    kept: list[Pattern] = []
+    kept: list[PolicyOption] = []
     for group in groups.values():
         costs = np.array([(p.kept, p.copies, p.again, p.peak, p.largest) for p in group])
         best: list[int] = []

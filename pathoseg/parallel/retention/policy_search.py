@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
 
-from pathoseg.parallel.graph.activation_policy import Retention
+from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.retention.policy_milp import (
     GAP,
     Copying,
@@ -18,13 +18,13 @@ from pathoseg.parallel.retention.policy_milp import (
 )
 from pathoseg.parallel.retention.policy_options import (
     MOST_UNITS,
-    Pattern,
+    AllowedPolicies,
+    PolicyOption,
     Retained,
-    Ways,
     patterns_of,
     retain,
 )
-from pathoseg.parallel.retention.stage_liveness import Run, StageFacts, runs_of
+from pathoseg.parallel.retention.stage_liveness import BlockRun, StageFacts, runs_of
 from pathoseg.parallel.schedule.costs import Costs, Link, StageCost
 from pathoseg.parallel.schedule.gpipe import gpipe
 from pathoseg.parallel.schedule.lowering import lower
@@ -46,7 +46,7 @@ _NEAREST = (8, 24)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What becomes of a stage's layers.
+    """The activation policy chosen for a stage.
 
     Attributes:
         retention: The layers.
@@ -54,7 +54,7 @@ class Choice:
         retained: What comes of it.
     """
 
-    retention: Retention
+    retention: ActivationPolicy
     window: int
     retained: Retained
 
@@ -73,11 +73,11 @@ class Chooser:
         ways: What is allowed.
     """
 
-    def __init__(self, facts: StageFacts, host: Link, ways: Ways) -> None:
+    def __init__(self, facts: StageFacts, host: Link, ways: AllowedPolicies) -> None:
         self._facts, self._host, self._ways = facts, host, ways
-        self._everything = Choice(Retention(), 0, retain(facts, Retention()))
-        self._runs: list[Run] = []
-        self._patterns: list[list[Pattern]] = []
+        self._everything = Choice(ActivationPolicy(), 0, retain(facts, ActivationPolicy()))
+        self._runs: list[BlockRun] = []
+        self._patterns: list[list[PolicyOption]] = []
 
     def choose(self, cap: int, in_flight: int = 1) -> Choice | None:
         """The choice that takes least time, or None where none fits.
@@ -113,7 +113,7 @@ class Chooser:
         return least(posed.program) * posed.second
 
     def seconds(self, choice: Choice, in_flight: int = 1) -> float:
-        """Of a microbatch, where so many are in flight, by `simulate`."""
+        """Return the simulated seconds of a microbatch with so many in flight."""
         cost = StageCost(
             sum(self._facts.forward.values()),
             sum(self._facts.backward.values()) + choice.retained.again,
@@ -166,7 +166,7 @@ class Chooser:
 
     def _solved(
         self, copying: Copying, room: int, in_flight: int, fastest: float
-    ) -> Iterator[Iterator[tuple[Retention, int]]]:
+    ) -> Iterator[Iterator[tuple[ActivationPolicy, int]]]:
         """The program's best and what was found on the way to it, in each arrangement; nothing
         where it has no answer, or none that gains on so many seconds."""
         posed = self._pose(self._patterns, copying, room, in_flight)
@@ -194,7 +194,7 @@ class Chooser:
             yield posed.choices(values)
 
     def _pose(
-        self, patterns: list[list[Pattern]], copying: Copying, cap: int, in_flight: int
+        self, patterns: list[list[PolicyOption]], copying: Copying, cap: int, in_flight: int
     ) -> RetentionProgram:
         return RetentionProgram(
             self._facts, self._runs, patterns, self._host, copying, cap, in_flight

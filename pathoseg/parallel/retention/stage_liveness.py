@@ -1,4 +1,4 @@
-"""Who makes, saves and reads the storages of a stage, and its independent blocks."""
+"""Liveness of the storages of a stage, and its division into independent blocks."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Run:
+class BlockRun:
     """Equal blocks, one after the other: the same layers, sizes and times."""
 
     blocks: tuple[Block, ...]
@@ -185,7 +185,7 @@ def units_of(facts: StageFacts) -> list[Unit]:
     ]
 
 
-def runs_of(facts: StageFacts, most: int) -> list[Run]:
+def runs_of(facts: StageFacts, most: int) -> list[BlockRun]:
     """The stage as runs of equal blocks, in order.
 
     A block ends where no unit is saved on both sides and all that crosses is saved; of such places
@@ -199,7 +199,7 @@ def runs_of(facts: StageFacts, most: int) -> list[Run]:
     blocks = _blocks(facts, units, _ends(facts, units), most)
     known = [(block, _signature(facts, block)) for block in blocks]
     return [
-        Run(tuple(block for block, _ in group))
+        BlockRun(tuple(block for block, _ in group))
         for _, group in groupby(known, key=lambda item: item[1])
     ]
 

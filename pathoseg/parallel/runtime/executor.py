@@ -15,12 +15,12 @@ from torch import Tensor
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.activations.offload import Copied, Copies
-from pathoseg.parallel.activations.stage_offload import Parking, changed_by
+from pathoseg.parallel.activations.stage_offload import StageOffload, changed_by
 from pathoseg.parallel.activations.streams import Lane, Streams
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.graph.layer_graph import Partition
-from pathoseg.parallel.runtime.messages import Messages, Route
-from pathoseg.parallel.runtime.reduction import Reduction
+from pathoseg.parallel.runtime.messages import MessageRoute, Messages
+from pathoseg.parallel.runtime.reduction import GradientReduction
 from pathoseg.parallel.runtime.stage import Pass, Stage, stage_edges
 from pathoseg.parallel.schedule.action import COMPUTE, Action, Edge, Kind
 from pathoseg.parallel.schedule.event import Event
@@ -65,11 +65,11 @@ class Executor:
         transport: Transport,
         schedule: Schedule,
         stages: Mapping[int, Stage],
-        reductions: Mapping[int, Reduction],
+        reductions: Mapping[int, GradientReduction],
         device: torch.device,
         streams: Streams,
         copies: Copies | None,
-        parking: Parking,
+        parking: StageOffload,
     ) -> None:
         self.doing: Action | None = None
         self._parking = parking
@@ -93,7 +93,7 @@ class Executor:
         self._messages = Messages(
             transport,
             device,
-            Route.of(schedule, transport.rank),
+            MessageRoute.of(schedule, transport.rank),
             lambda send: (
                 send.edge is not None and send.stage == send.edge.target and not gradient[send.edge]
             ),
@@ -200,7 +200,7 @@ class Executor:
         self._events.append(Event(rank, action, start - zero, time.perf_counter() - zero))
 
     def _record_marks(self, marks: Sequence[tuple[Action, Any, Any]]) -> None:
-        """What the device did, its copies too; those of one layer's storages are one event."""
+        """Record the events of the device, copies included; those of one layer are one event."""
         self._streams.settle()
         times = {
             action: (self._streams.seconds(begin), self._streams.seconds(end))
@@ -297,7 +297,7 @@ class Executor:
 
 
 def _is_forward(action: Action) -> bool:
-    """Whether a prediction needs it."""
+    """Return True if a prediction needs the action."""
     if action.kind in (Kind.SEND, Kind.RECV):
         assert action.edge is not None
         return (action.stage == action.edge.source) == (action.kind is Kind.SEND)

@@ -1,38 +1,24 @@
-"""Whether a plan's memory is there: what hosts have left, and what each rank will take."""
+"""The check that hosts have the memory that a plan says each rank will take."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from pathlib import Path
 from socket import gethostname
 
 import torch
 
 from pathoseg.errors import PathosegError
 from pathoseg.memory_size import memory_text
-from pathoseg.parallel.activations.offload import Form
+from pathoseg.parallel.activations.offload import OffloadMode
 from pathoseg.parallel.activations.stage_offload import Park
 from pathoseg.parallel.comm.transport import Transport
-from pathoseg.parallel.graph.activation_policy import Retention
+from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.schedule.action import Kind
 from pathoseg.parallel.schedule.schedule import Schedule, visit_of
-
-_ROOT = Path("/")
-
-
-def available_memory(root: Path = _ROOT) -> int | None:
-    """Bytes that are free or can be freed, on this host and in each control group of this process.
-
-    Args:
-        root: Where `/proc` and `/sys` lie.
-
-    Returns:
-        The least of them; None where the system does not tell.
-    """
-    return min(_limits(root), default=None)
+from pathoseg.platform_support import available_memory
 
 
 def too_small(
@@ -77,42 +63,6 @@ def _refusal(host: str, needed: int, found: int, ranks: int, computes: bool) -> 
     )
 
 
-def _limits(root: Path) -> Iterator[int]:
-    for line in _lines(root / "proc/meminfo"):
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            yield int(value.split()[0]) * 1024
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):  # version 2, version 1
-            base = root / "sys/fs/cgroup" / controllers
-            names = ("memory.max", "memory.current", "inactive_file")
-            if controllers:
-                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            inner = base / path.strip("/")
-            for group in (inner, *inner.parents):
-                if not group.is_relative_to(base):
-                    break
-                yield from _left(group, *names)
-
-
-def _left(group: Path, limit: str, used: str, freeable: str) -> Iterator[int]:
-    """What a control group has left, if it has a limit."""
-    limits = [*_lines(group / limit)]
-    if not limits or limits[0] == "max":
-        return
-    cached = (line.split() for line in _lines(group / "memory.stat"))
-    free = sum(int(words[1]) for words in cached if words[0] == freeable)
-    yield max(0, int(limits[0]) - sum(map(int, _lines(group / used))) + free)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
-
-
 @dataclass(frozen=True)
 class Memory:
     """The same on all ranks. What is offloaded stands in the schedule.
@@ -132,14 +82,14 @@ class Memory:
     recomputed: Mapping[int, Sequence[str]] = field(default_factory=dict)
     twice: Mapping[int, Sequence[str]] = field(default_factory=dict)
     window: int = 0
-    form: Form = Form.OVERLAPPED
+    form: OffloadMode = OffloadMode.OVERLAPPED
     device_bytes: tuple[int, ...] = ()
     host_bytes: tuple[int, ...] = ()
     parked: Set[Park] = frozenset()
 
     def on_host(self, rank: int) -> int:
         """Bytes that wait in host memory for a rank, as far as that is planned."""
-        if not self.host_bytes or self.form is Form.NONE:
+        if not self.host_bytes or self.form is OffloadMode.NONE:
             return 0
         return self.host_bytes[rank]
 
@@ -147,15 +97,15 @@ class Memory:
         """Bytes that a rank will hold on its device, as far as that is planned."""
         return self.device_bytes[rank] if self.device_bytes else 0
 
-    def retentions(self, schedule: Schedule) -> dict[int, Retention]:
-        """What each stage of a schedule does not keep.
+    def retentions(self, schedule: Schedule) -> dict[int, ActivationPolicy]:
+        """Return the activation policy of each stage of a schedule.
 
         Raises:
             PathosegError: Visits of one stage offload different layers.
         """
         offloaded = _offloaded(schedule)
         return {
-            stage: Retention(
+            stage: ActivationPolicy(
                 offloaded.get(stage, ()),
                 tuple(self.recomputed.get(stage, ())),
                 tuple(self.twice.get(stage, ())),
@@ -164,7 +114,7 @@ class Memory:
         }
 
     def exhausted(self, rank: int, device: torch.device, doing: str) -> tuple[str, str]:
-        """What is told of a device whose memory is used up, and the mend."""
+        """Return the problem and the hint of a device whose memory is used up."""
         figures = []
         if self.device_bytes:
             figures.append(f"{memory_text(self.on_device(rank))} were planned")
@@ -172,11 +122,11 @@ class Memory:
             taken = torch.cuda.max_memory_allocated(device)
             figures.append(f"{memory_text(taken)} were taken at the peak")
         problem = f"Rank {rank} ran out of device memory {doing}"
-        mend = (
+        hint = (
             "Plan with less memory (--memory, or memory in [parallel]), or use smaller tiles or "
             "microbatches."
         )
-        return f"{problem}{': ' if figures else ''}{', '.join(figures)}.", mend
+        return f"{problem}{': ' if figures else ''}{', '.join(figures)}.", hint
 
 
 def compare_hosts(transport: Transport, own: int, computes: bool) -> None:

@@ -29,7 +29,7 @@ _MOST_DIMENSIONS = 8
 
 
 class Layout(NamedTuple):
-    """What a receiver has to know of a tensor: its dtype, sizes, and dimensions by stride."""
+    """The layout of a tensor in a message: dtype, sizes, and dimensions by stride."""
 
     dtype: torch.dtype
     sizes: tuple[int, ...]
@@ -57,8 +57,8 @@ class Layout(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Route:
-    """Which messages two ranks exchange in a step, each way, in the order in which they are sent.
+class MessageRoute:
+    """The messages that two ranks exchange in a step, each way, in sending order.
 
     Attributes:
         receives: By rank that sends to this one, its SENDs.
@@ -73,7 +73,7 @@ class Route:
     sends: dict[Action, Action]
 
     @classmethod
-    def of(cls, schedule: Schedule, rank: int) -> Route:
+    def of(cls, schedule: Schedule, rank: int) -> MessageRoute:
         """The messages of `rank`."""
         receives: dict[int, list[Action]] = defaultdict(list)
         tags: dict[Action, int] = {}
@@ -123,7 +123,7 @@ class Messages:
         self,
         transport: Transport,
         device: torch.device,
-        route: Route,
+        route: MessageRoute,
         skipped: Callable[[Action], bool],
     ) -> None:
         self._transport, self._device, self._route = transport, device, route

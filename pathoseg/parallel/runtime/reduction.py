@@ -11,7 +11,7 @@ from torch import Tensor
 from pathoseg.parallel.comm.transport import Pending, Transport
 
 
-class Reduction:
+class GradientReduction:
     """Sums the gradients of one stage.
 
     A parameter that has no gradient on any rank has none afterwards.

@@ -11,8 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
+from pathoseg.errors import PathosegError
 from pathoseg.parallel.graph.layer_graph import LayerGraph
+from pathoseg.parallel.graph.segment import Segment
+from pathoseg.parallel.graph.traced import Traced
 
 # A process has one set of generators, which ranks as threads share.
 _GENERATORS = threading.Lock()
@@ -63,6 +67,67 @@ class Randomness:
             throws.leave()
         if self._drawing is None:
             self._drawing = throws.drew | self._opaque
+
+
+class WholeModel:
+    """The forward of a whole model in one process, with the random numbers of its stages on ranks.
+
+    A model that draws runs layer by layer, each seeded as on ranks; any other runs as it is, after
+    a first microbatch. What no graph can be made of draws as one layer, and on no ranks.
+
+    Args:
+        model: The model.
+        traced: Its layers, read from a microbatch of the usual size; None where it has no graph.
+        seed: Of the run.
+        device: Where it runs.
+    """
+
+    def __init__(
+        self, model: nn.Module, traced: Traced | None, seed: int, device: torch.device
+    ) -> None:
+        self._model, self._traced, self._seed, self._device = model, traced, seed, device
+        self._known: dict[torch.Size, tuple[Traced, Segment, Randomness] | None] = {}
+
+    def forward(self, step: int, microbatch: int, inputs: Tensor) -> Any:
+        """Return what the model makes of a microbatch; the generators are left as they were.
+
+        Args:
+            step: The run's step, from 0.
+            microbatch: Its number in the step, from 0.
+            inputs: Its samples.
+        """
+        if inputs.shape not in self._known:
+            self._known[inputs.shape] = self._read(inputs)
+        known = self._known[inputs.shape]
+        if known is None:
+            throws = _Throws({0}, self._device)
+            throws.enter(0, seed_of(self._seed, step, microbatch, 0))
+            try:
+                return self._model(inputs)
+            finally:
+                throws.leave()
+        traced, segment, randomness = known
+        with randomness.of(step, microbatch) as before:
+            if before is None:
+                return self._model(inputs)
+            given = dict.fromkeys(traced.graph.inputs, inputs)
+            return traced.assemble({**given, **segment(given, before)})
+
+    def _read(self, inputs: Tensor) -> tuple[Traced, Segment, Randomness] | None:
+        """The layers for microbatches of this shape, which may branch on it."""
+        traced = self._traced
+        if traced is None:
+            return None
+        [usual] = traced.graph.inputs.values()
+        if usual.shape != tuple(inputs.shape):
+            try:
+                with torch.autocast(self._device.type, enabled=False):
+                    traced = Traced(self._model, inputs.to("meta"))
+            except PathosegError:
+                return None
+        layers = range(len(traced.graph.layers))
+        randomness = Randomness(traced.graph, layers, self._seed, self._device)
+        return traced, traced.segment(layers), randomness
 
 
 class _Throws:

@@ -12,18 +12,19 @@ import torch
 from torch import nn
 
 from pathoseg.errors import PathosegError, is_out_of_memory
-from pathoseg.parallel.activations.offload import Copies, Form, copies_of
-from pathoseg.parallel.activations.stage_offload import Park, Parking, parked_bytes
+from pathoseg.gradient_step import LossScale, StepVerdict, clip_gradients
+from pathoseg.parallel.activations.offload import Copies, OffloadMode, copies_of
+from pathoseg.parallel.activations.stage_offload import Park, StageOffload, parked_bytes
 from pathoseg.parallel.activations.streams import streams_of
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.graph.layer_graph import Partition
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.runtime.executor import Executor, Microbatches, check_fit, compare_ranks
-from pathoseg.parallel.runtime.grad_clip import Agreed, Clipping, LossScale
+from pathoseg.parallel.runtime.grad_clip import GradientNorm
 from pathoseg.parallel.runtime.memory_check import Memory, compare_hosts
-from pathoseg.parallel.runtime.reduction import Reduction
+from pathoseg.parallel.runtime.reduction import GradientReduction
 from pathoseg.parallel.runtime.stage import Loss, Pass, Stage
-from pathoseg.parallel.runtime.state import Holdings, gather, load_optimizer, load_tensors
+from pathoseg.parallel.runtime.state import RankParameters, gather, load_optimizer, load_tensors
 from pathoseg.parallel.schedule.action import Kind
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.schedule import Schedule, visit_of
@@ -50,7 +51,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class StepResult:
+class RankStepResult:
     """What a step did; the same on all ranks but for the events.
 
     Attributes:
@@ -106,7 +107,7 @@ class Runner:
         whole = schedule.expanded()
         self._model, self._transport, self._training = traced.model, transport, training
         self._device = device
-        self._holdings = Holdings(
+        self._holdings = RankParameters(
             traced.model, traced.graph, partition, whole.placement, transport.rank
         )
         own = {
@@ -132,7 +133,7 @@ class Runner:
         }
         self.own = {name: parameter for name, parameter in trained.items() if name in mine}
         self.optimizer = training.optimizer([*self.own.values()]) if self.own else None
-        parked = memory.parked if memory.form is not Form.NONE else frozenset()
+        parked = memory.parked if memory.form is not OffloadMode.NONE else frozenset()
         stages = {number: self._holdings.of(number) for number in held}
         sizes = {
             number: parked_bytes(parked, stages[number], training.optimizer) for number in held
@@ -150,7 +151,7 @@ class Runner:
         parking_copies = (
             copies_of(memory.form, streams, device, most, sum(sizes.values())) if parked else None
         )
-        self._parking = Parking(parked, stages, self.optimizer, parking_copies)
+        self._parking = StageOffload(parked, stages, self.optimizer, parking_copies)
         self._stages = {
             number: Stage(
                 traced,
@@ -168,7 +169,7 @@ class Runner:
             for number in held
         }
         reductions = {
-            number: Reduction(
+            number: GradientReduction(
                 self._holdings.trained(number),
                 max(1, whole.setting.buckets[number]),
                 transport,
@@ -180,8 +181,8 @@ class Runner:
             transport, whole, self._stages, reductions, device, streams, copies, self._parking
         )
         counted = [name for name in self._holdings.told if name in trained]
-        self._clipping = Clipping(trained, counted, transport, device, self._parking)
-        self._agreed: Agreed
+        self._norm = GradientNorm(trained, counted, transport, device, self._parking)
+        self._verdict: StepVerdict
         self._scale = LossScale(training.dtype is torch.float16)
         visits = [
             visit_of(each) for each in whole.lists[transport.rank] if each.kind is Kind.FORWARD
@@ -195,7 +196,7 @@ class Runner:
         action = self._executor.doing
         return "between steps" if action is None else f"at {action} of stage {action.stage}"
 
-    def step(self, number: int, microbatches: Microbatches, trace: bool = False) -> StepResult:
+    def step(self, number: int, microbatches: Microbatches, trace: bool = False) -> RankStepResult:
         """One optimizer step on the mean loss of all samples.
 
         Args:
@@ -207,7 +208,7 @@ class Runner:
             PathosegError: Something failed here or on another rank; all ranks end.
         """
         events: list[Event] | None = [] if trace else None
-        this = Pass(number, sum(microbatches.sizes), self._scale.scale, training=True)
+        this = Pass(number, microbatches.sizes, self._scale.scale, training=True)
         self._parking.forget_gradients(self.own.values())
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
@@ -215,13 +216,13 @@ class Runner:
             with ExitStack() as stack:
                 for stage in self._stages.values():
                     stack.enter_context(stage.statistics.kept())
-                self._executor.step(
-                    this, microbatches, partial(self._update, this, microbatches), events
-                )
+                self._executor.step(this, microbatches, partial(self._update, microbatches), events)
             for number_of, stage in self._stages.items():
                 holders = self._holders(number_of)
                 stage.statistics.apply(microbatches.sizes, partial(self._sum, holders))
-        return StepResult(self._agreed.loss_sum, self._agreed.finite, tuple(events or ()))
+        verdict = self._verdict
+        self._scale.update(verdict)  # which raises the same on all ranks, none being under way
+        return RankStepResult(verdict.loss_sum, verdict.finite, tuple(events or ()))
 
     def _sum(self, holders: tuple[int, ...], rows: torch.Tensor) -> None:
         if len(holders) > 1:
@@ -240,7 +241,7 @@ class Runner:
         self._model.eval()
         try:
             with self._failing():
-                this = Pass(0, sum(microbatches.sizes), 1.0, training=False)
+                this = Pass(0, microbatches.sizes, 1.0, training=False)
                 return self._executor.predict(this, microbatches)
         finally:
             for module, mode in modes:
@@ -293,23 +294,21 @@ class Runner:
         load_tensors(buffers, state["model"])
         self._scale.load_state_dict(state["scaler"])
 
-    def _update(self, this: Pass, microbatches: Microbatches) -> None:
+    def _update(self, microbatches: Microbatches) -> None:
         """The optimizer's step on all ranks, or on none."""
         losses = {
             microbatch: loss
             for stage in self._stages.values()
             for microbatch, loss in stage.losses.items()
         }
-        self._agreed = self._clipping.agree(losses, len(microbatches.sizes), this.scale)
-        if self._agreed.finite and self.optimizer is not None:
-            norm, most = self._agreed.norm.to(self._device), self._training.clip
+        self._verdict = self._norm.agree(losses, len(microbatches.sizes), self._scale)
+        if self._verdict.finite and self.optimizer is not None:
             for parameters in self._parking.in_turn(*Park, changed=[*Park]):
-                if most > 0:
-                    torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
+                gradients = [each.grad for each in parameters if each.grad is not None]
+                clip_gradients(gradients, self._verdict.norm, self._training.clip)
                 with self._parking.alone(parameters) as optimizer:
                     optimizer.step()
                 self._parking.forget_gradients(parameters)
-        self._scale.update(self._agreed.finite)
 
     def _holders(self, stage: int) -> tuple[int, ...]:
         return tuple(self._placement.holders(stage))
@@ -321,16 +320,16 @@ class Runner:
         try:
             yield
         except PathosegError as error:
-            self._transport.abort(f"Rank {rank}, {self.doing}: {error.problem}")
+            self._transport.abort(f"Rank {rank}, {self.doing}: {error.problem} {error.hint}")
             raise
         except Exception as error:  # whatever the user's model or loss raises: the others wait
             first = str(error).split("\n")[0]
             problem = f"Rank {rank} failed {self.doing} ({type(error).__name__}: {first})."
-            mend = "Run it on one rank to see whether the model itself fails."
+            hint = "Run it on one rank to see whether the model itself fails."
             if is_out_of_memory(error):
-                problem, mend = self._memory.exhausted(rank, self._device, self.doing)
+                problem, hint = self._memory.exhausted(rank, self._device, self.doing)
             self._transport.abort(problem)
-            raise PathosegError(problem, mend) from error
+            raise PathosegError(problem, hint) from error
         except BaseException:
             self._transport.abort(f"Rank {rank} was stopped {self.doing}.")
             raise

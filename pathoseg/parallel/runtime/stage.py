@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pathoseg.errors import PathosegError
+from pathoseg.gradient_step import loss_sum
 from pathoseg.parallel.activations.offload import Copies
 from pathoseg.parallel.activations.rematerialize import Away, Piece
 from pathoseg.parallel.activations.running_statistics import RunningStatistics, norms_at
-from pathoseg.parallel.activations.saved_tensor_hooks import Keeping
-from pathoseg.parallel.graph.activation_policy import Retention
+from pathoseg.parallel.activations.saved_tensor_hooks import SavedTensorHooks
+from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.layer_graph import Partition, StageEdge
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.runtime.rng import Randomness
@@ -39,15 +40,20 @@ class Pass:
 
     Attributes:
         step: Number of the step.
-        samples: Samples of all microbatches together.
+        sizes: Samples of each microbatch.
         scale: What the loss is multiplied by ahead of its backward.
         training: Whether it is a step.
     """
 
     step: int
-    samples: int
+    sizes: Sequence[int]
     scale: float
     training: bool
+
+    @property
+    def samples(self) -> int:
+        """Samples of all microbatches together."""
+        return sum(self.sizes)
 
 
 @dataclass
@@ -107,7 +113,7 @@ class Stage:
         device: torch.device,
         dtype: torch.dtype | None,
         alone: bool,
-        retention: Retention,
+        retention: ActivationPolicy,
         copies: Copies | None,
         parks: bool = False,
     ) -> None:
@@ -125,7 +131,7 @@ class Stage:
         self._randomness = Randomness(traced.graph, layers, seed, device)
         self._returned = set(traced.graph.outputs) if self.is_last else set()
         self._visits: dict[int, _Visit] = {}
-        self._keeping = Keeping(traced, layers, number, retention, copies, parks)
+        self._keeping = SavedTensorHooks(traced, layers, number, retention, copies, parks)
         self._copies = copies
         self._to_check: dict[str, Tensor] = {}
         if not alone or retention.runs_again:
@@ -182,7 +188,7 @@ class Stage:
         with torch.set_grad_enabled(keep):
             values = self._run(visit, this.step, microbatch, keep)
             if self.is_last:
-                self.losses[microbatch] = self._finish(visit, values, this, keep)
+                self.losses[microbatch] = self._finish(visit, values, this, microbatch, keep)
         self.statistics.keep(microbatch, row)
         if keep:
             self._hold(visit, values)
@@ -196,7 +202,7 @@ class Stage:
         with torch.enable_grad():
             values = self._run(visit, this.step, microbatch, keep=True)
             if self.is_last:
-                self._finish(visit, values, this, keep=True)
+                self._finish(visit, values, this, microbatch, keep=True)
         self._hold(visit, values)
 
     def backward(self, microbatch: int) -> dict[Edge, Tensor | None]:
@@ -279,16 +285,17 @@ class Stage:
         return self._traced.assemble({**visit.received, **values})
 
     def _finish(
-        self, visit: _Visit, values: Mapping[str, Tensor], this: Pass, keep: bool
+        self,
+        visit: _Visit,
+        values: Mapping[str, Tensor],
+        this: Pass,
+        microbatch: int,
+        keep: bool,
     ) -> Tensor:
         """The loss of the microbatch; where the backward begins, if that is to be kept."""
-        each = self._loss(self._assemble(visit, values), visit.targets)
-        if each.ndim != 1:
-            raise PathosegError(
-                f"The loss gave a tensor of shape {tuple(each.shape)}, not one number a sample.",
-                "Let it average over everything but the samples: shape (n,), not a mean over all.",
-            )
-        losses = each.sum()
+        with self._autocast():
+            each = self._loss(self._assemble(visit, values), visit.targets)
+        losses = loss_sum(each, this.sizes[microbatch])
         if keep:
             visit.targets = None
             scaled = losses / this.samples * this.scale

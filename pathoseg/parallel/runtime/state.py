@@ -16,7 +16,7 @@ from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition
 from pathoseg.parallel.schedule.schedule import Placement
 
 
-class Holdings:
+class RankParameters:
     """The parameters and buffers that one rank holds of a model.
 
     What no layer uses belongs to stage 0.
@@ -72,7 +72,7 @@ class Holdings:
         ]
 
     def trained(self, stage: int) -> list[nn.Parameter]:
-        """Those of them that are trained."""
+        """Return the trained parameters of a stage."""
         return [parameter for parameter in self.of(stage) if parameter.requires_grad]
 
     def settle(self, device: torch.device) -> None:
@@ -93,7 +93,7 @@ class Holdings:
         self.parameters = dict(self._model.named_parameters())
 
     def tensors(self) -> dict[str, Tensor]:
-        """What this rank holds, by name."""
+        """The tensors that this rank holds, by name."""
         own = set(self.own)
         return {name: tensor for name, tensor in self._tensors() if name in own}
 

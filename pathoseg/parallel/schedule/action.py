@@ -13,7 +13,7 @@ from pathoseg.errors import PathosegError
 
 
 class Kind(StrEnum):
-    """What an action does; the value is its word in the text form."""
+    """The kind of an action; the value is its word in the text form."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -149,7 +149,7 @@ class Action(NamedTuple):
         return action
 
     def misfit(self) -> str | None:
-        """What this action has too little or too much for its kind, or None."""
+        """Return the first fault of this action for its kind, as text, or None."""
         needed = _FIELDS[self.kind]
         for name in ("microbatch", "edge", "tensor", "bucket"):
             if (getattr(self, name) is not None) != (name in needed):
@@ -177,7 +177,7 @@ Visit = tuple[int, int, int]  # replica, stage, microbatch
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the rule of precedence has to know of a schedule, beyond the action itself.
+    """The facts of a schedule that the rule of precedence needs beyond the action itself.
 
     Attributes:
         inputs: By stage, the edges that end there.

@@ -42,7 +42,7 @@ def bidirectional(ranks: int, microbatches: int) -> Schedule:
 
 
 def _turn(event: Event) -> tuple[float, bool, int]:
-    """Of visits that would start together, a backward and then the lower microbatch goes first."""
+    """Sort key of visits that could start together: backwards first, then the lower microbatch."""
     visit = event.action
     assert visit.microbatch is not None
     return event.start, visit.kind is Kind.FORWARD, visit.microbatch

@@ -1,4 +1,4 @@
-"""What stages and links cost: the figures that a schedule is simulated against."""
+"""The costs of stages and links that a schedule is simulated against."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathoseg.parallel.schedule.action import Edge
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What of a stage waits in host memory between a forward and its backward, under one name.
+    """A tensor of a stage that is in host memory between a forward and its backward.
 
     Attributes:
         bytes: How large it is.
@@ -62,7 +62,7 @@ class StageCost:
 
 
 class Network(Protocol):
-    """What joins the ranks."""
+    """The network between the ranks: the time of a message and of a sum."""
 
     def latency(self, source: int, target: int) -> float:
         """Time from a message's last byte leaving rank `source` to its being at `target`."""

@@ -1,4 +1,4 @@
-"""What happened when: the same noun from the simulator and from the executor."""
+"""An action with its start and end: the one event type of simulator and executor."""
 
 from __future__ import annotations
 

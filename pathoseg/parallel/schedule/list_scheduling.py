@@ -131,7 +131,7 @@ class _ListScheduler:
 
 
 class _Memory:
-    """What is held on one rank, and who may take more of it."""
+    """The memory held on one rank, and the microbatches that may take more."""
 
     def __init__(self, work: Workload, rank: int, seniority: Sequence[int]) -> None:
         self._work = work

@@ -155,7 +155,7 @@ class _Search:
         order[index], order[index + 1] = order[index + 1], order[index]
 
     def _fits(self, swap: Swap) -> bool:
-        """Whether the rank keeps to its cap when these two change places."""
+        """Return True if the rank stays within its memory cap after this swap."""
         rank, index = swap
         order, work = self._lists[rank], self._work
         used = sum(work.taken[visit] - work.freed[visit] for visit in order[:index])

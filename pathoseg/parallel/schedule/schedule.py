@@ -105,13 +105,13 @@ class Schedule:
 
     @cached_property
     def lowered(self) -> bool:
-        """Whether the lists hold more than F and B."""
+        """Return True if the lists hold more than forwards and backwards."""
         plain = (Kind.FORWARD, Kind.BACKWARD)
         return any(action.kind not in plain for actions in self.lists for action in actions)
 
     @cached_property
     def setting(self) -> Setting:
-        """What the rule of precedence (`action.predecessors`) has to know of this schedule."""
+        """The facts that the rule of precedence (`action.predecessors`) needs of this schedule."""
         stages = range(self.stages)
         homes = self.placement.homes
         messages = {

@@ -15,8 +15,8 @@ from pathoseg.parallel.schedule.validate import runnable
 
 
 def take_turns(actions: Iterable[Action]) -> bool:
-    """Whether nothing leaves a rank between a PREFETCH and its backward: one window then serves
-    both directions in turn, else each has its own."""
+    """Return True if no OFFLOAD runs between a PREFETCH and its backward: one staging buffer then
+    serves both directions in turn; otherwise each direction has its own."""
     coming: set[Visit] = set()
     for action in actions:
         if action.kind is Kind.PREFETCH:
@@ -58,7 +58,7 @@ class HostCopies:
         self._asked: dict[Action, float] = {}
 
     def leave(self, start: float, copies: Sequence[tuple[Action, Saved]]) -> float:
-        """How long a forward that begins now waits in all, given its OFFLOADs.
+        """Return the total wait of a forward that begins now, caused by its OFFLOADs.
 
         Raises:
             PathosegError: A tensor does not fit into the window.
@@ -85,7 +85,7 @@ class HostCopies:
         self._asked[action] = now
 
     def come_back(self, start: float, copies: Sequence[tuple[Action, Saved]]) -> float:
-        """How long a backward that begins now waits in all, given its PREFETCHes."""
+        """Return the total wait of a backward that begins now, caused by its PREFETCHes."""
         left = self._free[Kind.OFFLOAD] if self._turns and copies else 0
         stall: float = max(0, left - start)
         for action, saved in sorted(copies, key=lambda copy: copy[1].needed):
@@ -132,7 +132,9 @@ class _Window:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What a schedule costs. Tuples are by rank, of one group of ranks.
+    """The costs of a schedule: time, bubble, memory, bytes sent.
+
+    Tuples are by rank, of one group of ranks.
 
     Attributes:
         events: What each rank does when, in no particular order between ranks.
@@ -309,7 +311,7 @@ class _Replay:
         self._events.append(Event(rank, action, start, end))
 
     def _copies(self, actions: Iterable[Action]) -> list[tuple[Action, Saved]]:
-        """What OFFLOADs or PREFETCHes copy."""
+        """Return the tensors that the OFFLOADs or PREFETCHes copy."""
         copies = []
         for action in actions:
             assert action.tensor is not None

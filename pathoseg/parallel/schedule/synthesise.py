@@ -91,7 +91,7 @@ def _best(works: Sequence[Workload]) -> _Attempt:
 
 
 def _held(order: Schedule, costs: Costs, recompute: Collection[int]) -> int:
-    """What the fullest rank holds beside its weights."""
+    """Return the peak bytes of activations of the fullest rank."""
     run = simulate(lower(order, recompute=recompute), costs)
     weights = [0] * order.ranks
     for home in order.placement.homes:

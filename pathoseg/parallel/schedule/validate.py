@@ -1,4 +1,4 @@
-"""Whether a schedule is whole and can run: one judge for every order, however it was built."""
+"""Validation of a schedule: it is complete and cannot deadlock, whoever built it."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class Workload:
         ]
 
     def needs(self, replica: int, rank: int) -> tuple[int, int]:
-        """What one microbatch holds on a rank at most, and the most beyond that as it runs."""
+        """Return the bytes that one microbatch holds on a rank, and the most beyond as it runs."""
         homes = self.routes[replica].homes
         held = sum(size for home, size in zip(homes, self.held, strict=False) if home == rank)
         extra = (size for home, size in zip(homes, self.extra, strict=True) if home == rank)
@@ -186,7 +186,7 @@ def workload(
 
 
 class _Load(NamedTuple):
-    """What a stage's two visits of a microbatch cost.
+    """The cost of the forward and the backward visit of one microbatch to a stage.
 
     Attributes:
         forward: Time of the forward visit.
@@ -232,7 +232,7 @@ def _load(schedule: Schedule, costs: Costs, stage: int, recomputed: bool) -> _Lo
 
 
 def _route(schedule: Schedule, costs: Costs, loads: Sequence[_Load], replica: int) -> Route:
-    """What each visit of one replica's microbatch waits for."""
+    """Return the delays between the visits of one microbatch of a replica."""
     home, setting = schedule.placement.homes[replica], schedule.setting
     stages = len(home)
     last = 2 * stages - 1

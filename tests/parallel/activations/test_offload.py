@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pathoseg.parallel.activations.offload import Copies, Form, Label, Overlapped, copies_of
+from pathoseg.parallel.activations.offload import Copies, Label, OffloadMode, Overlapped, copies_of
 from pathoseg.parallel.activations.pinned_arena import Arena
 from pathoseg.parallel.activations.streams import HostStreams, Lane, streams_of
 
@@ -253,8 +253,8 @@ def _round_trip(copies: Copies, device: torch.device) -> None:
     assert copies.peak >= 5 * 200
 
 
-@pytest.mark.parametrize("form", [form for form in Form if form is not Form.NONE])
-def test_every_form_brings_back_what_left(form: Form) -> None:
+@pytest.mark.parametrize("form", [form for form in OffloadMode if form is not OffloadMode.NONE])
+def test_every_form_brings_back_what_left(form: OffloadMode) -> None:
     copies = copies_of(form, HostStreams(), CPU, 500, 0)
     assert copies is not None
     copies.copied = []
@@ -265,8 +265,8 @@ def test_every_form_brings_back_what_left(form: Form) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("form", [form for form in Form if form is not Form.NONE])
-def test_every_form_brings_back_what_left_a_cuda_device(form: Form) -> None:
+@pytest.mark.parametrize("form", [form for form in OffloadMode if form is not OffloadMode.NONE])
+def test_every_form_brings_back_what_left_a_cuda_device(form: OffloadMode) -> None:
     device = torch.device("cuda")
     streams = streams_of(device)
     copies = copies_of(form, streams, device, 500, 100_000)

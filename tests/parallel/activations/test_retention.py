@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.activations import saved_tensor_hooks as keeping
-from pathoseg.parallel.activations.offload import Form
+from pathoseg.parallel.activations.offload import OffloadMode
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.partition import even
 from pathoseg.parallel.runtime.executor import Microbatches
@@ -182,6 +182,7 @@ CHOICES: dict[str, tuple[Callable[[int], bool], Callable[[int], bool]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 def test_what_layers_do_with_storages_is_done_again(name: str, dtype: torch.dtype | None) -> None:
@@ -263,8 +264,8 @@ def test_running_state_of_other_kinds_is_not_recomputed() -> None:
         _train(Counting(), _never, lambda at: True, Memory())
 
 
-@pytest.mark.parametrize("form", Form)
-def test_a_layer_that_is_not_there_is_named(form: Form) -> None:
+@pytest.mark.parametrize("form", OffloadMode)
+def test_a_layer_that_is_not_there_is_named(form: OffloadMode) -> None:
     model = nn.Sequential(nn.Conv2d(3, 2, 1), nn.Sigmoid())
     traced = Traced(model, torch.ones(2, 3, 8, 8))
     partition = even(traced.graph, 1)

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pathoseg.parallel.activations import saved_tensor_hooks as keeping
-from pathoseg.parallel.activations.offload import Form
+from pathoseg.parallel.activations.offload import OffloadMode
 from pathoseg.parallel.runtime.memory_check import Memory
 from tests.parallel.comm.thread_ranks import run_ranks
 from tests.parallel.networks.runtime_models import MODELS
@@ -47,7 +47,7 @@ def mixtures(draw: st.DrawFn, model: str, plan: str) -> tuple[Case, Memory]:
         offloaded[stage] = tuple(name for name, fate in drawn.items() if fate == "offload")
         recomputed[stage] = tuple(name for name, fate in drawn.items() if fate == "recompute")
         twice[stage] = tuple(name for name, fate in drawn.items() if fate == "twice")
-    form = draw(st.sampled_from([*Form]))
+    form = draw(st.sampled_from([*OffloadMode]))
     window = draw(st.sampled_from([0, 2_000, 20_000, 10**9]))
     host_bytes = (draw(st.sampled_from([0, 10**5])),) * 4
     memory = Memory(recomputed, twice, window, form, host_bytes=host_bytes)
@@ -61,6 +61,7 @@ def _trains_as_one_process(case: Case, memory: Memory) -> None:
         compare(case, rank, verdict)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 @settings(max_examples=4, deadline=None, suppress_health_check=[*HealthCheck])
 @given(data=st.data())
@@ -69,9 +70,9 @@ def test_a_mixture_trains_as_one_process(plan: str, data: st.DataObject) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", Form)
+@pytest.mark.parametrize("form", OffloadMode)
 @pytest.mark.parametrize("model", MODELS)
-def test_all_models_offload_and_recompute_in_every_form(model: str, form: Form) -> None:
+def test_all_models_offload_and_recompute_in_every_form(model: str, form: OffloadMode) -> None:
     """Every other layer leaves, and those between are made again."""
     for first in (0, 1):
         case = Case(model, "gems-master", 2)

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pathoseg.parallel.activations import saved_tensor_hooks as keeping
 from pathoseg.parallel.activations import stage_offload as parking
-from pathoseg.parallel.activations.offload import Form
+from pathoseg.parallel.activations.offload import OffloadMode
 from pathoseg.parallel.activations.stage_offload import Park, parked_bytes
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.graph.traced import Traced
@@ -34,7 +34,7 @@ from tests.parallel.comm.thread_ranks import run_ranks
 CPU = torch.device("cpu")
 SAMPLES, STEPS = 2, 3
 ALL = frozenset(Park)
-FORMS = [Form.NAIVE, Form.OVERLAPPED]
+FORMS = [OffloadMode.NAIVE, OffloadMode.OVERLAPPED]
 
 
 @pytest.fixture(autouse=True)
@@ -196,19 +196,20 @@ def _equal(found: Any, expected: Any) -> None:
 CHOICES = [*(("adamw", {park}) for park in Park), ("adamw", ALL), ("sgd", ALL)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("optimizer", "parked"), CHOICES)
 @pytest.mark.parametrize("order", ORDERS)
 def test_training_is_the_same(
-    order: str, optimizer: str, parked: Collection[Park], form: Form
+    order: str, optimizer: str, parked: Collection[Park], form: OffloadMode
 ) -> None:
     case = Case(order, optimizer)
     found = _on_ranks(case, Memory(form=form, parked=frozenset(parked)), _train)
     _equal(found, _unparked(case))
 
 
-@pytest.mark.parametrize("form", [form for form in Form if form not in FORMS])
-def test_all_forms_do_the_same(form: Form) -> None:
+@pytest.mark.parametrize("form", [form for form in OffloadMode if form not in FORMS])
+def test_all_forms_do_the_same(form: OffloadMode) -> None:
     case = Case("gpipe")
     _equal(_on_ranks(case, Memory(form=form, parked=ALL), _train), _unparked(case))
 
@@ -225,13 +226,14 @@ def test_all_forms_do_the_same(form: Form) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("form", FORMS)
-def test_it_goes_with_offload_and_recomputation(case: Case, form: Form) -> None:
+def test_it_goes_with_offload_and_recomputation(case: Case, form: OffloadMode) -> None:
     _equal(_on_ranks(case, Memory(form=form, parked=ALL), _train), _unparked(case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["gpipe", "gems-master"])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_run_goes_on_from_its_state(order: str, form: Form) -> None:
+def test_a_run_goes_on_from_its_state(order: str, form: OffloadMode) -> None:
     case, parked = Case(order), Memory(form=form, parked=ALL)
     [losses, state, _], *_ = _unparked(case)
     for first, second in ((Memory(), parked), (parked, Memory()), (parked, parked)):
@@ -252,7 +254,7 @@ def test_a_run_goes_on_from_its_state(order: str, form: Form) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_not_finite_changes_nothing(form: Form) -> None:
+def test_what_is_not_finite_changes_nothing(form: OffloadMode) -> None:
     def work(runner: Runner, parts: Microbatches) -> Any:
         wrong = Microbatches(
             parts.sizes,
@@ -283,9 +285,9 @@ def _storages(runner: Runner, park: Park) -> dict[int, int]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_only_the_stages_at_work_are_on_the_device(
-    form: Form, monkeypatch: pytest.MonkeyPatch
+    form: OffloadMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    at_once = 2 if form is Form.OVERLAPPED else 1
+    at_once = 2 if form is OffloadMode.OVERLAPPED else 1
     most: dict[Park, int] = dict.fromkeys(Park, 0)
 
     def work(runner: Runner, parts: Microbatches) -> None:
@@ -319,7 +321,7 @@ def test_only_the_stages_at_work_are_on_the_device(
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_graph_does_not_hold_on_to_parameters(
-    form: Form, monkeypatch: pytest.MonkeyPatch
+    form: OffloadMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A linear layer saves a view of its weight: its memory must go nevertheless."""
 
@@ -364,7 +366,7 @@ def _stages_of(runner: Runner) -> list[nn.Module]:
     return [*runner._model.children()]
 
 
-def _on_wide(form: Form, work: Callable[[Runner, Microbatches], None]) -> None:
+def _on_wide(form: OffloadMode, work: Callable[[Runner, Microbatches], None]) -> None:
     """Four linear layers, each a stage of one rank."""
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     traced = Traced(model, torch.empty(SAMPLES, 16))

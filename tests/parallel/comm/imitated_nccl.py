@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
 from pathoseg.parallel.comm.gloo import join_gloo
-from pathoseg.parallel.comm.heartbeat import MEETING, Lifeline
+from pathoseg.parallel.comm.heartbeat import MEETING, Heartbeat
 from pathoseg.parallel.comm.launcher import find_world
 from pathoseg.parallel.comm.nccl import NcclChannels, OrderedWire
 from pathoseg.parallel.comm.process_transport import ProcessTransport
@@ -31,7 +31,7 @@ def connect_imitated() -> ProcessTransport:
     nothing = contextlib.nullcontext()
     mock.patch.object(torch.cuda, "stream", return_value=nothing).start()
     mock.patch.object(distributed_c10d, "ProcessGroupNCCL", Group, create=True).start()
-    lifeline = Lifeline(words.rank, words.ranks, words.host, words.announce)
+    lifeline = Heartbeat(words.rank, words.ranks, words.host, words.announce)
     place = PrefixStore("imitated", words.store)
     channels = NcclChannels(place, words.rank, words.ranks, torch.device("cpu"))
     channels.open()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pathoseg.parallel.comm.gloo import GlooRequest, GlooWire, join_gloo
-from pathoseg.parallel.comm.heartbeat import Lifeline
+from pathoseg.parallel.comm.heartbeat import Heartbeat
 from pathoseg.parallel.comm.launcher import connect, find_world
 from pathoseg.parallel.comm.nccl import OrderedWire
 from pathoseg.parallel.comm.process_transport import ProcessTransport
@@ -37,7 +37,7 @@ def connect_ordered() -> ProcessTransport:
         world.rank, world.ranks, world.host, world.port, local=world.local, hosted=world.hosted
     )
     ordered = OrderedWire(wire, GlooChannels(wire))
-    return ProcessTransport(ordered, Lifeline(wire.rank, wire.ranks, wire.host, wire.announce))
+    return ProcessTransport(ordered, Heartbeat(wire.rank, wire.ranks, wire.host, wire.announce))
 
 
 class GlooChannels:

@@ -9,15 +9,19 @@ import sys
 import time
 from pathlib import Path
 
-from pathoseg.parallel.comm import heartbeat as lifeline
+import pytest
+
+from pathoseg.parallel.comm import heartbeat
+
+pytestmark = pytest.mark.process
 
 _RANK = """
 import sys, time
 from pathlib import Path
-from pathoseg.parallel.comm import heartbeat as lifeline
+from pathoseg.parallel.comm import heartbeat
 
 rank, meeting = int(sys.argv[1]), Path(sys.argv[2])
-lifeline.BEAT = 0.05
+heartbeat.BEAT = 0.05
 
 def announce(text):
     if rank == 0:
@@ -28,7 +32,7 @@ def announce(text):
         time.sleep(0.01)
     return meeting.read_text()
 
-life = lifeline.Lifeline(rank, 2, "127.0.0.1", announce)
+life = heartbeat.Heartbeat(rank, 2, "127.0.0.1", announce)
 print("met", flush=True)
 sys.stdin.readline()
 life.check(1)
@@ -53,5 +57,5 @@ def test_a_pause_of_all_ranks_loses_none(tmp_path: Path) -> None:
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for rank in ranks:
             os.kill(rank.pid, number)
-        time.sleep(4 * lifeline.SILENCE * 0.05)
+        time.sleep(4 * heartbeat.SILENCE * 0.05)
     assert [rank.communicate("\n")[0] for rank in ranks] == ["well\n"] * 2

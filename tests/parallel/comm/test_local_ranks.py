@@ -27,12 +27,14 @@ def shell(script: str) -> list[str]:
     return ["/bin/sh", "-c", RANK + script]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_rank_0_has_the_output(library: Choice, capfd: pytest.CaptureFixture[str]) -> None:
     assert start_local(3, shell("echo I am $rank"), library) == 0
     assert capfd.readouterr() == ("I am 0\n", "")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_the_first_rank_to_fail_gives_code_and_last_words(
     library: Choice, capfd: pytest.CaptureFixture[str]
@@ -44,6 +46,7 @@ def test_the_first_rank_to_fail_gives_code_and_last_words(
     assert err == "Rank 2 failed first. Its last words:\nthe glass broke\n"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_ranks_that_outlive_a_failure_are_ended(
     library: Choice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -55,6 +58,7 @@ def test_ranks_that_outlive_a_failure_are_ended(
     assert not psutil.pid_exists(other) or psutil.Process(other).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_reaches_every_rank_once(
@@ -76,6 +80,7 @@ def test_a_signal_reaches_every_rank_once(
     assert [(tmp_path / f"{rank}.came").read_text() for rank in (0, 1)] == [f"{name}\n"] * 2
 
 
+@pytest.mark.process
 def test_each_rank_has_its_share_of_the_cores(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,7 +90,7 @@ def test_each_rank_has_its_share_of_the_cores(
     assert capfd.readouterr().out == "3\n"
 
 
-def test_without_mpirun_mpi_is_refused_with_the_mend(
+def test_without_mpirun_mpi_is_refused_with_the_hint(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))

@@ -12,6 +12,8 @@ import pytest
 
 from pathoseg.parallel.comm.local_ranks import start_crew
 
+pytestmark = pytest.mark.process
+
 
 def crew(ranks: int, script: str) -> int:
     return start_crew(ranks, ["/bin/sh", "-c", script])

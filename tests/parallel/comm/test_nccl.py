@@ -62,6 +62,7 @@ def test_the_suite_runs_on_tensors_of_a_device() -> None:
     assert run_ranks(2, body) == [NAMES] * 2
 
 
+@pytest.mark.process
 def test_the_calls_to_nccl_are_right_where_gloo_answers_them(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -69,6 +70,7 @@ def test_the_calls_to_nccl_are_right_where_gloo_answers_them(
     assert capfd.readouterr().out.split() == ["passed:", *NAMES]
 
 
+@pytest.mark.process
 def test_a_lost_rank_aborts_every_communicator(capfd: pytest.CaptureFixture[str]) -> None:
     assert _start(3, "comm/faults.py", "imitated", "gloo", "kill") in (2, 137)
     out = capfd.readouterr().out

@@ -36,6 +36,7 @@ def test_threads_conform(ranks: int) -> None:
     assert run_ranks(ranks, transport_conformance.run_all) == [NAMES] * ranks
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("library", ["gloo", "mpi", "ordered"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_processes_conform(library: Library, ranks: int, capfd: pytest.CaptureFixture[str]) -> None:
@@ -45,6 +46,7 @@ def test_processes_conform(library: Library, ranks: int, capfd: pytest.CaptureFi
     assert out.split() == ["passed:", *NAMES]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("library", ["gloo", "mpi"])
 @pytest.mark.parametrize(
     ("fault", "code", "reason"),

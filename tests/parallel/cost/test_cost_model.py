@@ -75,9 +75,10 @@ def test_a_dtype_without_arithmetic_is_refused() -> None:
     without = replace(TOY, flops={"float16": 1.0})
     with pytest.raises(PathosegError, match="float32") as raised:
         Roofline(without).time(layer)
-    assert "float16" in raised.value.mend
+    assert "float16" in raised.value.hint
 
 
+@pytest.mark.slow
 def test_without_a_fit_a_note_says_that_nothing_was_measured() -> None:
     for name in ("v100", "a100", "h200"):
         assert "nothing was measured" in cost_model(load_hardware(name)).note
@@ -85,6 +86,7 @@ def test_without_a_fit_a_note_says_that_nothing_was_measured() -> None:
     assert "a Sunday" in cost_model(known).note
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 600),
     st.integers(1, 600),
@@ -103,6 +105,7 @@ def test_no_prediction_is_negative(
         assert 0 <= time.backward < np.inf
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_every_layer_of_a_network_has_a_time(name: str) -> None:
     for layer in small_graph(name).layers:
@@ -113,6 +116,7 @@ def test_every_layer_of_a_network_has_a_time(name: str) -> None:
         assert (time.forward > 0) == bool(layer.forward.written)
 
 
+@pytest.mark.slow
 def test_a_fit_finds_a_law_that_the_plain_polynomial_does_not() -> None:
     samples = _samples()
     rest, held_out = samples[::2], samples[1::2]

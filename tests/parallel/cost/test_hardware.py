@@ -11,7 +11,7 @@ import pytest
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.cost.features import BASIC
 from pathoseg.parallel.cost.hardware import (
-    Fit,
+    CostFit,
     Hardware,
     Regression,
     known_hardware,
@@ -22,7 +22,7 @@ from pathoseg.parallel.schedule.costs import Link
 
 REGRESSION = Regression((1.0,), (1.0,), (2.0,), (0.5, 0.25, 0.125), -1, 1)
 NAMES = [f"{family} {part}" for family in BASIC for part in ("forward", "backward")]
-FIT = Fit(dict.fromkeys(NAMES, REGRESSION), 1.5, 0.5)
+FIT = CostFit(dict.fromkeys(NAMES, REGRESSION), 1.5, 0.5)
 TOY = Hardware(
     "toy", "cpu", 10, {"float32": 5.0}, 2.0, 4, Link(1, 2), Link(3, 4), Link(5, 6), 0.5, 1, "x", FIT
 )
@@ -101,13 +101,13 @@ BROKEN_FIT = {
         (_changed(fit={"regressions": {}}), "no regression of convolution forward"),
     ],
 )
-def test_a_broken_file_is_refused_with_the_mend(tmp_path: Path, text: str, problem: str) -> None:
+def test_a_broken_file_is_refused_with_the_hint(tmp_path: Path, text: str, problem: str) -> None:
     path = tmp_path / "toy.json"
     path.write_text(text)
     with pytest.raises(PathosegError, match=problem) as raised:
         load_hardware(str(path))
     assert str(path) in raised.value.problem
-    assert "pathoseg calibrate" in raised.value.mend
+    assert "pathoseg calibrate" in raised.value.hint
 
 
 def test_the_text_of_these_tests_is_whole(tmp_path: Path) -> None:
@@ -118,4 +118,4 @@ def test_the_text_of_these_tests_is_whole(tmp_path: Path) -> None:
 def test_an_unknown_name_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(PathosegError, match="v10") as raised:
         load_hardware("v10")
-    assert "v100" in raised.value.mend
+    assert "v100" in raised.value.hint

@@ -113,9 +113,10 @@ def test_a_model_without_memory_is_refused() -> None:
     traced = Traced(model, torch.empty(1, 3, 8, 8, device="meta"))
     with pytest.raises(PathosegError, match="no memory") as raised:
         Profiled(traced, _Guess(), ALONE)
-    assert "device" in raised.value.mend
+    assert "device" in raised.value.hint
 
 
+@pytest.mark.slow
 def test_a_sequence_takes_a_time_of_the_order_of_its_layers() -> None:
     factor = measure_sequence(torch.device("cpu"), rounds=1)
     assert 0.1 < factor.forward < 10

@@ -161,6 +161,7 @@ def test_copies_give_a_link() -> None:
     assert link.beta > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda: draw_cases(0.05), reference_networks])
 def test_cases_can_be_traced(make: Callable[[], list[Case]]) -> None:
     kinds = set()

@@ -20,6 +20,7 @@ from tests.parallel.networks.stages import cut_places
 _SVG = "{http://www.w3.org/2000/svg}"
 
 
+@pytest.mark.slow
 @given(layer_graphs())
 def test_the_adjacency_list_has_every_edge(graph: LayerGraph) -> None:
     found, source = set(), ""

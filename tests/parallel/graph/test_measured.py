@@ -56,6 +56,7 @@ def test_every_parameter_and_buffer_has_its_layer(name: str) -> None:
     assert held == set(graph.buffers) == {name for name, _ in model.named_buffers()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "side", "parameters"),
     [

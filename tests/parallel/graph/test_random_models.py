@@ -23,6 +23,7 @@ def _train(model: RandomModel, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return made
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(random_models())
 def test_every_cut_trains_as_the_whole(model: RandomModel) -> None:
@@ -57,6 +58,7 @@ def _peaks(model: RandomModel) -> tuple[int, int]:
     return stage.peak() - stage.weights, allocated(lambda: run_on_messages(traced, whole))
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(random_models(detaching=False, plain=True))
 def test_peaks_are_real_to_the_byte(model: RandomModel) -> None:
@@ -64,6 +66,7 @@ def test_peaks_are_real_to_the_byte(model: RandomModel) -> None:
     assert computed == really
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(random_models(detaching=False))
 def test_peaks_are_real_to_one_tensor(model: RandomModel) -> None:

@@ -24,6 +24,8 @@ from tests.parallel.networks.odd import (
 )
 from tests.parallel.networks.stages import cut_places, run_stages
 
+pytestmark = pytest.mark.slow  # many seconds in all
+
 
 def _seed(seed: int) -> None:
     random.seed(seed)

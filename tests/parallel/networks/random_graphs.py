@@ -7,12 +7,12 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from pathoseg.parallel.graph.layer_graph import (
+    Colocation,
     Gradient,
     Layer,
     LayerGraph,
     Parameter,
     Storage,
-    Tie,
     Value,
     Work,
 )
@@ -77,5 +77,5 @@ def layer_graphs(draw: st.DrawFn, most: int = 8, ties: bool = True) -> LayerGrap
         {f"{name}.weight": Parameter(draw(_SIZES), draw(st.booleans())) for name in names},
         {},
         {f"block{index}": "Block" for index in range(count)},
-        tuple(Tie(min(pair), max(pair), "drawn") for pair in tied if pair[0] != pair[1]),
+        tuple(Colocation(min(pair), max(pair), "drawn") for pair in tied if pair[0] != pair[1]),
     )

@@ -15,12 +15,12 @@ from benchmarks.networks.transformer import transformer
 from benchmarks.networks.vgg import vgg19
 from pathoseg.models.resnet_v2 import ResNetV2
 from pathoseg.models.unet import UNet
-from pathoseg.parallel.graph.activation_policy import Retention
+from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.cpu_workspace import cpu_workspace, vector_lanes
 from pathoseg.parallel.planning.memory_model import MemoryModel, Workspace
 from pathoseg.parallel.planning.partition import even
-from pathoseg.parallel.retention.policy_options import Ways, retain
+from pathoseg.parallel.retention.policy_options import AllowedPolicies, retain
 from pathoseg.parallel.retention.policy_search import Chooser
 from pathoseg.parallel.retention.stage_liveness import stage_facts, units_of
 from pathoseg.parallel.runtime.stage import Pass, Stage
@@ -55,6 +55,7 @@ def _workspace() -> Workspace:
     return cpu_workspace(lanes, torch.get_num_threads())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
 def test_peaks_of_stages_are_the_allocators(name: str) -> None:
     make, shape = NETWORKS[name]
@@ -77,6 +78,7 @@ RETAINED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RETAINED)
 def test_peaks_of_what_is_recomputed_are_the_allocators(name: str) -> None:
     make, shape = RETAINED[name]
@@ -88,8 +90,8 @@ def test_peaks_of_what_is_recomputed_are_the_allocators(name: str) -> None:
     # Where layers are equally slow the fewest are recomputed.
     times = [1.0] * len(whole)
     facts = stage_facts(graph, whole, model.by_layer(whole), (times, times))
-    chooser = Chooser(facts, Link(), Ways(offload=False))
-    everything = retain(facts, Retention())
+    chooser = Chooser(facts, Link(), AllowedPolicies(offload=False))
+    everything = retain(facts, ActivationPolicy())
     for share in (1.0, 0.75, 0.6):
         choice = chooser.choose(int(share * everything.peak))
         assert choice is not None
@@ -99,6 +101,7 @@ def test_peaks_of_what_is_recomputed_are_the_allocators(name: str) -> None:
         assert choice.retained.peak + received == pytest.approx(really, rel=0.02)
 
 
+@pytest.mark.slow
 def test_peaks_of_what_is_recomputed_twice_are_the_allocators() -> None:
     """Of a chain of blocks what each is given is made again in passing, then each block."""
     traced = Traced(ResNetV2(2, depth=56), torch.randn(1, 3, 128, 128))
@@ -110,7 +113,10 @@ def test_peaks_of_what_is_recomputed_twice_are_the_allocators() -> None:
     between = tuple(name for name in names if name.endswith(".add"))
     within = tuple(name for name in names if name not in between)
     peaks = []
-    for retention in (Retention((), (*between, *within)), Retention((), between, within)):
+    for retention in (
+        ActivationPolicy((), (*between, *within)),
+        ActivationPolicy((), between, within),
+    ):
         found = retain(facts, retention)
         traced.model.zero_grad()
         really = _allocated_by_stage(traced, retention, (1, 3, 128, 128))
@@ -119,7 +125,7 @@ def test_peaks_of_what_is_recomputed_twice_are_the_allocators() -> None:
     assert peaks[1] < 0.5 * peaks[0]
 
 
-def _allocated_by_stage(traced: Traced, retention: Retention, shape: tuple[int, ...]) -> int:
+def _allocated_by_stage(traced: Traced, retention: ActivationPolicy, shape: tuple[int, ...]) -> int:
     """What the whole model as one stage takes at most, for a microbatch."""
     stage = Stage(
         traced,
@@ -138,7 +144,7 @@ def _allocated_by_stage(traced: Traced, retention: Retention, shape: tuple[int, 
         stage.begin()
         stage.feed(0, {next(iter(traced.graph.inputs)): torch.ones(shape)})
         stage.compare(0, None)
-        stage.forward(0, Pass(0, shape[0], 1.0, training=True), keep=True)
+        stage.forward(0, Pass(0, [shape[0]], 1.0, training=True), keep=True)
         stage.backward(0)
 
     return allocated(visit)

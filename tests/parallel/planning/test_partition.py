@@ -38,6 +38,7 @@ def _received(partition: Partition, stage: int) -> int:
     return sum(edge.bytes for edge in partition.edges if edge.target == stage)
 
 
+@pytest.mark.slow
 @given(layer_graphs(), st.integers(1, 4), st.floats(0, 2), st.data())
 def test_no_cut_is_better_balanced(
     graph: LayerGraph, stages: int, byte_cost: float, data: st.DataObject
@@ -65,6 +66,7 @@ def test_no_cut_is_better_balanced(
     assert all(found.bytes_sent <= partition.bytes_sent for partition in good)
 
 
+@pytest.mark.slow
 @given(layer_graphs(), st.integers(1, 4), st.integers(0, 400), st.data())
 def test_a_cap_is_kept_and_nothing_that_fits_is_refused(
     graph: LayerGraph, stages: int, cap: int, data: st.DataObject
@@ -99,6 +101,7 @@ def test_a_cap_is_kept_and_nothing_that_fits_is_refused(
     assert worst(found) == min(map(worst, fitting))
 
 
+@pytest.mark.slow
 @given(layer_graphs(), st.integers(1, 4), st.integers(1, 3))
 def test_recomputed_stages_hold_what_they_received(
     graph: LayerGraph, stages: int, in_flight: int
@@ -120,6 +123,7 @@ def test_recomputed_stages_hold_what_they_received(
     assert cutter.least_caps(stages, limit)[-1] == min(map(worst, cuts))
 
 
+@pytest.mark.slow
 @given(layer_graphs(), st.integers(1, 4))
 def test_few_places_are_the_narrow_ones(graph: LayerGraph, stages: int) -> None:
     cutter = Cutter(graph, most=2)
@@ -131,6 +135,7 @@ def test_few_places_are_the_narrow_ones(graph: LayerGraph, stages: int) -> None:
     assert cutter.least_caps(stages) >= Cutter(graph).least_caps(stages)
 
 
+@pytest.mark.slow
 @given(layer_graphs(), st.integers(1, 4))
 def test_balanced_memory_is_the_least_that_any_cut_needs(graph: LayerGraph, stages: int) -> None:
     cuts = list(_every_cut(graph, stages))
@@ -219,7 +224,7 @@ def test_custom_cuts_take_layers_and_modules_in_any_order(unet: LayerGraph) -> N
         (["encoder.2", "encoder.2.pool"], "without layers"),
     ],
 )
-def test_bad_cuts_say_the_mend(unet: LayerGraph, names: list[str], words: str) -> None:
+def test_bad_cuts_say_the_hint(unet: LayerGraph, names: list[str], words: str) -> None:
     with pytest.raises(PathosegError, match=words):
         custom(unet, names)
 

@@ -10,7 +10,7 @@ import torch
 
 from pathoseg.errors import PathosegError
 from pathoseg.models.unet import UNet
-from pathoseg.parallel.graph.activation_policy import Retention
+from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.layer_graph import LayerGraph
 from pathoseg.parallel.graph.traced import trace
 from pathoseg.parallel.planning.partition import balance
@@ -51,7 +51,11 @@ def made(graph: LayerGraph) -> Plan:
         memory=(3, 4, 5),
         messages=(6, 7, 8),
         sums=(1, 0, 0),
-        retention=(Retention((graph.layers[0].name,)), Retention(), Retention()),
+        retention=(
+            ActivationPolicy((graph.layers[0].name,)),
+            ActivationPolicy(),
+            ActivationPolicy(),
+        ),
         window=2**16,
         host_memory=(9, 0, 0),
     )
@@ -72,7 +76,7 @@ def test_a_plan_is_rebuilt_from_its_text(graph: LayerGraph, made: Plan) -> None:
 def test_a_plan_of_another_model_or_tile_is_refused(made: Plan, other: dict[str, int]) -> None:
     with pytest.raises(PathosegError, match="and not for this UNet on") as refused:
         made.partition(_graph(**other))
-    assert "Plan again" in refused.value.mend
+    assert "Plan again" in refused.value.hint
 
 
 @pytest.mark.parametrize(

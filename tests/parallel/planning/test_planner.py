@@ -9,19 +9,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from pathoseg.errors import PathosegError
 from pathoseg.models.unet import UNet
 from pathoseg.parallel.cost.cost_model import Roofline
 from pathoseg.parallel.cost.hardware import Hardware
-from pathoseg.parallel.graph.activation_policy import Retention
+from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.traced import trace
-from pathoseg.parallel.planning.orders import AUTO, ORDERS, PLACEMENTS, Frame
+from pathoseg.parallel.planning.orders import AUTO, ORDERS, PLACEMENTS, OrderSetting
 from pathoseg.parallel.planning.plan import Plan, PlanRequest
 from pathoseg.parallel.planning.planner import least_bytes, least_seconds, plan
-from pathoseg.parallel.planning.stage_costs import Priced, stage_edges
-from pathoseg.parallel.retention.policy_options import Ways
-from pathoseg.parallel.schedule.costs import Link
+from pathoseg.parallel.planning.stage_costs import StageCosts, stage_edges
+from pathoseg.parallel.retention.policy_options import AllowedPolicies
+from pathoseg.parallel.schedule.action import Edge, numbered
+from pathoseg.parallel.schedule.costs import Costs, Link, StageCost
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.simulate import simulate
 from pathoseg.parallel.schedule.validate import validate
@@ -40,16 +42,17 @@ DEVICE = Hardware(
 )
 
 
-def _price(device: Hardware = DEVICE, microbatch: int = 1, side: int = 64) -> Priced:
+def _price(device: Hardware = DEVICE, microbatch: int = 1, side: int = 64) -> StageCosts:
     with torch.device("meta"):
         graph = trace(UNet(3, width=8, depth=3), torch.empty(microbatch, 3, side, side))
-    return Priced(graph, Roofline(device), device)
+    return StageCosts(graph, Roofline(device), device)
 
 
 UNET = _price()
 WHOLE = UNET.cutter.least_caps(1)[0]
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(
     st.integers(1, 6),
@@ -76,6 +79,7 @@ def test_a_plan_runs_as_it_says(ranks: int, share: float, batch: int, order: str
         assert Plan.from_json(each.to_json()) == each
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     st.sampled_from(sorted(ORDERS)),
@@ -95,7 +99,7 @@ def test_no_order_beats_the_bounds(
         partition = priced.cutter.balance(stages)
         costs = priced.costs(partition, ranks * groups)
         edges = stage_edges(partition)
-        frame = Frame(PLACEMENTS[placement](ranks), microbatches, costs, edges, 2**40)
+        frame = OrderSetting(PLACEMENTS[placement](ranks), microbatches, costs, edges, 2**40)
         for family in order.families(frame):
             for variant in family:
                 lowered = lower(replace(variant.order, groups=groups), edges, variant.recompute)
@@ -104,6 +108,71 @@ def test_no_order_beats_the_bounds(
                 assert least_bytes(frame) <= max(found.peak_memory)
 
 
+@st.composite
+def _stage_graphs(draw: st.DrawFn, stages: int) -> tuple[Costs, tuple[Edge, ...]]:
+    """Stages of any cost, some of which read each other: branches, skips, ends that none reads."""
+    numbers = st.integers(0, 6)
+    costs = [
+        StageCost(draw(numbers), draw(numbers), gradients=draw(numbers), step=draw(numbers))
+        for _ in range(stages)
+    ]
+    pairs = [(source, target) for target in range(stages) for source in range(target)]
+    edges = numbered(draw(st.lists(st.sampled_from(pairs), unique=True)))
+    link = Link(draw(st.sampled_from([0, 1])), draw(st.sampled_from([0, 1])))
+    return Costs(tuple(costs), dict.fromkeys(edges, 1), link), edges
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from(sorted(ORDERS)), st.integers(1, 4), st.integers(1, 2))
+def test_no_order_beats_the_bound_where_stages_branch(
+    data: st.DataObject, name: str, microbatches: int, groups: int
+) -> None:
+    order = ORDERS[name]
+    placement = PLACEMENTS[data.draw(st.sampled_from(order.placements))]
+    ranks = data.draw(st.integers(2, 4)) if order.staged else 1
+    home = placement(ranks)
+    if home.stages > 1:
+        costs, edges = data.draw(_stage_graphs(home.stages))
+    else:
+        costs, edges = Costs.equal(1, 1, 2), ()
+    frame = OrderSetting(home, microbatches, costs, edges, 2**40)
+    for family in order.families(frame):
+        for variant in family:
+            lowered = lower(replace(variant.order, groups=groups), edges, variant.recompute)
+            found = simulate(lowered, costs)
+            assert least_seconds(frame, groups) <= float(found.time) * (1 + 1e-9)
+
+
+class _Forked(nn.Module):
+    """Four equal branches side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.branches = nn.ModuleList(nn.Conv2d(16, 16, 9, padding=4) for _ in range(4))
+        self.join = nn.Conv2d(64, 2, 1)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        stem = self.stem(images)
+        joined: torch.Tensor = self.join(torch.cat([each(stem) for each in self.branches], 1))
+        return joined
+
+
+def test_branches_are_planned_side_by_side() -> None:
+    """One microbatch on six ranks takes the time of its longest chain: the bound is exact."""
+    free = replace(DEVICE, inside=Link(), between=Link())
+    with torch.device("meta"):
+        graph = trace(_Forked(), torch.empty(1, 3, 64, 64))
+    priced = StageCosts(graph, Roofline(free), free)
+    [best, *_] = plan([priced], PlanRequest(6, 2**40, 1, "gpipe"))
+    assert priced.critical_seconds <= best.seconds < 0.35 * priced.seconds
+    partition = best.partition(graph)
+    costs, edges = priced.costs(partition, best.ranks), stage_edges(partition)
+    frame = OrderSetting(PLACEMENTS[best.placement](best.ranks), 1, costs, edges, 2**40)
+    assert least_seconds(frame, 1) == pytest.approx(best.seconds, rel=0.05)
+
+
+@pytest.mark.slow
 def test_what_fits_on_one_device_is_not_cut() -> None:
     free = _price(replace(DEVICE, inside=Link(), between=Link()))
     best, *others = plan([free], PlanRequest(4, 2 * int(WHOLE), 4))
@@ -115,25 +184,25 @@ def test_what_fits_on_one_device_is_not_cut() -> None:
 
 
 def test_what_does_not_fit_is_cut() -> None:
-    kept = PlanRequest(4, int(0.7 * WHOLE), 4, ways=Ways(offload=False, recompute=False))
+    kept = PlanRequest(4, int(0.7 * WHOLE), 4, ways=AllowedPolicies(offload=False, recompute=False))
     best = plan([UNET], kept)[0]
     assert best.stages > 1
     assert plan([UNET], replace(kept, ranks=1, memory=int(WHOLE) - 1)) == []
 
 
 def test_what_does_not_fit_alone_is_recomputed_or_offloaded() -> None:
-    [alone] = plan([UNET], PlanRequest(1, int(0.7 * WHOLE), 4, ways=Ways(offload=False)))
+    [alone] = plan([UNET], PlanRequest(1, int(0.7 * WHOLE), 4, ways=AllowedPolicies(offload=False)))
     assert alone.order == "sequential"
     assert alone.retention[0].recomputed
     [mixed] = plan([UNET], PlanRequest(1, int(0.7 * WHOLE), 4))
-    assert mixed.retention != (Retention(),)
+    assert mixed.retention != (ActivationPolicy(),)
     assert mixed.seconds <= alone.seconds
     [keeping] = plan([UNET], PlanRequest(1, int(WHOLE) + 2**20, 4))
-    assert keeping.retention == (Retention(),)
+    assert keeping.retention == (ActivationPolicy(),)
     assert keeping.seconds < alone.seconds
     big = _price(side=256)
     whole = big.cutter.least_caps(1)[0]
-    copied = PlanRequest(1, int(0.8 * whole), 4, ways=Ways(recompute=False))
+    copied = PlanRequest(1, int(0.8 * whole), 4, ways=AllowedPolicies(recompute=False))
     [away] = plan([big], copied)
     assert away.retention[0].offloaded
     assert not away.retention[0].recomputed
@@ -161,6 +230,7 @@ def test_a_prime_number_of_ranks_can_all_have_work() -> None:
     assert {each.stages for each in plan([UNET], everyone)} == {11}
 
 
+@pytest.mark.slow
 def test_a_given_cut_is_kept() -> None:
     plans = plan([UNET], PlanRequest(4, 2**40, 4, cut=("encoder.1", "decoder.0")))
     assert plans
@@ -170,6 +240,7 @@ def test_a_given_cut_is_kept() -> None:
         assert all(any(name in scope for scope in scopes) for name in ("encoder.1", "decoder.0"))
 
 
+@pytest.mark.slow
 def test_the_larger_microbatch_is_taken_where_it_is_faster() -> None:
     costly = replace(DEVICE, overhead=0.1)
     sizes = [_price(costly, 1), _price(costly, 4)]

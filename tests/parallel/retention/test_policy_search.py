@@ -17,7 +17,7 @@ from pathoseg.models.resnet_v2 import ResNetV2
 from pathoseg.models.unet import UNet
 from pathoseg.parallel.cost.cost_model import Roofline
 from pathoseg.parallel.cost.hardware import load_hardware
-from pathoseg.parallel.graph.activation_policy import SMALL, Retention
+from pathoseg.parallel.graph.activation_policy import SMALL, ActivationPolicy
 from pathoseg.parallel.graph.traced import trace
 from pathoseg.parallel.planning.memory_model import MemoryModel
 from pathoseg.parallel.retention.policy_milp import (
@@ -28,14 +28,19 @@ from pathoseg.parallel.retention.policy_milp import (
     relax,
     solve,
 )
-from pathoseg.parallel.retention.policy_options import MOST_UNITS, Ways, patterns_of, retain
+from pathoseg.parallel.retention.policy_options import (
+    MOST_UNITS,
+    AllowedPolicies,
+    patterns_of,
+    retain,
+)
 from pathoseg.parallel.retention.policy_search import Chooser
 from pathoseg.parallel.retention.stage_liveness import StageFacts, runs_of, stage_facts, units_of
 from tests.parallel.networks.small import SMALL as NETWORKS
 from tests.parallel.networks.small import small_graph
 
 DEVICE = load_hardware("v100")
-ONLY_RECOMPUTE = Ways(offload=False)
+ONLY_RECOMPUTE = AllowedPolicies(offload=False)
 
 
 class _Residual(nn.Module):
@@ -89,7 +94,7 @@ def test_keeping_everything_takes_what_the_memory_model_says(name: str) -> None:
     times = [1.0] * size
     for layers in (range(size), range(size // 3, size), range(size // 4, size // 2)):
         found = retain(
-            stage_facts(graph, layers, model.by_layer(layers), (times, times)), Retention()
+            stage_facts(graph, layers, model.by_layer(layers), (times, times)), ActivationPolicy()
         )
         stage = model.stage(layers)
         assert found.kept == stage.activations
@@ -104,7 +109,7 @@ def _all_choices(facts: StageFacts) -> list[tuple[int, float]]:
     found = []
     for chosen in product((False, True), repeat=len(names)):
         some = tuple(name for name, again in zip(names, chosen, strict=True) if again)
-        retained = retain(facts, Retention(recomputed=some))
+        retained = retain(facts, ActivationPolicy(recomputed=some))
         found.append((retained.peak, retained.again))
     return found
 
@@ -116,7 +121,7 @@ _EVERY = cache(lambda name: _all_choices(_facts(name)))
 @given(st.sampled_from(sorted(TINY)), st.floats(0.3, 1.05))
 def test_no_set_of_recomputed_layers_fits_and_takes_less(name: str, share: float) -> None:
     facts, every = _facts(name), _EVERY(name)
-    cap = int(share * retain(facts, Retention()).peak)
+    cap = int(share * retain(facts, ActivationPolicy()).peak)
     fitting = [again for peak, again in every if peak <= cap]
     choice = _chooser(name, ONLY_RECOMPUTE).choose(cap)
     assert (choice is None) == (not fitting)
@@ -127,7 +132,7 @@ def test_no_set_of_recomputed_layers_fits_and_takes_less(name: str, share: float
 
 
 @cache
-def _chooser(name: str, ways: Ways, side: int = 64) -> Chooser:
+def _chooser(name: str, ways: AllowedPolicies, side: int = 64) -> Chooser:
     return Chooser(_facts(name, side), DEVICE.host, ways)
 
 
@@ -138,8 +143,8 @@ def test_no_way_that_is_left_out_by_its_reduced_cost_is_missed(
 ) -> None:
     facts, host = _facts(name), DEVICE.host
     runs = runs_of(facts, MOST_UNITS)
-    patterns = [patterns_of(facts, run, host, Ways()) for run in runs]
-    everything = retain(facts, Retention())
+    patterns = [patterns_of(facts, run, host, AllowedPolicies()) for run in runs]
+    everything = retain(facts, ActivationPolicy())
     cap = int(share * (everything.peak + (in_flight - 1) * everything.kept))
 
     def cost(program: Program) -> float:
@@ -160,11 +165,12 @@ def test_no_way_that_is_left_out_by_its_reduced_cost_is_missed(
     assert (1 - GAP) * min(first, then) <= cost(whole.program) * (1 + 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["unet", "resnet"])
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_a_choice_holds_what_it_says(name: str, in_flight: int) -> None:
-    facts, chooser = _facts(name, 256), _chooser(name, Ways(), 256)
-    everything = retain(facts, Retention())
+    facts, chooser = _facts(name, 256), _chooser(name, AllowedPolicies(), 256)
+    everything = retain(facts, ActivationPolicy())
     whole = everything.peak + (in_flight - 1) * everything.kept
     for share in (0.8, 0.55):
         choice = chooser.choose(int(share * whole), in_flight)
@@ -182,8 +188,8 @@ def test_recomputing_all_norms_takes_no_less() -> None:
     facts = _facts("resnet", 256)
     layers = (facts.graph.layers[at] for at in facts.layers)
     norms = tuple(each.name for each in layers if each.kind == "native_batch_norm")
-    usual = retain(facts, Retention(recomputed=norms))
-    assert usual.peak < 0.9 * retain(facts, Retention()).peak
+    usual = retain(facts, ActivationPolicy(recomputed=norms))
+    assert usual.peak < 0.9 * retain(facts, ActivationPolicy()).peak
     choice = _chooser("resnet", ONLY_RECOMPUTE, 256).choose(usual.peak)
     assert choice is not None
     seconds = sum(facts.forward.values()) + sum(facts.backward.values())
@@ -191,10 +197,11 @@ def test_recomputing_all_norms_takes_no_less() -> None:
     assert choice.retained.again <= usual.again + 2e-3 * seconds
 
 
+@pytest.mark.slow
 def test_the_same_choice_is_made_again() -> None:
-    cap = int(0.7 * retain(_facts("unet", 256), Retention()).peak)
+    cap = int(0.7 * retain(_facts("unet", 256), ActivationPolicy()).peak)
     first, second = (
-        Chooser(_facts("unet", 256), DEVICE.host, Ways()).choose(cap) for _ in range(2)
+        Chooser(_facts("unet", 256), DEVICE.host, AllowedPolicies()).choose(cap) for _ in range(2)
     )
     assert first is not None
     assert first == second
@@ -214,12 +221,13 @@ def test_equal_blocks_are_found() -> None:
     assert covered == [*layers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_flight", [1, 4])
 @pytest.mark.parametrize("share", [0.75, 0.5, 0.4])
 def test_no_mixture_is_much_faster(share: float, in_flight: int) -> None:
     """Of ResNet-110-v2, whose blocks are small beside the whole: less is lost to rounding."""
-    facts, chooser = _facts("resnet110", 512), _chooser("resnet110", Ways(), 512)
-    everything = retain(facts, Retention())
+    facts, chooser = _facts("resnet110", 512), _chooser("resnet110", AllowedPolicies(), 512)
+    everything = retain(facts, ActivationPolicy())
     cap = int(share * (everything.peak + (in_flight - 1) * everything.kept))
     choice = chooser.choose(cap, in_flight)
     assert choice is not None

@@ -14,7 +14,7 @@ from pathoseg.models.unet import UNet
 from pathoseg.parallel.activations.offload import Overlapped
 from pathoseg.parallel.activations.pinned_arena import Arena
 from pathoseg.parallel.activations.streams import HostStreams
-from pathoseg.parallel.graph.activation_policy import SMALL, Retention
+from pathoseg.parallel.graph.activation_policy import SMALL, ActivationPolicy
 from pathoseg.parallel.graph.layer_graph import LayerGraph
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.partition import even
@@ -52,6 +52,7 @@ def _saved(graph: LayerGraph, names: tuple[str, ...]) -> list[int]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["keep", "offload", "recompute", "mixture"])
 @pytest.mark.parametrize("name", MODELS)
 def test_forwards_hold_what_their_retention_says(name: str, choice: str) -> None:
@@ -78,10 +79,10 @@ def test_forwards_hold_what_their_retention_says(name: str, choice: str) -> None
         CPU,
         None,
         alone=True,
-        retention=Retention(offloaded, recomputed),
+        retention=ActivationPolicy(offloaded, recomputed),
         copies=Overlapped(HostStreams(), CPU, arena, max(away, default=0)),
     )
-    this = Pass(0, 2 * (VISITS + 1), 1.0, training=True)
+    this = Pass(0, [2] * (VISITS + 1), 1.0, training=True)
 
     def forward(microbatch: int) -> None:
         stage.feed(microbatch, {next(iter(graph.inputs)): images})

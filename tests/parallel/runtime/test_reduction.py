@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pathoseg.parallel.runtime.reduction import Reduction
+from pathoseg.parallel.runtime.reduction import GradientReduction
 from tests.parallel.comm.thread_ranks import ThreadTransport, run_ranks
 
 _DTYPES = st.sampled_from([torch.float32, torch.float64])
@@ -28,7 +28,7 @@ def test_gradients_are_summed_where_any_rank_has_one(
             if present[transport.rank]:
                 value = 10.0 * number + transport.rank + 1
                 parameters[-1].grad = torch.full_like(parameters[-1], value)
-        reduction = Reduction(parameters, buckets, transport, (0, 1))
+        reduction = GradientReduction(parameters, buckets, transport, (0, 1))
         for bucket in range(buckets):
             reduction.start(bucket)
         for bucket in reversed(range(buckets)):
@@ -48,7 +48,7 @@ def test_one_holder_keeps_its_gradients() -> None:
     def body(transport: ThreadTransport) -> bool:
         parameter = nn.Parameter(torch.zeros(2))
         parameter.grad = gradient = torch.ones(2)
-        reduction = Reduction([parameter], 1, transport, (0,))
+        reduction = GradientReduction([parameter], 1, transport, (0,))
         reduction.start(0)
         reduction.wait(0)
         return parameter.grad is gradient

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
 from pathoseg.parallel.graph.traced import Traced
-from pathoseg.parallel.runtime.rng import Randomness, seed_of
+from pathoseg.parallel.runtime.rng import Randomness, WholeModel, seed_of
 
 
 class Mixed(nn.Module):
@@ -65,6 +66,39 @@ def test_layers_that_draw_nothing_cost_nothing() -> None:
     _run(traced, torch.ones(2, 4), randomness, 0, 0)
     with randomness.of(0, 1) as before:
         assert before is None
+
+
+@pytest.mark.parametrize("has_graph", [True, False])
+def test_a_whole_model_draws_by_step_and_microbatch_whatever_its_size(has_graph: bool) -> None:
+    traced, values = _made()
+    whole = WholeModel(traced.model, traced if has_graph else None, 5, torch.device("cpu"))
+    found = {
+        (step, batch, size): whole.forward(step, batch, values[:size]).detach()
+        for size in (2, 1)
+        for step in range(2)
+        for batch in range(3)
+    }
+    for (step, batch, size), value in reversed(found.items()):
+        torch.manual_seed(batch)
+        before = torch.get_rng_state()
+        assert torch.equal(whole.forward(step, batch, values[:size]), value)
+        assert torch.equal(torch.get_rng_state(), before)
+    distinct = {tuple(value.flatten().tolist()) for value in found.values()}
+    assert len(distinct) == len(found)
+    if has_graph:
+        randomness = Randomness(traced.graph, range(4), 5, torch.device("cpu"))
+        assert torch.equal(_run(traced, values, randomness, 1, 2), found[1, 2, 2])
+
+
+def test_a_whole_model_that_draws_nothing_runs_as_it_is() -> None:
+    """Its modules' hooks are called, which its layers one by one would leave out."""
+    model, values = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.ones(2, 4)
+    whole = WholeModel(model, Traced(model, values), 5, torch.device("cpu"))
+    expected = whole.forward(0, 0, values)
+    calls: list[nn.Module] = []
+    model.register_forward_hook(lambda module, given, made: calls.append(module))
+    assert torch.equal(whole.forward(0, 1, values), expected)
+    assert calls == [model]
 
 
 def test_seeds_differ() -> None:

@@ -7,19 +7,23 @@ import weakref
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from pathoseg import gradient_step
 from pathoseg.errors import PathosegError
+from pathoseg.gradient_step import LossScale
 from pathoseg.parallel.activations import saved_tensor_hooks as keeping
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.partition import even
 from pathoseg.parallel.runtime import memory_check as memory_module
 from pathoseg.parallel.runtime.executor import Microbatches
 from pathoseg.parallel.runtime.memory_check import Memory
+from pathoseg.parallel.runtime.rng import WholeModel
 from pathoseg.parallel.runtime.runner import Runner, Training
 from pathoseg.parallel.runtime.stage import stage_edges
 from pathoseg.parallel.schedule.action import Kind
@@ -59,6 +63,7 @@ def whole(case: Case) -> nn.Module:
     return deepcopy(reset(traced(case.model, case.dtype, "judge")).model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("plan", ["data-parallel", "gpipe-folded", "1f1b", "gems-master"])
 def test_a_prediction_is_that_of_the_whole_model_in_eval_mode(model: str, plan: str) -> None:
@@ -176,10 +181,11 @@ def test_a_message_of_another_size_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
 @pytest.mark.parametrize("plan", ["gpipe", "1f1b-recomputed"])
-def test_a_step_is_that_of_one_device(plan: str, dtype: torch.dtype | None) -> None:
-    """Precision, loss scale and clipping, against the step that trains without ranks."""
-    case = Case("unet-group-norm", plan, 3)
-    training = Training(per_sample_loss, optimizer, dtype=dtype, clip=0.02)
+@pytest.mark.parametrize("model", ["unet-group-norm", "dropout"])
+def test_a_step_is_that_of_one_device(model: str, plan: str, dtype: torch.dtype | None) -> None:
+    """Precision, loss scaling, clipping and random layers, against training without ranks."""
+    case = Case(model, plan, 3)
+    training = Training(_weighted_loss, optimizer, seed=7, dtype=dtype, clip=0.02)
     numbers = range(4)
 
     def body(runner: Runner) -> object:
@@ -187,31 +193,41 @@ def test_a_step_is_that_of_one_device(plan: str, dtype: torch.dtype | None) -> N
         return results, runner.state()
 
     results, state = ranks_of(case, body, training)[0]
-    alone = whole(case)
-    steps = optimizer([*alone.parameters()])
-    scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
+    alone = reset(traced(model, case.dtype, "judge"))
+    steps, scale = optimizer([*alone.model.parameters()]), LossScale(dtype is torch.float16)
+    forward = WholeModel(alone.model, alone, training.seed, CPU).forward
     for step, result in zip(numbers, results, strict=True):
         batch = _bold(case, step)
         parts = [(batch.inputs(i)["images"], batch.targets(i)) for i in range(len(batch.sizes))]
         expected = train_step(
-            alone, per_sample_loss, parts, sum(batch.sizes), steps, scaler, dtype, 0.02
+            alone.model,
+            partial(forward, step),
+            training.loss,
+            parts,
+            sum(batch.sizes),
+            steps,
+            scale,
+            dtype,
+            training.clip,
         )
         assert (result.loss_sum, result.finite) == (expected.loss_sum, expected.finite)
-    for name, value in alone.state_dict().items():
+    for name, value in alone.model.state_dict().items():
         assert torch.equal(state["model"][name], value), name
-    assert state["scaler"] == scaler.state_dict()
-    if dtype is torch.float16:
-        assert not all(result.finite for result in results)
+    assert state["scaler"] == scale.state_dict()
+    # Nothing overflows but what is meant to.
+    overflows = dtype is torch.float16
+    assert [result.finite for result in results] == [True, not overflows, True, True]
+
+
+def _weighted_loss(returned: Any, targets: tuple[Tensor, float]) -> Tensor:
+    return targets[1] * per_sample_loss(returned, targets[0])
 
 
 def _bold(case: Case, step: int) -> Microbatches:
-    """Samples of which one step overflows half precision at the first loss scale."""
+    """Samples of which one step's gradient overflows half precision at the first loss scale."""
     batch = microbatches(case, step)
-    factor = 1e4 if step == 1 else 1.0
-    return replace(
-        batch,
-        inputs=lambda index: {k: factor * v for k, v in batch.inputs(index).items()},
-    )
+    weight = 1e5 if step == 1 else 1.0
+    return replace(batch, targets=lambda index: (batch.targets(index), weight))
 
 
 @pytest.mark.parametrize("plan", ["1f1b", "gems-master", "data-parallel"])
@@ -237,6 +253,59 @@ def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(plan: str) -> N
         for name in before.get("model", ()):
             assert torch.equal(before["model"][name], after["model"][name])
         assert not after.get("optimizer")
+
+
+def test_a_loss_that_is_a_mean_is_told_on_every_rank() -> None:
+    case = Case("unet-group-norm", "1f1b", 3)
+    training = Training(lambda *given: per_sample_loss(*given).mean(), optimizer)
+    told = _what_ranks_hear(case, training, lambda: microbatches(case, 0), steps=1)
+    assert len(told) == 3
+    for text in told:
+        assert "gave a tensor of shape () for 2 samples, not one number a sample" in text
+        assert "shape (n,), not a mean over all" in text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "problem"),
+    [(None, "The last 3 steps changed nothing"), (torch.float16, "The loss scale has fallen")],
+)
+@pytest.mark.parametrize("plan", ["1f1b", "data-parallel"])
+def test_what_is_not_finite_on_one_rank_ends_all_with_one_error(
+    plan: str, dtype: torch.dtype | None, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradient_step, "_MOST_SKIPPED", 3)
+    monkeypatch.setattr(gradient_step, "_LEAST_SCALE", 2.0**14)
+    case = Case("unet-group-norm", plan, 3)
+
+    def broken() -> Microbatches:
+        batch = microbatches(case, 0)
+        weights = {1: math.nan}
+        return replace(batch, targets=lambda at: (batch.targets(at), weights.get(at, 1.0)))
+
+    training = Training(_weighted_loss, optimizer, dtype=dtype)
+    told = _what_ranks_hear(case, training, broken, steps=3)
+    assert len(told) == 3
+    assert len(set(told)) == 1
+    assert problem in told[0]
+    assert "the loss of microbatch 1 is nan" in told[0]
+
+
+def _what_ranks_hear(
+    case: Case, training: Training, batch: Callable[[], Microbatches], steps: int
+) -> list[str]:
+    """The errors of steps of which the last fails."""
+    heard: list[str] = []
+
+    def body(runner: Runner) -> None:
+        for step in range(steps - 1):
+            runner.step(step, batch())
+        try:
+            runner.step(steps - 1, batch())
+        except PathosegError as error:
+            heard.append(str(error))
+
+    ranks_of(case, body, training)
+    return heard
 
 
 @pytest.mark.parametrize("plan", ["1f1b", "gems-master", "data-parallel"])
@@ -338,7 +407,7 @@ def test_a_device_without_memory_names_what_was_planned(error: Exception) -> Non
     with pytest.raises(PathosegError, match="ran out of device memory at 0:1F0 of stage 1") as told:
         run_ranks(2, body)
     assert "1 GiB were planned" in told.value.problem
-    assert "--memory" in told.value.mend
+    assert "--memory" in told.value.hint
 
 
 def test_a_host_without_memory_is_refused_before_the_first_step(

@@ -23,6 +23,8 @@ from tests.parallel.runtime.cases import (
 )
 from tests.parallel.runtime.judged_ranks import cases_of_processes
 
+pytestmark = pytest.mark.slow  # many seconds in all
+
 CASES = [
     *(Case(model, plan, ranks) for model in MODELS for plan in PLANS for ranks in (2, 3, 4)),
     *(Case(model, plan, ranks) for model in MODELS for plan in HYBRIDS for ranks in (4, 8)),
@@ -41,7 +43,19 @@ LAST = [
 ]
 
 
-@pytest.mark.parametrize("case", [*CASES, *DOUBLE, *CLIPPED, *LAST], ids=str)
+def _marks(case: Case) -> list[pytest.MarkDecorator]:
+    """Each takes less than a second, but together they take minutes: some of them stay quick."""
+    quick = case.ranks == 2 and case.model in ("unet", "dropout") and case.last == 1
+    return [] if quick else [pytest.mark.slow]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=_marks(case))
+        for case in (*CASES, *DOUBLE, *CLIPPED, *LAST)
+    ],
+)
 def test_ranks_train_as_one_process(case: Case) -> None:
     prepare(case)
     verdicts = run_ranks(case.ranks, lambda transport: run_case(case, transport))
@@ -49,6 +63,7 @@ def test_ranks_train_as_one_process(case: Case) -> None:
         compare(case, rank, verdict)
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize("library", ["gloo", "mpi", "ordered"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -174,6 +174,7 @@ def _run(order: Schedule, recomputed: Sequence[int], costs: Costs) -> Simulation
     return simulate(lower(order, recompute=recomputed, offload=offload), costs)
 
 
+@pytest.mark.slow
 @given(cases())
 def test_copies_hasten_nothing_and_cost_no_more_than_a_faster_link_or_a_wider_window(
     case: tuple[Schedule, list[int], Costs],

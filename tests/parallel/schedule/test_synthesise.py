@@ -22,6 +22,7 @@ from pathoseg.parallel.schedule.synthesise import synthesise
 from pathoseg.parallel.schedule.validate import validate
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(data=st.data(), ranks=st.integers(1, 4), microbatches=st.integers(1, 4))
 def test_it_is_whole_keeps_to_the_cap_and_is_always_the_same(
@@ -61,6 +62,7 @@ def test_it_is_whole_keeps_to_the_cap_and_is_always_the_same(
     assert synthesise(placement, costs, microbatches, cap, edges, recompute) == order
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(data=st.data(), ranks=st.integers(1, 4), microbatches=st.integers(1, 5))
 def test_tensors_that_arrive_early_keep_to_the_cap_too(
@@ -109,6 +111,7 @@ def _named(ranks: int, microbatches: int, bidirectionally: bool) -> Iterator[Sch
                 yield gems(ranks, microbatches // (2 * per_visit), per_visit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 @pytest.mark.parametrize("uneven", [False, True])
 def test_no_named_order_with_as_much_memory_is_faster(ranks: int, uneven: bool) -> None:
@@ -154,6 +157,7 @@ def test_small_steps_are_as_short_as_they_can_be(
     assert simulate(synthesise(placement, costs, microbatches, held), costs).time == optimum
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("microbatches", "held", "named"),
     [(16, 2, gems(8, 4, 2)), (32, 8, bidirectional(8, 32))],

@@ -228,6 +228,7 @@ def altered(draw: st.DrawFn) -> Schedule:
     return _changed(schedule, lists)
 
 
+@pytest.mark.slow
 @settings(max_examples=1500)
 @given(altered())
 def test_an_altered_schedule_is_accepted_only_where_it_still_runs(schedule: Schedule) -> None:

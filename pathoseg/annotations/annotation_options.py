@@ -1,0 +1,75 @@
+"""Options of reading annotation files, without a heavy import."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from pathoseg.errors import PathosegError
+
+
+@dataclass(frozen=True, slots=True)
+class AnnotationOptions:
+    """Options of reading annotation files.
+
+    Attributes:
+        frame: What (0, 0) is in files of outlines: the corner of the slide's "bounds", as QuPath
+            counts, or of the "full" scan, as ASAP and ImageScope count. "auto" takes the habit of
+            the program that wrote the file. Only slides with bounds (MRXS) tell them apart.
+        exclude: ASAP groups, in any case, that are cut out of all other regions.
+        mask: What the values of a mask image are: "indices" of classes (255 is ignored), or
+            "binary", where whatever is above 0 is class 1 (a map of instances counts as such).
+        rename: Names of classes in annotation files → names in the run, such as "Tumor" → "tumour".
+            Values of masks are called "class 1", "class 2"…. Several classes may get one name;
+            one that ends in * is ignored.
+        roi: Classes, in any case and by their names in the run, whose outlines are regions of
+            interest: inside them what nobody outlined is background, outside them nothing is known.
+            A slide without one was annotated everywhere.
+        unlabelled: What nobody outlined is "background", or, where annotations are sparse strokes,
+            "ignore"d everywhere; background is then drawn as the class "background".
+        unclassified: What outlines without a class are: "ignore" makes their insides unknown where
+            no outline with a class covers them, "skip" takes them for not drawn, "refuse" refuses
+            the file, any other text is their class. Those that hold outlines with a class say
+            nothing, and where nothing has any class, all are of the class "annotation".
+        labels: Which class a pixel of a label has: that which covers most of it ("majority"), or
+            that of its "centre", as runs had it until format 1.
+
+    Raises:
+        PathosegError: A class is given no name, or outlines without one are.
+    """
+
+    frame: Literal["auto", "bounds", "full"] = "auto"
+    exclude: tuple[str, ...] = ("exclusion", "_2")
+    mask: Literal["indices", "binary"] = "indices"
+    rename: Mapping[str, str] = field(default_factory=dict)
+    roi: tuple[str, ...] = ("Region*", "ROI", "Region")
+    unlabelled: Literal["background", "ignore"] = "background"
+    unclassified: str = "ignore"
+    labels: Literal["majority", "centre"] = "majority"
+
+    def __post_init__(self) -> None:
+        if not self.unclassified or self.unclassified != self.unclassified.strip():
+            raise PathosegError(
+                f'[annotations] unclassified = "{self.unclassified}" is no name of a class.',
+                'Write "ignore", "skip", "refuse", or a class without blanks around it.',
+            )
+        for old, new in self.rename.items():
+            if not new or new != new.strip():
+                raise PathosegError(
+                    f'[annotations] rename gives the class "{old}" the name "{new}".',
+                    "Give it one without blanks around it; one that ends in * is ignored.",
+                )
+
+    def renamed(self, class_name: str | None) -> str | None:
+        """The run's name of a class in a file."""
+        return None if class_name is None else self.rename.get(class_name, class_name)
+
+    def is_roi(self, class_name: str) -> bool:
+        """Return True if outlines of this class, renamed already, are regions of interest."""
+        return class_name.casefold() in {name.casefold() for name in self.roi}
+
+    def for_classes(self, names: Iterable[str]) -> AnnotationOptions:
+        """These options for a model of given classes: none of them is a region of interest."""
+        learnt = {name.casefold() for name in names}
+        return replace(self, roi=tuple(name for name in self.roi if name.casefold() not in learnt))

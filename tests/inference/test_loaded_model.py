@@ -1,0 +1,73 @@
+"""A picture in memory is predicted as the same picture in a file is segmented."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import tifffile
+from PIL import Image
+
+import pathoseg
+from pathoseg.models.model_options import ModelConfig
+
+RNG = np.random.default_rng(5)
+
+
+def _picture(height: int, width: int) -> np.ndarray:
+    small = RNG.integers(40, 220, (height // 8 + 1, width // 8 + 1, 3)).astype(np.uint8)
+    return cv2.resize(small, (width, height), interpolation=cv2.INTER_CUBIC)
+
+
+@pytest.mark.parametrize("shape", [(150, 210), (40, 33)])
+def test_a_picture_is_predicted_as_its_file_is_segmented(
+    shape: tuple[int, int], tmp_path: Path, tiny_bundle: Callable[..., Path]
+) -> None:
+    picture = _picture(*shape)
+    Image.fromarray(picture).save(tmp_path / "a.png")
+    options = {"data": {"assume_mpp": 0.5}, "tissue": {"method": "all"}}
+    out = pathoseg.infer(tmp_path / "a.png", tiny_bundle(), out=tmp_path / "out", options=options)
+    mask = tifffile.imread(out / "a" / "mask.ome.tiff", level=0)
+    model = pathoseg.load_model(tmp_path / "model")
+    found = model.predict(picture, mpp=0.5)
+    np.testing.assert_array_equal(found.classes, mask)
+    assert found.probabilities.shape == (3, *shape)
+    np.testing.assert_array_equal(found.probabilities.argmax(0), found.classes)
+
+
+def test_a_finer_picture_keeps_its_own_pixels(tiny_bundle: Callable[..., Path]) -> None:
+    picture = _picture(96, 128)
+    model = pathoseg.load_model(tiny_bundle())
+    coarse = model.predict(picture, mpp=0.5)
+    fine = model.predict(picture.repeat(2, axis=0).repeat(2, axis=1), mpp=0.25)
+    for one, other in zip(coarse.probabilities, fine.probabilities, strict=True):
+        np.testing.assert_array_equal(cv2.resize(one, (256, 192)), other)
+
+
+def test_a_classifier_answers_by_tile(tiny_bundle: Callable[..., Path]) -> None:
+    network = ModelConfig("resnet11_v2", "classify", 3, width=4)
+    model = pathoseg.load_model(tiny_bundle(network=network, overlap=0))
+    found = model.predict(_picture(130, 70), mpp=0.5)
+    assert found.probabilities.shape == (3, 3, 2)
+    np.testing.assert_allclose(found.probabilities.sum(0), 1, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("picture", "mpp", "said"),
+    [
+        (np.zeros((8, 8), np.uint8), 0.5, "RGB pixels"),
+        (np.zeros((8, 8, 3), np.float32), 0.5, "float32"),
+        (np.zeros((0, 8, 3), np.uint8), 0.5, "RGB pixels"),
+        (np.zeros((8, 8, 3), np.uint8), 0.0, "mpp = 0"),
+        (np.zeros((8, 8, 3), np.uint8), 1.5, "coarser|more than twice"),
+    ],
+)
+def test_what_is_no_picture_is_refused(
+    picture: np.ndarray, mpp: float, said: str, tiny_bundle: Callable[..., Path]
+) -> None:
+    model = pathoseg.load_model(tiny_bundle())
+    with pytest.raises(pathoseg.PathosegError, match=said):
+        model.predict(picture, mpp)

@@ -1,0 +1,82 @@
+"""What is written of an evaluation where figures are missing, and which slides are shown."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pathoseg.annotations.annotation import ClassTable
+from pathoseg.models.tally import Figure, Tally, pooled_figures
+from pathoseg.outputs.evaluation_report import (
+    Evaluation,
+    ScoredSlide,
+    ScoredSplit,
+    best_median_worst,
+    write_evaluation,
+)
+
+CLASSES = ClassTable(("gland", "never seen"), ((0, 150, 0), (200, 0, 0)))
+TALLY = Tally(np.diag([5, 3, 0]), np.zeros((15, 3)), np.array([[4, 4, 2, 2], [0, 0, 0, 0]]))
+
+
+def _slide(name: str, dice: float = 1.0) -> ScoredSlide:
+    figures = {key: float(value) for key, value in TALLY.figures(CLASSES.names).items()}
+    figures["dice_mean"] = dice
+    return ScoredSlide(name, "P", "test", 0.5, 0.25e-6, TALLY.confusion, figures)
+
+
+@given(st.lists(st.floats(0, 1) | st.just(math.nan), max_size=9))
+def test_the_slides_shown_are_the_best_the_median_and_the_worst(dice: list[float]) -> None:
+    known = sorted(value for value in dice if not math.isnan(value))
+    shown = best_median_worst([_slide(str(at), value) for at, value in enumerate(dice)])
+    scores = {title: slide.figures["dice_mean"] for title, slide in shown}
+    assert len({slide.name for _, slide in shown}) == len(shown) == min(3, len(known))
+    if len(known) > 1:
+        assert (scores["Best"], scores["Worst"]) == (known[-1], known[0])
+    if len(known) > 2:
+        assert scores["Median"] in (known[(len(known) - 1) // 2], known[len(known) // 2])
+
+
+def test_what_does_not_exist_is_left_open_everywhere(tmp_path: Path) -> None:
+    slides = tuple(_slide(f"{number}.svs", math.nan) for number in range(41))
+    figures: dict[str, Figure] = pooled_figures([TALLY] * 41, ["P"] * 41, CLASSES.names, 0)
+    split = ScoredSplit("test", slides, 41 * TALLY.confusion, np.zeros((15, 3)), figures, ())
+    evaluation = Evaluation(
+        model="run/model",
+        model_id="0",
+        classes=CLASSES,
+        mpp=0.5,
+        slides="slides",
+        unit="pixels",
+        boundary_um=2.0,
+        seed=0,
+        resamples=2000,
+        fewest_patients=3,
+        warnings=(),
+        left_out={},
+        splits=(split, replace(split, name="val")),
+        version="1",
+    )
+    table = write_evaluation(tmp_path, None, evaluation)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "evaluation.csv", "evaluation-slides.csv", "evaluation.json", "evaluation.html",
+        "confusion.csv",
+    }  # fmt: skip
+    with table.open(newline="") as file:
+        row = list(csv.DictReader(file))[-1]
+    assert (row["slide"], row["split"], row["dice_never seen"]) == ("all", "val", "nan")
+    told = json.loads((tmp_path / "evaluation.json").read_text())["splits"]["test"]
+    assert told["figures"]["dice_gland"] == {"value": 1.0, "low": None, "high": None}
+    assert told["figures"]["ece"]["value"] is None
+    page = (tmp_path / "evaluation.html").read_text()
+    assert not re.search(r"\bnan\b", page)
+    write_evaluation(tmp_path, "val", evaluation)
+    assert len(list(tmp_path.glob("*-val.*"))) == 5
