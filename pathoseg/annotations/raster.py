@@ -87,7 +87,7 @@ class PolygonLabels:
                 named = [replace(region, class_name=fallback) for region in unnamed]
             unnamed = []
         around = set(_that_hold(unnamed, named))
-        without["outlines without a class around others"] += len(around)
+        without["outlines without a class that hold others"] += len(around)
         regions = [region for place, region in enumerate(unnamed) if place not in around]
         regions.sort(key=lambda region: -region.geometry.area)
         regions += sorted(named, key=lambda region: -region.geometry.area)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import colorsys
 import difflib
 import re
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from pathoseg.annotations.annotation import (
     IGNORE,
     Annotation,
     AnnotationFile,
+    AnnotationReport,
     ClassTable,
     Colour,
     Labels,
@@ -50,12 +51,11 @@ def find_annotation(slide: Path, folder: Path | None) -> Path | None:
     Raises:
         PathosegError: There are several.
     """
-    stems = dict.fromkeys((slide.name, slide.stem, slide.stem.removesuffix(".ome")))
     place = folder or slide.parent
     suffixes = [*_OUTLINES, *(f"_mask{suffix}" for suffix in _MASKS)]
     if place.resolve() != slide.parent.resolve():
         suffixes += _MASKS
-    names = dict.fromkeys(stem + suffix for stem in stems for suffix in suffixes)
+    names = dict.fromkeys(stem + suffix for stem in _stems(slide) for suffix in suffixes)
     found = [place / name for name in names if (place / name).is_file()]
     if len(found) > 1:
         raise PathosegError(
@@ -65,35 +65,36 @@ def find_annotation(slide: Path, folder: Path | None) -> Path | None:
     return found[0] if found else None
 
 
-def stray_annotations(
-    folders: Iterable[Path], used: Collection[Path], slides: Sequence[Path]
-) -> dict[Path, Path | None]:
-    """Files of outlines that belong to no slide → the slide that each is named most like.
+def stray_annotations(folder: Path, slides: Sequence[Path]) -> dict[Path, Path | None]:
+    """Return the files of outlines that belong to no slide → the slide each is named most like.
 
     Args:
-        folders: Where to look, without the folders inside them.
-        used: The annotation files of the slides.
-        slides: The slides.
+        folder: Where to look, without the folders inside it.
+        slides: All slides, also those whose annotations lie elsewhere.
     """
-    known = {path.resolve() for path in used}
-    by_name = {slide.name.casefold(): slide for slide in slides}
-    by_name |= {slide.stem.casefold(): slide for slide in slides}
+    by_name = {slide.stem.casefold(): slide for slide in slides}
+    by_name |= {slide.name.casefold(): slide for slide in slides}
+    own = {stem + suffix for slide in slides for stem in _stems(slide) for suffix in _OUTLINES}
     strays = dict[Path, Path | None]()
-    for folder in folders:
-        for path in sorted(folder.iterdir()):
-            name = path.name.casefold()
-            suffix = next((suffix for suffix in _OUTLINES if name.endswith(suffix)), None)
-            if suffix is None or name.startswith(".") or path.resolve() in known:
-                continue
-            near = _nearest(name.removesuffix(suffix), by_name)
-            # JSON and XML may be anything.
-            if path.is_file() and (near is not None or suffix in _GEOJSON):
-                strays[path] = near
+    for path in sorted(folder.iterdir()):
+        name = path.name.casefold()
+        suffix = next((suffix for suffix in _OUTLINES if name.endswith(suffix)), None)
+        if suffix is None or name.startswith(".") or path.name in own:
+            continue
+        near = _nearest(name.removesuffix(suffix), by_name)
+        # JSON and XML may be anything.
+        if path.is_file() and (near is not None or suffix in _GEOJSON):
+            strays[path] = near
     return strays
 
 
+def _stems(slide: Path) -> dict[str, None]:
+    """The names that an annotation file of a slide may have before its suffix."""
+    return dict.fromkeys((slide.name, slide.stem, slide.stem.removesuffix(".ome")))
+
+
 def _nearest(name: str, slides: Mapping[str, Path]) -> Path | None:
-    """The slide of a name that begins like `name`, or differs in a few letters."""
+    """Return the slide of a name that begins like `name` or differs in a few letters, if any."""
     longer = [other for other in slides if name.startswith(other) or other.startswith(name)]
     close = longer or difflib.get_close_matches(name, slides, n=1, cutoff=0.8)
     return slides[max(close, key=len)] if close and name else None
@@ -263,6 +264,60 @@ def class_table(labels: Sequence[Labels], wanted: tuple[str, ...] | None) -> Cla
         own = colours.get(name)
         taken.append(own if own and own not in taken else _fresh_colour(taken))
     return ClassTable(names, tuple(taken))
+
+
+def what_is_left_out(
+    reports: Iterable[AnnotationReport], strays: Mapping[Path, Path | None], classes: ClassTable
+) -> list[str]:
+    """Return what annotations hold and nothing is learnt from, a sentence for each kind.
+
+    Args:
+        reports: What was read of each file.
+        strays: Files that belong to no slide → the slide each is named most like.
+        classes: The classes of the run.
+    """
+    found = defaultdict[str, dict[Path, int]](dict)
+    limited, empty = list[Path](), list[Path]()
+    for one in reports:
+        for what, count in one.passed_over.items():
+            found[what][one.path] = count
+        if one.unclassified and one.fallback not in classes.names:
+            found[_WITHOUT_CLASS][one.path] = one.unclassified
+        if one.of_interest:
+            limited.append(one.path)
+        elif not (one.outlines or one.unclassified or one.is_mask):
+            empty.append(one.path)
+    lines = [
+        f"Not used: {sum(counts.values())} {what} in {_files(list(counts))}."
+        + (_SAY_WHAT if what == _WITHOUT_CLASS else "")
+        for what, counts in found.items()
+    ]
+    if limited:
+        lines.append(f"Regions of interest in {_files(limited)}: outside is not known.")
+    if empty:
+        lines.append(f"No outline counts in {_files(empty)}: all of the slide is unlabelled.")
+    if strays:
+        named = [
+            path.name if near is None else f"{path.name} (like {near.name})"
+            for path, near in strays.items()
+        ]
+        lines.append(f"Annotations without a slide of their name: {_few(named)}.")
+    return lines
+
+
+_WITHOUT_CLASS = "outlines without a class"
+_SAY_WHAT = " [annotations] unclassified can say what they are."
+_MOST_NAMED = 3
+
+
+def _files(paths: Sequence[Path]) -> str:
+    count = "1 file" if len(paths) == 1 else f"{len(paths)} files"
+    return f"{count} ({_few([path.name for path in paths])})"
+
+
+def _few(names: Sequence[str]) -> str:
+    more = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
+    return ", ".join([*names[:_MOST_NAMED], *more])
 
 
 def _natural(name: str) -> list[str | int]:

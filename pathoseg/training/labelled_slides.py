@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from pathoseg.annotations.annotation import ClassTable, Labels
-from pathoseg.annotations.reading import class_table, find_annotation, read_labels
+from pathoseg.annotations.reading import (
+    class_table,
+    find_annotation,
+    read_labels,
+    stray_annotations,
+    what_is_left_out,
+)
 from pathoseg.config import Config
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Frame
@@ -167,11 +173,13 @@ class LabelledSlides:
         usable: Slides with labels.
         classes: The classes of the labels, or those the configuration names.
         left_out: File name → why it is not used.
+        notes: What annotations hold and nothing is learnt from, a sentence for each kind.
     """
 
     usable: tuple[LabelledSlide, ...]
     classes: ClassTable
     left_out: dict[str, str]
+    notes: tuple[str, ...] = ()
 
 
 def find_labelled_slides(config: Config, classes: ClassTable | None = None) -> LabelledSlides:
@@ -223,7 +231,10 @@ def find_labelled_slides(config: Config, classes: ClassTable | None = None) -> L
     if not usable:
         raise _nothing_left(notes or folder, left_out)
     table = classes or class_table([source.labels for source in usable], data.classes)
-    return LabelledSlides(tuple(usable), table, left_out)
+    reports = [source.labels.report for source in usable]
+    strays = stray_annotations(folder if notes is None else notes, slides_in(folder))
+    lines = what_is_left_out(reports, strays, table)
+    return LabelledSlides(tuple(usable), table, left_out, tuple(lines))
 
 
 def _nothing_left(folder: Path, left_out: dict[str, str]) -> PathosegError:

@@ -506,3 +506,5 @@ def _overview(sources: LabelledSlides, members: Mapping[str, Member], table: Pat
         say("No slide validates: the last epoch is kept, whatever it is worth.")
     for name, reason in sources.left_out.items():
         say(f"Left out: {name}: {reason}")
+    for note in sources.notes:
+        say(note)
