@@ -241,8 +241,9 @@ def class_table(labels: Sequence[Labels], wanted: tuple[str, ...] | None) -> Cla
                 f"None of the {count} outlines has a class; the config names {quoted(wanted)}.",
                 f'Say what they are: `[annotations] unclassified = "{wanted[0]}"`.',
             )
+    is_empty = bool(labels) and not colours
     names = tuple(sorted(colours, key=_natural)) if wanted is None else wanted
-    if not names:
+    if is_empty or not names:
         raise PathosegError(
             "The annotations hold no region of any class.",
             "Annotate at least one region, or see whether --annotations is the right folder.",
@@ -288,7 +289,7 @@ def what_is_left_out(
         elif not (one.outlines or one.unclassified or one.is_mask):
             empty.append(one.path)
     lines = [
-        f"Not used: {sum(counts.values())} {what} in {_files(list(counts))}."
+        f"{what[0].upper()}{what[1:]}: {sum(counts.values())} not used, in {_files(list(counts))}."
         + (_SAY_WHAT if what == _WITHOUT_CLASS else "")
         for what, counts in found.items()
     ]

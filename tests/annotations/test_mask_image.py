@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from dataclasses import astuple
 from pathlib import Path
 from typing import Literal
 
@@ -105,6 +106,25 @@ def test_a_pixel_has_the_class_that_covers_most_of_it(
             assert found[row, column] == IGNORE
         else:
             assert areas[found[row, column]][row, column] >= most[row, column] - 0.02
+
+
+@given(mask=MASKS, scale=st.integers(1, 9), mpp=st.floats(0.1, 3))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
+def test_by_centres_a_pixel_is_that_under_its_centre(
+    tmp_path: Path, mask: NDArray[np.uint8], scale: int, mpp: float
+) -> None:
+    slide = Size(mask.shape[1] * scale, mask.shape[0] * scale)
+    frame = Frame.at(slide, NATIVE, mpp)
+    labels = MaskLabels(_saved(tmp_path, mask), slide, AnnotationOptions(labels="centre"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pathoseg.annotations.mask_image._MOST_READ", 50)  # some rows at a time
+        found = labels.rasterise(Box(0, 0, *astuple(frame.size)), frame, TABLE)
+    for row, column in np.ndindex(found.shape):
+        x, y = (column + 0.5) * frame.scale_x, (row + 0.5) * frame.scale_y
+        on_slide = x < slide.width and y < slide.height
+        expected = mask[int(y / scale), int(x / scale)] if on_slide else IGNORE
+        near_edge = min(x % scale, -x % scale, y % scale, -y % scale) < 1e-6
+        assert near_edge or found[row, column] == expected
 
 
 @given(mask=MASKS, scale=st.integers(1, 4))

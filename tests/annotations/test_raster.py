@@ -84,6 +84,21 @@ def test_a_pixel_has_the_class_that_covers_most_of_it(
 
 
 @pytest.mark.slow
+@given(area=blobs(), mpp=MPPS)
+@settings(max_examples=20)
+def test_by_centres_a_pixel_is_that_of_its_centre(area: shapely.Polygon, mpp: float) -> None:
+    frame, options = Frame.at(SLIDE, NATIVE, mpp), AnnotationOptions(labels="centre")
+    labels = PolygonLabels(FILE, [Annotation(area, "stroma")], SLIDE, options)
+    x = (np.arange(frame.size.width) + 0.5) * frame.scale_x
+    y = (np.arange(frame.size.height) + 0.5) * frame.scale_y
+    shapely.prepare(area)
+    inside = shapely.contains_xy(area, x[None, :], y[:, None])
+    wrong = np.argwhere((labels.rasterise(_whole(frame), frame, TABLE) == 2) != inside)
+    centres = (wrong[:, ::-1] + 0.5) * [frame.scale_x, frame.scale_y]
+    assert (shapely.distance(area.boundary, shapely.points(centres)) < 1e-6).all()
+
+
+@pytest.mark.slow
 @given(area=blobs(), mpp=st.sampled_from([0.5, 0.73, 1.0]))
 @settings(max_examples=12)
 def test_areas_are_those_of_the_outlines(area: shapely.Polygon, mpp: float) -> None:
