@@ -72,8 +72,7 @@ def stray_annotations(folder: Path, slides: Sequence[Path]) -> dict[Path, Path |
         folder: Where to look, without the folders inside it.
         slides: All slides, also those whose annotations lie elsewhere.
     """
-    by_name = {slide.stem.casefold(): slide for slide in slides}
-    by_name |= {slide.name.casefold(): slide for slide in slides}
+    by_name = {stem.casefold(): slide for slide in slides for stem in _stems(slide)}
     own = {stem + suffix for slide in slides for stem in _stems(slide) for suffix in _OUTLINES}
     strays = dict[Path, Path | None]()
     for path in sorted(folder.iterdir()):
@@ -145,7 +144,7 @@ def _understood(
 ) -> Annotation:
     """A region with the run's name of its class, in the slide's frame."""
     name, geometry = options.renamed(region.class_name), region.geometry
-    if name is None and options.unclassified not in ("ignore", "refuse"):
+    if name is None and options.unclassified not in ("ignore", "skip", "refuse"):
         name = options.unclassified
     if shift != (0, 0):
         geometry = shapely.transform(geometry, lambda xy: xy - shift)
