@@ -32,7 +32,7 @@ UNIT = 256
 INTEREST = 256
 """The value that stands for the regions of interest, beside 0 to 255 of the classes."""
 
-_MOST_SUMS = 1 << 23  # 4 bytes each
+_MOST_SUMS = 1 << 21  # 30 bytes each at most
 
 Ints = NDArray[np.int64]
 

@@ -47,7 +47,8 @@ _LARGEST = 400_000_000
 _INDEX_MODES = {"1", "L", "P", "I", "I;16", "I;16B", "I;16L", "I;16N"}
 _NUMBERED = re.compile(r"class \d+")
 _BAND = 256
-_MOST_READ = 1 << 25  # values of a mask at a time
+_MOST_READ = 1 << 24  # values of a mask in memory at a time
+_MOST_LAID = 1 << 19  # of those, values that are laid over pixels at a time: 200 bytes each at most
 
 
 class MaskLabels:
@@ -151,14 +152,15 @@ class MaskLabels:
         widths = units_on_slide(box.x, box.right, across.length)
         columns = across.under(box.x, box.right)
         mask = np.full((box.height, box.width), IGNORE, dtype=np.uint8)
-        values_a_row = len(columns) * (1 + down.count / down.length)
-        for top, bottom in _parts(box.y, box.bottom, int(_MOST_READ / (1 + values_a_row))):
+        values_a_row = 1 + len(columns) * (1 + down.count / down.length)
+        most = min(rows_at_once(box.width, len(np.unique(table))), int(_MOST_LAID / values_a_row))
+        for top, bottom in _parts(box.y, box.bottom, int(_MOST_READ / values_a_row)):
             rows = down.under(top, bottom)
             if not rows or not columns:
                 continue  # it lies off the slide
             with self._told(*_DAMAGE):
                 values = pixels.read(Box(columns[0], rows[0], len(columns), len(rows)))
-            for first, last in _parts(top, bottom, rows_at_once(box.width, len(np.unique(table)))):
+            for first, last in _parts(top, bottom, most):
                 near = down.under(first, last)
                 lines = values[near.start - rows.start : near.stop - rows.start]
                 part = Box(box.x, first, box.width, last - first)
