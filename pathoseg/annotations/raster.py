@@ -190,14 +190,14 @@ class PolygonLabels:
     def _paint_majority(self, box: Box, frame: Frame, values: Ints) -> NDArray[np.uint8]:
         left, top, width, height = frame.to_level0(box)
         near = self._parts.within(left, top, left + width, top + height)
-        value, edges = values[near.region], _Edges.of(near)
+        value, edges = values[near.region], _Edges.of(near, frame)
         mask = np.empty((box.height, box.width), dtype=np.uint8)
         widths = units_on_slide(box.x, box.right, self._slide_size.width / frame.scale_x)
         rows = rows_at_once(box.width, len(np.unique(value)))
         for start in range(0, box.height, rows):
             part = Box(box.x, box.y + start, box.width, min(rows, box.height - start))
             mask[start : start + rows] = most_covered(
-                edges.steps(part, frame, value),
+                edges.steps(part, value),
                 units_on_slide(part.y, part.bottom, self._slide_size.height / frame.scale_y),
                 widths,
                 self._unlabelled,
@@ -381,31 +381,44 @@ def _apart(
 
 @dataclass(frozen=True, slots=True)
 class _Edges:
-    """The edges of some parts.
+    """The edges of some parts that are not level, turned to point down, in 1/256 pixel of a frame.
 
     Attributes:
-        corners: Of all rings, one after the other, in level-0 pixels, shape (corners, 2).
-        first: The corner at which each edge begins; it ends at the next one. Shape (edges,).
-        part: Of each edge, the number of its part.
-        parts: The parts.
+        x0, y0: Where each begins, shape (edges,).
+        x1, y1: Where each ends.
+        part: The number of its part.
+        side: 1 where its part is on its right and is added, or on its left and is taken away;
+            else -1.
+        region: Of each part, the number of its region.
     """
 
-    corners: NDArray[np.float64]
-    first: Ints
+    x0: Ints
+    y0: Ints
+    x1: Ints
+    y1: Ints
     part: Ints
-    parts: _Parts
+    side: Ints
+    region: Ints
 
     @classmethod
-    def of(cls, parts: _Parts) -> _Edges:
-        """All edges of parts."""
+    def of(cls, parts: _Parts, frame: Frame) -> _Edges:
+        """Find all edges of parts."""
         polygons, part = shapely.get_parts(parts.geometry, return_index=True)
         rings, polygon = shapely.get_rings(polygons, return_index=True)
         corners, ring = shapely.get_coordinates(rings, return_index=True)
-        first = np.flatnonzero(ring[1:] == ring[:-1])
-        return cls(corners, first, part[polygon[ring[first]]], parts)
+        x = to_units(corners[:, 0] / frame.scale_x)
+        y = to_units(corners[:, 1] / frame.scale_y)
+        first = np.flatnonzero((ring[1:] == ring[:-1]) & (y[1:] != y[:-1]))
+        # Rings run with the clock, holes against it: an edge that points down has its part on
+        # the right. The same edge of a neighbour is turned, so that both compute the same.
+        up = y[first + 1] < y[first]
+        above, below = first + up, first + ~up
+        of = part[polygon[ring[first]]]
+        side = np.where(up, -1, 1) * parts.sign[of]
+        return cls(x[above], y[above], x[below], y[below], of, side, parts.region)
 
-    def steps(self, box: Box, frame: Frame, value: Ints) -> Steps:
-        """What the edges change along the rows of a box.
+    def steps(self, box: Box, value: Ints) -> Steps:
+        """Return what the edges change along the rows of a box.
 
         Edges are cut where they enter another row, and then another column, of pixels. Where that
         is follows from the edge alone, so boxes agree to the bit, and so do the parts on both
@@ -413,29 +426,16 @@ class _Edges:
 
         Args:
             box: In pixels of the frame.
-            frame: The pixels.
             value: The class index of each part.
         """
-        pixel = np.array([frame.scale_x, frame.scale_y])
-        x, y = self.corners[:, 0], self.corners[:, 1]
-        above, below = np.minimum(y[:-1], y[1:])[self.first], np.maximum(y[:-1], y[1:])[self.first]
-        near = (below > (box.y - 1) * pixel[1]) & (above < (box.bottom + 1) * pixel[1])
-        near &= np.minimum(x[:-1], x[1:])[self.first] < (box.right + 1) * pixel[0]
-        first, part = self.first[near], self.part[near]
-        origin = np.array([box.x, box.y]) * UNIT
-        (xa, ya), (xb, yb) = (
-            (to_units(self.corners[at] / pixel) - origin).T for at in (first, first + 1)
-        )
-        # Rings run with the clock, holes against it: an edge that points down has its part on
-        # the right. The same edge of a neighbour is turned, so that both compute the same.
-        up = yb < ya
-        kept = np.flatnonzero((ya != yb) & (np.maximum(ya, yb) > 0))
-        x0, y0, x1, y1 = (
-            np.where(up, one, other)[kept]
-            for one, other in ((xb, xa), (yb, ya), (xa, xb), (ya, yb))
-        )
-        part = part[kept]
-        side = np.where(up[kept], -1, 1) * self.parts.sign[part]
+        near = self.y1 > box.y * UNIT
+        near &= self.y0 < box.bottom * UNIT
+        near &= np.minimum(self.x0, self.x1) < (box.right + 1) * UNIT
+        kept = np.flatnonzero(near)
+        left, top = box.x * UNIT, box.y * UNIT
+        x0, y0 = self.x0[kept] - left, self.y0[kept] - top
+        x1, y1 = self.x1[kept] - left, self.y1[kept] - top
+        part, side = self.part[kept], self.side[kept]
 
         # Into rows, and one more below the box: a piece ends where the next one begins.
         row, edge, last = _split(y0, y1, 0, box.height)
@@ -466,7 +466,7 @@ class _Edges:
             gain * (2 * UNIT) - beyond,
             beyond,
             value,
-            self.parts.region,
+            self.region,
         )
 
 

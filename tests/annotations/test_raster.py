@@ -238,14 +238,6 @@ def test_starred_classes_are_ignored_and_are_no_classes() -> None:
     assert dict(labels.classes()) == {"tumour": None}
 
 
-def test_unclassified_regions_count_only_where_nothing_is_classified() -> None:
-    frame = Frame.at(Size(10, 10), NATIVE, 0.25)
-    looked, found = shapely.box(0, 0, 9, 9), shapely.box(1, 1, 2, 2)
-    mixed = _labels((looked, None), (found, "tumour"), slide=Size(10, 10))
-    assert (mixed.rasterise(_whole(frame), frame, TABLE) > 0).sum() == 1
-    assert list(_labels((looked, None), (found, None)).classes()) == ["annotation"]
-
-
 BOXES = st.tuples(
     st.integers(-10, 30), st.integers(-10, 30), st.integers(1, 30), st.integers(1, 30)
 )
