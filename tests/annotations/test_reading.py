@@ -311,6 +311,26 @@ def test_what_is_not_learnt_from_is_said_once_for_each_kind(tmp_path: Path) -> N
     ]
 
 
+def test_rulers_and_dots_of_the_other_programs_are_counted(tmp_path: Path) -> None:
+    asap, imagescope = _asap(tmp_path, 0, 0), tmp_path / "other.xml"
+    imagescope.write_text(_imagescope(tmp_path, 0, 0).read_text())
+    _asap(tmp_path, 0, 0)
+    coordinate = '<Coordinates><Coordinate X="1" Y="1"/></Coordinates>'
+    dot = f'<Annotation Type="Dot" PartOfGroup="x">{coordinate}</Annotation>'
+    vertices = '<Vertices><Vertex X="1" Y="1"/><Vertex X="9" Y="1"/></Vertices>'
+    ruler = f'<Region Type="4">{vertices}</Region>'
+    for path, more, where in ((asap, 2 * dot, "</Annotations>"), (imagescope, ruler, "</Regions>")):
+        text = path.read_text()
+        path.write_text(text.replace(where, more + where, 1))
+    found = [
+        read_labels(path, SLIDE, (0, 0), AnnotationOptions()).report for path in (asap, imagescope)
+    ]
+    assert [dict(one.passed_over) for one in found] == [
+        {"points": 2},
+        {"rulers, arrows and points": 1},
+    ]
+
+
 def test_a_region_of_interest_without_an_area_is_refused(tmp_path: Path) -> None:
     flat = _square(0, 0, 0, name="Region*")
     path = _geojson(tmp_path, flat, _square(20, 20))
