@@ -12,7 +12,13 @@ from types import MappingProxyType
 from typing import Literal, cast, get_args
 
 from pathoseg.annotations.annotation import ClassTable, Labels
-from pathoseg.annotations.reading import class_table, find_annotation, read_labels
+from pathoseg.annotations.reading import (
+    class_table,
+    find_annotation,
+    read_labels,
+    stray_annotations,
+    what_is_left_out,
+)
 from pathoseg.config import LARGEST_TILE, Config, DataConfig
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Frame
@@ -276,11 +282,13 @@ class LabelledSlides:
         usable: Slides with labels.
         classes: The classes of the labels, or those the configuration names.
         left_out: Name → why it is not used.
+        notes: What annotations hold and nothing is learnt from, a sentence for each kind.
     """
 
     usable: tuple[LabelledSlide, ...]
     classes: ClassTable
     left_out: dict[str, str]
+    notes: tuple[str, ...] = ()
 
 
 NO_ANNOTATION = "it has no annotation"
@@ -411,7 +419,17 @@ def labelled_slides(
         place = config.data.annotations or config.data.told_folders
         raise _nothing_left(place, read.left_out)
     table = classes or class_table([source.labels for source in read.usable], config.data.classes)
-    return LabelledSlides(read.usable, table, read.left_out)
+    files = list(read.files.values())
+    places = {path.parent for path in files}
+    if config.data.annotations:
+        root = Path(config.data.annotations)
+        mirrored = {root / PurePosixPath(name).parent for name in read.files}
+        places = {root, *(place for place in mirrored if place.is_dir())}
+    strays = dict[Path, Path | None]()
+    for folder in sorted(places):
+        strays |= stray_annotations(folder, files)
+    lines = what_is_left_out([source.labels.report for source in read.usable], strays, table)
+    return LabelledSlides(read.usable, table, read.left_out, tuple(lines))
 
 
 def named_in(sources: LabelledSlides, table: Path) -> LabelledSlides:
@@ -429,7 +447,14 @@ def named_in(sources: LabelledSlides, table: Path) -> LabelledSlides:
 
 def classes_held(sources: LabelledSlides) -> dict[str, Collection[str]]:
     """Slide name → the classes that its annotation holds."""
-    return {source.name: tuple(source.labels.classes()) for source in sources.usable}
+    names = set(sources.classes.names)
+    held = dict[str, Collection[str]]()
+    for source in sources.usable:
+        own, report = set(source.labels.classes()), source.labels.report
+        if report.unclassified:  # they are of that class where the run has it
+            own |= {report.fallback} & names
+        held[source.name] = sorted(own)
+    return held
 
 
 def with_tile(config: Config, sources: LabelledSlides, multiple: int) -> Config:

@@ -305,12 +305,6 @@ def _about_classes(facts: Sequence[SlideFacts], classes: ClassTable) -> Iterator
 
 
 def _about_annotations(facts: Sequence[SlideFacts]) -> Iterator[str]:
-    missed = defaultdict[str, Counter[str]](Counter)
-    for one in facts:
-        for what, count in one.annotation.passed_over.items():
-            missed[what][one.member.slide] += count
-    for what, counts in missed.items():
-        yield f"Not learnt from: {counts.total()} {what}, in {some(counts)}."
     boxed = [one for one in facts if one.annotation.of_interest]
     if boxed and len(boxed) < len(facts):
         others = [one.member.slide for one in facts if not one.annotation.of_interest]

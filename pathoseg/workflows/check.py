@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import ClassTable
+from pathoseg.annotations.reading import OF_INTEREST
 from pathoseg.config import Config, load_config
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, Mpp, Size
@@ -170,6 +171,8 @@ class _Check:
         try:
             labelled = labelled_slides(config, self.read)
             self.classes, held = labelled.classes, classes_held(labelled)
+            # That there are regions of interest is no fault.
+            self.warnings += [n for n in labelled.notes if not n.startswith(OF_INTEREST)]
             table = find_table(config.data)
             self.members = split_slides([*held], table, config.seed, config.data.val_share, held)
         except PathosegError as error:

@@ -526,3 +526,5 @@ def _overview(
         say(f"Patients and splits: {table}")
     for name, reason in sources.left_out.items():
         say(f"Left out: {name}: {reason}")
+    for note in sources.notes:
+        say(note)

@@ -136,7 +136,7 @@ def test_what_is_likely_not_meant_is_said(toy_slides: Path, command: Command) ->
         "disc is on no validation slide",
         "Disc is in 1 training tile, fewer than 10",
         '"Disc" and "disc" are different classes',
-        "Not learnt from: 1 outlines off the slide, in slide0.png",
+        "Outlines off the slide: 1 not used, in 1 file (slide0.geojson)",
         "1 of 4 slides have regions of interest",
         "Labels lie mostly on glass: slide0.png (disc, 100%).",
         "Tiles of 320 px are 91% padding on 3 of 4 slides",
