@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
 import zlib
 from dataclasses import astuple
 from pathlib import Path
@@ -159,6 +160,20 @@ def test_a_box_is_a_piece_of_the_whole(
         patch.setattr("pathoseg.annotations.coverage._MOST_SUMS", 500)
         found = labels.rasterise(box, frame, TABLE)
     np.testing.assert_array_equal(found, whole[box.y + 9 :, box.x + 9 :][: box.height, : box.width])
+
+
+def test_a_box_much_coarser_than_its_mask_takes_little_memory(tmp_path: Path) -> None:
+    """Noise, where each of a mask's pixels ends a stretch of equal ones; 190 MiB all at once."""
+    slide = Size(1400, 1400)
+    noise = np.random.default_rng(0).integers(0, 4, (1400, 1400), dtype=np.uint8)
+    labels, frame = MaskLabels(_saved(tmp_path, noise), slide), Frame.at(slide, NATIVE, 4)
+    labels.classes()
+    tracemalloc.start()
+    try:
+        labels.rasterise(Box(0, 0, *astuple(frame.size)), frame, TABLE)
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_more_rows_than_a_band(tmp_path: Path) -> None:
