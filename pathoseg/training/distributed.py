@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -55,10 +56,8 @@ def joined(choice: Choice, alone: bool = False) -> Iterator[Transport | None]:
         choice, world = "gloo", World()
     with ExitStack() as stack:
         if world.rank:
-            nowhere = stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
-            stack.enter_context(redirect_stdout(nowhere))
-            stack.enter_context(redirect_stderr(nowhere))
-            stack.enter_context(_errors_left_to_rank_0())
+            stack.enter_context(silent())
+            stack.enter_context(errors_left_to_rank_0())
         transport = connect(choice, world)
         stack.callback(transport.close)
         try:
@@ -86,10 +85,31 @@ def stopped_together(interruption: Interruption, transport: Transport | None) ->
 
 
 @contextmanager
-def _errors_left_to_rank_0() -> Iterator[None]:
+def silent() -> Iterator[None]:
+    """Within this context, what is printed goes nowhere."""
+    with (
+        Path(os.devnull).open("w", encoding="utf-8") as nowhere,
+        redirect_stdout(nowhere),
+        redirect_stderr(nowhere),
+    ):
+        yield
+
+
+@contextmanager
+def errors_left_to_rank_0(head_start: float = 0.0) -> Iterator[None]:
+    """Turn an error of this context, which rank 0 meets too and tells, into a silent exit.
+
+    Args:
+        head_start: Seconds ahead of the exit, in which rank 0 may tell it: some launchers end all
+            ranks as soon as one has failed.
+
+    Raises:
+        SystemExit: Code 2 for a PathosegError, that of the signal for a StoppedError.
+    """
     try:
         yield
     except PathosegError:
+        time.sleep(head_start)
         raise SystemExit(2) from None
     except StoppedError as stopped:
         raise SystemExit(stopped.exit_code) from None

@@ -1,4 +1,11 @@
-"""Finds who started this process, as which rank of how many, and joins these ranks."""
+"""Finds who started this process, as which rank of how many, and joins these ranks.
+
+launcher   rank, ranks                            rank, ranks of the host
+torchrun   RANK, WORLD_SIZE                       LOCAL_RANK, LOCAL_WORLD_SIZE
+Open MPI   OMPI_COMM_WORLD_RANK, …_SIZE           OMPI_COMM_WORLD_LOCAL_RANK, …_LOCAL_SIZE
+MPICH      PMI_RANK, PMI_SIZE                     MPI_LOCALRANKID, MPI_LOCALNRANKS
+Slurm      SLURM_PROCID, SLURM_STEP_NUM_TASKS     SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE
+"""
 
 from __future__ import annotations
 
@@ -8,7 +15,7 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -18,6 +25,14 @@ from pathoseg.parallel.comm.process_transport import ProcessTransport
 from pathoseg.platform_support import usable_cores
 
 Choice = Literal["auto", "mpi", "gloo", "nccl"]
+
+# Variables of this process's rank on its host, and of their number: the nearest launcher first.
+_OF_HOST = (
+    ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +99,70 @@ def _slurm_step(environment: Mapping[str, str]) -> World:
     step = _number(environment, "SLURM_JOB_ID") * 64 + _number(environment, "SLURM_STEP_ID")
     port = _number({"MASTER_PORT": str(20000 + step % 20000), **environment}, "MASTER_PORT")
     return World("srun", rank, ranks, environment.get("MASTER_ADDR", host), port, local)
+
+
+class HostShare(NamedTuple):
+    """The part of its host that a launcher means for this process.
+
+    Attributes:
+        rank: Number of this process among the ranks of its host, from 0.
+        ranks: How many ranks the host has.
+        cores: Cores of the host that these ranks have together; None where the launcher does not
+            say.
+    """
+
+    rank: int
+    ranks: int
+    cores: int | None = None
+
+
+def find_host_share(world: World, environment: Mapping[str, str] = os.environ) -> HostShare:
+    """Read from the environment which of the ranks of its host this process is.
+
+    Nothing is asked of the other ranks. Where the launcher does not tell, all ranks are taken to
+    be on one host.
+
+    Args:
+        world: From `find_world` of the same environment.
+        environment: The process's variables.
+
+    Raises:
+        PathosegError: A variable is no whole number.
+    """
+    if world.launcher is None:
+        return HostShare(0, 1)
+    for rank, ranks in _OF_HOST:
+        if rank in environment and ranks in environment:
+            return HostShare(_number(environment, rank), _number(environment, ranks))
+    # "2(x3),1": two tasks on each of the first three nodes, one on the fourth.
+    tasks = [
+        int(count)
+        for count, times in re.findall(
+            r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+        )
+        for _ in range(int(times or 1))
+    ]
+    if not tasks or "SLURM_LOCALID" not in environment:
+        return HostShare(world.rank, world.ranks)
+    node = _number({"SLURM_NODEID": "0", **environment}, "SLURM_NODEID")
+    cores = (
+        _number(environment, "SLURM_CPUS_ON_NODE") if "SLURM_CPUS_ON_NODE" in environment else None
+    )
+    return HostShare(_number(environment, "SLURM_LOCALID"), tasks[node % len(tasks)], cores)
+
+
+def use_host_share(share: HostShare) -> None:
+    """Compute with this process's part of its host, as `connect` has it without any message.
+
+    PyTorch's threads are the cores that this process may use, at most the ranks' cores over their
+    number; a set `OMP_NUM_THREADS` is left as it is. GPUs are dealt out to the ranks in turn.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        # A launcher that binds leaves each rank its cores, one that does not leaves it all.
+        cores = share.cores or len(usable_cores(os.getppid()))
+        torch.set_num_threads(max(1, min(len(usable_cores()), cores // share.ranks)))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(share.rank % torch.cuda.device_count())
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

@@ -14,7 +14,7 @@ import pytest
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.comm import local_ranks as launch
-from pathoseg.parallel.comm.launcher import Choice, World, find_world
+from pathoseg.parallel.comm.launcher import Choice, HostShare, World, find_host_share, find_world
 from pathoseg.parallel.comm.local_ranks import start_local
 
 LIBRARIES = ["gloo"]
@@ -125,6 +125,29 @@ STEP |= {"SLURM_STEP_NODELIST": "gpu[03-07,11],login1", "SLURM_JOB_ID": "7", "SL
 )
 def test_a_world_is_read_from_the_environment(environment: dict[str, str], world: World) -> None:
     assert find_world(environment) == world
+
+
+ON_HOST = {"SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "3(x2),2", "SLURM_NODEID": "2"}
+ONE_OF_4 = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
+OPEN_MPI = {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+MPICH = {"PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "share"),
+    [
+        (ON_HOST, HostShare(0, 1)),  # left behind by another launcher
+        (ONE_OF_4, HostShare(1, 4)),
+        (ONE_OF_4 | OPEN_MPI | ON_HOST, HostShare(0, 2)),
+        (MPICH, HostShare(1, 2)),
+        (TORCHRUN | {"LOCAL_RANK": "3"} | STEP | ON_HOST, HostShare(3, 4)),
+        (STEP | ON_HOST, HostShare(1, 2)),
+        (STEP | ON_HOST | {"SLURM_NODEID": "1"}, HostShare(1, 3)),
+        (STEP | ON_HOST | {"SLURM_CPUS_ON_NODE": "16", "PMIX_RANK": "5"}, HostShare(1, 2, 16)),
+    ],
+)
+def test_a_rank_finds_its_part_of_its_host(environment: dict[str, str], share: HostShare) -> None:
+    assert find_host_share(find_world(environment), environment) == share
 
 
 @pytest.mark.parametrize("value", [None, "", "many"])
