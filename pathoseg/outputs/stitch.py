@@ -1,4 +1,23 @@
-"""Blends overlapping tile predictions into finished bands, holding only what tiles still share."""
+"""Blends overlapping tile predictions into finished bands, holding only what tiles still share.
+
+    across             |========== tile 0 =========|
+                                         |========= tile 1 ==========|
+    overlap                              |-m-|.....|-m-|               m: margin
+    weight of tile 0   1   1   1   1   1   1  .9 .5 .1   0             a raised cosine between
+    weight of tile 1                       0  .1 .5 .9   1   1   1     the margins; the sum is 1
+
+    the sums of tile (row, column)
+    +--------------+------+
+    |              |      |    (1) done: no later tile reaches it; it leaves as pixels of the band
+    |   (1) done   | (2)  |    (2) `_left`: added to the next tile of the row
+    |              |      |    (3) `_above[column]`: added to the tile below in the next row
+    +--------------+      |
+    |   (3) below  |      |    Corners come to (3) through (2): the next tile passes them on.
+    +--------------+------+
+
+Each sum has a channel for each class and one of the weights, by which it is divided when it is done
+(`_finished`). So a band takes the memory of one row's strips (3), one tile, and the band's pixels.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,23 @@
-"""The tensors that a forward saves, and the recomputation of those that were not kept."""
+"""The tensors that a forward saves, and the recomputation of those that were not kept.
+
+Four layers, of which a, b, c save what the next one reads; autograd holds a `Handle` for each:
+
+    layer               a          b            c           d
+    makes               A          B            C           loss       `Made`: a storage, its maker
+    fate                KEEP       RECOMPUTE    OFFLOAD
+    piece of content    Kept       Dropped      Away                   `Handle.piece`
+
+    forward    (1) Each layer is `Recorded`: what it read, saved, returned and overwrote.
+               (2) After the last one, `plan_again` goes through the dropped pieces, latest need
+                   first: B is made by b, which becomes an `Again` with A as its source.
+    backward   (3) d, then c ask for C and B: `unpack` calls `storage()` of the piece. Kept has it;
+                   Away fetches it from the host; Dropped has its layer run (`Again.give`), and
+                   ahead of it, in the forward's order, whatever made sources that are gone.
+               (4) A layer that has run lets go of its sources; a piece ends with its last handle.
+
+A storage that is written into has versions: a piece is the content of one of them. Of the fate
+TWICE, a layer runs in passing for recomputed layers behind it, and again for its own backward.
+"""
 
 from __future__ import annotations
 
@@ -55,10 +74,10 @@ def bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 class LayerRun(Protocol):
-    """A layer that can be run once more."""
+    """A layer run that makes dropped content again; `Again` is the only one."""
 
     def give(self, piece: Dropped) -> None:
-        """Has a piece get its content, with whatever has to run ahead."""
+        """Fill `piece.made`, after running whatever else has to run first."""
 
 
 class _Content:
@@ -200,7 +219,11 @@ class Handle:
 
 
 def unpack(handle: Handle) -> Tensor:
-    """The hook by which autograd gets back what it saved."""
+    """Return the tensor that a handle stands for: the unpack hook of `saved_tensors_hooks`.
+
+    Raises:
+        PathosegError: The tensor was written into since, or cannot be recomputed.
+    """
     return handle.tensor()
 
 
@@ -281,7 +304,7 @@ def plan_again(
     recorded: Mapping[int, Recorded],
     context: Context,
 ) -> None:
-    """Finds the layers that have to run once more: each makes what no longer exists of its own.
+    """(2) Link each dropped piece to the layer run that will make its content again.
 
     What is kept or waits in host memory is had from there, and held until the layers that read it
     have run; what nobody saved is made again too. Layers of the fate TWICE run once in passing,
@@ -364,7 +387,12 @@ class Again:
         self._context = context
 
     def give(self, piece: Dropped) -> None:
-        """Runs the layer and, in the order of the forward, all that has to run ahead of it."""
+        """(3) Run the layer and, in the order of the forward, all that has to run ahead of it.
+
+        Raises:
+            PathosegError: A layer saves other tensors than in its forward, or its input was
+                overwritten since.
+        """
         ahead: dict[tuple[int, bool], Again] = {}
         waiting = [self]
         while waiting:
@@ -475,12 +503,15 @@ def leaves_of(value: Any, kind: type) -> Iterator[Any]:
 
 
 def leaves_in(value: Any) -> Iterator[Leaf]:
-    """The leaves of what was recorded."""
+    """Yield the `Leaf`s in what was recorded (nested tuples, lists and dicts), in a fixed order."""
     return leaves_of(value, Leaf)
 
 
 def map_leaves(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """The same (nested) tuples, lists and dicts, with what is of a kind changed."""
+    """Return nested tuples, lists and dicts with `change` applied to each item of type `kind`.
+
+    A container without such an item is returned itself, not copied.
+    """
     if isinstance(value, kind):
         return change(value)
     if not isinstance(value, (tuple, list, dict)) or _has_none(value, kind):

@@ -12,15 +12,21 @@ import torch
 from torch import nn
 
 from pathoseg.errors import PathosegError, is_out_of_memory
-from pathoseg.gradient_step import LossScale, StepVerdict, clip_gradients
+from pathoseg.gradient_step import LossScale
 from pathoseg.parallel.activations.offload import Copies, OffloadMode, copies_of
 from pathoseg.parallel.activations.stage_offload import Park, StageOffload, parked_bytes
 from pathoseg.parallel.activations.streams import streams_of
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.graph.layer_graph import Partition
 from pathoseg.parallel.graph.traced import Traced
-from pathoseg.parallel.runtime.executor import Executor, Microbatches, check_fit, compare_ranks
-from pathoseg.parallel.runtime.grad_clip import GradientNorm
+from pathoseg.parallel.runtime.executor import (
+    Executor,
+    Microbatches,
+    RankSetup,
+    check_fit,
+    compare_ranks,
+)
+from pathoseg.parallel.runtime.grad_clip import ClippedStep, GradientNorm
 from pathoseg.parallel.runtime.memory_check import Memory, compare_hosts
 from pathoseg.parallel.runtime.reduction import GradientReduction
 from pathoseg.parallel.runtime.stage import Loss, Pass, Stage
@@ -177,13 +183,22 @@ class Runner:
             )
             for number in held
         }
-        self._executor = Executor(
-            transport, whole, self._stages, reductions, device, streams, copies, self._parking
-        )
         counted = [name for name in self._holdings.told if name in trained]
-        self._norm = GradientNorm(trained, counted, transport, device, self._parking)
-        self._verdict: StepVerdict
+        norm = GradientNorm(trained, counted, transport, device, self._parking)
         self._scale = LossScale(training.dtype is torch.float16)
+        self._executor = Executor(
+            RankSetup(
+                transport=transport,
+                schedule=whole,
+                stages=self._stages,
+                reductions=reductions,
+                update=ClippedStep(norm, self._scale, self.optimizer, self._parking, training.clip),
+                device=device,
+                streams=streams,
+                copies=copies,
+                parking=self._parking,
+            )
+        )
         visits = [
             visit_of(each) for each in whole.lists[transport.rank] if each.kind is Kind.FORWARD
         ]
@@ -207,7 +222,6 @@ class Runner:
         Raises:
             PathosegError: Something failed here or on another rank; all ranks end.
         """
-        events: list[Event] | None = [] if trace else None
         this = Pass(number, microbatches.sizes, self._scale.scale, training=True)
         self._parking.forget_gradients(self.own.values())
         if self.optimizer is not None:
@@ -216,13 +230,12 @@ class Runner:
             with ExitStack() as stack:
                 for stage in self._stages.values():
                     stack.enter_context(stage.statistics.kept())
-                self._executor.step(this, microbatches, partial(self._update, microbatches), events)
+                verdict, events = self._executor.step(this, microbatches, trace)
             for number_of, stage in self._stages.items():
                 holders = self._holders(number_of)
                 stage.statistics.apply(microbatches.sizes, partial(self._sum, holders))
-        verdict = self._verdict
         self._scale.update(verdict)  # which raises the same on all ranks, none being under way
-        return RankStepResult(verdict.loss_sum, verdict.finite, tuple(events or ()))
+        return RankStepResult(verdict.loss_sum, verdict.finite, events)
 
     def _sum(self, holders: tuple[int, ...], rows: torch.Tensor) -> None:
         if len(holders) > 1:
@@ -293,22 +306,6 @@ class Runner:
         buffers = {key: t for key, t in own.items() if not isinstance(t, nn.Parameter)}
         load_tensors(buffers, state["model"])
         self._scale.load_state_dict(state["scaler"])
-
-    def _update(self, microbatches: Microbatches) -> None:
-        """The optimizer's step on all ranks, or on none."""
-        losses = {
-            microbatch: loss
-            for stage in self._stages.values()
-            for microbatch, loss in stage.losses.items()
-        }
-        self._verdict = self._norm.agree(losses, len(microbatches.sizes), self._scale)
-        if self._verdict.finite and self.optimizer is not None:
-            for parameters in self._parking.in_turn(*Park, changed=[*Park]):
-                gradients = [each.grad for each in parameters if each.grad is not None]
-                clip_gradients(gradients, self._verdict.norm, self._training.clip)
-                with self._parking.alone(parameters) as optimizer:
-                    optimizer.step()
-                self._parking.forget_gradients(parameters)
 
     def _holders(self, stage: int) -> tuple[int, ...]:
         return tuple(self._placement.holders(stage))

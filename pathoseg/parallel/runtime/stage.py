@@ -1,4 +1,23 @@
-"""One stage of a model on one rank: runs its layers forward and backward, visit by visit."""
+"""One stage of a model on one rank: runs its layers forward and backward, visit by visit.
+
+A visit is one microbatch at this stage; `_Visit` is what is held for it from (1) to (4):
+
+    (1) feed, receive                     (2) forward
+        received: x, a leaf of autograd  -->  [ layer -> layer -> ... ]  -->  y.detach() leaves
+                                                saved tensors      |
+                                                            roots: graph's end at y, not y itself
+    (4) backward                                                   |
+        x.grad leaves  <--  [ layer <- layer <- ... ]  <--  sum of dL/dy over y's consumers
+                              parameters' .grad grow            (3) receive: gradients, by edge
+
+(1) The model's inputs and other stages' values come, each cut from the graph that made it.
+(2) The layers run. What they save for (4) is autograd's, or the business of `SavedTensorHooks`.
+    At the last stage the loss follows, and is a root. A visit that is to be recomputed runs
+    without a graph here, and once more with one in `recompute`, ahead of (4).
+(3) Each consumer of y sends its gradient; they are added at (4), the deepest consumer first, which
+    is the order of one process.
+(4) One call of `torch.autograd.backward` from all roots; the visit is over.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +55,13 @@ def stage_edges(partition: Partition) -> dict[Edge, StageEdge]:
 
 @dataclass
 class Pass:
-    """What all visits of a step, or of a prediction, have in common.
+    """The facts that all visits of one step, or of one prediction, share.
 
     Attributes:
         step: Number of the step.
         sizes: Samples of each microbatch.
-        scale: What the loss is multiplied by ahead of its backward.
-        training: Whether it is a step.
+        scale: Factor of the loss ahead of its backward.
+        training: True for a step, False for a prediction.
     """
 
     step: int
@@ -58,7 +77,7 @@ class Pass:
 
 @dataclass
 class _Visit:
-    """What is held for a microbatch between its forward and its backward.
+    """One microbatch between its forward and its backward.
 
     Attributes:
         received: Values of the model's inputs and other stages, by name, which gather gradients.
@@ -142,22 +161,33 @@ class Stage:
             self._to_check = {name: b for name, b in buffers.items() if id(b) not in counted}
 
     def begin(self) -> None:
-        """A step or prediction begins; what an earlier one left behind is let go."""
+        """Forget the visits and losses of earlier steps."""
         self._visits.clear()
         self.losses.clear()
 
     def feed(self, microbatch: int, inputs: Mapping[str, Tensor]) -> None:
-        """Gives it what it reads of the model's inputs."""
+        """(1) Take the model's inputs that this stage reads.
+
+        Args:
+            microbatch: Its number in the step.
+            inputs: The model's inputs by name, each (samples, …) on the stage's device.
+        """
         visit = self._visits.setdefault(microbatch, _Visit())
         for name in self.inputs:
             visit.received[name] = inputs[name]
 
     def compare(self, microbatch: int, targets: Any) -> None:
-        """Gives the last stage the targets."""
+        """Take the loss function's second argument; the last stage alone needs it."""
         self._visits.setdefault(microbatch, _Visit()).targets = targets
 
     def receive(self, microbatch: int, edge: Edge, tensor: Tensor | None) -> None:
-        """Takes over the value of an edge that ends here, or the gradient of one that starts."""
+        """Take the value of an edge that ends here (1), or the gradient of one that starts (3).
+
+        Args:
+            microbatch: Its number in the step.
+            edge: One of `entering` or `leaving`.
+            tensor: On the stage's device; None where the edge has none.
+        """
         visit = self._visits.setdefault(microbatch, _Visit())
         if edge in self.leaving:
             visit.gradients[edge] = tensor
@@ -166,7 +196,11 @@ class Stage:
             visit.received[sent.value] = tensor.detach().requires_grad_(sent.gradient)
 
     def predict(self, microbatch: int) -> tuple[dict[Edge, Tensor], Any]:
-        """A forward without backward: what leaves, and at the last stage what the model returns."""
+        """Run the layers without a graph.
+
+        Returns:
+            The value of each leaving edge; the model's output at the last stage, None elsewhere.
+        """
         visit = self._visits.pop(microbatch, _Visit())
         with torch.no_grad():
             values = self._run(visit)
@@ -174,12 +208,19 @@ class Stage:
         return self._leaving(values), model_output
 
     def forward(self, microbatch: int, this: Pass, keep: bool) -> dict[Edge, Tensor]:
-        """Runs the layers, and the loss after the last of them; returns what leaves.
+        """(2) Run the layers, and at the last stage the loss.
 
         Args:
             microbatch: Its number in the step; all that it reads has been received.
             this: The step.
             keep: Whether the backward is to find what it needs; else `recompute` comes first.
+
+        Returns:
+            The value of each leaving edge, without a graph.
+
+        Raises:
+            PathosegError: The loss has not one number a sample, or a layer that runs twice or in
+                several copies writes into its inputs or changes a buffer.
         """
         visit = self._visits.setdefault(microbatch, _Visit())
         row = self.statistics.lend()
@@ -196,7 +237,7 @@ class Stage:
         return self._leaving(values)
 
     def recompute(self, microbatch: int, this: Pass) -> None:
-        """The forward once more, for the backward alone."""
+        """Run the layers of (2) once more, with a graph, for the backward alone."""
         visit = self._visits[microbatch]
         self.statistics.lend()
         with torch.enable_grad():
@@ -206,7 +247,11 @@ class Stage:
         self._hold(visit, values)
 
     def backward(self, microbatch: int) -> dict[Edge, Tensor | None]:
-        """Adds to the parameters' gradients; returns those of what was received, by edge."""
+        """(4) Add to the parameters' gradients.
+
+        Returns:
+            By entering edge, the gradient of the value that was received; None where it has none.
+        """
         visit = self._visits.pop(microbatch)
         owed = self._owed(visit)
         if "" in visit.roots:
@@ -221,12 +266,12 @@ class Stage:
         }
 
     def let_go(self) -> None:
-        """What has been copied to the host by now leaves the device."""
+        """Free the device memory of saved tensors whose copy to the host is done."""
         if self._copies is not None:
             self._copies.let_go()
 
     def prefetch(self, microbatch: int) -> None:
-        """The backward of a microbatch is near: what waits in host memory may come back."""
+        """Allow a microbatch's saved tensors to come back from the host: its backward is near."""
         visit = self._visits.get(microbatch)
         if self._copies is None or visit is None or not visit.away:
             return
@@ -237,7 +282,11 @@ class Stage:
     def _run(
         self, visit: _Visit, step: int | None = None, microbatch: int = 0, keep: bool = False
     ) -> dict[str, Tensor]:
-        """What the layers make for others; of a step, or of a prediction."""
+        """Run the layers, without randomness and statistics in a prediction (`step` is None).
+
+        Returns:
+            By name, the values that other stages or the model's output need.
+        """
         with ExitStack() as stack:
             before = None
             if step is not None:
