@@ -218,35 +218,39 @@ class _Execution:
         self._messages.finish()
 
     def _perform(self, action: Action) -> None:
-        _, stage, microbatch = visit_of(action)
         match action.kind:
-            case Kind.RECV:
-                assert action.edge is not None
-                tensor = self._messages.receive(action)
-                self._stages[stage].receive(microbatch, action.edge, tensor)  # (3)
-            case Kind.FORWARD:
-                self._forward(action)
-            case Kind.RECOMPUTE:
-                self._stages[stage].recompute(microbatch, self._pass)
-            case Kind.BACKWARD:
-                for edge, gradient in self._stages[stage].backward(microbatch).items():  # (4)
-                    self._hand_on(action, edge, edge.source, gradient)
-            case Kind.SEND:
-                self._messages.send(action, self._outbox.pop(action, None))  # (6)
-            case Kind.OFFLOAD:
-                self._stages[stage].let_go()
-            case Kind.PREFETCH:
-                self._stages[stage].prefetch(microbatch)
             case Kind.REDUCE:
                 self._reduce(action)
             case Kind.WAIT_REDUCE:
                 self._wait_reduce(action)
             case Kind.STEP:
                 self._end_of_step()
+            case _:
+                self._visit(action)
 
-    def _forward(self, action: Action) -> None:
+    def _visit(self, action: Action) -> None:
+        """Run an action of one microbatch at one stage."""
         _, number, microbatch = visit_of(action)
         stage = self._stages[number]
+        match action.kind:
+            case Kind.RECV:
+                assert action.edge is not None
+                stage.receive(microbatch, action.edge, self._messages.receive(action))  # (3)
+            case Kind.FORWARD:
+                self._forward(action, stage, microbatch)
+            case Kind.RECOMPUTE:
+                stage.recompute(microbatch, self._pass)
+            case Kind.BACKWARD:
+                for edge, gradient in stage.backward(microbatch).items():  # (4)
+                    self._hand_on(action, edge, edge.source, gradient)
+            case Kind.SEND:
+                self._messages.send(action, self._outbox.pop(action, None))  # (6)
+            case Kind.OFFLOAD:
+                stage.let_go()
+            case Kind.PREFETCH:
+                stage.prefetch(microbatch)
+
+    def _forward(self, action: Action, stage: Stage, microbatch: int) -> None:
         if stage.inputs:
             inputs = self._microbatches.inputs(microbatch)
             device = self._setup.device
