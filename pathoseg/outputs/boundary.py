@@ -166,13 +166,14 @@ class Boundary:
 
 
 def _joints(labels: Labels) -> Flags:
-    """Where three or four boundary edges meet.
+    """Find the pixel corners at which three or four boundary edges meet.
 
     Args:
         labels: Of shape (1 + rows, width), bordered by columns of 0.
 
     Returns:
-        For the upper right corner of each pixel below the first row, of shape (rows, width − 1).
+        Shape (rows, width − 1): True if the upper right corner of that pixel, counted below the
+        first row, is one.
     """
     vertical, horizontal = labels[:, 1:] != labels[:, :-1], labels[1:] != labels[:-1]
     up, down, left, right = vertical[:-1], vertical[1:], horizontal[:, :-1], horizontal[:, 1:]

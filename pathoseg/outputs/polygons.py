@@ -131,7 +131,11 @@ class RegionTracer:
         return self._regions(np.concatenate(parts), value, pixels)
 
     def _numbered(self, runs: Runs) -> tuple[int, Indices, Indices]:
-        """How many regions there are, the number of each run's, and of each open region."""
+        """Number the connected regions that a band's runs and the open regions form.
+
+        Returns:
+            Their count, the number of each run (runs,), and that of each open region.
+        """
         lower, upper = runs.touching()
         # An open region is a node too: one with its runs in the last row, which come first.
         known = np.arange(len(self._last_region))

@@ -22,7 +22,8 @@ from pathoseg.parallel.planning.planner import plan
 from pathoseg.parallel.planning.stage_costs import StageCosts
 from pathoseg.parallel.runtime.executor import Microbatches
 from pathoseg.parallel.runtime.memory_check import Memory
-from pathoseg.parallel.runtime.runner import RankStepResult, Runner, Training
+from pathoseg.parallel.runtime.runner import RankStepResult, Runner
+from pathoseg.parallel.runtime.stage import Training
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.fitting import split
 from pathoseg.parallel.planning.plan import Plan
 from pathoseg.parallel.runtime.executor import Microbatches
-from pathoseg.parallel.runtime.runner import Training
+from pathoseg.parallel.runtime.stage import Training
 from pathoseg.parallel.schedule import timeline
 from pathoseg.parallel.schedule.event import Event, from_json, to_json
 from pathoseg.progress import say

@@ -52,7 +52,16 @@ class Randomness:
 
     @contextmanager
     def of(self, step: int, microbatch: int) -> Iterator[Callable[[int], None] | None]:
-        """What a segment is to call before each layer; None where no layer draws."""
+        """Make a context in which the stage's layers draw what they would draw in any process.
+
+        Args:
+            step: Number of the step.
+            microbatch: Its number in the step.
+
+        Yields:
+            A function to call with each layer's position before it runs, which seeds PyTorch's
+            generators by (seed, step, microbatch, layer); None where no layer draws.
+        """
         if self._drawing is not None and not self._drawing:
             yield None
             return

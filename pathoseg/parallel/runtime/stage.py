@@ -28,7 +28,7 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pathoseg.errors import PathosegError
@@ -43,8 +43,28 @@ from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.runtime.rng import Randomness
 from pathoseg.parallel.schedule.action import Edge, numbered
 
-# Of what the model returns and the targets, one number per sample.
+# (model output, targets) -> losses of shape (samples,)
 Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Training:
+    """The rule by which a model is trained; the same on all ranks.
+
+    Attributes:
+        loss: Takes what the model returns and the targets of a microbatch; returns the loss of each
+            sample, shape (samples,).
+        optimizer: Makes the optimizer of some of the model's trained parameters.
+        seed: Seed of the random numbers that layers draw, together with step, microbatch and layer.
+        dtype: Autocast precision, or None; with float16 the loss is scaled.
+        clip: Largest global L2 norm of the gradient; 0 leaves it.
+    """
+
+    loss: Loss
+    optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+    seed: int = 0
+    dtype: torch.dtype | None = None
+    clip: float = 0.0
 
 
 def stage_edges(partition: Partition) -> dict[Edge, StageEdge]:
@@ -103,10 +123,8 @@ class Stage:
         traced: The model.
         partition: Its stages.
         number: Which one this is.
-        loss: Computes the losses; used by the last stage.
-        seed: Of what layers draw at random.
-        device: Where it runs.
-        dtype: Autocast precision, or None.
+        training: Its loss (used by the last stage), seed and precision.
+        device: The device on which it runs.
         alone: Whether there is one copy, which runs each forward once and in the order of the
             microbatches: then layers keep running state of any kind by themselves.
         retention: What of its forwards is not kept for their backwards.
@@ -127,10 +145,8 @@ class Stage:
         traced: Traced,
         partition: Partition,
         number: int,
-        loss: Loss,
-        seed: int,
+        training: Training,
         device: torch.device,
-        dtype: torch.dtype | None,
         alone: bool,
         retention: ActivationPolicy,
         copies: Copies | None,
@@ -145,9 +161,10 @@ class Stage:
         watched = range(0) if alone else layers
         self.statistics = RunningStatistics(traced.model, traced.graph, watched)
         self.losses: dict[int, Tensor] = {}
-        self._traced, self._loss, self._device, self._dtype = traced, loss, device, dtype
+        self._traced, self._loss = traced, training.loss
+        self._device, self._dtype = device, training.dtype
         self._segment = traced.segment(layers)
-        self._randomness = Randomness(traced.graph, layers, seed, device)
+        self._randomness = Randomness(traced.graph, layers, training.seed, device)
         self._returned = set(traced.graph.outputs) if self.is_last else set()
         self._visits: dict[int, _Visit] = {}
         self._keeping = SavedTensorHooks(traced, layers, number, retention, copies, parks)
