@@ -35,8 +35,14 @@ class OffloadMode(StrEnum):
 
 
 class Label(NamedTuple):
-    """Whose bytes are copied: those that a layer of a stage made for a microbatch, or, with no
-    microbatch, what the stage itself has parked of a kind (`Park`)."""
+    """The owner of bytes that are copied, as events show it.
+
+    Attributes:
+        stage: The stage.
+        microbatch: The microbatch whose forward saved them; None for what the stage itself
+            offloads.
+        layer: The layer that made them; without a microbatch the kind of tensor (`Park`).
+    """
 
     stage: int
     microbatch: int | None
@@ -44,7 +50,15 @@ class Label(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """One copy: its direction, and the marks (`Streams.mark`) of its begin and end."""
+    """One copy between device and host.
+
+    Attributes:
+        lane: Its direction.
+        label: The owner of its bytes.
+        bytes: Their number.
+        begin: A mark (`Streams.mark`) ahead of it.
+        end: A mark after it.
+    """
 
     lane: Lane
     label: Label
@@ -238,28 +252,37 @@ class Copies(Protocol):
     def peak(self) -> int: ...
 
     def leave(self, source: Tensor, label: Label, lasting: bool = False) -> Any:
-        """Takes over bytes of the device (uint8, one dimension), which nothing else may need.
+        """Copy device memory to the host, and hold it there.
 
         Args:
-            source: The bytes.
-            label: Whose they are.
+            source: The bytes: uint8, one dimension; nobody else may use them from now on.
+            label: Their owner.
             lasting: Whether they stay on the host when they have come back, until `drop`.
+
+        Returns:
+            The ticket for the other calls.
         """
 
     def let_go(self) -> None:
-        """Frees what has left the device by now."""
+        """Free the device memory of tickets whose copy to the host is done."""
 
     def ask(self, tickets: Sequence[Any]) -> None:
-        """The backward is near: its tickets in the order in which it needs them."""
+        """Allow tickets to come back to the device, in the order in which the backward will need
+        them."""
 
     def fetch(self, ticket: Any) -> Tensor:
-        """The bytes, on the device; until `drop` they may be fetched again."""
+        """Return a ticket's bytes on the device (uint8, one dimension), copied back if they are not
+        there.
+
+        Until `drop` they may be fetched again.
+        """
 
     def release(self, ticket: Any) -> None:
-        """Lasting bytes leave the device as they came; they may be asked for and fetched again."""
+        """Free the device memory of a lasting ticket, unchanged since it came back; it may be asked
+        for again."""
 
     def drop(self, ticket: Any) -> None:
-        """They are needed no more."""
+        """Free a ticket's memory on host and device; it must not be used again."""
 
 
 class _Away(NamedTuple):
@@ -324,15 +347,18 @@ def copies_of(
     host_bytes: int,
     turns: bool = False,
 ) -> Copies | None:
-    """The copies of one rank in a form; None where everything stays on the device.
+    """Make the copies of one rank in an offload mode; None in the mode `NONE`.
 
     Args:
-        form: The form.
+        form: The mode.
         streams: The lanes of the device.
-        device: Where the rank computes.
+        device: The device on which the rank computes.
         window: Bytes on the device that may wait to leave, and as many that may be back early.
         host_bytes: Bytes of host memory that are taken at once.
         turns: Whether nothing leaves while anything is back early.
+
+    Raises:
+        PathosegError: The host has not as much memory to pin.
     """
     if form is OffloadMode.NONE:
         return None

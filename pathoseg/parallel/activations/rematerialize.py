@@ -42,7 +42,7 @@ GIVEN = -1  # in place of a layer's position: what no layer of the stage made
 
 
 class Fate(Enum):
-    """The policy for one storage that a backward needs."""
+    """The policy for one storage that a backward needs: keep it, offload it, or recompute it."""
 
     KEEP = 0
     OFFLOAD = 1
@@ -51,7 +51,14 @@ class Fate(Enum):
 
 
 class Place(NamedTuple):
-    """The place of a tensor in its storage: offset, shape and strides."""
+    """The position of a tensor in its storage.
+
+    Attributes:
+        dtype: Of the tensor.
+        sizes: Its shape.
+        strides: In elements.
+        offset: In elements.
+    """
 
     dtype: torch.dtype
     sizes: tuple[int, ...]
@@ -63,13 +70,13 @@ class Place(NamedTuple):
         return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
-        """The tensor at this place of a storage."""
+        """Return the tensor at this position of a storage, not a copy."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.sizes, self.strides)
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """All bytes of a storage, as a tensor of them."""
+    """Return all bytes of a storage as a uint8 tensor of one dimension, not a copy."""
     return Place(torch.uint8, (storage.nbytes(),), (1,), 0).on(storage)
 
 
@@ -112,7 +119,8 @@ class Kept(_Content):
 
 
 class Away(_Content):
-    """Content that waits in host memory, under a ticket."""
+    """Content that waits in host memory; it is dropped there when nobody refers to this any
+    more."""
 
     __slots__ = ("copies", "ticket")
 
@@ -178,7 +186,7 @@ class Made:
         return None if found is None else found()
 
     def maker(self, version: int) -> int:
-        """The layer that left this version behind, or GIVEN."""
+        """Return the position of the layer that left this version behind, or GIVEN."""
         return next(at for at, found in reversed(self.makers) if found < version)
 
 
@@ -202,10 +210,10 @@ class Handle:
         self.piece, self.place = piece, place
 
     def tensor(self) -> Tensor:
-        """The tensor that was saved.
+        """Return the saved tensor, with its storage kept, fetched or recomputed.
 
         Raises:
-            PathosegError: Somebody has written into it since.
+            PathosegError: It was written into since, or cannot be recomputed.
         """
         if self.witness._version != self.version:
             raise PathosegError(
@@ -270,7 +278,14 @@ Context = Callable[[Sequence[int]], AbstractContextManager[Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A tensor that a layer read or made: where its content was, and which."""
+    """A tensor that a layer read or made, as its storage was at that moment.
+
+    Attributes:
+        made: The storage.
+        version: The version of its content.
+        place: The tensor's position in it.
+        requires_grad: Whether the tensor needed a gradient.
+    """
 
     made: Made
     version: int

@@ -310,7 +310,7 @@ def _is_forward(action: Action) -> bool:
 
 
 def refused(schedule: Schedule) -> PathosegError | None:
-    """Why a schedule cannot be run."""
+    """Return the error of a schedule that is not lowered, else None."""
     if not schedule.lowered:
         return PathosegError(
             f"The schedule {schedule.name} has no messages and steps.", "Lower it first."
@@ -319,10 +319,10 @@ def refused(schedule: Schedule) -> PathosegError | None:
 
 
 def check_fit(partition: Partition, schedule: Schedule, transport: Transport) -> None:
-    """Refuses a schedule that is for other stages or ranks.
+    """Check that a schedule is lowered, valid, and for these stages and ranks.
 
     Raises:
-        PathosegError: It is, or no rank can run it.
+        PathosegError: It is not, or it would stand still.
     """
     problem = refused(schedule)
     if problem is not None:
@@ -342,14 +342,14 @@ def check_fit(partition: Partition, schedule: Schedule, transport: Transport) ->
 
 
 def compare_ranks(transport: Transport, own: Mapping[str, str]) -> None:
-    """Refuses ranks that would not run the same; all ranks call this.
+    """Check that all ranks are about to run the same; all ranks call it.
 
     Args:
         transport: Joins the ranks.
-        own: What must be the same, by what it is called.
+        own: This rank's texts by name, such as its schedule; they are compared by their hashes.
 
     Raises:
-        PathosegError: It is not; on all ranks.
+        PathosegError: A text differs from that of rank 0; raised on all ranks.
     """
     digests = {what: hashlib.sha256(text.encode()).hexdigest() for what, text in own.items()}
     told = [json.loads(text) for text in transport.gather(json.dumps(digests))]

@@ -88,13 +88,14 @@ class Memory:
     parked: Set[Park] = frozenset()
 
     def on_host(self, rank: int) -> int:
-        """Bytes that wait in host memory for a rank, as far as that is planned."""
+        """Return the planned bytes of host memory for a rank's offloaded activations; 0 without a
+        plan."""
         if not self.host_bytes or self.form is OffloadMode.NONE:
             return 0
         return self.host_bytes[rank]
 
     def on_device(self, rank: int) -> int:
-        """Bytes that a rank will hold on its device, as far as that is planned."""
+        """Return the planned peak bytes of a rank's device; 0 without a plan."""
         return self.device_bytes[rank] if self.device_bytes else 0
 
     def retentions(self, schedule: Schedule) -> dict[int, ActivationPolicy]:

@@ -30,7 +30,13 @@ _MOST_DIMENSIONS = 8
 
 
 class Layout(NamedTuple):
-    """The layout of a tensor in a message: dtype, sizes, and dimensions by stride."""
+    """The dtype, shape and memory order of a tensor in a message.
+
+    Attributes:
+        dtype: One of `_DTYPES`.
+        sizes: Its shape.
+        order: Its dimensions from the largest stride to the smallest.
+    """
 
     dtype: torch.dtype
     sizes: tuple[int, ...]
@@ -43,11 +49,16 @@ class Layout(NamedTuple):
         return cls(tensor.dtype, tuple(tensor.shape), tuple(order))
 
     def packed(self, tensor: Tensor) -> Tensor:
-        """The tensor with its memory in a row; no copy where it has no gaps."""
+        """Return the tensor's values as a contiguous tensor in memory order; a view where there are
+        no gaps."""
         return tensor.permute(self.order).contiguous()
 
     def buffer(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Memory in a row, and the tensor that it holds."""
+        """Allocate room for a tensor of this layout.
+
+        Returns:
+            The contiguous memory to receive into, and a view of it with this layout's shape.
+        """
         sizes = [self.sizes[dimension] for dimension in self.order]
         memory = torch.empty(sizes, dtype=self.dtype, device=device)
         back = sorted(range(len(self.order)), key=self.order.__getitem__)
@@ -75,7 +86,7 @@ class MessageRoute:
 
     @classmethod
     def of(cls, schedule: Schedule, rank: int) -> MessageRoute:
-        """The messages of `rank`."""
+        """Return the messages that a rank sends and receives by a lowered schedule."""
         receives: dict[int, list[Action]] = defaultdict(list)
         tags: dict[Action, int] = {}
         receivers: dict[Action, int] = {}
@@ -149,12 +160,16 @@ class MessageChannel:
         return Messages(self, actions, sizes, training, trace)
 
     def has_tensor(self, send: Action) -> bool:
-        """Return False for a SEND that never has a tensor."""
+        """Return False for a SEND that never carries a tensor: the gradient of an edge without
+        one."""
         return _is_forward(send) or send.edge not in self._without_gradient
 
 
 class Messages:
-    """The messages of one pass; made by `MessageChannel.begin`."""
+    """The sends and receives of one pass; made by `MessageChannel.begin`.
+
+    `post`, `send` and `receive` are called as the actions run, in their order; `finish` at the end.
+    """
 
     def __init__(
         self,
@@ -184,8 +199,11 @@ class Messages:
         self._next = 0
 
     def post(self, position: int) -> None:
-        """Posts what is received ahead of the visit after `position`: no more, for the memory of
-        buffers counts (`simulate`), and no less, so that it comes while this visit computes."""
+        """Post the receives that are due until the visit after the action at `position`.
+
+        No more than these, as the memory of their buffers counts (`simulate`), and no less, so that
+        they arrive while this visit computes.
+        """
         self._reap()
         while self._next < self._until[position]:
             send = self._receives[self._next]
@@ -195,10 +213,15 @@ class Messages:
             self._next += 1
 
     def send(self, action: Action, tensor: Tensor | None) -> None:
-        """Starts a message; None where there is no such tensor.
+        """Start the message of a SEND; never waits for the receiver.
+
+        Args:
+            action: The SEND.
+            tensor: On the device, of any strides; None where the edge has no tensor this time:
+                zeros are sent if it had one before.
 
         Raises:
-            PathosegError: The tensor has another shape than those before it.
+            PathosegError: The tensor has another dtype or shape than those before it.
         """
         if not self._channel.has_tensor(action):
             return
@@ -221,7 +244,14 @@ class Messages:
         self._start(action, layout.packed(tensor), to, tag)
 
     def receive(self, action: Action) -> Tensor | None:
-        """The tensor of a RECV, once it is there; None where there is none."""
+        """Wait for the message of a RECV.
+
+        Returns:
+            Its tensor, on the device; None where the edge has none.
+
+        Raises:
+            PathosegError: A rank is lost.
+        """
         send = self._route.sends[action]
         if not self._channel.has_tensor(send):
             return None
@@ -235,7 +265,7 @@ class Messages:
         return tensor
 
     def finish(self) -> None:
-        """Returns once all that was sent has left."""
+        """Wait until all that was sent has left."""
         for each in self._sending:
             each.pending.wait()
         self._reap()

@@ -23,7 +23,11 @@ _GENERATORS = threading.Lock()
 
 
 def seed_of(seed: int, step: int, microbatch: int, layer: int) -> int:
-    """The seed of one layer's random numbers, below 2**63."""
+    """Hash seed, step, microbatch and layer position to the seed of one layer's random numbers.
+
+    Returns:
+        A number from 0 to 2**63 - 1.
+    """
     digest = hashlib.blake2b(f"{seed} {step} {microbatch} {layer}".encode(), digest_size=8)
     return int.from_bytes(digest.digest()) >> 1
 

@@ -68,7 +68,8 @@ class Training:
 
 
 def stage_edges(partition: Partition) -> dict[Edge, StageEdge]:
-    """The edges of a schedule of these stages, and the value on each."""
+    """Return the schedule's edges between the stages of a partition, each with the value that it
+    carries."""
     edges = numbered((sent.source, sent.target) for sent in partition.edges)
     return dict(zip(edges, partition.edges, strict=True))
 
@@ -91,7 +92,7 @@ class Pass:
 
     @property
     def samples(self) -> int:
-        """Samples of all microbatches together."""
+        """The number of samples in all microbatches together."""
         return sum(self.sizes)
 
 

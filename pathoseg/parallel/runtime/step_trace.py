@@ -63,7 +63,11 @@ class StepTrace:
         self._waits.append(self._event(action, start, time.perf_counter()))
 
     def events(self) -> tuple[Event, ...]:
-        """Wait for the device; return all events. The copies of one layer are one event."""
+        """Wait for the device and return the events of this rank, in no particular order.
+
+        Copies of one layer for one microbatch are one event, from the first's begin to the last's
+        end.
+        """
         self._streams.settle()
         seconds = self._streams.seconds
         times = {action: (seconds(begin), seconds(end)) for action, begin, end in self._marks}
