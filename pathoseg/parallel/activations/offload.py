@@ -267,19 +267,19 @@ class Copies(Protocol):
         """Free the device memory of tickets whose copy to the host is done."""
 
     def ask(self, tickets: Sequence[Any]) -> None:
-        """Allow tickets to come back to the device, in the order in which the backward will need
-        them."""
+        """Allow tickets to come back to the device, in the order in which they will be fetched."""
 
     def fetch(self, ticket: Any) -> Tensor:
-        """Return a ticket's bytes on the device (uint8, one dimension), copied back if they are not
-        there.
+        """Return a ticket's bytes on the device (uint8, one dimension); waits for their copy back.
 
         Until `drop` they may be fetched again.
         """
 
     def release(self, ticket: Any) -> None:
-        """Free the device memory of a lasting ticket, unchanged since it came back; it may be asked
-        for again."""
+        """Free the device memory of a lasting ticket that is unchanged since it came back.
+
+        It may be asked for and fetched again.
+        """
 
     def drop(self, ticket: Any) -> None:
         """Free a ticket's memory on host and device; it must not be used again."""

@@ -65,8 +65,7 @@ class Arena:
         return sum(slab.numel() for slab in self._slabs)
 
     def take(self, size: int) -> tuple[Room, Any]:
-        """Take the smallest free part of at least `size` bytes; a slab is added where there is
-        none.
+        """Take the smallest free part of at least `size` bytes, or one of a new slab.
 
         Returns:
             The part, and the mark after which it may be written; None where it was never used.
@@ -111,8 +110,7 @@ class Arena:
         self._marks[room] = mark
 
     def tensor(self, room: Room, size: int) -> Tensor:
-        """Return the first `size` bytes of a part as a uint8 tensor of one dimension, not a
-        copy."""
+        """Return a view of the first `size` bytes of a part: uint8, one dimension."""
         return self._slabs[room.slab][room.start : room.start + size]
 
     def _grow(self, size: int) -> None:

@@ -105,8 +105,10 @@ class _Content:
 
 
 class Kept(_Content):
-    """Content that stays on the device, where `tensor` lies. A parked parameter leaves it and is
-    back before its stage's backward."""
+    """Content that stays on the device, in the storage of `tensor`.
+
+    A parameter of a stage that is offloaded leaves it, and is back before the stage's backward.
+    """
 
     __slots__ = ("tensor",)
 
@@ -119,8 +121,7 @@ class Kept(_Content):
 
 
 class Away(_Content):
-    """Content that waits in host memory; it is dropped there when nobody refers to this any
-    more."""
+    """Content in host memory; it is freed there with the last reference to this."""
 
     __slots__ = ("copies", "ticket")
 

@@ -40,8 +40,7 @@ class RunningStatistics:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Make a context for one step, in which norms in training mode do not update running
-        statistics."""
+        """Make a context for one step, in which no norm updates its running statistics."""
         self._kept = {}
         self._rounds = _rounds([call for call in self._calls if _is_tracking(call[1])])
         self._sizes = [n.num_features for norms in self._rounds for _, n in norms for _ in "mv"]
@@ -59,8 +58,7 @@ class RunningStatistics:
                 norm.momentum = momentum
 
     def lend(self) -> Tensor | None:
-        """Have the norms of the next forward write their means and variances into a row, call by
-        call.
+        """Have the norms of the next forward write their means and variances into a new row.
 
         Returns:
             The row, for `keep`: the means and variances (2 · features numbers a norm) of all calls;
@@ -87,8 +85,7 @@ class RunningStatistics:
         return bool(self._again)
 
     def enter(self, position: int) -> None:
-        """Point the norms of the layer at `position`, which runs next, to their places in the
-        row."""
+        """Point the norms of the layer at `position`, which runs next, to their part of the row."""
         for place in self._again.get(position, ()):
             _lend(*place)
 
@@ -98,8 +95,7 @@ class RunningStatistics:
             self._kept[microbatch] = row
 
     def apply(self, sizes: Sequence[int], sum_copies: Callable[[Tensor], None]) -> None:
-        """Update the running statistics by the rows of all copies, in the order of the
-        microbatches.
+        """Update the running statistics by the rows of all copies, in order of the microbatch.
 
         Called after `kept`, by all ranks with a copy of the stage.
 
@@ -134,8 +130,7 @@ def norms_at(model: nn.Module, graph: LayerGraph, position: int) -> list[Any]:
 
 @contextmanager
 def uncounted(norms: Iterable[Any]) -> Iterator[None]:
-    """Make a context in which forwards of these norms in training mode update no running
-    statistics."""
+    """Make a context in which these norms, in training mode, update no running statistics."""
     own = [(norm, dict(norm._buffers)) for norm in norms if _is_tracking(norm)]
     for norm, _ in own:
         _lend(norm, torch.zeros_like(norm.running_mean), torch.zeros_like(norm.running_var))

@@ -120,8 +120,11 @@ class StageOffload:
         return bool(self._parked)
 
     def turns(self, actions: Sequence[Action]) -> dict[int, StageTurn]:
-        """Return, by position in a rank's list, the tensors that have to be here; empty without
-        offload."""
+        """Find the tensors that each action of a rank's list needs on the device.
+
+        Returns:
+            By position in the list; empty where nothing is offloaded.
+        """
         if not self._parked:
             return {}
         needs = {
@@ -155,8 +158,7 @@ class StageOffload:
     def in_turn(
         self, *needed: Park, changed: Collection[Park] = ()
     ) -> Iterator[Sequence[nn.Parameter]]:
-        """Yield the parameters of the rank's stages, one stage after the other, each while it is
-        here.
+        """Yield the parameters of one stage of the rank after the other, each while it is here.
 
         Args:
             needed: The kinds of tensors that are on the device meanwhile.
@@ -174,7 +176,7 @@ class StageOffload:
 
     @contextmanager
     def alone(self, parameters: Sequence[nn.Parameter]) -> Iterator[torch.optim.Optimizer]:
-        """Make a context in which the rank's optimizer holds these parameters and their state
+        """Make a context in which the rank's optimizer has these parameters and their state
         alone."""
         optimizer = self._optimizer
         assert optimizer is not None
@@ -198,7 +200,7 @@ class StageOffload:
             optimizer.state = state
 
     def forget_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Set the gradients of these parameters to None on device and host, where gradients are
+        """Set the gradients of these parameters to None, on the host too; only where they are
         offloaded."""
         if Park.GRADIENTS not in self._parked:
             return
@@ -211,8 +213,8 @@ class StageOffload:
                 parameter.grad = None
 
     def lasting(self, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries with tensors copied to the host, where some leave the device after
-        their turn."""
+        """Return entries that outlive their turn: tensors copied to the host, where any is
+        offloaded."""
         if not self._parked:
             return dict(entries)
         return {

@@ -19,12 +19,11 @@ class Lane(Enum):
 
 
 class Streams(Protocol):
-    """The lanes of a device, and marks in them: a mark is passed once all work ahead of it is
+    """The lanes of a device, and marks in them; a mark is passed when all work before it is
     done."""
 
     def copy(self, lane: Lane, into: Tensor, source: Tensor) -> None:
-        """Append the copy of `source` into `into`, of the same bytes, to a lane; returns at
-        once."""
+        """Append the copy of `source` into `into`, of the same size, to a lane; never waits."""
 
     def mark(self, lane: Lane) -> Any:
         """Return a mark at the present end of a lane."""

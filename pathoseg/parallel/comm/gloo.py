@@ -29,7 +29,7 @@ _NOBODYS = 2**30  # a tag that no message has
 def connect_gloo(
     rank: int, ranks: int, host: str, port: int, *, local: bool, hosted: bool = False
 ) -> ProcessTransport:
-    """Joins ranks, with the arguments and errors of `join_gloo`."""
+    """Join ranks by gloo, with the arguments and errors of `join_gloo`."""
     wire = join_gloo(rank, ranks, host, port, local=local, hosted=hosted)
     return ProcessTransport(wire, Heartbeat(rank, ranks, wire.host, wire.announce))
 
@@ -76,7 +76,11 @@ def join_gloo(
 
 
 def keep_store() -> tuple[Store, int]:
-    """A store on the loopback interface at which local ranks can meet, and its port."""
+    """Open a store on the loopback interface, at which local ranks can meet.
+
+    Returns:
+        The store, which ends with its last reference, and its port.
+    """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return store, store.port
 
@@ -116,7 +120,7 @@ class GlooWire:
         atexit.register(self._end)
 
     def announce(self, text: str) -> str:
-        """The text of rank 0, on every rank."""
+        """Return rank 0's text on every rank; the other ranks' own are ignored."""
         if self.rank == 0:
             self.store.set("lifeline", text)
         return str(self.store.get("lifeline").decode())
@@ -155,7 +159,7 @@ class GlooWire:
 
 
 class GlooRequest:
-    """One message: implements Request."""
+    """A send or receive of gloo: implements Request."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -168,7 +172,7 @@ class GlooRequest:
         return self._over
 
     def wait(self) -> None:
-        """Blocks; called by a thread of its own."""
+        """Block until it is done; called by a thread of its own."""
         try:
             self._work.wait(LONG)
         except RuntimeError as error:

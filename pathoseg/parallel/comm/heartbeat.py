@@ -67,10 +67,13 @@ class Heartbeat:
         threading.Thread(target=self._live, name="lifeline", daemon=True).start()
 
     def check(self, patience: float = 0) -> None:
-        """Returns while all ranks are well, after `patience` seconds.
+        """Raise if a rank is lost or has given up.
+
+        Args:
+            patience: Seconds to wait first for news of such a rank.
 
         Raises:
-            PathosegError: A rank is lost or has given up: which one and why.
+            PathosegError: Which rank, and why.
         """
         if patience:
             self._parted.wait(patience)
@@ -78,13 +81,13 @@ class Heartbeat:
             raise PathosegError(self._reason, _HINT)
 
     def abort(self, reason: str) -> None:
-        """Makes `check` fail with the reason on every rank; returns once they know it."""
+        """Make `check` fail with this reason on every rank; returns once all know it."""
         self._blame(reason)
         if not self._alone:
             self._leave()
 
     def close(self) -> None:
-        """Says goodbye, so that the end of this rank is not its loss."""
+        """Tell the other ranks that this one ends as planned."""
         if not self._alone:
             self._leave()
             self._selector.close()

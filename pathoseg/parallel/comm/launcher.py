@@ -60,10 +60,13 @@ class World:
 
 
 def find_world(environment: Mapping[str, str] = os.environ) -> World:
-    """Reads from the environment who started this process.
+    """Read from the environment who started this process, and as which rank of how many.
+
+    Args:
+        environment: The process's variables.
 
     Raises:
-        PathosegError: A launcher's variables are incomplete or no numbers.
+        PathosegError: A launcher's variables are incomplete or no whole numbers.
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
         ranks = _number(environment, "WORLD_SIZE")

@@ -49,16 +49,20 @@ class Channels(Protocol):
         """Return True if this tensor is sent over an NCCL channel."""
 
     def send(self, data: Tensor, to: int) -> Request:
-        """Begins to send the bytes of a flat uint8 tensor, at least one; never blocks."""
+        """Begin to send a tensor (uint8, one dimension, not empty) to rank `to`; never blocks."""
 
     def receive(self, into: Tensor, source: int) -> Request:
-        """Begins to receive as many bytes; never blocks."""
+        """Begin to receive from rank `source` as many bytes as `into` has; never blocks."""
 
     def pause(self, turns: int) -> None:
-        """Lets others run until a request may be done; called `turns` times without success."""
+        """Let others run for a moment; called `turns` times in a row without success."""
 
     def close(self, well: bool) -> None:
-        """Ends their use; not `well` where messages may be under way that never arrive."""
+        """End the use of the channels.
+
+        Args:
+            well: False where messages may be under way that never arrive.
+        """
 
 
 class OrderedWire:
@@ -100,7 +104,7 @@ class OrderedWire:
         return self._coming[source].begin(_Message(self, into), tag)
 
     def move(self) -> None:
-        """Begins what both ends have agreed on."""
+        """Read the words that have come, and begin the messages on which both ends have agreed."""
         for leaving in self._leaving.values():
             leaving.move()
         for coming in self._coming.values():
@@ -220,10 +224,13 @@ _USE_ANOTHER = "Use the transport 'gloo', or 'mpi' (one that reads CUDA memory c
 
 
 def refuse_without_gpus(ranks: int) -> None:
-    """Checks that this machine can run so many ranks of NCCL; 1 where each sees a GPU of its own.
+    """Check that this machine has NCCL and a GPU for each of `ranks` local ranks.
+
+    Args:
+        ranks: How many share the machine; 1 where each process sees a GPU of its own.
 
     Raises:
-        PathosegError: It cannot, and why.
+        PathosegError: It has not.
     """
     gpus = torch.cuda.device_count()
     if not torch.distributed.is_nccl_available():
@@ -277,7 +284,11 @@ def connect_nccl(
 
 
 def shared_gpu(gpus: Sequence[str]) -> PathosegError | None:
-    """Why NCCL cannot join ranks with these GPUs, by rank; None where it can."""
+    """Return the error of ranks that NCCL cannot join: too many, or two with one GPU; else None.
+
+    Args:
+        gpus: By rank, a text that identifies its GPU.
+    """
     if len(gpus) > _MOST_RANKS:
         return PathosegError(
             f"NCCL joins at most {_MOST_RANKS} ranks here, not {len(gpus)}.", _USE_ANOTHER
@@ -324,7 +335,8 @@ class NcclChannels:
         atexit.register(self.close, False)
 
     def open(self) -> None:
-        """Sends a byte by every channel, one after the other: each makes its communicator now.
+        """Make the communicator of every channel, by one byte through each, in an order common to
+        all.
 
         NCCL blocks both ends while it makes one; in a common order none waits for another.
 
@@ -384,7 +396,7 @@ class NcclChannels:
 
 
 class NcclRequest:
-    """One message: implements Request."""
+    """A send or receive of NCCL: implements Request."""
 
     def __init__(self, work: Work) -> None:
         self._work = work

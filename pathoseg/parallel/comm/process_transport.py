@@ -19,10 +19,10 @@ from pathoseg.platform_support import yield_core
 
 
 def own_address(host: str) -> str:
-    """The address of the interface by which this machine reaches `host`.
+    """Return the address of the interface by which this machine reaches `host`.
 
     Raises:
-        OSError: Its name is not known, or no way leads there.
+        OSError: The name of `host` is not known, or no route leads there.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing
@@ -30,7 +30,7 @@ def own_address(host: str) -> str:
 
 
 def reached_by(hosts: Iterable[str]) -> str:
-    """This machine's address on the way to the first of these hosts that is another machine.
+    """Return this machine's address on the route to the first of the hosts that is another machine.
 
     A machine's own name says little: Debian gives it a loopback address.
 
@@ -55,10 +55,14 @@ _Steps = Iterator[Sequence["Request"]]
 
 
 class Request(Protocol):
-    """A message that a library has begun."""
+    """A send or receive that a library has begun."""
 
     def done(self) -> bool:
-        """Return True if the operation is finished; never blocks."""
+        """Return True if the message is complete at this end; never blocks.
+
+        Raises:
+            PathosegError: It failed, or had another size than its buffer.
+        """
 
 
 class CopyEvent(Protocol):
@@ -69,9 +73,14 @@ class CopyEvent(Protocol):
 
 
 class Wire(Protocol):
-    """Bytes between processes, by a library.
+    """Messages of bytes between processes, by one library.
 
     Messages with the same sender, receiver and tag arrive in the order in which they were sent.
+
+    Attributes:
+        rank: This rank.
+        ranks: The number of ranks.
+        reads_cuda: Whether it sends and receives CUDA memory.
     """
 
     rank: int
@@ -79,16 +88,24 @@ class Wire(Protocol):
     reads_cuda: bool
 
     def send(self, data: Tensor, to: int, tag: int) -> Request:
-        """Begins to send the bytes of a flat uint8 tensor."""
+        """Begin to send a tensor: uint8, one dimension; it must not change until that is done."""
 
     def receive(self, into: Tensor, source: int, tag: int) -> Request:
-        """Begins to receive as many bytes."""
+        """Begin to receive a message of as many bytes as `into` (uint8, one dimension) has."""
 
     def pause(self, turns: int) -> None:
-        """Lets others run until a request may be done; called `turns` times without success."""
+        """Let other threads and processes run for a moment, between two looks at a request.
+
+        Args:
+            turns: How often it was called in a row without success.
+        """
 
     def close(self, well: bool) -> None:
-        """Ends the library's use; not `well` where other ranks may be gone."""
+        """End the use of the library.
+
+        Args:
+            well: False where other ranks may be gone, so that nothing may wait for them.
+        """
 
 
 class _Chain:
@@ -108,7 +125,7 @@ class _Chain:
 
 
 class Operation:
-    """Something that a process transport has begun: implements Pending."""
+    """A message or sum that a process transport has begun: implements Pending."""
 
     def __init__(self, transport: ProcessTransport, what: str, chain: _Chain) -> None:
         self._transport = transport
@@ -184,7 +201,18 @@ class ProcessTransport:
         self._wire.close(self._well)
 
     def moved(self, chain: _Chain, what: str) -> bool:
-        """Moves all that has several steps, and this; whether this is done."""
+        """Advance all operations of several steps, and `chain`.
+
+        Args:
+            chain: The operation that somebody waits for.
+            what: What it waits for, as part of an error message.
+
+        Returns:
+            Whether it is done.
+
+        Raises:
+            PathosegError: A rank is lost or has given up, or the message failed.
+        """
         self._check(what)
         try:
             self._moving = [each for each in self._moving if not each.done()]
@@ -319,9 +347,12 @@ def _come_so_far(device: torch.device) -> CopyEvent:
 
 
 def look_again(turns: int) -> None:
-    """The pause of a wire that tells nobody when a request is done.
+    """Pause between two looks at a request of a library that wakes nobody when it is done.
 
-    A short wait is spent looking; a long one leaves the core to ranks that share it.
+    The core is given to other ranks, at first by yielding it, after many turns by sleeping.
+
+    Args:
+        turns: How often it was called in a row without success.
     """
     if turns < _LOOKS:
         yield_core()
@@ -330,7 +361,7 @@ def look_again(turns: int) -> None:
 
 
 def wrong_size(came: int, expected: int) -> PathosegError:
-    """A message of so many bytes where others were expected."""
+    """Make the error of a message of `came` bytes where `expected` were expected."""
     return PathosegError(
         f"A message of {came} bytes came where {expected} were expected.",
         "Start all ranks with the same version, configuration and model.",

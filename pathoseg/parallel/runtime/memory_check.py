@@ -65,18 +65,18 @@ def _refusal(host: str, needed: int, found: int, ranks: int, computes: bool) -> 
 
 @dataclass(frozen=True)
 class Memory:
-    """The same on all ranks. What is offloaded stands in the schedule.
+    """The memory plan of a run besides what the schedule offloads; the same on all ranks.
 
     Attributes:
-        recomputed: By stage, the layers whose storages the backward makes again.
+        recomputed: By stage, the names of the layers whose storages the backward makes again.
         twice: By stage, those whose storages it makes again twice.
         window: Bytes on a device that may wait to be copied to the host, and as many that may be
             back ahead of their use.
-        form: How tensors wait in host memory.
+        form: The mode of the copies to the host.
         device_bytes: By rank, the predicted peak of device memory; empty where none is.
         host_bytes: By rank, the predicted peak of host memory; empty where none is.
-        parked: What of a stage waits in host memory, in the same form, while the stage is not at
-            work. No prediction counts it.
+        parked: The kinds of a stage's tensors that are offloaded while it is not at work. No
+            prediction counts them.
     """
 
     recomputed: Mapping[int, Sequence[str]] = field(default_factory=dict)
@@ -88,8 +88,7 @@ class Memory:
     parked: Set[Park] = frozenset()
 
     def on_host(self, rank: int) -> int:
-        """Return the planned bytes of host memory for a rank's offloaded activations; 0 without a
-        plan."""
+        """Return the planned bytes of a rank's offloaded activations; 0 without a plan."""
         if not self.host_bytes or self.form is OffloadMode.NONE:
             return 0
         return self.host_bytes[rank]

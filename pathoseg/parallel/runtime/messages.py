@@ -49,8 +49,8 @@ class Layout(NamedTuple):
         return cls(tensor.dtype, tuple(tensor.shape), tuple(order))
 
     def packed(self, tensor: Tensor) -> Tensor:
-        """Return the tensor's values as a contiguous tensor in memory order; a view where there are
-        no gaps."""
+        """Return the values as a contiguous tensor in memory order, not copied if there are no
+        gaps."""
         return tensor.permute(self.order).contiguous()
 
     def buffer(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -160,8 +160,7 @@ class MessageChannel:
         return Messages(self, actions, sizes, training, trace)
 
     def has_tensor(self, send: Action) -> bool:
-        """Return False for a SEND that never carries a tensor: the gradient of an edge without
-        one."""
+        """Return False for a SEND that never carries a tensor: a gradient where there is none."""
         return _is_forward(send) or send.edge not in self._without_gradient
 
 

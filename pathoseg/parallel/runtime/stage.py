@@ -68,8 +68,7 @@ class Training:
 
 
 def stage_edges(partition: Partition) -> dict[Edge, StageEdge]:
-    """Return the schedule's edges between the stages of a partition, each with the value that it
-    carries."""
+    """Return the schedule's edges between the stages of a partition, each with its value."""
     edges = numbered((sent.source, sent.target) for sent in partition.edges)
     return dict(zip(edges, partition.edges, strict=True))
 

@@ -76,8 +76,7 @@ class RankParameters:
         return [parameter for parameter in self.of(stage) if parameter.requires_grad]
 
     def settle(self, device: torch.device) -> None:
-        """Move this rank's parameters and buffers to its device, and all others to the `meta`
-        device.
+        """Move this rank's parameters and buffers to its device, all others to the `meta` device.
 
         A parameter that two modules share stays shared.
         """
@@ -102,8 +101,8 @@ class RankParameters:
         return {name: tensor for name, tensor in self._tensors() if name in own}
 
     def digest(self) -> str:
-        """Return a checksum of names, dtypes, shapes and values of the whole model, ahead of
-        `settle`."""
+        """Return a checksum of the whole model, ahead of `settle`: names, dtypes, shapes,
+        values."""
         digest = hashlib.blake2b(digest_size=16)
         for name, tensor in self._tensors():
             data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
