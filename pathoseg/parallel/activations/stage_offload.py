@@ -176,8 +176,7 @@ class StageOffload:
 
     @contextmanager
     def alone(self, parameters: Sequence[nn.Parameter]) -> Iterator[torch.optim.Optimizer]:
-        """Make a context in which the rank's optimizer has these parameters and their state
-        alone."""
+        """Make a context in which the optimizer has these parameters and their state alone."""
         optimizer = self._optimizer
         assert optimizer is not None
         if not self._parked:
@@ -200,7 +199,7 @@ class StageOffload:
             optimizer.state = state
 
     def forget_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Set the gradients of these parameters to None, on the host too; only where they are
+        """Set these parameters' gradients to None, on device and host, if gradients are
         offloaded."""
         if Park.GRADIENTS not in self._parked:
             return
@@ -213,8 +212,7 @@ class StageOffload:
                 parameter.grad = None
 
     def lasting(self, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """Return entries that outlive their turn: tensors copied to the host, where any is
-        offloaded."""
+        """Return entries for use beyond their turn: copied to the host if any are offloaded."""
         if not self._parked:
             return dict(entries)
         return {

@@ -19,8 +19,7 @@ class Lane(Enum):
 
 
 class Streams(Protocol):
-    """The lanes of a device, and marks in them; a mark is passed when all work before it is
-    done."""
+    """The lanes of a device, and marks in them: passed when all work before them is done."""
 
     def copy(self, lane: Lane, into: Tensor, source: Tensor) -> None:
         """Append the copy of `source` into `into`, of the same size, to a lane; never waits."""

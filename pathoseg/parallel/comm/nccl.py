@@ -335,10 +335,10 @@ class NcclChannels:
         atexit.register(self.close, False)
 
     def open(self) -> None:
-        """Make the communicator of every channel, by one byte through each, in an order common to
-        all.
+        """Make the communicator of every channel, by one byte through each.
 
-        NCCL blocks both ends while it makes one; in a common order none waits for another.
+        NCCL blocks both ends while it makes one; in an order common to all ranks none waits for
+        another.
 
         Raises:
             PathosegError: NCCL cannot join two ranks.

@@ -38,12 +38,22 @@ class Transport(Protocol):
     ranks: int
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Pending:
-        """Start a message to rank `to`; `tensor` is contiguous and must not change until it is
-        done."""
+        """Start a message to rank `to`.
+
+        Args:
+            tensor: Contiguous; it must not change until the message is done.
+            to: The receiver.
+            tag: The message's number.
+        """
 
     def receive(self, into: Tensor, source: int, tag: int) -> Pending:
-        """Post a buffer for a message of rank `source`: contiguous, of the message's shape and
-        dtype."""
+        """Post a buffer for a message.
+
+        Args:
+            into: Contiguous, of the message's shape and dtype.
+            source: The sender.
+            tag: The message's number.
+        """
 
     def sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
         """Starts to sum a tensor in place over ascending `ranks`, all of which call this.

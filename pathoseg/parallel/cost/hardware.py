@@ -155,14 +155,17 @@ class Hardware:
 
 
 def known_hardware() -> list[str]:
-    """Names of the devices that pathoseg brings figures of."""
+    """Return the names of the devices whose figures are part of the package."""
     return sorted(
         Path(file.name).stem for file in _shipped().iterdir() if file.name.endswith(".json")
     )
 
 
 def load_hardware(name: str) -> Hardware:
-    """The device of this name, or of the file at this path.
+    """Load the figures of a device.
+
+    Args:
+        name: One of `known_hardware`, or the path of a file that `pathoseg calibrate` wrote.
 
     Raises:
         PathosegError: There is neither, or the file is broken or of another version.
@@ -180,7 +183,7 @@ def load_hardware(name: str) -> Hardware:
 
 
 def save_hardware(hardware: Hardware, path: Path) -> None:
-    """Writes a file that `load_hardware` reads; what was there is replaced whole or not at all.
+    """Write a file that `load_hardware` reads; an old one is replaced whole or not at all.
 
     Raises:
         OSError: The folder cannot be written, or the disk is full.

@@ -32,14 +32,14 @@ _FURTHEST_OFF = 100.0
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A layer, and what it took alone."""
+    """A layer and its measured time when it ran alone."""
 
     layer: Layer
     time: LayerTime
 
     @property
     def passes(self) -> Iterator[tuple[str, Work, float]]:
-        """Name, work and seconds of each pass that runs kernels."""
+        """Yield name ("forward", "backward"), work and seconds of each pass that runs kernels."""
         for name, work, seconds in (
             ("forward", self.layer.forward, self.time.forward),
             ("backward", self.layer.backward, self.time.backward),
@@ -163,7 +163,7 @@ class RawPolynomial:
         return LayerTime(*np.maximum(0.0, self.raw(layer)).tolist())
 
     def raw(self, layer: Layer) -> NDArray[np.float64]:
-        """(2,): forward and backward as predicted, below 0 too."""
+        """Predict forward and backward, shape (2,), in seconds, not clipped at 0."""
         model: Any = self._models.get(family(layer), self._models[OTHER])
         predicted: NDArray[np.float64] = model.predict([_plain(layer)])[0]
         return predicted
@@ -179,14 +179,14 @@ def _plain(layer: Layer) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TimedCase:
-    """A layer and what it took alone."""
+    """A layer and the spread of its measured times when it ran alone."""
 
     layer: Layer
     timing: Timing
 
     @property
     def sample(self) -> Sample:
-        """The features and times of this layer, as the regression learns them."""
+        """The layer with the lower quartile of its times, as the regression learns it."""
         forward, backward = self.timing.forward.quartile, self.timing.backward.quartile
         return Sample(self.layer, LayerTime(forward, backward))
 

@@ -59,7 +59,11 @@ def fold(graph: LayerGraph, depth: int) -> LayerGraph:
 
 
 def folded_layers(graph: LayerGraph, depth: int) -> list[list[int]]:
-    """The positions of the layers that each layer of `fold(graph, depth)` holds."""
+    """Group the layers of a graph as `fold(graph, depth)` does.
+
+    Returns:
+        For each folded layer, the positions in `graph` of the layers that it holds, ascending.
+    """
     runs = groupby(
         range(len(graph.layers)),
         lambda position: _call(graph.layers[position], depth) or str(position),

@@ -39,7 +39,7 @@ class SegmentPlan:
 
     @classmethod
     def of(cls, steps: Mapping[int, Step], keep: Collection[str]) -> SegmentPlan:
-        """A plan for numbered steps; the values named in `keep` never die."""
+        """Plan which values each step may free; the values named in `keep` are never freed."""
         last: dict[str, int] = {}
         for number, step in steps.items():
             last.update(dict.fromkeys((*step.inputs, step.name), number))

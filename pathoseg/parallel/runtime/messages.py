@@ -49,8 +49,7 @@ class Layout(NamedTuple):
         return cls(tensor.dtype, tuple(tensor.shape), tuple(order))
 
     def packed(self, tensor: Tensor) -> Tensor:
-        """Return the values as a contiguous tensor in memory order, not copied if there are no
-        gaps."""
+        """Return the values as a contiguous tensor in memory order; no copy without gaps."""
         return tensor.permute(self.order).contiguous()
 
     def buffer(self, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -384,8 +384,8 @@ class Stage:
         }
 
     def _owed(self, visit: _Visit) -> dict[str, Tensor]:
-        """By name, the gradient of what left, summed over its consumers: the deepest first, as
-        one process would."""
+        """Sum, for each value that left, the gradients of its consumers: the deepest first, as one
+        process."""
         owed: dict[str, Tensor] = {}
         for edge, sent in sorted(self.leaving.items(), key=_depth):
             gradient = visit.gradients.pop(edge, None)

@@ -101,8 +101,7 @@ class RankParameters:
         return {name: tensor for name, tensor in self._tensors() if name in own}
 
     def digest(self) -> str:
-        """Return a checksum of the whole model, ahead of `settle`: names, dtypes, shapes,
-        values."""
+        """Return a checksum of the whole model: names, dtypes, shapes, values; before `settle`."""
         digest = hashlib.blake2b(digest_size=16)
         for name, tensor in self._tensors():
             data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -23,12 +23,12 @@ class Event(NamedTuple):
 
 
 def to_json(events: Iterable[Event]) -> str:
-    """Events of any kind, copies of what a stage has parked among them, for another process."""
+    """Write events as JSON, for another process."""
     return json.dumps([*events])
 
 
 def from_json(text: str) -> list[Event]:
-    """The inverse of `to_json`."""
+    """Read the events that `to_json` wrote."""
     events = []
     for rank, fields, start, end in json.loads(text):
         action = Action(*fields)

@@ -35,8 +35,10 @@ from pathoseg.parallel.schedule.validate import runnable
 
 
 def take_turns(actions: Iterable[Action]) -> bool:
-    """Return True if no OFFLOAD runs between a PREFETCH and its backward: one staging buffer then
-    serves both directions in turn; otherwise each direction has its own."""
+    """Return True if no OFFLOAD runs between a PREFETCH and its backward.
+
+    Then one staging buffer serves both directions in turn; otherwise each direction has its own.
+    """
     coming: set[Visit] = set()
     for action in actions:
         if action.kind is Kind.PREFETCH:
