@@ -42,7 +42,8 @@ class Runs:
 
     @classmethod
     def of(cls, labels: Labels) -> Runs:
-        """The runs of labels of shape (rows, width)."""
+        """Find the runs of equal class, background left out, in the rows of labels (rows,
+        width)."""
         changes = np.ones(labels.shape, bool)
         np.not_equal(labels[:, 1:], labels[:, :-1], out=changes[:, 1:])
         first = np.flatnonzero(changes)
@@ -56,7 +57,7 @@ class Runs:
         return len(self.row)
 
     def touching(self) -> tuple[Indices, Indices]:
-        """The pairs (lower, upper) of runs of one class that share a pixel edge across two rows."""
+        """Return index pairs (lower, upper) of runs of one class that share an edge across rows."""
         start = self.row * WIDEST + self.start
         end = self.row * WIDEST + self.end
         # Of the row above: from the first run that ends behind my start to before the first that

@@ -60,7 +60,7 @@ class ScoredSlide:
         return int(self.confusion.sum())
 
     def areas_mm2(self) -> tuple[list[float], list[float]]:
-        """Annotated and predicted area of each class but the background."""
+        """Return the annotated and the predicted areas in mm², by class without the background."""
         return _areas(self.confusion * self.pixel_mm2)
 
 
@@ -110,7 +110,8 @@ class ScoredSplit:
         return len({slide.patient for slide in self.slides})
 
     def areas_mm2(self) -> tuple[list[float], list[float]]:
-        """As those of a slide, together."""
+        """Return the annotated and the predicted areas in mm² of all slides, by class, no
+        background."""
         return _areas(np.sum([slide.confusion * slide.pixel_mm2 for slide in self.slides], axis=0))
 
 

@@ -50,7 +50,7 @@ class MaskThumbnail:
         self._top = 0
 
     def add(self, band: NDArray[np.uint8]) -> None:
-        """Takes the mask's next rows, of shape (rows, width)."""
+        """Take the mask's next rows: class indices, shape (rows, width)."""
         first, last = np.searchsorted(self._rows, [self._top, self._top + len(band)])
         rows = self._rows[first:last] - self._top
         self.pixels[first:last] = band[rows[:, None], self._columns]

@@ -82,10 +82,13 @@ class RegionTracer:
         self._pending: Iterator[TracedRegion] = iter(())
 
     def add(self, band: NDArray[np.uint8]) -> Iterator[TracedRegion]:
-        """Takes the next rows, of shape (rows, width), and gives the regions that they complete.
+        """Take the mask's next rows, and yield the regions that they complete.
 
-        They are traced as they are looked at, those that are not before the rows that come next:
+        Regions are traced as they are looked at, those that are not before the rows that come next:
         until then, `band` must stay as it is.
+
+        Args:
+            band: Class indices, shape (rows, width).
         """
         for _ in self._pending:
             pass
@@ -97,7 +100,7 @@ class RegionTracer:
         return self._pending
 
     def close(self) -> Iterator[TracedRegion]:
-        """Gives the regions that reach the mask's last row."""
+        """Yield the regions that reach the mask's last row."""
         return self.add(np.zeros((1, self._last_row.size or 1), np.uint8))
 
     def _traced(self, band: NDArray[np.uint8]) -> list[TracedRegion]:

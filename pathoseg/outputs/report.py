@@ -108,7 +108,7 @@ def class_summaries(
 
 
 def write_summary(path: Path, summary: Summary) -> None:
-    """Writes summary.json.
+    """Write summary.json.
 
     Raises:
         OSError: The disk is full or cannot be written.
@@ -117,7 +117,7 @@ def write_summary(path: Path, summary: Summary) -> None:
 
 
 def read_summary(path: Path) -> Summary:
-    """Reads what `write_summary` wrote.
+    """Read a summary.json.
 
     Raises:
         PathosegError: It was written by something else, or cannot be read.
@@ -137,7 +137,7 @@ def read_summary(path: Path) -> Summary:
 
 
 def write_summary_table(path: Path, summaries: Iterable[Summary]) -> None:
-    """Writes summary.csv: a row for each class of each slide.
+    """Write summary.csv: a row for each class of each slide.
 
     Raises:
         OSError: The disk is full or cannot be written.
@@ -166,7 +166,7 @@ def read_failures(path: Path) -> dict[str, PathosegError]:
 
 
 def write_failures(path: Path, failures: Mapping[str, PathosegError]) -> None:
-    """Writes failures.csv: a row for each slide, by file name, that has no result.
+    """Write failures.csv: a row for each slide without a result, by its file name.
 
     Raises:
         OSError: The disk is full or cannot be written.

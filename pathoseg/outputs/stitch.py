@@ -46,7 +46,7 @@ _Kind = tuple[bool, bool, int]
 
 
 def argmax(probabilities: torch.Tensor) -> torch.Tensor:
-    """The most probable class of each pixel, the lower one where two tie.
+    """Return the most probable class of each pixel, the lower one of two that tie.
 
     Args:
         probabilities: Shape (classes, height, width).
@@ -68,7 +68,7 @@ CONFIDENCE_LEVELS = 2**15 - 1
 
 
 def argmax_and_confidence(probabilities: torch.Tensor) -> torch.Tensor:
-    """The most probable class of each pixel, as `argmax`, and how probable it is.
+    """Return the most probable class of each pixel, as `argmax`, and its probability.
 
     Args:
         probabilities: Shape (classes, height, width).

@@ -199,8 +199,7 @@ class StageOffload:
             optimizer.state = state
 
     def forget_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Set these parameters' gradients to None, on device and host, if gradients are
-        offloaded."""
+        """Set these parameters' gradients to None, host copies too, if gradients are offloaded."""
         if Park.GRADIENTS not in self._parked:
             return
         chosen = {id(each) for each in parameters}

@@ -16,7 +16,7 @@ _MANY = 16
 
 
 def vector_lanes() -> int | None:
-    """Channels in a block on this machine; None where it is not known."""
+    """Return the channels in one of oneDNN's blocks on this machine; None if not known."""
     import torch
 
     return {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability())
