@@ -112,7 +112,14 @@ class Leases:
 
     @contextmanager
     def held(self, path: Path) -> Iterator[bool]:
-        """Hold a lease for the length of the block; yields whether it was free."""
+        """Make a context that holds a lease, if it is free.
+
+        Yields:
+            Whether it was.
+
+        Raises:
+            OSError: As `take`.
+        """
         taken = self.take(path)
         try:
             yield taken

@@ -62,7 +62,7 @@ def state_file(out: Path, folder: Path) -> Path:
 
 
 def read_state(path: Path) -> State | None:
-    """The state, None where there is none that can be read."""
+    """Read a slide's state file; None if it is missing, broken or of another version."""
     try:
         with path.open(encoding="utf-8") as file:
             entries = json.load(file)
@@ -75,7 +75,7 @@ def read_state(path: Path) -> State | None:
 
 
 def write_state(path: Path, state: State) -> None:
-    """Replaces the file.
+    """Replace a slide's state file, whole or not at all.
 
     Raises:
         OSError: The disk is full or cannot be written.
@@ -90,8 +90,16 @@ SUMMARY = "summary.json"  # written last, so a folder that has it is whole
 
 
 def result_folders(out: Path, slides: Sequence[Path]) -> dict[Path, Path]:
-    """Slide → folder: the stem, or the whole name where another slide has the stem, here or in an
-    earlier batch.
+    """Choose the folder of each slide's result: its stem, or its whole name where stems are equal.
+
+    A stem counts as taken by another slide of this call or of an earlier batch.
+
+    Args:
+        out: The output folder.
+        slides: Files of slides.
+
+    Returns:
+        By slide, its folder in `out`.
 
     Raises:
         PathosegError: Two slides have the same file name.
@@ -116,12 +124,13 @@ def result_folders(out: Path, slides: Sequence[Path]) -> dict[Path, Path]:
 
 @contextmanager
 def result_folder(folder: Path, work: Path) -> Iterator[Path]:
-    """A folder to write into; it takes the place of `folder` when the block succeeds.
+    """Make a context that yields a folder to write into, which replaces `folder` at the end.
 
-    Where another process has put the same result there at the same moment, that one stays.
+    Where another process has put the same result there at the same moment, that one stays. After an
+    error `folder` is as it was.
 
     Args:
-        folder: Of the result.
+        folder: The folder of the result.
         work: A folder on the same disk for what is not whole.
 
     Raises:

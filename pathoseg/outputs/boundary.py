@@ -42,8 +42,7 @@ class Runs:
 
     @classmethod
     def of(cls, labels: Labels) -> Runs:
-        """Find the runs of equal class, background left out, in the rows of labels (rows,
-        width)."""
+        """Find the runs of one class in labels, shape (rows, width); background is none."""
         changes = np.ones(labels.shape, bool)
         np.not_equal(labels[:, 1:], labels[:, :-1], out=changes[:, 1:])
         first = np.flatnonzero(changes)

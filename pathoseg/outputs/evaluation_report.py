@@ -110,8 +110,7 @@ class ScoredSplit:
         return len({slide.patient for slide in self.slides})
 
     def areas_mm2(self) -> tuple[list[float], list[float]]:
-        """Return the annotated and the predicted areas in mm² of all slides, by class, no
-        background."""
+        """Return the annotated and the predicted areas in mm² of all slides, by class likewise."""
         return _areas(np.sum([slide.confusion * slide.pixel_mm2 for slide in self.slides], axis=0))
 
 
@@ -162,8 +161,15 @@ def best_median_worst(slides: Sequence[ScoredSlide]) -> list[tuple[str, ScoredSl
 
 
 def write_evaluation(folder: Path, split: str | None, evaluation: Evaluation) -> Path:
-    """Writes evaluation.csv, evaluation-slides.csv, confusion.csv, evaluation.json and
-    evaluation.html; the names of a single split's end in it.
+    """Write an evaluation's tables, its JSON and its HTML page.
+
+    They are evaluation.csv, evaluation-slides.csv, confusion.csv, evaluation.json and
+    evaluation.html.
+
+    Args:
+        folder: Made where it is missing.
+        split: The single split of the evaluation, with which the names then end; None for several.
+        evaluation: The figures.
 
     Returns:
         The path of evaluation.csv.

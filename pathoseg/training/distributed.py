@@ -40,13 +40,16 @@ def start_ranks(ranks: int, arguments: Sequence[str], choice: Choice) -> int | N
 
 @contextmanager
 def joined(choice: Choice, alone: bool = False) -> Iterator[Transport | None]:
-    """This job's ranks, or None where there is one alone.
+    """Make a context with a transport between this job's ranks; all but rank 0 are silent in it.
+
+    An error of one rank is told by rank 0, and ends all.
 
     Args:
         choice: The transport.
         alone: Whether one rank gets a transport too, to run a plan.
 
-    Ranks other than 0 are silent: what stops one of them is told by rank 0.
+    Yields:
+        The transport; None where there is one rank alone.
     """
     world = find_world()
     if world.ranks == 1 and not alone:
@@ -75,7 +78,7 @@ def joined(choice: Choice, alone: bool = False) -> Iterator[Transport | None]:
 
 @contextmanager
 def stopped_together(interruption: Interruption, transport: Transport | None) -> Iterator[None]:
-    """Within this context, the end of another rank after a signal is no error."""
+    """Make a context in which the end of another rank after a signal raises StoppedError here."""
     try:
         yield
     except PathosegError:
@@ -86,7 +89,7 @@ def stopped_together(interruption: Interruption, transport: Transport | None) ->
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Within this context, what is printed goes nowhere."""
+    """Make a context in which standard output and standard error go nowhere."""
     with (
         Path(os.devnull).open("w", encoding="utf-8") as nowhere,
         redirect_stdout(nowhere),
@@ -116,9 +119,12 @@ def errors_left_to_rank_0(head_start: float = 0.0) -> Iterator[None]:
 
 
 def own_device(transport: Transport) -> tuple[torch.device, int]:
-    """This rank's device, and the bytes of memory that it may fill.
+    """Choose this rank's device; all ranks call it.
 
     The GPUs of a host are dealt out to its ranks in turn; without one they share the host's memory.
+
+    Returns:
+        The device, and the bytes of memory that this rank may fill.
     """
     hosts = [json.loads(text) for text in transport.gather(json.dumps(socket.gethostname()))]
     mine = hosts[transport.rank]

@@ -22,7 +22,10 @@ _FINISHED = "summary.json"
 
 
 def new_run(out: Path | None) -> Path:
-    """The folder that a new run may take; `make_run` makes it.
+    """Choose the folder of a new run; `make_run` makes it.
+
+    Args:
+        out: The folder that the user names, or None for `runs/<date>-<time>`.
 
     Raises:
         PathosegError: It already holds a run, or its disk cannot be written.
@@ -42,7 +45,7 @@ def new_run(out: Path | None) -> Path:
 
 
 def make_run(run: Path) -> None:
-    """Makes a run's folder and registers it in `runs/` (as a pointer if it lies elsewhere).
+    """Make a run's folder and register it in `runs/` (as a pointer if it lies elsewhere).
 
     Raises:
         OSError: The disk is full or cannot be written.
@@ -54,7 +57,7 @@ def make_run(run: Path) -> None:
 
 
 def finish_run(run: Path, summary: Mapping[str, Any]) -> None:
-    """Marks `run` as finished and points `runs/latest` at it."""
+    """Mark a run as finished, with its summary as JSON, and point `runs/latest` at it."""
     with replaced(run / _FINISHED) as partial:
         partial.write_text(json.dumps(summary, indent=2) + "\n")
     _point_latest(run)

@@ -118,8 +118,11 @@ def price_one(
 
 
 def read_model(model: nn.Module, config: Config) -> Traced | None:
-    """Trace a model on the microbatch of a run in one process; None if no graph can be made of it,
-    in which case it trains in one process all the same."""
+    """Trace a model on the microbatch of a run in one process.
+
+    Returns:
+        None if no graph can be made of it, in which case it trains in one process all the same.
+    """
     side, size = config.tiles.tile, config.train.microbatch or config.train.batch
     try:
         return Traced(model, torch.empty(size, 3, side, side, device="meta"))

@@ -55,7 +55,7 @@ class Validation:
 
     @property
     def columns(self) -> Sequence[str]:
-        """Names of the figures beyond the fixed columns of metrics.csv."""
+        """The names of the figures beyond the fixed columns of metrics.csv."""
         return self._task.columns
 
     @property
@@ -63,7 +63,14 @@ class Validation:
         return -(-len(self._tiles) // self._batch)
 
     def run(self, engine: Engine, loss: Loss) -> Verdict:
-        """Judges the engine's network; all ranks come to the same verdict.
+        """Predict the validation tiles and compute their figures; all ranks call it.
+
+        Args:
+            engine: Has the network.
+            loss: The training's loss, per sample.
+
+        Returns:
+            The verdict, the same on all ranks.
 
         Raises:
             PathosegError: A tile cannot be read, or the device's memory is too small.
