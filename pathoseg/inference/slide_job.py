@@ -40,7 +40,7 @@ import numpy as np
 from pathoseg.config import Config
 from pathoseg.errors import PathosegError
 from pathoseg.inference.leases import Leases
-from pathoseg.inference.publish import publish
+from pathoseg.inference.publish import plan_slide, publish
 from pathoseg.inference.result_folder import (
     State,
     read_state,
@@ -410,7 +410,10 @@ class SlideJob:
             self._clear(but=(_SLIDE_CLAIM, self._rows.name) if going_on else (_SLIDE_CLAIM,))
             self._rows.mkdir(exist_ok=True)
             with result_folder(self.folder, self._work) as partial:
-                publish(self.slide, partial, context.segmenter, context.config, self._all_rows)
+                segmenter, config = context.segmenter, context.config
+                planned = plan_slide(self.slide, segmenter, config)
+                rows = self._shared(planned.plan).rows()
+                publish(planned, rows, partial, segmenter, config.infer)
                 self._refuse_change()
                 outputs = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
         except PathosegError as error:
@@ -489,9 +492,6 @@ class SlideJob:
             "infer": _told(config.infer),
         }
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
-
-    def _all_rows(self, plan: SlidePlan) -> Generator[MaskRow]:
-        return self._shared(plan).rows()
 
     def _shared(self, plan: SlidePlan) -> SharedSlide:
         context = self._context
