@@ -25,13 +25,13 @@ class State:
     Attributes:
         slide: Its path as it was given.
         status: "begun" by a process that works on it, or that was stopped or killed.
-        key: What its result depends on: the file, the model, the options.
-        attempts: How often it was begun.
-        host: Where the last attempt runs or ran.
-        seconds: Of each attempt that came to an end, the last one last.
+        key: A hash of all that its result depends on: the file, the model, the options.
+        attempts: Number of times that it was begun.
+        host: The host of the last attempt.
+        seconds: Duration of each attempt that came to an end, the last one last.
         outputs: Files of the whole result to their bytes.
         problem: Why it failed.
-        hint: What can be done about it.
+        hint: The hint that mends it.
         written: When, in seconds of the file system's clock; 0 before it is read back.
     """
 

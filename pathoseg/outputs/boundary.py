@@ -29,7 +29,7 @@ class Runs:
     """Stretches of one class, in order of row and column; label 0 is left out.
 
     Attributes:
-        row: Of each run.
+        row: The row of each run.
         start: Its first column.
         end: The column behind its last.
         value: Its class index.
@@ -186,7 +186,7 @@ def _joints_along(labels: Labels, joint: Flags) -> tuple[Indices, Indices, Flags
 
     Args:
         labels: As in `_joints`.
-        joint: What `_joints` gives for them.
+        joint: Their `_joints`.
 
     Returns:
         Their rows and columns in `joint`, and whether the region lies below.

@@ -39,8 +39,8 @@ class ScoredSlide:
 
     Attributes:
         name: The slide's name.
-        patient: Whose it is.
-        split: Of the model's run, or "unseen".
+        patient: The slide's patient.
+        split: The slide's split in the model's run, or "unseen".
         mpp: Microns per level-0 pixel.
         pixel_mm2: Area of what was compared at a time: a pixel of the mask, or a tile.
         confusion: Pixels by truth and prediction, see `Confusion`.
@@ -71,7 +71,7 @@ class SlidePicture:
     Attributes:
         title: Why it is shown; empty for the only one.
         slide: Its figures.
-        frame: Of the arrays.
+        frame: The frame of the arrays.
         image: Shape (height, width, 3).
         truth: Class indices of shape (height, width), 255 where nothing is compared.
         prediction: Class indices of shape (height, width).
@@ -121,18 +121,18 @@ class Evaluation:
     Attributes:
         model: The bundle's folder.
         model_id: Its hash.
-        classes: What the model tells apart.
+        classes: The model's classes.
         mpp: Microns per pixel that it sees.
         slides: Folder of the slides.
-        unit: What is compared: "pixels" or "tiles".
+        unit: The unit that is counted: "pixels" or "tiles".
         boundary_um: Tolerance of the boundary F1; None where there is none.
-        seed: Of the intervals' draws.
-        resamples: How many there are.
+        seed: Seed of the intervals' draws.
+        resamples: Number of draws.
         fewest_patients: With fewer patients there are no intervals.
-        warnings: What readers must know.
+        warnings: Sentences for the reader.
         left_out: Slide to why it is not compared.
         splits: The most telling one first.
-        version: Of pathoseg.
+        version: The version of pathoseg.
     """
 
     model: str

@@ -91,7 +91,7 @@ class Axis:
     """A linear axis.
 
     Attributes:
-        label: What it measures.
+        label: Its title.
         low: Value at its start.
         high: Value at its end.
         ticks: Values that are marked, and what is written there.
@@ -138,12 +138,12 @@ class Chart:
     """Bars and lines over two axes, drawn as SVG by the macro `chart`.
 
     Attributes:
-        title: What it shows, for those who cannot see it.
+        title: Its content in words, for those who cannot see it.
         x: The axis across.
         y: The axis up.
         bars: Drawn first.
         lines: Drawn over them.
-        width: Of the drawing within its axes, in CSS pixels.
+        width: Width of the drawing within its axes, in CSS pixels.
         height: Likewise.
     """
 

@@ -33,7 +33,7 @@ class TracedRegion:
     Attributes:
         geometry: Their outline along pixel edges, or nearly so after simplification, in pixels.
         class_index: Their value in the mask.
-        pixels: How many they are.
+        pixels: Their number.
     """
 
     geometry: Polygon
@@ -186,7 +186,7 @@ def write_regions(
     Args:
         writer: An open file.
         regions: In pixels of `frame`.
-        frame: Where the mask lies on the slide.
+        frame: The mask's frame of the slide.
 
     Returns:
         How many regions of each class were written.

@@ -54,7 +54,7 @@ class Summary:
 
     Attributes:
         slide: The file's name.
-        model: Which bundle made it.
+        model: Identifies the bundle that made it.
         mpp: Microns per pixel of the mask.
         tissue_mm2: Area of the tissue found.
         classes: One each, in order of the index.
@@ -62,7 +62,7 @@ class Summary:
         unread_pixels: Pixels of the mask that no tile could read.
         versions: Program or library to version.
         seconds: Step of the work to its duration.
-        warnings: What is to be said of the result.
+        warnings: Sentences for the user.
     """
 
     slide: str

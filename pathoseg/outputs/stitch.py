@@ -98,7 +98,7 @@ def stitch(
     is what `finish` makes of them, each pixel once.
 
     Args:
-        grid: Where the tiles lie; any overlap below the tile.
+        grid: The tiles' places; any overlap below the tile.
         predictions: Index in the grid, probabilities of shape (classes, tile height, tile width),
             and which pixels could not be read (or None), in increasing order of the index. Tiles
             may be missing: what no tile covers is background.
@@ -196,7 +196,7 @@ class _Blend:
         Args:
             row: The tile's.
             column: The tile's.
-            tile: What is predicted, None where it is missing.
+            tile: The tile's prediction, None where it is missing.
 
         Returns:
             Shape (classes + 1, height, width), to be used up before the next call; None where no

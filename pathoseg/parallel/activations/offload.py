@@ -71,13 +71,13 @@ class Ticket:
     """Bytes that left the device.
 
     Attributes:
-        label: Whose they are.
-        size: How many.
-        source: Where they were on the device, until that is free.
-        room: Where they are on the host, until they have come back, or, if lasting, are dropped.
+        label: Their owner.
+        size: Their number.
+        source: Their device memory, until it is free.
+        room: Their host memory, until they have come back, or, if lasting, are dropped.
         lasting: Whether they stay on the host when they have come back.
         left: The mark after the copy to the host.
-        device: Where they are on the device again.
+        device: Their device memory once they are back.
         back: The mark after the copy from the host.
         used: Whether the compute has waited for that.
         gone: Whether they are needed no more.
@@ -119,7 +119,7 @@ class Overlapped:
 
     Args:
         streams: The lanes of the device.
-        device: Where bytes come back to.
+        device: The device.
         arena: Host memory.
         window: Bytes, for each direction; a larger storage travels alone.
         turns: Whether nothing leaves while anything is back ahead of its use.
@@ -295,8 +295,8 @@ class Direct:
 
     Args:
         streams: The lanes of the device.
-        device: Where tensors come back to.
-        form: Which of the four.
+        device: The device.
+        form: One of the four modes that copy at once.
     """
 
     def __init__(self, streams: Streams, device: torch.device, form: OffloadMode) -> None:

@@ -54,7 +54,7 @@ class Place(NamedTuple):
     """The position of a tensor in its storage.
 
     Attributes:
-        dtype: Of the tensor.
+        dtype: The tensor's.
         sizes: Its shape.
         strides: In elements.
         offset: In elements.
@@ -140,8 +140,8 @@ class Dropped(_Content):
     """Content that a layer will make once more.
 
     Attributes:
-        run: That layer, once it is known.
-        made: What it made.
+        run: The run of that layer, once it is planned.
+        made: The storage that it made.
     """
 
     __slots__ = ("made", "run")
@@ -168,8 +168,8 @@ class Made:
 
     Attributes:
         known: Keeps its identity from being given to another, not its memory.
-        fate: What becomes of it.
-        given: What the stage was given in it, where no layer made it.
+        fate: Its policy.
+        given: The stage's own or received tensor in it, where no layer made it.
         makers: The layers that made its content, each with the version that it found.
         pieces: Its content by version, as long as somebody needs it.
         passing: Likewise what is made again for recomputed layers behind it alone.
@@ -196,9 +196,9 @@ class Handle:
 
     Attributes:
         piece: The content of its storage; None where `witness` is the tensor.
-        place: Where in it the tensor lies.
+        place: The tensor's position in it.
         witness: Shares the version counter of the tensor, and its memory only if that is kept.
-        version: Of the tensor when it was saved.
+        version: The tensor's version when it was saved.
         layer: Name of the layer that saved it.
     """
 
@@ -240,7 +240,7 @@ class Storages:
     """The storages that one forward has come across.
 
     Args:
-        given: What the stage has or was given: its content is always kept.
+        given: The stage's own and received tensors: their content is always kept.
     """
 
     def __init__(self, given: Iterable[Tensor]) -> None:
@@ -301,10 +301,11 @@ class Recorded:
     Attributes:
         position: The layer's.
         step: The layer.
-        reads: By name what it read, with a `Leaf` for each tensor.
-        saves: The content that it saved, in turn.
-        returns: What it returned, likewise.
-        writes: What it read and then wrote into: as it was found and left.
+        reads: Its arguments by name, with a `Leaf` in place of each tensor.
+        saves: The storages that it saved, with their versions, in turn; None for a tensor that is
+            no plain one.
+        returns: Its result, with a `Leaf` in place of each tensor.
+        writes: Tensors that it read and then wrote into, each with the version that it left.
     """
 
     position: int
@@ -329,8 +330,8 @@ def plan_again(
 
     Args:
         dropped: Content that will be needed, with its storage and version.
-        recorded: What the forward of each layer did, by position.
-        context: What layers need to run again.
+        recorded: The record of each layer's forward, by position.
+        context: Sets up randomness and precision for layers that run again.
 
     Raises:
         PathosegError: A layer read what was overwritten since.
@@ -392,7 +393,7 @@ class Again:
     """A layer that is to run once more, at most once.
 
     Attributes:
-        layer: What its forward did.
+        layer: The record of its forward.
         passing: Whether for layers behind it, and not for the backward of what it saves (TWICE).
         sources: The content that it reads; emptied when it has run.
     """

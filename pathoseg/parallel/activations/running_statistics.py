@@ -24,7 +24,7 @@ class RunningStatistics:
     what they measured. A norm that is called again has another place for that.
 
     Args:
-        model: Whose norms.
+        model: The model.
         graph: Its layers.
         layers: Positions of the stage's.
     """

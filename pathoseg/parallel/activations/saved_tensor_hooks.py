@@ -64,8 +64,8 @@ class SavedTensorHooks:
     Args:
         traced: The model.
         layers: Positions of the stage's layers.
-        number: Which stage it is.
-        retention: What is not kept.
+        number: The stage's number.
+        retention: The layers whose saved tensors are offloaded or recomputed.
         copies: Copies to the host; None where everything stays on the device.
         parks: Whether the stage's parameters may leave the device ahead of a backward.
 

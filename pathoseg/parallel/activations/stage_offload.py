@@ -43,8 +43,8 @@ class StageTurn(NamedTuple):
     """The tensors that have to be on the device for an action.
 
     Attributes:
-        now: Those that the action needs.
-        then: Those that the next action with any needs; they come back while this one runs.
+        now: Tensors that the action needs.
+        then: Tensors that the next action with any needs; they come back while this one runs.
     """
 
     now: Collection[Key]
@@ -57,7 +57,7 @@ class _Waiting:
 
     Attributes:
         tensor: It stays the same object, and is given its bytes again.
-        place: How it lies on them.
+        place: The tensor's position in them.
         ticket: Stands for the bytes.
     """
 
@@ -75,9 +75,9 @@ class StageOffload:
     out again. Tensors below `SMALL` bytes stay on the device.
 
     Args:
-        parked: What of a stage waits.
+        parked: The kinds of tensors that are offloaded.
         stages: The parameters of each stage on this rank.
-        optimizer: That of the rank, or None.
+        optimizer: The rank's, or None.
         copies: Copies to the host; None where nothing waits.
     """
 

@@ -20,7 +20,7 @@ from pathoseg.errors import PathosegError
 from pathoseg.parallel.comm.heartbeat import MEETING, Heartbeat
 from pathoseg.parallel.comm.process_transport import ProcessTransport, own_address, reached_by
 
-LONG = timedelta(days=365)  # the lifeline, not a time limit, ends the wait for a lost rank
+LONG = timedelta(days=365)  # the heartbeat, not a time limit, ends the wait for a lost rank
 _NAP = 0.05  # seconds
 _FAREWELL = 5  # seconds
 _NOBODYS = 2**30  # a tag that no message has
@@ -41,8 +41,8 @@ def join_gloo(
 
     Args:
         rank: This rank.
-        ranks: How many there are.
-        host: Where rank 0 (or the launcher) keeps the store at which they meet.
+        ranks: Number of ranks.
+        host: Address of the store at which they meet, kept by rank 0 or by the launcher.
         port: Its port.
         local: Whether all ranks are on one machine: then they meet on the loopback interface.
         hosted: Whether the launcher keeps the store, as torchrun does.
@@ -92,13 +92,13 @@ class GlooWire:
     for, and nothing but the end of a peer wakes who waits: so each message has a waiting thread.
 
     Args:
-        store: Where the ranks meet.
+        store: The store at which the ranks meet.
         rank: This rank.
-        ranks: How many there are.
+        ranks: Number of ranks.
         host: The address of this rank.
 
     Attributes:
-        store: Where the ranks meet.
+        store: The store at which the ranks meet.
         host: The address of this rank.
     """
 
@@ -122,8 +122,8 @@ class GlooWire:
     def announce(self, text: str) -> str:
         """Return rank 0's text on every rank; the other ranks' own are ignored."""
         if self.rank == 0:
-            self.store.set("lifeline", text)
-        return str(self.store.get("lifeline").decode())
+            self.store.set("heartbeat", text)
+        return str(self.store.get("heartbeat").decode())
 
     def send(self, data: Tensor, to: int, tag: int) -> GlooRequest:
         return self._begin(lambda: self._group.send([data], to, tag))

@@ -35,7 +35,7 @@ class Heartbeat:
     Args:
         rank: This rank.
         ranks: Number of ranks; one alone has nobody to listen to.
-        host: Where rank 0 listens: the loopback interface, or an address that all ranks reach.
+        host: Rank 0's address: the loopback interface, or one that all ranks reach.
         announce: Tells all ranks a text of rank 0; each rank calls it once, its own text counts
             on rank 0 alone.
 
@@ -64,7 +64,7 @@ class Heartbeat:
         self._selector.register(self._wake, selectors.EVENT_READ)
         for peer in self._peers:
             self._selector.register(peer.connection, selectors.EVENT_READ, peer)
-        threading.Thread(target=self._live, name="lifeline", daemon=True).start()
+        threading.Thread(target=self._live, name="heartbeat", daemon=True).start()
 
     def check(self, patience: float = 0) -> None:
         """Raise if a rank is lost or has given up.

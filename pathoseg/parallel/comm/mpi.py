@@ -32,7 +32,7 @@ def connect_mpi(started: int = 1) -> ProcessTransport:
     """Joins the ranks of MPI's world; each process calls this once.
 
     Args:
-        started: How many ranks the launcher says it has started.
+        started: Number of ranks that the launcher says it has started.
 
     Raises:
         PathosegError: There is no MPI, it is not the launcher's, or it is too small.

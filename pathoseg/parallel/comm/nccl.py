@@ -123,7 +123,7 @@ class _Message:
 
     Attributes:
         data: Its bytes.
-        size: How many the sender has, once the two ends have agreed.
+        size: Number of the sender's bytes, once the two ends have agreed.
         begun: Requests of which it consists; all must be done.
     """
 
@@ -227,7 +227,7 @@ def refuse_without_gpus(ranks: int) -> None:
     """Check that this machine has NCCL and a GPU for each of `ranks` local ranks.
 
     Args:
-        ranks: How many share the machine; 1 where each process sees a GPU of its own.
+        ranks: Ranks on the machine; 1 where each process sees a GPU of its own.
 
     Raises:
         PathosegError: It has not.
@@ -252,7 +252,7 @@ def connect_nccl(
 
     Args:
         rank: This rank.
-        ranks: How many there are.
+        ranks: Number of ranks.
         host: As `connect_gloo`.
         port: As `connect_gloo`.
         local: As `connect_gloo`.
@@ -264,11 +264,11 @@ def connect_nccl(
     refuse_without_gpus(1)
     # Fewer queues than streams would let one channel wait for another. Read when CUDA starts.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    # The lifeline, not torch's watchdog, ends the ranks, and says why.
+    # The heartbeat, not torch's watchdog, ends the ranks, and says why.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     words = join_gloo(rank, ranks, host, port, local=local, hosted=hosted)
-    lifeline = Heartbeat(rank, ranks, words.host, words.announce)
-    meeting = ProcessTransport(words, lifeline)
+    heartbeat = Heartbeat(rank, ranks, words.host, words.announce)
+    meeting = ProcessTransport(words, heartbeat)
     hosts = meeting.gather(socket.gethostname())
     index = hosts[:rank].count(hosts[rank]) % torch.cuda.device_count()
     told = [hosts[rank], str(torch.cuda.get_device_properties(index).uuid)]
@@ -280,7 +280,7 @@ def connect_nccl(
     torch.cuda.set_device(device)
     channels = NcclChannels(PrefixStore("nccl", words.store), rank, ranks, device)
     channels.open()
-    return ProcessTransport(OrderedWire(words, channels), lifeline)
+    return ProcessTransport(OrderedWire(words, channels), heartbeat)
 
 
 def shared_gpu(gpus: Sequence[str]) -> PathosegError | None:
@@ -310,9 +310,9 @@ class NcclChannels:
     what is sent has been computed, and what is received into is free (see `ProcessTransport`).
 
     Args:
-        store: Where the ranks meet.
+        store: The store at which the ranks meet.
         rank: This rank.
-        ranks: How many there are.
+        ranks: Number of ranks.
         device: This rank's GPU.
     """
 
@@ -329,7 +329,7 @@ class NcclChannels:
         for source, to in permutations(range(ranks), 2):
             if rank in (source, to):
                 options = nccl.Options(is_high_priority_stream=True)
-                options._timeout = LONG  # the lifeline ends the wait for a lost rank
+                options._timeout = LONG  # the heartbeat ends the wait for a lost rank
                 place = PrefixStore(f"{source}-{to}", store)
                 self._groups[source, to] = nccl(place, int(rank == to), 2, options)
         atexit.register(self.close, False)

@@ -97,7 +97,7 @@ class Wire(Protocol):
         """Let other threads and processes run for a moment, between two looks at a request.
 
         Args:
-            turns: How often it was called in a row without success.
+            turns: Number of calls in a row without success.
         """
 
     def close(self, well: bool) -> None:
@@ -154,15 +154,15 @@ class ProcessTransport:
     for work enqueued on the stream that was current when the receive was posted.
 
     Args:
-        wire: What carries the bytes.
-        lifeline: What tells of lost ranks.
+        wire: Carries the bytes.
+        heartbeat: Tells of lost ranks.
     """
 
-    def __init__(self, wire: Wire, lifeline: Heartbeat) -> None:
+    def __init__(self, wire: Wire, heartbeat: Heartbeat) -> None:
         self.rank = wire.rank
         self.ranks = wire.ranks
         self._wire = wire
-        self._lifeline = lifeline
+        self._heartbeat = heartbeat
         self._well = True
         self._shared: Counter[int] = Counter()  # sums and texts shared with each rank so far
         self._turns: deque[Turn] = deque()  # messages that wait for the device
@@ -189,7 +189,7 @@ class ProcessTransport:
         self.gather("")
 
     def abort(self, reason: str) -> None:
-        self._lifeline.abort(reason)
+        self._heartbeat.abort(reason)
         self._well = False
 
     def close(self) -> None:
@@ -197,7 +197,7 @@ class ProcessTransport:
             self.barrier()  # no rank leaves while another still needs it
         except PathosegError:
             self._well = False
-        self._lifeline.close()
+        self._heartbeat.close()
         self._wire.close(self._well)
 
     def moved(self, chain: _Chain, what: str) -> bool:
@@ -218,7 +218,7 @@ class ProcessTransport:
             self._moving = [each for each in self._moving if not each.done()]
             done = chain.done()
         except PathosegError:
-            self._check(what, patience=2)  # the lifeline may know the cause of the wire's failure
+            self._check(what, patience=2)  # the heartbeat may know the cause of the wire's failure
             raise
         if done:
             self._held.discard(chain)
@@ -229,7 +229,7 @@ class ProcessTransport:
 
     def _check(self, what: str, patience: float = 0) -> None:
         try:
-            self._lifeline.check(patience)
+            self._heartbeat.check(patience)
         except PathosegError as lost:
             problem = f"{lost.problem} (Rank {self.rank} waited for {what}.)"
             raise PathosegError(problem, lost.hint) from None
@@ -325,7 +325,7 @@ class Turn:
     Without turns the later of two messages, looked at a moment later, could begin first.
 
     Args:
-        event: Where the device must come to.
+        event: The point to which the device must come.
         turns: All that are not done, the earliest first.
     """
 
@@ -352,7 +352,7 @@ def look_again(turns: int) -> None:
     The core is given to other ranks, at first by yielding it, after many turns by sleeping.
 
     Args:
-        turns: How often it was called in a row without success.
+        turns: Number of calls in a row without success.
     """
     if turns < _LOOKS:
         yield_core()

@@ -51,7 +51,7 @@ def amounts(layer: Layer, work: Work, slowness: float = 1.0) -> tuple[float, ...
     Args:
         layer: The layer.
         work: Its forward, or its backward; it writes something.
-        slowness: What FLOPs count, being slower or faster than those of float32.
+        slowness: Time of a FLOP over that of one in float32.
     """
     flops = slowness * arithmetic(layer, work)
     if layer.kind == "convolution":

@@ -57,8 +57,8 @@ def learn(
 
     Args:
         samples: Layers, float32; some of each of the basic families.
-        hardware: What is known of the device beside.
-        in_sequence: What passes take among others over what they take alone.
+        hardware: The device's other figures.
+        in_sequence: Time of a pass in a sequence of layers over its time alone.
     """
     in_sequence = in_sequence or LayerTime(1.0, 1.0)
     passes = [
@@ -135,8 +135,8 @@ class RawPolynomial:
     predicts below 0 counts as 0.
 
     Args:
-        samples: What it learns from.
-        degree: Of the polynomial.
+        samples: The layers to fit.
+        degree: Degree of the polynomial.
     """
 
     def __init__(self, samples: Sequence[Sample], degree: int = 2) -> None:
@@ -201,8 +201,8 @@ def time_cases(
 
     Args:
         cases: The layers.
-        device: Where they run.
-        rounds: How often each is visited.
+        device: The device on which they run.
+        rounds: Number of visits of each.
         advance: Called `rounds` + 1 times for each case; it may raise to end the work.
     """
     layers, alone = [], []
@@ -227,10 +227,10 @@ def calibrated(
     """The hardware with what the timings teach, and what layers cost in sequence.
 
     Args:
-        hardware: What is known of the device beside.
+        hardware: The device's other figures.
         timed: Layers of the device.
-        device: Where networks are timed.
-        rounds: How often.
+        device: The device on which networks are timed.
+        rounds: Number of visits of each network.
         advance: Called often; it may raise to end the work.
     """
     samples = [item.sample for item in timed]

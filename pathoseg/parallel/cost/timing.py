@@ -88,7 +88,7 @@ def time_in_turn(
 
     Args:
         what: The things to time.
-        rounds: How often each is visited.
+        rounds: Number of visits of each.
         advance: Called after each visit, for a progress bar.
 
     Returns:
@@ -330,11 +330,11 @@ class Profiled:
         otherwise: Prices the layers that cannot be run alone, as they read whole numbers.
         in_sequence: What a forward and a backward take among others over what they take alone;
             None measures it.
-        rounds: How often each layer is visited.
+        rounds: Number of visits of each layer.
         advance: Called after each visit.
 
     Attributes:
-        timings: What each distinct layer took, by `signature`.
+        timings: The times of each distinct layer, by `signature`.
 
     Raises:
         PathosegError: The model is on `meta`, where nothing can be timed.
@@ -406,8 +406,8 @@ def measure_sequence(
     figures are medians over small networks.
 
     Args:
-        device: Where they run.
-        rounds: How often each network, and each of its layers, is visited.
+        device: The device on which they run.
+        rounds: Number of visits of each network and of each of its layers.
         advance: Called after each visit; it may raise to end the work.
     """
     factors = []

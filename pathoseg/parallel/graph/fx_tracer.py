@@ -277,7 +277,7 @@ class Tracer(fx.Tracer):
     Branches on shapes are taken as the example's shapes decide, and checked when the nodes run.
 
     Args:
-        root: What to trace.
+        root: The model, made ready for tracing.
         opaque: Why each module that is not traced inside is not, by path; gains what it finds.
     """
 

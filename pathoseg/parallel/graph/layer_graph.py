@@ -186,8 +186,8 @@ class LayerGraph:
         parameters: Parameters by name, shared ones once.
         buffers: Bytes of the buffers by name.
         modules: Class of each module that runs, by path.
-        ties: What no cut may part.
-        notes: What the reader should know, such as blocks that could not be traced.
+        ties: Layers that no cut may part.
+        notes: Remarks for the reader, such as blocks that could not be traced.
     """
 
     model: str
@@ -305,7 +305,7 @@ class Partition:
 
     Attributes:
         bounds: Position of the first layer of each stage, and the number of layers at the end.
-        edges: What the stages send each other, by source, target, then order of execution.
+        edges: The values that stages send each other, by source, target, then order of execution.
         inputs: For each stage, the names of the model's inputs that it reads.
         loads: For each stage, what the cut was balanced by.
     """

@@ -217,7 +217,7 @@ class Recorder:
     """Follows storages from birth to end.
 
     Args:
-        tape: Where it writes.
+        tape: The profile that it writes.
         held_once: `_use_count` of a gradient that only autograd holds, as the first of a sum.
 
     Attributes:

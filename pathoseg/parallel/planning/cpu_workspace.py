@@ -31,7 +31,7 @@ def cpu_workspace(lanes: int = 16, threads: int = 1) -> Workspace:
     Args:
         lanes: Channels in a block, as many as a vector register holds: 16 with AVX-512, 8 with
             AVX2.
-        threads: What `torch.get_num_threads()` is.
+        threads: `torch.get_num_threads()`.
     """
 
     def workspace(layer: Layer) -> tuple[int, int]:

@@ -171,7 +171,7 @@ class StageMemory:
         optimizer: The optimizer's state.
         received: What a microbatch's forward is given by other stages and the data; autograd holds
             it until the backward has ended.
-        activations: What the forward saves beyond that.
+        activations: Bytes that the forward saves beyond that.
         forward_workspace: Most that a forward holds beyond these two.
         backward_workspace: Most that a backward does, gradients of the stage's outputs and inputs
             included, which are held until it has ended.
@@ -211,7 +211,7 @@ class Row:
 
     Attributes:
         first: Position of the first layer.
-        fields: What `StageMemory` has, in its order.
+        fields: The fields of `StageMemory`, in its order, each of shape (layers + 1,).
     """
 
     first: int
@@ -241,7 +241,8 @@ class MemoryModel:
             SGD, 1 with momentum, 2 for AdamW.
         fresh_gradients: No parameter has a gradient when a backward begins, as in a step of one
             microbatch after `zero_grad`; else gradients are summed into those that are there.
-        workspace: What the device's kernels take for themselves.
+        workspace: Returns the bytes that a device's kernels take for a layer's forward and
+            backward.
     """
 
     def __init__(

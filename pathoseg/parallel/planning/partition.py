@@ -96,7 +96,7 @@ class Cutter:
         and layers write in place. The cut is exact: dynamic programming over all intervals.
 
         Args:
-            stages: How many stages.
+            stages: Number of stages.
             by: A stage's load: `compute`, the FLOPs of forward and backward; `memory`, its peak;
                 or the sum of a weight of each layer, such as its time.
             limit: The memory that a stage may need.

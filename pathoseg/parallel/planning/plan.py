@@ -32,7 +32,7 @@ class PlanRequest:
         memory: Bytes of each.
         batch: Samples of a step.
         order: Name of an order, or `auto`.
-        stages: How many stages; None tries all.
+        stages: Number of stages; None tries all.
         cut: The layers or modules before which the model is cut; empty leaves it to the planner.
         all_ranks: Whether every rank has to have work, as those of a job that has started do.
         ways: What of a layer's storages may be done where they do not all fit.
@@ -80,7 +80,7 @@ class Plan:
         recompute: The stages that are recomputed.
         text: The order of one group's forwards and backwards: `Schedule.parse` reads it.
         hardware: Name of the hardware.
-        note: What the predicted times stem from.
+        note: The origin of the predicted times.
         seconds: Predicted time of a step.
         bubble: Share of the ranks' time in which they compute nothing.
         memory: By rank of a group, bytes at the worst moment.
@@ -178,8 +178,8 @@ class Plan:
         """The inverse of `to_json`.
 
         Args:
-            text: What `to_json` gave.
-            name: What errors call it.
+            text: Made by `to_json`.
+            name: The plan's name in errors.
 
         Raises:
             PathosegError: It is no plan, one of another version, or one that cannot run.

@@ -32,14 +32,15 @@ class StageCosts:
         hardware: The device and its links.
         optimizer_slots: Tensors that the optimizer keeps for each parameter: 2 for AdamW, 1 for
             SGD with momentum.
-        workspace: What the device's kernels take for themselves.
+        workspace: Returns the bytes that a device's kernels take for a layer's forward and
+            backward.
 
     Attributes:
         graph: The layers.
         cutter: Cuts them.
         hardware: The device and its links.
-        note: What the times stem from.
-        seconds: Of the forward and backward of one microbatch through all layers.
+        note: The origin of the times, for the reader of a plan.
+        seconds: Time of one microbatch's forward and backward through all layers.
         critical_seconds: Of those along the longest chain of layers that wait for one another.
         times: Seconds of the forward and the backward of each layer, by its name.
     """
@@ -104,10 +105,10 @@ class StageCosts:
 
         Args:
             partition: The stages.
-            stage: Which of them.
+            stage: The stage's number.
             memory: Bytes for its weights and all that so many microbatches hold.
             in_flight: Microbatches between their forward and backward.
-            ways: What is allowed.
+            ways: Whether layers may be offloaded, recomputed, or both.
         """
         first, stop = partition.bounds[stage : stage + 2]
         need = self._stage_memory(first, stop)
@@ -133,9 +134,9 @@ class StageCosts:
 
         Args:
             partition: The stages.
-            ranks: How many.
+            ranks: Number of ranks.
             retention: By stage, what is not kept; empty where all is.
-            window: Of the copies to the host.
+            window: Bytes of the staging buffer of copies to the host.
         """
         edges = stage_edges(partition)
         stages = [self._stage(partition, stage) for stage in range(partition.stages)]

@@ -29,7 +29,7 @@ class GradientNorm:
         parameters: All trained parameters of the model by name, in its order.
         counted: Names of those that this rank tells the others of.
         transport: Joins the ranks.
-        device: Where the gradients are.
+        device: The gradients' device.
         parking: Has the gradients of this rank.
     """
 
@@ -56,8 +56,8 @@ class GradientNorm:
 
         Args:
             losses: The loss of each microbatch whose last stage is on this rank.
-            microbatches: Of the whole step.
-            scale: What the losses were multiplied by.
+            microbatches: Number of microbatches in the whole step.
+            scale: The factor by which the losses were multiplied.
         """
         size = len(self._names)
         told = torch.zeros(size + microbatches, dtype=torch.float64, device=self._device)
@@ -89,7 +89,7 @@ class ClippedStep:
     Args:
         norm: Finds losses and norm on all ranks together.
         scale: The losses' scale; read, not updated.
-        optimizer: That of this rank's parameters; None where there are none.
+        optimizer: Updates this rank's parameters; None where it has none.
         parking: Brings parameters, gradients and optimizer state of stages that wait.
         clip: Largest global L2 norm of the gradient; 0 leaves it.
     """
@@ -112,7 +112,7 @@ class ClippedStep:
 
         Args:
             losses: The loss sum of each microbatch whose last stage is on this rank.
-            microbatches: Of the whole step.
+            microbatches: Number of microbatches in the whole step.
 
         Returns:
             The step's loss and norm, the same on all ranks.

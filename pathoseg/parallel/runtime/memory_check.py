@@ -27,7 +27,7 @@ def too_small(
     """Why some ranks do not find room in the memory of their hosts.
 
     Args:
-        hosts: Of each rank the name of its host, the bytes it will take and `available_memory`.
+        hosts: By rank, the name of its host, the bytes it will take and `available_memory`.
         computes: Whether all that a rank holds is there, since its device is the CPU; else what
             waits for its device.
     """

@@ -74,7 +74,7 @@ class MessageRoute:
     Attributes:
         receives: By rank that sends to this one, its SENDs.
         tags: The number of each SEND among those of its sender to its receiver.
-        receivers: Where each of this rank's SENDs goes.
+        receivers: The receiving rank of each SEND of this rank.
         sends: The SEND that each of this rank's RECVs waits for.
     """
 
@@ -125,8 +125,8 @@ class MessageChannel:
 
     Args:
         transport: Carries them.
-        device: Where tensors live.
-        route: What is sent and received.
+        device: The device of sent and received tensors.
+        route: The messages of this rank.
         without_gradient: Edges on which nothing comes back, which both their ranks know.
     """
 
@@ -151,7 +151,7 @@ class MessageChannel:
         """Return the messages of a pass, of which none has been sent or posted.
 
         Args:
-            actions: What this rank is going to do, in order; empty microbatches left out.
+            actions: The rank's list of actions; empty microbatches left out.
             sizes: Samples of each microbatch.
             training: Whether the model is in training mode.
             trace: Records each SEND, from its start until it has left.

@@ -40,8 +40,8 @@ class Randomness:
     Args:
         graph: The model's layers.
         layers: Positions of the stage's.
-        seed: Of the run.
-        device: Where the stage runs.
+        seed: The run's seed.
+        device: The stage's device.
     """
 
     def __init__(self, graph: LayerGraph, layers: range, seed: int, device: torch.device) -> None:
@@ -91,8 +91,8 @@ class WholeModel:
     Args:
         model: The model.
         traced: Its layers, read from a microbatch of the usual size; None where it has no graph.
-        seed: Of the run.
-        device: Where it runs.
+        seed: The run's seed.
+        device: The model's device.
     """
 
     def __init__(

@@ -63,14 +63,14 @@ class Runner:
         partition: Its stages.
         schedule: Validated, lowered from the edges of these stages (`stage_edges`).
         transport: Joins the ranks of the schedule.
-        device: Where this rank computes.
-        training: How it is trained.
+        device: The device on which this rank computes.
+        training: Loss, optimizer, seed, precision and clipping.
         memory: What is not kept on the devices between forward and backward; None keeps all but
             what the schedule offloads.
 
     Attributes:
         own: The trained parameters on this rank, by name. Of what is parked, they have the shapes.
-        optimizer: That of this rank's parameters (set the learning rate in its groups), or None
+        optimizer: Updates this rank's parameters (set the learning rate in its groups), or None
             where there are none.
         reads_inputs: Microbatches whose inputs this rank needs.
         reads_targets: Microbatches whose targets it needs.

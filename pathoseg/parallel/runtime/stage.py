@@ -101,10 +101,11 @@ class _Visit:
 
     Attributes:
         received: Values of the model's inputs and other stages, by name, which gather gradients.
-        targets: What the loss compares with.
-        roots: Where the backward begins, by name of the value; "" is the loss.
-        gradients: What came back, by edge.
-        away: What waits in host memory, in the order in which the backward needs it.
+        targets: The loss function's second argument.
+        roots: The graph's ends, from which the backward begins, by name of the value; "" is the
+            loss.
+        gradients: Received gradients, by edge.
+        away: Saved tensors in host memory, in the order in which the backward needs them.
     """
 
     received: dict[str, Tensor] = field(default_factory=dict)
@@ -122,17 +123,17 @@ class Stage:
     Args:
         traced: The model.
         partition: Its stages.
-        number: Which one this is.
+        number: The stage's number.
         training: Its loss (used by the last stage), seed and precision.
         device: The device on which it runs.
         alone: Whether there is one copy, which runs each forward once and in the order of the
             microbatches: then layers keep running state of any kind by themselves.
-        retention: What of its forwards is not kept for their backwards.
+        retention: The layers whose saved tensors are offloaded or recomputed.
         copies: Copies to the host, where it offloads.
         parks: Whether its parameters may leave the device between its visits.
 
     Attributes:
-        number: Which stage it is.
+        number: The stage's number.
         inputs: Names of the model's inputs that it reads.
         entering: The edges that end here, and their values.
         leaving: The edges that start here, and their values.

@@ -25,8 +25,8 @@ class RankParameters:
         model: The whole model.
         graph: Its layers.
         partition: Its stages.
-        placement: Where they are, groups written out.
-        rank: Whose holdings these are.
+        placement: The ranks of the stages, groups written out.
+        rank: This rank.
 
     Attributes:
         parameters: All parameters of the model by name.

@@ -57,7 +57,7 @@ class StepTrace:
         """Record an action that has just ended.
 
         Args:
-            action: What the process, or a transfer beside it, was at.
+            action: An action of the process, or a transfer beside it.
             start: When it began, by `time.perf_counter`.
         """
         self._waits.append(self._event(action, start, time.perf_counter()))

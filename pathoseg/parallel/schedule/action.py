@@ -36,7 +36,7 @@ class Edge(NamedTuple):
     Attributes:
         source: The producing stage.
         target: The consuming stage, above `source`.
-        tensor: Which of the tensors between these two stages, from 0.
+        tensor: Number of the tensor between these two stages, from 0.
     """
 
     source: int
@@ -90,9 +90,9 @@ class Action(NamedTuple):
     """One thing that a rank does. No two actions of a schedule are equal.
 
     Attributes:
-        kind: What is done.
-        replica: Which copy of the model.
-        stage: Which stage of it.
+        kind: Forward, backward, send….
+        replica: Number of the model's copy.
+        stage: Number of the stage.
         microbatch: Its number in the whole step; None for REDUCE, WAIT_REDUCE and STEP.
         edge: The edge of a SEND or RECV. At the edge's source a SEND carries the activation and a
             RECV the gradient; at its target the other way round.

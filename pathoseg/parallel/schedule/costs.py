@@ -41,7 +41,7 @@ class StageCost:
         checkpoint: Bytes that a recomputed forward keeps instead of `activations`.
         recompute: Time of a recomputation; None is a forward's.
         step: Time of the optimizer's step.
-        tensors: What may be offloaded, by name.
+        tensors: The saved tensors that may be offloaded, by name.
     """
 
     forward: float
@@ -172,7 +172,7 @@ class Costs:
         """Return the costs of equal stages on free links: the setting of the closed forms.
 
         Args:
-            stages: How many.
+            stages: Number of stages.
             forward: Time of one microbatch's forward through a stage.
             backward: Likewise.
             activations: Bytes that a forward keeps for its backward.

@@ -15,7 +15,7 @@ class Placement:
     """The home of every stage of every replica.
 
     Attributes:
-        ranks: How many ranks there are.
+        ranks: Number of ranks.
         homes: `homes[replica][stage]` is the rank that holds it.
     """
 
@@ -73,8 +73,8 @@ class Schedule:
     An order holds F and B alone; `lowering.lower` adds the rest.
 
     Attributes:
-        name: What the order is called.
-        placement: Which rank holds which stage of which replica.
+        name: The order's name.
+        placement: The rank of each stage of each replica.
         edges: The tensors between the stages.
         replica_of: The replica that runs each microbatch; as long as the step has microbatches.
         lists: By rank, its actions in order.

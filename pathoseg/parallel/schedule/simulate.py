@@ -60,8 +60,8 @@ class HostCopies:
     until all has left, too.
 
     Args:
-        rank: Whose copies.
-        link: What a copy takes.
+        rank: The rank.
+        link: Latency and bandwidth of a copy.
         window: Bytes.
         turns: Whether the directions share it (`take_turns`).
 
@@ -159,7 +159,7 @@ class Simulation:
     Tuples are by rank, of one group of ranks.
 
     Attributes:
-        events: What each rank does when, in no particular order between ranks.
+        events: The actions of all ranks with their times, in no particular order between ranks.
         time: From the start of the first action to the end of the last.
         busy: Time of forward, backward and recomputation, without what copies made them wait.
         peak_memory: Bytes of weights, activations, boundary tensors, workspace and the windows of
