@@ -90,12 +90,12 @@ def class_summaries(
     mask: Frame,
     tissue_mm2: float,
 ) -> tuple[ClassSummary, ...]:
-    """The figures of each class.
+    """Compute the area, share of tissue and number of regions of each class.
 
     Args:
         classes: Their names.
-        pixels: Class index to pixels of the mask; what is missing is none.
-        regions: Class index to regions traced; likewise.
+        pixels: By class index, pixels of the mask; what is missing is none.
+        regions: By class index, regions traced; likewise.
         mask: The mask's frame.
         tissue_mm2: Area of the tissue.
     """

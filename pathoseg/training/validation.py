@@ -22,7 +22,14 @@ from pathoseg.training.tasks import Task
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a validation: named figures, the score of the epoch, and a picture."""
+    """The result of a validation, the same on all ranks.
+
+    Attributes:
+        figures: By name, such as `val_dice_mean`; nan where there is none.
+        score: The score by which epochs are compared; higher is better.
+        picture: Tiles with truth and prediction: RGB, shape (height, width, 3), uint8; None without
+            tiles.
+    """
 
     figures: dict[str, float]
     score: float

@@ -51,7 +51,7 @@ class Sample:
 def learn(
     samples: Sequence[Sample], hardware: Hardware, in_sequence: LayerTime | None = None
 ) -> Hardware:
-    """The hardware with the peaks that the samples show, and with a fit of them.
+    """Fit the times of layers.
 
     Peaks of other dtypes than float32 are taken to be off by as much as its own.
 
@@ -59,6 +59,9 @@ def learn(
         samples: Layers, float32; some of each of the basic families.
         hardware: The device's other figures.
         in_sequence: Time of a pass in a sequence of layers over its time alone.
+
+    Returns:
+        The hardware with the peaks that the samples show, and with a fit of them.
     """
     in_sequence = in_sequence or LayerTime(1.0, 1.0)
     passes = [
@@ -129,9 +132,9 @@ def _short(values: Iterable[float]) -> tuple[float, ...]:
 
 
 class RawPolynomial:
-    """The seed's model, kept as what ours has to beat: seconds as a plain polynomial.
+    """A plain polynomial of a layer's sizes, kept as the model that ours has to beat.
 
-    Its features are input channels, output channels, kernel, image side and batch. What it
+    Its variables are input channels, output channels, kernel, image side and batch. What it
     predicts below 0 counts as 0.
 
     Args:
@@ -224,7 +227,7 @@ def calibrated(
     rounds: int,
     advance: Callable[[], None] = lambda: None,
 ) -> Hardware:
-    """The hardware with what the timings teach, and what layers cost in sequence.
+    """Fit the times of layers, and measure how much longer passes take in a sequence of layers.
 
     Args:
         hardware: The device's other figures.
@@ -232,6 +235,9 @@ def calibrated(
         device: The device on which networks are timed.
         rounds: Number of visits of each network.
         advance: Called often; it may raise to end the work.
+
+    Returns:
+        The hardware with this fit.
     """
     samples = [item.sample for item in timed]
     return learn(samples, hardware, measure_sequence(device, rounds, advance))
