@@ -365,26 +365,25 @@ class Segmenter:
         self,
         plan: SlidePlan,
         interruption: Interruption,
-        first: int = 0,
-        take: Callable[[int], bool] = lambda _: True,
+        numbers: Iterable[int] | None = None,
     ) -> Generator[MaskRow]:
-        """The mask by rows of tiles, equal to the bit wherever one begins.
+        """Predict rows of the mask, equal to the bit wherever one begins.
 
         Args:
-            plan: What to predict.
+            plan: The slide's tiles.
             interruption: Asked after every tile.
-            first: The row to begin with; what reaches into it from above is predicted again.
-            take: Asked for each row when reading gets there, by another thread; the first that it
-                refuses is the end.
+            numbers: Consecutive rows of tiles; None is all. Each is pulled when its reading begins,
+                by the thread that predicts. Tiles above the first one that reach into it are
+                predicted again.
 
         Yields:
-            One row after the other, to the last one taken.
+            Each of these rows.
 
         Raises:
             PathosegError: The device's memory is too small.
             StoppedError: A signal came.
         """
-        with closing(self._rows(plan, interruption, first, take)) as rows:
+        with closing(self._rows(plan, interruption, numbers)) as rows:
             for row in rows:
                 yield MaskRow(*row)
 
@@ -392,23 +391,25 @@ class Segmenter:
         self,
         plan: SlidePlan,
         interruption: Interruption,
-        first: int = 0,
-        take: Callable[[int], bool] = lambda _: True,
+        numbers: Iterable[int] | None = None,
         finish: Finish = argmax,
     ) -> Generator[tuple[int, NDArray[Any], int]]:
         """As `rows`; bands are what `finish` makes of probabilities."""
         grid = plan.grid
+        remaining = iter(range(grid.rows) if numbers is None else numbers)
+        first = next(remaining, None)
+        if first is None:
+            return
         start = first
         if isinstance(grid, TileGrid):
             start = max(0, first - reach_down(grid))
-        taken, unread = set[int](), Counter[int]()
+        pulled, unread = {first}, Counter[int]()
 
         def wanted() -> Iterator[Sequence[int]]:
-            for row in range(start, grid.rows):
-                if row >= first:
-                    if not take(row):
-                        return
-                    taken.add(row)
+            for row in range(start, first + 1):
+                yield plan.tiles_of(row)
+            for row in remaining:
+                pulled.add(row)
                 yield plan.tiles_of(row)
 
         above = bisect_left(plan.indices, grid.first_of(start))
@@ -426,9 +427,9 @@ class Segmenter:
                     bar.advance()
 
             for row, band in enumerate(self._bands(plan, watched(), start, finish), start):
-                # When a band comes, whether its row is taken has been asked: the prediction behind
+                # When a band comes, its row has been pulled if it is wanted: the prediction behind
                 # it has come too, or there is none.
-                if row in taken:
+                if row in pulled:
                     yield row, band, unread[row]
                 elif row >= first:
                     return

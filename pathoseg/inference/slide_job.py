@@ -27,7 +27,7 @@ import socket
 import struct
 import time
 import zlib
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
@@ -206,16 +206,9 @@ class SharedSlide:
     def _computed(self, first: int) -> Generator[MaskRow]:
         """Rows from `first` until the next one is saved or claimed; each is saved first."""
         held = set[int]()
-
-        def take(row: int) -> bool:
-            claim = self._saved.claim(row)
-            if self._saved.has(row) or not self._leases.take(claim):
-                return False
-            held.add(row)
-            return not self._saved.has(row)  # saved in between
-
         try:
-            rows = self._segmenter.rows(self._plan, self._interruption, first, take)
+            wanted = self._claimed(first, held)
+            rows = self._segmenter.rows(self._plan, self._interruption, wanted)
             with closing(rows):
                 for row in rows:
                     self._saved.save(row)
@@ -225,6 +218,16 @@ class SharedSlide:
         finally:
             for number in held:
                 self._leases.release(self._saved.claim(number))
+
+    def _claimed(self, first: int, held: set[int]) -> Iterator[int]:
+        """Lease the rows from `first` on, one by one as they are pulled, to the first not free."""
+        for row in range(first, self._plan.grid.rows):
+            if self._saved.has(row) or not self._leases.take(self._saved.claim(row)):
+                return
+            held.add(row)
+            if self._saved.has(row):  # saved in between
+                return
+            yield row
 
     def _free_place(self) -> int | None:
         """Return the row at which to start helping: the middle of the longest free stretch.
