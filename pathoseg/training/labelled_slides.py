@@ -232,12 +232,12 @@ class LabelledSlide:
 
 @dataclass(frozen=True)
 class LabelledSlides:
-    """What a folder offers.
+    """The slides of a folder that can be learnt from, and their classes.
 
     Attributes:
         usable: Slides with labels.
         classes: The classes of the labels, or those the configuration names.
-        left_out: File name → why it is not used.
+        left_out: By file name, the reason why a slide is not used.
     """
 
     usable: tuple[LabelledSlide, ...]
