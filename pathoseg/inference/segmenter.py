@@ -47,7 +47,7 @@ from pathoseg.tiles.tissue import Tissue, find_tissue
 
 
 def default_overlap(tile: int, multiple: int, reach: int | None) -> int:
-    """Pixels that neighbouring tiles share where nobody says.
+    """Return the pixels that neighbouring tiles share, where the user does not say.
 
     A quarter of the tile, or less where less already makes predicting in tiles equal predicting
     the whole slide: twice the distance over which a tile's edge is felt, and a little to blend.

@@ -79,7 +79,7 @@ class WindowOptions:
 
 
 def most_pixels(model: nn.Module, multiple: int, memory: int, batch: int) -> int:
-    """Pixels of a window for which a forward pass takes at most `memory` bytes.
+    """Return the most pixels of a window for which a forward pass takes `memory` bytes.
 
     It is counted in float32 whatever the device computes in, so that processes on a CPU and on a
     GPU cut a slide alike.

@@ -69,7 +69,7 @@ class Rings:
 
 
 def simplified(rings: Rings, tolerance: float) -> Rings:
-    """The rings without the vertices that chords leave out, at least three of each ring.
+    """Return the rings without the vertices that chords leave out, but three of each at least.
 
     Rings that do not cross or touch but for shared edges and joints stay so, and share as before.
 

@@ -97,7 +97,7 @@ class Boundary:
         self._count = 0
 
     def edges(self, labels: Labels, runs: Runs, region: Indices, top: int) -> Edges:
-        """The horizontal edges above each of a band's rows.
+        """Find the horizontal edges above each of a band's rows.
 
         Args:
             labels: The row above the band, then the band's rows, of shape (1 + rows, width).
@@ -200,7 +200,7 @@ def _joints_along(labels: Labels, joint: Flags) -> tuple[Indices, Indices, Flags
 
 
 def polygons(edges: Edges, tolerance: float) -> NDArray[np.object_]:
-    """The polygon of each region, in order of the regions' numbers.
+    """Join edges to the polygon of each region, in order of the regions' numbers.
 
     Rings are valid, shells counterclockwise in (x, y). Where edges were not cut at joints, they
     have no collinear points.

@@ -152,7 +152,11 @@ class Evaluation:
 
 
 def best_median_worst(slides: Sequence[ScoredSlide]) -> list[tuple[str, ScoredSlide]]:
-    """The slides to show by their mean Dice, those without one left out."""
+    """Choose the slides to show by their mean Dice; those without one are left out.
+
+    Returns:
+        Up to three pairs: "Best", "Median" or "Worst" ("" for a single slide), and the slide.
+    """
     known = [slide for slide in slides if not math.isnan(slide.figures["dice_mean"])]
     ranked = sorted(known, key=lambda slide: -slide.figures["dice_mean"])
     if len(ranked) < 3:

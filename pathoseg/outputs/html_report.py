@@ -72,7 +72,7 @@ def count(value: float) -> str:
 
 
 def picture(pixels: NDArray[np.uint8]) -> str:
-    """A small PNG as a data URI.
+    """Encode pixels as a small PNG in a data URI.
 
     Args:
         pixels: Shape (height, width, 3), which is reduced to 256 colours, or (height, width, 4),

@@ -20,7 +20,7 @@ _GREY: Colour = (110, 110, 110)
 
 
 def thumbnail_frame(slide: Size, native: Mpp, longest_side: int = _LONGEST_SIDE) -> Frame:
-    """The frame of a thumbnail, never finer than the slide.
+    """Return the frame of a thumbnail, never finer than the slide.
 
     Args:
         slide: Level-0 pixels.
@@ -91,7 +91,7 @@ def write_overlay(
 
 
 def overlay_layer(mask: NDArray[np.uint8], classes: ClassTable) -> NDArray[np.uint8]:
-    """The regions of `mask` as a layer to lay over a picture.
+    """Draw the regions of `mask` as a layer to lay over a picture.
 
     Args:
         mask: Class indices of shape (height, width).

@@ -181,7 +181,7 @@ class RegionTracer:
 def write_regions(
     writer: GeoJsonWriter, regions: Iterable[TracedRegion], frame: Frame
 ) -> Counter[int]:
-    """Writes regions in level-0 pixels of the slide's own frame, as QuPath counts them.
+    """Write regions in level-0 pixels of the slide's own frame, as QuPath counts them.
 
     Args:
         writer: An open file.

@@ -43,7 +43,7 @@ class Fit:
     def step(
         self, number: int, inputs: Tensor, targets: Tensor, trace: bool = False
     ) -> RankStepResult:
-        """One optimizer step on the mean loss of a batch.
+        """Make one optimizer step on the mean loss of a batch; all ranks call it.
 
         Args:
             number: The run's step, from 0.
@@ -114,7 +114,7 @@ def fit(
 
 
 def best(graphs: Sequence[StageCosts], request: PlanRequest) -> Plan:
-    """The fastest plan.
+    """Find the fastest plan.
 
     Args:
         graphs: The model, once for each size of microbatch that may be used, smallest first.

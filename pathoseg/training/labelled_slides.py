@@ -96,7 +96,7 @@ def split_slides(
 def one_sided(
     members: Iterable[Member], classes: Mapping[str, Collection[str]]
 ) -> dict[str, Split]:
-    """The classes that are on one side alone of training and validation, with that side.
+    """Find the classes that are on one side alone of training and validation, with that side.
 
     Args:
         members: All slides.
@@ -110,7 +110,7 @@ def one_sided(
 
 
 def patients_in(table: Path | None, names: Iterable[str]) -> dict[str, str]:
-    """The patient of each slide; one of which the table says nothing is a patient of its own.
+    """Read each slide's patient; one of which the table says nothing is a patient of its own.
 
     Raises:
         PathosegError: The table cannot be read.
@@ -123,7 +123,7 @@ def patients_in(table: Path | None, names: Iterable[str]) -> dict[str, str]:
 
 
 def find_table(given: str | None, *folders: Path | None) -> Path | None:
-    """The table of slides: the one that is named, else `slides.csv` in one of the folders."""
+    """Find the table of slides: the one that is named, else `slides.csv` in a folder."""
     if given is not None:
         return Path(given)
     beside = [folder / TABLE for folder in folders if folder is not None]
@@ -311,7 +311,7 @@ def named_in(sources: LabelledSlides, table: Path) -> LabelledSlides:
 
 
 def classes_held(sources: LabelledSlides) -> dict[str, Collection[str]]:
-    """Slide name → the classes that its annotation holds."""
+    """Return, by slide name, the classes that its annotation holds."""
     return {source.slide.name: tuple(source.labels.classes()) for source in sources.usable}
 
 
@@ -398,7 +398,7 @@ def cut_labelled_slides(
 def cut(
     config: Config, source: LabelledSlide, sources: LabelledSlides, slides: SlidePool, overlap: int
 ) -> SlideTiles:
-    """The tiles of one slide."""
+    """Cut one slide into its tiles."""
     options = TileOptions(
         tile=config.tiles.side,
         overlap=overlap,

@@ -14,9 +14,11 @@ from pathoseg.config import TrainConfig
 def make_optimizer(
     parameters: Iterable[torch.Tensor], config: TrainConfig
 ) -> torch.optim.Optimizer:
-    """Make AdamW or SGD, as configured.
+    """Make AdamW or SGD with the configured rate and weight decay.
 
-    Weights decay, norms and biases (of one dimension) do not.
+    Args:
+        parameters: The trained ones; those of one dimension (norms, biases) do not decay.
+        config: The options.
     """
     trained = [p for p in parameters if p.requires_grad]
     decayed = [p for p in trained if p.ndim > 1]

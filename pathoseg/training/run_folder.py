@@ -86,7 +86,7 @@ def reopen_run(run: Path) -> None:
 
 
 def run_to_resume(longer: bool) -> Path:
-    """The run that `--resume` alone continues: the newest unfinished one.
+    """Find the run that `--resume` alone continues: the newest unfinished one.
 
     Args:
         longer: The newest finished one will do where there is no other: it is to train longer.
@@ -106,7 +106,7 @@ def run_to_resume(longer: bool) -> Path:
 
 
 def bundle_of(model: Path | None, option: str = "--model") -> Path:
-    """The bundle's folder behind `--model`: a run, a bundle, or (None) the newest finished run.
+    """Find the bundle behind `--model`: a run's, the bundle itself, or (None) the newest run's.
 
     Args:
         model: What was given.

@@ -195,7 +195,7 @@ _USED_UP = 0.9
 
 
 def limits_text(config: TrainConfig) -> str:
-    """The limits of a run in words: "8 epochs", "20 min" or both."""
+    """Return the limits of a run in words: "8 epochs", "20 min" or both."""
     epochs = config.epochs or (_DEFAULT_EPOCHS if config.time_limit is None else None)
     parts = [] if epochs is None else [f"{epochs} epoch{'s' * (epochs != 1)}"]
     if config.time_limit is not None:

@@ -315,10 +315,10 @@ class Direct:
         return _Away(host, label)
 
     def let_go(self) -> None:
-        """Nothing is ever on its way."""
+        """Do nothing: no copy is ever on its way."""
 
     def ask(self, tickets: Sequence[_Away]) -> None:
-        """Nothing comes back ahead of its use."""
+        """Do nothing: no copy back begins ahead of its use."""
 
     def fetch(self, ticket: _Away) -> Tensor:
         device = torch.empty(ticket.host.numel(), dtype=torch.uint8, device=self._device)
@@ -326,7 +326,7 @@ class Direct:
         return device
 
     def release(self, ticket: _Away) -> None:
-        """Bytes that came back are held by who fetched them alone."""
+        """Do nothing: bytes that came back are held by who fetched them."""
 
     def drop(self, ticket: _Away) -> None:
         self._held -= ticket.host.numel()

@@ -164,15 +164,15 @@ Piece = Kept | Away | Dropped
 
 @dataclass(slots=True, eq=False)
 class Made:
-    """A storage that a forward came across.
+    """One storage of a forward, and the versions of its content.
 
     Attributes:
-        known: Keeps its identity from being given to another, not its memory.
+        known: Keeps the storage's identity from being reused, not its memory.
         fate: Its policy.
         given: The stage's own or received tensor in it, where no layer made it.
-        makers: The layers that made its content, each with the version that it found.
-        pieces: Its content by version, as long as somebody needs it.
-        passing: Likewise what is made again for recomputed layers behind it alone.
+        makers: The positions of the layers that wrote it, each with the version that it found.
+        pieces: Its content by version, as long as somebody refers to it.
+        passing: Likewise content that is made again for recomputed layers behind it alone (TWICE).
     """
 
     known: StorageWeakRef

@@ -37,7 +37,7 @@ def connect_gloo(
 def join_gloo(
     rank: int, ranks: int, host: str, port: int, *, local: bool, hosted: bool = False
 ) -> GlooWire:
-    """A group of ranks that know where to meet; each process may call this more than once.
+    """Join ranks that know where to meet; each process may call this more than once.
 
     Args:
         rank: This rank.

@@ -167,7 +167,7 @@ class _Peer:
             self.connection.sendall(json.dumps(word).encode() + b"\n")
 
     def listen(self) -> list[str] | None:
-        """The words that have come; None at the end of the connection."""
+        """Return the words that have come; None at the end of the connection."""
         try:
             came = self.connection.recv(65536)
         except OSError:

@@ -50,7 +50,7 @@ def measure_links(
 
 
 def fit_link(times: Mapping[int, float]) -> Link:
-    """The alpha and beta of Hockney's model that fit best, by least squares of relative errors.
+    """Fit alpha and beta of Hockney's model by least squares of the relative errors.
 
     Args:
         times: Seconds one way, by bytes; two sizes or more.

@@ -69,7 +69,7 @@ class Transport(Protocol):
         """Wait until all ranks have called it."""
 
     def abort(self, reason: str) -> None:
-        """Makes all that is pending, and all later calls, fail with this reason on every rank.
+        """Make all that is pending, and all later calls, fail with this reason on every rank.
 
         The first reason counts; an `abort` after another does nothing.
         """

@@ -109,7 +109,7 @@ class _Draw:
         return size if drawn < 0.15 else 8 * max(1, round(size / 8))
 
     def images(self, channels: int) -> Shape:
-        """A shape of images with so many channels."""
+        """Draw a shape of images (n, channels, height, width)."""
         batch = self.pick(1, 1, 2, 2, 4, 8)
         side = self.size(6, min(512.0, max(8.0, (_MOST_NUMBERS / channels / batch) ** 0.5)))
         return batch, channels, side, side

@@ -24,7 +24,7 @@ Data = TypeVar("Data")
 def read_versioned(
     text: str | bytes, kind: type[Data], what: str, version: int, name: str, hint: str
 ) -> Data:
-    """The inverse of writing `{"format": version, **asdict(data)}`.
+    """Read a dataclass from the JSON `{"format": version, **asdict(data)}`.
 
     Args:
         text: The JSON.

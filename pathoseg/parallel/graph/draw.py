@@ -196,7 +196,7 @@ class _Sheet:
         self.title = f"{graph.model}: {parameters} of parameters, {', '.join(words)}"
 
     def cells(self, row: _Row, prefix: str, sign: str) -> Iterator[str]:
-        """A row's texts and bars."""
+        """Return the SVG of a row's texts and bars."""
         left = _LEFT + _INDENT * (row.depth - 1)
         room = (_COLUMNS["layer"] + _LEFT - _GAP - left - 12) // _LETTER
         name = _short(row.name.removeprefix(prefix), room)

@@ -19,7 +19,7 @@ from pathoseg.parallel.graph.layer_graph import (
 
 
 def fold(graph: LayerGraph, depth: int) -> LayerGraph:
-    """The graph with each call of a module at `depth` as one layer.
+    """Return the graph with each call of a module at `depth` as one layer.
 
     Depth 1 are the model's own children (module level), depth 2 their children (block level, in
     most networks), and so on until nothing folds. Layers that run outside of such modules stay.

@@ -90,7 +90,7 @@ def differences(train: Any, other: Any) -> set[str]:
 
 
 def attribute(root: Any, node: Any) -> Any:
-    """The parameter, buffer, constant or module that a `get_attr` node takes from the root."""
+    """Return what a `get_attr` node takes from the root: a parameter, buffer or module."""
     return operator.attrgetter(node.target)(root)
 
 
@@ -267,7 +267,7 @@ def to_tensor(numbers: int | Sequence[int]) -> torch.Tensor:
 
 
 def from_tensor(message: torch.Tensor) -> int | torch.Size:
-    """The inverse of `to_tensor`."""
+    """Decode the number or shape that `to_tensor` encoded."""
     return torch.Size(message.tolist()) if message.dim() else int(message)
 
 

@@ -255,12 +255,12 @@ class LayerGraph:
         return sum(self.parameters[name].bytes for name in used)
 
     def to_json(self) -> str:
-        """A text that `from_json` reads back."""
+        """Return the graph as a text that `from_json` reads."""
         return json.dumps({"format": FORMAT, **asdict(self)})
 
     @classmethod
     def from_json(cls, text: str) -> LayerGraph:
-        """The inverse of `to_json`.
+        """Read a graph that `to_json` wrote.
 
         Raises:
             PathosegError: The text is no layer graph, or one of another version of pathoseg.

@@ -37,7 +37,7 @@ def describe(
     written: Sequence[Any],
     flops: int,
 ) -> Kernel | None:
-    """The kernel that a call runs; None where it only makes a view or reserves memory.
+    """Return the kernel that a call runs; None where it only makes a view or reserves memory.
 
     Args:
         operator: The `OpOverload` that was called.
@@ -258,7 +258,7 @@ class Recorder:
     def ran(
         self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any, flops: int
     ) -> None:
-        """An operator was called and returned."""
+        """Record an operator's call: its kernel, FLOPs, and the storages of what it made."""
         schema = operator._schema.arguments
         named = [(argument.name, value) for argument, value in zip(schema, args, strict=False)]
         named += kwargs.items()

@@ -23,7 +23,7 @@ def vector_lanes() -> int | None:
 
 
 def cpu_workspace(lanes: int = 16, threads: int = 1) -> Workspace:
-    """The workspace of contiguous (NCHW) float32 layers, found by watching torch 2.13's allocator.
+    """Return the workspace of contiguous (NCHW) float32 layers on a CPU, as torch 2.13 takes it.
 
     The backward of batch norm has a temporary of its input's size. oneDNN copies the input, weight
     and output of a convolution into blocks of channels, and its result back.

@@ -49,7 +49,7 @@ def balance(
     byte_cost: float = 0.0,
     model: MemoryModel | None = None,
 ) -> Partition:
-    """`Cutter.balance`, for a graph that is cut once."""
+    """Cut a graph as `Cutter.balance` does; for one that is cut once."""
     return Cutter(graph, model).balance(stages, by, limit, byte_cost)
 
 
@@ -90,7 +90,7 @@ class Cutter:
         limit: MemoryLimit | None = None,
         byte_cost: float = 0.0,
     ) -> Partition:
-        """The cut whose most loaded stage is least loaded; among such, one that sends least.
+        """Cut so that the most loaded stage is least loaded; among such cuts, send least.
 
         A stage is an interval of the layers in their order of execution, in which activations die
         and layers write in place. The cut is exact: dynamic programming over all intervals.

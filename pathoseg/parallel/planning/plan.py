@@ -175,7 +175,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str, name: str = "The plan") -> Plan:
-        """The inverse of `to_json`.
+        """Read a plan from JSON.
 
         Args:
             text: Made by `to_json`.

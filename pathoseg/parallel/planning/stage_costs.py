@@ -92,7 +92,11 @@ class StageCosts:
         return self.hardware.inside.beta
 
     def weights(self, recompute: bool = False) -> list[float]:
-        """Seconds that each layer takes of a step's time for one microbatch."""
+        """Return the seconds of each layer's passes for one microbatch: forward and backward.
+
+        Args:
+            recompute: Whether the forward runs twice.
+        """
         return [
             (1 + recompute) * forward + backward
             for forward, backward in zip(self._forwards, self._backwards, strict=True)
@@ -232,5 +236,5 @@ def longest_chains(times: Sequence[float], edges: Iterable[tuple[int, int]]) -> 
 
 
 def stage_edges(partition: Partition) -> tuple[Edge, ...]:
-    """The schedule's edges for the values that stages send, one each, in the same order."""
+    """Return the schedule's edge for each value that stages send, in the same order."""
     return numbered((sent.source, sent.target) for sent in partition.edges)

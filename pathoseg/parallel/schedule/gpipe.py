@@ -49,5 +49,5 @@ def mp_basic(placement: Placement, microbatches: int) -> Schedule:
 
 
 def sequential(microbatches: int) -> Schedule:
-    """One rank with the whole model as one stage; in groups, it is data parallelism."""
+    """Order one rank with the whole model as one stage; in groups, it is data parallelism."""
     return replace(mp_basic(linear(1), microbatches), name="sequential")
