@@ -185,7 +185,8 @@ class TrainConfig:
         patience: Epochs without a better validation Dice before stopping; 0 never stops.
         validate_every: Epochs between validations.
         checkpoint_minutes: Minutes between checkpoints within an epoch.
-        readers: Threads that read and augment tiles.
+        readers: Threads that read and augment tiles; None means the cores that this process may
+            use (docs/performance.md), shared among the ranks of a machine.
     """
 
     start_from: str | None = None
@@ -204,7 +205,7 @@ class TrainConfig:
     patience: NaturalNumber = 0
     validate_every: Count = 1
     checkpoint_minutes: NotNegative = 10.0
-    readers: Count = 2
+    readers: Count | None = None
 
 
 @dataclass(frozen=True)
@@ -220,7 +221,7 @@ class InferConfig:
             `margin` is given, tiles are blended whatever the network.
         margin: Outer pixels of a tile whose predictions get no weight; None lets `infer` choose.
         batch: Tiles a forward pass.
-        readers: Threads that read tiles ahead.
+        readers: Threads that read tiles ahead; None means as for [train].
         simplify: Tolerance of the outlines in pixels of the mask; 0 keeps pixel edges. Neighbours
             keep their shared edge, so beyond 1.4 pixels nothing more is left out.
         min_region_um2: Smaller regions are left out of the outlines (the mask keeps them).
@@ -233,7 +234,7 @@ class InferConfig:
     overlap: NaturalNumber | None = None
     margin: NaturalNumber | None = None
     batch: Count = 1
-    readers: Count = 2
+    readers: Count | None = None
     simplify: NotNegative = 0.5
     min_region_um2: NotNegative = 10.0
     compress_regions: bool = False

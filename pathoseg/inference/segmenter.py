@@ -36,6 +36,7 @@ from pathoseg.outputs.stitch import (
     reach_down,
     stitch,
 )
+from pathoseg.platform_support import cores_to_use
 from pathoseg.progress import progress_bar, say
 from pathoseg.slides.region import Region, read_region
 from pathoseg.slides.slide import Slide, model_frame, open_slide
@@ -541,7 +542,7 @@ class Segmenter:
             read,
             rows,
             options.batch,
-            options.readers,
+            options.readers or cores_to_use(),
             self._dtype,
             inside,
         )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
+import cv2
 import numpy as np
 from numpy.typing import NDArray
 
@@ -134,6 +135,8 @@ class TrainingSet:
         self.steps_per_epoch = math.ceil((samples_per_epoch or usable) / batch)
         self._weights: NDArray[np.float64] | None = None
         self.held_back: dict[int, HeldBack] = {}
+        # Readers are threads already; OpenCV's own would take their cores.
+        cv2.setNumThreads(1)
         if balance == "class" and balance_limit < math.inf:
             even = _even_weights(self._groups, len(self._tiles))
             self._weights = _limited(even, balance_limit / usable)

@@ -10,6 +10,7 @@ from typing import Any
 
 from pathoseg.config import load_config
 from pathoseg.interruption import Interruption
+from pathoseg.platform_support import cores_to_use
 from pathoseg.progress import progress_bar, say
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.cache import SHARD
@@ -41,7 +42,7 @@ def fill_cache(config_file: Path | None, flags: Mapping[str, Mapping[str, Any]])
             count = len(tiles.shards())
             with (
                 progress_bar(source.slide.name, count, "shards") as bar,
-                closing(tiles.fill(config.train.readers)) as filled,
+                closing(tiles.fill(config.train.readers or cores_to_use())) as filled,
             ):
                 for _ in filled:
                     bar.advance()

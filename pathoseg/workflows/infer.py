@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from pathoseg.interruption import Interruption
 from pathoseg.outputs.report import read_summary, write_failures, write_summary_table
 from pathoseg.parallel.comm.launcher import World, find_host_share, find_world, use_host_share
 from pathoseg.parallel.comm.local_ranks import start_workers
-from pathoseg.platform_support import parent_lives, process_age
+from pathoseg.platform_support import cores_to_use, parent_lives, process_age
 from pathoseg.progress import say
 from pathoseg.slides.folder import slides_in
 from pathoseg.slides.slide import model_frame, open_slide
@@ -79,7 +80,9 @@ def infer(
     with Interruption(advice) as interruption:
         if world.launcher is not None:
             _stop_with_launcher(interruption)
-        with _one_voice(world):
+        with _one_voice(world) as cores:
+            readers = config.infer.readers or cores
+            config = replace(config, infer=replace(config.infer, readers=readers))
             folders = result_folders(out, _slides(inputs))
             segmenter = load_segmenter(bundle_of(model), config, factory)
             if len(folders) == 1:  # refused before anything is written
@@ -108,22 +111,25 @@ def infer(
 
 
 @contextmanager
-def _one_voice(world: World) -> Iterator[None]:
+def _one_voice(world: World) -> Iterator[int]:
     """Have the ranks of a launcher begin as one program: each with its part of its host.
 
     Rank 0 alone prints. An error is told by one rank of each host, whose files may differ.
+
+    Yields:
+        The number of cores that this process may keep busy.
     """
     if world.launcher is None:
-        yield
+        yield cores_to_use()
         return
     share = find_host_share(world)
-    use_host_share(share)
+    cores = use_host_share(share)
     with ExitStack() as stack:
         if world.rank:
             stack.enter_context(silent())
         if share.rank:
             stack.enter_context(errors_left_to_rank_0(_HEAD_START))
-        yield
+        yield cores
 
 
 def _stop_with_launcher(interruption: Interruption) -> None:

@@ -33,7 +33,7 @@ from pathoseg.models.build import build_model, check_tile, edge_reach, tile_mult
 from pathoseg.models.bundle import CARD, Bundle, load_bundle, load_card, save_bundle
 from pathoseg.models.losses import build_loss
 from pathoseg.outputs.atomic import replaced, write_text
-from pathoseg.parallel.comm.launcher import find_world
+from pathoseg.parallel.comm.launcher import find_world, share_of_cores
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.orders import AUTO, find_order
@@ -227,6 +227,7 @@ def _train(
         traced = read_model(model, config)
         if traced is not None and pick_device().type == "cpu":
             check_host(traced.graph, config)
+    readers = config.train.readers or share_of_cores(transport)
     card = _card(config, sources, members, model, origin)
     _overview(sources, members, table, one_sided(members.values(), held))
     pool = SlidePool(lambda path: open_slide(path, config.data.assume_mpp))
@@ -242,7 +243,7 @@ def _train(
         interruption.advice = f"Continue with: pathoseg train --resume --out {run}"
         task = make_task(config.model.task, sources.classes, config.tiles.min_cover)
         loss = build_loss(config.loss, config.model.task)
-        batch, readers = config.train.microbatch or config.train.batch, config.train.readers
+        batch = config.train.microbatch or config.train.batch
         engine: Engine
         if transport is None or plan is None:
             device = pick_device()
@@ -257,7 +258,7 @@ def _train(
             engine,
             card,
             loss,
-            _training_set(config, tiles.train, sources.classes),
+            _training_set(config, tiles.train, sources.classes, readers),
             Validation(tiles.val, task, sources.classes, batch, readers),
             started,
         )
@@ -457,7 +458,9 @@ def _factory(config: Config) -> str | None:
     return config.model.name if ":" in config.model.name else None
 
 
-def _training_set(config: Config, slides: Sequence[SlideTiles], classes: ClassTable) -> TrainingSet:
+def _training_set(
+    config: Config, slides: Sequence[SlideTiles], classes: ClassTable, readers: int
+) -> TrainingSet:
     training = TrainingSet(
         slides,
         config.train.batch,
@@ -468,7 +471,7 @@ def _training_set(config: Config, slides: Sequence[SlideTiles], classes: ClassTa
         config.tiles.min_cover if config.model.task == "classify" else None,
         config.tiles.offsets,
         Augmentation(config.augment),
-        config.train.readers,
+        readers,
     )
     for index, held in training.held_back.items():
         say(

@@ -22,7 +22,8 @@ import torch
 from pathoseg.errors import PathosegError
 from pathoseg.host_memory import keep_freed_memory
 from pathoseg.parallel.comm.process_transport import ProcessTransport
-from pathoseg.platform_support import usable_cores
+from pathoseg.parallel.comm.transport import Transport
+from pathoseg.platform_support import cores_to_use, usable_cores
 
 Choice = Literal["auto", "mpi", "gloo", "nccl"]
 
@@ -112,11 +113,13 @@ class HostShare(NamedTuple):
         ranks: Number of ranks on the host.
         cores: Cores of the host that these ranks have together; None where the launcher does not
             say.
+        in_task: How many of them share this process's Slurm task.
     """
 
     rank: int
     ranks: int
     cores: int | None = None
+    in_task: int = 1
 
 
 def find_host_share(world: World, environment: Mapping[str, str] = os.environ) -> HostShare:
@@ -136,7 +139,10 @@ def find_host_share(world: World, environment: Mapping[str, str] = os.environ) -
         return HostShare(0, 1)
     for rank, ranks in _OF_HOST:
         if rank in environment and ranks in environment:
-            return HostShare(_number(environment, rank), _number(environment, ranks))
+            count = _number(environment, ranks)
+            # Under mpirun each rank is a task; torchrun is one task with all its ranks.
+            in_task = count if world.launcher == "torchrun" else 1
+            return HostShare(_number(environment, rank), count, in_task=in_task)
     # "2(x3),1": two tasks on each of the first three nodes, one on the fourth.
     tasks = [
         int(count)
@@ -154,18 +160,24 @@ def find_host_share(world: World, environment: Mapping[str, str] = os.environ) -
     return HostShare(_number(environment, "SLURM_LOCALID"), tasks[node % len(tasks)], cores)
 
 
-def use_host_share(share: HostShare) -> None:
+def use_host_share(share: HostShare) -> int:
     """Compute with this process's part of its host, as `connect` has it without any message.
 
-    PyTorch's threads are the cores that this process may use, at most the ranks' cores over their
-    number; a set `OMP_NUM_THREADS` is left as it is. GPUs are dealt out to the ranks in turn.
+    PyTorch's threads are its share of the cores (`cores_to_use`); a set `OMP_NUM_THREADS` is left
+    as it is. GPUs are dealt out to the ranks in turn.
+
+    Returns:
+        The number of cores that this process may keep busy.
     """
+    # A launcher that binds leaves each rank its cores, one that does not leaves it all.
+    whole = share.cores or len(usable_cores(os.getppid()))
+    whole = min(whole, len(usable_cores()) * share.ranks)
+    cores = cores_to_use(whole, share.ranks, share.in_task)
     if "OMP_NUM_THREADS" not in os.environ:
-        # A launcher that binds leaves each rank its cores, one that does not leaves it all.
-        cores = share.cores or len(usable_cores(os.getppid()))
-        torch.set_num_threads(max(1, min(len(usable_cores()), cores // share.ranks)))
+        torch.set_num_threads(cores)
     if torch.cuda.is_available():
         torch.cuda.set_device(share.rank % torch.cuda.device_count())
+    return cores
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
@@ -211,14 +223,26 @@ def connect(choice: Choice = "auto", world: World | None = None) -> ProcessTrans
             world.rank, world.ranks, world.host, world.port, local=world.local, hosted=world.hosted
         )
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(_share_of_cores(transport))
+        torch.set_num_threads(share_of_cores(transport))
     keep_freed_memory()
     return transport
 
 
-def _share_of_cores(transport: ProcessTransport) -> int:
-    """Cores that the ranks of this machine may use, over their number; at least one."""
-    mine = {"host": socket.gethostname(), "cores": sorted(usable_cores())}
+def share_of_cores(transport: Transport | None) -> int:
+    """Return how many cores this rank may keep busy (`cores_to_use`): its share of the machine's.
+
+    All ranks call it together.
+
+    Args:
+        transport: Joins the ranks; None where this process is alone.
+    """
+    if transport is None:
+        return cores_to_use()
+    # Under mpirun each rank is a task; others may be started several by one task.
+    task = None if find_world().launcher == "mpirun" else os.environ.get("SLURM_PROCID")
+    mine = {"host": socket.gethostname(), "cores": sorted(usable_cores()), "task": task}
     everyone = [json.loads(text) for text in transport.gather(json.dumps(mine))]
-    here = [each["cores"] for each in everyone if each["host"] == mine["host"]]
-    return max(1, len(set().union(*here)) // len(here))
+    here = [each for each in everyone if each["host"] == mine["host"]]
+    cores = len(set().union(*(each["cores"] for each in here)))
+    in_task = 1 if task is None else sum(each["task"] == task for each in here)
+    return cores_to_use(cores, len(here), in_task)
