@@ -124,10 +124,12 @@ class Nodes:
         return size * self._link(source, target).beta
 
     def all_reduce(self, ranks: Sequence[int], size: int) -> float:
-        """Hierarchical: reduce-scatter in the node, ring between nodes, all-gather in the node.
+        """Return the time of a hierarchical sum: in the node, in a ring of nodes, in the node
+        again.
 
-        All ranks are taken to sum at once, each set of ranks its own stage: `per_node` / (ranks
-        of this sum on a node) such rings share the node's link.
+        It is a reduce-scatter, a ring and an all-gather. All ranks are taken to sum at once, each
+        set of ranks its own stage: `per_node` / (ranks of this sum on a node) such rings share the
+        node's link.
         """
         nodes = sorted({rank // self.per_node for rank in ranks})
         local = -(-len(ranks) // len(nodes))

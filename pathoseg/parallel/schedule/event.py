@@ -10,10 +10,16 @@ from pathoseg.parallel.schedule.action import Action, Edge, Kind
 
 
 class Event(NamedTuple):
-    """One action of one rank in time.
+    """One action of one rank with its times.
 
-    For a SEND, OFFLOAD, PREFETCH or REDUCE it is the time on the wire, for a RECV or WAIT_REDUCE
-    the time the rank waited, for the others the time it computed.
+    For a SEND, OFFLOAD, PREFETCH or REDUCE they are those on the wire, for a RECV or WAIT_REDUCE
+    those of the rank's wait, for the others those of the computation.
+
+    Attributes:
+        rank: The rank.
+        action: The action.
+        start: In seconds, or in the units of the costs that were simulated.
+        end: Likewise.
     """
 
     rank: int
