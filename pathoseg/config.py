@@ -304,7 +304,7 @@ UNNUMBERED = 1  # format of the config.toml of a run that states none
 # to the newest format that ran without it.
 _FORMER_DEFAULTS: Mapping[int, Mapping[str, Mapping[str, Any]]] = {
     1: {
-        "annotations": {"roi": []},
+        "annotations": {"roi": [], "unclassified": "skip", "labels": "centre"},
         "tiles": {"tile": 1024, "offsets": "grid", "balance_limit": math.inf},
     }
 }

@@ -14,6 +14,8 @@ from shapely import MultiPolygon, Polygon
 from pathoseg.annotations.annotation import Annotation
 from pathoseg.errors import PathosegError
 
+WITHOUT_AREA = "outlines without an area"
+
 # Level-0 pixels: twenty times the widest slide, and far from where float arithmetic gets coarse.
 _FARTHEST = 1e7
 

@@ -12,7 +12,13 @@ from types import MappingProxyType
 from typing import Literal, cast, get_args
 
 from pathoseg.annotations.annotation import ClassTable, Labels
-from pathoseg.annotations.reading import class_table, find_annotation, read_labels
+from pathoseg.annotations.reading import (
+    class_table,
+    find_annotation,
+    read_labels,
+    stray_annotations,
+    what_is_left_out,
+)
 from pathoseg.config import LARGEST_TILE, Config
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Frame
@@ -238,11 +244,13 @@ class LabelledSlides:
         usable: Slides with labels.
         classes: The classes of the labels, or those the configuration names.
         left_out: By file name, the reason why a slide is not used.
+        notes: What annotations hold and nothing is learnt from, a sentence for each kind.
     """
 
     usable: tuple[LabelledSlide, ...]
     classes: ClassTable
     left_out: dict[str, str]
+    notes: tuple[str, ...] = ()
 
 
 def find_labelled_slides(config: Config, classes: ClassTable | None = None) -> LabelledSlides:
@@ -294,7 +302,10 @@ def find_labelled_slides(config: Config, classes: ClassTable | None = None) -> L
     if not usable:
         raise _nothing_left(notes or folder, left_out)
     table = classes or class_table([source.labels for source in usable], data.classes)
-    return LabelledSlides(tuple(usable), table, left_out)
+    reports = [source.labels.report for source in usable]
+    strays = stray_annotations(folder if notes is None else notes, slides_in(folder))
+    lines = what_is_left_out(reports, strays, table)
+    return LabelledSlides(tuple(usable), table, left_out, tuple(lines))
 
 
 def named_in(sources: LabelledSlides, table: Path) -> LabelledSlides:
@@ -312,7 +323,14 @@ def named_in(sources: LabelledSlides, table: Path) -> LabelledSlides:
 
 def classes_held(sources: LabelledSlides) -> dict[str, Collection[str]]:
     """Return, by slide name, the classes that its annotation holds."""
-    return {source.slide.name: tuple(source.labels.classes()) for source in sources.usable}
+    names = set(sources.classes.names)
+    held = dict[str, Collection[str]]()
+    for source in sources.usable:
+        own, report = set(source.labels.classes()), source.labels.report
+        if report.unclassified:  # they are of that class where the run has it
+            own |= {report.fallback} & names
+        held[source.slide.name] = sorted(own)
+    return held
 
 
 def with_tile(config: Config, sources: LabelledSlides, multiple: int) -> Config:

@@ -34,6 +34,10 @@ def fill_cache(config_file: Path | None, flags: Mapping[str, Mapping[str, Any]])
     folder = config.tiles.cache or DEFAULT
     config = replace(config, tiles=replace(config.tiles, cache=folder, stain="none"))
     sources = find_labelled_slides(config)
+    for name, reason in sources.left_out.items():
+        say(f"Left out: {name}: {reason}")
+    for note in sources.notes:
+        say(note)
     config = with_tile(config, sources, multiple=1)
     pool = SlidePool(lambda path: open_slide(path, config.data.assume_mpp))
     with Interruption("Run the same command again to go on.") as interruption, closing(pool):

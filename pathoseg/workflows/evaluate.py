@@ -125,6 +125,8 @@ def evaluate(
         say(f"Take care: {warning}")
     for name, reason in sources.left_out.items():
         say(f"Left out: {name}: {reason}")
+    for note in sources.notes:
+        say(note)
     say(f"Written to {path}; to read: {path.with_suffix('.html')}")
     return path
 

@@ -538,3 +538,5 @@ def _overview(
             say(f"{name} is on no validation slide: how well it is learnt is not seen.")
     for name, reason in sources.left_out.items():
         say(f"Left out: {name}: {reason}")
+    for note in sources.notes:
+        say(note)
