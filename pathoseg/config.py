@@ -1,4 +1,4 @@
-"""What a run is asked to do: frozen, read from TOML and flags, written back as the run's record."""
+"""The options of a run: frozen, read from TOML and flags, written back as the run's record."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ Names = Annotated[str | tuple[str, ...], BeforeValidator(_one_alone)]
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where slides and annotations come from.
+    """The slides and annotations of a run.
 
     Attributes:
         slides: Folder of slides, or several; folders inside are searched too.
@@ -108,7 +108,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TileConfig:
-    """How slides are cut for training.
+    """The tiles that slides are cut into for training.
 
     Attributes:
         mpp: Microns per pixel the model sees.
@@ -275,7 +275,7 @@ class EvaluateConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How ranks share a step; docs/planning.md says how a plan is found.
+    """The ranks of a run and their shares of a step; docs/planning.md says how a plan is found.
 
     Attributes:
         ranks: How many ranks there are; a launcher such as mpirun overrules it.

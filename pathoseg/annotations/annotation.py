@@ -125,7 +125,7 @@ class ClassTable:
 
 
 class Labels(Protocol):
-    """What is known of a slide's pixels, from polygons or from an index mask."""
+    """The labels of one slide, read from polygons or from an index mask."""
 
     @property
     def path(self) -> Path: ...
@@ -151,12 +151,12 @@ class Labels(Protocol):
 
 
 def is_background(class_name: str) -> bool:
-    """Whether a class of this name is index 0, unless a model has it among its classes."""
+    """Return True if a class of this name is index 0, unless a model lists it among its classes."""
     return class_name.casefold() == _BACKGROUND_NAME
 
 
 def is_ignored(class_name: str) -> bool:
-    """Whether regions of a class of this name say nothing of what they show."""
+    """Return True if pixels of a class of this name are left out of training and evaluation."""
     return class_name.endswith(_IGNORED_SUFFIX)
 
 

@@ -123,7 +123,7 @@ class MaskLabels:
         return classes
 
     def _names(self) -> dict[int, str]:
-        """What the values in use are called."""
+        """Return the class name of each value that the mask has."""
         own = {value: f"class {value}" for value in self._pixels.colours}
         return {value: self._rename.get(name, name) for value, name in own.items()}
 
@@ -413,7 +413,7 @@ def _palette_colour(palette: list[int], value: int) -> Colour | None:
 
 
 def _same_aspect(mask: Size, slide: Size) -> bool:
-    """Whether one scale, with sides rounded up or down, takes the slide to the mask."""
+    """Return True if the mask is the slide at one scale, with sides rounded up or down."""
     return abs(mask.width * slide.height - mask.height * slide.width) <= slide.width + slide.height
 
 

@@ -25,13 +25,13 @@ class State:
     Attributes:
         slide: Its path as it was given.
         status: "begun" by a process that works on it, or that was stopped or killed.
-        key: What its result depends on: the file, the model, the options.
-        attempts: How often it was begun.
-        host: Where the last attempt runs or ran.
-        seconds: Of each attempt that came to an end, the last one last.
+        key: A hash of all that its result depends on: the file, the model, the options.
+        attempts: Number of times that it was begun.
+        host: The host of the last attempt.
+        seconds: Duration of each attempt that came to an end, the last one last.
         outputs: Files of the whole result to their bytes.
         problem: Why it failed.
-        hint: What can be done about it.
+        hint: The hint that mends it.
         written: When, in seconds of the file system's clock; 0 before it is read back.
     """
 
@@ -63,7 +63,7 @@ def state_file(out: Path, folder: Path) -> Path:
 
 
 def read_state(path: Path) -> State | None:
-    """The state, None where there is none that can be read."""
+    """Read a slide's state file; None if it is missing, broken or of another version."""
     try:
         with path.open(encoding="utf-8") as file:
             entries = json.load(file)
@@ -76,7 +76,7 @@ def read_state(path: Path) -> State | None:
 
 
 def write_state(path: Path, state: State) -> None:
-    """Replaces the file.
+    """Replace a slide's state file, whole or not at all.
 
     Raises:
         OSError: The disk is full or cannot be written.
@@ -91,12 +91,17 @@ SUMMARY = "summary.json"  # written last, so a folder that has it is whole
 
 
 def result_folders(out: Path, slides: Mapping[Path, str]) -> dict[Path, Path]:
-    """Slide → folder: the name without its suffix, or the whole name where another slide has that,
-    here or in an earlier batch, or a folder of slides is called so.
+    """Choose the folder of each slide's result: its name without the suffix, or the whole name.
+
+    The whole name is used where another slide of this call or of an earlier batch has the shorter
+    one, or where a folder of slides is called so.
 
     Args:
         out: The folder of the batch.
-        slides: File → name, whose folders are mirrored.
+        slides: By file, the name, whose folders are mirrored.
+
+    Returns:
+        By slide, its folder in `out`.
 
     Raises:
         PathosegError: Two slides would share a folder, or one lie in another's.
@@ -136,12 +141,13 @@ def _refuse_shared(folders: Mapping[Path, Path], out: Path) -> None:
 
 @contextmanager
 def result_folder(folder: Path, work: Path) -> Iterator[Path]:
-    """A folder to write into; it takes the place of `folder` when the block succeeds.
+    """Make a context that yields a folder to write into, which replaces `folder` at the end.
 
-    Where another process has put the same result there at the same moment, that one stays.
+    Where another process has put the same result there at the same moment, that one stays. After an
+    error `folder` is as it was.
 
     Args:
-        folder: Of the result.
+        folder: The folder of the result.
         work: A folder on the same disk for what is not whole.
 
     Raises:

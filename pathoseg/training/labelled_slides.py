@@ -100,7 +100,7 @@ def split_slides(
 
 
 def patients_in(table: Path | None, names: Collection[str]) -> dict[str, str]:
-    """The patient of each slide; one of which the table says nothing is a patient of its own.
+    """Read each slide's patient; one of which the table says nothing is a patient of its own.
 
     Raises:
         PathosegError: The table cannot be read.
@@ -110,7 +110,7 @@ def patients_in(table: Path | None, names: Collection[str]) -> dict[str, str]:
 
 
 def find_table(data: DataConfig) -> Path | None:
-    """The table of slides: the one that is named, else `slides.csv` in one of the folders.
+    """Find the table of slides: the one that is named, else `slides.csv` in one of the folders.
 
     Raises:
         PathosegError: Several folders have one.
@@ -276,12 +276,12 @@ class LabelledSlide:
 
 @dataclass(frozen=True)
 class LabelledSlides:
-    """What a folder offers.
+    """The slides of a folder that can be learnt from, and their classes.
 
     Attributes:
         usable: Slides with labels.
         classes: The classes of the labels, or those the configuration names.
-        left_out: Name → why it is not used.
+        left_out: By name, the reason why a slide is not used.
         notes: What annotations hold and nothing is learnt from, a sentence for each kind.
     """
 
@@ -446,7 +446,7 @@ def named_in(sources: LabelledSlides, table: Path) -> LabelledSlides:
 
 
 def classes_held(sources: LabelledSlides) -> dict[str, Collection[str]]:
-    """Slide name → the classes that its annotation holds."""
+    """Return, by slide name, the classes that its annotation holds."""
     names = set(sources.classes.names)
     held = dict[str, Collection[str]]()
     for source in sources.usable:
@@ -545,14 +545,14 @@ def none_to_train_on(members: Mapping[str, Member]) -> PathosegError:
 def cut(
     config: Config, source: LabelledSlide, sources: LabelledSlides, slides: SlidePool, overlap: int
 ) -> SlideTiles:
-    """The tiles of one slide."""
+    """Cut one slide into its tiles."""
     return cut_with_tissue(config, source, sources.classes, slides, overlap)[0]
 
 
 def cut_with_tissue(
     config: Config, source: LabelledSlide, classes: ClassTable, slides: SlidePool, overlap: int
 ) -> tuple[SlideTiles, Tissue]:
-    """The tiles of one slide, and its tissue."""
+    """Cut one slide into its tiles; return them and its tissue."""
     options = TileOptions(
         tile=config.tiles.side,
         overlap=overlap,

@@ -8,8 +8,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,19 +23,19 @@ from pathoseg.inference.segmenter import load_segmenter
 from pathoseg.inference.slide_job import WORK, SlideJob, WorkerContext
 from pathoseg.interruption import Interruption
 from pathoseg.outputs.report import read_summary, write_failures, write_summary_table
-from pathoseg.parallel.comm.launcher import find_world, share_of_cores
-from pathoseg.parallel.comm.local_ranks import start_crew
-from pathoseg.parallel.comm.transport import Transport
-from pathoseg.platform_support import parent_lives
+from pathoseg.parallel.comm.launcher import World, find_host_share, find_world, use_host_share
+from pathoseg.parallel.comm.local_ranks import start_workers
+from pathoseg.platform_support import cores_to_use, parent_lives, process_age
 from pathoseg.progress import say
 from pathoseg.slides.folder import find_slides
 from pathoseg.slides.slide import model_frame, open_slide
-from pathoseg.training.distributed import joined, own_device
+from pathoseg.training.distributed import errors_left_to_rank_0, silent
 from pathoseg.training.run_folder import bundle_of
 
 TABLE = "summary.csv"
 FAILURES = "failures.csv"
 _NAP = 0.5  # seconds
+_HEAD_START = 2.0  # seconds
 
 
 def infer(
@@ -51,7 +51,7 @@ def infer(
     """Segments every slide of `inputs` (slides, or folders of slides) into `out`.
 
     All processes that do so at the same time share the work: the ranks of one job, and jobs that
-    know nothing of each other. They meet in `out` alone.
+    know nothing of each other. They send each other nothing, and meet in `out` alone.
 
     Args:
         inputs: Slides and folders of slides.
@@ -75,16 +75,13 @@ def infer(
     world = find_world()
     if arguments is not None and config.parallel.ranks > 1 and world.launcher is None:
         command = [sys.executable, "-m", "pathoseg", *arguments]
-        return start_crew(config.parallel.ranks, command)
+        return start_workers(config.parallel.ranks, command)
     advice = f"What is done is in {out}. Go on with the same command and --resume."
     with Interruption(advice) as interruption:
         if world.launcher is not None:
             _stop_with_launcher(interruption)
-        # Ranks of our own start, and torchrun's, meet by gloo whatever trains.
-        with joined("auto" if world.hosted else config.parallel.transport) as transport:
-            if transport is not None:
-                own_device(transport)
-            readers = config.infer.readers or share_of_cores(transport)
+        with _one_voice(world) as cores:
+            readers = config.infer.readers or cores
             config = replace(config, infer=replace(config.infer, readers=readers))
             names = _slides(inputs)
             folders = result_folders(out, names)
@@ -94,7 +91,9 @@ def infer(
                     model_frame(opened, segmenter.card.mpp)
             interruption.raise_if_asked()
             leases = Leases(out / STATES)
-            since = _first(leases.now(), transport)
+            since = leases.now()
+            if world.launcher is not None:  # ranks begin together, and load at their own pace
+                since -= process_age()
         with leases:
             context = WorkerContext(segmenter, config, out, leases, interruption, resume, since)
             batch = [
@@ -113,6 +112,28 @@ def infer(
                 for folder in [*sorted((out / WORK).glob("**/"), reverse=True), out / WORK]:
                     folder.rmdir()
     return _verdict(batch, out, leads=world.rank == 0)
+
+
+@contextmanager
+def _one_voice(world: World) -> Iterator[int]:
+    """Have the ranks of a launcher begin as one program: each with its part of its host.
+
+    Rank 0 alone prints. An error is told by one rank of each host, whose files may differ.
+
+    Yields:
+        The number of cores that this process may keep busy.
+    """
+    if world.launcher is None:
+        yield cores_to_use()
+        return
+    share = find_host_share(world)
+    cores = use_host_share(share)
+    with ExitStack() as stack:
+        if world.rank:
+            stack.enter_context(silent())
+        if share.rank:
+            stack.enter_context(errors_left_to_rank_0(_HEAD_START))
+        yield cores
 
 
 def _stop_with_launcher(interruption: Interruption) -> None:
@@ -135,11 +156,6 @@ def _slides(inputs: Sequence[Path]) -> dict[Path, str]:
         for name, slide in found.items():
             slides.setdefault(slide, name)
     return slides
-
-
-def _first(now: float, transport: Transport | None) -> float:
-    """When the first rank began: what is done from then on is done in this batch."""
-    return now if transport is None else min(map(float, transport.gather(repr(now))))
 
 
 def _work(batch: Sequence[SlideJob], interruption: Interruption) -> None:
