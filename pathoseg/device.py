@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -63,6 +63,28 @@ def to_input(
     shift, scale = (torch.tensor(each, device=device).repeat(width) * 255 for each in (mean, std))
     scaled = pixels.sub(shift).div_(scale).view(count, height, width, 3)
     return scaled.permute(0, 3, 1, 2).contiguous(memory_format=layout)
+
+
+Images = NDArray[np.uint8] | Mapping[str, NDArray[np.uint8]]
+Inputs = torch.Tensor | dict[str, torch.Tensor]
+
+
+def to_inputs(
+    images: Images,
+    mean: Sequence[float],
+    std: Sequence[float],
+    device: torch.device,
+    layout: torch.memory_format = torch.contiguous_format,
+) -> Inputs:
+    """Apply `to_input` to the images of a network's only input, or to those of each by name."""
+    if isinstance(images, Mapping):
+        return {name: to_input(each, mean, std, device, layout) for name, each in images.items()}
+    return to_input(images, mean, std, device, layout)
+
+
+def answer(model: torch.nn.Module, inputs: Inputs) -> Any:
+    """Call a network with its only input, or with several by name."""
+    return model(**inputs) if isinstance(inputs, dict) else model(inputs)
 
 
 @contextmanager

@@ -78,6 +78,53 @@ class Mpp:
         return math.sqrt(self.x * self.y)
 
 
+IMAGE = "image"  # a network's first input: the tile itself
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """An input of a network: a square of pixels around the centre of a tile.
+
+    Attributes:
+        name: The argument of the network's `forward`.
+        mpp: Microns per pixel.
+        size: Side in pixels.
+
+    Raises:
+        PathosegError: The name is no argument's, or a number is not positive.
+    """
+
+    name: str
+    mpp: float
+    size: int
+
+    def __post_init__(self) -> None:
+        if not (self.name.isidentifier() and 0 < self.mpp < math.inf and self.size > 0):
+            raise PathosegError(
+                f"An input {self.name!r} of {self.size} px at {self.mpp} µm per pixel is "
+                "impossible.",
+                "Give the name of an argument, and positive numbers.",
+            )
+
+    def ratio(self, mpp: float) -> int:
+        """Return how many pixels of `mpp`, which divides its own, one pixel is wide."""
+        return round(self.mpp / mpp)
+
+    def around(self, tile: Box, mpp: float) -> Box:
+        """Return its pixels, counted in its own resolution, around the centre of a tile.
+
+        Args:
+            tile: In pixels of `mpp`; its place is a multiple of `ratio`.
+            mpp: Microns per pixel of the tile.
+        """
+        ratio = self.ratio(mpp)
+        x, y = (
+            (2 * start + side - ratio * self.size) // (2 * ratio)
+            for start, side in ((tile.x, tile.width), (tile.y, tile.height))
+        )
+        return Box(x, y, self.size, self.size)
+
+
 @dataclass(frozen=True, slots=True)
 class Level:
     """One stored resolution of a slide: its size, and level-0 pixels per pixel (exact, ≥ 1)."""

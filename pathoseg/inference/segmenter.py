@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from copy import copy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import IGNORE, ClassTable
 from pathoseg.config import Config
-from pathoseg.device import Arrival, amp_dtype, memory_told, pick_device, to_input
+from pathoseg.device import Arrival, amp_dtype, answer, memory_told, pick_device, to_inputs
 from pathoseg.errors import PathosegError
-from pathoseg.geometry import Box, Frame, Size
+from pathoseg.geometry import IMAGE, Box, Frame, ModelInput, Size
 from pathoseg.host_memory import LARGE, keep_freed_memory
 from pathoseg.inference.windows import WindowOptions, Windows, most_pixels
 from pathoseg.interruption import Interruption
 from pathoseg.memory_size import parse_memory
-from pathoseg.models.build import edge_reach
+from pathoseg.models.build import declared_inputs, edge_reach
 from pathoseg.models.bundle import Bundle, bundle_id, load_bundle
 from pathoseg.models.layers import fold_norms
 from pathoseg.models.unet import UNet
@@ -78,7 +78,8 @@ def default_margin(overlap: int, reach: int | None) -> int:
     return overlap // 4
 
 
-_Batch = tuple[list[tuple[int, Region]], torch.Tensor, Arrival]
+_Group = list[tuple[int, Region, Mapping[str, NDArray[np.uint8]]]]
+_Batch = tuple[_Group, torch.Tensor, Arrival]
 
 
 def predict(
@@ -90,6 +91,7 @@ def predict(
     readers: int,
     dtype: torch.dtype | None,
     inside: Callable[[int], Box] | None = None,
+    context: Callable[[int], Mapping[str, NDArray[np.uint8]]] | None = None,
 ) -> Generator[Prediction]:
     """Predict the class probabilities of tiles, in their order.
 
@@ -107,6 +109,7 @@ def predict(
         dtype: Autocast precision, or None.
         inside: Returns the part of a tile that is wanted, in its pixels; only for networks with
             `logits_inside`. None is all of each.
+        context: Reads the network's other inputs of a tile, by name, as `read` does the tile.
 
     Yields:
         The tile's number, its probabilities (classes, h, w) or (classes,) as the model's logits
@@ -119,27 +122,33 @@ def predict(
     layout = _laid_out(model, card, device)
     waiting = deque[_Batch]()
 
-    def read_tile(tile: tuple[int, bool]) -> tuple[int, bool, Region]:
+    def read_tile(
+        tile: tuple[int, bool],
+    ) -> tuple[int, bool, Region, Mapping[str, NDArray[np.uint8]]]:
         index, last = tile
-        return index, last, read(index)
+        return index, last, read(index), {} if context is None else context(index)
 
-    def batches(tiles: Iterator[tuple[int, bool, Region]]) -> Iterator[list[tuple[int, Region]]]:
-        group: list[tuple[int, Region]] = []
-        for index, last, region in tiles:
+    def batches(
+        tiles: Iterator[tuple[int, bool, Region, Mapping[str, NDArray[np.uint8]]]],
+    ) -> Iterator[_Group]:
+        group: _Group = []
+        for index, last, region, around in tiles:
             if group and (
                 group[0][1].pixels.shape != region.pixels.shape
                 or (inside is not None and inside(group[0][0]) != inside(index))
             ):
                 yield group
                 group = []
-            group.append((index, region))
+            group.append((index, region, around))
             if last:
                 yield group
                 group = []
 
     with closing(prefetch_map(read_tile, _tiles(rows, batch), readers)) as tiles:
         for group in batches(tiles):
-            images = np.stack([region.pixels for _, region in group])
+            images = np.stack([region.pixels for _, region, _ in group])
+            names = group[0][2]
+            others = {name: np.stack([around[name] for *_, around in group]) for name in names}
             with (
                 torch.inference_mode(),
                 memory_told(
@@ -148,11 +157,13 @@ def predict(
                 ),
                 torch.autocast(device.type, dtype, enabled=dtype is not None),
             ):
-                inputs = to_input(images, card.mean, card.std, device, layout)
+                seen = {IMAGE: images, **others} if others else images
+                inputs = to_inputs(seen, card.mean, card.std, device, layout)
                 if inside is None:
-                    logits = model(inputs)
+                    logits = answer(model, inputs)
                 else:
-                    logits = cast(UNet, model).logits_inside(inputs, inside(group[0][0]))
+                    only = cast(torch.Tensor, inputs)
+                    logits = cast(UNet, model).logits_inside(only, inside(group[0][0]))
                 chances = logits.float().contiguous().softmax(1)
                 waiting.append((group, chances, Arrival(chances.sum())))
             # A batch is looked at while a device computes the next one.
@@ -166,26 +177,27 @@ def _laid_out(model: torch.nn.Module, card: Bundle, device: torch.device) -> tor
     """Lays a model's weights out channels-last, twice as fast on CPUs too, where it takes that."""
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in its stub
     if card.model.is_factory:
-        image = torch.zeros(1, 3, card.tile, card.tile, device=device)
+        blank = {
+            each.name: np.zeros((1, each.size, each.size, 3), np.uint8) for each in card.inputs
+        }
+        seen = blank if len(blank) > 1 else blank[IMAGE]
         try:
             with torch.inference_mode():
-                model(image.contiguous(memory_format=torch.channels_last))
+                answer(model, to_inputs(seen, card.mean, card.std, device, torch.channels_last))
         except RuntimeError:  # it asks for views that only the usual layout has
             model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # not in its stub
             return torch.contiguous_format
     return torch.channels_last
 
 
-def _checked(
-    group: Sequence[tuple[int, Region]], chances: torch.Tensor, total: Arrival
-) -> Iterator[Prediction]:
+def _checked(group: _Group, chances: torch.Tensor, total: Arrival) -> Iterator[Prediction]:
     """The predictions of a batch, unless the sum of its probabilities is not finite."""
     if not np.isfinite(total.array()):
         raise PathosegError(
             f"The model answers tile {group[0][0]} with numbers that are not finite.",
             "Its weights are broken or overflow: train again, or set [train] amp to none.",
         )
-    for (index, region), chance in zip(group, chances, strict=True):
+    for (index, region, _), chance in zip(group, chances, strict=True):
         yield index, chance, region.unread
 
 
@@ -219,6 +231,7 @@ class SlidePlan:
         tissue: The slide's tissue.
         stain: Applied to every tile; None leaves colours as they are.
         warning: A sentence for the user about the slide's results, or None.
+        context: What the network sees beside a tile, and the slide's pixels at its resolution.
     """
 
     slide: Path
@@ -229,6 +242,7 @@ class SlidePlan:
     tissue: Tissue
     stain: StainNormaliser | None
     warning: str | None = None
+    context: Sequence[tuple[ModelInput, Frame]] = ()
 
     def tiles_of(self, row: int) -> Sequence[int]:
         """Return those of `indices` in a row of the grid, ascending."""
@@ -311,6 +325,7 @@ class Segmenter:
         self.classes = class_table_of(card)
         device = next(model.parameters()).device
         self._dtype = amp_dtype(device, config.train.amp)
+        self._context = declared_inputs(model, card.mpp, self._tile[0])[1:]
         self._windows = self._choose_windows()
 
     @property
@@ -341,6 +356,8 @@ class Segmenter:
                 output = Frame.at(slide.size, slide.mpp, card.mpp * card.tile)
             else:
                 grid = TileGrid.cover(frame.size, *self._tile, card.multiple)
+                if self._context:  # of the size that belongs to theirs, also on a smaller picture
+                    grid = replace(grid, tile=Size(self._tile[0], self._tile[0]))
             indices = [i for i, box in enumerate(grid) if has_tissue(box)]
         stain = None
         if card.stain is not None:
@@ -354,7 +371,8 @@ class Segmenter:
             method: Method = "macenko" if card.stain["method"] == "macenko" else "reinhard"
             stain = fit_stain(slide, frame, boxes, tissue, method) if boxes else None
         warning = card.unseen_resolution(slide.mpp.mean)
-        return SlidePlan(slide.path, frame, output, grid, indices, tissue, stain, warning)
+        context = [(each, Frame.at(slide.size, slide.mpp, each.mpp)) for each in self._context]
+        return SlidePlan(slide.path, frame, output, grid, indices, tissue, stain, warning, context)
 
     def bands_with_confidence(
         self, plan: SlidePlan, interruption: Interruption
@@ -488,7 +506,7 @@ class Segmenter:
     def _choose_windows(self) -> WindowOptions | None:
         """The options of windows, None where tiles are blended, or classified."""
         card, options = self.card, self._config.infer
-        reach = edge_reach(self._model)
+        reach = None if self._context else edge_reach(self._model)
         blended = options.overlap is not None or options.margin is not None
         # A bundle of an earlier version answers as it did, unless it is asked for another tile.
         blended |= card.tiling == "blended" and options.tile is None
@@ -525,12 +543,22 @@ class Segmenter:
     def _predict(
         self, plan: SlidePlan, slides: SlidePool, rows: Iterable[Sequence[int]]
     ) -> Generator[Prediction]:
-        def read(index: int) -> Region:
+        def read_box(frame: Frame, box: Box) -> Region:
             with slides.borrow(plan.slide) as slide:
-                region = read_region(slide, plan.frame, plan.grid.box(index))
+                region = read_region(slide, frame, box)
             if plan.stain is None:
                 return region
             return Region(plan.stain.apply(region.pixels), region.unread)
+
+        def read(index: int) -> Region:
+            return read_box(plan.frame, plan.grid.box(index))
+
+        def around(index: int) -> Mapping[str, NDArray[np.uint8]]:
+            box, mpp = plan.grid.box(index), self.card.mpp
+            return {
+                each.name: read_box(frame, each.around(box, mpp)).pixels
+                for each, frame in plan.context
+            }
 
         options, grid = self._config.infer, plan.grid
         inside = None
@@ -545,6 +573,7 @@ class Segmenter:
             options.readers or cores_to_use(),
             self._dtype,
             inside,
+            around if plan.context else None,
         )
 
     def _open(self, path: Path) -> Slide:

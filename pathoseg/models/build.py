@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from pathoseg.device import answer
 from pathoseg.errors import PathosegError
+from pathoseg.geometry import IMAGE, ModelInput
 from pathoseg.models.model_options import UNET_WIDTHS, ModelConfig, resnet_depth
 from pathoseg.models.resnet_v2 import ResNetV2
 from pathoseg.models.unet import UNet
@@ -25,7 +28,8 @@ def build_model(config: ModelConfig, factory: str | None = None) -> nn.Module:
 
     Returns:
         A module whose forward takes images (n, 3, h, w) to logits (n, classes, h, w), or to
-        (n, classes) where the task is "classify".
+        (n, classes) where the task is "classify". One of several inputs (`declared_inputs`) takes
+        each by name.
 
     Raises:
         PathosegError: The factory was not named by the user, fails, or gives another shape.
@@ -55,6 +59,77 @@ def tile_multiple(model: nn.Module) -> int:
             "Set it to the whole number that tile sides must be divisible by.",
         )
     return multiple
+
+
+def declared_inputs(model: nn.Module, mpp: float, tile: int) -> tuple[ModelInput, ...]:
+    """Return the inputs of a network: those of its method `inputs_at`, else the tile alone.
+
+    `inputs_at(mpp, tile)` returns {"image": (mpp, tile), name: (microns per pixel, side)…}.
+
+    Args:
+        model: The network.
+        mpp: Microns per pixel of the tile.
+        tile: Its side in pixels.
+
+    Raises:
+        PathosegError: The method fails, or its inputs cannot be read around one centre.
+    """
+    method: Any = getattr(model, "inputs_at", None)
+    if method is None:
+        return (ModelInput(IMAGE, mpp, tile),)
+    try:
+        inputs = tuple(
+            ModelInput(str(name), float(own_mpp), int(size))
+            for name, (own_mpp, size) in method(mpp, tile).items()
+        )
+    except PathosegError:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        raise PathosegError(
+            f"{type(model).__name__}.inputs_at({mpp:g}, {tile}) fails ({type(error).__name__}: "
+            f"{error}).",
+            'Return a dict such as {"image": (mpp, tile), "context": (4 * mpp, tile)}.',
+        ) from error
+    check_inputs(inputs, mpp, tile, tile_multiple(model))
+    return inputs
+
+
+def check_inputs(inputs: Sequence[ModelInput], mpp: float, tile: int, multiple: int) -> None:
+    """Refuse inputs that cannot be read pixel for pixel around the centre of every tile.
+
+    Args:
+        inputs: Of a network.
+        mpp: Microns per pixel of its tiles.
+        tile: Their side in pixels.
+        multiple: What the network divides by; tiles lie at multiples of it.
+
+    Raises:
+        PathosegError: The first is not the tile, two have one name, or a size or resolution does
+            not fit.
+    """
+    names = [each.name for each in inputs]
+    if not inputs or inputs[0] != ModelInput(IMAGE, mpp, tile) or len(set(names)) < len(names):
+        raise PathosegError(
+            f"The inputs {', '.join(names) or '(none)'} do not begin with the tile, `{IMAGE}` of "
+            f"{tile} px at {mpp:g} µm per pixel, or two have one name.",
+            f"Give `{IMAGE}` first, with the resolution and side of the tile.",
+        )
+    for each in inputs[1:]:
+        ratio = each.ratio(mpp)
+        if ratio < 1 or abs(each.mpp - ratio * mpp) > 1e-9 * each.mpp:
+            raise PathosegError(
+                f"The input `{each.name}` has {each.mpp:g} µm per pixel, no whole multiple of the "
+                f"tile's {mpp:g}.",
+                "Give it the pixel size of the tile, or 2, 3, 4… times that.",
+            )
+        if each.size % multiple or multiple % ratio or (tile - ratio * each.size) % (2 * ratio):
+            raise PathosegError(
+                f"The input `{each.name}` of {each.size} px, each {ratio} times as wide as those "
+                f"of the tile of {tile} px, does not fit a model that needs multiples of "
+                f"{multiple} px: the centres would not meet.",
+                f"Set the model's attribute `multiple` to a multiple of {2 * ratio}, and give "
+                "each input and the tile a side that it divides.",
+            )
 
 
 def edge_reach(model: nn.Module) -> int | None:
@@ -121,7 +196,11 @@ def _check_logits(model: nn.Module, config: ModelConfig) -> None:
     was_training = model.training
     try:
         with torch.no_grad():
-            logits = model.eval()(torch.zeros(1, 3, side, side))
+            inputs = declared_inputs(model, 1.0, side)
+            blank = {each.name: torch.zeros(1, 3, each.size, each.size) for each in inputs}
+            logits = answer(model.eval(), blank if len(blank) > 1 else blank[IMAGE])
+    except PathosegError:
+        raise
     except Exception as error:  # as above
         raise PathosegError(
             f"{config.name} fails on a tile of {side} px ({type(error).__name__}: {error}).",

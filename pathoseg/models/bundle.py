@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from pathoseg.errors import PathosegError
-from pathoseg.models.build import build_model, tile_multiple
+from pathoseg.geometry import IMAGE, ModelInput
+from pathoseg.models.build import build_model, check_inputs, declared_inputs, tile_multiple
 from pathoseg.models.model_options import ModelConfig, Scalar
 from pathoseg.platform_support import sync_folder
 from pathoseg.version import __version__
@@ -47,6 +48,8 @@ class Bundle:
         multiple: What the sides of a tile must be divisible by.
         tiling: How inference tiles a slide where the network's reach is known: by "windows" that
             join to one pass, or with "blended" training tiles, as versions did that wrote none.
+        inputs: What the network sees of a tile: the tile itself as `image`, and others around its
+            centre. Empty, as in bundles of versions that knew one input, means the tile alone.
         stain: The stain normalisation that slides went through, in its own plain values, or None.
         training: Where the weights come from, in plain values (numbers that are not finite are
             written as null); `slide_mpps` lists the resolutions of the slides trained on.
@@ -67,6 +70,7 @@ class Bundle:
     std: Channels
     multiple: int
     tiling: Literal["windows", "blended"] = "windows"
+    inputs: tuple[ModelInput, ...] = ()
     stain: Mapping[str, Scalar] | None = None
     training: Mapping[str, Scalar | tuple[float, ...] | tuple[str, ...] | None] = field(
         default_factory=dict
@@ -97,6 +101,9 @@ class Bundle:
             f"tile {self.tile} with overlap {self.overlap} and multiple {self.multiple} is no "
             "possible tiling",
         )
+        inputs = self.inputs or (ModelInput(IMAGE, self.mpp, self.tile),)
+        check_inputs(inputs, self.mpp, self.tile, self.multiple)
+        object.__setattr__(self, "inputs", inputs)
         _require(all(map(math.isfinite, self.mean)), f"mean {self.mean} is not finite")
         _require(
             all(0 < channel < math.inf for channel in self.std), f"std {self.std} is not positive"
@@ -287,6 +294,13 @@ def load_bundle(folder: Path, factory: str | None = None) -> tuple[nn.Module, Bu
             f"needs {tile_multiple(model)}.",
             _HINT,
         )
+    declared = declared_inputs(model, card.mpp, card.tile)
+    if declared != card.inputs:
+        raise PathosegError(
+            f"{folder / CARD} names the inputs {_told(card.inputs)}, but the model "
+            f"{card.model.name} has {_told(declared)}.",
+            "Use the code of the model that the bundle was trained with, or train again.",
+        )
     if not card.model.is_factory:
         model.to_empty(device="cpu")  # only now: a wrong card costs no memory, and no random number
     model.load_state_dict(tensors)
@@ -308,6 +322,10 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], str]:
         "safetensors.torch.save_file(state_dict, 'weights.safetensors')."
     )
     return _parse_tensors(path, data, hint), hashlib.sha256(data).hexdigest()
+
+
+def _told(inputs: tuple[ModelInput, ...]) -> str:
+    return ", ".join(f"{each.name} ({each.size} px at {each.mpp:g} µm)" for each in inputs)
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -382,6 +400,7 @@ def _read_card(path: Path) -> tuple[Bundle, str]:
     if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
         raise PathosegError(f"{path} states no hash of its weights (weights_sha256).", _HINT)
     document.setdefault("tiling", "blended")
+    document.setdefault("inputs", [])
     try:
         return card_from_json(document), digest
     except PathosegError as wrong:

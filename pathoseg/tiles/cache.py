@@ -52,6 +52,9 @@ _log = logging.getLogger(__name__)
 class TileCacheKey:
     """All that the content of a cache follows from; tiles of any size and place are read from it.
 
+    A network of several inputs has a cache for the resolution of each; inputs of one resolution, of
+    whatever network, share one.
+
     Attributes:
         slide: The slide's file.
         fingerprint: What the file was like.

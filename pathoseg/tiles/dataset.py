@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal
 
@@ -15,16 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import IGNORE
+from pathoseg.device import Images
 from pathoseg.errors import PathosegError
+from pathoseg.geometry import IMAGE
 from pathoseg.tiles.class_pixels import class_counts
-from pathoseg.tiles.tiles import SlideTiles, tile_labels
+from pathoseg.tiles.tiles import SlideTiles, Tile, tile_labels
 from pathoseg.tiles.transform import Augmentation
 
 # What a random stream is for, so that no two of them begin alike.
 _ORDER, _CHANGES, _PLACE = 0, 1, 2
 _NOTICED = 0.9  # part of a class's even share below which it is held back
 
-Sample = tuple[NDArray[np.uint8], NDArray[np.uint8]]
+# Image, mask, and the network's other inputs by name.
+Sample = tuple[NDArray[np.uint8], NDArray[np.uint8], Mapping[str, NDArray[np.uint8]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +53,30 @@ class Batch:
         images: RGB, shape (n, height, width, 3).
         masks: Class indices, shape (n, height, width), 255 ignored.
         samples: Where they come from.
+        context: The network's other inputs by name, RGB, shape (n, size, size, 3).
     """
 
     images: NDArray[np.uint8]
     masks: NDArray[np.uint8]
     samples: tuple[SampleId, ...]
+    context: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
+
+    def inputs(self, part: slice) -> Images:
+        """Return the input of some samples, or their inputs by name where there are several."""
+        images = self.images[part]
+        if not self.context:
+            return images
+        return {IMAGE: images, **{name: seen[part] for name, seen in self.context.items()}}
+
+
+def stacked(tiles: Sequence[Tile]) -> Images:
+    """Return the images of tiles (n, height, width, 3), by name where the network has several."""
+    images = np.stack([tile.image for tile in tiles])
+    names = tiles[0].context
+    if not names:
+        return images
+    context = {name: np.stack([tile.context[name] for tile in tiles]) for name in names}
+    return {IMAGE: images, **context}
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +234,10 @@ class TrainingSet:
             rng = self._rng(_PLACE, epoch, sample.position)
             tile = slide.read_near(sample.tile, rng, lambda mask: self._holds(mask, wanted))
         if self._augmentation is None:
-            return tile.image, tile.mask
+            return tile.image, tile.mask, tile.context
         rng = self._rng(_CHANGES, epoch, sample.position)
-        return self._augmentation(tile.image, tile.mask, rng)
+        context = {name: (seen, slide.ratios[name]) for name, seen in tile.context.items()}
+        return self._augmentation.together(tile.image, tile.mask, context, rng)
 
     def batches(
         self, epoch: int, first_step: int = 0, rows: Sequence[int] | None = None
@@ -274,8 +297,11 @@ class TrainingSet:
         images = np.empty((len(samples), tile.height, tile.width, 3), dtype=np.uint8)
         masks = np.empty(images.shape[:3], dtype=np.uint8)
         for row, future in enumerate(futures):
-            images[row], masks[row] = future.result()
-        return Batch(images, masks, samples)
+            images[row], masks[row], _ = future.result()
+        others = [future.result()[2] for future in futures]
+        names = others[0] if others else ()
+        context = {name: np.stack([seen[name] for seen in others]) for name in names}
+        return Batch(images, masks, samples, context)
 
     def _rng(self, *purpose: int) -> np.random.Generator:
         return np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=purpose))

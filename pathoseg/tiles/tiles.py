@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from typing import Literal, Protocol
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from pathoseg.annotations.annotation import BACKGROUND, IGNORE, ClassTable, Labels
 from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.errors import PathosegError
-from pathoseg.geometry import Box, Frame, Size
+from pathoseg.geometry import Box, Frame, ModelInput, Size
 from pathoseg.slides.region import Region, read_region
 from pathoseg.tiles.cache import Codec, Shard, TileCache, TileCacheKey
 from pathoseg.tiles.class_pixels import count_tiles, count_tiles_once
@@ -34,11 +35,14 @@ class Tile:
         image: RGB, shape (height, width, 3), white outside the slide.
         mask: Class indices, shape (height, width), 255 where ignored, unread or outside.
         unread: Number of pixels that could not be read.
+        context: The network's other inputs by name, RGB, shape (size, size, 3), around the tile's
+            centre; white outside the slide and where unread.
     """
 
     image: NDArray[np.uint8]
     mask: NDArray[np.uint8]
     unread: int
+    context: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
 
 
 class TissueShare(Protocol):
@@ -60,6 +64,7 @@ class TileOptions:
         min_tissue: Least share of tissue in a tile without annotation.
         cache: Folder of the caches of all slides; None reads slides each time.
         codec: The compression of cached tiles.
+        context: What the network sees beside the tile, around its centre.
     """
 
     tile: int
@@ -68,6 +73,7 @@ class TileOptions:
     min_tissue: float = 0.1
     cache: Path | None = None
     codec: Codec = "lossless"
+    context: tuple[ModelInput, ...] = ()
 
 
 # Parts of the stride within which a place is looked for, one after the other.
@@ -99,49 +105,92 @@ class TissueGrid:
         return bool(above * (1 - v) + below * v >= self.least)
 
 
+class SlidePixels:
+    """The pixels of a slide at one resolution, through a cache or not; for several threads.
+
+    Args:
+        slide: The slide's file.
+        frame: Its pixels at that resolution.
+        slides: Lends the slide where the cache does not hold a box.
+        cache: Holds pixels of that frame, in the slide's own colours; None reads the slide.
+    """
+
+    def __init__(
+        self, slide: Path, frame: Frame, slides: SlidePool, cache: TileCache | None
+    ) -> None:
+        self.slide, self.frame, self.cache = slide, frame, cache
+        self._slides = slides
+        self._filling = defaultdict[Shard, Lock](Lock)
+
+    def read(self, box: Box) -> Region:
+        """Read a box, and write the shards in which it lies to the cache where they are missing.
+
+        Raises:
+            PathosegError: The slide cannot be opened, or the cache not read or written.
+        """
+        if self.cache is None:
+            with self._slides.borrow(self.slide) as slide:
+                return read_region(slide, self.frame, box)
+        region = self.cache.read(box)
+        while region is None:
+            for shard in self.cache.shards(box):
+                self.fill(shard)
+            region = self.cache.read(box)
+        return region
+
+    def fill(self, shard: Shard) -> None:
+        """Write a shard to the cache unless it is there."""
+        assert self.cache is not None
+        # Threads of one process wait for the first; other processes may do the same work again.
+        with self._filling[shard]:
+            if self.cache.has(shard):
+                return
+            with self._slides.borrow(self.slide) as slide:
+                region = read_region(slide, self.frame, self.cache.box(shard))
+            self.cache.write(shard, region)
+
+
 class SlideTiles:
     """Tiles of a slide that hold tissue or annotation, and something known, in the grid's order.
 
     May be read by several threads. Without a cache every tile is read from the slide each time.
 
     Args:
-        slide: The slide's file.
-        frame: Its pixels at the resolution of the tiles.
-        grid: Tiles over that frame.
+        pixels: The slide at the resolution of the tiles.
+        grid: Tiles over its frame.
         indices: The tiles of the grid that are kept, ascending.
         class_pixels: Their pixels per class, shape (tiles, classes), background first.
         labels: What is known of the slide.
         classes: The classes of the masks.
-        slides: Lends the slide where the cache does not hold a tile.
         tissue: Of the grid's tiles; None where tiles are read on the grid alone.
-        cache: Holds pixels of the slide, in its own colours.
+        context: The network's other inputs, and the slide at the resolution of each.
 
     Attributes:
+        ratios: Name of each of these inputs → pixels of the tile that one of its is wide.
         stain: Applied to every image, where one is set.
         grid_pixels: Pixels per class of all tiles of the grid, also those that are not kept.
     """
 
     def __init__(
         self,
-        slide: Path,
-        frame: Frame,
+        pixels: SlidePixels,
         grid: TileGrid,
         indices: NDArray[np.int64],
         class_pixels: NDArray[np.int64],
         labels: Labels,
         classes: ClassTable,
-        slides: SlidePool,
         tissue: TissueGrid | None = None,
-        cache: TileCache | None = None,
+        context: Sequence[tuple[ModelInput, SlidePixels]] = (),
     ) -> None:
-        self.slide, self.frame, self.grid = slide, frame, grid
-        self.indices, self.class_pixels = indices, class_pixels
+        self.slide, self.frame, self.cache = pixels.slide, pixels.frame, pixels.cache
+        self.grid, self.indices, self.class_pixels = grid, indices, class_pixels
         self.labels, self.classes = labels, classes
-        self.cache = cache
         self.stain: StainNormaliser | None = None
         self.grid_pixels = class_pixels.sum(axis=0)
-        self._slides, self._tissue = slides, tissue
-        self._filling = defaultdict[Shard, Lock](Lock)
+        self._pixels, self._tissue, self._context = pixels, tissue, context
+        mpp = pixels.frame.mpp.x
+        self.ratios = {each.name: each.ratio(mpp) for each, _ in context}
+        self._step = math.lcm(*self.ratios.values())  # 1 without context
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -210,18 +259,25 @@ class SlideTiles:
         shards = self.shards()[part[0] :: part[1]]
         with ThreadPoolExecutor(threads, thread_name_prefix="fill") as workers:
             try:
-                for shard, _ in zip(shards, workers.map(self._fill_shard, shards), strict=True):
+                for shard, _ in zip(shards, workers.map(self._pixels.fill, shards), strict=True):
                     yield shard
             finally:
                 workers.shutdown(cancel_futures=True)
 
     def _tile(self, box: Box, mask: NDArray[np.uint8]) -> Tile:
-        region = self._region(box)
-        image = self.stain.apply(region.pixels) if self.stain else region.pixels
+        region, mpp = self._pixels.read(box), self.frame.mpp.x
+        context = {
+            each.name: self._stained(pixels.read(each.around(box, mpp)))
+            for each, pixels in self._context
+        }
+        image = self._stained(region)
         if region.unread is None:
-            return Tile(image, mask, 0)
+            return Tile(image, mask, 0, context)
         mask[region.unread] = IGNORE
-        return Tile(image, mask, int(region.unread.sum()))
+        return Tile(image, mask, int(region.unread.sum()), context)
+
+    def _stained(self, region: Region) -> NDArray[np.uint8]:
+        return self.stain.apply(region.pixels) if self.stain else region.pixels
 
     def _place_near(
         self, position: int, rng: np.random.Generator, accept: Callable[[NDArray[np.uint8]], bool]
@@ -248,11 +304,15 @@ class SlideTiles:
         return self._moved_inside(self.box(position))
 
     def _moved_inside(self, box: Box, right: int = 0, down: int = 0) -> Box:
-        """A tile moved, and no further than it has as little padding as can be."""
+        """A tile moved, and no further than it has as little padding as can be.
+
+        Its place is rounded towards the slide's corner to where all inputs have one centre.
+        """
         size = self.frame.size
         across, along = size.width - box.width, size.height - box.height
         x = min(max(box.x + right, min(0, across)), max(0, across))
         y = min(max(box.y + down, min(0, along)), max(0, along))
+        x, y = (int(at / self._step) * self._step for at in (x, y))
         return Box(x, y, box.width, box.height)
 
     def _surroundings(self, position: int) -> Box:
@@ -265,27 +325,6 @@ class SlideTiles:
             for sign in (-1, 1)
         )
         return Box(first.x, first.y, last.right - first.x, last.bottom - first.y)
-
-    def _region(self, box: Box) -> Region:
-        if self.cache is None:
-            with self._slides.borrow(self.slide) as slide:
-                return read_region(slide, self.frame, box)
-        region = self.cache.read(box)
-        while region is None:
-            for shard in self.cache.shards(box):
-                self._fill_shard(shard)
-            region = self.cache.read(box)
-        return region
-
-    def _fill_shard(self, shard: Shard) -> None:
-        assert self.cache is not None
-        # Threads of one process wait for the first; other processes may do the same work again.
-        with self._filling[shard]:
-            if self.cache.has(shard):
-                return
-            with self._slides.borrow(self.slide) as slide:
-                region = read_region(slide, self.frame, self.cache.box(shard))
-            self.cache.write(shard, region)
 
 
 def cut_tiles(
@@ -317,6 +356,13 @@ def cut_tiles(
         PathosegError: A file cannot be read, a class is unknown, the cache cannot be written.
     """
     grid = TileGrid(frame.size, Size(options.tile, options.tile), options.overlap)
+    for each in options.context:
+        if grid.stride.width % each.ratio(frame.mpp.x):
+            raise PathosegError(
+                f"Tiles of {options.tile} px with an overlap of {options.overlap} px do not lie "
+                f"on pixels of the input `{each.name}`, {each.ratio(frame.mpp.x)} px wide.",
+                "Choose a [tiles] overlap that this number divides.",
+            )
     if options.cache is None:
         counts = count_tiles(grid, frame, labels, classes)
     else:
@@ -329,12 +375,21 @@ def cut_tiles(
     around = None
     if options.offsets == "random":
         around = TissueGrid(shares.reshape(grid.rows, grid.columns), options.min_tissue)
-    cache = None
-    if options.cache is not None:
-        key = TileCacheKey(slide, Fingerprint.of(slide), frame, options.codec)
-        cache = TileCache.open(options.cache, key)
+
+    def pixels(at: Frame) -> SlidePixels:
+        cache = None
+        if options.cache is not None:
+            key = TileCacheKey(slide, Fingerprint.of(slide), at, options.codec)
+            cache = TileCache.open(options.cache, key)
+        return SlidePixels(slide, at, slides, cache)
+
+    context = []
+    if options.context:
+        with slides.borrow(slide) as opened:
+            size, mpp = opened.size, opened.mpp
+        context = [(each, pixels(Frame.at(size, mpp, each.mpp))) for each in options.context]
     tiles = SlideTiles(
-        slide, frame, grid, indices, counts[indices], labels, classes, slides, around, cache
+        pixels(frame), grid, indices, counts[indices], labels, classes, around, context
     )
     tiles.grid_pixels = counts.sum(axis=0)
     return tiles

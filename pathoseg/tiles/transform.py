@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import cv2
@@ -18,6 +21,25 @@ Image = NDArray[np.uint8]
 
 _BEND = 128  # pixels between the knots of elastic displacements
 _STRIP = 2**16  # pixels whose source positions are computed at once, to stay in a core's cache
+
+
+@dataclass(frozen=True, slots=True)
+class _Warp:
+    """Where a pixel comes from: about the tile's centre, turned and scaled, then moved and bent.
+
+    Attributes:
+        cos: Of the angle, over the scale.
+        sin: Likewise.
+        shift_x: Pixels of the tile.
+        shift_y: Likewise.
+        bend: Further shifts of each pixel of the tile (h, w, 2), in memory that is kept; or None.
+    """
+
+    cos: float
+    sin: float
+    shift_x: float
+    shift_y: float
+    bend: NDArray[np.float32] | None
 
 
 class Augmentation:
@@ -47,22 +69,59 @@ class Augmentation:
             was moved away; the image is mirrored there. Quarter turns are left out where the tile
             is not square.
         """
+        return self.together(image, mask, {}, rng)[:2]
+
+    def together(
+        self,
+        image: Image,
+        mask: Image,
+        context: Mapping[str, tuple[Image, int]],
+        rng: np.random.Generator,
+    ) -> tuple[Image, Image, dict[str, Image]]:
+        """As `__call__`, with the other inputs of a network changed in the same way.
+
+        In micrometres they move about the tile's centre as it does; what bends the tile's edge
+        shifts what lies beyond. Stains, colour, blur (in pixels) and noise draw the same numbers.
+
+        Args:
+            image: As for `__call__`; square where there is context.
+            mask: Likewise.
+            context: By name, RGB of shape (size, size, 3), and how many pixels of the tile one of
+                its pixels is wide.
+            rng: Draws the same numbers with and without context.
+        """
         options = self._options
         changed, labels = np.empty(image.shape, np.uint8), np.empty(mask.shape, np.uint8)
+        around = {name: np.empty(seen.shape, np.uint8) for name, (seen, _) in context.items()}
         turns, mirror = _flip(mask.shape, rng) if options.flip else (0, False)
         if rng.random() < options.warp:
             turned, turned_labels = self._kept("image", image), self._kept("mask", mask)
             self._turn(image, turns, mirror, turned)
             self._turn(mask, turns, mirror, turned_labels)
-            self._warp(turned, turned_labels, rng, changed, labels)
+            warp = self._draw_warp(mask.shape, rng)
+            self._warp(turned, turned_labels, warp, changed, labels)
+            for name, (seen, ratio) in context.items():
+                turned = self._kept(f"context {name}", seen)
+                self._turn(seen, turns, mirror, turned)
+                _warp_context(turned, ratio, warp, mask.shape, around[name])
         else:
             self._turn(image, turns, mirror, changed)
             self._turn(mask, turns, mirror, labels)
+            for name, (seen, _) in context.items():
+                self._turn(seen, turns, mirror, around[name])
+        again = {name: deepcopy(rng) for name in context}
+        changed = self._change_colour(changed, rng)
+        around = {name: self._change_colour(seen, again[name]) for name, seen in around.items()}
+        return changed, labels, around
+
+    def _change_colour(self, image: Image, rng: np.random.Generator) -> Image:
+        """Change an image in place where that can be."""
+        options = self._options
         if options.stain:
-            jitter_stains(changed, options.stain, rng, changed)
+            jitter_stains(image, options.stain, rng, image)
         if options.colour or options.blur or options.noise:
-            changed = self._change_light(changed, rng)
-        return changed, labels
+            image = self._change_light(image, rng)
+        return image
 
     def _turn(self, image: Image, turns: int, mirror: bool, out: Image) -> None:
         """Turns by quarters against the clock, then mirrors left and right."""
@@ -77,30 +136,33 @@ class Augmentation:
         elif source is not out:
             np.copyto(out, source)
 
-    def _warp(
-        self, image: Image, mask: Image, rng: np.random.Generator, warped: Image, labels: Image
-    ) -> None:
-        """Scales, rotates, shifts and bends in one interpolation."""
-        options, (height, width) = self._options, mask.shape
+    def _draw_warp(self, shape: tuple[int, ...], rng: np.random.Generator) -> _Warp:
+        options, (height, width) = self._options, shape
         scale = 1 + options.scale * rng.uniform(-1, 1)
         angle = math.radians(options.rotate) * rng.uniform(-1, 1)
         shift_x, shift_y = options.shift * rng.uniform(-1, 1, 2)
         cos, sin = math.cos(angle) / scale, math.sin(angle) / scale
-        across = np.arange(width, dtype=np.float32) - np.float32((width - 1) / 2)
-        down = (np.arange(height, dtype=np.float32) - np.float32((height - 1) / 2))[:, None]
         bend = None
         if options.elastic:
             knots = (math.ceil(height / _BEND) + 1, math.ceil(width / _BEND) + 1, 2)
             steps = rng.normal(0, options.elastic, knots).astype(np.float32)
             bend = self._kept("bend", np.broadcast_to(np.float32(0), (height, width, 2)))
             cv2.resize(steps, (width, height), dst=bend, interpolation=cv2.INTER_CUBIC)
+        return _Warp(cos, sin, shift_x * width, shift_y * height, bend)
+
+    def _warp(self, image: Image, mask: Image, warp: _Warp, warped: Image, labels: Image) -> None:
+        """Scales, rotates, shifts and bends in one interpolation."""
+        cos, sin, bend = warp.cos, warp.sin, warp.bend
+        height, width = mask.shape
+        across = np.arange(width, dtype=np.float32) - np.float32((width - 1) / 2)
+        down = (np.arange(height, dtype=np.float32) - np.float32((height - 1) / 2))[:, None]
         rows = max(1, _STRIP // width)
         for top in range(0, height, rows):
             strip = slice(top, min(top + rows, height))
             x = np.float32(cos) * across - np.float32(sin) * down[strip]
             y = np.float32(sin) * across + np.float32(cos) * down[strip]
-            x += np.float32((width - 1) / 2 + shift_x * width)
-            y += np.float32((height - 1) / 2 + shift_y * height)
+            x += np.float32((width - 1) / 2 + warp.shift_x)
+            y += np.float32((height - 1) / 2 + warp.shift_y)
             if bend is not None:
                 x += bend[strip, :, 0]
                 y += bend[strip, :, 1]
@@ -128,6 +190,28 @@ class Augmentation:
             pipeline = self._own.pipeline = light_pipeline(self._options)
         pipeline.set_random_seed(int(rng.integers(2**31)))
         return np.asarray(pipeline(image=image)["image"], dtype=np.uint8)
+
+
+def _warp_context(
+    image: Image, ratio: int, warp: _Warp, shape: tuple[int, ...], warped: Image
+) -> None:
+    """Warps what lies around a tile of `shape` as the tile, of which its pixels are `ratio`."""
+    side, (height, width) = len(image), shape
+    middle = np.float32((side - 1) / 2)
+    along = np.float32(ratio) * (np.arange(side, dtype=np.float32) - middle)
+    x = np.float32(warp.cos) * along - np.float32(warp.sin) * along[:, None]
+    y = np.float32(warp.sin) * along + np.float32(warp.cos) * along[:, None]
+    x += np.float32(warp.shift_x)
+    y += np.float32(warp.shift_y)
+    if warp.bend is not None:
+        at_x, at_y = np.meshgrid(
+            along + np.float32((width - 1) / 2), along + np.float32((height - 1) / 2)
+        )
+        bend = cv2.remap(warp.bend, at_x, at_y, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
+        x += bend[..., 0]
+        y += bend[..., 1]
+    x, y = x / np.float32(ratio) + middle, y / np.float32(ratio) + middle
+    cv2.remap(image, x, y, cv2.INTER_LINEAR, dst=warped, borderMode=cv2.BORDER_REFLECT_101)
 
 
 def _flip(shape: tuple[int, ...], rng: np.random.Generator) -> tuple[int, bool]:

@@ -6,10 +6,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from pathoseg.device import Images
 from pathoseg.tiles.dataset import Batch
 
 # Per-sample losses (n,) of logits and targets.
@@ -72,13 +71,14 @@ class Engine(Protocol):
         ...
 
     def predict(
-        self, sizes: Sequence[int], images: Mapping[int, NDArray[np.uint8]]
+        self, sizes: Sequence[int], images: Mapping[int, Images]
     ) -> dict[int, torch.Tensor]:
         """Run the network in `eval` mode on the batches of a round.
 
         Args:
             sizes: Tiles of each batch; 0 where a round has fewer.
-            images: By batch that this rank `reads`, uint8 RGB of shape (n, height, width, 3).
+            images: By batch that this rank `reads`, uint8 RGB of shape (n, height, width, 3); of a
+                network of several inputs, those of each by name.
 
         Returns:
             By batch that this rank is to judge, its logits (n, classes, height, width), or (n,

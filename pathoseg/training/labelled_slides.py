@@ -21,7 +21,7 @@ from pathoseg.annotations.reading import (
 )
 from pathoseg.config import LARGEST_TILE, Config, DataConfig
 from pathoseg.errors import PathosegError
-from pathoseg.geometry import Frame
+from pathoseg.geometry import Frame, ModelInput
 from pathoseg.interruption import Interruption
 from pathoseg.outputs.atomic import replaced
 from pathoseg.progress import progress_bar, say
@@ -511,10 +511,12 @@ def cut_labelled_slides(
     members: Mapping[str, Member],
     slides: SlidePool,
     interruption: Interruption,
+    context: tuple[ModelInput, ...] = (),
 ) -> SplitTiles:
     """Finds tissue on every training and validation slide and cuts it; test slides stay whole.
 
     Training tiles overlap as configured, validation tiles never do, so that a pixel counts once.
+    `context` is what the network sees beside the tile.
 
     Raises:
         PathosegError: A slide or its annotation cannot be read, or no slide is left to train on.
@@ -526,7 +528,8 @@ def cut_labelled_slides(
         for source in used:
             training = members[source.name].split == "train"
             overlap = config.tiles.overlap if training else 0
-            (train if training else val).append(cut(config, source, sources, slides, overlap))
+            tiles = cut(config, source, sources, slides, overlap, context)
+            (train if training else val).append(tiles)
             bar.advance()
             interruption.raise_if_asked()
     if not train:
@@ -543,14 +546,24 @@ def none_to_train_on(members: Mapping[str, Member]) -> PathosegError:
 
 
 def cut(
-    config: Config, source: LabelledSlide, sources: LabelledSlides, slides: SlidePool, overlap: int
+    config: Config,
+    source: LabelledSlide,
+    sources: LabelledSlides,
+    slides: SlidePool,
+    overlap: int,
+    context: tuple[ModelInput, ...] = (),
 ) -> SlideTiles:
     """Cut one slide into its tiles."""
-    return cut_with_tissue(config, source, sources.classes, slides, overlap)[0]
+    return cut_with_tissue(config, source, sources.classes, slides, overlap, context)[0]
 
 
 def cut_with_tissue(
-    config: Config, source: LabelledSlide, classes: ClassTable, slides: SlidePool, overlap: int
+    config: Config,
+    source: LabelledSlide,
+    classes: ClassTable,
+    slides: SlidePool,
+    overlap: int,
+    context: tuple[ModelInput, ...] = (),
 ) -> tuple[SlideTiles, Tissue]:
     """Cut one slide into its tiles; return them and its tissue."""
     options = TileOptions(
@@ -560,6 +573,7 @@ def cut_with_tissue(
         min_tissue=config.tiles.min_tissue,
         cache=Path(config.tiles.cache) if config.tiles.cache else None,
         codec=config.tiles.codec,
+        context=context,
     )
     with slides.borrow(source.slide) as slide:
         tissue = find_tissue(slide, config.tissue)

@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from pathoseg.config import TrainConfig
-from pathoseg.device import amp_dtype, memory_told, to_input
+from pathoseg.device import Images, Inputs, amp_dtype, answer, memory_told, to_inputs
 from pathoseg.gradient_step import (
     LossScale,
     clip_gradients,
@@ -26,14 +24,14 @@ from pathoseg.training.optimizer import load_by_name, make_optimizer, state_by_n
 from pathoseg.training.tasks import Task
 
 # Number of a microbatch in its step, and its inputs (n, 3, h, w), to what the model makes of them.
-Forward = Callable[[int, torch.Tensor], Any]
+Forward = Callable[[int, Inputs], Any]
 
 
 def train_step(
     model: torch.nn.Module,
     forward: Forward,
     loss: Loss,
-    microbatches: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    microbatches: Iterable[tuple[Inputs, torch.Tensor]],
     samples: int,
     optimizer: torch.optim.Optimizer,
     scale: LossScale,
@@ -48,7 +46,8 @@ def train_step(
         model: Its trained parameters have the gradients.
         forward: Runs the model in training mode.
         loss: Per-sample losses of logits and targets, shape (n,).
-        microbatches: Inputs (n, 3, h, w) and targets, uneven sizes allowed.
+        microbatches: Inputs (n, 3, h, w), by name where there are several, and targets; uneven
+            sizes allowed.
         samples: Samples of all microbatches together.
         optimizer: Its learning rate is set.
         scale: Disabled unless `dtype` is float16.
@@ -61,9 +60,9 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     losses = []
     for number, (inputs, targets) in enumerate(microbatches):
-        with torch.autocast(inputs.device.type, dtype, enabled=dtype is not None):
+        with torch.autocast(targets.device.type, dtype, enabled=dtype is not None):
             each = loss(forward(number, inputs), targets)
-        total = loss_sum(each, len(inputs))
+        total = loss_sum(each, len(targets))
         (total / samples * scale.scale).backward()  # type: ignore[no-untyped-call]  # torch's
         losses.append(total.detach().double())
     gradients = {
@@ -103,7 +102,7 @@ class OneDevice:
     def __init__(
         self,
         model: torch.nn.Module,
-        forward: Callable[[int, int, torch.Tensor], Any],
+        forward: Callable[[int, int, Inputs], Any],
         loss: Loss,
         task: Task,
         card: Bundle,
@@ -141,7 +140,7 @@ class OneDevice:
             )
 
     def predict(
-        self, sizes: Sequence[int], images: Mapping[int, NDArray[np.uint8]]
+        self, sizes: Sequence[int], images: Mapping[int, Images]
     ) -> dict[int, torch.Tensor]:
         self._model.eval()
         with (
@@ -149,7 +148,9 @@ class OneDevice:
             memory_told("A validation batch", "Lower [train] batch or microbatch, or --tile."),
             torch.autocast(self._device.type, self._dtype, enabled=self._dtype is not None),
         ):
-            return {batch: self._model(self._input(tiles)) for batch, tiles in images.items()}
+            return {
+                batch: answer(self._model, self._input(tiles)) for batch, tiles in images.items()
+            }
 
     def gather(self, text: str) -> list[str]:
         return [text]
@@ -169,15 +170,15 @@ class OneDevice:
     def _names(self) -> Mapping[torch.Tensor, str]:
         return {parameter: name for name, parameter in self._model.named_parameters()}
 
-    def _input(self, images: NDArray[np.uint8]) -> torch.Tensor:
-        return to_input(images, self._card.mean, self._card.std, self._device)
+    def _input(self, images: Images) -> Inputs:
+        return to_inputs(images, self._card.mean, self._card.std, self._device)
 
-    def _microbatches(self, batch: Batch) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _microbatches(self, batch: Batch) -> Iterator[tuple[Inputs, torch.Tensor]]:
         size = self._config.microbatch or len(batch.images)
         targets = self._task.targets(batch.masks)
         for start in range(0, len(batch.images), size):
             part = slice(start, start + size)
             yield (
-                self._input(batch.images[part]),
+                self._input(batch.inputs(part)),
                 torch.from_numpy(targets[part]).to(self._device),
             )

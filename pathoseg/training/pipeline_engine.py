@@ -7,12 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from pathoseg.config import Config
-from pathoseg.device import amp_dtype, to_input
+from pathoseg.device import Images, amp_dtype, to_input
 from pathoseg.models.bundle import Bundle
 from pathoseg.outputs.atomic import write_text
 from pathoseg.parallel.activations.offload import OffloadMode
@@ -94,7 +92,7 @@ class PipelineEngine:
         own = {each: slice(at * size, (at + 1) * size) for at, each in enumerate(self.reads)}
         microbatches = Microbatches(
             [size] * self.round,
-            lambda each: self._inputs(batch.images[own[each]]),
+            lambda each: self._inputs(batch.inputs(own[each])),
             lambda each: torch.from_numpy(self._task.targets(batch.masks[own[each]])).to(
                 self._device
             ),
@@ -107,7 +105,7 @@ class PipelineEngine:
         return StepResult(done.loss_sum, done.finite)
 
     def predict(
-        self, sizes: Sequence[int], images: Mapping[int, NDArray[np.uint8]]
+        self, sizes: Sequence[int], images: Mapping[int, Images]
     ) -> dict[int, torch.Tensor]:
         def targets(each: int) -> Any:
             raise AssertionError("a prediction has no targets")
@@ -124,7 +122,8 @@ class PipelineEngine:
     def load(self, state: dict[str, Any]) -> None:
         self._runner.load(state)
 
-    def _inputs(self, images: NDArray[np.uint8]) -> dict[str, torch.Tensor]:
+    def _inputs(self, images: Images) -> dict[str, torch.Tensor]:
+        assert not isinstance(images, Mapping), "a network of several inputs has no plan"
         return {self._input: to_input(images, self._card.mean, self._card.std, self._device)}
 
     def _draw(self, events: Sequence[Event]) -> None:

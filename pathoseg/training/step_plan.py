@@ -14,7 +14,7 @@ from pathoseg.device import pick_device
 from pathoseg.errors import PathosegError
 from pathoseg.host_memory import LARGE, keep_freed_memory
 from pathoseg.memory_size import parse_memory
-from pathoseg.models.build import check_tile
+from pathoseg.models.build import check_tile, declared_inputs
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.cost.cost_model import cost_model
 from pathoseg.parallel.cost.hardware import Hardware, known_hardware, load_hardware
@@ -86,9 +86,17 @@ def price(model: nn.Module, config: Config, hardware: Hardware) -> list[StageCos
     microbatch: another size would be another training. Without batch norm several are tried.
 
     Raises:
-        PathosegError: The tile does not fit the model, or the model cannot be read.
+        PathosegError: The tile does not fit the model, the model has several inputs, or it cannot
+            be read.
     """
     check_tile(model, config.tiles.side)
+    inputs = declared_inputs(model, config.tiles.mpp, config.tiles.side)
+    if len(inputs) > 1:
+        raise PathosegError(
+            f"The model {config.model.name} has the inputs "
+            f"{', '.join(each.name for each in inputs)}: plans and ranks know models of one.",
+            "Train it in one process, without --ranks and [parallel] memory.",
+        )
     if config.train.microbatch is not None:
         sizes = [config.train.microbatch]
     elif any(isinstance(module, _BATCH_NORMS) for module in model.modules()):
@@ -121,8 +129,11 @@ def read_model(model: nn.Module, config: Config) -> Traced | None:
     """Trace a model on the microbatch of a run in one process.
 
     Returns:
-        None if no graph can be made of it, in which case it trains in one process all the same.
+        None if no graph can be made of it, as of several inputs, in which case it trains in one
+        process all the same.
     """
+    if len(declared_inputs(model, config.tiles.mpp, config.tiles.side)) > 1:
+        return None
     side, size = config.tiles.side, config.train.microbatch or config.train.batch
     try:
         return Traced(model, torch.empty(size, 3, side, side, device="meta"))

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import ClassTable
+from pathoseg.tiles.dataset import stacked
 from pathoseg.tiles.prefetch import prefetch_map
 from pathoseg.tiles.tiles import SlideTiles, Tile
 from pathoseg.training.engine import Engine, Loss
@@ -86,7 +87,7 @@ class Validation:
             return Verdict({}, 0.0, None)
         judge, loss_sum, picture = self._task.judge(), 0.0, ""
         for firsts, sizes, tiles in self._rounds(engine):
-            images = {at: np.stack([tile.image for tile in own]) for at, own in tiles.items()}
+            images = {at: stacked(own) for at, own in tiles.items()}
             for at, logits in engine.predict(sizes, images).items():
                 masks = np.stack([tile.mask for tile in tiles[at]])
                 targets = torch.from_numpy(self._task.targets(masks)).to(logits.device)
@@ -96,7 +97,7 @@ class Validation:
                 row = self._shown - firsts[at]
                 if 0 <= row < sizes[at] and logits.ndim == 4:
                     guess = logits[row].argmax(0).cpu().numpy().astype(np.uint8)
-                    shown = comparison(images[at][row], masks[row], guess, self._classes)
+                    shown = comparison(tiles[at][row].image, masks[row], guess, self._classes)
                     picture = to_text(shown)
         whole = self._task.judge()
         found = {"loss": loss_sum, "seen": judge.seen(), "picture": picture}

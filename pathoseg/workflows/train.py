@@ -29,7 +29,13 @@ from pathoseg.errors import PathosegError
 from pathoseg.inference.segmenter import class_table_of, default_overlap
 from pathoseg.interruption import Interruption
 from pathoseg.memory_size import memory_text
-from pathoseg.models.build import build_model, check_tile, edge_reach, tile_multiple
+from pathoseg.models.build import (
+    build_model,
+    check_tile,
+    declared_inputs,
+    edge_reach,
+    tile_multiple,
+)
 from pathoseg.models.bundle import CARD, Bundle, load_bundle, load_card, save_bundle
 from pathoseg.models.losses import build_loss
 from pathoseg.outputs.atomic import replaced, write_text
@@ -234,7 +240,7 @@ def _train(
         stopped_together(interruption, transport),
         closing(pool),
     ):
-        tiles = cut_labelled_slides(config, sources, members, pool, interruption)
+        tiles = cut_labelled_slides(config, sources, members, pool, interruption, card.inputs[1:])
         for line in short_form(config, sources, members, [*tiles.train, *tiles.val]):
             say(line)
         if transport is None or transport.rank == 0:
@@ -502,6 +508,7 @@ def _card(
         mean=MEAN,
         std=STD,
         multiple=multiple,
+        inputs=declared_inputs(model, config.tiles.mpp, config.tiles.side),
         stain=None if config.tiles.stain == "none" else {"method": config.tiles.stain},
         training={
             **origin,

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pathoseg.device import Inputs, answer
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.graph.layer_graph import LayerGraph
 from pathoseg.parallel.graph.segment import Segment
@@ -101,30 +102,35 @@ class WholeModel:
         self._model, self._traced, self._seed, self._device = model, traced, seed, device
         self._known: dict[torch.Size, tuple[Traced, Segment, Randomness] | None] = {}
 
-    def forward(self, step: int, microbatch: int, inputs: Tensor) -> Any:
+    def forward(self, step: int, microbatch: int, inputs: Inputs) -> Any:
         """Return what the model makes of a microbatch; the generators are left as they were.
 
         Args:
             step: The run's step, from 0.
             microbatch: Its number in the step, from 0.
-            inputs: Its samples.
+            inputs: Its samples; a model of several inputs, by name, has no graph.
         """
+        if isinstance(inputs, dict):
+            return self._as_one_layer(step, microbatch, inputs)
         if inputs.shape not in self._known:
             self._known[inputs.shape] = self._read(inputs)
         known = self._known[inputs.shape]
         if known is None:
-            throws = _Throws({0}, self._device)
-            throws.enter(0, seed_of(self._seed, step, microbatch, 0))
-            try:
-                return self._model(inputs)
-            finally:
-                throws.leave()
+            return self._as_one_layer(step, microbatch, inputs)
         traced, segment, randomness = known
         with randomness.of(step, microbatch) as before:
             if before is None:
                 return self._model(inputs)
             given = dict.fromkeys(traced.graph.inputs, inputs)
             return traced.assemble({**given, **segment(given, before)})
+
+    def _as_one_layer(self, step: int, microbatch: int, inputs: Inputs) -> Any:
+        throws = _Throws({0}, self._device)
+        throws.enter(0, seed_of(self._seed, step, microbatch, 0))
+        try:
+            return answer(self._model, inputs)
+        finally:
+            throws.leave()
 
     def _read(self, inputs: Tensor) -> tuple[Traced, Segment, Randomness] | None:
         """The layers for microbatches of this shape, which may branch on it."""
