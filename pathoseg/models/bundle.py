@@ -48,8 +48,7 @@ class Bundle:
         multiple: What the sides of a tile must be divisible by.
         tiling: How inference tiles a slide where the network's reach is known: by "windows" that
             join to one pass, or with "blended" training tiles, as versions did that wrote none.
-        inputs: What the network sees of a tile: the tile itself as `image`, and others around its
-            centre. Empty, as in bundles of versions that knew one input, means the tile alone.
+        context: What the network sees beside the tile, around its centre; mostly nothing.
         stain: The stain normalisation that slides went through, in its own plain values, or None.
         training: Where the weights come from, in plain values (numbers that are not finite are
             written as null); `slide_mpps` lists the resolutions of the slides trained on.
@@ -70,7 +69,7 @@ class Bundle:
     std: Channels
     multiple: int
     tiling: Literal["windows", "blended"] = "windows"
-    inputs: tuple[ModelInput, ...] = ()
+    context: tuple[ModelInput, ...] = ()
     stain: Mapping[str, Scalar] | None = None
     training: Mapping[str, Scalar | tuple[float, ...] | tuple[str, ...] | None] = field(
         default_factory=dict
@@ -101,13 +100,16 @@ class Bundle:
             f"tile {self.tile} with overlap {self.overlap} and multiple {self.multiple} is no "
             "possible tiling",
         )
-        inputs = self.inputs or (ModelInput(IMAGE, self.mpp, self.tile),)
-        check_inputs(inputs, self.mpp, self.tile, self.multiple)
-        object.__setattr__(self, "inputs", inputs)
+        check_inputs(self.inputs, self.mpp, self.tile, self.multiple)
         _require(all(map(math.isfinite, self.mean)), f"mean {self.mean} is not finite")
         _require(
             all(0 < channel < math.inf for channel in self.std), f"std {self.std} is not positive"
         )
+
+    @property
+    def inputs(self) -> tuple[ModelInput, ...]:
+        """All that the network sees: the tile, named `image`, and its context."""
+        return (ModelInput(IMAGE, self.mpp, self.tile), *self.context)
 
     def unseen_resolution(self, mpp: float) -> str | None:
         """Return a warning for a slide of `mpp` microns per level-0 pixel, None for nothing.
@@ -132,8 +134,10 @@ class Bundle:
 
 
 def card_to_json(card: Bundle) -> dict[str, Any]:
-    """The card as plain JSON values."""
+    """The card as plain JSON values; `inputs` stands for `context`, with the tile first."""
     plain = asdict(card)
+    del plain["context"]
+    plain["inputs"] = [asdict(each) for each in card.inputs]
     plain["training"] = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in card.training.items()
@@ -147,7 +151,12 @@ def card_from_json(plain: dict[str, Any]) -> Bundle:
     Raises:
         PathosegError: A key is missing, unknown, or of another type, or the card is impossible.
     """
-    card: Bundle = _conform(Bundle, plain, "the card")
+    rest = dict(plain)
+    listed = rest.pop("inputs", None)
+    inputs: tuple[ModelInput, ...] = _conform(tuple[ModelInput, ...], listed, "`inputs`")
+    context = [asdict(each) for each in inputs[1:]]
+    card: Bundle = _conform(Bundle, {"context": context, **rest}, "the card")
+    _require(card.inputs == inputs, "`inputs` does not begin with the tile")
     return card
 
 
@@ -400,7 +409,9 @@ def _read_card(path: Path) -> tuple[Bundle, str]:
     if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
         raise PathosegError(f"{path} states no hash of its weights (weights_sha256).", _HINT)
     document.setdefault("tiling", "blended")
-    document.setdefault("inputs", [])
+    if "inputs" not in document and "mpp" in document and "tile" in document:
+        only = {"name": IMAGE, "mpp": document["mpp"], "size": document["tile"]}
+        document["inputs"] = [only]  # the versions that wrote none knew the tile alone
     try:
         return card_from_json(document), digest
     except PathosegError as wrong:

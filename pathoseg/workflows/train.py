@@ -240,7 +240,7 @@ def _train(
         stopped_together(interruption, transport),
         closing(pool),
     ):
-        tiles = cut_labelled_slides(config, sources, members, pool, interruption, card.inputs[1:])
+        tiles = cut_labelled_slides(config, sources, members, pool, interruption, card.context)
         for line in short_form(config, sources, members, [*tiles.train, *tiles.val]):
             say(line)
         if transport is None or transport.rank == 0:
@@ -508,7 +508,7 @@ def _card(
         mean=MEAN,
         std=STD,
         multiple=multiple,
-        inputs=declared_inputs(model, config.tiles.mpp, config.tiles.side),
+        context=declared_inputs(model, config.tiles.mpp, config.tiles.side)[1:],
         stain=None if config.tiles.stain == "none" else {"method": config.tiles.stain},
         training={
             **origin,

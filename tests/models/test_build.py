@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from pathoseg.errors import PathosegError
-from pathoseg.models.build import build_model, check_tile, edge_reach, tile_multiple
+from pathoseg.geometry import ModelInput
+from pathoseg.models.build import (
+    build_model,
+    check_tile,
+    declared_inputs,
+    edge_reach,
+    tile_multiple,
+)
 from pathoseg.models.model_options import ModelConfig
 
 FACTORY = '''
@@ -194,3 +202,40 @@ def test_a_factory_that_segments_cannot_classify(factory_file: Path) -> None:
     name = "labs_network:make"
     with pytest.raises(PathosegError, match=r"not \(1, 2\)"):
         build_model(ModelConfig(name, "classify", 2), factory=name)
+
+
+class _Seeing(nn.Module):
+    """A network of given inputs."""
+
+    multiple = 8
+
+    def __init__(self, inputs: dict[str, tuple[float, int]]) -> None:
+        super().__init__()
+        self._inputs = inputs
+
+    def inputs_at(self, mpp: float, tile: int) -> dict[str, tuple[float, int]]:
+        return self._inputs
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ({}, "do not begin with the tile"),
+        ({"context": (2.0, 64)}, "do not begin with the tile"),
+        ({"image": (0.5, 32)}, "do not begin with the tile"),
+        ({"image": (0.5, 64), "context": (0.25, 64)}, "no whole multiple"),
+        ({"image": (0.5, 64), "context": (0.7, 64)}, "no whole multiple"),
+        ({"image": (0.5, 64), "context": (2.0, 60)}, "centres would not meet"),
+        ({"image": (0.5, 64), "context": (8.0, 64)}, "centres would not meet"),
+        ({"image": (0.5, 64), "context": (2.0, -64)}, "is impossible"),
+        ({"image": (0.5, 64), "two words": (2.0, 64)}, "is impossible"),
+        ({"image": 3}, "inputs_at"),
+    ],
+)
+def test_inputs_that_have_no_common_centre_are_refused(inputs: Any, said: str) -> None:
+    with pytest.raises(PathosegError, match=said):
+        declared_inputs(_Seeing(inputs), 0.5, 64)
+
+
+def test_a_network_that_declares_nothing_sees_the_tile() -> None:
+    assert declared_inputs(nn.Conv2d(3, 2, 1), 0.5, 64) == (ModelInput("image", 0.5, 64),)

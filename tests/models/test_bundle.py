@@ -374,3 +374,16 @@ def test_a_full_disk_leaves_the_old_bundle_and_no_litter(
             save_bundle(bundle, _model(1).state_dict(), replace(CARD, mpp=1.0))
     assert load_bundle(bundle)[1] == CARD
     assert sorted(p.name for p in bundle.iterdir()) == ["model.json", "weights.safetensors"]
+
+
+def test_a_card_names_its_inputs(bundle: Path) -> None:
+    one = {"name": "image", "mpp": 0.5, "size": 64}
+    assert json.loads((bundle / "model.json").read_text())["inputs"] == [one]
+    _edit(bundle, lambda card: card.pop("inputs"))  # as earlier versions wrote it
+    assert load_bundle(bundle)[1] == CARD
+    _edit(bundle, lambda card: card.update(inputs=[{**one, "size": 32}]))
+    with pytest.raises(PathosegError, match=r"model\.json: `inputs` does not begin with the tile"):
+        load_bundle(bundle)
+    _edit(bundle, lambda card: card.update(inputs=[one, {**one, "name": "context"}]))
+    with pytest.raises(PathosegError, match=r"names the inputs image .*context .* has image"):
+        load_bundle(bundle)

@@ -20,7 +20,7 @@ from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.raster import PolygonLabels
 from pathoseg.annotations.reading import class_table, read_labels
 from pathoseg.errors import PathosegError
-from pathoseg.geometry import Box, Frame, Mpp, Size
+from pathoseg.geometry import Box, Frame, ModelInput, Mpp, Size
 from pathoseg.slides.region import Region
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles import tiles as tiles_file
@@ -280,7 +280,7 @@ def test_no_tile_near_the_grid_lies_outside_the_regions_of_interest(
         drawn.append(place)
         return Region(np.zeros((1, 1, 3), np.uint8), None)
 
-    tiles._region = read  # type: ignore[method-assign]  # pixels are of no interest
+    tiles._pixels.read = read  # type: ignore[method-assign]  # pixels are of no interest
     for balance in ("none", "class"):
         training = TrainingSet([tiles], 3, 5, 12, balance, 4.0, offsets="random")
         for epoch in range(2):
@@ -402,3 +402,38 @@ def test_a_tile_has_the_class_that_covers_most_of_its_annotated_part(
             assert row[label] == row[1:].max() >= min_cover * annotated
             assert row[label] > 0
             assert label > 0
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("tile", [64, 512])
+def test_context_lies_around_the_centre_of_the_tile(
+    tile: int, cached: bool, make_bench: MakeBench, tmp_path: Path
+) -> None:
+    """Its middle, a fourth of its side, is the tile averaged over 4 × 4 pixels."""
+    tiles = make_bench().cut(
+        tile=tile,
+        offsets="random",
+        context=(ModelInput("wide", 2.0, 64),),
+        cache=tmp_path / "cache" if cached else None,
+    )
+    assert tiles.ratios == {"wide": 4}
+    rng = np.random.default_rng(0)
+    for position in (0, len(tiles) - 1):
+        for _ in range(4):
+            read = tiles.read_near(position, rng, lambda mask: True)
+            cells = read.image.reshape(tile // 4, 4, tile // 4, 4, 3).mean(axis=(1, 3))
+            within = min(64, tile // 4)
+            ours, theirs = (
+                image[(len(image) - within) // 2 :][:within, (len(image) - within) // 2 :][
+                    :, :within
+                ]
+                for image in (read.context["wide"], cells)
+            )
+            np.testing.assert_array_equal(ours, np.floor(theirs + 0.5))
+
+
+def test_tiles_that_do_not_lie_on_the_pixels_of_the_context_are_refused(
+    make_bench: MakeBench,
+) -> None:
+    with pytest.raises(PathosegError, match="overlap of 10 px do not lie on pixels"):
+        make_bench().cut(tile=64, overlap=10, context=(ModelInput("wide", 2.0, 64),))

@@ -7,6 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import cv2
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -160,3 +161,24 @@ def test_impossible_options_are_refused(options: dict[str, float]) -> None:
 def test_albumentations_is_imported_when_it_is_used() -> None:
     code = "import sys, pathoseg.tiles.transform; assert 'albumentations' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_context_moves_and_colours_as_its_tile(seed: int) -> None:
+    y, x = np.mgrid[:256, :256] / 256
+    wide = np.stack([60 + 120 * x, 60 + 120 * y, 90 + 60 * x * y], axis=-1)
+    fine = cv2.resize(wide, (512, 512))[128:384, 128:384]  # the tile: twice as fine, the middle
+    image, context = (np.rint(each).astype(np.uint8) for each in (fine, wide))
+    mask = np.zeros(image.shape[:2], np.uint8)
+    augmentation = Augmentation(AugmentOptions(warp=1.0, noise=0.0, blur=0.0, colour=0.0))
+    alone = augmentation(image, mask, np.random.default_rng(seed))
+    found, labels, around = augmentation.together(
+        image, mask, {"wide": (context, 2)}, np.random.default_rng(seed)
+    )
+    assert (found == alone[0]).all()
+    assert (labels == alone[1]).all()
+    theirs = cv2.resize(found, (128, 128), interpolation=cv2.INTER_AREA).astype(int)
+    ours = around["wide"][64:192, 64:192]
+    inside = cv2.resize(labels, (128, 128), interpolation=cv2.INTER_AREA) == 0  # not mirrored
+    assert np.abs(ours - theirs)[inside].max() <= 3

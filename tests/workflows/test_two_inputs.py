@@ -1,0 +1,101 @@
+"""A network that sees a tile and what lies around it trains and segments from both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+
+import pathoseg
+from pathoseg.config import Config
+from pathoseg.device import MEAN, STD
+from pathoseg.errors import PathosegError
+from pathoseg.geometry import ModelInput
+from pathoseg.models.bundle import Bundle, load_bundle, save_bundle
+from pathoseg.models.model_options import ModelConfig
+from pathoseg.parallel.cost.hardware import load_hardware
+from pathoseg.training.step_plan import price, read_model
+from tests.two_inputs import TwoFields
+
+NAME = "tests.two_inputs:make"
+INPUTS = (ModelInput("image", 0.5, 32), ModelInput("context", 2.0, 32))
+CARD = Bundle(
+    model=ModelConfig(NAME, "segment", classes=2),
+    class_names=("disc",),
+    class_colours=((200, 0, 0),),
+    mpp=0.5,
+    tile=32,
+    overlap=8,
+    mean=MEAN,
+    std=STD,
+    multiple=8,
+    context=INPUTS[1:],
+)
+
+
+def test_it_trains_a_step_and_infers(
+    toy_slides: Path, command: Callable[..., tuple[int, str]]
+) -> None:
+    text = Path("tiny.toml").read_text().replace("width = 4\ndepth = 2", "")
+    Path("own.toml").write_text(text.replace("tile = 32", 'tile = 32\ncache = "tiles"'))
+    code, said = command(
+        "train", "--slides", toy_slides, "--config", "own.toml", "--model", NAME,
+        "--epochs", 1, "--out", "run",
+    )  # fmt: skip
+    assert code == 0, said
+    trained, card = load_bundle(Path("run/model"), NAME)
+    assert card.inputs == INPUTS
+    torch.manual_seed(0)
+    for before, after in zip(TwoFields(2).parameters(), trained.parameters(), strict=True):
+        assert not torch.equal(before, after)
+    caches = [
+        json.loads(path.read_text()) for path in Path("tiles").glob("slide0.png/*/cache.json")
+    ]
+    assert sorted(cache["frame"]["mpp"]["x"] for cache in caches) == [0.5, 2.0]
+    code, said = command(
+        "infer", toy_slides / "slide0.png", "--model", "run", "--factory", NAME,
+        "--assume-mpp", 0.5, "--out", "out",
+    )  # fmt: skip
+    assert code == 0, said
+    assert tifffile.imread("out/slide0/mask.ome.tiff", level=0).shape == (96, 96)
+
+
+@pytest.mark.parametrize("shape", [(100, 72), (20, 24)])
+def test_what_is_predicted_lies_where_the_context_is(
+    shape: tuple[int, int], tmp_path: Path
+) -> None:
+    model = TwoFields(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        # The class where the context's red is below 127.6: the tile is not looked at.
+        model.far.weight[1, 0] = -STD[0]
+        assert model.far.bias is not None
+        model.far.bias[1] = 127.6 / 255 - MEAN[0]
+    save_bundle(tmp_path / "model", model.state_dict(), CARD)
+    coarse = np.random.default_rng(3).integers(0, 256, (shape[0] // 4, shape[1] // 4, 3))
+    picture = coarse.astype(np.uint8).repeat(4, axis=0).repeat(4, axis=1)
+    found = pathoseg.load_model(tmp_path / "model", factory=NAME).predict(picture, mpp=0.5)
+    np.testing.assert_array_equal(found.classes, picture[..., 0] < 128)
+
+
+def test_the_card_and_the_network_must_name_the_same_inputs(tmp_path: Path) -> None:
+    one = replace(CARD, context=())
+    assert one.inputs == INPUTS[:1]
+    save_bundle(tmp_path / "model", TwoFields(2).state_dict(), one)
+    with pytest.raises(PathosegError, match=r"names the inputs image .* has image .* context"):
+        load_bundle(tmp_path / "model", NAME)
+
+
+def test_plans_and_ranks_refuse_it_by_name() -> None:
+    config = replace(Config(), model=replace(Config().model, name=NAME))
+    config = replace(config, tiles=replace(config.tiles, tile=32))
+    with pytest.raises(PathosegError, match="the inputs image, context: plans and ranks know"):
+        price(TwoFields(2), config, load_hardware("cpu"))
+    assert read_model(TwoFields(2), config) is None
