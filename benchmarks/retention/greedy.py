@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise, product
 from math import inf
 from typing import NamedTuple
@@ -27,8 +28,18 @@ _BUFFERS = (1, 2, 4)
 _BEYOND = (1.0, 0.7, 0.5, 0.35, 0.25, 0.17, 0.12, 0.08, 0.05)
 _ATTEMPTS = 4
 
-# Of each run, how often each of its options is taken.
-_Counts = list[list[int]]
+_FILLED = 6  # of the fastest, whose spare room is filled
+
+# Of each run, by option, how often it is taken.
+_Counts = list[dict[int, int]]
+
+
+class _Setting(NamedTuple):
+    """The price of a copied second, the staging buffer, and the bytes beyond what is kept."""
+
+    price: float | None
+    buffers: int
+    beyond: int
 
 
 class _Step(NamedTuple):
@@ -62,30 +73,46 @@ class Greedy:
         self._facts, self._judge, self._ways = facts, judge, ways
         self._runs: list[BlockRun] = runs_of(facts, MOST_UNITS)
         self._options = [earliest_first(patterns_of(facts, run, host, ways)) for run in self._runs]
-        self._known: dict[tuple[tuple[tuple[int, ...], ...], int], list[Choice]] = {}
+        self._known: dict[Hashable, list[Choice]] = {}
+        self._seconds: dict[Hashable, float] = {}
 
     def choose(self, cap: int, in_flight: int = 1) -> Choice | None:
         """Return the fastest choice that fits into `cap` bytes, or None."""
+        found: list[tuple[float, _Setting]] = []
         best, fastest = None, inf
         for price, buffers, beyond in product(_PRICES, _BUFFERS, _BEYOND):
             if buffers > 1 if price is None else not self._ways.offload:
                 continue
-            choice = self._fitting(price, buffers, int(beyond * cap), cap, in_flight)
+            setting = _Setting(price, buffers, int(beyond * cap))
+            choice, seconds = self._timed(setting, cap, in_flight, fill=False)
             if choice is not None:
-                seconds = self._judge.seconds(choice, in_flight)
+                found.append((seconds, setting))
                 if seconds < fastest:
                     best, fastest = choice, seconds
+        for _, setting in sorted(found, key=lambda each: each[0])[:_FILLED]:
+            choice, seconds = self._timed(setting, cap, in_flight, fill=True)
+            if seconds < fastest:
+                best, fastest = choice, seconds
         return best
 
-    def _fitting(
-        self, price: float | None, buffers: int, beyond: int, cap: int, in_flight: int
-    ) -> Choice | None:
+    def _timed(
+        self, setting: _Setting, cap: int, in_flight: int, fill: bool
+    ) -> tuple[Choice | None, float]:
+        choice = self._fitting(setting, cap, in_flight, fill)
+        if choice is None:
+            return None, inf
+        key = choice.retention, choice.window, in_flight
+        if key not in self._seconds:
+            self._seconds[key] = self._judge.seconds(choice, in_flight)
+        return choice, self._seconds[key]
+
+    def _fitting(self, setting: _Setting, cap: int, in_flight: int, fill: bool) -> Choice | None:
         room = cap
         for _ in range(_ATTEMPTS):
-            counts = self._counts(price, buffers, beyond, room, in_flight)
+            counts = self._counts(setting, room, in_flight, fill)
             if counts is None:
                 return None
-            choices = self._choices(counts, buffers)
+            choices = self._choices(counts, setting.buffers)
             missing = min(choice.need(in_flight) for choice in choices) - cap
             if missing <= 0:
                 choice = next(each for each in choices if each.need(in_flight) <= cap)
@@ -94,23 +121,26 @@ class Greedy:
                     choice.window + spare // windows(in_flight),
                     choice.retained.offloaded * in_flight,
                 )
-                return Choice(choice.retention, max(choice.window, wider), choice.retained)
+                return replace(choice, window=max(choice.window, wider))
             room -= missing
         return None
 
     def _choices(self, counts: _Counts, buffers: int) -> list[Choice]:
-        key = tuple(map(tuple, counts)), buffers
+        key = tuple(tuple(sorted(own.items())) for own in counts), buffers
         if key not in self._known:
             window = buffers * self._largest(counts)
+            numbers = [
+                [own.get(at, 0) for at in range(len(options))]
+                for own, options in zip(counts, self._options, strict=True)
+            ]
             self._known[key] = [
                 Choice(policy, window, retain(self._facts, policy))
-                for policy in arrangements(self._facts, self._runs, self._options, counts)
+                for policy in arrangements(self._facts, self._runs, self._options, numbers)
             ]
         return self._known[key]
 
-    def _counts(
-        self, price: float | None, buffers: int, beyond: int, room: int, in_flight: int
-    ) -> _Counts | None:
+    def _counts(self, setting: _Setting, room: int, in_flight: int, fill: bool) -> _Counts | None:
+        price, buffers, beyond = setting
         allowed = [
             [
                 at
@@ -119,7 +149,10 @@ class Greedy:
             ]
             for options in self._options
         ]
-        if not all(allowed):
+        if not all(
+            any(options[at].blocks == 1 for at in own)
+            for options, own in zip(self._options, allowed, strict=True)
+        ):
             return None
         hulls = [
             self._hull(options, own, price or 0.0)
@@ -142,7 +175,8 @@ class Greedy:
             else:
                 low = middle + 1
         counts = self._taken(hulls, steps[:high])
-        self._fill(counts, allowed, price or 0.0, buffers, room, in_flight)
+        if fill:
+            self._fill(counts, allowed, setting, room, in_flight)
         return counts
 
     def _hull(self, options: Sequence[PolicyOption], own: Sequence[int], price: float) -> list[int]:
@@ -183,16 +217,17 @@ class Greedy:
         counts: _Counts = []
         for run, hull in enumerate(hulls):
             options = self._options[run]
-            own = [0] * len(options)
+            own: dict[int, int] = {}
             left = len(self._runs[run].blocks)
             step = last.get(run)
             if step is not None:
-                nxt = hull[step.at + 1]
-                own[nxt] = step.blocks // options[nxt].blocks
-                left -= own[nxt] * options[nxt].blocks
+                following = hull[step.at + 1]
+                own[following] = step.blocks // options[following].blocks
+                left -= own[following] * options[following].blocks
             for at in reversed(hull[: step.at + 1 if step else 1]):
                 more, left = divmod(left, options[at].blocks)
-                own[at] += more
+                if more:
+                    own[at] = more
             assert not left
             counts.append(own)
         return counts
@@ -200,53 +235,51 @@ class Greedy:
     def _need(self, counts: _Counts, buffers: int, in_flight: int) -> int:
         before = most = 0
         for options, own in zip(self._options, counts, strict=True):
-            for option, count in zip(options, own, strict=True):
-                if count:
-                    most = max(most, before + (count - 1) * option.kept + option.peak)
-                    before += count * option.kept
+            for at in sorted(own):  # as `earliest_first` has them
+                option, count = options[at], own[at]
+                most = max(most, before + (count - 1) * option.kept + option.peak)
+                before += count * option.kept
         held = most + (in_flight - 1) * before
         return held + windows(in_flight) * buffers * self._largest(counts)
 
     def _largest(self, counts: _Counts) -> int:
         return max(
-            option.largest
+            options[at].largest
             for options, own in zip(self._options, counts, strict=True)
-            for option, count in zip(options, own, strict=True)
-            if count
+            for at in own
         )
 
     def _fill(
         self,
         counts: _Counts,
         allowed: Sequence[Sequence[int]],
-        price: float,
-        buffers: int,
+        setting: _Setting,
         room: int,
         in_flight: int,
     ) -> None:
-        """Exchange single options for faster ones while the stage still fits."""
-        while True:
-            gains = sorted(
-                (
-                    (one.again - two.again + price * (one.copies - two.copies), run, at, other)
-                    for run, (options, own) in enumerate(zip(self._options, counts, strict=True))
-                    for at, count in enumerate(own)
-                    if count
-                    for other in allowed[run]
-                    if other != at
-                    for one, two in [(options[at], options[other])]
-                    if one.blocks == two.blocks
-                ),
-                reverse=True,
-            )
-            for gain, run, at, other in gains:
-                if gain <= 0:
-                    return
-                counts[run][at] -= 1
-                counts[run][other] += 1
-                if self._need(counts, buffers, in_flight) <= room:
-                    break
-                counts[run][at] += 1
-                counts[run][other] -= 1
-            else:
-                return
+        """Exchange options for faster ones while the stage still fits, the largest gain first."""
+        price = setting.price or 0.0
+        gains = sorted(
+            (
+                (one.again - two.again + price * (one.copies - two.copies), run, at, other)
+                for run, (options, own) in enumerate(zip(self._options, counts, strict=True))
+                for at in own
+                for other in allowed[run]
+                for one, two in [(options[at], options[other])]
+                if one.blocks == two.blocks
+            ),
+            reverse=True,
+        )
+        for gain, run, at, other in gains:
+            own = counts[run]
+            while gain > 0 and own.get(at):
+                own[at] -= 1
+                own[other] = own.get(other, 0) + 1
+                kept = {each: count for each, count in own.items() if count}
+                tried = [*counts[:run], kept, *counts[run + 1 :]]
+                if self._need(tried, setting.buffers, in_flight) <= room:
+                    continue
+                own[at] += 1
+                own[other] -= 1
+                break
+            counts[run] = {each: count for each, count in own.items() if count}

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -38,8 +39,8 @@ NETWORKS = {
     "resnet110_v2": (ModelConfig("resnet110_v2", "segment", 3), 128),
 }
 WAYS = {
-    "recompute": AllowedPolicies(offload=False),
     "keep": AllowedPolicies(offload=False, recompute=False),
+    "recompute": AllowedPolicies(offload=False),
 }
 SHARES = (100, 90, 80, 70, 60, 50, 40, 30)  # of what one rank needs with everything kept
 MEASURED, ROUNDS = 3, 7
@@ -81,11 +82,11 @@ def main() -> None:
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.find:
-        found = [
-            [each.network, each.ways, each.share, each.synthesised.to_json(), each.named.to_json()]
-            for each in find()
-        ]
-        options.find.write_text(json.dumps(found))
+        found = []
+        for each in find():
+            plans = each.synthesised.to_json(), each.named.to_json()
+            found.append([each.network, each.ways, each.share, *plans])
+            options.find.write_text(json.dumps(found))
     elif not options.rank:
         sys.exit(start_local(RANKS, [sys.executable, *sys.argv, "--rank"], "mpi"))
     else:
@@ -99,23 +100,26 @@ def find() -> Iterator[Picked]:
     hardware = load_hardware("cpu")
     print("| network | ways | cap | fastest plan | s | synthesised, s | best named | s |")
     print("|---|---|---|---|---|---|---|---|")
+    graphs = {}
     for name, (config, side) in NETWORKS.items():
         with torch.device("meta"):
             graph = Traced(build_model(config), torch.empty(1, 3, side, side)).graph
-        priced = StageCosts(graph, cost_model(hardware), hardware, 2, cpu_workspace(threads=1))
+        graphs[name] = StageCosts(
+            graph, cost_model(hardware), hardware, 2, cpu_workspace(threads=1)
+        )
+    for (ways, allowed), (name, priced) in product(WAYS.items(), graphs.items()):
         [whole] = plan([priced], PlanRequest(1, 2**50, COUNT, "sequential"))
-        for ways, allowed in WAYS.items():
-            for share in SHARES:
-                memory = max(whole.memory) * share // 100
-                plans = plan([priced], PlanRequest(RANKS, memory, COUNT, ways=allowed))
-                made = [each for each in plans if each.order == SYNTHESISED]
-                named = [each for each in plans if each.order != SYNTHESISED]
-                said = [f"{plans[0].order} | {plans[0].seconds:.3f}" if plans else "none fits |"]
-                said.append(f"{made[0].seconds:.3f}" if made else "–")
-                said.append(f"{named[0].order} | {named[0].seconds:.3f}" if named else "– |")
-                print(f"| {name} | {ways} | {share} % | {' | '.join(said)} |", flush=True)
-                if made and named and plans[0] == made[0]:
-                    yield Picked(name, ways, share, made[0], named[0])
+        for share in SHARES:
+            memory = max(whole.memory) * share // 100
+            plans = plan([priced], PlanRequest(RANKS, memory, COUNT, ways=allowed))
+            made = [each for each in plans if each.order == SYNTHESISED]
+            named = [each for each in plans if each.order != SYNTHESISED]
+            said = [f"{plans[0].order} | {plans[0].seconds:.3f}" if plans else "none fits |"]
+            said.append(f"{made[0].seconds:.3f}" if made else "–")
+            said.append(f"{named[0].order} | {named[0].seconds:.3f}" if named else "– |")
+            print(f"| {name} | {ways} | {share} % | {' | '.join(said)} |", flush=True)
+            if made and named and plans[0] == made[0]:
+                yield Picked(name, ways, share, made[0], named[0])
 
 
 def _read(path: Path) -> list[Picked]:
