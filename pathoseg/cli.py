@@ -46,7 +46,10 @@ Annotations = Annotated[
 MppOption = Annotated[
     float | None, typer.Option(help="Microns per pixel the model sees. [default: 0.5]")
 ]
-TileOption = Annotated[int | None, typer.Option(help="Side of a tile in pixels. [default: 1024]")]
+TileOption = Annotated[
+    int | None,
+    typer.Option(help="Side of a tile in pixels. [default: what most images hold, at most 1024]"),
+]
 ModelName = Annotated[
     str | None,
     typer.Option(
@@ -246,7 +249,9 @@ def cache(
 )
 def plan(
     model: ModelName = None,
-    tile: TileOption = None,
+    tile: Annotated[
+        int | None, typer.Option(help="Side of a tile in pixels. [default: 1024]")
+    ] = None,
     ranks: Annotated[int | None, typer.Option(help="Ranks that share a step. [default: 1]")] = None,
     memory: Annotated[str | None, typer.Option(help="Of a rank. [default: the hardware's]")] = None,
     batch: Annotated[int | None, typer.Option(help="Tiles a step. [default: 4]")] = None,

@@ -99,7 +99,7 @@ def publish(
         mpp=plan.output.mpp,
         tissue_mm2=tissue,
         classes=class_summaries(classes, pixels, regions, plan.output, tissue),
-        tiles=TileCounts(len(plan.indices), len(plan.grid) - len(plan.indices), unread_tiles),
+        tiles=TileCounts(len(plan.indices), plan.skipped, unread_tiles),
         unread_pixels=pixels[IGNORE],
         versions={"pathoseg": __version__, "torch": str(torch.__version__)},
         seconds={"plan": round(planned - began, 3), "segment": round(ended - planned, 3)},

@@ -449,14 +449,16 @@ class SlideJob:
     @cached_property
     def _key(self) -> str:
         """A hash of all that the result depends on."""
-        config = self._context.config
-        told = {
+        config, tiling = self._context.config, self._context.segmenter.tiling
+        told: dict[str, object] = {
             "slide": asdict(self._fingerprint),
             "model": self._context.segmenter.model_id,
             "assume_mpp": config.data.assume_mpp,
             "tissue": _told(config.tissue),
             "infer": _told(config.infer),
         }
+        if tiling is not None:  # rows of earlier versions were all blended, and are still found
+            told["tiling"] = dict(tiling)
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
     def _all_rows(self, plan: SlidePlan) -> Generator[MaskRow]:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import csv
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, cast, get_args
 
 from pathoseg.annotations.annotation import ClassTable, Labels
 from pathoseg.annotations.reading import class_table, find_annotation, read_labels
-from pathoseg.config import Config
+from pathoseg.config import LARGEST_TILE, Config
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Frame
 from pathoseg.interruption import Interruption
 from pathoseg.outputs.atomic import replaced
-from pathoseg.progress import progress_bar
+from pathoseg.progress import progress_bar, say
 from pathoseg.slides.folder import slides_in
 from pathoseg.slides.slide import model_frame, open_slide
 from pathoseg.tiles.slide_pool import SlidePool
@@ -38,19 +40,26 @@ class Member:
 
 
 def split_slides(
-    names: Sequence[str], table: Path | None, seed: int, val_share: float
+    names: Sequence[str],
+    table: Path | None,
+    seed: int,
+    val_share: float,
+    classes: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> dict[str, Member]:
-    """Assigns every slide a split.
+    """Assign every slide a split.
 
     A row of the table that names a split keeps it. All other patients are ordered by a hash of
-    seed and patient, so that adding a slide moves no other, and the first `val_share` of them
-    (at least one, where there are two) validate.
+    seed and patient, so that adding a slide moves few others, and the first `val_share` of them
+    (at least one, where there are two) validate. Before that order come two rules: every class is
+    trained on, and one that several patients have is validated too where that is possible, even if
+    more of them must validate.
 
     Args:
         names: File names of the slides.
         table: CSV with the columns slide, and optionally patient and split.
         seed: Seed of the run.
         val_share: Share of the patients without a given split that validate.
+        classes: Slide name → the classes that it holds.
 
     Returns:
         Slide name → its member.
@@ -62,24 +71,42 @@ def split_slides(
     rows = _read(table) if table else {}
     patients: dict[str, str] = {}
     given: dict[str, Split | None] = {}
+    held: dict[str, set[str]] = {}
     for name in names:
         row = rows.get(name) or rows.get(Path(name).stem)
         if table and row is None:
             raise PathosegError(
                 f"{table} has no row for {name}.", "Add one, or move the slide elsewhere."
             )
-        patients[name] = (row or {}).get("patient") or name
+        patient = patients[name] = (row or {}).get("patient") or name
         split = _as_split((row or {}).get("split"), f"{table}: {name}")
-        if given.setdefault(patients[name], split) != split:
+        if given.setdefault(patient, split) != split:
             raise PathosegError(
-                f"{table}: patient {patients[name]} is in more than one split.",
+                f"{table}: patient {patient} is in more than one split.",
                 "A patient's slides belong together: give them one split.",
             )
-    drawn = _draw([p for p, split in given.items() if split is None], given, seed, val_share)
+        held.setdefault(patient, set()).update(classes.get(name, ()))
+    validating = _drawn_to_validate(given, held, seed, val_share)
     return {
-        name: Member(name, patient, given[patient] or drawn[patient])
+        name: Member(name, patient, given[patient] or ("val" if patient in validating else "train"))
         for name, patient in patients.items()
     }
+
+
+def one_sided(
+    members: Iterable[Member], classes: Mapping[str, Collection[str]]
+) -> dict[str, Split]:
+    """The classes that are on one side alone of training and validation, with that side.
+
+    Args:
+        members: All slides.
+        classes: As for `split_slides`.
+    """
+    sides: dict[str, set[Split]] = {}
+    for member in members:
+        for name in classes.get(member.slide, ()):
+            sides.setdefault(name, set()).update({member.split} - {"test"})
+    return {name: next(iter(side)) for name, side in sorted(sides.items()) if len(side) == 1}
 
 
 def patients_in(table: Path | None, names: Iterable[str]) -> dict[str, str]:
@@ -119,17 +146,61 @@ def _as_split(text: str | None, where: str) -> Split | None:
     return None
 
 
-def _draw(
-    free: list[str], given: Mapping[str, Split | None], seed: int, val_share: float
-) -> dict[str, Split]:
+def _drawn_to_validate(
+    given: Mapping[str, Split | None],
+    held: Mapping[str, Collection[str]],
+    seed: int,
+    val_share: float,
+) -> set[str]:
+    """Patients without a given split that validate; see `split_slides`.
+
+    Args:
+        given: Patient → the split that the table names.
+        held: Patient → classes.
+        seed: As for `split_slides`.
+        val_share: Likewise.
+    """
+
     def rank(patient: str) -> bytes:
         return hashlib.sha256(f"{seed}:{patient}".encode()).digest()
 
-    held_out = round(val_share * len(free))
-    if held_out == 0 and len(free) > 1 and val_share > 0 and "val" not in given.values():
-        held_out = 1
-    ordered = sorted(free, key=rank)
-    return {p: "val" if i < held_out else "train" for i, p in enumerate(ordered)}
+    free = sorted((patient for patient, split in given.items() if split is None), key=rank)
+    wanted = round(val_share * len(free))
+    if wanted == 0 and len(free) > 1 and val_share > 0 and "val" not in given.values():
+        wanted = 1
+    if wanted == 0:
+        return set()
+    training = Counter[str]()
+    validated = set[str]()
+    for patient, split in given.items():
+        if split == "val":
+            validated.update(held[patient])
+        elif split != "test":
+            training.update(held[patient])
+    chosen = set[str]()
+
+    def can_go(patient: str) -> bool:
+        return all(training[name] > 1 for name in held[patient])
+
+    def choose(patient: str) -> None:
+        chosen.add(patient)
+        training.subtract(held[patient])
+        validated.update(held[patient])
+
+    while True:
+        # The patient with most classes that nothing validates yet, of these the first.
+        gains = {
+            patient: len(set(held[patient]) - validated)
+            for patient in free
+            if patient not in chosen and can_go(patient)
+        }
+        if not max(gains.values(), default=0):
+            break
+        choose(max(gains, key=lambda patient: gains[patient]))
+    for patient in free:
+        if len(chosen) < wanted and patient not in chosen and can_go(patient):
+            choose(patient)
+    return chosen
 
 
 def _read(table: Path) -> dict[str, dict[str, str]]:
@@ -226,6 +297,54 @@ def find_labelled_slides(config: Config, classes: ClassTable | None = None) -> L
     return LabelledSlides(tuple(usable), table, left_out)
 
 
+def named_in(sources: LabelledSlides, table: Path) -> LabelledSlides:
+    """Leave out slides that a run's own table of splits does not name: they came later."""
+    rows = _read(table)
+    late = [s.slide.name for s in sources.usable if s.slide.name not in rows]
+    reasons = dict.fromkeys(late, "it came after the run began")
+    usable = tuple(source for source in sources.usable if source.slide.name in rows)
+    if not usable:
+        raise PathosegError(
+            f"None of the slides that {table} names can be used.", "Bring them back to go on."
+        )
+    return replace(sources, usable=usable, left_out=sources.left_out | reasons)
+
+
+def classes_held(sources: LabelledSlides) -> dict[str, Collection[str]]:
+    """Slide name → the classes that its annotation holds."""
+    return {source.slide.name: tuple(source.labels.classes()) for source in sources.usable}
+
+
+def with_tile(config: Config, sources: LabelledSlides, multiple: int) -> Config:
+    """Return the configuration with a tile: where none is given, the largest that most images hold.
+
+    Says which is chosen, and on how many images tiles are mostly padding.
+
+    Args:
+        config: Its `tiles.tile` may be None.
+        sources: The images.
+        multiple: What the model divides by.
+
+    Raises:
+        PathosegError: `tiles.overlap` is not below the tile.
+    """
+    sizes = [source.frame.size for source in sources.usable]
+    sides = sorted(min(size.width, size.height) for size in sizes)
+    most_hold = sides[(len(sides) - 1) // 2]
+    fitting = max(2, min(most_hold, LARGEST_TILE) // multiple) * multiple
+    tile, advice = config.tiles.tile or fitting, ""
+    if config.tiles.tile is None:
+        if fitting < LARGEST_TILE // multiple * multiple:
+            say(f"Tiles of {fitting} px: the largest that most images hold.")
+        config = replace(config, tiles=replace(config.tiles, tile=fitting))
+    elif fitting < tile:
+        advice = f"; without --tile, tiles of {fitting} px would be taken"
+    small = sum(min(tile, size.width) * min(tile, size.height) < tile**2 / 2 for size in sizes)
+    if small:
+        say(f"Tiles of {tile} px are mostly padding on {small} of {len(sizes)} images{advice}.")
+    return config
+
+
 def _nothing_left(folder: Path, left_out: dict[str, str]) -> PathosegError:
     reasons = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:5])
     more = f"; and {len(left_out) - 5} more" if len(left_out) > 5 else ""
@@ -281,8 +400,9 @@ def cut(
 ) -> SlideTiles:
     """The tiles of one slide."""
     options = TileOptions(
-        tile=config.tiles.tile,
+        tile=config.tiles.side,
         overlap=overlap,
+        offsets=config.tiles.offsets,
         min_tissue=config.tiles.min_tissue,
         cache=Path(config.tiles.cache) if config.tiles.cache else None,
         codec=config.tiles.codec,

@@ -88,14 +88,14 @@ def price(model: nn.Module, config: Config, hardware: Hardware) -> list[StageCos
     Raises:
         PathosegError: The tile does not fit the model, or the model cannot be read.
     """
-    check_tile(model, config.tiles.tile)
+    check_tile(model, config.tiles.side)
     if config.train.microbatch is not None:
         sizes = [config.train.microbatch]
     elif any(isinstance(module, _BATCH_NORMS) for module in model.modules()):
         sizes = [1]
     else:
         sizes = [size for size in _SIZES if config.train.batch % size == 0]
-    side, profile = config.tiles.tile, config.parallel.profile
+    side, profile = config.tiles.side, config.parallel.profile
     return [price_one(model, size, side, config, hardware, profile) for size in sizes]
 
 
@@ -120,7 +120,7 @@ def price_one(
 def read_model(model: nn.Module, config: Config) -> Traced | None:
     """Trace a model on the microbatch of a run in one process; None if no graph can be made of it,
     in which case it trains in one process all the same."""
-    side, size = config.tiles.tile, config.train.microbatch or config.train.batch
+    side, size = config.tiles.side, config.train.microbatch or config.train.batch
     try:
         return Traced(model, torch.empty(size, 3, side, side, device="meta"))
     except PathosegError:

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from pathoseg.inference.segmenter import load_segmenter
 from pathoseg.inference.slide_job import WORK, SlideJob, WorkerContext
 from pathoseg.interruption import Interruption
 from pathoseg.outputs.report import read_summary, write_failures, write_summary_table
-from pathoseg.parallel.comm.launcher import find_world
+from pathoseg.parallel.comm.launcher import find_world, share_of_cores
 from pathoseg.parallel.comm.local_ranks import start_crew
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.platform_support import parent_lives
@@ -83,6 +84,8 @@ def infer(
         with joined("auto" if world.hosted else config.parallel.transport) as transport:
             if transport is not None:
                 own_device(transport)
+            readers = config.infer.readers or share_of_cores(transport)
+            config = replace(config, infer=replace(config.infer, readers=readers))
             folders = result_folders(out, _slides(inputs))
             segmenter = load_segmenter(bundle_of(model), config, factory)
             if len(folders) == 1:  # refused before anything is written

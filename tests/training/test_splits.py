@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pathoseg.errors import PathosegError
-from pathoseg.training.labelled_slides import split_slides, write_splits
+from pathoseg.training.labelled_slides import one_sided, split_slides, write_splits
 
 
 def _table(folder: Path, text: str) -> Path:
@@ -46,6 +46,41 @@ def test_slides_of_one_patient_stay_together(tmp_path: Path) -> None:
     for patient in range(4):
         splits = {members[f"s{i}.svs"].split for i in range(patient * 3, patient * 3 + 3)}
         assert len(splits) == 1
+
+
+@given(
+    held=st.lists(st.frozensets(st.sampled_from("abcde")), min_size=1, max_size=12),
+    seed=st.integers(0, 1000),
+    share=st.floats(0.05, 0.9),
+)
+def test_classes_are_learnt_and_validated_where_patients_allow_it(
+    held: list[frozenset[str]], seed: int, share: float
+) -> None:
+    classes = {f"p{number}.svs": names for number, names in enumerate(held)}
+    members = split_slides([*classes], None, seed, share, classes)
+    sides: dict[str, list[frozenset[str]]] = {"train": [], "val": []}
+    for name, member in members.items():
+        sides[member.split].append(classes[name])
+    assert frozenset().union(*held) == frozenset().union(*sides["train"])
+    for name in frozenset().union(*held) - frozenset().union(*sides["val"]):
+        for own in sides["train"]:
+            alone = [each for each in own if sum(each in o for o in sides["train"]) == 1]
+            assert name not in own or alone, "it could have validated"
+    seen = {name: {side for side in sides if name in frozenset().union(*sides[side])}
+            for name in frozenset().union(*held)}  # fmt: skip
+    assert one_sided(members.values(), classes) == {
+        name: next(iter(which)) for name, which in seen.items() if len(which) == 1
+    }
+
+
+def test_a_rare_class_is_given_to_both_sides() -> None:
+    classes = {f"p{number}.svs": {"common"} for number in range(10)}
+    for rare in ("p3.svs", "p8.svs"):
+        classes[rare] = {"common", "rare"}
+    for seed in range(20):
+        members = split_slides([*classes], None, seed, 0.2, classes)
+        assert {members[name].split for name in ("p3.svs", "p8.svs")} == {"train", "val"}
+        assert sum(member.split == "val" for member in members.values()) == 2
 
 
 @pytest.mark.parametrize(

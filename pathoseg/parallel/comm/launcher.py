@@ -15,7 +15,8 @@ import torch
 from pathoseg.errors import PathosegError
 from pathoseg.host_memory import keep_freed_memory
 from pathoseg.parallel.comm.process_transport import ProcessTransport
-from pathoseg.platform_support import usable_cores
+from pathoseg.parallel.comm.transport import Transport
+from pathoseg.platform_support import cores_to_use, usable_cores
 
 Choice = Literal["auto", "mpi", "gloo", "nccl"]
 
@@ -129,14 +130,26 @@ def connect(choice: Choice = "auto", world: World | None = None) -> ProcessTrans
             world.rank, world.ranks, world.host, world.port, local=world.local, hosted=world.hosted
         )
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(_share_of_cores(transport))
+        torch.set_num_threads(share_of_cores(transport))
     keep_freed_memory()
     return transport
 
 
-def _share_of_cores(transport: ProcessTransport) -> int:
-    """Cores that the ranks of this machine may use, over their number; at least one."""
-    mine = {"host": socket.gethostname(), "cores": sorted(usable_cores())}
+def share_of_cores(transport: Transport | None) -> int:
+    """Return how many cores this rank may keep busy (`cores_to_use`): its share of the machine's.
+
+    All ranks call it together.
+
+    Args:
+        transport: Joins the ranks; None where this process is alone.
+    """
+    if transport is None:
+        return cores_to_use()
+    # Under mpirun each rank is a task; others may be started several by one task.
+    task = None if find_world().launcher == "mpirun" else os.environ.get("SLURM_PROCID")
+    mine = {"host": socket.gethostname(), "cores": sorted(usable_cores()), "task": task}
     everyone = [json.loads(text) for text in transport.gather(json.dumps(mine))]
-    here = [each["cores"] for each in everyone if each["host"] == mine["host"]]
-    return max(1, len(set().union(*here)) // len(here))
+    here = [each for each in everyone if each["host"] == mine["host"]]
+    cores = len(set().union(*(each["cores"] for each in here)))
+    in_task = 1 if task is None else sum(each["task"] == task for each in here)
+    return cores_to_use(cores, len(here), in_task)

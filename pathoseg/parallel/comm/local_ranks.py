@@ -16,7 +16,7 @@ from types import FrameType
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.comm.launcher import Choice
-from pathoseg.platform_support import KILL, is_root, signal_group, usable_cores
+from pathoseg.platform_support import KILL, cores_to_use, is_root, signal_group
 
 GRACE = 5.0  # seconds that the other ranks have to end by themselves once one has failed
 _LAST_WORDS = 20  # lines
@@ -172,9 +172,9 @@ def _start_with_store(ranks: int, command: list[str]) -> Iterator[list[subproces
 
 def _environment(ranks: int) -> dict[str, str]:
     """This process's, without what another launcher said, and with a rank's share of the cores."""
-    cores = len(usable_cores())
+    cores = cores_to_use(processes=ranks, in_task=ranks)
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return {"OMP_NUM_THREADS": str(max(1, cores // ranks))} | kept
+    return {"OMP_NUM_THREADS": str(cores)} | kept
 
 
 def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -237,8 +237,8 @@ def start_crew(ranks: int, command: Sequence[str]) -> int:
     from pathoseg.parallel.comm.gloo import keep_store
 
     store, port = keep_store()
-    cores = len(usable_cores())
-    environment = {"OMP_NUM_THREADS": str(max(1, cores // ranks)), **os.environ}
+    cores = cores_to_use(processes=ranks, in_task=ranks)
+    environment = {"OMP_NUM_THREADS": str(cores), **os.environ}
     environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from pathoseg import platform_support
 from pathoseg.errors import PathosegError
+from pathoseg.parallel.comm import launcher
 from pathoseg.parallel.comm import local_ranks as launch
-from pathoseg.parallel.comm.launcher import Choice, World, find_world
+from pathoseg.parallel.comm.launcher import Choice, World, find_world, share_of_cores
 from pathoseg.parallel.comm.local_ranks import start_local
 
 LIBRARIES = ["gloo"]
@@ -134,3 +138,46 @@ def test_a_broken_environment_is_refused(value: str | None) -> None:
         environment["MASTER_PORT"] = value
     with pytest.raises(PathosegError, match=r"MASTER_PORT to .* no whole number"):
         find_world(environment)
+
+
+class Gathering:
+    """Of a transport, a rank's view of what all ranks tell each other."""
+
+    def __init__(self, *others: dict[str, Any]) -> None:
+        self._others = others
+
+    def gather(self, text: str) -> list[str]:
+        mine = json.loads(text)
+        return [text, *(json.dumps({**mine, **other}) for other in self._others)]
+
+
+@pytest.mark.parametrize(
+    ("others", "cores"),
+    [
+        ([], 8),
+        ([{}], 4),  # both on the same eight cores
+        ([{"cores": [*range(8, 16)]}], 8),  # bound to eight cores each
+        ([{"host": "elsewhere"}], 8),
+        ([{}] * 20, 1),
+    ],
+)
+def test_ranks_of_a_machine_share_its_cores(
+    monkeypatch: pytest.MonkeyPatch, others: list[dict[str, Any]], cores: int
+) -> None:
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
+    monkeypatch.setattr(launcher, "usable_cores", lambda: set(range(8)))
+    monkeypatch.setattr(platform_support, "_processor_quotas", lambda root: [])
+    transport: Any = Gathering(*others)
+    assert share_of_cores(transport) == cores
+
+
+@pytest.mark.parametrize(("procid", "cores"), [("0", 3), ("1", 6)])
+def test_ranks_that_a_slurm_task_started_share_its_cores(
+    monkeypatch: pytest.MonkeyPatch, procid: str, cores: int
+) -> None:
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "6")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setattr(launcher, "usable_cores", lambda: set(range(64)))
+    monkeypatch.setattr(platform_support, "_processor_quotas", lambda root: [])
+    transport: Any = Gathering({"task": procid})
+    assert share_of_cores(transport) == cores
