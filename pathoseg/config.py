@@ -1,4 +1,4 @@
-"""What a run is asked to do: frozen, read from TOML and flags, written back as the run's record."""
+"""The options of a run: frozen, read from TOML and flags, written back as the run's record."""
 
 from __future__ import annotations
 
@@ -63,21 +63,31 @@ def _memory_size(given: object) -> object:
 MemorySize = Annotated[str, BeforeValidator(_memory_size)]
 
 
+def _one_alone(given: object) -> object:
+    """The only one of a list without it, so that both ways of writing it are the same option."""
+    return given[0] if isinstance(given, (list, tuple)) and len(given) == 1 else given
+
+
+Names = Annotated[str | tuple[str, ...], BeforeValidator(_one_alone)]
+
+
 @dataclass(frozen=True)
 class DataConfig:
-    """Where slides and annotations come from.
+    """The slides and annotations of a run.
 
     Attributes:
-        slides: Folder of slides.
-        annotations: Folder of annotations; None means beside the slides.
+        slides: Folder of slides, or several; folders inside are searched too.
+        annotations: Folder of annotations, for slides in folders inside with the same folders
+            inside or none; None means beside the slides.
         table: CSV with the columns slide, patient, split; None means `slides.csv` in either folder.
+            A slide is named there by its path in the folder of slides.
         classes: Names of the classes in order; None means all that the annotations name, sorted.
         assume_mpp: Microns per pixel of slides that state none.
         val_share: Share of patients held out for validation where no table splits them.
         skip_bad_slides: Leave out slides that cannot be read instead of refusing to start.
     """
 
-    slides: str | None = None
+    slides: Names | None = None
     annotations: str | None = None
     table: str | None = None
     classes: tuple[str, ...] | None = None
@@ -85,10 +95,20 @@ class DataConfig:
     val_share: Share = 0.2
     skip_bad_slides: bool = False
 
+    @property
+    def slide_folders(self) -> tuple[Path, ...]:
+        names = (self.slides,) if isinstance(self.slides, str) else self.slides or ()
+        return tuple(Path(name) for name in names)
+
+    @property
+    def told_folders(self) -> str:
+        """The folders of slides, as they are told."""
+        return ", ".join(map(str, self.slide_folders))
+
 
 @dataclass(frozen=True)
 class TileConfig:
-    """How slides are cut for training.
+    """The tiles that slides are cut into for training.
 
     Attributes:
         mpp: Microns per pixel the model sees.
@@ -255,7 +275,7 @@ class EvaluateConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How ranks share a step; docs/planning.md says how a plan is found.
+    """The ranks of a run and their shares of a step; docs/planning.md says how a plan is found.
 
     Attributes:
         ranks: How many ranks there are; a launcher such as mpirun overrules it.
@@ -304,7 +324,7 @@ UNNUMBERED = 1  # format of the config.toml of a run that states none
 # to the newest format that ran without it.
 _FORMER_DEFAULTS: Mapping[int, Mapping[str, Mapping[str, Any]]] = {
     1: {
-        "annotations": {"roi": []},
+        "annotations": {"roi": [], "unclassified": "skip", "labels": "centre"},
         "tiles": {"tile": 1024, "offsets": "grid", "balance_limit": math.inf},
     }
 }

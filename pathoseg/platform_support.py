@@ -144,10 +144,24 @@ def relative_path(path: Path, start: Path) -> Path:
 # --- processors and processes ------------------------------------------------------------------
 
 
-def usable_cores() -> set[int]:
-    """Return the numbers of the cores that this process may use; all, where none is excluded."""
+def usable_cores(process: int = 0) -> set[int]:
+    """Return the numbers of the cores that a process may use; all, where none is excluded.
+
+    Args:
+        process: Its number; 0 is this one. One that has ended is taken for this one.
+    """
     affinity: Callable[[int], set[int]] | None = getattr(os, "sched_getaffinity", None)
-    return affinity(0) if affinity is not None else set(range(os.cpu_count() or 1))
+    if affinity is None:
+        return set(range(os.cpu_count() or 1))
+    try:
+        return affinity(process)
+    except OSError:
+        return affinity(0)
+
+
+def process_age() -> float:
+    """Return the seconds since this process began."""
+    return max(0.0, time.time() - psutil.Process().create_time())
 
 
 def cores_to_use(

@@ -48,7 +48,7 @@ from pathoseg.tiles.tissue import Tissue, find_tissue
 
 
 def default_overlap(tile: int, multiple: int, reach: int | None) -> int:
-    """Pixels that neighbouring tiles share where nobody says.
+    """Return the pixels that neighbouring tiles share, where the user does not say.
 
     A quarter of the tile, or less where less already makes predicting in tiles equal predicting
     the whole slide: twice the distance over which a tile's edge is felt, and a little to blend.
@@ -64,9 +64,14 @@ def default_overlap(tile: int, multiple: int, reach: int | None) -> int:
 
 
 def default_margin(overlap: int, reach: int | None) -> int:
-    """Outer pixels of a tile without weight: all that feel its edge, where the overlap holds them.
+    """Return the outer pixels of a tile that get no weight, where the user does not say.
 
-    Elsewhere a quarter of the overlap on either side, which leaves half of it to blend.
+    They are all pixels that feel the tile's edge, where the overlap holds them; elsewhere a quarter
+    of the overlap on either side, which leaves half of it to blend.
+
+    Args:
+        overlap: Pixels that neighbouring tiles share.
+        reach: The distance in pixels over which an edge is felt; None where there is none.
     """
     if reach is not None and 2 * reach <= overlap:
         return reach
@@ -86,7 +91,7 @@ def predict(
     dtype: torch.dtype | None,
     inside: Callable[[int], Box] | None = None,
 ) -> Generator[Prediction]:
-    """Class probabilities of tiles, in their order.
+    """Predict the class probabilities of tiles, in their order.
 
     No batch spans two rows, so that a row's probabilities do not depend on where one begins, and
     all tiles of a batch have one size.
@@ -94,16 +99,18 @@ def predict(
     Args:
         model: In eval mode, on its device.
         card: Its normalisation.
-        read: The pixels of a tile; called from `readers` threads.
-        rows: Which tiles, row by row; asked for as reading gets there, by the thread that predicts.
-        batch: Most tiles of a forward pass.
+        read: Returns the pixels of a tile; called from `readers` threads.
+        rows: Numbers of tiles, row by row; pulled when reading gets there, by the thread that
+            predicts.
+        batch: The most tiles of a forward pass.
         readers: Threads that read ahead.
         dtype: Autocast precision, or None.
-        inside: The part of a tile that is wanted; of networks with `logits_inside`. None is all.
+        inside: Returns the part of a tile that is wanted, in its pixels; only for networks with
+            `logits_inside`. None is all of each.
 
     Yields:
-        Index, probabilities (classes, h, w) or (classes,) as the model's logits are, on the model's
-        device, and which pixels were unread.
+        The tile's number, its probabilities (classes, h, w) or (classes,) as the model's logits
+        are, on the model's device, and which pixels were unread (h, w), or None.
 
     Raises:
         PathosegError: The device's memory is too small, or an answer is not finite.
@@ -195,23 +202,23 @@ Mask = NDArray[np.uint8]
 
 
 def class_table_of(card: Bundle) -> ClassTable:
-    """The classes of a model as annotations and outputs know them."""
+    """Return a model's classes and colours as annotations and outputs take them."""
     return ClassTable(card.class_names, card.class_colours)
 
 
 @dataclass(frozen=True)
 class SlidePlan:
-    """What of a slide is predicted, and where it goes.
+    """The tiles of one slide that are predicted, and the frame of its mask.
 
     Attributes:
         slide: The slide's file.
         frame: Its pixels at the model's resolution.
         output: The frame of the mask: `frame`, or a pixel a tile where tiles are classified.
         grid: Tiles over `frame`, or windows over its tissue.
-        indices: Those that hold tissue.
-        tissue: Where tissue lies.
-        stain: Applied to every tile.
-        warning: What is to be said of its results, or None.
+        indices: Numbers of those that hold tissue, ascending.
+        tissue: The slide's tissue.
+        stain: Applied to every tile; None leaves colours as they are.
+        warning: A sentence for the user about the slide's results, or None.
     """
 
     slide: Path
@@ -224,24 +231,24 @@ class SlidePlan:
     warning: str | None = None
 
     def tiles_of(self, row: int) -> Sequence[int]:
-        """Those of `indices` in a row of the grid."""
+        """Return those of `indices` in a row of the grid, ascending."""
         edges = self.grid.first_of(row), self.grid.first_of(row + 1)
         start, end = (bisect_left(self.indices, edge) for edge in edges)
         return self.indices[start:end]
 
     @property
     def skipped(self) -> int:
-        """Tiles, or cells of windows, without tissue."""
+        """The number of tiles, or of windows' cells, without tissue."""
         grid = self.grid
         return grid.skipped if isinstance(grid, Windows) else len(grid) - len(self.indices)
 
 
 @dataclass(frozen=True, slots=True)
 class MaskRow:
-    """What a row of tiles makes of the mask.
+    """The part of the mask that a row of tiles completes.
 
     Attributes:
-        number: Of the row.
+        number: Number of the row, from 0 at the top.
         band: Class indices (rows, width): all that no later row of tiles changes.
         unread_tiles: Tiles of the row with pixels that could not be read.
     """
@@ -252,7 +259,12 @@ class MaskRow:
 
 
 def load_segmenter(bundle: Path, config: Config, factory: str | None) -> Segmenter:
-    """The segmenter of a bundle, on the device; tells the user which model it is.
+    """Load a bundle onto the device, and tell the user which model it is.
+
+    Args:
+        bundle: The bundle's folder.
+        config: The options of the batch.
+        factory: The user's own network that may be imported, as `module:factory`; or None.
 
     Raises:
         PathosegError: The bundle cannot be used, or knows other classes than `data.classes`.
@@ -275,17 +287,17 @@ def load_segmenter(bundle: Path, config: Config, factory: str | None) -> Segment
 
 
 class Segmenter:
-    """A model ready for slides.
+    """A model on its device, with all that predicting slides needs.
 
     Args:
         model: In eval mode, on its device; the batch norms of ours are folded.
-        card: What using it needs.
+        card: Classes, resolution, tile and normalisation.
         config: `infer`, `tissue`, `data.assume_mpp` and `train.amp` are used.
-        model_id: What results say of where they come from.
+        model_id: Identifies the bundle in results.
 
     Attributes:
         card: As given.
-        classes: What it tells apart.
+        classes: The model's classes and colours.
         model_id: As given.
     """
 
@@ -303,11 +315,11 @@ class Segmenter:
 
     @property
     def tiling(self) -> Mapping[str, int] | None:
-        """What bounds windows; None where tiles are blended, or classified."""
+        """The options of windows, by name; None where tiles are blended, or classified."""
         return None if self._windows is None else asdict(self._windows)
 
     def plan(self, slide: Slide) -> SlidePlan:
-        """Finds tissue and lays the tiles.
+        """Find a slide's tissue and lay its tiles.
 
         Raises:
             PathosegError: The slide is too coarse, or tile and overlap do not fit the model.
@@ -347,12 +359,16 @@ class Segmenter:
     def bands_with_confidence(
         self, plan: SlidePlan, interruption: Interruption
     ) -> Generator[NDArray[np.int16]]:
-        """The mask of a slide from top to bottom; closing the generator ends its threads.
+        """Predict the mask of a slide from top to bottom; closing the generator ends its threads.
+
+        Args:
+            plan: The slide's tiles.
+            interruption: Asked after every tile.
 
         Yields:
-            (2, rows, width of `plan.output`): class indices, 0 off the tissue, 255 where unread;
-            and their probability times `CONFIDENCE_LEVELS`, 0 off the tissue, where no tile is
-            predicted.
+            (2, rows, width of `plan.output`), int16: class indices, 0 off the tissue, 255 where
+            unread; and their probability times `CONFIDENCE_LEVELS`, 0 off the tissue, where no tile
+            is predicted.
 
         Raises:
             PathosegError: The device's memory is too small.
@@ -366,26 +382,25 @@ class Segmenter:
         self,
         plan: SlidePlan,
         interruption: Interruption,
-        first: int = 0,
-        take: Callable[[int], bool] = lambda _: True,
+        numbers: Iterable[int] | None = None,
     ) -> Generator[MaskRow]:
-        """The mask by rows of tiles, equal to the bit wherever one begins.
+        """Predict rows of the mask, equal to the bit wherever one begins.
 
         Args:
-            plan: What to predict.
+            plan: The slide's tiles.
             interruption: Asked after every tile.
-            first: The row to begin with; what reaches into it from above is predicted again.
-            take: Asked for each row when reading gets there, by another thread; the first that it
-                refuses is the end.
+            numbers: Consecutive rows of tiles; None is all. Each is pulled when its reading begins,
+                by the thread that predicts. Tiles above the first one that reach into it are
+                predicted again.
 
         Yields:
-            One row after the other, to the last one taken.
+            Each of these rows.
 
         Raises:
             PathosegError: The device's memory is too small.
             StoppedError: A signal came.
         """
-        with closing(self._rows(plan, interruption, first, take)) as rows:
+        with closing(self._rows(plan, interruption, numbers)) as rows:
             for row in rows:
                 yield MaskRow(*row)
 
@@ -393,23 +408,25 @@ class Segmenter:
         self,
         plan: SlidePlan,
         interruption: Interruption,
-        first: int = 0,
-        take: Callable[[int], bool] = lambda _: True,
+        numbers: Iterable[int] | None = None,
         finish: Finish = argmax,
     ) -> Generator[tuple[int, NDArray[Any], int]]:
         """As `rows`; bands are what `finish` makes of probabilities."""
         grid = plan.grid
+        remaining = iter(range(grid.rows) if numbers is None else numbers)
+        first = next(remaining, None)
+        if first is None:
+            return
         start = first
         if isinstance(grid, TileGrid):
             start = max(0, first - reach_down(grid))
-        taken, unread = set[int](), Counter[int]()
+        pulled, unread = {first}, Counter[int]()
 
         def wanted() -> Iterator[Sequence[int]]:
-            for row in range(start, grid.rows):
-                if row >= first:
-                    if not take(row):
-                        return
-                    taken.add(row)
+            for row in range(start, first + 1):
+                yield plan.tiles_of(row)
+            for row in remaining:
+                pulled.add(row)
                 yield plan.tiles_of(row)
 
         above = bisect_left(plan.indices, grid.first_of(start))
@@ -427,9 +444,9 @@ class Segmenter:
                     bar.advance()
 
             for row, band in enumerate(self._bands(plan, watched(), start, finish), start):
-                # When a band comes, whether its row is taken has been asked: the prediction behind
+                # When a band comes, its row has been pulled if it is wanted: the prediction behind
                 # it has come too, or there is none.
-                if row in taken:
+                if row in pulled:
                     yield row, band, unread[row]
                 elif row >= first:
                     return

@@ -48,12 +48,12 @@ _LARGEST_SHARE = 4  # margins may take up to this part of a window's side; else 
 
 @dataclass(frozen=True, slots=True)
 class WindowOptions:
-    """What bounds windows.
+    """The size and margin of windows.
 
     Attributes:
-        margin: Pixels around what is used of a window: the network's reach, and no less.
-        most_pixels: Of a window with its margins.
-        multiple: What sides and positions must be divisible by.
+        margin: Pixels around the used part of a window: the network's reach, and no less.
+        most_pixels: The largest number of pixels of a window with its margins.
+        multiple: Divides sides and positions of windows, in pixels.
     """
 
     margin: int
@@ -62,7 +62,16 @@ class WindowOptions:
 
     @classmethod
     def choose(cls, reach: int, multiple: int, most_pixels: int) -> WindowOptions | None:
-        """The options for a network of that reach; None where windows would be mostly margin."""
+        """Choose the options for a network.
+
+        Args:
+            reach: Pixels around one that its logits depend on.
+            multiple: Divides the sides of the network's input.
+            most_pixels: The largest number of pixels of a window.
+
+        Returns:
+            None where windows would be mostly margin.
+        """
         margin = -(-reach // multiple) * multiple
         if _LARGEST_SHARE * 2 * margin > math.isqrt(most_pixels):
             return None
@@ -70,7 +79,7 @@ class WindowOptions:
 
 
 def most_pixels(model: nn.Module, multiple: int, memory: int, batch: int) -> int:
-    """Pixels of a window for which a forward pass takes at most `memory` bytes.
+    """Return the most pixels of a window for which a forward pass takes `memory` bytes.
 
     It is counted in float32 whatever the device computes in, so that processes on a CPU and on a
     GPU cut a slide alike.
@@ -116,7 +125,12 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What is read, `box`, and the part of it whose predictions are used, `core`."""
+    """One window, in pixels of the slide's frame.
+
+    Attributes:
+        box: Its place with margins: the network's input.
+        core: The part of it whose predictions are used.
+    """
 
     box: Box
     core: Box
@@ -151,12 +165,12 @@ class Windows:
     def over(
         cls, frame: Frame, options: WindowOptions, has_tissue: Callable[[Box], bool]
     ) -> Windows:
-        """The windows over the tissue of a slide.
+        """Lay windows over the tissue of a slide.
 
         Args:
             frame: The slide at the model's resolution.
-            options: What bounds windows.
-            has_tissue: Of a box in pixels of `frame`.
+            options: Size and margin of windows.
+            has_tissue: Returns True if a box, in pixels of `frame`, holds tissue.
         """
         side = max(_CELL, _CELL_UM / frame.mpp.mean)
         cell = math.ceil(side / options.multiple) * options.multiple
@@ -175,29 +189,29 @@ class Windows:
 
     @property
     def skipped(self) -> int:
-        """Cells without tissue."""
+        """The number of cells without tissue."""
         return int(self._tissue.size - self._tissue.sum())
 
     def box(self, number: int) -> Box:
-        """What is read for a window."""
+        """Return the place of a window with its margins, in pixels of the slide."""
         return self._windows[number].box
 
     def core(self, number: int) -> Box:
-        """What is used of a window."""
+        """Return the part of a window whose predictions are used, in pixels of the slide."""
         return self._windows[number].core
 
     def inside(self, number: int) -> Box:
-        """Where a window's core lies in the window."""
+        """Return a window's core in pixels of the window."""
         window = self._windows[number]
         x, y = window.core.x - window.box.x, window.core.y - window.box.y
         return Box(x, y, window.core.width, window.core.height)
 
     def row_of(self, number: int) -> int:
-        """The band that a window lies in."""
+        """Return the band in which a window lies."""
         return bisect_right(self._first, number) - 1
 
     def first_of(self, row: int) -> int:
-        """The first window of a band; for the number of bands, the number of windows."""
+        """Return the first window of a band; for the number of bands, the number of windows."""
         return self._first[row]
 
     def join(
@@ -278,7 +292,7 @@ class Windows:
         limit = self._extent.rounded_up(options.multiple)
 
         def edges(first: int, count: int, end: int) -> tuple[list[int], list[int]]:
-            """Where windows that begin, and end, at each line between cells begin and end."""
+            """Return, for each line between cells, where a window from it begins, or to it ends."""
             lines = [(first + line) * cell for line in range(count + 1)]
             return [max(0, at - margin) for at in lines], [min(end, at + margin) for at in lines]
 

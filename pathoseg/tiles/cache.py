@@ -226,13 +226,13 @@ class TileCache:
         return found
 
     def _file(self, shard: Shard, array: str = "pixels") -> Path:
-        """Where Zarr's default key encoding (separator ".") puts a shard."""
+        """Return the path of a shard by Zarr's default key encoding (separator ".")."""
         colours = ".0" if array == "pixels" else ""
         return self.path / array / f"c.{shard[0]}.{shard[1]}{colours}"
 
 
 def _within(part: Box, whole: Box | None) -> tuple[slice, slice]:
-    """Where a box lies in an array that shows `whole`, or in one that begins at (0, 0)."""
+    """Return the slices of a box in an array that shows `whole`, or that begins at (0, 0)."""
     x, y = (part.x, part.y) if whole is None else (part.x - whole.x, part.y - whole.y)
     return slice(y, y + part.height), slice(x, x + part.width)
 
@@ -245,7 +245,11 @@ def _read_exactly(descriptor: int, length: int, offset: int) -> bytes:
 
 
 def _checked(data: bytes) -> bytes:
-    """What stands before its checksum."""
+    """Return the bytes before their checksum.
+
+    Raises:
+        ValueError: The checksum is wrong.
+    """
     content = data[:-_CHECKSUM]
     if google_crc32c.value(content) != int.from_bytes(data[-_CHECKSUM:], "little"):
         raise ValueError("a checksum is wrong")

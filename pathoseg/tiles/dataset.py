@@ -29,7 +29,7 @@ Sample = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 
 @dataclass(frozen=True, slots=True)
 class SampleId:
-    """Which tile stands where in an epoch.
+    """One sample of an epoch: a tile at a place in the order.
 
     Attributes:
         position: Place in the epoch, counted over all ranks.
@@ -146,7 +146,11 @@ class TrainingSet:
                     self.held_back[index] = HeldBack(len(group), usable, before, after)
 
     def order(self, epoch: int) -> tuple[SampleId, ...]:
-        """Which tile comes when in an epoch: `steps_per_epoch * batch` of them."""
+        """Draw the samples of an epoch in their order: `steps_per_epoch * batch` of them.
+
+        Args:
+            epoch: From 0; with the seed, it decides the draw.
+        """
         rng = self._rng(_ORDER, epoch)
         count = self.steps_per_epoch * self.batch
         if self._weights is None:
@@ -191,7 +195,11 @@ class TrainingSet:
         return tiles[np.argsort(when, kind="stable")].astype(np.int64)
 
     def sample(self, epoch: int, sample: SampleId) -> Sample:
-        """Image and mask of a sample of that epoch's `order`.
+        """Read a sample, and vary it as its place in the epoch decides.
+
+        Args:
+            epoch: From 0.
+            sample: One of that epoch's `order`.
 
         Raises:
             PathosegError: The slide or the cache cannot be read.
@@ -252,7 +260,10 @@ class TrainingSet:
                 readers.shutdown(cancel_futures=True)
 
     def _holds(self, mask: NDArray[np.uint8], wanted: int) -> bool:
-        """Whether a tile near the grid's may take its place."""
+        """Return True if a mask (h, w) holds the class for which its tile was drawn.
+
+        Where tiles are classified, it has to be the tile's class.
+        """
         if self._min_cover is None:
             return bool((mask == wanted).any())
         counts = class_counts(mask[None], len(self.slides[0].classes))

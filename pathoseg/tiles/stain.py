@@ -84,7 +84,7 @@ class StainNormaliser:
         return cls(affine, np.eye(3) if method == "macenko" else _CONES)
 
     def apply(self, image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """The image, shape (height, width, 3), in the colours of the reference."""
+        """Return an image (height, width, 3), uint8 RGB, in the colours of the reference."""
         return _map_logs(image, self.affine, self.basis)
 
 
@@ -192,7 +192,14 @@ _STAINED = 0.5  # least share of tissue in a tile that the stain normaliser look
 def fit_stain(
     slide: Slide, frame: Frame, boxes: Sequence[Box], tissue: Tissue, method: Method
 ) -> StainNormaliser:
-    """The normaliser of a slide, from those of `boxes` that are mostly tissue.
+    """Fit a slide's stain on the tiles that are mostly tissue, or on all where none is.
+
+    Args:
+        slide: The slide.
+        frame: The resolution at which tiles are read.
+        boxes: The tiles, in pixels of `frame`.
+        tissue: The slide's tissue.
+        method: "macenko" or "reinhard".
 
     Raises:
         PathosegError: There is too little stained tissue.

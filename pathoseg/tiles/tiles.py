@@ -28,12 +28,12 @@ from pathoseg.tiles.stain import StainNormaliser
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What a model learns from.
+    """One training tile with its labels.
 
     Attributes:
         image: RGB, shape (height, width, 3), white outside the slide.
         mask: Class indices, shape (height, width), 255 where ignored, unread or outside.
-        unread: Pixels that the slide could not deliver.
+        unread: Number of pixels that could not be read.
     """
 
     image: NDArray[np.uint8]
@@ -42,16 +42,16 @@ class Tile:
 
 
 class TissueShare(Protocol):
-    """Where tissue lies on a slide."""
+    """The tissue of a slide, as it decides which tiles are kept."""
 
     def share(self, box: Box, frame: Frame) -> float:
-        """The share of `box` (pixels of `frame`) within the slide that is tissue."""
+        """Return the share of `box` (pixels of `frame`) within the slide that is tissue, 0…1."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TileOptions:
-    """How slides are cut.
+    """The size and choice of training tiles, and their cache.
 
     Attributes:
         tile: Side of a tile in pixels.
@@ -59,7 +59,7 @@ class TileOptions:
         offsets: "random" tiles lie up to half a stride from the grid's (`SlideTiles.read_near`).
         min_tissue: Least share of tissue in a tile without annotation.
         cache: Folder of the caches of all slides; None reads slides each time.
-        codec: How cached tiles are compressed.
+        codec: The compression of cached tiles.
     """
 
     tile: int
@@ -87,7 +87,7 @@ class TissueGrid:
     least: float
 
     def has_enough(self, column: float, row: float) -> bool:
-        """Whether a tile between those of the grid has, by linear interpolation, enough tissue."""
+        """Return True if a tile between the grid's has, interpolated linearly, enough tissue."""
         rows, columns = self.shares.shape
         column, row = min(max(column, 0.0), columns - 1.0), min(max(row, 0.0), rows - 1.0)
         x, y = int(column), int(row)
@@ -118,6 +118,7 @@ class SlideTiles:
 
     Attributes:
         stain: Applied to every image, where one is set.
+        grid_pixels: Pixels per class of all tiles of the grid, also those that are not kept.
     """
 
     def __init__(
@@ -138,6 +139,7 @@ class SlideTiles:
         self.labels, self.classes = labels, classes
         self.cache = cache
         self.stain: StainNormaliser | None = None
+        self.grid_pixels = class_pixels.sum(axis=0)
         self._slides, self._tissue = slides, tissue
         self._filling = defaultdict[Shard, Lock](Lock)
 
@@ -145,11 +147,16 @@ class SlideTiles:
         return len(self.indices)
 
     def box(self, position: int) -> Box:
-        """Where tile `position` (0 … len - 1) lies, in pixels of the frame."""
+        """Return the place of tile `position` (0 … len - 1) in pixels of the frame."""
         return self.grid.box(int(self.indices[position]))
 
     def read(self, position: int) -> Tile:
-        """The tile at `position`; writes the shards it lies in to the cache if they are missing.
+        """Read a tile and its labels.
+
+        The shards in which it lies are written to the cache if they are missing there.
+
+        Args:
+            position: From 0 to len - 1.
 
         Raises:
             PathosegError: The slide cannot be opened, or the cache not read or written.
@@ -326,9 +333,11 @@ def cut_tiles(
     if options.cache is not None:
         key = TileCacheKey(slide, Fingerprint.of(slide), frame, options.codec)
         cache = TileCache.open(options.cache, key)
-    return SlideTiles(
+    tiles = SlideTiles(
         slide, frame, grid, indices, counts[indices], labels, classes, slides, around, cache
     )
+    tiles.grid_pixels = counts.sum(axis=0)
+    return tiles
 
 
 def tile_labels(counts: NDArray[np.int64], min_cover: float) -> NDArray[np.int64]:

@@ -49,7 +49,7 @@ class Tissue:
 
     @property
     def area_mm2(self) -> float:
-        """Tissue in mm²."""
+        """The area of the tissue in mm²."""
         slide = self.slide_size.pixels * self.mpp.x * self.mpp.y * 1e-6
         return slide * float(self.mask.mean())
 

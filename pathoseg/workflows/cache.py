@@ -34,6 +34,10 @@ def fill_cache(config_file: Path | None, flags: Mapping[str, Mapping[str, Any]])
     folder = config.tiles.cache or DEFAULT
     config = replace(config, tiles=replace(config.tiles, cache=folder, stain="none"))
     sources = find_labelled_slides(config)
+    for name, reason in sources.left_out.items():
+        say(f"Left out: {name}: {reason}")
+    for note in sources.notes:
+        say(note)
     config = with_tile(config, sources, multiple=1)
     pool = SlidePool(lambda path: open_slide(path, config.data.assume_mpp))
     with Interruption("Run the same command again to go on.") as interruption, closing(pool):
@@ -41,14 +45,14 @@ def fill_cache(config_file: Path | None, flags: Mapping[str, Mapping[str, Any]])
             tiles = cut(config, source, sources, pool, config.tiles.overlap)
             count = len(tiles.shards())
             with (
-                progress_bar(source.slide.name, count, "shards") as bar,
+                progress_bar(source.name, count, "shards") as bar,
                 closing(tiles.fill(config.train.readers or cores_to_use())) as filled,
             ):
                 for _ in filled:
                     bar.advance()
                     interruption.raise_if_asked()
             pixels = count * SHARD**2 / 1e6
-            say(f"{source.slide.name}: {len(tiles)} tiles, {pixels:.0f} megapixels around them")
+            say(f"{source.name}: {len(tiles)} tiles, {pixels:.0f} megapixels around them")
     say(
         f'The cache is in {folder}. Train from it with `cache = "{folder}"` under [tiles] and '
         f"--mpp {config.tiles.mpp:g}, with tiles of any size: what other tiles need beside it is "

@@ -60,13 +60,11 @@ from pathoseg.training.labelled_slides import (
     TABLE,
     LabelledSlides,
     Member,
-    Split,
     classes_held,
     cut_labelled_slides,
     find_labelled_slides,
     find_table,
     named_in,
-    one_sided,
     split_slides,
     with_tile,
     write_splits,
@@ -84,6 +82,7 @@ from pathoseg.training.run_folder import (
     reopen_run,
     run_to_resume,
 )
+from pathoseg.training.slide_facts import short_form
 from pathoseg.training.step_plan import agreed_plan, check_host, read_model
 from pathoseg.training.tasks import make_task
 from pathoseg.training.trainer import LIMITS, Trainer, check_limits, limits_text
@@ -201,9 +200,7 @@ def _train(
         table: Path | None = run / SPLITS
         sources = named_in(sources, run / SPLITS)
     else:
-        table = find_table(
-            config.data.table, _folder(config.data.slides), _folder(config.data.annotations)
-        )
+        table = find_table(config.data)
     held = classes_held(sources)
     members = split_slides([*held], table, config.seed, config.data.val_share, held)
     model, origin = _network(run, config, sources.classes, earlier)
@@ -229,7 +226,7 @@ def _train(
             check_host(traced.graph, config)
     readers = config.train.readers or share_of_cores(transport)
     card = _card(config, sources, members, model, origin)
-    _overview(sources, members, table, one_sided(members.values(), held))
+    _overview(sources, members, table)
     pool = SlidePool(lambda path: open_slide(path, config.data.assume_mpp))
     advice = "Nothing is trained yet: start the same command again."
     with (
@@ -238,6 +235,8 @@ def _train(
         closing(pool),
     ):
         tiles = cut_labelled_slides(config, sources, members, pool, interruption)
+        for line in short_form(config, sources, members, [*tiles.train, *tiles.val]):
+            say(line)
         if transport is None or transport.rank == 0:
             _begin(run, config, members, plan, model, card)
         interruption.advice = f"Continue with: pathoseg train --resume --out {run}"
@@ -258,7 +257,7 @@ def _train(
             engine,
             card,
             loss,
-            _training_set(config, tiles.train, sources.classes, readers),
+            training_set(config, tiles.train, sources.classes, readers),
             Validation(tiles.val, task, sources.classes, batch, readers),
             started,
         )
@@ -449,18 +448,15 @@ def _refuse_changes(run: Path, recorded: Config, asked: Config) -> None:
             )
 
 
-def _folder(name: str | None) -> Path | None:
-    return None if name is None else Path(name)
-
-
 def _factory(config: Config) -> str | None:
     """The user's own code, which naming it in the command or the configuration permits."""
     return config.model.name if ":" in config.model.name else None
 
 
-def _training_set(
+def training_set(
     config: Config, slides: Sequence[SlideTiles], classes: ClassTable, readers: int
 ) -> TrainingSet:
+    """The tiles of the training slides in the order of the run."""
     training = TrainingSet(
         slides,
         config.train.batch,
@@ -493,7 +489,7 @@ def _card(
     overlap = config.infer.overlap
     if overlap is None:
         overlap = default_overlap(config.tiles.side, multiple, edge_reach(model))
-    trained_on = [s for s in sources.usable if members[s.slide.name].split == "train"]
+    trained_on = [s for s in sources.usable if members[s.name].split == "train"]
     # Three digits: scans of one scanner differ in the fourth.
     mpps = {float(f"{source.frame.level0_mpp.mean:.3g}") for source in trained_on}
     return Bundle(
@@ -509,7 +505,7 @@ def _card(
         stain=None if config.tiles.stain == "none" else {"method": config.tiles.stain},
         training={
             **origin,
-            "slides": str(config.data.slides),
+            "slides": config.data.told_folders,
             "seed": config.seed,
             "slide_mpps": tuple(sorted(mpps)),
         },
@@ -520,7 +516,6 @@ def _overview(
     sources: LabelledSlides,
     members: Mapping[str, Member],
     table: Path | None,
-    sides: Mapping[str, Split],
 ) -> None:
     counts = Counter(member.split for member in members.values())
     split = ", ".join(f"{counts[part]} {part}" for part in ("train", "val", "test"))
@@ -529,12 +524,7 @@ def _overview(
         say(f"Every slide counts as a patient of its own; {TABLE} can say otherwise.")
     else:
         say(f"Patients and splits: {table}")
-    if not counts["val"]:
-        say("No slide validates: the last epoch is kept, whatever it is worth.")
-    for name, side in sides.items():
-        if side == "val":
-            say(f"{name} is on validation slides alone: it is not learnt.")
-        elif counts["val"]:
-            say(f"{name} is on no validation slide: how well it is learnt is not seen.")
     for name, reason in sources.left_out.items():
         say(f"Left out: {name}: {reason}")
+    for note in sources.notes:
+        say(note)

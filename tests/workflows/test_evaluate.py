@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from sklearn.metrics import confusion_matrix
 
 from pathoseg.config import load_config
 from pathoseg.inference.segmenter import Segmenter
+from pathoseg.inference.windows import Windows
 from pathoseg.interruption import Interruption
 from pathoseg.models.bundle import load_bundle, save_bundle
 from pathoseg.models.model_options import ModelConfig
@@ -100,6 +102,33 @@ def _files_agree(
     assert page.count("data:image/png;base64,") == 3 * (3 + 1), "three slides, and the only one"
 
 
+def test_slides_of_one_name_are_told_apart_by_their_folders(
+    toy_slides: Path, command: Command, tiny_bundle: SaveBundle
+) -> None:
+    """Also from another folder: what the model was trained on is never unseen."""
+    for number in range(4):
+        place = toy_slides / f"p{number}"
+        place.mkdir()
+        for end in (".png", "_mask.png"):
+            (toy_slides / f"slide{number}{end}").rename(place / f"s{end}")
+    assert command("train", "--slides", toy_slides, "--config", "tiny.toml", "--out", "run")[0] == 0
+    with Path("run/splits.csv").open(newline="") as file:
+        splits = {row["slide"]: row["split"] for row in csv.DictReader(file)}
+    assert sorted(splits) == [f"p{number}/s.png" for number in range(4)]
+    evaluate = ("evaluate", "--model", "run", "--out", "figures")
+    for given, names in (([toy_slides], sorted(splits)), ([toy_slides / "p0"], ["s.png"])):
+        code, said = command(*evaluate, *(word for path in given for word in ("--slides", path)))
+        assert code == 0, said
+        rows = _rows(Path("figures/evaluation.csv"))
+        assert sorted(name for name, _ in rows if name != "all") == names
+        assert {split for name, split in rows if name == names[0]} == {splits["p0/s.png"]}
+        assert len({row["dice_mean"] for (name, _), row in rows.items() if name != "all"}) == len(
+            names
+        ), "each its own"
+    code, said = command(*evaluate, "--slides", toy_slides / "p0", "--slides", toy_slides / "p1")
+    assert (code, "are both called s.png" in said) == (2, True)
+
+
 def test_a_slide_compared_in_strips_is_a_slide_compared_whole(
     toy_slides: Path, command: Command, tiny_bundle: SaveBundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,16 +141,19 @@ def test_a_slide_compared_in_strips_is_a_slide_compared_whole(
         assert (Path("whole") / name).read_bytes() == (Path("strips") / name).read_bytes()
 
 
+@pytest.mark.parametrize("norm", ["batch", "instance"], ids=["windows", "tiles"])
 def test_confidence_is_the_probability_of_the_predicted_class(
-    toy_slides: Path, tiny_bundle: SaveBundle
+    norm: Literal["batch", "instance"], toy_slides: Path, tiny_bundle: SaveBundle
 ) -> None:
-    net, card = load_bundle(tiny_bundle(tile=32, overlap=16))
+    network = ModelConfig("unet", "segment", 3, width=4, depth=2, norm=norm)
+    net, card = load_bundle(tiny_bundle(network=network, tile=32, overlap=16))
     segmenter = Segmenter(net, card, load_config(None, {"data": {"assume_mpp": 0.5}}))
     with open_slide(toy_slides / "slide0.png", assume_mpp=0.5) as slide:
         plan = segmenter.plan(slide)
-    # Without its last row of tiles, as if there were no tissue there.
-    indices = [index for index in plan.indices if index < len(plan.grid) - plan.grid.columns]
-    plan = replace(plan, indices=indices)
+    assert isinstance(plan.grid, Windows) == (norm == "batch")
+    # Without its last row of tiles, as if there were no tissue there; all windows are in one row.
+    above = len(plan.grid) if norm == "batch" else plan.grid.first_of(plan.grid.rows - 1)
+    plan = replace(plan, indices=[index for index in plan.indices if index < above])
     calm = Interruption("")
     with closing(segmenter.bands_with_confidence(plan, calm)) as bands:
         classes, levels = np.concatenate(list(bands), axis=1)
@@ -131,7 +163,7 @@ def test_confidence_is_the_probability_of_the_predicted_class(
         chances = np.concatenate([band for _, band, _ in rows], axis=1).max(axis=0)
     confidence = levels / CONFIDENCE_LEVELS
     np.testing.assert_allclose(confidence, chances, rtol=0, atol=1 / CONFIDENCE_LEVELS)
-    bottom = plan.grid.box(indices[-1]).bottom
+    bottom = plan.grid.box(plan.indices[-1]).bottom
     assert confidence[:bottom].min() >= 1 / 3 - 1 / CONFIDENCE_LEVELS
     assert not confidence[bottom:].any(), "nobody was asked"
 

@@ -298,6 +298,32 @@ def test_two_slides_of_one_name_are_refused(
     assert not (tmp_path / "o").exists()
 
 
+def test_results_lie_in_folders_like_those_of_the_slides(
+    tmp_path: Path, command: Command, tiny_bundle: SaveBundle
+) -> None:
+    folder, out = tmp_path / "slides", tmp_path / "out"
+    names = ["s.png", "x/s.png", "x/y/s.png", "x/y.png"]
+    for seed, name in enumerate(names):
+        _draw(folder / name, seed)
+    (folder / "x" / "bad.png").write_bytes(b"\x89PNG")
+    arguments = ("infer", folder, "--model", tiny_bundle(overlap=0), "--out", out, *MPP)
+    code, said = command(*arguments)
+    assert code == 1, said
+    for name in ("s", "x/s", "x/y/s", "x/y.png"):
+        assert {path.name for path in (out / name).iterdir()} >= FILES
+    assert {path.name for path in out.iterdir()} == {
+        *("s", "x", "states", "summary.csv", "failures.csv")
+    }
+    assert {row["slide"] for row in _table(out / "summary.csv")} == set(names)
+    assert [row["slide"] for row in _table(out / "failures.csv")] == ["x/bad.png"]
+    assert "x/y/s.png: done" in said
+    code, said = command(*arguments, "--resume")
+    assert said.count("already done") == 4
+    (folder / "states").mkdir()
+    (folder / "s.png").rename(folder / "states" / "s.png")
+    assert command(*arguments)[0] == 2, "results would lie among the states of the batch"
+
+
 def test_a_failure_keeps_the_earlier_result(
     tmp_path: Path, command: Command, tiny_bundle: SaveBundle
 ) -> None:
