@@ -20,7 +20,8 @@ from pathoseg.parallel.planning.partition import cut
 from pathoseg.parallel.planning.stage_costs import StageCosts, stage_edges
 from pathoseg.parallel.runtime.executor import Microbatches
 from pathoseg.parallel.runtime.memory_check import Memory
-from pathoseg.parallel.runtime.runner import Runner, Training
+from pathoseg.parallel.runtime.runner import Runner
+from pathoseg.parallel.runtime.stage import Training
 from pathoseg.parallel.schedule.gems import gems
 from pathoseg.parallel.schedule.gpipe import gpipe, sequential
 from pathoseg.parallel.schedule.lowering import lower
