@@ -23,11 +23,13 @@ import tifffile
 from PIL import Image
 
 from tests.conftest import save_tiny_bundle
+from tests.forked import Forked
 from tests.workflows.slow_disk import slow_disk
 
 RESULT = {"mask.ome.tiff", "regions.geojson", "overlay.png", "summary.json"}
 NAMES = ("small", "tall", "torn")
 MPIRUN = Path(sys.executable).with_name("mpirun")
+Process = Forked | subprocess.Popen[str]
 
 
 @dataclass
@@ -38,14 +40,24 @@ class Place:
     stack: ExitStack
 
     def start(
-        self, *options: str, out: Path, before: tuple[str, ...] = (), slides: tuple[str, ...] = ()
-    ) -> subprocess.Popen[str]:
-        program = before or (sys.executable, "-m", "pathoseg")
+        self,
+        *options: str,
+        out: Path,
+        before: tuple[str, ...] = (),
+        program: str | None = None,
+        slides: tuple[str, ...] = (),
+    ) -> Process:
+        """Starts `infer`: forked, as some other `program`, or `before` an interpreter starts."""
         model = ("--model", "model", "--assume-mpp", "0.5", "--config", "exact.toml")
-        process = subprocess.Popen(
-            [*program, "infer", *(slides or ("slides",)), *model, "--out", str(out), *options],
-            cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+        command = ["infer", *(slides or ("slides",)), *model, "--out", str(out), *options]
+        process: Process
+        if before:
+            process = subprocess.Popen(
+                [*before, *command],
+                cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )  # fmt: skip
+        else:
+            process = Forked(command, self.folder, program)
         self.stack.enter_context(process)
         self.stack.callback(process.kill)
         return process
@@ -117,7 +129,7 @@ def _tear(path: Path) -> None:
         file.write(b"\xff" * length)
 
 
-def _until(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
+def _until(condition: Callable[[], object], process: Process) -> None:
     while not condition():
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.005)
@@ -227,11 +239,10 @@ main()
 def test_a_process_that_was_asleep_does_no_harm(place: Place, tmp_path: Path) -> None:
     """Longer than the lease, as on a disk that hangs: its slide is taken over meanwhile."""
     out = tmp_path / "out"
-    hasty = (sys.executable, "-c", HASTY)
-    asleep = place.start("--resume", out=out, before=hasty)
+    asleep = place.start("--resume", out=out, program=HASTY)
     _until(lambda: len(_rows(out, "tall")) > 2, asleep)
     asleep.send_signal(signal.SIGSTOP)
-    code, said = place.run("--resume", out=out, before=hasty)
+    code, said = place.run("--resume", out=out, program=HASTY)
     assert code == 0, said
     asleep.send_signal(signal.SIGCONT)
     said, _ = asleep.communicate()
