@@ -107,7 +107,7 @@ from pathoseg.parallel.cost.calibration_layers import draw_cases
 from pathoseg.workflows import calibrate as workflow
 
 cases = draw_cases(0.1)
-workflow.draw_cases = lambda scale: cases[:40:2] + cases[40::4]
+workflow.draw_cases = lambda scale: cases[:40:4] + cases[40::8]
 workflow._QUICK_ROUNDS = 1
 workflow.calibrate(Path("linked.json"), quick=True)
 """

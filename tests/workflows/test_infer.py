@@ -249,7 +249,7 @@ def test_ctrl_c_keeps_what_is_whole_and_resume_completes_it(
     tmp_path: Path, start: Start, command: Command, tiny_bundle: SaveBundle
 ) -> None:
     for number in range(5):
-        _draw(tmp_path / "slides" / f"{number}.png", number, 900, 700)
+        _draw(tmp_path / "slides" / f"{number}.png", number, 640, 480)
     model = tiny_bundle(overlap=16)
     arguments = ["infer", "slides", "--model", str(model), "--assume-mpp", "0.5", "--resume"]
     process = start(*arguments, "--out", "out")

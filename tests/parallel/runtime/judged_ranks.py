@@ -1,4 +1,4 @@
-"""One rank of a world of processes, which runs a list of cases and judges its part of each."""
+"""One rank of a world of processes: its transport conforms, and its part of each case is judged."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+from tests.parallel.comm import transport_conformance
 from tests.parallel.comm.joined import join
 from tests.parallel.networks.runtime_models import MODELS
 from tests.parallel.runtime.cases import (
@@ -41,6 +42,7 @@ def cases_of_processes(ranks: int, library: str) -> list[Case]:
 def main(library: str, verdicts: Path) -> None:
     torch.set_num_threads(1)
     transport = join(library)
+    conform = transport_conformance.run_all(transport)
     cases = cases_of_processes(transport.ranks, library)
     expected = load_verdicts(verdicts)
     for case in cases:
@@ -54,7 +56,7 @@ def main(library: str, verdicts: Path) -> None:
         transport.barrier()
     transport.close()
     if transport.rank == 0:
-        print("passed:", *cases, flush=True)
+        print("passed:", *conform, *cases, flush=True)
 
 
 if __name__ == "__main__":
