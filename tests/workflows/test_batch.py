@@ -93,7 +93,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "slides").mkdir()
     save_tiny_bundle(folder, overlap=16)
     (folder / "exact.toml").write_text("[infer]\nmin_region_um2 = 0.0\nbatch = 3\n")
-    for seed, (name, width, height) in enumerate([("small", 200, 150), ("tall", 500, 1300)]):
+    for seed, (name, width, height) in enumerate([("small", 200, 150), ("tall", 500, 900)]):
         Image.fromarray(_picture(seed, width, height)).save(folder / "slides" / f"{name}.png")
     _tear(folder / "slides" / "torn.tif")
     with ExitStack() as stack:
@@ -292,7 +292,7 @@ def test_a_slide_that_is_cut_short_while_it_is_read_fails_alone(
 ) -> None:
     out, slides, whole = tmp_path / "out", tmp_path / "slides", tmp_path / "long.tif"
     tifffile.imwrite(
-        whole, _picture(3, 500, 1300), tile=(64, 64), compression="zlib", photometric="rgb"
+        whole, _picture(3, 500, 900), tile=(64, 64), compression="zlib", photometric="rgb"
     )
     slides.mkdir()
     shutil.copy2(whole, slides / "long.tif")
