@@ -13,10 +13,12 @@ from pathoseg.version import __version__
 if TYPE_CHECKING:
     from pathoseg.inference.loaded_model import LoadedModel
     from pathoseg.slides.slide import Slide
+    from pathoseg.workflows.check import FolderCheck
 
 __all__ = [
     "PathosegError",
     "__version__",
+    "check",
     "evaluate",
     "infer",
     "load_model",
@@ -29,8 +31,37 @@ Options = Mapping[str, Mapping[str, Any]]
 Name = str | PathLike[str]
 
 
+def check(
+    slides: Name | Sequence[Name] | None = None,
+    annotations: Name | None = None,
+    *,
+    out: Name = ".",
+    config: Name | None = None,
+    options: Options | None = None,
+) -> FolderCheck:
+    """Look through slides and annotations as `train` would with the same options.
+
+    Args:
+        slides: Folder of slides, or several; folders inside are searched too.
+        annotations: Folder of annotations; None means beside the slides.
+        out: Folder of check.csv and check.html.
+        config: TOML file, as for `train`.
+        options: As for `train`.
+
+    Returns:
+        `refusals` (why training would refuse), `warnings` (what else is likely not meant), and the
+        paths of `table` and `page`.
+
+    Raises:
+        PathosegError: No slide is found, or an option is wrong.
+    """
+    from pathoseg.workflows.check import check as run
+
+    return run(_path(config), _flags(options, slides, annotations), Path(out))
+
+
 def train(
-    slides: Name | None = None,
+    slides: Name | Sequence[Name] | None = None,
     annotations: Name | None = None,
     *,
     start_from: Name | None = None,
@@ -42,7 +73,7 @@ def train(
     """Train a model in this process; under mpirun, srun or torchrun on all ranks of the job.
 
     Args:
-        slides: Folder of slides.
+        slides: Folder of slides, or several; folders inside are searched too.
         annotations: Folder of annotations; None means beside the slides.
         start_from: Run, bundle or .safetensors file whose weights training starts from; None means
             random weights.
@@ -61,7 +92,7 @@ def train(
     """
     from pathoseg.workflows.train import train as run
 
-    flags = _flags(options, {"slides": slides, "annotations": annotations})
+    flags = _flags(options, slides, annotations)
     if start_from is not None:
         flags["train"] = flags.get("train", {}) | {"start_from": str(start_from)}
     return run(_path(config), flags, _path(out), resume)
@@ -104,7 +135,7 @@ def infer(
 
 
 def evaluate(
-    slides: Name | None = None,
+    slides: Name | Sequence[Name] | None = None,
     annotations: Name | None = None,
     *,
     model: Name | None = None,
@@ -117,7 +148,7 @@ def evaluate(
     """Compare a model's segmentation of whole annotated slides with their annotations.
 
     Args:
-        slides: Folder of slides.
+        slides: Folder of slides, or several; folders inside are searched too.
         annotations: Folder of annotations; None means beside the slides.
         model: Run or bundle; None takes the newest finished run.
         out: Folder of the tables; None means the run's.
@@ -134,7 +165,7 @@ def evaluate(
     """
     from pathoseg.workflows.evaluate import evaluate as run
 
-    flags = _flags(options, {"slides": slides, "annotations": annotations})
+    flags = _flags(options, slides, annotations)
     return run(_path(model), _path(out), _path(config), flags, split, factory)
 
 
@@ -174,10 +205,17 @@ def _path(name: Name | None) -> Path | None:
 
 
 def _flags(
-    options: Options | None, data: Mapping[str, Name | None] | None = None
+    options: Options | None,
+    slides: Name | Sequence[Name] | None = None,
+    annotations: Name | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Return the options as tables of their own, with the folders of `data` among them."""
     flags = {table: dict(values) for table, values in (options or {}).items()}
-    given = {key: str(name) for key, name in (data or {}).items() if name is not None}
+    given = dict[str, Any]()
+    if slides is not None:
+        several = [slides] if isinstance(slides, (str, PathLike)) else slides
+        given["slides"] = tuple(map(str, several))
+    if annotations is not None:
+        given["annotations"] = str(annotations)
     flags["data"] = flags.get("data", {}) | given
     return flags

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 import typer
+from typer.core import TyperCommand, TyperOption
 
 from pathoseg.errors import PathosegError, StoppedError
 from pathoseg.version import __version__
@@ -27,6 +28,22 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+
+class _Command(TyperCommand):
+    """A command that refuses an option given twice of which the last one alone would count."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _, _, given = self.make_parser(ctx).parse_args(list(args))
+        for option in self.params:
+            once = isinstance(option, TyperOption) and not option.multiple and not option.is_flag
+            if once and given.count(option) > 1:
+                raise PathosegError(
+                    f"{option.opts[0]} is given {given.count(option)} times, and takes one value.",
+                    "Leave out the others.",
+                )
+        return super().parse_args(ctx, args)
+
+
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="TOML file with everything else.", metavar="FILE")
 ]
@@ -37,7 +54,10 @@ AssumeMpp = Annotated[
 Seed = Annotated[int | None, typer.Option(help="Seed of all randomness. [default: 0]")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 Slides = Annotated[
-    Path | None, typer.Option(help="Folder of slides.", metavar="DIR", show_default=False)
+    list[Path] | None,
+    typer.Option(
+        help="Folder of slides; may be given several times.", metavar="DIR", show_default=False
+    ),
 ]
 Annotations = Annotated[
     Path | None,
@@ -46,7 +66,10 @@ Annotations = Annotated[
 MppOption = Annotated[
     float | None, typer.Option(help="Microns per pixel the model sees. [default: 0.5]")
 ]
-TileOption = Annotated[int | None, typer.Option(help="Side of a tile in pixels. [default: 1024]")]
+TileOption = Annotated[
+    int | None,
+    typer.Option(help="Side of a tile in pixels. [default: what most images hold, at most 1024]"),
+]
 ModelName = Annotated[
     str | None,
     typer.Option(
@@ -70,6 +93,9 @@ ModelFolder = Annotated[
 Ranks = Annotated[
     int | None,
     typer.Option(help="Start so many ranks on this machine. [default: 1]", min=1),
+]
+SkipBadSlides = Annotated[
+    bool, typer.Option("--skip-bad-slides", help="Leave out slides that cannot be read.")
 ]
 Level = Literal["layer", "block", "module"]
 Factory = Annotated[
@@ -97,15 +123,52 @@ def _refuse_wrong_options(config: Path | None, flags: dict[str, dict[str, Any]])
 
 
 def _data(
-    slides: Path | None, annotations: Path | None, assume_mpp: float | None
+    slides: list[Path] | None, annotations: Path | None, assume_mpp: float | None
 ) -> dict[str, Any]:
     """The flags of the table `data`; None is a flag not given."""
-    folders = {"slides": slides, "annotations": annotations}
-    return {key: path and str(path) for key, path in folders.items()} | {"assume_mpp": assume_mpp}
+    return {
+        "slides": tuple(map(str, slides)) if slides else None,
+        "annotations": annotations and str(annotations),
+        "assume_mpp": assume_mpp,
+    }
+
+
+@app.command(cls=_Command, epilog="Example: pathoseg check --slides slides/ --mpp 0.5 --tile 1024")
+def check(
+    slides: Slides = None,
+    annotations: Annotations = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder of check.csv and check.html.", metavar="DIR")
+    ] = Path(),
+    model: ModelName = None,
+    mpp: MppOption = None,
+    tile: TileOption = None,
+    skip_bad_slides: SkipBadSlides = False,
+    config: ConfigFile = None,
+    seed: Seed = None,
+    assume_mpp: AssumeMpp = None,
+    debug: Debug = False,
+) -> None:
+    """Tell what training would make of slides and annotations, before hours are spent.
+
+    Exit code 0: nothing to tell; 1: look at what it says; 2: training would refuse.
+    """
+    flags: dict[str, dict[str, Any]] = {
+        "": {"seed": seed},
+        "data": _data(slides, annotations, assume_mpp)
+        | {"skip_bad_slides": skip_bad_slides or None},
+        "tiles": {"mpp": mpp, "tile": tile},
+        "model": {"name": model},
+    }
+    _refuse_wrong_options(config, flags)
+    from pathoseg.workflows.check import check as run_check
+
+    raise typer.Exit(run_check(config, flags, out).exit_code)
 
 
 @app.command(
-    epilog="Example: pathoseg train --slides slides/ --mpp 0.5 --tile 1024 --time-limit 2h"
+    cls=_Command,
+    epilog="Example: pathoseg train --slides slides/ --mpp 0.5 --tile 1024 --time-limit 2h",
 )
 def train(
     slides: Slides = None,
@@ -142,9 +205,7 @@ def train(
             "--time-limit, a finished run trains longer.",
         ),
     ] = False,
-    skip_bad_slides: Annotated[
-        bool, typer.Option("--skip-bad-slides", help="Leave out slides that cannot be read.")
-    ] = False,
+    skip_bad_slides: SkipBadSlides = False,
     config: ConfigFile = None,
     seed: Seed = None,
     assume_mpp: AssumeMpp = None,
@@ -166,7 +227,9 @@ def train(
     raise typer.Exit(launch(config, flags, out, resume, trace, sys.argv[1:]))
 
 
-@app.command(epilog="Example: pathoseg infer slide.svs --model runs/latest --out results/")
+@app.command(
+    cls=_Command, epilog="Example: pathoseg infer slide.svs --model runs/latest --out results/"
+)
 def infer(
     slides: Annotated[
         list[Path], typer.Argument(help="Slides, or folders of slides.", metavar="SLIDE|DIR...")
@@ -192,7 +255,7 @@ def infer(
     )
 
 
-@app.command(epilog="Example: pathoseg evaluate --slides slides/ --split test")
+@app.command(cls=_Command, epilog="Example: pathoseg evaluate --slides slides/ --split test")
 def evaluate(
     slides: Slides = None,
     annotations: Annotations = None,
@@ -217,7 +280,10 @@ def evaluate(
     run_evaluation(model, out, config, flags, split, factory)
 
 
-@app.command(epilog="Example: pathoseg cache --slides slides/ --mpp 0.5 --tile 1024 --out tiles/")
+@app.command(
+    cls=_Command,
+    epilog="Example: pathoseg cache --slides slides/ --mpp 0.5 --tile 1024 --out tiles/",
+)
 def cache(
     slides: Slides = None,
     annotations: Annotations = None,
@@ -242,11 +308,14 @@ def cache(
 
 
 @app.command(
-    epilog="Example: pathoseg plan --model unet --tile 2048 --ranks 8 --memory 16GiB --batch 8"
+    cls=_Command,
+    epilog="Example: pathoseg plan --model unet --tile 2048 --ranks 8 --memory 16GiB --batch 8",
 )
 def plan(
     model: ModelName = None,
-    tile: TileOption = None,
+    tile: Annotated[
+        int | None, typer.Option(help="Side of a tile in pixels. [default: 1024]")
+    ] = None,
     ranks: Annotated[int | None, typer.Option(help="Ranks that share a step. [default: 1]")] = None,
     memory: Annotated[str | None, typer.Option(help="Of a rank. [default: the hardware's]")] = None,
     batch: Annotated[int | None, typer.Option(help="Tiles a step. [default: 4]")] = None,
@@ -300,7 +369,7 @@ def plan(
     run_planning(config, flags, out, draw, level)
 
 
-@app.command(epilog="Example: pathoseg calibrate --out hardware.json")
+@app.command(cls=_Command, epilog="Example: pathoseg calibrate --out hardware.json")
 def calibrate(
     out: Annotated[Path, typer.Option(metavar="FILE")] = Path("hardware.json"),
     quick: Annotated[bool, typer.Option("--quick", help="A rougher fit, sooner.")] = False,

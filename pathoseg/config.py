@@ -1,8 +1,9 @@
-"""What a run is asked to do: frozen, read from TOML and flags, written back as the run's record."""
+"""The options of a run: frozen, read from TOML and flags, written back as the run's record."""
 
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -49,6 +50,9 @@ NaturalNumber = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Limit = Annotated[float, Field(ge=1)]
+
+LARGEST_TILE = 1024  # side in pixels that is chosen where none is given
 
 
 def _memory_size(given: object) -> object:
@@ -59,21 +63,31 @@ def _memory_size(given: object) -> object:
 MemorySize = Annotated[str, BeforeValidator(_memory_size)]
 
 
+def _one_alone(given: object) -> object:
+    """The only one of a list without it, so that both ways of writing it are the same option."""
+    return given[0] if isinstance(given, (list, tuple)) and len(given) == 1 else given
+
+
+Names = Annotated[str | tuple[str, ...], BeforeValidator(_one_alone)]
+
+
 @dataclass(frozen=True)
 class DataConfig:
-    """Where slides and annotations come from.
+    """The slides and annotations of a run.
 
     Attributes:
-        slides: Folder of slides.
-        annotations: Folder of annotations; None means beside the slides.
+        slides: Folder of slides, or several; folders inside are searched too.
+        annotations: Folder of annotations, for slides in folders inside with the same folders
+            inside or none; None means beside the slides.
         table: CSV with the columns slide, patient, split; None means `slides.csv` in either folder.
+            A slide is named there by its path in the folder of slides.
         classes: Names of the classes in order; None means all that the annotations name, sorted.
         assume_mpp: Microns per pixel of slides that state none.
         val_share: Share of patients held out for validation where no table splits them.
         skip_bad_slides: Leave out slides that cannot be read instead of refusing to start.
     """
 
-    slides: str | None = None
+    slides: Names | None = None
     annotations: str | None = None
     table: str | None = None
     classes: tuple[str, ...] | None = None
@@ -81,16 +95,31 @@ class DataConfig:
     val_share: Share = 0.2
     skip_bad_slides: bool = False
 
+    @property
+    def slide_folders(self) -> tuple[Path, ...]:
+        names = (self.slides,) if isinstance(self.slides, str) else self.slides or ()
+        return tuple(Path(name) for name in names)
+
+    @property
+    def told_folders(self) -> str:
+        """The folders of slides, as they are told."""
+        return ", ".join(map(str, self.slide_folders))
+
 
 @dataclass(frozen=True)
 class TileConfig:
-    """How slides are cut for training.
+    """The tiles that slides are cut into for training.
 
     Attributes:
         mpp: Microns per pixel the model sees.
-        tile: Side of a tile in pixels.
+        tile: Side of a tile in pixels; None takes the largest that the model divides and most
+            images hold, at most 1,024.
         overlap: Pixels that neighbouring training tiles share.
+        offsets: "random" training tiles lie anywhere within half a stride of the grid's, drawn by
+            seed, epoch and sample; "grid" tiles are the same in every epoch.
         balance: "class" draws tiles so that every class is seen equally often, "none" takes all.
+        balance_limit: By "class", how many times as often as by "none" a tile may be drawn; `inf`
+            sets no limit.
         min_tissue: Least share of tissue in a tile without annotation.
         cache: Folder of the tile cache; None reads slides directly.
         codec: How cached tiles are compressed.
@@ -99,9 +128,11 @@ class TileConfig:
     """
 
     mpp: Positive = 0.5
-    tile: Count = 1024
+    tile: Count | None = None
     overlap: NaturalNumber = 0
+    offsets: Literal["random", "grid"] = "random"
     balance: Literal["none", "class"] = "class"
+    balance_limit: Limit = 4.0
     min_tissue: Share = 0.1
     cache: str | None = None
     codec: Literal["lossless", "lossy"] = "lossless"
@@ -109,11 +140,16 @@ class TileConfig:
     min_cover: Share = 0.5
 
     def __post_init__(self) -> None:
-        if self.overlap >= self.tile:
+        if self.overlap >= self.side:
             raise PathosegError(
-                f"[tiles] overlap = {self.overlap} leaves nothing new to tiles of {self.tile} px.",
+                f"[tiles] overlap = {self.overlap} leaves nothing new to tiles of {self.side} px.",
                 "Choose an overlap below the tile's side.",
             )
+
+    @property
+    def side(self) -> int:
+        """`tile`, or the largest that may be chosen."""
+        return self.tile or LARGEST_TILE
 
 
 @dataclass(frozen=True)
@@ -169,7 +205,8 @@ class TrainConfig:
         patience: Epochs without a better validation Dice before stopping; 0 never stops.
         validate_every: Epochs between validations.
         checkpoint_minutes: Minutes between checkpoints within an epoch.
-        readers: Threads that read and augment tiles.
+        readers: Threads that read and augment tiles; None means the cores that this process may
+            use (docs/performance.md), shared among the ranks of a machine.
     """
 
     start_from: str | None = None
@@ -188,18 +225,23 @@ class TrainConfig:
     patience: NaturalNumber = 0
     validate_every: Count = 1
     checkpoint_minutes: NotNegative = 10.0
-    readers: Count = 2
+    readers: Count | None = None
 
 
 @dataclass(frozen=True)
 class InferConfig:
-    """Segmenting slides.
+    """Segmenting slides; docs/inference.md says how tiles are chosen.
 
     Attributes:
-        overlap: Pixels that neighbouring tiles share; None means a quarter of the tile.
-        margin: Outer pixels of a tile whose predictions get no weight; None means overlap // 4.
+        tile: Side of a tile in pixels; None lets `infer` choose. Of a network whose answers depend
+            on a known distance (batch norm), a square of this side bounds the area of a window.
+        memory: What a forward pass may take, such as "4GiB", where `infer` chooses; about, and
+            counted in float32. Windows of a network of known reach are no larger.
+        overlap: Pixels that neighbouring tiles share; None lets `infer` choose. Where it or
+            `margin` is given, tiles are blended whatever the network.
+        margin: Outer pixels of a tile whose predictions get no weight; None lets `infer` choose.
         batch: Tiles a forward pass.
-        readers: Threads that read tiles ahead.
+        readers: Threads that read tiles ahead; None means as for [train].
         simplify: Tolerance of the outlines in pixels of the mask; 0 keeps pixel edges. Neighbours
             keep their shared edge, so beyond 1.4 pixels nothing more is left out.
         min_region_um2: Smaller regions are left out of the outlines (the mask keeps them).
@@ -207,10 +249,12 @@ class InferConfig:
         region_type: How QuPath shows regions; `detection` draws faster when there are many.
     """
 
+    tile: Count | None = None
+    memory: MemorySize = "4GiB"
     overlap: NaturalNumber | None = None
     margin: NaturalNumber | None = None
     batch: Count = 1
-    readers: Count = 2
+    readers: Count | None = None
     simplify: NotNegative = 0.5
     min_region_um2: NotNegative = 10.0
     compress_regions: bool = False
@@ -231,7 +275,7 @@ class EvaluateConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How ranks share a step; docs/planning.md says how a plan is found.
+    """The ranks of a run and their shares of a step; docs/planning.md says how a plan is found.
 
     Attributes:
         ranks: How many ranks there are; a launcher such as mpirun overrules it.
@@ -278,7 +322,12 @@ UNNUMBERED = 1  # format of the config.toml of a run that states none
 # Format → the defaults that changed after it, as they were: table ("" is the top level) → key →
 # value as in TOML. A default that changes, or a new key that changes what a run does, adds a row
 # to the newest format that ran without it.
-_FORMER_DEFAULTS: Mapping[int, Mapping[str, Mapping[str, Any]]] = {1: {"annotations": {"roi": []}}}
+_FORMER_DEFAULTS: Mapping[int, Mapping[str, Mapping[str, Any]]] = {
+    1: {
+        "annotations": {"roi": [], "unclassified": "skip", "labels": "centre"},
+        "tiles": {"tile": 1024, "offsets": "grid", "balance_limit": math.inf},
+    }
+}
 
 # Keys that are gone: "table.key" → what became of it, a clause. Files that have them are accepted.
 _RETIRED: Mapping[str, str] = {}

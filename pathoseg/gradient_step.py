@@ -48,12 +48,13 @@ def gradient_norms(gradients: list[Tensor]) -> Sequence[Tensor]:
 
 
 class StepVerdict(NamedTuple):
-    """What is known of a step ahead of the optimizer's; the same on all ranks.
+    """The loss and gradient norm of a step, ahead of the optimizer; the same on all ranks.
 
     Attributes:
         loss_sum: Sum of the losses of all samples.
         norm: Global L2 norm of the gradient.
-        cause: Why the gradient is not finite, so that no parameter is updated; None where it is.
+        cause: The reason why the gradient is not finite, as part of a sentence: no parameter is
+            updated then. None where it is finite.
     """
 
     loss_sum: float
@@ -124,7 +125,7 @@ class LossScale:
 
     @property
     def scale(self) -> float:
-        """What losses are multiplied by ahead of their backward."""
+        """The factor of every loss ahead of its backward; 1 without scaling."""
         return self._state["scale"] if self.enabled else 1.0
 
     def unscale(self, gradients: list[Tensor]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import os
 import platform
 import signal
@@ -143,10 +144,78 @@ def relative_path(path: Path, start: Path) -> Path:
 # --- processors and processes ------------------------------------------------------------------
 
 
-def usable_cores() -> set[int]:
-    """Return the numbers of the cores that this process may use; all, where none is excluded."""
+def usable_cores(process: int = 0) -> set[int]:
+    """Return the numbers of the cores that a process may use; all, where none is excluded.
+
+    Args:
+        process: Its number; 0 is this one. One that has ended is taken for this one.
+    """
     affinity: Callable[[int], set[int]] | None = getattr(os, "sched_getaffinity", None)
-    return affinity(0) if affinity is not None else set(range(os.cpu_count() or 1))
+    if affinity is None:
+        return set(range(os.cpu_count() or 1))
+    try:
+        return affinity(process)
+    except OSError:
+        return affinity(0)
+
+
+def process_age() -> float:
+    """Return the seconds since this process began."""
+    return max(0.0, time.time() - psutil.Process().create_time())
+
+
+def cores_to_use(
+    cores: int | None = None, processes: int = 1, in_task: int = 1, root: Path = _ROOT
+) -> int:
+    """Return how many cores this process may keep busy, at least 1: its share of the least limit.
+
+    Limits are the cores it may run on (affinity), the processor time of its control groups
+    (`cpu.max`, or `cpu.cfs_quota_us` of version 1, rounded up), and `SLURM_CPUS_PER_TASK`.
+
+    Args:
+        cores: How many cores the processes of this job on this machine may run on; None asks for
+            those of this process.
+        processes: How many processes of this job share the machine, this one included.
+        in_task: How many of them share this process's Slurm task.
+        root: Where `/proc` and `/sys` lie.
+    """
+    shares = [(len(usable_cores()) if cores is None else cores) // processes]
+    shares += [math.ceil(quota) // processes for quota in _processor_quotas(root)]
+    with suppress(KeyError, ValueError):
+        shares.append(int(os.environ["SLURM_CPUS_PER_TASK"]) // in_task)
+    return max(1, min(shares))
+
+
+def _processor_quotas(root: Path) -> Iterator[float]:
+    """Yield the cores' worth of time of each control group of this process that has a limit."""
+    for base, group in _control_groups(root, "cpu"):
+        if base.name == "cgroup":  # version 2 keeps quota and period in one line
+            words = " ".join(_lines(group / "cpu.max")).split()
+        else:
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            words = [word for name in names for word in _lines(group / name)]
+        with suppress(ValueError, ZeroDivisionError):  # "max" is no limit
+            quota, period = map(int, words)
+            if quota > 0:  # -1 is none, too
+                yield quota / period
+
+
+def _control_groups(root: Path, controller: str) -> Iterator[tuple[Path, Path]]:
+    """Yield the mount and folder of the control groups of this process, from the inmost outwards.
+
+    Args:
+        root: Where `/proc` and `/sys` lie.
+        controller: Of version 1, such as "memory"; version 2 has one tree for all.
+    """
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.strip().split(":", 2)
+        if not controllers or controller in controllers.split(","):
+            base = root / "sys/fs/cgroup" / (controller if controllers else "")
+            inner = base / path.strip("/")
+            for group in (inner, *inner.parents):
+                if not group.is_relative_to(base):
+                    break
+                yield base, group
 
 
 def yield_core() -> None:
@@ -255,18 +324,11 @@ def _limits(root: Path) -> Iterator[int]:
         name, _, value = line.partition(":")
         if name == "MemAvailable":
             yield int(value.split()[0]) * 1024
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):  # version 2, version 1
-            base = root / "sys/fs/cgroup" / controllers
-            names = ("memory.max", "memory.current", "inactive_file")
-            if controllers:
-                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            inner = base / path.strip("/")
-            for group in (inner, *inner.parents):
-                if not group.is_relative_to(base):
-                    break
-                yield from _left(group, *names)
+    for base, group in _control_groups(root, "memory"):
+        names = ("memory.max", "memory.current", "inactive_file")
+        if base.name == "memory":  # version 1
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        yield from _left(group, *names)
 
 
 def _left(group: Path, limit: str, used: str, freeable: str) -> Iterator[int]:

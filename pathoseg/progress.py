@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+from rich import box
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -16,7 +17,10 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 from rich.text import Text
+
+_ENDLESS = 10_000  # characters
 
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -85,3 +89,26 @@ def progress_bar(title: str, total: float | None, unit: str, done: float = 0) ->
 def say(text: str) -> None:
     """One line for the user; above the bar where there is one."""
     console.print(text, markup=False)
+
+
+def say_table(columns: Sequence[tuple[str, bool]], rows: Iterable[Sequence[str]]) -> None:
+    """A table for the user; where there is no terminal its lines are as long as they need.
+
+    Args:
+        columns: Title, and whether the cells are numbers.
+        rows: Texts of the cells.
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for at, (title, numeric) in enumerate(columns):
+        folds = at == 0  # names; figures that were broken would mislead
+        table.add_column(
+            Text(title),
+            justify="right" if numeric else "left",
+            overflow="fold",
+            no_wrap=not folds,
+            min_width=12 if folds else None,
+        )
+    for row in rows:
+        table.add_row(*map(Text, row))
+    where = console if console.is_terminal else Console(stderr=True, width=_ENDLESS)
+    where.print(table, crop=False)

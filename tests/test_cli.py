@@ -19,7 +19,7 @@ Command = Callable[..., tuple[int, str]]
 SaveBundle = Callable[..., Path]
 Start = Callable[..., "subprocess.Popen[str]"]
 
-COMMANDS = ("train", "infer", "evaluate", "cache", "plan", "calibrate")
+COMMANDS = ("check", "train", "infer", "evaluate", "cache", "plan", "calibrate")
 HEAVY = ("torch", "numpy", "tifffile", "zarr", "openslide", "scipy")
 
 
@@ -47,6 +47,21 @@ def test_the_help_of_a_command_has_an_example_that_parses(name: str, command: Co
     with parser.make_context("pathoseg", example[1:]) as context:
         sub = parser.get_command(context, name)
         assert sub.make_context(name, example[2:]).params["debug"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("train --slides a --tile 256 --slides b --tile 512", "--tile is given 2 times"),
+        ("evaluate --model a --out b --model a --debug --debug", "--model is given 2 times"),
+        ("check --slides no1 --slides no2 --debug --debug", "no1 cannot be listed"),
+    ],
+)
+def test_an_option_given_twice_is_taken_or_refused(
+    arguments: str, told: str, command: Command
+) -> None:
+    code, said = command(*arguments.split())
+    assert (code, told in said) == (2, True), said
 
 
 @pytest.mark.process

@@ -26,6 +26,7 @@ from pathoseg.parallel.comm import local_ranks
 from pathoseg.platform_support import (
     available_memory,
     c_function,
+    cores_to_use,
     follow_pointer,
     make_pointer,
     open_for_reading,
@@ -275,3 +276,55 @@ def test_training_and_inference_need_nothing_of_it(
     assert code == 0, said
     mask = "slide/mask.ome.tiff"
     assert Path("again", mask).read_bytes() == Path("results", mask).read_bytes()
+
+
+def _groups(root: Path, line: str, files: dict[str, str]) -> Path:
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(f"12:pids:/\n{line}\n")
+    for name, content in files.items():
+        (root / "sys/fs/cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "sys/fs/cgroup" / name).write_text(f"{content}\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("line", "files", "cores"),
+    [
+        ("0::/", {}, 48),
+        ("0::/", {"cpu.max": "max 100000"}, 48),
+        ("0::/job/step", {"job/step/cpu.max": "max 100000", "job/cpu.max": "600000 100000"}, 6),
+        ("0::/job", {"job/cpu.max": "250000 100000", "cpu.max": "900000 100000"}, 3),
+        ("0::/job", {"job/cpu.max": "10000 100000"}, 1),
+        ("4:cpu,cpuacct:/job", {"cpu/job/cpu.cfs_quota_us": "-1"}, 48),
+        (
+            "4:cpuacct,cpu:/job",
+            {"cpu/job/cpu.cfs_quota_us": "800000", "cpu/job/cpu.cfs_period_us": "100000"},
+            8,
+        ),
+        ("0::/job", {"job/cpu.max": "much"}, 48),
+    ],
+)
+def test_cores_are_those_of_the_tightest_control_group(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    line: str,
+    files: dict[str, str],
+    cores: int,
+) -> None:
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
+    root = _groups(tmp_path, line, files)
+    assert cores_to_use(48, root=root) == cores
+    assert cores_to_use(48, processes=3, root=root) == max(1, cores // 3)
+
+
+def test_cores_are_no_more_than_affinity_or_slurm_allow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
+    monkeypatch.setattr(platform_support, "usable_cores", lambda: set(range(10)))
+    assert cores_to_use(root=tmp_path) == 10
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "8")
+    assert cores_to_use(root=tmp_path) == 8
+    assert cores_to_use(64, processes=4, root=tmp_path) == 8, "each rank is a task"
+    assert cores_to_use(64, processes=4, in_task=4, root=tmp_path) == 2, "one task has four ranks"
+    assert cores_to_use(4, processes=4, root=tmp_path) == 1

@@ -23,7 +23,7 @@ from PIL import Image
 from pathoseg.geometry import Box, Frame, Size
 from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide
-from pathoseg.tiles.cache import Codec, TileCache, TileCacheKey
+from pathoseg.tiles.cache import SHARD, Codec, Shard, TileCache, TileCacheKey
 from pathoseg.tiles.fingerprint import Fingerprint
 from pathoseg.tiles.grid import TileGrid
 from pathoseg.tiles.tile_options import TissueOptions
@@ -54,57 +54,73 @@ def main() -> None:
 
 
 def measured(path: Path, folder: Path, tiles: int, rounds: int) -> dict[str, float]:
-    """Reads the same random tiles by each way in turn, several times over."""
-    frame, grid, indices = tissue_tiles(path, tiles)
-    figures = {"tiles": float(len(indices)), "rounds": float(rounds)}
-    key = TileCacheKey(path, Fingerprint.of(path), frame, grid, indices)
+    """Reads the same tiles at random places by each way in turn, several times over."""
+    frame, homes, boxes = tissue_tiles(path, tiles)
+    figures = {"tiles": float(len(boxes)), "rounds": float(rounds)}
+    key = TileCacheKey(path, Fingerprint.of(path), frame)
     ways: dict[str, Read] = {}
     for codec in CODECS:
         cache = TileCache.open(folder / codec, replace(key, codec=codec))
-        figures[f"fill_{codec}_tiles_per_s"] = len(indices) / seconds(partial(fill, cache, key))
+        shards = sorted({shard for home in homes for shard in cache.shards(home)})
+        kept = len(shards) * SHARD**2
+        figures[f"fill_{codec}_megapixels_per_s"] = (
+            kept / 1e6 / seconds(partial(fill, cache, key, shards))
+        )
         stored = sum(file.stat().st_size for file in cache.path.rglob("c.*"))
-        figures[f"{codec}_ratio"] = len(indices) * grid.tile.pixels * 3 / stored
-        ways[codec] = from_cache(cache)
-    ways["openslide"] = by_openslide(path, frame, [grid.box(index) for index in indices])
-    times = alternating(ways, len(indices), rounds)
+        figures[f"{codec}_ratio"] = kept * 3 / stored
+        figures[f"{codec}_mb_a_tile"] = stored / 1e6 / len(boxes)
+        figures["pixels_vs_tiles"] = kept / (len(boxes) * TILE**2)
+        ways[codec] = from_cache(cache, boxes)
+    ways["direct"] = from_slide(path, frame, boxes)
+    ways["openslide"] = by_openslide(path, frame, boxes)
+    times = alternating(ways, len(boxes), rounds)
     for way, taken in times.items():
-        figures[f"{way}_tiles_per_s"] = len(indices) / taken
+        figures[f"{way}_tiles_per_s"] = len(boxes) / taken
     figures["cache_vs_openslide"] = times["openslide"] / times["lossless"]
     figures["lossy_cache_vs_openslide"] = times["openslide"] / times["lossy"]
+    figures["cache_vs_direct"] = times["direct"] / times["lossless"]
     return figures
 
 
-def tissue_tiles(path: Path, most: int) -> tuple[Frame, TileGrid, tuple[int, ...]]:
-    """Tiles of tissue that lie wholly on the slide, chosen at random."""
+def tissue_tiles(path: Path, most: int) -> tuple[Frame, list[Box], list[Box]]:
+    """Some tiles of tissue: all that training may show near each, and one place of it."""
     with open_slide(path, NATIVE_MPP) as slide:
         frame = Frame.at(slide.size, slide.mpp, MPP)
         tissue = find_tissue(slide, TissueOptions())
-    grid = TileGrid(frame.size, Size(TILE, TILE), 0)
-    whole = [
-        index
-        for index, box in enumerate(grid)
-        if box.right <= frame.size.width
-        and box.bottom <= frame.size.height
-        and tissue.share(box, frame) >= 0.1
-    ]
-    chosen = np.random.default_rng(0).permutation(whole)[:most]
-    return frame, grid, tuple(sorted(chosen.tolist()))
+    grid, half = TileGrid(frame.size, Size(TILE, TILE), 0), TILE // 2
+    right, bottom = frame.size.width - TILE, frame.size.height - TILE
+    rng = np.random.default_rng(0)
+    # A part of the slide, so that tiles lie beside each other as they do in training.
+    kept = [box for box in grid if tissue.share(box, frame) >= 0.1][:most]
+    homes, boxes = [], []
+    for tile in kept:
+        x, y = min(tile.x, right), min(tile.y, bottom)
+        left, top = max(0, x - half), max(0, y - half)
+        last = min(right, x + half), min(bottom, y + half)
+        homes.append(Box(left, top, last[0] - left + TILE, last[1] - top + TILE))
+        place = rng.integers((left, top), last, endpoint=True)
+        boxes.append(Box(int(place[0]), int(place[1]), TILE, TILE))
+    return frame, homes, boxes
 
 
-def fill(cache: TileCache, key: TileCacheKey) -> None:
+def fill(cache: TileCache, key: TileCacheKey, shards: Sequence[Shard]) -> None:
     with open_slide(key.slide, NATIVE_MPP) as slide:
-        for shard in range(cache.shards):
-            boxes = (key.grid.box(key.indices[place]) for place in cache.positions(shard))
-            cache.write(shard, (read_region(slide, key.frame, box) for box in boxes))
+        for shard in shards:
+            cache.write(shard, read_region(slide, key.frame, cache.box(shard)))
 
 
-def from_cache(cache: TileCache) -> Read:
+def from_cache(cache: TileCache, boxes: Sequence[Box]) -> Read:
     def read(position: int) -> NDArray[np.uint8]:
-        region = cache.read(position)
+        region = cache.read(boxes[position])
         assert region is not None
         return region.pixels
 
     return read
+
+
+def from_slide(path: Path, frame: Frame, boxes: Sequence[Box]) -> Read:
+    slide = open_slide(path, NATIVE_MPP)
+    return lambda position: read_region(slide, frame, boxes[position]).pixels
 
 
 def by_openslide(path: Path, frame: Frame, boxes: Sequence[Box]) -> Read:

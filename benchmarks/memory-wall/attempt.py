@@ -24,7 +24,7 @@ from pathoseg.parallel.comm.local_ranks import start_local
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.fitting import Fit, split
 from pathoseg.parallel.planning.plan import Plan
-from pathoseg.parallel.runtime.runner import Training
+from pathoseg.parallel.runtime.stage import Training
 from tests.parallel.networks.stages import allocated
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

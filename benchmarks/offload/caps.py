@@ -35,7 +35,7 @@ from pathoseg.parallel.fitting import Fit, fit
 from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.layer_graph import LayerGraph
 from pathoseg.parallel.planning.plan import PlanRequest
-from pathoseg.parallel.runtime.runner import Training
+from pathoseg.parallel.runtime.stage import Training
 from pathoseg.parallel.schedule.action import Kind
 
 _IN_FLIGHT = 4

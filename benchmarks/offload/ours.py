@@ -17,8 +17,8 @@ from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.partition import even
 from pathoseg.parallel.runtime.executor import Microbatches
 from pathoseg.parallel.runtime.memory_check import Memory
-from pathoseg.parallel.runtime.runner import Runner, Training
-from pathoseg.parallel.runtime.stage import stage_edges
+from pathoseg.parallel.runtime.runner import Runner
+from pathoseg.parallel.runtime.stage import Training, stage_edges
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.gpipe import gpipe
 from pathoseg.parallel.schedule.lowering import lower

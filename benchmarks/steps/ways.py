@@ -18,7 +18,8 @@ from pathoseg.parallel.graph.layer_graph import Partition
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.stage_costs import stage_edges
 from pathoseg.parallel.runtime.executor import Microbatches
-from pathoseg.parallel.runtime.runner import Runner, Training
+from pathoseg.parallel.runtime.runner import Runner
+from pathoseg.parallel.runtime.stage import Training
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.schedule import Schedule

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from pathoseg.geometry import Box, Frame
 
 BACKGROUND = 0
 IGNORE = 255
+UNCLASSIFIED = "annotation"
 _BACKGROUND_NAME = "background"
 _IGNORED_SUFFIX = "*"  # QuPath's way
 
@@ -35,6 +36,57 @@ class Annotation:
     geometry: Polygon | MultiPolygon
     class_name: str | None
     colour: Colour | None = None
+
+
+class PassedOver(NamedTuple):
+    """A kind of drawn object that has no label.
+
+    Attributes:
+        what: Its kind in the plural, as it is told: "points", "lines".
+        class_name: Its class in the file.
+    """
+
+    what: str
+    class_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AnnotationFile:
+    """What a file of outlines holds.
+
+    Attributes:
+        annotations: Its regions, in the order of the file.
+        passed_over: What it holds besides → how often.
+    """
+
+    annotations: list[Annotation]
+    passed_over: Mapping[PassedOver, int]
+
+
+@dataclass(frozen=True, slots=True)
+class AnnotationReport:
+    """What is learnt from an annotation file, and what is not.
+
+    Attributes:
+        path: The file.
+        outlines: Class → its outlines that count, background among them; empty for a mask.
+        of_interest: How many outlines are regions of interest.
+        interest_pixels: Level-0 pixels of the slide inside of them; None where there are none.
+        unclassified: How many outlines without a class are ignored, or are of the class
+            `fallback` where no file has any class.
+        fallback: That class.
+        passed_over: What is not learnt from, in the plural → how many; ignored outlines among it.
+        is_mask: Whether the file is a mask, of which nothing is counted.
+    """
+
+    path: Path
+    outlines: Mapping[str, int] = field(default_factory=dict)
+    of_interest: int = 0
+    interest_pixels: float | None = None
+    unclassified: int = 0
+    fallback: str = UNCLASSIFIED
+    passed_over: Mapping[str, int] = field(default_factory=dict)
+    is_mask: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +112,8 @@ class ClassTable:
         names -= background
         if unknown := sorted(names.difference(self.names)):
             raise PathosegError(
-                f"{path} has regions of class {_quoted(unknown)}, beside the classes of this run: "
-                f"{_quoted(self.names)}.",
+                f"{path} has regions of class {quoted(unknown)}, beside the classes of this run: "
+                f"{quoted(self.names)}.",
                 "Train with it among the config's `classes`, or rename it with `[annotations] "
                 "rename`: a name that ends in * is ignored.",
             )
@@ -73,17 +125,21 @@ class ClassTable:
 
 
 class Labels(Protocol):
-    """What is known of a slide's pixels, from polygons or from an index mask."""
+    """The labels of one slide, read from polygons or from an index mask."""
 
     @property
     def path(self) -> Path: ...
+    @property
+    def report(self) -> AnnotationReport:
+        """What is learnt from the file, and what is not."""
+        ...
 
     def classes(self) -> Mapping[str, Colour | None]:
         """Names in use with their colours, without ignored ones, regions and background."""
         ...
 
     def rasterise(self, box: Box, frame: Frame, classes: ClassTable) -> NDArray[np.uint8]:
-        """Class indices of `box` (pixels of `frame`) by pixel centres.
+        """Return the class index of each pixel of `box`, in pixels of `frame`.
 
         Returns:
             Array of shape (height, width): 0 background, 255 ignored or outside the slide.
@@ -95,14 +151,15 @@ class Labels(Protocol):
 
 
 def is_background(class_name: str) -> bool:
-    """Whether a class of this name is index 0, unless a model has it among its classes."""
+    """Return True if a class of this name is index 0, unless a model lists it among its classes."""
     return class_name.casefold() == _BACKGROUND_NAME
 
 
 def is_ignored(class_name: str) -> bool:
-    """Whether regions of a class of this name say nothing of what they show."""
+    """Return True if pixels of a class of this name are left out of training and evaluation."""
     return class_name.endswith(_IGNORED_SUFFIX)
 
 
-def _quoted(names: Iterable[str]) -> str:
+def quoted(names: Iterable[str]) -> str:
+    """Names as they are told: "a", "b"."""
     return ", ".join(f'"{name}"' for name in names)

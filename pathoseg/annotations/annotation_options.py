@@ -28,9 +28,15 @@ class AnnotationOptions:
             A slide without one was annotated everywhere.
         unlabelled: What nobody outlined is "background", or, where annotations are sparse strokes,
             "ignore"d everywhere; background is then drawn as the class "background".
+        unclassified: What outlines without a class are: "ignore" makes their insides unknown where
+            no outline with a class covers them, "skip" takes them for not drawn, "refuse" refuses
+            the file, any other text is their class. Those that hold outlines with a class say
+            nothing, and where nothing has any class, all are of the class "annotation".
+        labels: Which class a pixel of a label has: that which covers most of it ("majority"), or
+            that of its "centre", as runs had it until format 1.
 
     Raises:
-        PathosegError: A class is given no name.
+        PathosegError: A class is given no name, or outlines without one are.
     """
 
     frame: Literal["auto", "bounds", "full"] = "auto"
@@ -39,8 +45,15 @@ class AnnotationOptions:
     rename: Mapping[str, str] = field(default_factory=dict)
     roi: tuple[str, ...] = ("Region*", "ROI", "Region")
     unlabelled: Literal["background", "ignore"] = "background"
+    unclassified: str = "ignore"
+    labels: Literal["majority", "centre"] = "majority"
 
     def __post_init__(self) -> None:
+        if not self.unclassified or self.unclassified != self.unclassified.strip():
+            raise PathosegError(
+                f'[annotations] unclassified = "{self.unclassified}" is no name of a class.',
+                'Write "ignore", "skip", "refuse", or a class without blanks around it.',
+            )
         for old, new in self.rename.items():
             if not new or new != new.strip():
                 raise PathosegError(

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from shapely import MultiPolygon, Polygon
 
-from pathoseg.annotations.annotation import Annotation, Colour
-from pathoseg.annotations.outline import cut_out, refuse_without_area, region
+from pathoseg.annotations.annotation import Annotation, AnnotationFile, Colour, PassedOver
+from pathoseg.annotations.outline import WITHOUT_AREA, cut_out, refuse_without_area, region
 from pathoseg.annotations.xml_file import colour, number, read_xml
 
 ROOT = "ASAP_Annotations"
 
-_WITHOUT_AREA = {"dot", "pointset", "measurement"}
+_WITHOUT_AREA = {"dot": "points", "pointset": "points", "measurement": "lines"}
 
 
-def read_asap(path: Path, exclude: Collection[str]) -> list[Annotation]:
+def read_asap(path: Path, exclude: Collection[str]) -> AnnotationFile:
     """The regions of an ASAP file, in level-0 pixels of the uncropped slide.
 
     A region's class is the group it stands in; None where it stands in no group. Splines are
     taken as the polygon through their control points; dots and measurements have no area and
-    are passed over.
+    are passed over and counted.
 
     Args:
         path: The file.
@@ -37,8 +38,10 @@ def read_asap(path: Path, exclude: Collection[str]) -> list[Annotation]:
     unwanted = {name.casefold() for name in exclude}
     annotations: list[Annotation] = []
     holes: list[Polygon | MultiPolygon] = []
+    passed_over = Counter[PassedOver]()
     for outline in file.outlines:
         if not (area := outline.region):
+            passed_over[PassedOver(outline.without_area or WITHOUT_AREA, outline.group)] += 1
             continue
         if any(name.casefold() in unwanted for name in file.lineage(outline.group)):
             holes.append(area)
@@ -47,14 +50,14 @@ def read_asap(path: Path, exclude: Collection[str]) -> list[Annotation]:
             shade = (own and own.colour) or outline.colour
             annotations.append(Annotation(area, outline.group, shade))
     refuse_without_area(path, len(file.outlines), len(annotations) + len(holes))
-    return cut_out(annotations, holes)
+    return AnnotationFile(cut_out(annotations, holes), passed_over)
 
 
 @dataclass(slots=True)
 class _Outline:
     group: str | None
     colour: Colour | None
-    has_area: bool
+    without_area: str | None
     corners: list[tuple[float, float, float]] = field(default_factory=list)
     region: Polygon | MultiPolygon | None = None
 
@@ -81,9 +84,9 @@ class _AsapFile:
             order = number(attributes.get("Order", str(len(corners))))
             corners.append((order, number(attributes["X"]), number(attributes["Y"])))
         elif tag == "Annotation":
-            has_area = attributes.get("Type", "").lower() not in _WITHOUT_AREA
-            group = _group_name(attributes)
-            self.outlines.append(_Outline(group, colour(attributes.get("Color", "")), has_area))
+            without_area = _WITHOUT_AREA.get(attributes.get("Type", "").lower())
+            group, shade = _group_name(attributes), colour(attributes.get("Color", ""))
+            self.outlines.append(_Outline(group, shade, without_area))
         elif tag == "Group":
             name = attributes["Name"].strip()
             parent = _group_name(attributes) or next(reversed(self._enclosing), None)
@@ -93,7 +96,7 @@ class _AsapFile:
     def end(self, tag: str) -> None:
         if tag == "Annotation":
             outline = self.outlines[-1]
-            if outline.has_area:
+            if outline.without_area is None:
                 outline.region = region([[corner[1:] for corner in sorted(outline.corners)]])
             outline.corners.clear()
         elif tag == "Group":

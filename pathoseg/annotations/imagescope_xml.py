@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,24 +10,24 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from shapely import MultiPolygon, Polygon
 
-from pathoseg.annotations.annotation import Annotation, Colour
-from pathoseg.annotations.outline import cut_out, refuse_without_area, region
+from pathoseg.annotations.annotation import Annotation, AnnotationFile, Colour, PassedOver
+from pathoseg.annotations.outline import WITHOUT_AREA, cut_out, refuse_without_area, region
 from pathoseg.annotations.xml_file import number, read_xml
 
 ROOT = "Annotations"
 
-_RECTANGLE, _ELLIPSE = "1", "2"
+_POLYGON, _RECTANGLE, _ELLIPSE = "0", "1", "2"
 # A column that ImageScope gives to every layer, so its name says nothing of the class.
 _DEFAULT_ATTRIBUTE = "Description"
 
 
-def read_imagescope(path: Path) -> list[Annotation]:
+def read_imagescope(path: Path) -> AnnotationFile:
     """The regions of an ImageScope file, in level-0 pixels of the uncropped slide.
 
     A region's class is its layer's Name, else the layer's Attribute (its Value, else its Name),
     else the region's Text, else the layer's LineColor as #RRGGBB. Negative regions
     (NegativeROA="1") are holes of all regions of their layer. Rulers, arrows and points have no
-    area and are passed over.
+    area and are passed over and counted.
 
     Raises:
         PathosegError: The file is malformed, or holds regions but none with an area.
@@ -35,7 +36,12 @@ def read_imagescope(path: Path) -> list[Annotation]:
     read_xml(path, file)
     annotations = [annotation for layer in file.layers for annotation in layer.annotations()]
     refuse_without_area(path, file.regions, len(annotations))
-    return annotations
+    passed_over = Counter[PassedOver]()
+    for layer in file.layers:
+        passed_over.update(
+            PassedOver(what, layer.class_of(text)) for what, text in layer.passed_over
+        )
+    return AnnotationFile(annotations, passed_over)
 
 
 @dataclass(slots=True)
@@ -45,13 +51,16 @@ class _Layer:
     attributes: list[str] = field(default_factory=list)
     positive: list[tuple[str, Polygon | MultiPolygon]] = field(default_factory=list)
     negative: list[Polygon | MultiPolygon] = field(default_factory=list)
+    passed_over: list[tuple[str, str]] = field(default_factory=list)
+
+    def class_of(self, text: str) -> str:
+        """The class of a region with this text."""
+        named = self.name or next(iter(self.attributes), "")
+        return named or text or "#{:02X}{:02X}{:02X}".format(*self.colour)
 
     def annotations(self) -> list[Annotation]:
-        named = self.name or next(iter(self.attributes), "")
-        last_resort = "#{:02X}{:02X}{:02X}".format(*self.colour)
         regions = [
-            Annotation(area, named or text or last_resort, self.colour)
-            for text, area in self.positive
+            Annotation(area, self.class_of(text), self.colour) for text, area in self.positive
         ]
         return cut_out(regions, self.negative)
 
@@ -103,12 +112,16 @@ class _ImageScopeFile:
 
     def end(self, tag: str) -> None:
         if tag == "Region" and self._region:
+            layer = self.layers[-1]
             if area := self._region.area():
-                layer = self.layers[-1]
                 if self._region.negative:
                     layer.negative.append(area)
                 else:
                     layer.positive.append((self._region.text, area))
+            else:
+                drawn = self._region.kind in (_POLYGON, _RECTANGLE, _ELLIPSE)
+                what = WITHOUT_AREA if drawn else "rulers, arrows and points"
+                layer.passed_over.append((what, self._region.text))
             self._region = None
 
 

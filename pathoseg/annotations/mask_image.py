@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Set
@@ -20,13 +21,24 @@ from PIL.TiffImagePlugin import TiffImageFile
 from pathoseg.annotations.annotation import (
     BACKGROUND,
     IGNORE,
+    AnnotationReport,
     ClassTable,
     Colour,
     is_background,
     is_ignored,
 )
 from pathoseg.annotations.annotation_options import AnnotationOptions
-from pathoseg.annotations.raster import ignore_outside, pixel_centres
+from pathoseg.annotations.coverage import (
+    UNIT,
+    Steps,
+    counted,
+    ignore_outside,
+    most_covered,
+    rows_at_once,
+    to_units,
+    units_on_slide,
+)
+from pathoseg.annotations.scan_conversion import pixel_centres
 from pathoseg.annotations.tiled_mask import TiledMask
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, Size
@@ -35,6 +47,8 @@ _LARGEST = 400_000_000
 _INDEX_MODES = {"1", "L", "P", "I", "I;16", "I;16B", "I;16L", "I;16N"}
 _NUMBERED = re.compile(r"class \d+")
 _BAND = 256
+_MOST_READ = 1 << 24  # values of a mask in memory at a time
+_MOST_LAID = 1 << 19  # of those, values that are laid over pixels at a time: 200 bytes each at most
 
 
 class MaskLabels:
@@ -68,6 +82,7 @@ class MaskLabels:
         self._slide_size = slide_size
         self._values = options.mask
         self._rename = options.rename
+        self._by_centre = options.labels == "centre"
         self._unlabelled = IGNORE if options.unlabelled == "ignore" else BACKGROUND
         with self._open() as image:
             size, mode = Size(*image.size), image.mode
@@ -94,6 +109,11 @@ class MaskLabels:
     def path(self) -> Path:
         return self._path
 
+    @property
+    def report(self) -> AnnotationReport:
+        """That it is a mask."""
+        return AnnotationReport(self._path, is_mask=True)
+
     def classes(self) -> Mapping[str, Colour | None]:
         """Names ("class 1"…) in use with a palette's colours, without ignored and background."""
         classes: dict[str, Colour | None] = {}
@@ -103,12 +123,16 @@ class MaskLabels:
         return classes
 
     def _names(self) -> dict[int, str]:
-        """What the values in use are called."""
+        """Return the class name of each value that the mask has."""
         own = {value: f"class {value}" for value in self._pixels.colours}
         return {value: self._rename.get(name, name) for value, name in own.items()}
 
     def rasterise(self, box: Box, frame: Frame, classes: ClassTable) -> NDArray[np.uint8]:
-        """Class indices of `box` (pixels of `frame`): of the mask's pixel under each centre.
+        """Return the class index of each pixel of `box`, in pixels of `frame`.
+
+        A pixel has the class that covers most of it; where two cover as much, the higher index has
+        it, so that a class comes before background. Where the options say "centre", it has that of
+        the mask's pixel under its centre.
 
         Returns:
             Array of shape (height, width): 0 background, 255 ignored or outside the slide.
@@ -116,16 +140,56 @@ class MaskLabels:
         Raises:
             PathosegError: A class is not in `classes`, or the mask cannot be decoded.
         """
+        read = self._read_centres if self._by_centre else self._read_majority
+        mask = read(box, frame, self._table(classes))
+        ignore_outside(mask, box, frame, self._slide_size)
+        return mask
+
+    def _read_majority(self, box: Box, frame: Frame, table: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        pixels, rest = self._pixels, int(table[0])
+        across = _Axis(pixels.size.width, self._slide_size.width / frame.scale_x)
+        down = _Axis(pixels.size.height, self._slide_size.height / frame.scale_y)
+        widths = units_on_slide(box.x, box.right, across.length)
+        columns = across.under(box.x, box.right)
+        mask = np.full((box.height, box.width), IGNORE, dtype=np.uint8)
+        values_a_row = 1 + len(columns) * (1 + down.count / down.length)
+        most = min(rows_at_once(box.width, len(np.unique(table))), int(_MOST_LAID / values_a_row))
+        for top, bottom in _parts(box.y, box.bottom, int(_MOST_READ / values_a_row)):
+            rows = down.under(top, bottom)
+            if not rows or not columns:
+                continue  # it lies off the slide
+            with self._told(*_DAMAGE):
+                values = pixels.read(Box(columns[0], rows[0], len(columns), len(rows)))
+            for first, last in _parts(top, bottom, most):
+                near = down.under(first, last)
+                lines = values[near.start - rows.start : near.stop - rows.start]
+                part = Box(box.x, first, box.width, last - first)
+                heights = units_on_slide(first, last, down.length)
+                steps = _steps(lines, table, near, columns, down, across, part)
+                mask[first - box.y : last - box.y] = most_covered(steps, heights, widths, rest)
+        return mask
+
+    def _read_centres(self, box: Box, frame: Frame, table: NDArray[np.uint8]) -> NDArray[np.uint8]:
         pixels = self._pixels
         x, y = pixel_centres(box, frame)
         columns = np.floor(x * (pixels.size.width / self._slide_size.width)).astype(np.int64)
         rows = np.floor(y * (pixels.size.height / self._slide_size.height)).astype(np.int64)
         columns = columns.clip(0, pixels.size.width - 1)
         rows = rows.clip(0, pixels.size.height - 1)
-        with self._told(*_DAMAGE):
-            values = pixels.read(rows, columns)
-        mask = self._table(classes)[values]
-        ignore_outside(mask, box, frame, self._slide_size)
+        # Both ascend. A band at a time, for a frame may be much coarser than the mask.
+        mask = np.empty((len(rows), len(columns)), np.uint8)
+        width = int(columns[-1] - columns[0]) + 1
+        most = max(1, _MOST_READ // width)
+        start = 0
+        while start < len(rows):
+            end = max(start + 1, int(np.searchsorted(rows, rows[start] + most)))
+            part = Box(
+                int(columns[0]), int(rows[start]), width, int(rows[end - 1] - rows[start]) + 1
+            )
+            with self._told(*_DAMAGE):
+                values = pixels.read(part)
+            mask[start:end] = table[values[(rows[start:end] - part.y)[:, None], columns - part.x]]
+            start = end
         return mask
 
     def _table(self, classes: ClassTable) -> NDArray[np.uint8]:
@@ -210,9 +274,9 @@ class _Tiles:
     def size(self) -> Size:
         return self.mask.size
 
-    def read(self, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """The pixels where `rows` and `columns` (ascending, inside the mask) cross."""
-        values = self.mask.read(rows, columns)
+    def read(self, box: Box) -> NDArray[np.uint8]:
+        """The pixels of a box inside the mask."""
+        values = self.mask.read(box)
         return np.minimum(values, 1) if self.binary else values
 
 
@@ -231,12 +295,99 @@ class _Pixels:
         packed = tuple(zlib.compress(band.tobytes(), 1) for band in bands)
         return cls(Size(width, height), colours, packed)
 
-    def read(self, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """The pixels where `rows` and `columns` (ascending, inside the mask) cross."""
-        first, last = int(rows[0]) // _BAND, int(rows[-1]) // _BAND
+    def read(self, box: Box) -> NDArray[np.uint8]:
+        """The pixels of a box inside the mask."""
+        first, last = box.y // _BAND, (box.bottom - 1) // _BAND
         text = b"".join(map(zlib.decompress, self.bands[first : last + 1]))
         pixels = np.frombuffer(text, dtype=np.uint8).reshape(-1, self.size.width)
-        return pixels[rows - first * _BAND][:, columns]
+        top = box.y - first * _BAND
+        return pixels[top : top + box.height, box.x : box.right]
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """Pixels of a mask along one side of the slide, laid over those of a frame.
+
+    Attributes:
+        count: How many the mask has.
+        length: Of the slide, in pixels of the frame.
+    """
+
+    count: int
+    length: float
+
+    def edges(self, pixels: range) -> NDArray[np.int64]:
+        """Where pixels of the mask begin and the last one ends, in 1/256 pixel of the frame."""
+        every = np.arange(pixels.start, pixels.stop + 1, dtype=np.float64)
+        return to_units(every * (self.length / self.count))
+
+    def under(self, first: int, last: int) -> range:
+        """The pixels of the mask that reach into pixels `first` to `last` of the frame."""
+        low, high = (edge * self.count / self.length for edge in (first, last))
+        # One more on each side, as edges are rounded.
+        low, high = max(0, math.floor(low) - 1), min(self.count, math.ceil(high) + 1)
+        return range(low, max(low, high))
+
+
+def _steps(
+    values: NDArray[np.uint8],
+    table: NDArray[np.uint8],
+    rows: range,
+    columns: range,
+    down: _Axis,
+    across: _Axis,
+    box: Box,
+) -> Steps:
+    """The stretches of equal class in the rows of a mask, as they lie in a box of a frame.
+
+    Args:
+        values: Of the mask's pixels where `rows` and `columns` cross.
+        table: The class index of each value; stretches of that of 0 are left out.
+        rows: Which rows these are.
+        columns: Which columns.
+        down: How rows lie over the frame.
+        across: How columns do.
+        box: In pixels of the frame; a row that reaches into several of its rows counts in each.
+    """
+    changed = np.ones(values.shape, np.bool_)
+    np.not_equal(values[:, 1:], values[:, :-1], out=changed[:, 1:])
+    at = np.flatnonzero(changed)
+    row, first = np.divmod(at, len(columns))
+    last = np.append(first[1:], 0)
+    last[last == 0] = len(columns)
+    value = table[values[row, first]]
+    kept = value != table[0]
+    row, first, last, value = row[kept], first[kept], last[kept], value[kept]
+    x = (across.edges(columns) - box.x * UNIT).clip(0, box.width * UNIT)
+
+    y = down.edges(rows).clip(box.y * UNIT, box.bottom * UNIT)
+    lines = (np.arange(box.y, box.bottom + 1) * UNIT).clip(y[0], y[-1])
+    cuts = np.unique(np.concatenate([y, lines]))
+    mask_row = np.searchsorted(y, cuts[:-1], side="right") - 1
+    begin = np.searchsorted(row, np.arange(len(rows) + 1))
+    count = (begin[1:] - begin[:-1])[mask_row]
+    strip = np.repeat(np.arange(len(count)), count)
+    which = np.repeat(begin[mask_row], count) + counted(count)
+    ends = np.concatenate([x[first[which]], x[last[which]]])
+    pixel = ends // UNIT
+    tall = 2 * np.diff(cuts)[strip]
+    tall = np.concatenate([tall, -tall])
+    beyond = tall * (ends - pixel * UNIT)
+    pixel_row = cuts[strip] // UNIT - box.y
+    return Steps(
+        np.tile(value[which].astype(np.int64), 2),
+        np.tile(pixel_row, 2),
+        pixel,
+        tall * UNIT - beyond,
+        beyond,
+        np.arange(256),
+    )
+
+
+def _parts(first: int, last: int, most: int) -> Iterator[tuple[int, int]]:
+    """Cuts a range into parts of at most so many, at least one."""
+    for begin in range(first, last, max(1, most)):
+        yield begin, min(last, begin + max(1, most))
 
 
 def _values_of(pixels: NDArray[Any]) -> set[int]:
@@ -262,7 +413,7 @@ def _palette_colour(palette: list[int], value: int) -> Colour | None:
 
 
 def _same_aspect(mask: Size, slide: Size) -> bool:
-    """Whether one scale, with sides rounded up or down, takes the slide to the mask."""
+    """Return True if the mask is the slide at one scale, with sides rounded up or down."""
     return abs(mask.width * slide.height - mask.height * slide.width) <= slide.width + slide.height
 
 

@@ -14,6 +14,8 @@ from shapely import MultiPolygon, Polygon
 from pathoseg.annotations.annotation import Annotation
 from pathoseg.errors import PathosegError
 
+WITHOUT_AREA = "outlines without an area"
+
 # Level-0 pixels: twenty times the widest slide, and far from where float arithmetic gets coarse.
 _FARTHEST = 1e7
 
@@ -92,7 +94,7 @@ def _enclosed(corners: NDArray[np.float64]) -> shapely.Geometry:
 
 
 def areal(geometry: shapely.Geometry) -> Polygon | MultiPolygon | None:
-    """What of a geometry has an area, or None."""
+    """Return the polygons of a geometry that have an area, as one geometry; None if none has."""
     parts = [
         part for part in shapely.get_parts(geometry) if isinstance(part, Polygon) and part.area > 0
     ]

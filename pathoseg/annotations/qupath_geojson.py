@@ -8,6 +8,7 @@ import json
 import math
 import uuid
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,35 +22,51 @@ from numpy.typing import NDArray
 from shapely import MultiPolygon, Polygon
 from shapely.errors import ShapelyError
 
-from pathoseg.annotations.annotation import Annotation, ClassTable, Colour
+from pathoseg.annotations.annotation import (
+    Annotation,
+    AnnotationFile,
+    ClassTable,
+    Colour,
+    PassedOver,
+)
 from pathoseg.annotations.feature_stream import features
-from pathoseg.annotations.outline import refuse_without_area, region, united
+from pathoseg.annotations.outline import WITHOUT_AREA, refuse_without_area, region, united
 from pathoseg.errors import PathosegError
 
 # QuPath's names of object types, those of versions before 0.3 (in `id`) last.
-_CONTAINERS = {"root", "tma_core", "PathRootObject", "TMACoreObject"}
+_ROOTS = {"root", "PathRootObject"}
+_CORES = {"tma_core", "TMACoreObject"}
 _TILES = {"tile", "PathTileObject"}
 
-_WITHOUT_AREA = {"Point", "MultiPoint", "LineString", "MultiLineString"}
+_WITHOUT_AREA = {
+    "Point": "points",
+    "MultiPoint": "points",
+    "LineString": "lines",
+    "MultiLineString": "lines",
+}
 
 
-def read_geojson(path: Path) -> list[Annotation]:
+def read_geojson(path: Path) -> AnnotationFile:
     """The regions of a GeoJSON file, gzipped or not, in pixels of the slide's bounds frame.
 
     A region's class is its classification, None where it has none. In a file that classifies
     nothing but names every region, the names are the classes. Points and lines have no area and
     are passed over; so are TMA cores and unclassified tiles, which say where to look, not what is
-    there. An ellipse is the polygon that QuPath wrote for it.
+    there: they are counted. An ellipse is the polygon that QuPath wrote for it.
 
     Raises:
         PathosegError: The file is no GeoJSON, malformed, a bomb, or holds objects but no region.
     """
     count = 0
     objects: list[_Object] = []
+    passed_over = Counter[PassedOver]()
     try:
         for feature in features(path):
             count += 1
-            if found := _read_object(feature):
+            found = _read_object(feature)
+            if isinstance(found, PassedOver):
+                passed_over[found] += 1
+            elif found:
                 objects.append(found)
     except (OSError, EOFError, zlib.error, ValueError, RecursionError, ShapelyError) as error:
         problem = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
@@ -60,8 +77,10 @@ def read_geojson(path: Path) -> list[Annotation]:
         ) from error
     refuse_without_area(path, count, len(objects))
     if all(item.class_name is None and item.name for item in objects):
-        return [Annotation(item.region, item.name, item.colour) for item in objects]
-    return [Annotation(item.region, item.class_name, item.class_colour) for item in objects]
+        regions = [Annotation(item.region, item.name, item.colour) for item in objects]
+    else:
+        regions = [Annotation(item.region, item.class_name, item.class_colour) for item in objects]
+    return AnnotationFile(regions, passed_over)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +92,8 @@ class _Object:
     colour: Colour | None
 
 
-def _read_object(feature: Any) -> _Object | None:
+def _read_object(feature: Any) -> _Object | PassedOver | None:
+    """The region of an object, or what it is that has none; None for the root of all objects."""
     feature = _mapping(feature, "a feature")
     if feature.get("type") == "Feature":
         geometry = feature.get("geometry")
@@ -82,11 +102,18 @@ def _read_object(feature: Any) -> _Object | None:
         geometry, properties = feature, {}
     kind = str(properties.get("objectType", properties.get("object_type", feature.get("id"))))
     class_name, class_colour = _classification(properties.get("classification"))
-    if kind in _CONTAINERS or (kind in _TILES and class_name is None) or geometry is None:
+    if kind in _ROOTS:
         return None
+    if kind in _CORES:
+        return PassedOver("TMA cores", class_name)
+    if kind in _TILES and class_name is None:
+        return PassedOver("tiles without a class")
+    if geometry is None:
+        return PassedOver("objects without an outline", class_name)
     parts = list(_polygons(geometry))
     if not (area := united(parts)):
-        return None
+        what = _WITHOUT_AREA.get(str(geometry.get("type")), WITHOUT_AREA)
+        return PassedOver(what, class_name)
     return _Object(
         area, class_name, class_colour, _text(properties.get("name")), _colour(properties)
     )

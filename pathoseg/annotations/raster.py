@@ -1,9 +1,14 @@
-"""Labels from outlined regions: which class the centre of each pixel belongs to."""
+"""Labels from outlined regions: which class covers most of each pixel."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from threading import Lock
+from types import MappingProxyType
 
 import numpy as np
 import shapely
@@ -12,45 +17,54 @@ from numpy.typing import NDArray
 from pathoseg.annotations.annotation import (
     BACKGROUND,
     IGNORE,
+    UNCLASSIFIED,
     Annotation,
+    AnnotationReport,
     ClassTable,
     Colour,
     is_background,
     is_ignored,
 )
 from pathoseg.annotations.annotation_options import AnnotationOptions
+from pathoseg.annotations.coverage import (
+    INTEREST,
+    UNIT,
+    Ints,
+    Steps,
+    counted,
+    ignore_outside,
+    most_covered,
+    rows_at_once,
+    to_units,
+    units_on_slide,
+)
+from pathoseg.annotations.outline import areal
+from pathoseg.annotations.scan_conversion import paint_centres, pixel_centres
 from pathoseg.geometry import Box, Frame, Size
 
+Geometries = NDArray[np.object_]
 
-def pixel_centres(box: Box, frame: Frame) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Level-0 x of the columns, shape (width,), and y of the rows, shape (height,), of `box`."""
-    x = (np.arange(box.x, box.right, dtype=np.float64) + 0.5) * frame.scale_x
-    y = (np.arange(box.y, box.bottom, dtype=np.float64) + 0.5) * frame.scale_y
-    return x, y
-
-
-def ignore_outside(mask: NDArray[np.uint8], box: Box, frame: Frame, slide_size: Size) -> None:
-    """Sets the pixels of `mask` whose centres lie outside the slide to 255."""
-    x, y = pixel_centres(box, frame)
-    mask[:, (x < 0) | (x >= slide_size.width)] = IGNORE
-    mask[(y < 0) | (y >= slide_size.height), :] = IGNORE
-
-
-_UNCLASSIFIED = "annotation"
+_LONG = 500  # corners
+_SLIVER = 1e-6  # level-0 pixels: neighbours that share an edge overlap by rounding
 
 
 class PolygonLabels:
     """Regions of one slide; where they overlap the smaller one shows, so nested ones do.
 
-    Regions without a class are passed over, being outlines of where somebody looked; but where
-    nothing has a class, all are of the one class "annotation". Classes whose names end in * are
-    ignored (255). Where there are regions of interest, all outside of them is ignored.
+    Classes whose names end in * are ignored (255). Regions without a class lie below all others and
+    are ignored, too, unless the run has the class that they are of where nothing has a class; those
+    that hold others say where somebody looked, and nothing else. Where there are regions of
+    interest, all outside of them is ignored.
+
+    What is painted over is taken away from what lies below it once (`_showing`), so that areas add
+    up; `labels = "centre"` paints regions one over the other instead.
 
     Args:
         path: The file they come from.
         annotations: In level-0 pixels of the slide's frame, their classes renamed already.
         slide_size: Level-0 pixels of the slide.
         options: How they are understood.
+        passed_over: What the file holds besides → how often, for the report.
     """
 
     def __init__(
@@ -59,38 +73,97 @@ class PolygonLabels:
         annotations: Sequence[Annotation],
         slide_size: Size,
         options: AnnotationOptions | None = None,
+        passed_over: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         options = options or AnnotationOptions()
         named = [region for region in annotations if region.class_name is not None]
-        regions = sorted(named or annotations, key=lambda region: -region.geometry.area)
+        unnamed = [region for region in annotations if region.class_name is None]
+        fallback = options.renamed(UNCLASSIFIED) or UNCLASSIFIED
+        without = Counter(passed_over)
+        if options.unclassified == "skip":
+            if named:
+                without["outlines without a class"] += len(unnamed)
+            else:
+                named = [replace(region, class_name=fallback) for region in unnamed]
+            unnamed = []
+        around = set(_that_hold(unnamed, named))
+        without["outlines without a class that hold others"] += len(around)
+        regions = [region for place, region in enumerate(unnamed) if place not in around]
+        regions.sort(key=lambda region: -region.geometry.area)
+        regions += sorted(named, key=lambda region: -region.geometry.area)
         self._path = path
         self._slide_size = slide_size
-        self._tree = shapely.STRtree([region.geometry for region in regions])
-        unclassified = options.renamed(_UNCLASSIFIED) or _UNCLASSIFIED
-        self._names = [region.class_name or unclassified for region in regions]
-        self._of_interest = np.array([options.is_roi(name) for name in self._names], np.bool_)
         self._unlabelled = IGNORE if options.unlabelled == "ignore" else BACKGROUND
-        self._learnt = set[str]()
+        self._by_centre = options.labels == "centre"
+        self._fallback = fallback
+        self._names: list[str | None] = []
+        self._regions: list[shapely.Geometry] = []
+        self._of_interest: list[shapely.Geometry] = []
+        self._shown: _Parts | None = None
+        self._working_out = Lock()
         self._classes: dict[str, Colour | None] = {}
-        for name, region in zip(self._names, regions, strict=True):
-            if options.is_roi(name) or is_ignored(name):
+        for region in regions:
+            name = region.class_name
+            if name is not None and options.is_roi(name):
+                self._of_interest.append(region.geometry)
                 continue
-            self._learnt.add(name)
-            if not is_background(name):
+            self._names.append(name)
+            self._regions.append(region.geometry)
+            if name is not None and not is_ignored(name) and not is_background(name):
                 self._classes[name] = self._classes.get(name) or region.colour
+        self._report = self._reported(+without)  # those that occur
+
+    def _reported(self, passed_over: Mapping[str, int]) -> AnnotationReport:
+        size = self._slide_size
+        slide = shapely.box(0, 0, size.width, size.height)
+        on_slide = known = shapely.intersects(slide, self._regions)
+        interest_pixels = None
+        if self._of_interest:
+            interest = shapely.union_all(self._of_interest)
+            known = shapely.intersects(interest, self._regions)
+            interest_pixels = float(shapely.intersection(interest, slide).area)
+        outlines, missed = Counter[str](), Counter(passed_over)
+        unclassified = 0
+        for name, lies_on_slide, is_known in zip(self._names, on_slide, known, strict=True):
+            if not lies_on_slide:
+                missed["outlines off the slide"] += 1
+            elif not is_known:
+                missed["outlines outside the regions of interest"] += 1
+            elif name is None:
+                unclassified += 1
+            elif is_ignored(name):
+                missed[f"outlines of {name}"] += 1
+            else:
+                outlines[name] += 1
+        return AnnotationReport(
+            self._path,
+            outlines,
+            len(self._of_interest),
+            interest_pixels,
+            unclassified,
+            self._fallback,
+            missed,
+        )
 
     @property
     def path(self) -> Path:
         return self._path
+
+    @property
+    def report(self) -> AnnotationReport:
+        """What is learnt from the file, and what is not."""
+        return self._report
 
     def classes(self) -> Mapping[str, Colour | None]:
         """Names in use with their colours, without ignored ones, regions and background."""
         return self._classes
 
     def rasterise(self, box: Box, frame: Frame, classes: ClassTable) -> NDArray[np.uint8]:
-        """Class indices of `box` (pixels of `frame`) by pixel centres.
+        """Return the class index of each pixel of `box`, in pixels of `frame`.
 
-        A centre that lies on an outline belongs to the region on its right or below it.
+        Corners are taken to 1/256 pixel; areas between them are exact. Of classes that have as
+        much of a pixel, the one that is painted last has it, and background comes last. Where the
+        options say "centre", a pixel has the class of its centre.
 
         Returns:
             Array of shape (height, width): 0 background, 255 ignored or outside the slide or the
@@ -99,80 +172,325 @@ class PolygonLabels:
         Raises:
             PathosegError: A class is not in `classes`.
         """
-        indices = classes.indices(self._learnt, self._path)
-        mask = np.full((box.height, box.width), self._unlabelled, dtype=np.uint8)
-        left, top, width, height = frame.to_level0(box)
-        touched = np.sort(self._tree.query(shapely.box(left, top, left + width, top + height)))
-        of_interest = self._of_interest[touched]
-        x, y = pixel_centres(box, frame)
-        drawn = touched[~of_interest]
-        values = [indices.get(self._names[region], IGNORE) for region in drawn]
-        _paint(mask, self._tree.geometries[drawn], np.array(values, dtype=np.uint8), x, y)
-        if self._of_interest.any():
-            inside = np.zeros_like(mask)
-            looked_at = self._tree.geometries[touched[of_interest]]
-            _paint(inside, looked_at, np.ones(len(looked_at), np.uint8), x, y)
-            mask[inside == 0] = IGNORE
+        learnt = {name for name in self._names if name is not None and not is_ignored(name)}
+        indices = dict(classes.indices(learnt, self._path))
+        unnamed = IGNORE
+        if self._fallback in classes.names or is_background(self._fallback):
+            unnamed = classes.indices([self._fallback], self._path)[self._fallback]
+        # -1, the regions of interest, finds the last one.
+        values = np.array(
+            [unnamed if name is None else indices.get(name, IGNORE) for name in self._names]
+            + [INTEREST]
+        )
+        paint = self._paint_centres if self._by_centre else self._paint_majority
+        mask = paint(box, frame, values)
         ignore_outside(mask, box, frame, self._slide_size)
         return mask
 
+    def _paint_majority(self, box: Box, frame: Frame, values: Ints) -> NDArray[np.uint8]:
+        left, top, width, height = frame.to_level0(box)
+        near = self._parts.within(left, top, left + width, top + height)
+        value, edges = values[near.region], _Edges.of(near, frame)
+        mask = np.empty((box.height, box.width), dtype=np.uint8)
+        widths = units_on_slide(box.x, box.right, self._slide_size.width / frame.scale_x)
+        rows = rows_at_once(box.width, len(np.unique(value)))
+        for start in range(0, box.height, rows):
+            part = Box(box.x, box.y + start, box.width, min(rows, box.height - start))
+            mask[start : start + rows] = most_covered(
+                edges.steps(part, value),
+                units_on_slide(part.y, part.bottom, self._slide_size.height / frame.scale_y),
+                widths,
+                self._unlabelled,
+                bool(self._of_interest),
+            )
+        return mask
 
-def _paint(
-    mask: NDArray[np.uint8],
-    regions: NDArray[np.object_],
-    values: NDArray[np.uint8],
-    x: NDArray[np.float64],
-    y: NDArray[np.float64],
-) -> None:
-    """Paints regions one over the other, all of them in a handful of array operations.
+    def _paint_centres(self, box: Box, frame: Frame, values: Ints) -> NDArray[np.uint8]:
+        mask = np.full((box.height, box.width), self._unlabelled, dtype=np.uint8)
+        left, top, width, height = frame.to_level0(box)
+        area = shapely.box(left, top, left + width, top + height)
+        near = np.sort(self._tree.query(area))
+        x, y = pixel_centres(box, frame)
+        paint_centres(mask, self._tree.geometries[near], values[near].astype(np.uint8), x, y)
+        if self._of_interest:
+            inside = np.zeros_like(mask)
+            interest = np.array(self._of_interest, dtype=object)
+            paint_centres(inside, interest, np.ones(len(interest), np.uint8), x, y)
+            mask[inside == 0] = IGNORE
+        return mask
 
-    The even-odd scan conversion of Foley et al., "Computer Graphics" (2nd ed., 3.6): a row of
-    pixels is inside between its first and second crossing with an outline, its third and fourth…
-    A crossing depends on its edge and its row alone, so tiles agree with each other to the bit,
-    and regions that share an edge share no pixel and leave none out.
+    @cached_property
+    def _tree(self) -> shapely.STRtree:
+        return shapely.STRtree(self._regions)
+
+    @property
+    def _parts(self) -> _Parts:
+        """What shows of the regions, worked out when labels are first asked for."""
+        with self._working_out:  # GEOS prepares geometries for one thread at a time
+            if self._shown is None:
+                self._shown = self._work_out()
+            return self._shown
+
+    def _work_out(self) -> _Parts:
+        size = self._slide_size
+        known: shapely.Geometry = shapely.box(0, 0, size.width, size.height)
+        if not self._of_interest:
+            return _showing(self._regions, known)
+        known = shapely.intersection(known, shapely.union_all(self._of_interest))
+        parts = _showing(self._regions, known)
+        geometry = np.array([*parts.geometry, shapely.normalize(known)], dtype=object)
+        return _Parts(geometry, np.append(parts.region, -1), np.append(parts.sign, 1))
+
+
+def _that_hold(outer: Sequence[Annotation], inner: Sequence[Annotation]) -> list[int]:
+    """Which of some regions hold any of the others."""
+    tree = shapely.STRtree([region.geometry for region in inner])
+    geometry = np.array([region.geometry for region in outer], dtype=object)
+    holders, _ = tree.query(geometry, predicate="contains")
+    found: list[int] = np.unique(holders).tolist()
+    return found
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Areas that, added and taken away, are what shows of regions painted one over the other.
+
+    Attributes:
+        geometry: Polygons and multi-polygons whose rings run with the clock, where y points up,
+            and holes against it; shape (parts,).
+        region: The region of each, in the order of painting; -1 for the regions of interest.
+        sign: 1 where it is added, -1 where it is taken away.
+    """
+
+    geometry: Geometries
+    region: Ints
+    sign: Ints
+
+    @cached_property
+    def _tree(self) -> shapely.STRtree:
+        return shapely.STRtree(self.geometry)
+
+    def within(self, left: float, top: float, right: float, bottom: float) -> _Parts:
+        """Those that reach into a rectangle."""
+        near = np.sort(self._tree.query(shapely.box(left, top, right, bottom)))
+        return _Parts(self.geometry[near], self.region[near], self.sign[near])
+
+
+def _showing(regions: Sequence[shapely.Geometry], known: shapely.Geometry) -> _Parts:
+    """What shows, inside `known`, of regions that are painted one over the other.
+
+    No hole is cut into a region for those painted over it: what they hide is taken away from it as
+    areas of its own. These do not overlap, as one that lies in another is left out, and those that
+    overlap are united.
+    """
+    geometry = np.array(regions, dtype=object)
+    shapely.prepare(known)
+    across = np.flatnonzero(~shapely.covers(known, geometry))
+    for one, clipped in zip(across, shapely.intersection(geometry[across], known), strict=True):
+        geometry[one] = areal(clipped)
+    number = np.flatnonzero(shapely.area(geometry) > _SLIVER)
+    geometry = geometry[number]
+
+    below, above = _meeting(geometry)
+    holders = defaultdict[int, set[int]](set)
+    for holder, held in (*_held(geometry, below, above), *_held(geometry, above, below)):
+        holders[held].add(holder)
+    buried = {one for one, around in holders.items() if max(around) > one}
+    hidden = defaultdict[int, dict[int, shapely.Geometry]](dict)
+    overlaps = defaultdict[int, set[int]](set)
+    for under, over in zip(below.tolist(), above.tolist(), strict=True):
+        if under in buried or over in buried:
+            continue
+        if under in holders[over]:
+            hidden[under][over] = geometry[over]
+        elif (common := _common(geometry[under], geometry[over])) is not None:
+            hidden[under][over] = common
+            overlaps[under].add(over)
+            overlaps[over].add(under)
+
+    shown = [one for one in range(len(geometry)) if one not in buried]
+    taken = [
+        (below, piece) for below in shown for piece in _apart(hidden[below], holders, overlaps)
+    ]
+    pieces = np.array([*geometry[shown], *(piece for _, piece in taken)], dtype=object)
+    return _Parts(
+        shapely.normalize(pieces),
+        number[[*shown, *(below for below, _ in taken)]],
+        np.repeat([1, -1], [len(shown), len(taken)]),
+    )
+
+
+def _meeting(geometry: Geometries) -> tuple[Ints, Ints]:
+    """The pairs of regions that have a point in common, the smaller number first."""
+    below, above = shapely.STRtree(geometry).query(geometry)
+    below, above = below[below < above], above[below < above]
+    prepared = geometry[np.unique(below)]
+    shapely.prepare(prepared)
+    meet = shapely.intersects(geometry[below], geometry[above])
+    shapely.destroy_prepared(prepared)
+    return below[meet], above[meet]
+
+
+def _held(geometry: Geometries, holder: Ints, held: Ints) -> Iterator[tuple[int, int]]:
+    """Those of some pairs of which the first region holds the second."""
+    bounds = shapely.bounds(geometry)
+    around = (bounds[holder, :2] <= bounds[held, :2]) & (bounds[holder, 2:] >= bounds[held, 2:])
+    holder, held = holder[around.all(axis=1)], held[around.all(axis=1)]
+    prepared = geometry[np.unique(holder)]
+    shapely.prepare(prepared)
+    holds = shapely.contains(geometry[holder], geometry[held])
+    shapely.destroy_prepared(prepared)
+    yield from zip(holder[holds].tolist(), held[holds].tolist(), strict=True)
+
+
+def _common(one: shapely.Geometry, other: shapely.Geometry) -> shapely.Geometry | None:
+    """What two regions have in common, or None."""
+    # Of a long outline, the neighbourhood of the other region is enough, and found much sooner.
+    if shapely.get_num_coordinates(one) > _LONG:
+        left, top, right, bottom = shapely.bounds(other)
+        near = shapely.clip_by_rect(one, left - 1, top - 1, right + 1, bottom + 1)
+        one = near if near.is_valid else one
+    common = areal(shapely.intersection(one, other))
+    return common if common is not None and common.area > _SLIVER else None
+
+
+def _apart(
+    pieces: Mapping[int, shapely.Geometry],
+    holders: Mapping[int, set[int]],
+    overlaps: Mapping[int, set[int]],
+) -> Iterator[shapely.Geometry]:
+    """The same area as that of some pieces, by pieces that do not overlap.
 
     Args:
-        mask: Painted in place, shape (height, width).
-        regions: Polygons and multi-polygons, in painting order.
-        values: What to paint each with.
-        x: Centres of the columns, shape (width,).
-        y: Centres of the rows, shape (height,).
+        pieces: By the number of the region that each belongs to.
+        holders: The regions that each region lies in.
+        overlaps: The regions that each region overlaps, where none holds the other.
     """
-    height, width = mask.shape
-    parts, region_of_part = shapely.get_parts(regions, return_index=True)
-    rings, part_of_ring = shapely.get_rings(parts, return_index=True)
-    corners, ring_of_corner = shapely.get_coordinates(rings, return_index=True)
-    level = corners[:, 1]
-    edge = np.flatnonzero(
-        (ring_of_corner[1:] == ring_of_corner[:-1])
-        & (np.maximum(level[1:], level[:-1]) > y[0])
-        & (np.minimum(level[1:], level[:-1]) <= y[-1])
-    )
-    region_of_edge = region_of_part[part_of_ring[ring_of_corner[edge]]]
-    # Both regions beside an edge must see it run the same way: upwards.
-    upwards = (corners[edge, 1] <= corners[edge + 1, 1])[:, None]
-    low = np.where(upwards, corners[edge], corners[edge + 1])
-    high = np.where(upwards, corners[edge + 1], corners[edge])
-    first_row, end_row = np.searchsorted(y, low[:, 1]), np.searchsorted(y, high[:, 1])
-
-    crossings = end_row - first_row
-    of_edge = np.repeat(np.arange(len(edge)), crossings)
-    row = first_row[of_edge] + _counted(crossings)
-    (x0, y0), (x1, y1) = low[of_edge].T, high[of_edge].T
-    column = np.searchsorted(x, x0 + (y[row] - y0) / (y1 - y0) * (x1 - x0))
-
-    # One sort of one number puts crossings in order of region, row and column.
-    key = np.sort((region_of_edge[of_edge] * height + row) * (width + 1) + column)
-    start, length = key[0::2], key[1::2] - key[0::2]
-    line, column = np.divmod(start, width + 1)
-    region, row = np.divmod(line, height)
-    pixel = np.repeat(row * width + column, length) + _counted(length)
-    # Where a pixel occurs twice, numpy keeps the last value: the upper region's.
-    mask.reshape(-1)[pixel] = np.repeat(values[region], length)
+    left = {one for one in pieces if not holders[one] & pieces.keys()}
+    while left:
+        group, reached = set[int](), {left.pop()}
+        while reached:
+            group |= reached
+            reached = {other for one in reached for other in overlaps[one] & left}
+            left -= reached
+        if len(group) == 1:
+            yield pieces[group.pop()]
+        elif united := areal(shapely.union_all([pieces[one] for one in group])):
+            yield united
 
 
-def _counted(lengths: NDArray[np.intp]) -> NDArray[np.intp]:
-    """0, 1, … up to each length in turn: [2, 3] gives [0, 1, 0, 1, 2]."""
-    ends = np.cumsum(lengths)
-    counted: NDArray[np.intp] = np.arange(lengths.sum()) - np.repeat(ends - lengths, lengths)
-    return counted
+@dataclass(frozen=True, slots=True)
+class _Edges:
+    """The edges of some parts that are not level, turned to point down, in 1/256 pixel of a frame.
+
+    Attributes:
+        x0, y0: Where each begins, shape (edges,).
+        x1, y1: Where each ends.
+        part: The number of its part.
+        side: 1 where its part is on its right and is added, or on its left and is taken away;
+            else -1.
+        region: Of each part, the number of its region.
+    """
+
+    x0: Ints
+    y0: Ints
+    x1: Ints
+    y1: Ints
+    part: Ints
+    side: Ints
+    region: Ints
+
+    @classmethod
+    def of(cls, parts: _Parts, frame: Frame) -> _Edges:
+        """Find all edges of parts."""
+        polygons, part = shapely.get_parts(parts.geometry, return_index=True)
+        rings, polygon = shapely.get_rings(polygons, return_index=True)
+        corners, ring = shapely.get_coordinates(rings, return_index=True)
+        x = to_units(corners[:, 0] / frame.scale_x)
+        y = to_units(corners[:, 1] / frame.scale_y)
+        first = np.flatnonzero((ring[1:] == ring[:-1]) & (y[1:] != y[:-1]))
+        # Rings run with the clock, holes against it: an edge that points down has its part on
+        # the right. The same edge of a neighbour is turned, so that both compute the same.
+        up = y[first + 1] < y[first]
+        above, below = first + up, first + ~up
+        of = part[polygon[ring[first]]]
+        side = np.where(up, -1, 1) * parts.sign[of]
+        return cls(x[above], y[above], x[below], y[below], of, side, parts.region)
+
+    def steps(self, box: Box, value: Ints) -> Steps:
+        """Return what the edges change along the rows of a box.
+
+        Edges are cut where they enter another row, and then another column, of pixels. Where that
+        is follows from the edge alone, so boxes agree to the bit, and so do the parts on both
+        sides of an edge.
+
+        Args:
+            box: In pixels of the frame.
+            value: The class index of each part.
+        """
+        near = self.y1 > box.y * UNIT
+        near &= self.y0 < box.bottom * UNIT
+        near &= np.minimum(self.x0, self.x1) < (box.right + 1) * UNIT
+        kept = np.flatnonzero(near)
+        left, top = box.x * UNIT, box.y * UNIT
+        x0, y0 = self.x0[kept] - left, self.y0[kept] - top
+        x1, y1 = self.x1[kept] - left, self.y1[kept] - top
+        part, side = self.part[kept], self.side[kept]
+
+        # Into rows, and one more below the box: a piece ends where the next one begins.
+        row, edge, last = _split(y0, y1, 0, box.height)
+        enter = np.maximum(y0[edge], row * UNIT)
+        a = x0[edge] + _share((x1 - x0)[edge], enter - y0[edge], (y1 - y0)[edge])
+        b, leave = (np.append(of_next[1:], 0) for of_next in (a, enter))
+        b[last], leave[last] = x1[edge[last]], y1[edge[last]]
+        inside = row < box.height
+        row, edge, a, b = row[inside], edge[inside], a[inside], b[inside]
+        tall = (leave - enter)[inside]
+
+        # Into columns, and one on each side of the box for what lies there.
+        left, right = np.minimum(a, b), np.maximum(a, b)
+        column, piece, last = _split(left, right, -1, box.width)
+        begin = np.where(column < 0, left[piece], np.maximum(left[piece], column * UNIT))
+        done = _share(tall[piece], begin - left[piece], (right - left)[piece])
+        end, all_done = (np.append(of_next[1:], 0) for of_next in (begin, done))
+        end[last], all_done[last] = right[piece[last]], tall[piece[last]]
+        # Twice the mean distance of a piece from its column's left edge.
+        indent = np.where(column < 0, 2 * UNIT, begin + end - 2 * UNIT * column)
+        edge = edge[piece]
+        gain = (all_done - done) * side[edge]
+        beyond = gain * indent
+        return Steps(
+            part[edge],
+            row[piece],
+            column,
+            gain * (2 * UNIT) - beyond,
+            beyond,
+            value,
+            self.region,
+        )
+
+
+def _split(low: Ints, high: Ints, first: int, last: int) -> tuple[Ints, Ints, Ints]:
+    """Cuts lengths from `low` to `high`, in 1/256 pixel, where a pixel begins.
+
+    Args:
+        low: Where each begins.
+        high: Where it ends, not below `low`.
+        first: A pixel; those before it are taken for it.
+        last: A pixel; those after it are taken for it.
+
+    Returns:
+        Of each piece its pixel and the number of its length; the number of each length's last
+        piece.
+    """
+    begin = (low // UNIT).clip(first, last)
+    count = ((high - (high > low)) // UNIT).clip(first, last) - begin + 1
+    of = np.repeat(np.arange(len(count)), count)
+    return begin[of] + counted(count), of, np.cumsum(count) - 1
+
+
+def _share(whole: Ints, part: Ints, of: Ints) -> Ints:
+    """`whole` × `part` / `of`, to the nearest whole number; 0 where `of` is 0."""
+    exact = whole * (part / np.maximum(of, 1))
+    nearest: Ints = np.floor(exact + 0.5).astype(np.int64)
+    return nearest

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import colorsys
+import difflib
 import re
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import shapely
 
 from pathoseg.annotations import asap_xml, imagescope_xml
-from pathoseg.annotations.annotation import IGNORE, Annotation, ClassTable, Colour, Labels
+from pathoseg.annotations.annotation import (
+    IGNORE,
+    Annotation,
+    AnnotationFile,
+    AnnotationReport,
+    ClassTable,
+    Colour,
+    Labels,
+    PassedOver,
+    quoted,
+)
 from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.mask_image import MaskLabels
 from pathoseg.annotations.qupath_geojson import read_geojson
@@ -20,6 +32,7 @@ from pathoseg.annotations.xml_file import root_tag
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Size
 
+_GEOJSON = (".geojson", ".geojson.gz")
 _OUTLINES = (".geojson", ".geojson.gz", ".json", ".xml")
 _MASKS = (".png", ".tif", ".tiff")
 
@@ -30,20 +43,19 @@ _MOST_UNNAMED = 32
 def find_annotation(slide: Path, folder: Path | None) -> Path | None:
     """The annotation file of a slide, or None.
 
-    It lies beside the slide or, where `folder` is given, there, and is named like the slide
-    without its suffix: `X.geojson`, `X.geojson.gz`, `X.json`, `X.xml`, `X_mask.png`,
-    `X_mask.tif`; in another folder than the slide's also `X.png` and `X.tif`. Of `X.ome.tif`, X is
-    `X.ome` or `X`.
+    It lies in `folder`, beside the slide where that is None, and is named like the slide, with its
+    suffix or without: of `X.svs`, `X.geojson` or `X.svs.geojson`; likewise
+    `.geojson.gz`, `.json`, `.xml`, `_mask.png` and `_mask.tif`, in another folder than the slide's
+    also `X.png` and `X.tif`. Of `X.ome.tif`, X is `X.ome` or `X`.
 
     Raises:
         PathosegError: There are several.
     """
-    place = slide.parent if folder is None else folder
+    place = folder or slide.parent
     suffixes = [*_OUTLINES, *(f"_mask{suffix}" for suffix in _MASKS)]
     if place.resolve() != slide.parent.resolve():
         suffixes += _MASKS
-    stems = dict.fromkeys((slide.stem, slide.stem.removesuffix(".ome")))
-    names = [stem + suffix for stem in stems for suffix in suffixes]
+    names = dict.fromkeys(stem + suffix for stem in _stems(slide) for suffix in suffixes)
     found = [place / name for name in names if (place / name).is_file()]
     if len(found) > 1:
         raise PathosegError(
@@ -51,6 +63,40 @@ def find_annotation(slide: Path, folder: Path | None) -> Path | None:
             "Keep the one that counts, or give a folder of its own to it with --annotations.",
         )
     return found[0] if found else None
+
+
+def stray_annotations(folder: Path, slides: Sequence[Path]) -> dict[Path, Path | None]:
+    """Return the files of outlines that belong to no slide → the slide each is named most like.
+
+    Args:
+        folder: Where to look, without the folders inside it.
+        slides: All slides, also those whose annotations lie elsewhere.
+    """
+    by_name = {stem.casefold(): slide for slide in slides for stem in _stems(slide)}
+    own = {stem + suffix for slide in slides for stem in _stems(slide) for suffix in _OUTLINES}
+    strays = dict[Path, Path | None]()
+    for path in sorted(folder.iterdir()):
+        name = path.name.casefold()
+        suffix = next((suffix for suffix in _OUTLINES if name.endswith(suffix)), None)
+        if suffix is None or name.startswith(".") or path.name in own:
+            continue
+        near = _nearest(name.removesuffix(suffix), by_name)
+        # JSON and XML may be anything.
+        if path.is_file() and (near is not None or suffix in _GEOJSON):
+            strays[path] = near
+    return strays
+
+
+def _stems(slide: Path) -> dict[str, None]:
+    """The names that an annotation file of a slide may have before its suffix."""
+    return dict.fromkeys((slide.name, slide.stem, slide.stem.removesuffix(".ome")))
+
+
+def _nearest(name: str, slides: Mapping[str, Path]) -> Path | None:
+    """Return the slide of a name that begins like `name` or differs in a few letters, if any."""
+    longer = [other for other in slides if name.startswith(other) or other.startswith(name)]
+    close = longer or difflib.get_close_matches(name, slides, n=1, cutoff=0.8)
+    return slides[max(close, key=len)] if close and name else None
 
 
 def read_labels(
@@ -73,9 +119,9 @@ def read_labels(
     if name.endswith(_MASKS):
         return MaskLabels(path, slide_size, options)
     if name.endswith(".xml"):
-        annotations, frame = _read_xml(path, options), "full"
+        file, frame = _read_xml(path, options), "full"
     elif name.endswith(_OUTLINES):
-        annotations, frame = read_geojson(path), "bounds"
+        file, frame = read_geojson(path), "bounds"
     else:
         raise PathosegError(
             f"{path} is no annotation that pathoseg reads.",
@@ -83,17 +129,52 @@ def read_labels(
         )
     if options.frame != "auto":
         frame = options.frame
-    if frame == "full" and origin != (0, 0):
-        annotations = [
-            replace(region, geometry=shapely.transform(region.geometry, lambda xy: xy - origin))
-            for region in annotations
-        ]
-    annotations = [replace(one, class_name=options.renamed(one.class_name)) for one in annotations]
+    shift = origin if frame == "full" else (0, 0)
+    annotations = [_understood(one, shift, options) for one in file.annotations]
     _refuse_outside(path, annotations, slide_size, frame, options)
-    return PolygonLabels(path, annotations, slide_size, options)
+    _refuse_unclear(path, annotations, file.passed_over, options)
+    passed_over = Counter[str]()
+    for kind, count in file.passed_over.items():
+        passed_over[kind.what] += count
+    return PolygonLabels(path, annotations, slide_size, options, passed_over)
 
 
-def _read_xml(path: Path, options: AnnotationOptions) -> list[Annotation]:
+def _understood(
+    region: Annotation, shift: tuple[int, int], options: AnnotationOptions
+) -> Annotation:
+    """A region with the run's name of its class, in the slide's frame."""
+    name, geometry = options.renamed(region.class_name), region.geometry
+    if name is None and options.unclassified not in ("ignore", "skip", "refuse"):
+        name = options.unclassified
+    if shift != (0, 0):
+        geometry = shapely.transform(geometry, lambda xy: xy - shift)
+    return replace(region, geometry=geometry, class_name=name)
+
+
+def _refuse_unclear(
+    path: Path,
+    annotations: Sequence[Annotation],
+    passed_over: Iterable[PassedOver],
+    options: AnnotationOptions,
+) -> None:
+    """Refuses regions without a class where that is wished, and regions of interest of no area."""
+    unclassified = sum(region.class_name is None for region in annotations)
+    if unclassified and options.unclassified == "refuse":
+        raise PathosegError(
+            f"{path} has outlines without a class: {unclassified} of {len(annotations)}.",
+            "Give them one in the program that drew them, or set `[annotations] unclassified` to "
+            '"ignore" or to the class that they are.',
+        )
+    names = (options.renamed(kind.class_name) for kind in passed_over)
+    empty = any(name is not None and options.is_roi(name) for name in names)
+    if empty and not any(options.is_roi(region.class_name or "") for region in annotations):
+        raise PathosegError(
+            f"The region of interest in {path} encloses no area.",
+            "Draw it as a rectangle or an outline, or delete it: then all of the slide counts.",
+        )
+
+
+def _read_xml(path: Path, options: AnnotationOptions) -> AnnotationFile:
     root = root_tag(path)
     if root == asap_xml.ROOT:
         return asap_xml.read_asap(path, options.exclude)
@@ -136,22 +217,32 @@ def _refuse_outside(
     )
 
 
-def class_table(labels: Iterable[Labels], wanted: tuple[str, ...] | None) -> ClassTable:
+def class_table(labels: Sequence[Labels], wanted: tuple[str, ...] | None) -> ClassTable:
     """The classes of a run: those wanted, or all that are in use, sorted, numbers by value.
 
-    A colour is the first that a file gives to the class, unless another class has it already;
-    the rest get colours of their own.
+    Where nothing has a class, outlines without one are of the one class "annotation". A colour is
+    the first that a file gives to the class, unless another class has it already; the rest get
+    colours of their own.
 
     Raises:
-        PathosegError: No class is in use, more than 254 are wanted, or one twice, or more than 32
-            are in use and none is named.
+        PathosegError: No class is in use, more than 254 are wanted, or one twice, more than 32 are
+            in use and none is named, or classes are wanted and no outline has any.
     """
     colours: dict[str, Colour | None] = {}
     for one in labels:
         for name, colour in one.classes().items():
             colours[name] = colours.get(name) or colour
+    if not colours:
+        colours = {one.report.fallback: None for one in labels if one.report.unclassified}
+        if wanted and colours and not colours.keys() & set(wanted):
+            count = sum(one.report.unclassified for one in labels)
+            raise PathosegError(
+                f"None of the {count} outlines has a class; the config names {quoted(wanted)}.",
+                f'Say what they are: `[annotations] unclassified = "{wanted[0]}"`.',
+            )
+    is_empty = bool(labels) and not colours
     names = tuple(sorted(colours, key=_natural)) if wanted is None else wanted
-    if not names:
+    if is_empty or not names:
         raise PathosegError(
             "The annotations hold no region of any class.",
             "Annotate at least one region, or see whether --annotations is the right folder.",
@@ -173,6 +264,61 @@ def class_table(labels: Iterable[Labels], wanted: tuple[str, ...] | None) -> Cla
         own = colours.get(name)
         taken.append(own if own and own not in taken else _fresh_colour(taken))
     return ClassTable(names, tuple(taken))
+
+
+def what_is_left_out(
+    reports: Iterable[AnnotationReport], strays: Mapping[Path, Path | None], classes: ClassTable
+) -> list[str]:
+    """Return what annotations hold and nothing is learnt from, a sentence for each kind.
+
+    Args:
+        reports: What was read of each file.
+        strays: Files that belong to no slide → the slide each is named most like.
+        classes: The classes of the run.
+    """
+    found = defaultdict[str, dict[Path, int]](dict)
+    limited, empty = list[Path](), list[Path]()
+    for one in reports:
+        for what, count in one.passed_over.items():
+            found[what][one.path] = count
+        if one.unclassified and one.fallback not in classes.names:
+            found[_WITHOUT_CLASS][one.path] = one.unclassified
+        if one.of_interest:
+            limited.append(one.path)
+        elif not (one.outlines or one.unclassified or one.is_mask):
+            empty.append(one.path)
+    lines = [
+        f"{what[0].upper()}{what[1:]}: {sum(counts.values())} not used, in {_files(list(counts))}."
+        + (_SAY_WHAT if what == _WITHOUT_CLASS else "")
+        for what, counts in found.items()
+    ]
+    if limited:
+        lines.append(f"{OF_INTEREST} in {_files(limited)}: outside is not known.")
+    if empty:
+        lines.append(f"No outline counts in {_files(empty)}: all of the slide is unlabelled.")
+    if strays:
+        named = [
+            path.name if near is None else f"{path.name} (like {near.name})"
+            for path, near in strays.items()
+        ]
+        lines.append(f"Annotations without a slide of their name: {_few(named)}.")
+    return lines
+
+
+OF_INTEREST = "Regions of interest"
+_WITHOUT_CLASS = "outlines without a class"
+_SAY_WHAT = " [annotations] unclassified can say what they are."
+_MOST_NAMED = 3
+
+
+def _files(paths: Sequence[Path]) -> str:
+    count = "1 file" if len(paths) == 1 else f"{len(paths)} files"
+    return f"{count} ({_few([path.name for path in paths])})"
+
+
+def _few(names: Sequence[str]) -> str:
+    more = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
+    return ", ".join([*names[:_MOST_NAMED], *more])
 
 
 def _natural(name: str) -> list[str | int]:

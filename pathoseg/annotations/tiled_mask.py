@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL.TiffImagePlugin import TiffImageFile
 
 from pathoseg.annotations.annotation import BACKGROUND
-from pathoseg.geometry import Size
+from pathoseg.geometry import Box, Size
 
 _MOST_TILE_PIXELS = 4_194_304  # larger ones are no tiles but whole images
 
@@ -105,25 +105,25 @@ class TiledMask:
                 found.update(np.flatnonzero(np.bincount(pixels.ravel(), minlength=256)).tolist())
         return found
 
-    def read(self, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """The pixels where `rows` and `columns` cross, both ascending and inside the mask.
+    def read(self, box: Box) -> NDArray[np.uint8]:
+        """The pixels of a box inside the mask, shape (height, width).
 
         Raises:
             OSError: The file cannot be read.
             ValueError, RuntimeError: A tile is damaged.
         """
-        found = np.zeros((len(rows), len(columns)), np.uint8)
-        across = -(-self.size.width // self.tile.width)
+        found = np.zeros((box.height, box.width), np.uint8)
+        width, height = self.tile.width, self.tile.height
+        across = -(-self.size.width // width)
         with self.path.open("rb") as file:
-            for row, down in _stretches(rows // self.tile.height):
-                for column, right in _stretches(columns // self.tile.width):
+            for row in range(box.y // height, -(-box.bottom // height)):
+                for column in range(box.x // width, -(-box.right // width)):
                     place = self.places[row * across + column]
-                    if place[1] == 0:
+                    tile = Box(column * width, row * height, width, height)
+                    if place[1] == 0 or not (part := tile.intersection(box)):
                         continue
                     pixels = self._decoded(_read(file, place))
-                    ys = rows[down] - row * self.tile.height
-                    xs = columns[right] - column * self.tile.width
-                    found[down, right] = pixels[ys[:, None], xs]
+                    found[_inside(part, box)] = pixels[_inside(part, tile)]
         return found
 
     def _decoded(self, data: bytes) -> NDArray[np.uint8]:
@@ -145,9 +145,7 @@ def _read(file: BinaryIO, place: NDArray[np.int64]) -> bytes:
     return data
 
 
-def _stretches(numbers: NDArray[np.int64]) -> Iterator[tuple[int, slice]]:
-    """Each of some ascending numbers with where it stands."""
-    starts = np.flatnonzero(np.diff(numbers, prepend=-1))
-    ends = np.append(starts[1:], len(numbers))
-    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-        yield int(numbers[start]), slice(start, end)
+def _inside(part: Box, whole: Box) -> tuple[slice, slice]:
+    """Where the rows and columns of a part lie in an array of the whole."""
+    x, y = part.x - whole.x, part.y - whole.y
+    return slice(y, y + part.height), slice(x, x + part.width)

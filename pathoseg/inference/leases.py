@@ -1,4 +1,18 @@
-"""Leases on pieces of work that processes share through a folder, on one machine or many."""
+"""Leases on pieces of work that processes share through a folder, on one machine or many.
+
+A lease is a file. Its content names its owner: host, process, and when that process began.
+
+                     (1) take: create, O_EXCL
+          no file ------------------------------> held ----.
+             ^  ^                                  |  ^    | (2) touched every BEAT seconds
+             |  '----------------------------------'  '----'
+             |           (3) release: delete       |
+             | (5) rename to a grave, delete       | (4) its process on this machine has ended, or
+             '--------------- dead <---------------'     no touch for LEASE seconds
+
+(1) The file system lets one of several processes create it. (4) is found by whoever wants the lease
+next, by the file system's clock. Of several that do (5), rename lets one succeed; all go on to (1).
+"""
 
 from __future__ import annotations
 
@@ -17,16 +31,16 @@ import psutil
 
 from pathoseg.platform_support import process_space, touched_now
 
-BEAT = 5.0  # seconds between two signs of life of a claim
-LEASE = 60.0  # seconds without one, after which a claim is anybody's
+BEAT = 5.0  # seconds between two signs of life of an owner
+LEASE = 60.0  # seconds without one, after which a lease is anybody's
 _CLOCK = ".clock"
 
 
 class Leases:
     """The leases of this process: each is a file that only one process can create.
 
-    A claim lives while its owner touches it; times are the file system's, so that clocks of
-    several hosts need not agree. A claim of a process of this machine that has ended is dead at
+    A lease lives while its owner touches it; times are the file system's, so that clocks of
+    several hosts need not agree. A lease of a process of this machine that has ended is dead at
     once. Leases spare work: two processes can come to do the same piece (where one was paused for
     longer than the lease), so what they write must be the same and appear by rename.
 
@@ -45,18 +59,25 @@ class Leases:
         self._held = set[Path]()
         self._ended = threading.Event()
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._beat, name="claims", daemon=True)
+        self._thread = threading.Thread(target=self._beat, name="leases", daemon=True)
         self._thread.start()
 
     def take(self, path: Path) -> bool:
-        """Claims what `path` stands for, unless somebody alive has; its folder must exist."""
+        """(1) Take the lease `path`, unless a living process has it; its folder must exist.
+
+        Returns:
+            Whether this process has it now.
+
+        Raises:
+            OSError: The folder is gone or cannot be written.
+        """
         while True:
             try:
                 descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
             except FileExistsError:
                 if self.is_taken(path):
                     return False
-                # Of several that find it dead, one moves it away.
+                # (5) Of several that find it dead, one moves it away.
                 grave = path.with_name(f".{uuid4().hex[:8]}-{path.name}")
                 with suppress(FileNotFoundError):
                     path.rename(grave)
@@ -69,7 +90,7 @@ class Leases:
             return True
 
     def is_taken(self, path: Path) -> bool:
-        """Return True if a living process, this one included, holds the lease."""
+        """Return True if a living process, this one included, holds the lease: not (4)."""
         try:
             with path.open(encoding="utf-8") as file:
                 touched = os.fstat(file.fileno()).st_mtime
@@ -82,7 +103,7 @@ class Leases:
         return self.now() - touched < LEASE
 
     def release(self, path: Path) -> None:
-        """Gives up a claim, if this process still holds it."""
+        """(3) Delete the lease, if this process still holds it."""
         with self._lock:
             self._held.discard(path)
         with suppress(OSError):
@@ -91,7 +112,14 @@ class Leases:
 
     @contextmanager
     def held(self, path: Path) -> Iterator[bool]:
-        """Claims for the length of the block; whether that succeeded."""
+        """Make a context that holds a lease, if it is free.
+
+        Yields:
+            Whether it was.
+
+        Raises:
+            OSError: As `take`.
+        """
         taken = self.take(path)
         try:
             yield taken
@@ -100,7 +128,7 @@ class Leases:
                 self.release(path)
 
     def now(self) -> float:
-        """The file system's time in seconds."""
+        """Return the file system's time in seconds since 1970."""
         return touched_now(self._clock)
 
     def __enter__(self) -> Self:
@@ -132,7 +160,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _born(pid: int) -> float:
-    """When a process began, 0 where there is none: a number is given to later processes again."""
+    """Return the time at which a process began, which tells reused numbers apart; 0.0 if none."""
     try:
         return psutil.Process(pid).create_time()
     except psutil.Error:

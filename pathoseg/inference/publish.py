@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,8 @@ from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import IGNORE
 from pathoseg.annotations.qupath_geojson import GeoJsonWriter
-from pathoseg.config import Config
-from pathoseg.geometry import Box
+from pathoseg.config import Config, InferConfig
+from pathoseg.geometry import Box, Frame
 from pathoseg.host_memory import give_back_freed_memory
 from pathoseg.inference.result_folder import SUMMARY
 from pathoseg.inference.segmenter import MaskRow, Segmenter, SlidePlan
@@ -38,44 +39,77 @@ REGIONS = "regions.geojson"
 OVERLAY = "overlay.png"
 
 
-def publish(
-    slide: Path,
-    folder: Path,
-    segmenter: Segmenter,
-    config: Config,
-    rows_of: Callable[[SlidePlan], Generator[MaskRow]],
-) -> None:
-    """Writes the result of `slide` into `folder`: mask, outlines, overlay, and last the summary.
+@dataclass(frozen=True)
+class PlannedSlide:
+    """A slide ahead of its prediction.
+
+    Attributes:
+        plan: Its tiles.
+        thumbnail: The frame of the overlay.
+        picture: The slide in that frame: RGB, shape (height, width, 3), uint8.
+        seconds: The time that this took.
+    """
+
+    plan: SlidePlan
+    thumbnail: Frame
+    picture: NDArray[np.uint8]
+    seconds: float
+
+
+def plan_slide(slide: Path, segmenter: Segmenter, config: Config) -> PlannedSlide:
+    """Find a slide's tissue, lay its tiles, and read the picture of its overlay.
 
     Args:
         slide: The file.
-        folder: Exists.
-        segmenter: Plans the slide.
-        config: `infer` and `data.assume_mpp` are used.
-        rows_of: Gives all rows of the mask from top to bottom.
+        segmenter: Plans it.
+        config: `data.assume_mpp` is used.
 
     Raises:
-        PathosegError: The slide or the device cannot do it.
-        StoppedError: A signal came.
-        OSError: The disk is full or cannot be written.
+        PathosegError: The slide cannot be read, or does not fit the model.
     """
     began = time.monotonic()
-    classes, options = segmenter.classes, config.infer
     with open_slide(slide, config.data.assume_mpp) as opened:
         plan = segmenter.plan(opened)
         thumbnail = thumbnail_frame(opened.size, opened.mpp)
         size = thumbnail.size
         picture = read_region(opened, thumbnail, Box(0, 0, size.width, size.height)).pixels
     give_back_freed_memory()  # finding tissue takes more of it than a row of tiles
-    planned = time.monotonic()
+    return PlannedSlide(plan, thumbnail, picture, time.monotonic() - began)
+
+
+def publish(
+    name: str,
+    planned: PlannedSlide,
+    rows: Generator[MaskRow],
+    folder: Path,
+    segmenter: Segmenter,
+    options: InferConfig,
+) -> None:
+    """Write a slide's result into a folder: mask, outlines, overlay, and last the summary.
+
+    Args:
+        name: The slide's name in the batch.
+        planned: The slide.
+        rows: All rows of its mask from top to bottom, pulled one by one and closed in the end.
+        folder: Exists.
+        segmenter: The model that predicts them.
+        options: The form of the outputs.
+
+    Raises:
+        PathosegError: The slide or the device cannot do it.
+        StoppedError: A signal came.
+        OSError: The disk is full or cannot be written.
+    """
+    began, classes = time.monotonic(), segmenter.classes
+    plan, thumbnail = planned.plan, planned.thumbnail
     small = MaskThumbnail(plan.output, thumbnail)
     pixels, regions, unread_tiles = Counter[int](), Counter[int](), 0
     min_pixels = max(1, round(options.min_region_um2 / plan.output.mpp.mean**2))
     tracer = RegionTracer(options.simplify, min_pixels)
-    name = f"{REGIONS}.gz" if options.compress_regions else REGIONS
+    outlines = f"{REGIONS}.gz" if options.compress_regions else REGIONS
     with (
-        closing(rows_of(plan)) as rows,
-        GeoJsonWriter(folder / name, classes, options.region_type) as writer,
+        closing(rows),
+        GeoJsonWriter(folder / outlines, classes, options.region_type) as writer,
     ):
 
         def seen() -> Iterator[NDArray[np.uint8]]:
@@ -87,22 +121,22 @@ def publish(
                 regions.update(write_regions(writer, tracer.add(band), plan.output))
                 yield band
 
-        origin = f"{slide.name} {segmenter.model_id}"
+        origin = f"{name} {segmenter.model_id}"
         write_mask(folder / MASK, plan.output.size, plan.output.mpp, seen(), classes, origin)
         regions.update(write_regions(writer, tracer.close(), plan.output))
-    write_overlay(folder / OVERLAY, picture, small.pixels, classes)
+    write_overlay(folder / OVERLAY, planned.picture, small.pixels, classes)
     ended = time.monotonic()
     tissue = plan.tissue.area_mm2
     summary = Summary(
-        slide=slide.name,
+        slide=name,
         model=segmenter.model_id,
         mpp=plan.output.mpp,
         tissue_mm2=tissue,
         classes=class_summaries(classes, pixels, regions, plan.output, tissue),
-        tiles=TileCounts(len(plan.indices), len(plan.grid) - len(plan.indices), unread_tiles),
+        tiles=TileCounts(len(plan.indices), plan.skipped, unread_tiles),
         unread_pixels=pixels[IGNORE],
         versions={"pathoseg": __version__, "torch": str(torch.__version__)},
-        seconds={"plan": round(planned - began, 3), "segment": round(ended - planned, 3)},
+        seconds={"plan": round(planned.seconds, 3), "segment": round(ended - began, 3)},
         warnings=() if plan.warning is None else (plan.warning,),
     )
     write_summary(folder / SUMMARY, summary)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal
 from uuid import uuid4
 
@@ -25,13 +25,13 @@ class State:
     Attributes:
         slide: Its path as it was given.
         status: "begun" by a process that works on it, or that was stopped or killed.
-        key: What its result depends on: the file, the model, the options.
-        attempts: How often it was begun.
-        host: Where the last attempt runs or ran.
-        seconds: Of each attempt that came to an end, the last one last.
+        key: A hash of all that its result depends on: the file, the model, the options.
+        attempts: Number of times that it was begun.
+        host: The host of the last attempt.
+        seconds: Duration of each attempt that came to an end, the last one last.
         outputs: Files of the whole result to their bytes.
         problem: Why it failed.
-        hint: What can be done about it.
+        hint: The hint that mends it.
         written: When, in seconds of the file system's clock; 0 before it is read back.
     """
 
@@ -58,11 +58,12 @@ class State:
 
 def state_file(out: Path, folder: Path) -> Path:
     """Return the state file of the slide whose result goes into `folder`."""
-    return out / STATES / f"{folder.name}.json"
+    within = folder.relative_to(out)
+    return out / STATES / within.with_name(f"{within.name}.json")
 
 
 def read_state(path: Path) -> State | None:
-    """The state, None where there is none that can be read."""
+    """Read a slide's state file; None if it is missing, broken or of another version."""
     try:
         with path.open(encoding="utf-8") as file:
             entries = json.load(file)
@@ -75,7 +76,7 @@ def read_state(path: Path) -> State | None:
 
 
 def write_state(path: Path, state: State) -> None:
-    """Replaces the file.
+    """Replace a slide's state file, whole or not at all.
 
     Raises:
         OSError: The disk is full or cannot be written.
@@ -89,39 +90,64 @@ def write_state(path: Path, state: State) -> None:
 SUMMARY = "summary.json"  # written last, so a folder that has it is whole
 
 
-def result_folders(out: Path, slides: Sequence[Path]) -> dict[Path, Path]:
-    """Slide → folder: the stem, or the whole name where another slide has the stem, here or in an
-    earlier batch.
+def result_folders(out: Path, slides: Mapping[Path, str]) -> dict[Path, Path]:
+    """Choose the folder of each slide's result: its name without the suffix, or the whole name.
+
+    The whole name is used where another slide of this call or of an earlier batch has the shorter
+    one, or where a folder of slides is called so.
+
+    Args:
+        out: The folder of the batch.
+        slides: By file, the name, whose folders are mirrored.
+
+    Returns:
+        By slide, its folder in `out`.
 
     Raises:
-        PathosegError: Two slides have the same file name.
+        PathosegError: Two slides would share a folder, or one lie in another's.
     """
-    stems = Counter(slide.stem for slide in slides)
-    stems[STATES] += 1
+    names = {slide: PurePosixPath(name) for slide, name in slides.items()}
+    stems = Counter(name.with_suffix("") for name in names.values())
+    stems[PurePosixPath(STATES)] += 1
+    parents = {parent for name in names.values() for parent in name.parents}
     folders = dict[Path, Path]()
-    for slide in slides:
-        before = read_state(state_file(out, out / slide.stem))
+    for slide, name in names.items():
+        stem = name.with_suffix("")
+        before = read_state(state_file(out, out / stem))
         has_stem = None if before is None else Path(before.slide).name
-        free = stems[slide.stem] == 1 if has_stem is None else has_stem == slide.name
-        folders[slide] = out / (slide.stem if free else slide.name)
-    for folder, count in Counter(folders.values()).items():
-        if count > 1:
-            same = [str(slide) for slide, taken in folders.items() if taken == folder]
-            raise PathosegError(
-                f"{' and '.join(same)} would share the result folder {folder}.",
-                "Segment them in two calls with different --out folders.",
-            )
+        free = stems[stem] == 1 if has_stem is None else has_stem == name.name
+        folders[slide] = out / (stem if free and stem not in parents else name)
+    _refuse_shared(folders, out)
     return folders
+
+
+def _refuse_shared(folders: Mapping[Path, Path], out: Path) -> None:
+    slides = dict[Path, Path]()
+    for slide, folder in folders.items():
+        if (other := slides.setdefault(folder, slide)) is not slide:
+            raise PathosegError(
+                f"{other} and {slide} would share the result folder {folder}.",
+                "Segment them in two calls with different --out folders, or give the folder that "
+                "holds both: then results lie in folders like theirs.",
+            )
+    for slide, folder in folders.items():
+        inside = next((parent for parent in folder.parents if parent in slides), None)
+        if inside is not None or (out / STATES) in folder.parents:
+            raise PathosegError(
+                f"The result of {slide} would lie in {inside or out / STATES}, which is in use.",
+                "Rename the folder that the slide is in.",
+            )
 
 
 @contextmanager
 def result_folder(folder: Path, work: Path) -> Iterator[Path]:
-    """A folder to write into; it takes the place of `folder` when the block succeeds.
+    """Make a context that yields a folder to write into, which replaces `folder` at the end.
 
-    Where another process has put the same result there at the same moment, that one stays.
+    Where another process has put the same result there at the same moment, that one stays. After an
+    error `folder` is as it was.
 
     Args:
-        folder: Of the result.
+        folder: The folder of the result.
         work: A folder on the same disk for what is not whole.
 
     Raises:
@@ -132,6 +158,7 @@ def result_folder(folder: Path, work: Path) -> Iterator[Path]:
     try:
         partial.mkdir(parents=True)
         yield partial
+        folder.parent.mkdir(parents=True, exist_ok=True)
         if folder.exists():
             folder.replace(old)
         try:

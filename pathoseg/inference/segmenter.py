@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,11 +19,15 @@ from pathoseg.annotations.annotation import IGNORE, ClassTable
 from pathoseg.config import Config
 from pathoseg.device import Arrival, amp_dtype, memory_told, pick_device, to_input
 from pathoseg.errors import PathosegError
-from pathoseg.geometry import Frame, Size
+from pathoseg.geometry import Box, Frame, Size
 from pathoseg.host_memory import LARGE, keep_freed_memory
+from pathoseg.inference.windows import WindowOptions, Windows, most_pixels
 from pathoseg.interruption import Interruption
+from pathoseg.memory_size import parse_memory
 from pathoseg.models.build import edge_reach
 from pathoseg.models.bundle import Bundle, bundle_id, load_bundle
+from pathoseg.models.layers import fold_norms
+from pathoseg.models.unet import UNet
 from pathoseg.outputs.stitch import (
     Finish,
     Prediction,
@@ -32,6 +36,7 @@ from pathoseg.outputs.stitch import (
     reach_down,
     stitch,
 )
+from pathoseg.platform_support import cores_to_use
 from pathoseg.progress import progress_bar, say
 from pathoseg.slides.region import Region, read_region
 from pathoseg.slides.slide import Slide, model_frame, open_slide
@@ -43,7 +48,7 @@ from pathoseg.tiles.tissue import Tissue, find_tissue
 
 
 def default_overlap(tile: int, multiple: int, reach: int | None) -> int:
-    """Pixels that neighbouring tiles share where nobody says.
+    """Return the pixels that neighbouring tiles share, where the user does not say.
 
     A quarter of the tile, or less where less already makes predicting in tiles equal predicting
     the whole slide: twice the distance over which a tile's edge is felt, and a little to blend.
@@ -59,9 +64,14 @@ def default_overlap(tile: int, multiple: int, reach: int | None) -> int:
 
 
 def default_margin(overlap: int, reach: int | None) -> int:
-    """Outer pixels of a tile without weight: all that feel its edge, where the overlap holds them.
+    """Return the outer pixels of a tile that get no weight, where the user does not say.
 
-    Elsewhere a quarter of the overlap on either side, which leaves half of it to blend.
+    They are all pixels that feel the tile's edge, where the overlap holds them; elsewhere a quarter
+    of the overlap on either side, which leaves half of it to blend.
+
+    Args:
+        overlap: Pixels that neighbouring tiles share.
+        reach: The distance in pixels over which an edge is felt; None where there is none.
     """
     if reach is not None and 2 * reach <= overlap:
         return reach
@@ -79,23 +89,28 @@ def predict(
     batch: int,
     readers: int,
     dtype: torch.dtype | None,
+    inside: Callable[[int], Box] | None = None,
 ) -> Generator[Prediction]:
-    """Class probabilities of tiles, in their order.
+    """Predict the class probabilities of tiles, in their order.
 
-    No batch spans two rows, so that a row's probabilities do not depend on where one begins.
+    No batch spans two rows, so that a row's probabilities do not depend on where one begins, and
+    all tiles of a batch have one size.
 
     Args:
         model: In eval mode, on its device.
         card: Its normalisation.
-        read: The pixels of a tile; called from `readers` threads.
-        rows: Which tiles, row by row; asked for as reading gets there, by the thread that predicts.
-        batch: Most tiles of a forward pass.
+        read: Returns the pixels of a tile; called from `readers` threads.
+        rows: Numbers of tiles, row by row; pulled when reading gets there, by the thread that
+            predicts.
+        batch: The most tiles of a forward pass.
         readers: Threads that read ahead.
         dtype: Autocast precision, or None.
+        inside: Returns the part of a tile that is wanted, in its pixels; only for networks with
+            `logits_inside`. None is all of each.
 
     Yields:
-        Index, probabilities (classes, h, w) or (classes,) as the model's logits are, on the model's
-        device, and which pixels were unread.
+        The tile's number, its probabilities (classes, h, w) or (classes,) as the model's logits
+        are, on the model's device, and which pixels were unread (h, w), or None.
 
     Raises:
         PathosegError: The device's memory is too small, or an answer is not finite.
@@ -108,25 +123,38 @@ def predict(
         index, last = tile
         return index, last, read(index)
 
-    group: list[tuple[int, Region]] = []
-    with closing(prefetch_map(read_tile, _tiles(rows, batch), readers)) as tiles:
+    def batches(tiles: Iterator[tuple[int, bool, Region]]) -> Iterator[list[tuple[int, Region]]]:
+        group: list[tuple[int, Region]] = []
         for index, last, region in tiles:
+            if group and (
+                group[0][1].pixels.shape != region.pixels.shape
+                or (inside is not None and inside(group[0][0]) != inside(index))
+            ):
+                yield group
+                group = []
             group.append((index, region))
-            if not last:
-                continue
+            if last:
+                yield group
+                group = []
+
+    with closing(prefetch_map(read_tile, _tiles(rows, batch), readers)) as tiles:
+        for group in batches(tiles):
             images = np.stack([region.pixels for _, region in group])
             with (
                 torch.inference_mode(),
                 memory_told(
                     f"A forward pass of {len(group)} tiles",
-                    "Lower [infer] batch, or train with a smaller --tile.",
+                    "Lower [infer] batch or tile, or train with a smaller --tile.",
                 ),
                 torch.autocast(device.type, dtype, enabled=dtype is not None),
             ):
-                logits = model(to_input(images, card.mean, card.std, device, layout))
+                inputs = to_input(images, card.mean, card.std, device, layout)
+                if inside is None:
+                    logits = model(inputs)
+                else:
+                    logits = cast(UNet, model).logits_inside(inputs, inside(group[0][0]))
                 chances = logits.float().contiguous().softmax(1)
                 waiting.append((group, chances, Arrival(chances.sum())))
-            group = []
             # A batch is looked at while a device computes the next one.
             while len(waiting) > 1 or (waiting and waiting[0][2].is_here):
                 yield from _checked(*waiting.popleft())
@@ -174,47 +202,53 @@ Mask = NDArray[np.uint8]
 
 
 def class_table_of(card: Bundle) -> ClassTable:
-    """The classes of a model as annotations and outputs know them."""
+    """Return a model's classes and colours as annotations and outputs take them."""
     return ClassTable(card.class_names, card.class_colours)
 
 
 @dataclass(frozen=True)
 class SlidePlan:
-    """What of a slide is predicted, and where it goes.
+    """The tiles of one slide that are predicted, and the frame of its mask.
 
     Attributes:
         slide: The slide's file.
         frame: Its pixels at the model's resolution.
         output: The frame of the mask: `frame`, or a pixel a tile where tiles are classified.
-        grid: Tiles over `frame`.
-        indices: Tiles of the grid that hold tissue.
-        tissue: Where tissue lies.
-        stain: Applied to every tile.
-        warning: What is to be said of its results, or None.
+        grid: Tiles over `frame`, or windows over its tissue.
+        indices: Numbers of those that hold tissue, ascending.
+        tissue: The slide's tissue.
+        stain: Applied to every tile; None leaves colours as they are.
+        warning: A sentence for the user about the slide's results, or None.
     """
 
     slide: Path
     frame: Frame
     output: Frame
-    grid: TileGrid
+    grid: TileGrid | Windows
     indices: Sequence[int]
     tissue: Tissue
     stain: StainNormaliser | None
     warning: str | None = None
 
     def tiles_of(self, row: int) -> Sequence[int]:
-        """Those of `indices` in a row of the grid."""
-        columns = self.grid.columns
-        start, end = (bisect_left(self.indices, edge * columns) for edge in (row, row + 1))
+        """Return those of `indices` in a row of the grid, ascending."""
+        edges = self.grid.first_of(row), self.grid.first_of(row + 1)
+        start, end = (bisect_left(self.indices, edge) for edge in edges)
         return self.indices[start:end]
+
+    @property
+    def skipped(self) -> int:
+        """The number of tiles, or of windows' cells, without tissue."""
+        grid = self.grid
+        return grid.skipped if isinstance(grid, Windows) else len(grid) - len(self.indices)
 
 
 @dataclass(frozen=True, slots=True)
 class MaskRow:
-    """What a row of tiles makes of the mask.
+    """The part of the mask that a row of tiles completes.
 
     Attributes:
-        number: Of the row.
+        number: Number of the row, from 0 at the top.
         band: Class indices (rows, width): all that no later row of tiles changes.
         unread_tiles: Tiles of the row with pixels that could not be read.
     """
@@ -225,7 +259,12 @@ class MaskRow:
 
 
 def load_segmenter(bundle: Path, config: Config, factory: str | None) -> Segmenter:
-    """The segmenter of a bundle, on the device; tells the user which model it is.
+    """Load a bundle onto the device, and tell the user which model it is.
+
+    Args:
+        bundle: The bundle's folder.
+        config: The options of the batch.
+        factory: The user's own network that may be imported, as `module:factory`; or None.
 
     Raises:
         PathosegError: The bundle cannot be used, or knows other classes than `data.classes`.
@@ -239,52 +278,79 @@ def load_segmenter(bundle: Path, config: Config, factory: str | None) -> Segment
             "Name another model with --model, or leave `classes` out of the configuration.",
         )
     say(f"Model: {bundle} ({names}; {card.mpp:g} µm)")
+    if card.tiling == "blended" and config.infer.tile is None and edge_reach(model) is not None:
+        say(
+            f"A model of an earlier version: tiles of {card.tile} px are blended as then. [infer] "
+            "tile = 2048 predicts what one pass over the slide would, and often sooner."
+        )
     return Segmenter(model.to(pick_device()), card, config, bundle_id(bundle))
 
 
 class Segmenter:
-    """A model ready for slides.
+    """A model on its device, with all that predicting slides needs.
 
     Args:
-        model: In eval mode, on its device.
-        card: What using it needs.
+        model: In eval mode, on its device; the batch norms of ours are folded.
+        card: Classes, resolution, tile and normalisation.
         config: `infer`, `tissue`, `data.assume_mpp` and `train.amp` are used.
-        model_id: What results say of where they come from.
+        model_id: Identifies the bundle in results.
 
     Attributes:
         card: As given.
-        classes: What it tells apart.
+        classes: The model's classes and colours.
         model_id: As given.
     """
 
     def __init__(
         self, model: torch.nn.Module, card: Bundle, config: Config, model_id: str = ""
     ) -> None:
+        if not card.model.is_factory:
+            fold_norms(model)
         self._model, self.card, self._config = model, card, config
         self.model_id = model_id
         self.classes = class_table_of(card)
         device = next(model.parameters()).device
         self._dtype = amp_dtype(device, config.train.amp)
+        self._windows = self._choose_windows()
+
+    @property
+    def tiling(self) -> Mapping[str, int] | None:
+        """The options of windows, by name; None where tiles are blended, or classified."""
+        return None if self._windows is None else asdict(self._windows)
 
     def plan(self, slide: Slide) -> SlidePlan:
-        """Finds tissue and lays the tiles.
+        """Find a slide's tissue and lay its tiles.
 
         Raises:
             PathosegError: The slide is too coarse, or tile and overlap do not fit the model.
         """
-        card, options = self.card, self._config.infer
+        card = self.card
         frame = output = model_frame(slide, card.mpp)
-        if card.model.task == "classify":
-            grid = TileGrid(frame.size, Size(card.tile, card.tile), 0)
-            output = Frame.at(slide.size, slide.mpp, card.mpp * card.tile)
-        else:
-            overlap = card.overlap if options.overlap is None else options.overlap
-            grid = TileGrid.cover(frame.size, card.tile, overlap, card.multiple)
         tissue = find_tissue(slide, self._config.tissue)
-        indices = [i for i, box in enumerate(grid) if tissue.share(box, frame) > 0]
+
+        def has_tissue(box: Box) -> bool:
+            return tissue.share(box, frame) > 0
+
+        grid: TileGrid | Windows
+        if self._windows is not None:
+            grid = Windows.over(frame, self._windows, has_tissue)
+            indices: Sequence[int] = range(len(grid))
+        else:
+            if card.model.task == "classify":
+                grid = TileGrid(frame.size, Size(card.tile, card.tile), 0)
+                output = Frame.at(slide.size, slide.mpp, card.mpp * card.tile)
+            else:
+                grid = TileGrid.cover(frame.size, *self._tile, card.multiple)
+            indices = [i for i, box in enumerate(grid) if has_tissue(box)]
         stain = None
         if card.stain is not None:
-            boxes = [grid.box(i) for i in indices]
+            # On the same tiles whether there are windows or not, so that colours are the same.
+            tiles = grid
+            if card.model.task != "classify":
+                overlap = self._config.infer.overlap
+                overlap = card.overlap if overlap is None else overlap
+                tiles = TileGrid.cover(frame.size, card.tile, overlap, card.multiple)
+            boxes = [box for box in map(tiles.box, range(len(tiles))) if has_tissue(box)]
             method: Method = "macenko" if card.stain["method"] == "macenko" else "reinhard"
             stain = fit_stain(slide, frame, boxes, tissue, method) if boxes else None
         warning = card.unseen_resolution(slide.mpp.mean)
@@ -293,12 +359,16 @@ class Segmenter:
     def bands_with_confidence(
         self, plan: SlidePlan, interruption: Interruption
     ) -> Generator[NDArray[np.int16]]:
-        """The mask of a slide from top to bottom; closing the generator ends its threads.
+        """Predict the mask of a slide from top to bottom; closing the generator ends its threads.
+
+        Args:
+            plan: The slide's tiles.
+            interruption: Asked after every tile.
 
         Yields:
-            (2, rows, width of `plan.output`): class indices, 0 off the tissue, 255 where unread;
-            and their probability times `CONFIDENCE_LEVELS`, 0 off the tissue, where no tile is
-            predicted.
+            (2, rows, width of `plan.output`), int16: class indices, 0 off the tissue, 255 where
+            unread; and their probability times `CONFIDENCE_LEVELS`, 0 off the tissue, where no tile
+            is predicted.
 
         Raises:
             PathosegError: The device's memory is too small.
@@ -312,26 +382,25 @@ class Segmenter:
         self,
         plan: SlidePlan,
         interruption: Interruption,
-        first: int = 0,
-        take: Callable[[int], bool] = lambda _: True,
+        numbers: Iterable[int] | None = None,
     ) -> Generator[MaskRow]:
-        """The mask by rows of tiles, equal to the bit wherever one begins.
+        """Predict rows of the mask, equal to the bit wherever one begins.
 
         Args:
-            plan: What to predict.
+            plan: The slide's tiles.
             interruption: Asked after every tile.
-            first: The row to begin with; what reaches into it from above is predicted again.
-            take: Asked for each row when reading gets there, by another thread; the first that it
-                refuses is the end.
+            numbers: Consecutive rows of tiles; None is all. Each is pulled when its reading begins,
+                by the thread that predicts. Tiles above the first one that reach into it are
+                predicted again.
 
         Yields:
-            One row after the other, to the last one taken.
+            Each of these rows.
 
         Raises:
             PathosegError: The device's memory is too small.
             StoppedError: A signal came.
         """
-        with closing(self._rows(plan, interruption, first, take)) as rows:
+        with closing(self._rows(plan, interruption, numbers)) as rows:
             for row in rows:
                 yield MaskRow(*row)
 
@@ -339,24 +408,28 @@ class Segmenter:
         self,
         plan: SlidePlan,
         interruption: Interruption,
-        first: int = 0,
-        take: Callable[[int], bool] = lambda _: True,
+        numbers: Iterable[int] | None = None,
         finish: Finish = argmax,
     ) -> Generator[tuple[int, NDArray[Any], int]]:
         """As `rows`; bands are what `finish` makes of probabilities."""
         grid = plan.grid
-        start = max(0, first - reach_down(grid))
-        taken, unread = set[int](), Counter[int]()
+        remaining = iter(range(grid.rows) if numbers is None else numbers)
+        first = next(remaining, None)
+        if first is None:
+            return
+        start = first
+        if isinstance(grid, TileGrid):
+            start = max(0, first - reach_down(grid))
+        pulled, unread = {first}, Counter[int]()
 
         def wanted() -> Iterator[Sequence[int]]:
-            for row in range(start, grid.rows):
-                if row >= first:
-                    if not take(row):
-                        return
-                    taken.add(row)
+            for row in range(start, first + 1):
+                yield plan.tiles_of(row)
+            for row in remaining:
+                pulled.add(row)
                 yield plan.tiles_of(row)
 
-        above = bisect_left(plan.indices, start * grid.columns)
+        above = bisect_left(plan.indices, grid.first_of(start))
         with (
             closing(SlidePool(self._open)) as slides,
             closing(in_background(self._predict(plan, slides, wanted()), ahead=2)) as predictions,
@@ -365,15 +438,15 @@ class Segmenter:
 
             def watched() -> Iterator[Prediction]:
                 for prediction in predictions:
-                    unread[prediction[0] // grid.columns] += prediction[2] is not None
+                    unread[grid.row_of(prediction[0])] += prediction[2] is not None
                     interruption.raise_if_asked()
                     yield prediction
                     bar.advance()
 
             for row, band in enumerate(self._bands(plan, watched(), start, finish), start):
-                # When a band comes, whether its row is taken has been asked: the prediction behind
+                # When a band comes, its row has been pulled if it is wanted: the prediction behind
                 # it has come too, or there is none.
-                if row in taken:
+                if row in pulled:
                     yield row, band, unread[row]
                 elif row >= first:
                     return
@@ -395,25 +468,59 @@ class Segmenter:
             closing(self._predict(plan, slides, rows)) as predictions,
         ):
             if self.card.model.task == "classify":
+                assert isinstance(plan.grid, TileGrid)
                 tiles = np.stack([chances.cpu().numpy() for _, chances, _ in predictions], axis=1)
                 return tiles.reshape(-1, plan.grid.rows, plan.grid.columns)
-            count, margin = len(self.classes), self._margin(plan)
-            bands = stitch(plan.grid, predictions, count, margin, lambda chances: chances)
+            bands = self._joined(plan.grid, predictions, lambda chances: chances)
             return np.concatenate(list(bands), axis=1)
 
-    def _margin(self, plan: SlidePlan) -> int:
-        margin = self._config.infer.margin
-        if margin is None:
-            margin = default_margin(plan.grid.overlap, edge_reach(self._model))
-        return margin
+    @property
+    def _tile(self) -> tuple[int, int]:
+        """Side and overlap of tiles that are blended."""
+        card, options = self.card, self._config.infer
+        tile, overlap = options.tile or card.tile, options.overlap
+        if overlap is None:
+            reach = edge_reach(self._model)
+            trained = tile == card.tile
+            overlap = card.overlap if trained else default_overlap(tile, card.multiple, reach)
+        return tile, overlap
+
+    def _choose_windows(self) -> WindowOptions | None:
+        """The options of windows, None where tiles are blended, or classified."""
+        card, options = self.card, self._config.infer
+        reach = edge_reach(self._model)
+        blended = options.overlap is not None or options.margin is not None
+        # A bundle of an earlier version answers as it did, unless it is asked for another tile.
+        blended |= card.tiling == "blended" and options.tile is None
+        if reach is None or card.model.task == "classify" or blended:
+            return None
+        if options.tile is not None:
+            largest = options.tile**2
+        else:
+            memory = parse_memory(options.memory)
+            largest = most_pixels(self._model, card.multiple, memory, options.batch)
+        return WindowOptions.choose(reach, card.multiple, largest)
 
     def _bands(
         self, plan: SlidePlan, predictions: Iterator[Prediction], start: int, finish: Finish
     ) -> Iterator[NDArray[Any]]:
         if self.card.model.task == "classify":
             return _coarse_rows(plan, predictions, start, finish)
-        margin = self._margin(plan)
-        return stitch(plan.grid, predictions, len(self.classes), margin, finish, first=start)
+        return self._joined(plan.grid, predictions, finish, start)
+
+    def _joined(
+        self,
+        grid: TileGrid | Windows,
+        predictions: Iterator[Prediction],
+        finish: Finish,
+        first: int = 0,
+    ) -> Iterator[NDArray[Any]]:
+        if isinstance(grid, Windows):
+            return grid.join(predictions, len(self.classes), finish, first)
+        margin = self._config.infer.margin
+        if margin is None:
+            margin = default_margin(grid.overlap, edge_reach(self._model))
+        return stitch(grid, predictions, len(self.classes), margin, finish, first)
 
     def _predict(
         self, plan: SlidePlan, slides: SlidePool, rows: Iterable[Sequence[int]]
@@ -425,9 +532,19 @@ class Segmenter:
                 return region
             return Region(plan.stain.apply(region.pixels), region.unread)
 
-        options = self._config.infer
+        options, grid = self._config.infer, plan.grid
+        inside = None
+        if isinstance(grid, Windows) and isinstance(self._model, UNet):
+            inside = grid.inside
         return predict(
-            self._model, self.card, read, rows, options.batch, options.readers, self._dtype
+            self._model,
+            self.card,
+            read,
+            rows,
+            options.batch,
+            options.readers or cores_to_use(),
+            self._dtype,
+            inside,
         )
 
     def _open(self, path: Path) -> Slide:
@@ -438,6 +555,7 @@ def _coarse_rows(
     plan: SlidePlan, predictions: Iterator[Prediction], start: int, finish: Finish
 ) -> Iterator[NDArray[Any]]:
     """One pixel a tile: what `finish` makes of it, 255 where most of it was unread."""
+    assert isinstance(plan.grid, TileGrid)
     blank = finish(torch.zeros(1, 1, 1)).zero_().numpy()
     following = next(predictions, None)
     for row in range(start, plan.grid.rows):

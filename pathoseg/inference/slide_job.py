@@ -1,4 +1,22 @@
-"""One slide of a batch, shared by processes: its rows, saved and resumed, and its result."""
+"""One slide of a batch, shared by processes: its rows, saved and resumed, and its result.
+
+    OUT/.work/<slide>/claim            lease of the process that leads (leases.py)
+    OUT/.work/<slide>/<key>/3.claim    lease of a process on a row of tiles that it computes
+    OUT/.work/<slide>/<key>/2.row      a finished row, for the leader and for later attempts
+    OUT/.work/<slide>/new-.../         the result that is being written
+
+    rows of tiles    0  1  2  3  4  5  6  7  8  9
+                     .row     |  free   |  free        L leads and is at row 3; H helps from row 6
+                              L -->     H -->          on, the middle of what was free
+
+(1) `SlideJob.lead`: one process has the slide's lease, and writes the result; others `help`.
+(2) `SharedSlide.rows`: the leader takes the rows from top to bottom. One that is saved is loaded;
+    one that nobody is at is computed, and so are those after it until another's begin.
+(3) `SharedSlide.help`: a helper, or a leader that waits for a row, begins in the middle of the
+    longest free stretch (`_free_place`).
+(4) `_computed`: a row is leased when its reading begins, and saved before the lease is given back.
+(5) `SlideJob._attempt`: the result appears by rename, and what was shared is removed.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +27,7 @@ import socket
 import struct
 import time
 import zlib
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
@@ -22,7 +40,7 @@ import numpy as np
 from pathoseg.config import Config
 from pathoseg.errors import PathosegError
 from pathoseg.inference.leases import Leases
-from pathoseg.inference.publish import publish
+from pathoseg.inference.publish import plan_slide, publish
 from pathoseg.inference.result_folder import (
     State,
     read_state,
@@ -41,17 +59,20 @@ _ROW, _ROW_CLAIM = ".row", ".claim"
 
 
 class SavedRows:
-    """Rows that processes save for the one that writes the result, and for a later attempt.
+    """The finished rows of one slide, model and set of options, as files that processes share.
 
     Args:
-        folder: Of one slide, model and set of options.
+        folder: Holds them; made by the process that leads.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def listed(self) -> tuple[set[int], set[int]]:
-        """The rows that are saved, and those with a claim, dead or alive.
+        """List the folder.
+
+        Returns:
+            The numbers of the saved rows, and of those with a lease, whose owner lives or not.
 
         Raises:
             FileNotFoundError: The folder is gone: the slide is done.
@@ -64,15 +85,16 @@ class SavedRows:
         return saved, claimed
 
     def claim(self, row: int) -> Path:
-        """The file by which a process leases the row."""
+        """Return the path of the lease on a row."""
         return self._folder / f"{row:06d}{_ROW_CLAIM}"
 
     def has(self, row: int) -> bool:
         return self._file(row).exists()
 
     def save(self, row: MaskRow) -> None:
-        """Appears whole or not at all. No fsync: what a crash of the machine cuts short, `load`
-        refuses.
+        """Write a row's file, whole or not at all.
+
+        There is no fsync: what a crash of the machine cuts short, `load` refuses.
 
         Raises:
             OSError: The disk is full or cannot be written.
@@ -89,7 +111,7 @@ class SavedRows:
                 draft.unlink(missing_ok=True)
 
     def load(self, row: int) -> MaskRow | None:
-        """The row, None where it is not saved; a broken file is removed."""
+        """Return a saved row; None where it is not saved, or broken and then removed."""
         file = self._file(row)
         try:
             data = file.read_bytes()
@@ -112,12 +134,12 @@ _NAP = 0.1  # seconds
 
 
 class SharedSlide:
-    """The rows of tiles of a slide, each computed by whichever process has claimed it.
+    """The rows of tiles of a slide, each computed by the process that has its lease.
 
     Args:
         segmenter: The model; the same one in every process.
-        plan: Likewise.
-        saved: Where the rows meet.
+        plan: The slide's tiles; the same ones in every process.
+        saved: The rows' files.
         leases: Those of this process.
         interruption: Asked after every tile.
     """
@@ -134,7 +156,9 @@ class SharedSlide:
         self._leases, self._interruption = leases, interruption
 
     def rows(self) -> Generator[MaskRow]:
-        """Every row from top to bottom: what is saved is read, what nobody is at is computed.
+        """(2) Yield every row from top to bottom: saved ones are loaded, free ones computed.
+
+        For a row that another process is at, this one helps elsewhere, or waits.
 
         Raises:
             PathosegError: The device's memory is too small.
@@ -158,7 +182,7 @@ class SharedSlide:
                 time.sleep(_NAP)
 
     def help(self, until: int | None = None) -> bool:
-        """Computes and saves rows from a place that nobody has taken, until another's begin.
+        """(3) Compute and save rows, from the middle of the longest free stretch to its end.
 
         Args:
             until: Stops as soon as this row is saved.
@@ -182,16 +206,9 @@ class SharedSlide:
     def _computed(self, first: int) -> Generator[MaskRow]:
         """Rows from `first` until the next one is saved or claimed; each is saved first."""
         held = set[int]()
-
-        def take(row: int) -> bool:
-            claim = self._saved.claim(row)
-            if self._saved.has(row) or not self._leases.take(claim):
-                return False
-            held.add(row)
-            return not self._saved.has(row)  # saved in between
-
         try:
-            rows = self._segmenter.rows(self._plan, self._interruption, first, take)
+            wanted = self._claimed(first, held)
+            rows = self._segmenter.rows(self._plan, self._interruption, wanted)
             with closing(rows):
                 for row in rows:
                     self._saved.save(row)
@@ -201,6 +218,16 @@ class SharedSlide:
         finally:
             for number in held:
                 self._leases.release(self._saved.claim(number))
+
+    def _claimed(self, first: int, held: set[int]) -> Iterator[int]:
+        """Lease the rows from `first` on, one by one as they are pulled, to the first not free."""
+        for row in range(first, self._plan.grid.rows):
+            if self._saved.has(row) or not self._leases.take(self._saved.claim(row)):
+                return
+            held.add(row)
+            if self._saved.has(row):  # saved in between
+                return
+            yield row
 
     def _free_place(self) -> int | None:
         """Return the row at which to start helping: the middle of the longest free stretch.
@@ -251,19 +278,21 @@ Outcome = Literal["done", "failed", "skipped"]
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """A process that works on a batch.
+    """All that one process brings to its slides of a batch.
 
     Attributes:
         segmenter: The model.
         config: The options.
-        leases: What it has taken.
-        interruption: What stops it.
+        out: The folder of the batch.
+        leases: Those of this process.
+        interruption: Asked after every tile.
         resume: Whether results and rows of earlier batches are taken over.
-        since: When this batch began, by the clock of `leases`.
+        since: The batch's start, by the clock of `leases`.
     """
 
     segmenter: Segmenter
     config: Config
+    out: Path
     leases: Leases
     interruption: Interruption
     resume: bool
@@ -271,24 +300,29 @@ class WorkerContext:
 
 
 class SlideJob:
-    """The work on one slide: to lead it, or to help its leader.
+    """One slide of a batch, as one process sees it.
 
     Args:
+        name: The slide's name in the batch.
         slide: Its file.
-        folder: Of its result, in the output folder.
+        folder: The folder of its result, in the output folder.
         context: This process.
+
+    Attributes:
+        slide: As given.
+        folder: As given, until another slide turns out to have that folder.
     """
 
-    def __init__(self, slide: Path, folder: Path, context: WorkerContext) -> None:
-        self.slide, self.folder, self._context = slide, folder, context
-        self._out = folder.parent
+    def __init__(self, name: str, slide: Path, folder: Path, context: WorkerContext) -> None:
+        self.name, self.slide, self.folder, self._context = name, slide, folder, context
+        self._out = context.out
         self._outcome: Outcome | None = None
         self._plan: SlidePlan | None = None
         self._left = False  # to others, as this process cannot help
 
     @property
     def state(self) -> State | None:
-        """The state of the slide; None if another slide has its folder, or nothing is known."""
+        """The slide's state file; None if another slide has its folder, or there is none."""
         state = read_state(state_file(self._out, self.folder))
         return state if state is not None and Path(state.slide).name == self.slide.name else None
 
@@ -302,13 +336,13 @@ class SlideJob:
         return self._outcome
 
     def lead(self) -> bool:
-        """Makes the result, where no other process does; what goes wrong is written down.
+        """(1) Make the result, unless another process is at it; a failure is written down.
 
         Returns:
-            Whether this process has settled what comes of the slide.
+            Whether this process has settled the slide: it is done, or failed.
 
         Raises:
-            PathosegError: Not even that can be written.
+            PathosegError: Not even the state can be written.
             StoppedError: A signal came.
         """
         if self.outcome() is not None:
@@ -336,7 +370,10 @@ class SlideJob:
                 self._work.rmdir()
 
     def help(self) -> bool:
-        """Computes rows for the process that leads; whether there was something to do.
+        """(3) Compute rows for the process that leads.
+
+        Returns:
+            Whether there was anything to do.
 
         Raises:
             StoppedError: A signal came.
@@ -379,7 +416,10 @@ class SlideJob:
             self._clear(but=(_SLIDE_CLAIM, self._rows.name) if going_on else (_SLIDE_CLAIM,))
             self._rows.mkdir(exist_ok=True)
             with result_folder(self.folder, self._work) as partial:
-                publish(self.slide, partial, context.segmenter, context.config, self._all_rows)
+                segmenter, config = context.segmenter, context.config
+                planned = plan_slide(self.slide, segmenter, config)
+                rows = self._shared(planned.plan).rows()
+                publish(self.name, planned, rows, partial, segmenter, config.infer)
                 self._refuse_change()
                 outputs = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
         except PathosegError as error:
@@ -430,12 +470,12 @@ class SlideJob:
         state = read_state(state_file(self._out, self.folder))
         if state is None or Path(state.slide).name == self.slide.name:
             return True
-        self.folder = self._out / self.slide.name
+        self.folder = self.folder.with_name(self.slide.name)
         return False
 
     @property
     def _work(self) -> Path:
-        return self._out / WORK / self.folder.name
+        return self._out / WORK / self.folder.relative_to(self._out)
 
     @property
     def _rows(self) -> Path:
@@ -449,18 +489,17 @@ class SlideJob:
     @cached_property
     def _key(self) -> str:
         """A hash of all that the result depends on."""
-        config = self._context.config
-        told = {
+        config, tiling = self._context.config, self._context.segmenter.tiling
+        told: dict[str, object] = {
             "slide": asdict(self._fingerprint),
             "model": self._context.segmenter.model_id,
             "assume_mpp": config.data.assume_mpp,
             "tissue": _told(config.tissue),
             "infer": _told(config.infer),
         }
+        if tiling is not None:  # rows of earlier versions were all blended, and are still found
+            told["tiling"] = dict(tiling)
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
-
-    def _all_rows(self, plan: SlidePlan) -> Generator[MaskRow]:
-        return self._shared(plan).rows()
 
     def _shared(self, plan: SlidePlan) -> SharedSlide:
         context = self._context

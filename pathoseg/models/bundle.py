@@ -45,6 +45,8 @@ class Bundle:
         mean: Per channel, of pixels in 0…1; the network sees (pixel / 255 − mean) / std.
         std: Likewise.
         multiple: What the sides of a tile must be divisible by.
+        tiling: How inference tiles a slide where the network's reach is known: by "windows" that
+            join to one pass, or with "blended" training tiles, as versions did that wrote none.
         stain: The stain normalisation that slides went through, in its own plain values, or None.
         training: Where the weights come from, in plain values (numbers that are not finite are
             written as null); `slide_mpps` lists the resolutions of the slides trained on.
@@ -64,6 +66,7 @@ class Bundle:
     mean: Channels
     std: Channels
     multiple: int
+    tiling: Literal["windows", "blended"] = "windows"
     stain: Mapping[str, Scalar] | None = None
     training: Mapping[str, Scalar | tuple[float, ...] | tuple[str, ...] | None] = field(
         default_factory=dict
@@ -378,6 +381,7 @@ def _read_card(path: Path) -> tuple[Bundle, str]:
     digest = document.pop("weights_sha256", None)
     if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
         raise PathosegError(f"{path} states no hash of its weights (weights_sha256).", _HINT)
+    document.setdefault("tiling", "blended")
     try:
         return card_from_json(document), digest
     except PathosegError as wrong:

@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from pathoseg.geometry import Box
 from pathoseg.models.layers import he_initialise, norm_layer
 from pathoseg.models.model_options import Norm
 
@@ -56,6 +57,41 @@ class UNet(nn.Module):
             features = block(features, skips.pop())
         logits: torch.Tensor = self.head(features)
         return logits
+
+    def logits_inside(self, images: torch.Tensor, inside: Box) -> torch.Tensor:
+        """Logits of a part of the images alone, the same as `forward` gives it.
+
+        Decoders compute no more than that part needs: two pixels around it at each resolution, one
+        for each of the block's convolutions. Without them, zeros padded there would be felt.
+
+        Args:
+            images: Shape (n, 3, h, w).
+            inside: Lies in the images.
+        """
+        features, skips = images, []
+        for block in self.encoder:
+            features = block(features)
+            skips.append(features)
+        skips.pop()
+        needed, part = list[Box](), inside
+        for skip in skips:
+            left, top = (max(0, at - 2) // 2 * 2 for at in (part.x, part.y))
+            right = min(skip.shape[3], -(-(part.right + 2) // 2) * 2)
+            bottom = min(skip.shape[2], -(-(part.bottom + 2) // 2) * 2)
+            needed.append(Box(left, top, right - left, bottom - top))
+            part = Box(left // 2, top // 2, (right - left) // 2, (bottom - top) // 2)
+        here = Box(0, 0, features.shape[3], features.shape[2])
+        for block, box in zip(self.decoder, reversed(needed), strict=True):
+            below = Box(box.x // 2, box.y // 2, box.width // 2, box.height // 2)
+            skip = _cut(skips.pop(), box, 0, 0)
+            features, here = block(_cut(features, below, here.x, here.y), skip), box
+        logits: torch.Tensor = self.head(_cut(features, inside, here.x, here.y))
+        return logits
+
+
+def _cut(features: torch.Tensor, box: Box, x: int, y: int) -> torch.Tensor:
+    """The part of a box, where features begin at (x, y)."""
+    return features[..., box.y - y : box.bottom - y, box.x - x : box.right - x]
 
 
 class _Up(nn.Module):

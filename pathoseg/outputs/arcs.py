@@ -47,9 +47,9 @@ class Rings:
     """The vertices of closed rings, one ring after another.
 
     Attributes:
-        x: Of each vertex.
-        y: Of each vertex.
-        joint: Whether arcs end there.
+        x: Column of each vertex, in pixels from the mask's left edge.
+        y: Row of each vertex.
+        joint: True for a vertex at which arcs end.
         starts: Index of each ring's first vertex, to which its last one leads back.
     """
 
@@ -63,13 +63,13 @@ class Rings:
         return np.diff(self.starts, append=len(self.x))
 
     def where(self, kept: Flags) -> Rings:
-        """The rings of some vertices, at least one of each ring."""
+        """Return the rings with the vertices that `kept` marks alone, at least one of each ring."""
         starts: Indices = (np.cumsum(kept) - kept)[self.starts]
         return Rings(self.x[kept], self.y[kept], self.joint[kept], starts)
 
 
 def simplified(rings: Rings, tolerance: float) -> Rings:
-    """The rings without the vertices that chords leave out, at least three of each ring.
+    """Return the rings without the vertices that chords leave out, but three of each at least.
 
     Rings that do not cross or touch but for shared edges and joints stay so, and share as before.
 

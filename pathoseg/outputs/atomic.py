@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import errno
-from collections.abc import Iterator
+import io
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
@@ -13,13 +15,13 @@ from pathoseg.platform_support import sync_file, sync_folder
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Lends a new path beside `path`; what is written there takes its place when the block ends.
+    """Make a context that yields a new path beside `path`; its file replaces `path` at the end.
 
-    The file is on disk (fsync) before it is renamed. An error in the block leaves `path` as it
-    was and no other file behind. The lent name ends as `path` does, so a suffix keeps its meaning.
+    The file is on disk (fsync) before it is renamed. An error in the block leaves `path` as it was
+    and no other file behind. The new path ends as `path` does, so a suffix keeps its meaning.
 
     Raises:
-        OSError: The folder cannot be written, or the disk is full; it names `path`.
+        OSError: The folder cannot be written, or the disk is full.
     """
     draft = path.with_name(f".{uuid4().hex[:8]}-{path.name}")
     with naming(path):
@@ -34,7 +36,7 @@ def replaced(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Lets the block's OSErrors name `path`: those of a write name no file, others a draft."""
+    """Make a context whose OSErrors name `path`: those of a write name no file, others a draft."""
     try:
         yield
     except OSError as error:
@@ -43,10 +45,25 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces `path` with `text` in UTF-8; names of files keep bytes that are none.
+    """Replace the file `path` by `text` in UTF-8, whole or not at all.
+
+    File names in the text keep the bytes that are no UTF-8.
 
     Raises:
         OSError: The folder cannot be written, or the disk is full.
     """
     with replaced(path) as draft:
         draft.write_text(text, encoding="utf-8", errors="surrogateescape", newline="")
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    """Replaces `path` with a CSV table of rows that have the columns of the first.
+
+    Raises:
+        OSError: The disk is full or cannot be written.
+    """
+    text, entries = io.StringIO(), list(rows)
+    writer = csv.DictWriter(text, list(entries[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(entries)
+    write_text(path, text.getvalue())

@@ -29,7 +29,7 @@ class Runs:
     """Stretches of one class, in order of row and column; label 0 is left out.
 
     Attributes:
-        row: Of each run.
+        row: The row of each run.
         start: Its first column.
         end: The column behind its last.
         value: Its class index.
@@ -42,7 +42,7 @@ class Runs:
 
     @classmethod
     def of(cls, labels: Labels) -> Runs:
-        """The runs of labels of shape (rows, width)."""
+        """Find the runs of one class in labels, shape (rows, width); background is none."""
         changes = np.ones(labels.shape, bool)
         np.not_equal(labels[:, 1:], labels[:, :-1], out=changes[:, 1:])
         first = np.flatnonzero(changes)
@@ -56,7 +56,7 @@ class Runs:
         return len(self.row)
 
     def touching(self) -> tuple[Indices, Indices]:
-        """The pairs (lower, upper) of runs of one class that share a pixel edge across two rows."""
+        """Return index pairs (lower, upper) of runs of one class that share an edge across rows."""
         start = self.row * WIDEST + self.start
         end = self.row * WIDEST + self.end
         # Of the row above: from the first run that ends behind my start to before the first that
@@ -97,7 +97,7 @@ class Boundary:
         self._count = 0
 
     def edges(self, labels: Labels, runs: Runs, region: Indices, top: int) -> Edges:
-        """The horizontal edges above each of a band's rows.
+        """Find the horizontal edges above each of a band's rows.
 
         Args:
             labels: The row above the band, then the band's rows, of shape (1 + rows, width).
@@ -166,13 +166,14 @@ class Boundary:
 
 
 def _joints(labels: Labels) -> Flags:
-    """Where three or four boundary edges meet.
+    """Find the pixel corners at which three or four boundary edges meet.
 
     Args:
         labels: Of shape (1 + rows, width), bordered by columns of 0.
 
     Returns:
-        For the upper right corner of each pixel below the first row, of shape (rows, width − 1).
+        Shape (rows, width − 1): True if the upper right corner of that pixel, counted below the
+        first row, is one.
     """
     vertical, horizontal = labels[:, 1:] != labels[:, :-1], labels[1:] != labels[:-1]
     up, down, left, right = vertical[:-1], vertical[1:], horizontal[:, :-1], horizontal[:, 1:]
@@ -185,7 +186,7 @@ def _joints_along(labels: Labels, joint: Flags) -> tuple[Indices, Indices, Flags
 
     Args:
         labels: As in `_joints`.
-        joint: What `_joints` gives for them.
+        joint: Their `_joints`.
 
     Returns:
         Their rows and columns in `joint`, and whether the region lies below.
@@ -199,7 +200,7 @@ def _joints_along(labels: Labels, joint: Flags) -> tuple[Indices, Indices, Flags
 
 
 def polygons(edges: Edges, tolerance: float) -> NDArray[np.object_]:
-    """The polygon of each region, in order of the regions' numbers.
+    """Join edges to the polygon of each region, in order of the regions' numbers.
 
     Rings are valid, shells counterclockwise in (x, y). Where edges were not cut at joints, they
     have no collinear points.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import datetime
-import io
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,8 +15,17 @@ from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import IGNORE, ClassTable
 from pathoseg.geometry import Frame
-from pathoseg.outputs.atomic import write_text
-from pathoseg.outputs.html_report import Axis, Bar, Chart, Line, count, picture, write_page
+from pathoseg.outputs.atomic import write_rows, write_text
+from pathoseg.outputs.html_report import (
+    Axis,
+    Bar,
+    Chart,
+    Line,
+    count,
+    picture,
+    scale_bar,
+    write_page,
+)
 from pathoseg.outputs.overlay import overlay_layer
 
 
@@ -39,8 +46,8 @@ class ScoredSlide:
 
     Attributes:
         name: The slide's name.
-        patient: Whose it is.
-        split: Of the model's run, or "unseen".
+        patient: The slide's patient.
+        split: The slide's split in the model's run, or "unseen".
         mpp: Microns per level-0 pixel.
         pixel_mm2: Area of what was compared at a time: a pixel of the mask, or a tile.
         confusion: Pixels by truth and prediction, see `Confusion`.
@@ -60,7 +67,7 @@ class ScoredSlide:
         return int(self.confusion.sum())
 
     def areas_mm2(self) -> tuple[list[float], list[float]]:
-        """Annotated and predicted area of each class but the background."""
+        """Return the annotated and the predicted areas in mm², by class without the background."""
         return _areas(self.confusion * self.pixel_mm2)
 
 
@@ -71,7 +78,7 @@ class SlidePicture:
     Attributes:
         title: Why it is shown; empty for the only one.
         slide: Its figures.
-        frame: Of the arrays.
+        frame: The frame of the arrays.
         image: Shape (height, width, 3).
         truth: Class indices of shape (height, width), 255 where nothing is compared.
         prediction: Class indices of shape (height, width).
@@ -110,7 +117,7 @@ class ScoredSplit:
         return len({slide.patient for slide in self.slides})
 
     def areas_mm2(self) -> tuple[list[float], list[float]]:
-        """As those of a slide, together."""
+        """Return the annotated and the predicted areas in mm² of all slides, by class likewise."""
         return _areas(np.sum([slide.confusion * slide.pixel_mm2 for slide in self.slides], axis=0))
 
 
@@ -121,18 +128,18 @@ class Evaluation:
     Attributes:
         model: The bundle's folder.
         model_id: Its hash.
-        classes: What the model tells apart.
+        classes: The model's classes.
         mpp: Microns per pixel that it sees.
         slides: Folder of the slides.
-        unit: What is compared: "pixels" or "tiles".
+        unit: The unit that is counted: "pixels" or "tiles".
         boundary_um: Tolerance of the boundary F1; None where there is none.
-        seed: Of the intervals' draws.
-        resamples: How many there are.
+        seed: Seed of the intervals' draws.
+        resamples: Number of draws.
         fewest_patients: With fewer patients there are no intervals.
-        warnings: What readers must know.
+        warnings: Sentences for the reader.
         left_out: Slide to why it is not compared.
         splits: The most telling one first.
-        version: Of pathoseg.
+        version: The version of pathoseg.
     """
 
     model: str
@@ -152,7 +159,11 @@ class Evaluation:
 
 
 def best_median_worst(slides: Sequence[ScoredSlide]) -> list[tuple[str, ScoredSlide]]:
-    """The slides to show by their mean Dice, those without one left out."""
+    """Choose the slides to show by their mean Dice; those without one are left out.
+
+    Returns:
+        Up to three pairs: "Best", "Median" or "Worst" ("" for a single slide), and the slide.
+    """
     known = [slide for slide in slides if not math.isnan(slide.figures["dice_mean"])]
     ranked = sorted(known, key=lambda slide: -slide.figures["dice_mean"])
     if len(ranked) < 3:
@@ -161,8 +172,15 @@ def best_median_worst(slides: Sequence[ScoredSlide]) -> list[tuple[str, ScoredSl
 
 
 def write_evaluation(folder: Path, split: str | None, evaluation: Evaluation) -> Path:
-    """Writes evaluation.csv, evaluation-slides.csv, confusion.csv, evaluation.json and
-    evaluation.html; the names of a single split's end in it.
+    """Write an evaluation's tables, its JSON and its HTML page.
+
+    They are evaluation.csv, evaluation-slides.csv, confusion.csv, evaluation.json and
+    evaluation.html.
+
+    Args:
+        folder: Made where it is missing.
+        split: The single split of the evaluation, with which the names then end; None for several.
+        evaluation: The figures.
 
     Returns:
         The path of evaluation.csv.
@@ -173,9 +191,9 @@ def write_evaluation(folder: Path, split: str | None, evaluation: Evaluation) ->
     folder.mkdir(parents=True, exist_ok=True)
     end = "" if split is None else f"-{split}"
     table = folder / f"evaluation{end}.csv"
-    _write_rows(table, _figure_rows(evaluation))
-    _write_rows(folder / f"evaluation-slides{end}.csv", _slide_rows(evaluation))
-    _write_rows(folder / f"confusion{end}.csv", _confusion_rows(evaluation))
+    write_rows(table, _figure_rows(evaluation))
+    write_rows(folder / f"evaluation-slides{end}.csv", _slide_rows(evaluation))
+    write_rows(folder / f"confusion{end}.csv", _confusion_rows(evaluation))
     text = json.dumps(_without_nan(_document(evaluation)), indent=2, allow_nan=False)
     write_text(folder / f"evaluation{end}.json", text + "\n")
     write_page(
@@ -403,10 +421,6 @@ def _shown(at: int, shown: SlidePicture, classes: ClassTable) -> dict[str, Any]:
     """A picture as the macro `panels` takes it."""
     height, width = shown.truth.shape
     layers = [picture(overlay_layer(mask, classes)) for mask in (shown.truth, shown.prediction)]
-    longest = width * shown.frame.mpp.x / 4
-    step = 10 ** math.floor(math.log10(longest))
-    microns = max(step * of for of in (1, 2, 5) if step * of <= longest)
-    text = f"{microns / 1000:g} mm" if microns >= 1000 else f"{microns:g} µm"
     return {
         "title": shown.title,
         "slide": shown.slide,
@@ -414,7 +428,7 @@ def _shown(at: int, shown: SlidePicture, classes: ClassTable) -> dict[str, Any]:
         "width": width,
         "height": height,
         "layers": list(zip(("Slide", "Annotation", "Model"), (None, *layers), strict=True)),
-        "bar": (round(microns / shown.frame.mpp.x, 2), text),
+        "bar": scale_bar(width, shown.frame.mpp.x),
     }
 
 
@@ -441,11 +455,3 @@ def _without_nan(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_nan(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _write_rows(path: Path, rows: Iterable[dict[str, object]]) -> None:
-    text, entries = io.StringIO(), list(rows)
-    writer = csv.DictWriter(text, list(entries[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(entries)
-    write_text(path, text.getvalue())

@@ -54,17 +54,17 @@ def _environment() -> Environment:
 
 
 def number(value: float, digits: int = 3) -> str:
-    """A number with so many decimals, a dash where there is none."""
+    """Format a number with `digits` decimals, nan as a dash."""
     return "–" if math.isnan(value) else f"{value:.{digits}f}"
 
 
 def percent(share: float) -> str:
-    """A share in percent to one decimal, a dash where there is none."""
+    """Format a share (0…1) in percent with one decimal, nan as a dash."""
     return "–" if math.isnan(share) else f"{100 * share:.1f} %"
 
 
 def count(value: float) -> str:
-    """A whole number of at most four digits, larger ones in thousands, millions…"""
+    """Format a whole number in at most four digits, then in thousands, millions…"""
     for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= 10_000 and value >= unit:
             return f"{value / unit:.3g} {name}"
@@ -72,7 +72,7 @@ def count(value: float) -> str:
 
 
 def picture(pixels: NDArray[np.uint8]) -> str:
-    """A small PNG as a data URI.
+    """Encode pixels as a small PNG in a data URI.
 
     Args:
         pixels: Shape (height, width, 3), which is reduced to 256 colours, or (height, width, 4),
@@ -86,12 +86,26 @@ def picture(pixels: NDArray[np.uint8]) -> str:
     return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
 
 
+def scale_bar(width: int, mpp: float) -> tuple[float, str]:
+    """The width and the text of a scale bar over at most a quarter of a picture.
+
+    Args:
+        width: Pixels of the picture.
+        mpp: Microns per pixel of it.
+    """
+    longest = width * mpp / 4
+    step = 10 ** math.floor(math.log10(longest))
+    microns = max(step * of for of in (1, 2, 5) if step * of <= longest)
+    text = f"{microns / 1000:g} mm" if microns >= 1000 else f"{microns:g} µm"
+    return round(microns / mpp, 2), text
+
+
 @dataclass(frozen=True)
 class Axis:
     """A linear axis.
 
     Attributes:
-        label: What it measures.
+        label: Its title.
         low: Value at its start.
         high: Value at its end.
         ticks: Values that are marked, and what is written there.
@@ -105,7 +119,14 @@ class Axis:
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar from the axis to a value, and what it says under the pointer."""
+    """A bar of a chart, from the x axis up to a value.
+
+    Attributes:
+        left: Its left edge, as a value of the x axis.
+        right: Its right edge.
+        value: Its height, as a value of the y axis.
+        told: Text under the pointer.
+    """
 
     left: float
     right: float
@@ -115,7 +136,12 @@ class Bar:
 
 @dataclass(frozen=True)
 class Line:
-    """A line through points (x, y); a dashed one is there to compare with."""
+    """A line of a chart.
+
+    Attributes:
+        points: Pairs (x, y) in values of the axes.
+        dashed: Whether it is there to compare with.
+    """
 
     points: tuple[tuple[float, float], ...]
     dashed: bool = False
@@ -126,12 +152,12 @@ class Chart:
     """Bars and lines over two axes, drawn as SVG by the macro `chart`.
 
     Attributes:
-        title: What it shows, for those who cannot see it.
+        title: Its content in words, for those who cannot see it.
         x: The axis across.
         y: The axis up.
         bars: Drawn first.
         lines: Drawn over them.
-        width: Of the drawing within its axes, in CSS pixels.
+        width: Width of the drawing within its axes, in CSS pixels.
         height: Likewise.
     """
 
@@ -144,13 +170,13 @@ class Chart:
     height: int = 260
 
     def across(self, value: float) -> float:
-        """Pixels from the left end of the x axis."""
+        """Return the x pixel of a value of the x axis."""
         return round(self.width * (value - self.x.low) / (self.x.high - self.x.low), 2)
 
     def down(self, value: float) -> float:
-        """Pixels from the upper end of the y axis."""
+        """Return the y pixel of a value of the y axis."""
         return round(self.height * (self.y.high - value) / (self.y.high - self.y.low), 2)
 
     def path(self, line: Line) -> str:
-        """The points of an SVG polyline."""
+        """Return a line's points in pixels, as the `points` of an SVG polyline."""
         return " ".join(f"{self.across(x)},{self.down(y)}" for x, y in line.points)

@@ -20,7 +20,7 @@ _GREY: Colour = (110, 110, 110)
 
 
 def thumbnail_frame(slide: Size, native: Mpp, longest_side: int = _LONGEST_SIDE) -> Frame:
-    """The frame of a thumbnail, never finer than the slide.
+    """Return the frame of a thumbnail, never finer than the slide.
 
     Args:
         slide: Level-0 pixels.
@@ -50,7 +50,7 @@ class MaskThumbnail:
         self._top = 0
 
     def add(self, band: NDArray[np.uint8]) -> None:
-        """Takes the mask's next rows, of shape (rows, width)."""
+        """Take the mask's next rows: class indices, shape (rows, width)."""
         first, last = np.searchsorted(self._rows, [self._top, self._top + len(band)])
         rows = self._rows[first:last] - self._top
         self.pixels[first:last] = band[rows[:, None], self._columns]
@@ -91,7 +91,7 @@ def write_overlay(
 
 
 def overlay_layer(mask: NDArray[np.uint8], classes: ClassTable) -> NDArray[np.uint8]:
-    """The regions of `mask` as a layer to lay over a picture.
+    """Draw the regions of `mask` as a layer to lay over a picture.
 
     Args:
         mask: Class indices of shape (height, width).

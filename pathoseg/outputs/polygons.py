@@ -33,7 +33,7 @@ class TracedRegion:
     Attributes:
         geometry: Their outline along pixel edges, or nearly so after simplification, in pixels.
         class_index: Their value in the mask.
-        pixels: How many they are.
+        pixels: Their number.
     """
 
     geometry: Polygon
@@ -82,10 +82,13 @@ class RegionTracer:
         self._pending: Iterator[TracedRegion] = iter(())
 
     def add(self, band: NDArray[np.uint8]) -> Iterator[TracedRegion]:
-        """Takes the next rows, of shape (rows, width), and gives the regions that they complete.
+        """Take the mask's next rows, and yield the regions that they complete.
 
-        They are traced as they are looked at, those that are not before the rows that come next:
+        Regions are traced as they are looked at, those that are not before the rows that come next:
         until then, `band` must stay as it is.
+
+        Args:
+            band: Class indices, shape (rows, width).
         """
         for _ in self._pending:
             pass
@@ -97,7 +100,7 @@ class RegionTracer:
         return self._pending
 
     def close(self) -> Iterator[TracedRegion]:
-        """Gives the regions that reach the mask's last row."""
+        """Yield the regions that reach the mask's last row."""
         return self.add(np.zeros((1, self._last_row.size or 1), np.uint8))
 
     def _traced(self, band: NDArray[np.uint8]) -> list[TracedRegion]:
@@ -131,7 +134,11 @@ class RegionTracer:
         return self._regions(np.concatenate(parts), value, pixels)
 
     def _numbered(self, runs: Runs) -> tuple[int, Indices, Indices]:
-        """How many regions there are, the number of each run's, and of each open region."""
+        """Number the connected regions that a band's runs and the open regions form.
+
+        Returns:
+            Their count, the number of each run (runs,), and that of each open region.
+        """
         lower, upper = runs.touching()
         # An open region is a node too: one with its runs in the last row, which come first.
         known = np.arange(len(self._last_region))
@@ -174,12 +181,12 @@ class RegionTracer:
 def write_regions(
     writer: GeoJsonWriter, regions: Iterable[TracedRegion], frame: Frame
 ) -> Counter[int]:
-    """Writes regions in level-0 pixels of the slide's own frame, as QuPath counts them.
+    """Write regions in level-0 pixels of the slide's own frame, as QuPath counts them.
 
     Args:
         writer: An open file.
         regions: In pixels of `frame`.
-        frame: Where the mask lies on the slide.
+        frame: The mask's frame of the slide.
 
     Returns:
         How many regions of each class were written.

@@ -53,8 +53,8 @@ class Summary:
     """The figures of one slide's result.
 
     Attributes:
-        slide: The file's name.
-        model: Which bundle made it.
+        slide: Its name in the batch: the file's, in a folder inside that of slides its path.
+        model: Identifies the bundle that made it.
         mpp: Microns per pixel of the mask.
         tissue_mm2: Area of the tissue found.
         classes: One each, in order of the index.
@@ -62,7 +62,7 @@ class Summary:
         unread_pixels: Pixels of the mask that no tile could read.
         versions: Program or library to version.
         seconds: Step of the work to its duration.
-        warnings: What is to be said of the result.
+        warnings: Sentences for the user.
     """
 
     slide: str
@@ -90,12 +90,12 @@ def class_summaries(
     mask: Frame,
     tissue_mm2: float,
 ) -> tuple[ClassSummary, ...]:
-    """The figures of each class.
+    """Compute the area, share of tissue and number of regions of each class.
 
     Args:
         classes: Their names.
-        pixels: Class index to pixels of the mask; what is missing is none.
-        regions: Class index to regions traced; likewise.
+        pixels: By class index, pixels of the mask; what is missing is none.
+        regions: By class index, regions traced; likewise.
         mask: The mask's frame.
         tissue_mm2: Area of the tissue.
     """
@@ -108,7 +108,7 @@ def class_summaries(
 
 
 def write_summary(path: Path, summary: Summary) -> None:
-    """Writes summary.json.
+    """Write summary.json.
 
     Raises:
         OSError: The disk is full or cannot be written.
@@ -117,7 +117,7 @@ def write_summary(path: Path, summary: Summary) -> None:
 
 
 def read_summary(path: Path) -> Summary:
-    """Reads what `write_summary` wrote.
+    """Read a summary.json.
 
     Raises:
         PathosegError: It was written by something else, or cannot be read.
@@ -137,7 +137,7 @@ def read_summary(path: Path) -> Summary:
 
 
 def write_summary_table(path: Path, summaries: Iterable[Summary]) -> None:
-    """Writes summary.csv: a row for each class of each slide.
+    """Write summary.csv: a row for each class of each slide.
 
     Raises:
         OSError: The disk is full or cannot be written.
@@ -155,7 +155,7 @@ def read_failures(path: Path) -> dict[str, PathosegError]:
     """Read failures.csv, in which the column `hint` was `mend` up to 4b9ee32.
 
     Returns:
-        File name of the slide → its error; nothing where there is no such file.
+        Name of the slide → its error; nothing where there is no such file.
     """
     if not path.is_file():
         return {}
@@ -166,7 +166,7 @@ def read_failures(path: Path) -> dict[str, PathosegError]:
 
 
 def write_failures(path: Path, failures: Mapping[str, PathosegError]) -> None:
-    """Writes failures.csv: a row for each slide, by file name, that has no result.
+    """Write failures.csv: a row for each slide, by name, that has no result.
 
     Raises:
         OSError: The disk is full or cannot be written.

@@ -1,4 +1,23 @@
-"""Blends overlapping tile predictions into finished bands, holding only what tiles still share."""
+"""Blends overlapping tile predictions into finished bands, holding only what tiles still share.
+
+    across             |========== tile 0 =========|
+                                         |========= tile 1 ==========|
+    overlap                              |-m-|.....|-m-|               m: margin
+    weight of tile 0   1   1   1   1   1   1  .9 .5 .1   0             a raised cosine between
+    weight of tile 1                       0  .1 .5 .9   1   1   1     the margins; the sum is 1
+
+    the sums of tile (row, column)
+    +--------------+------+
+    |              |      |    (1) done: no later tile reaches it; it leaves as pixels of the band
+    |   (1) done   | (2)  |    (2) `_left`: added to the next tile of the row
+    |              |      |    (3) `_above[column]`: added to the tile below in the next row
+    +--------------+      |
+    |   (3) below  |      |    Corners come to (3) through (2): the next tile passes them on.
+    +--------------+------+
+
+Each sum has a channel for each class and one of the weights, by which it is divided when it is done
+(`_finished`). So a band takes the memory of one row's strips (3), one tile, and the band's pixels.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +46,7 @@ _Kind = tuple[bool, bool, int]
 
 
 def argmax(probabilities: torch.Tensor) -> torch.Tensor:
-    """The most probable class of each pixel, the lower one where two tie.
+    """Return the most probable class of each pixel, the lower one of two that tie.
 
     Args:
         probabilities: Shape (classes, height, width).
@@ -49,7 +68,7 @@ CONFIDENCE_LEVELS = 2**15 - 1
 
 
 def argmax_and_confidence(probabilities: torch.Tensor) -> torch.Tensor:
-    """The most probable class of each pixel, as `argmax`, and how probable it is.
+    """Return the most probable class of each pixel, as `argmax`, and its probability.
 
     Args:
         probabilities: Shape (classes, height, width).
@@ -79,7 +98,7 @@ def stitch(
     is what `finish` makes of them, each pixel once.
 
     Args:
-        grid: Where the tiles lie; any overlap below the tile.
+        grid: The tiles' places; any overlap below the tile.
         predictions: Index in the grid, probabilities of shape (classes, tile height, tile width),
             and which pixels could not be read (or None), in increasing order of the index. Tiles
             may be missing: what no tile covers is background.
@@ -177,7 +196,7 @@ class _Blend:
         Args:
             row: The tile's.
             column: The tile's.
-            tile: What is predicted, None where it is missing.
+            tile: The tile's prediction, None where it is missing.
 
         Returns:
             Shape (classes + 1, height, width), to be used up before the next call; None where no

@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from pathoseg.parallel.cost.hardware import load_hardware
     from pathoseg.parallel.fitting import fit
     from pathoseg.parallel.planning.plan import PlanRequest
-    from pathoseg.parallel.runtime.runner import Training
+    from pathoseg.parallel.runtime.stage import Training
 
 __all__ = ["PlanRequest", "Training", "connect", "fit", "load_hardware"]
 
 _PLACES = {
     "PlanRequest": "planning.plan",
-    "Training": "runtime.runner",
+    "Training": "runtime.stage",
     "connect": "comm.launcher",
     "fit": "fitting",
     "load_hardware": "cost.hardware",

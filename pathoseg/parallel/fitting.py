@@ -22,7 +22,8 @@ from pathoseg.parallel.planning.planner import plan
 from pathoseg.parallel.planning.stage_costs import StageCosts
 from pathoseg.parallel.runtime.executor import Microbatches
 from pathoseg.parallel.runtime.memory_check import Memory
-from pathoseg.parallel.runtime.runner import RankStepResult, Runner, Training
+from pathoseg.parallel.runtime.runner import RankStepResult, Runner
+from pathoseg.parallel.runtime.stage import Training
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Fit:
     """A model in training on the ranks of a job.
 
     Attributes:
-        plan: What every rank holds and does.
+        plan: The stages and actions of every rank.
         runner: This rank's part.
         input: Name of the model's input.
     """
@@ -42,7 +43,7 @@ class Fit:
     def step(
         self, number: int, inputs: Tensor, targets: Tensor, trace: bool = False
     ) -> RankStepResult:
-        """One optimizer step on the mean loss of a batch.
+        """Make one optimizer step on the mean loss of a batch; all ranks call it.
 
         Args:
             number: The run's step, from 0.
@@ -95,7 +96,7 @@ def fit(
         request: Ranks, memory and batch, and what of the plan is settled already.
         hardware: By which layers are priced (`load_hardware`).
         transport: Joins the ranks (`connect`).
-        device: Where this rank computes.
+        device: The device on which this rank computes.
         optimizer_slots: Tensors that the optimizer keeps for each parameter.
 
     Raises:
@@ -113,11 +114,11 @@ def fit(
 
 
 def best(graphs: Sequence[StageCosts], request: PlanRequest) -> Plan:
-    """The fastest plan.
+    """Find the fastest plan.
 
     Args:
         graphs: The model, once for each size of microbatch that may be used, smallest first.
-        request: What is to be planned.
+        request: The step, ranks and memory to plan for.
 
     Raises:
         PathosegError: Nothing fits; it says what would.
@@ -168,12 +169,13 @@ def split(
     Args:
         model: As for `fit`.
         example: As for `fit`.
-        plan: What every rank holds and does.
+        plan: The stages and actions of every rank.
         training: As for `fit`.
         transport: As for `fit`.
         device: As for `fit`.
-        form: How what the plan offloads, and what is parked, is copied.
-        parked: What waits in host memory of stages that are not at work; no plan counts it.
+        form: The mode of copies to the host.
+        parked: The kinds of tensors that are offloaded while their stage is not at work; no plan
+            counts them.
 
     Raises:
         PathosegError: The plan is for another model or microbatch.

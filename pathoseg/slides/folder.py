@@ -1,7 +1,9 @@
-"""Finding the slides in a directory."""
+"""Finding the slides in a folder and the folders inside it."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from pathoseg.errors import PathosegError
@@ -14,35 +16,121 @@ _SUFFIXES = {
     ".tif", ".tiff", ".png", ".jpg", ".jpeg", ".bmp",
 }  # fmt: skip
 _MASK_SUFFIXES = {".png", ".tif", ".tiff"}
+_INDEX_SUFFIXES = {".vms", ".vmu"}  # text files that name the images of a Hamamatsu slide
 _DICOM_MAGIC, _DICOM_MAGIC_AT = b"DICM", 128
 _SERIES_TAG = b"\x20\x00\x0e\x00UI"  # SeriesInstanceUID, explicit little endian
-_HEAD_BYTES = 65_536
+_HEAD_BYTES, _SERIES_BYTES = 256, 65_536
+
+# What folders that hold no slides are known by: all entries of one of these sets are in them.
+_MARKS: tuple[frozenset[str], ...] = (
+    frozenset({"config.toml", "splits.csv"}),  # a run
+    frozenset({"model.json", "weights.safetensors"}),  # a bundle
+    frozenset({"summary.json", "mask.ome.tiff"}),  # the result of a slide
+    frozenset({"cache.json", "pixels"}),  # tiles of a slide
+    frozenset({"Slidedat.ini"}),  # the data of a MIRAX slide
+    *(frozenset({name}) for name in ("zarr.json", ".zarray", ".zgroup")),
+)
+
+_log = logging.getLogger(__name__)
+
+
+def find_slides(folders: Sequence[Path], passed_over: Collection[Path] = ()) -> dict[str, Path]:
+    """The slides in some folders and the folders inside them, by name.
+
+    A slide's name is its path relative to the folder that was given, with `/` between the parts.
+
+    Left out are hidden files and folders; runs, bundles, results and caches of pathoseg, known by
+    the files in them; the data of MIRAX and VMS slides; index masks (`X_mask.png` or `.tif` of a
+    slide X); all but the first file of a DICOM series; and whatever is neither named like a slide
+    nor begins like one.
+
+    Args:
+        folders: Where to look. A slide that two of them hold counts once.
+        passed_over: Folders inside them that hold no slides, such as those of annotations.
+
+    Returns:
+        Name → file, in the order of the folders, sorted by name in each.
+
+    Raises:
+        PathosegError: A folder does not exist or holds no slide, or different slides have one name.
+    """
+    slides = dict[str, Path]()
+    files = set[Path]()
+    for folder in folders:
+        found = _slides_below(folder, {path.resolve() for path in passed_over})
+        if not found:
+            raise PathosegError(
+                f"{folder} holds no slides.", "Give a folder that holds them, at any depth."
+            )
+        for path in found:
+            name, file = path.relative_to(folder).as_posix(), path.resolve()
+            if len(folders) > 1 and file in files:
+                continue
+            if name in slides:
+                raise PathosegError(
+                    f"{slides[name]} and {path} are both called {name}.",
+                    "Rename one, or give the folder that holds both: then their names have the "
+                    "folders inside it.",
+                )
+            slides[name] = path
+            files.add(file)
+    return slides
 
 
 def slides_in(folder: Path) -> list[Path]:
-    """The slides directly in a directory, sorted by name.
+    """The slides of `find_slides` in one folder."""
+    return list(find_slides([folder]).values())
 
-    Left out are hidden files, subdirectories, index masks (`X_mask.png` or `.tif` beside a slide
-    X), all but the first file of a DICOM series, and whatever is neither named like a slide nor
-    begins like one.
 
-    Raises:
-        PathosegError: There is no such directory, or no slide in it.
-    """
+def _slides_below(root: Path, passed_over: Collection[Path]) -> list[Path]:
+    meant = list[Path]()
+    for files in _files_below(root, passed_over):
+        named = {path.name for path in files}
+        parts = set().union(*(_parts(path) for path in files)) & named
+        own = [path for path in files if path.name not in parts and _is_slide(path)]
+        meant += _first_of_series(own)
+    stems = {stem for path in meant for stem in _stems(path)}
+    slides = [path for path in meant if not _is_mask(path, stems)]
+    return sorted(slides, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _files_below(root: Path, passed_over: Collection[Path]) -> Iterator[list[Path]]:
+    """The files of each folder, without hidden ones; links are followed, each folder once."""
+    waiting, seen = [root], set[Path]()
+    while waiting:
+        folder = waiting.pop()
+        real = folder.resolve()
+        if real in seen or (folder != root and real in passed_over):
+            continue
+        seen.add(real)
+        try:
+            entries = sorted(folder.iterdir())
+        except OSError as error:
+            if folder == root:
+                raise PathosegError(
+                    f"{folder} cannot be listed: {error.strerror}.",
+                    "Give a directory that holds slides.",
+                ) from error
+            _log.warning("%s cannot be listed (%s): it is passed over.", folder, error.strerror)
+            continue
+        names = {path.name for path in entries}
+        if folder != root and any(mark <= names for mark in _MARKS):
+            continue
+        shown = [path for path in entries if not path.name.startswith(".")]
+        yield [path for path in shown if path.is_file()]
+        waiting += [path for path in reversed(shown) if path.is_dir()]
+
+
+def _parts(path: Path) -> set[str]:
+    """The names of the files that belong to a slide which is several files in one folder."""
+    if path.suffix.lower() not in _INDEX_SUFFIXES:
+        return set()
     try:
-        files = sorted(path for path in folder.iterdir() if path.is_file())
-    except OSError as error:
-        raise PathosegError(
-            f"{folder} cannot be listed: {error.strerror}.", "Give a directory that holds slides."
-        ) from error
-    meant = [path for path in files if not path.name.startswith(".") and _is_slide(path)]
-    slides = _first_of_series([path for path in meant if not _is_mask(path, meant)])
-    if not slides:
-        raise PathosegError(
-            f"{folder} holds no slides.",
-            "Give a directory that holds them directly; directories inside it are not searched.",
-        )
-    return slides
+        with path.open(encoding="latin-1") as file:
+            text = file.read(_SERIES_BYTES)
+    except OSError:  # opening it as a slide tells why
+        return set()
+    return {line.partition("=")[2].strip() for line in text.splitlines()} - {path.name}
 
 
 def _is_slide(path: Path) -> bool:
@@ -52,12 +140,16 @@ def _is_slide(path: Path) -> bool:
     return is_tiff(head) or is_image(head) or _is_dicom(head)
 
 
-def _is_mask(path: Path, meant: list[Path]) -> bool:
+def _stems(path: Path) -> Iterator[str]:
+    """What comes before each dot of the name: the mask of X.ome.tif may be called X_mask.tif."""
+    return (path.name[:at] for at, letter in enumerate(path.name) if letter == ".")
+
+
+def _is_mask(path: Path, stems: Collection[str]) -> bool:
     """Return True if a file is the index mask of another: `X_mask.png` of `X.svs`."""
     if path.suffix.lower() not in _MASK_SUFFIXES or not path.stem.endswith("_mask"):
         return False
-    masked = path.stem.removesuffix("_mask")
-    return any(other.name.startswith(f"{masked}.") for other in meant)
+    return path.stem.removesuffix("_mask") in stems
 
 
 def _first_of_series(slides: list[Path]) -> list[Path]:
@@ -68,9 +160,11 @@ def _first_of_series(slides: list[Path]) -> list[Path]:
 
 def _series(path: Path) -> bytes | None:
     """The SeriesInstanceUID of a DICOM file, None for other files."""
-    head = _head(path)
+    if not _is_dicom(_head(path)):
+        return None
+    head = _head(path, _SERIES_BYTES)
     start = head.find(_SERIES_TAG) + len(_SERIES_TAG)
-    if not _is_dicom(head) or start < len(_SERIES_TAG):
+    if start < len(_SERIES_TAG):
         return None
     length = int.from_bytes(head[start : start + 2], "little")
     return head[start + 2 : start + 2 + length]
@@ -80,9 +174,9 @@ def _is_dicom(head: bytes) -> bool:
     return head.startswith(_DICOM_MAGIC, _DICOM_MAGIC_AT)
 
 
-def _head(path: Path) -> bytes:
+def _head(path: Path, length: int = _HEAD_BYTES) -> bytes:
     try:
         with path.open("rb") as file:
-            return file.read(_HEAD_BYTES)
+            return file.read(length)
     except OSError:  # opening it as a slide tells why
         return b""

@@ -1,4 +1,4 @@
-"""Keeps the tiles of one slide on disk in a Zarr array that several writers may fill at once."""
+"""Keeps the pixels of one slide on disk in a Zarr array that several writers may fill at once."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, Self
 from uuid import uuid4
 
+import google_crc32c
 import imagecodecs
 import numpy as np
 import zarr
+from numpy.typing import NDArray
 from zarr.abc.codec import ArrayBytesCodec, BytesBytesCodec
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec
 from zarr.core.array_spec import ArraySpec
@@ -28,69 +30,71 @@ from zarr.core.common import JSON
 from zarr.registry import register_codec
 
 from pathoseg.errors import PathosegError
-from pathoseg.geometry import Frame
+from pathoseg.geometry import Box, Frame, Size
+from pathoseg.platform_support import read_at
 from pathoseg.slides.region import Region
 from pathoseg.tiles.fingerprint import Fingerprint
-from pathoseg.tiles.grid import TileGrid
 
 Codec = Literal["lossless", "lossy"]
 
-_FORMAT = 1
-_SHARD_BYTES = 32 * 1024**2  # before compression; a writer takes about five times as much memory
-_MOST_TILES_A_SHARD = 32
+_FORMAT = 2
+BLOCK = 256  # side of what is decoded at once
+SHARD = 1024  # side of what is written at once, and is one file
 _JPEG_QUALITY = 90
 _ABANDONED = 3600.0  # seconds after which an unfinished file is taken for a killed writer's
 _DESCRIPTION = "cache.json"
+_CHECKSUM = 4  # bytes at the end of a block, and of a shard's index
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class TileCacheKey:
-    """All that the content of a cache follows from.
+    """All that the content of a cache follows from; tiles of any size and place are read from it.
 
     Attributes:
         slide: The slide's file.
         fingerprint: What the file was like.
-        frame: The resolution of the tiles.
-        grid: Where they lie.
-        indices: Which tiles of the grid are kept, in the order of the cache.
+        frame: The resolution.
         codec: "lossless" (Blosc-LZ4) or "lossy" (JPEG, quality 90, full chroma).
     """
 
     slide: Path
     fingerprint: Fingerprint
     frame: Frame
-    grid: TileGrid
-    indices: tuple[int, ...]
     codec: Codec = "lossless"
 
     @property
     def digest(self) -> str:
         """Names the content; the slide's path is no part of it."""
         content = {key: value for key, value in self.described().items() if key != "slide"}
-        content["indices"] = self.indices
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
     def described(self) -> dict[str, object]:
-        """The key for a reader's eye, with a count in place of the indices."""
+        """The key for a reader's eye."""
         return {
             "format": _FORMAT,
             "slide": str(self.slide.resolve()),
             "fingerprint": asdict(self.fingerprint),
             "frame": asdict(self.frame),
-            "grid": asdict(self.grid),
-            "tiles": len(self.indices),
+            "block": BLOCK,
+            "shard": SHARD,
             "codec": self.codec,
         }
 
 
+Shard = tuple[int, int]  # row and column
+
+
 class TileCache:
-    """Tiles by position (0, 1, … in the order of the key's indices), stored in shards.
+    """The pixels of a slide's frame in blocks, of which a square of 4 × 4 is a shard.
 
     A shard is one file. It is written whole, under another name, and then renamed, so a shard
     that is there is complete and never changes: two writers of one shard do the same work twice,
     and a killed one leaves only a draft, which is cleared away later. No locks are needed.
+
+    Shards are written by Zarr. Blocks are read from them without it, as its machinery takes several
+    times as long as decoding a block, and serves all threads of a process one after the other.
 
     Args:
         path: The folder of this cache, made by `open`.
@@ -99,8 +103,9 @@ class TileCache:
 
     def __init__(self, path: Path, key: TileCacheKey) -> None:
         self.path = path
-        self._count = len(key.indices)
-        self._a_shard = _tiles_a_shard(key)
+        self._lossless = key.codec == "lossless"
+        size = key.frame.size
+        self._extent = Box(0, 0, size.width, size.height)
         # Where all values are 0 (black glass) the file is to appear all the same.
         pixels = zarr.open_array(path / "pixels", mode="r+")
         self._pixels = pixels.with_config({"write_empty_chunks": True})
@@ -119,6 +124,7 @@ class TileCache:
         try:
             if not path.is_dir():
                 _create(path, key)
+                _tell_of_former(path, key)
         except OSError as error:
             raise _unwritable(path, error) from error
         _clear(path, key)
@@ -127,70 +133,132 @@ class TileCache:
         except Exception as error:  # zarr raises as many kinds as there are ways to be damaged
             raise _damaged(path, error) from error
 
-    @property
-    def shards(self) -> int:
-        return -(-self._count // self._a_shard)
+    def shards(self, box: Box) -> Iterator[Shard]:
+        """The shards that hold the pixels of a box."""
+        inside = box.intersection(self._extent)
+        if inside is not None:
+            for row in range(inside.y // SHARD, -(-inside.bottom // SHARD)):
+                for column in range(inside.x // SHARD, -(-inside.right // SHARD)):
+                    yield row, column
 
-    def shard_of(self, position: int) -> int:
-        return position // self._a_shard
+    def box(self, shard: Shard) -> Box:
+        """The pixels of a shard, which may reach outside the frame."""
+        return Box(shard[1] * SHARD, shard[0] * SHARD, SHARD, SHARD)
 
-    def positions(self, shard: int) -> range:
-        """The tiles of a shard."""
-        start = shard * self._a_shard
-        return range(start, min(start + self._a_shard, self._count))
+    def has(self, shard: Shard) -> bool:
+        return self._file(shard).exists()
 
-    def has(self, shard: int) -> bool:
-        return _shard_file(self.path / "pixels", shard).exists()
-
-    def read(self, position: int) -> Region | None:
-        """The tile at `position`, or None where its shard is not written yet.
+    def read(self, box: Box) -> Region | None:
+        """The pixels of a box, white outside the frame; None where a shard is not written yet.
 
         Raises:
-            PathosegError: The shard is damaged or cannot be read.
+            PathosegError: A shard is damaged or cannot be read.
         """
-        shard = self.shard_of(position)
-        if not self.has(shard):
-            return None
+        pixels = np.full((box.height, box.width, 3), 255, np.uint8)
+        unread: NDArray[np.bool_] | None = None
+        shards = list(self.shards(box))
         try:
-            pixels = np.asarray(self._pixels[position])
-            unread = None
-            if _shard_file(self.path / "unread", shard).exists():
-                unread = np.asarray(self._unread[position])
+            for shard in shards:
+                inside = box.intersection(self.box(shard))
+                assert inside is not None
+                self._read_blocks(shard, inside, box, pixels)
+                if self._file(shard, "unread").exists():
+                    if unread is None:
+                        unread = np.zeros((box.height, box.width), np.bool_)
+                    unread[_within(inside, box)] = self._unread[_within(inside, None)]
+        except FileNotFoundError:
+            return None
         except MemoryError:
             raise
         except Exception as error:  # codecs raise as many kinds as there are ways to be damaged
             raise _damaged(self.path, error) from error
-        # A shard that was removed meanwhile reads as black.
-        if not self.has(shard):
+        # The flags of a shard that was removed meanwhile read as false.
+        if unread is not None and not all(map(self.has, shards)):
             return None
         return Region(pixels, unread if unread is not None and unread.any() else None)
 
-    def write(self, shard: int, regions: Iterable[Region]) -> None:
-        """Stores all tiles of a shard, in order; nothing is there before everything is.
+    def write(self, shard: Shard, region: Region) -> None:
+        """Stores a shard, the region of its box; nothing is there before everything is.
 
         Raises:
             PathosegError: The disk is full, or the folder cannot be written.
         """
-        positions = self.positions(shard)
-        pixels = np.empty((len(positions), *self._pixels.shape[1:]), dtype=np.uint8)
-        unread = np.zeros(pixels.shape[:3], dtype=np.bool_)
-        for row, (_, region) in enumerate(zip(positions, regions, strict=True)):
-            pixels[row] = region.pixels
-            if region.unread is not None:
-                unread[row] = region.unread
-        span = slice(positions.start, positions.stop)
+        place = _within(self.box(shard), None)
         try:
-            if unread.any():
-                self._unread[span] = unread
+            if region.unread is not None and region.unread.any():
+                self._unread[place] = region.unread
             # Last, because its presence says that the shard is complete.
-            self._pixels[span] = pixels
+            self._pixels[place] = region.pixels
         except OSError as error:
             raise _unwritable(self.path, error) from error
+
+    def _read_blocks(self, shard: Shard, inside: Box, box: Box, pixels: NDArray[np.uint8]) -> None:
+        """Puts the pixels of `inside`, which is in one shard, where they lie in those of `box`.
+
+        A shard ends with an index, offset and length of each block, and the index's checksum; a
+        block ends with its own (Zarr 3, the codec "sharding_indexed").
+        """
+        a_row = SHARD // BLOCK
+        index_bytes = 16 * a_row**2
+        with self._file(shard).open("rb", buffering=0) as file:
+            at = os.fstat(file.fileno()).st_size - index_bytes - _CHECKSUM
+            index = _checked(_read_exactly(file.fileno(), index_bytes + _CHECKSUM, at))
+            places = np.frombuffer(index, "<u8").reshape(a_row, a_row, 2)
+            origin = self.box(shard)
+            for row in range(
+                (inside.y - origin.y) // BLOCK, -(-(inside.bottom - origin.y) // BLOCK)
+            ):
+                for column in range(
+                    (inside.x - origin.x) // BLOCK, -(-(inside.right - origin.x) // BLOCK)
+                ):
+                    offset, length = map(int, places[row, column])
+                    data = _checked(_read_exactly(file.fileno(), length, offset))
+                    block = Box(origin.x + column * BLOCK, origin.y + row * BLOCK, BLOCK, BLOCK)
+                    part = block.intersection(inside)
+                    assert part is not None
+                    pixels[_within(part, box)] = self._decoded(data)[_within(part, block)]
+
+    def _decoded(self, data: bytes) -> NDArray[np.uint8]:
+        if self._lossless:
+            raw = imagecodecs.blosc_decode(data, numthreads=1)
+            return np.frombuffer(raw, np.uint8).reshape(BLOCK, BLOCK, 3)
+        found: NDArray[np.uint8] = imagecodecs.jpeg8_decode(data)
+        return found
+
+    def _file(self, shard: Shard, array: str = "pixels") -> Path:
+        """Return the path of a shard by Zarr's default key encoding (separator ".")."""
+        colours = ".0" if array == "pixels" else ""
+        return self.path / array / f"c.{shard[0]}.{shard[1]}{colours}"
+
+
+def _within(part: Box, whole: Box | None) -> tuple[slice, slice]:
+    """Return the slices of a box in an array that shows `whole`, or that begins at (0, 0)."""
+    x, y = (part.x, part.y) if whole is None else (part.x - whole.x, part.y - whole.y)
+    return slice(y, y + part.height), slice(x, x + part.width)
+
+
+def _read_exactly(descriptor: int, length: int, offset: int) -> bytes:
+    data = read_at(descriptor, length, offset)
+    if len(data) != length:
+        raise ValueError("a shard is cut short")
+    return data
+
+
+def _checked(data: bytes) -> bytes:
+    """Return the bytes before their checksum.
+
+    Raises:
+        ValueError: The checksum is wrong.
+    """
+    content = data[:-_CHECKSUM]
+    if google_crc32c.value(content) != int.from_bytes(data[-_CHECKSUM:], "little"):
+        raise ValueError("a checksum is wrong")
+    return content
 
 
 @dataclass(frozen=True)
 class _JpegCodec(ArrayBytesCodec):
-    """A tile (1, height, width, 3) as one JPEG file without chroma subsampling."""
+    """A block (height, width, 3) as one JPEG file without chroma subsampling."""
 
     quality: int
     is_fixed_size = False
@@ -210,7 +278,7 @@ class _JpegCodec(ArrayBytesCodec):
         return chunk_spec.prototype.nd_buffer.from_numpy_array(pixels.reshape(chunk_spec.shape))
 
     async def _encode_single(self, chunk_data: NDBuffer, chunk_spec: ArraySpec) -> Buffer:
-        pixels = np.ascontiguousarray(chunk_data.as_numpy_array()[0])
+        pixels = np.ascontiguousarray(chunk_data.as_numpy_array())
         data = await asyncio.to_thread(
             imagecodecs.jpeg8_encode, pixels, level=self.quality, subsampling="444"
         )
@@ -223,24 +291,19 @@ class _JpegCodec(ArrayBytesCodec):
 register_codec("pathoseg.jpeg", _JpegCodec)
 
 
-def _tiles_a_shard(key: TileCacheKey) -> int:
-    fit = max(1, _SHARD_BYTES // (3 * key.grid.tile.pixels))
-    return min(fit, _MOST_TILES_A_SHARD, max(1, len(key.indices)))
-
-
 def _create(path: Path, key: TileCacheKey) -> None:
     """Makes the folder with its empty arrays under another name and renames it."""
     draft = path.with_name(f".{uuid4().hex}.draft")
-    tile = (key.grid.tile.height, key.grid.tile.width)
     lossless = (BloscCodec(cname="lz4", clevel=5, shuffle="bitshuffle"), Crc32cCodec())
     lossy = (Crc32cCodec(),)
+    extent = key.frame.size.rounded_up(SHARD)
     try:
         draft.mkdir(parents=True)
         (draft / _DESCRIPTION).write_text(json.dumps(key.described(), indent=2))
         serializer = BytesCodec() if key.codec == "lossless" else _JpegCodec(_JPEG_QUALITY)
         compressors = lossless if key.codec == "lossless" else lossy
-        _create_array(draft / "pixels", key, (*tile, 3), "uint8", serializer, compressors)
-        _create_array(draft / "unread", key, tile, "bool", BytesCodec(), lossless)
+        _create_array(draft / "pixels", extent, (3,), "uint8", serializer, compressors)
+        _create_array(draft / "unread", extent, (), "bool", BytesCodec(), lossless)
         draft.rename(path)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another writer was first
@@ -251,17 +314,17 @@ def _create(path: Path, key: TileCacheKey) -> None:
 
 def _create_array(
     path: Path,
-    key: TileCacheKey,
-    tile: tuple[int, ...],
+    extent: Size,
+    channels: tuple[int, ...],
     dtype: str,
     serializer: ArrayBytesCodec,
     compressors: Sequence[BytesBytesCodec],
 ) -> None:
     zarr.create_array(
         path,
-        shape=(len(key.indices), *tile),
-        chunks=(1, *tile),
-        shards=(_tiles_a_shard(key), *tile),
+        shape=(extent.height, extent.width, *channels),
+        chunks=(BLOCK, BLOCK, *channels),
+        shards=(SHARD, SHARD, *channels),
         dtype=dtype,
         serializer=serializer,
         compressors=compressors,
@@ -270,10 +333,19 @@ def _create_array(
     )
 
 
-def _shard_file(array: Path, shard: int) -> Path:
-    """Return the file of a shard under Zarr's default key encoding (separator ".")."""
-    dimensions = 4 if array.name == "pixels" else 3
-    return array / ".".join(["c", str(shard), *["0"] * (dimensions - 1)])
+def _tell_of_former(path: Path, key: TileCacheKey) -> None:
+    """Log that caches of the slide in an earlier format are not used: the slide is read again."""
+    now = key.described()
+    for other in path.parent.glob("*/" + _DESCRIPTION):
+        with suppress(OSError, ValueError, KeyError):
+            then = json.loads(other.read_text())
+            if all(then[part] == now[part] for part in ("slide", "fingerprint")) and (
+                then["format"] < now["format"]
+            ):
+                _log.warning(
+                    "%s is of an earlier version and not used: the slide is read again. Delete it.",
+                    other.parent,
+                )
 
 
 def _clear(path: Path, key: TileCacheKey) -> None:

@@ -38,7 +38,16 @@ def class_counts(masks: NDArray[np.uint8], classes: int) -> NDArray[np.int64]:
 def count_tiles(
     grid: TileGrid, frame: Frame, labels: Labels, classes: ClassTable
 ) -> NDArray[np.int64]:
-    """Pixels per class of every tile of the grid, shape (tiles, classes).
+    """Count the pixels of each class in every tile of a grid.
+
+    Args:
+        grid: The tiles, over `frame`.
+        frame: The pixels' resolution.
+        labels: The slide's annotation.
+        classes: The classes to count.
+
+    Returns:
+        Shape (tiles, classes).
 
     Raises:
         PathosegError: The annotation names a class that is not in `classes`.

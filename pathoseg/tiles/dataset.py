@@ -10,22 +10,26 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
+import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from pathoseg.annotations.annotation import IGNORE
 from pathoseg.errors import PathosegError
+from pathoseg.tiles.class_pixels import class_counts
 from pathoseg.tiles.tiles import SlideTiles, tile_labels
 from pathoseg.tiles.transform import Augmentation
 
 # What a random stream is for, so that no two of them begin alike.
-_ORDER, _CHANGES = 0, 1
+_ORDER, _CHANGES, _PLACE = 0, 1, 2
+_NOTICED = 0.9  # part of a class's even share below which it is held back
 
 Sample = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 
 
 @dataclass(frozen=True, slots=True)
 class SampleId:
-    """Which tile stands where in an epoch.
+    """One sample of an epoch: a tile at a place in the order.
 
     Attributes:
         position: Place in the epoch, counted over all ranks.
@@ -53,6 +57,23 @@ class Batch:
     samples: tuple[SampleId, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class HeldBack:
+    """A class that comes up less often than others, as its tiles are few.
+
+    Attributes:
+        tiles: How many hold it.
+        of: How many there are to learn from.
+        even: Share of the draws that would hold it without a limit.
+        share: Share that do.
+    """
+
+    tiles: int
+    of: int
+    even: float
+    share: float
+
+
 class TrainingSet:
     """The tiles of many slides in an order that follows from seed and epoch alone.
 
@@ -66,10 +87,19 @@ class TrainingSet:
         balance: "none" draws every tile before any comes again. "class" gives every class the
             same number of draws, from tiles that hold a pixel of it; tiles of background alone
             count as one more class.
+        balance_limit: By "class", no tile is drawn more than this many times as often as "none"
+            would draw it; what a class loses by that, the others gain.
         min_cover: For tile classification: leaves out tiles that nothing labels (`tile_labels`)
             and balances by label. None for segmentation.
+        offsets: "random" tiles lie near those of the grid, a place drawn for each sample of each
+            epoch; such a tile holds the class that is rarest of those in the grid's tile, or where
+            tiles are classified has its label.
         augmentation: Changes each tile at random.
         threads: Readers.
+
+    Attributes:
+        held_back: Index of a class but the background → what the limit makes of its share of the
+            draws, where that is less.
 
     Raises:
         PathosegError: There is no tile.
@@ -82,26 +112,57 @@ class TrainingSet:
         seed: int,
         samples_per_epoch: int | None = None,
         balance: Literal["none", "class"] = "none",
+        balance_limit: float = math.inf,
         min_cover: float | None = None,
+        offsets: Literal["grid", "random"] = "grid",
         augmentation: Augmentation | None = None,
         threads: int = 1,
     ) -> None:
         self.slides, self.batch, self.seed = slides, batch, seed
+        self._min_cover, self._offsets = min_cover, offsets
         self._augmentation, self._threads = augmentation, threads
         self._tiles = [(s, t) for s, tiles in enumerate(slides) for t in range(len(tiles))]
-        self._groups = _groups(slides, balance, min_cover) if self._tiles else []
+        groups = _groups(slides, balance, min_cover) if self._tiles else {}
+        self._groups = list(groups.values())
         if not self._groups:
             raise PathosegError(
                 f"None of the {len(self._tiles)} tiles of {len(slides)} slides can be learnt from.",
                 "Annotate regions that lie on the slides, or lower [tiles] min_tissue.",
             )
-        drawn = samples_per_epoch or len(np.unique(np.concatenate(self._groups)))
-        self.steps_per_epoch = math.ceil(drawn / batch)
+        # Of each slide, the class that a tile near the grid's must hold too.
+        self._wanted = _rarest(slides, min_cover) if offsets == "random" else []
+        usable = len(np.unique(np.concatenate(self._groups)))
+        self.steps_per_epoch = math.ceil((samples_per_epoch or usable) / batch)
+        self._weights: NDArray[np.float64] | None = None
+        self.held_back: dict[int, HeldBack] = {}
+        # Readers are threads already; OpenCV's own would take their cores.
+        cv2.setNumThreads(1)
+        if balance == "class" and balance_limit < math.inf:
+            even = _even_weights(self._groups, len(self._tiles))
+            self._weights = _limited(even, balance_limit / usable)
+            for index, group in groups.items():
+                before, after = (float(each[group].sum()) for each in (even, self._weights))
+                if index and after < _NOTICED * before:
+                    self.held_back[index] = HeldBack(len(group), usable, before, after)
 
     def order(self, epoch: int) -> tuple[SampleId, ...]:
-        """Which tile comes when in an epoch: `steps_per_epoch * batch` of them."""
+        """Draw the samples of an epoch in their order: `steps_per_epoch * batch` of them.
+
+        Args:
+            epoch: From 0; with the seed, it decides the draw.
+        """
         rng = self._rng(_ORDER, epoch)
         count = self.steps_per_epoch * self.batch
+        if self._weights is None:
+            order = self._in_turns(rng, count)
+        else:
+            order = self._by_weight(rng, count, self._weights)
+        return tuple(
+            SampleId(position, *self._tiles[tile]) for position, tile in enumerate(order.tolist())
+        )
+
+    def _in_turns(self, rng: np.random.Generator, count: int) -> NDArray[np.int64]:
+        """Tiles of each group in turn; of a group, all before any comes again."""
         # Beginning at any group, so that none has the extra draw in every epoch.
         turns = (np.arange(count) + rng.integers(len(self._groups))) % len(self._groups)
         rng.shuffle(turns)
@@ -111,17 +172,45 @@ class TrainingSet:
             rounds = math.ceil(len(places) / len(group))
             draws = [rng.permutation(group) for _ in range(rounds)]
             order[places] = np.concatenate([*draws, group[:0]])[: len(places)]
-        return tuple(
-            SampleId(position, *self._tiles[tile]) for position, tile in enumerate(order.tolist())
-        )
+        return order
+
+    def _by_weight(
+        self, rng: np.random.Generator, count: int, weights: NDArray[np.float64]
+    ) -> NDArray[np.int64]:
+        """Each tile as often as its weight says, rounded up or down, spread over the epoch.
+
+        The numbers of draws are a systematic sample: they add up to `count`, and those of the tiles
+        that hold the same classes to what their weights say, to within one.
+        """
+        held = np.zeros(len(weights), np.int64)
+        for number, group in enumerate(self._groups):
+            held[group] |= 1 << (number % 63)
+        order = np.lexsort((rng.permutation(len(weights)), held))
+        ends = np.floor(np.cumsum(weights[order]) * count + rng.random()).astype(np.int64)
+        ends[-1] = count
+        times = np.diff(ends, prepend=0)
+        tiles = np.repeat(order, times)
+        nth = np.arange(count) - np.repeat(ends - times, times)
+        when = (nth + rng.random(count)) / np.repeat(times, times)
+        return tiles[np.argsort(when, kind="stable")].astype(np.int64)
 
     def sample(self, epoch: int, sample: SampleId) -> Sample:
-        """Image and mask of a sample of that epoch's `order`.
+        """Read a sample, and vary it as its place in the epoch decides.
+
+        Args:
+            epoch: From 0.
+            sample: One of that epoch's `order`.
 
         Raises:
             PathosegError: The slide or the cache cannot be read.
         """
-        tile = self.slides[sample.slide].read(sample.tile)
+        slide = self.slides[sample.slide]
+        if self._offsets == "grid":
+            tile = slide.read(sample.tile)
+        else:
+            wanted = int(self._wanted[sample.slide][sample.tile])
+            rng = self._rng(_PLACE, epoch, sample.position)
+            tile = slide.read_near(sample.tile, rng, lambda mask: self._holds(mask, wanted))
         if self._augmentation is None:
             return tile.image, tile.mask
         rng = self._rng(_CHANGES, epoch, sample.position)
@@ -170,6 +259,16 @@ class TrainingSet:
             finally:
                 readers.shutdown(cancel_futures=True)
 
+    def _holds(self, mask: NDArray[np.uint8], wanted: int) -> bool:
+        """Return True if a mask (h, w) holds the class for which its tile was drawn.
+
+        Where tiles are classified, it has to be the tile's class.
+        """
+        if self._min_cover is None:
+            return bool((mask == wanted).any())
+        counts = class_counts(mask[None], len(self.slides[0].classes))
+        return int(tile_labels(counts, self._min_cover)[0]) == wanted
+
     def _gather(self, samples: tuple[SampleId, ...], futures: list[Future[Sample]]) -> Batch:
         tile = self.slides[0].grid.tile
         images = np.empty((len(samples), tile.height, tile.width, 3), dtype=np.uint8)
@@ -184,8 +283,8 @@ class TrainingSet:
 
 def _groups(
     slides: Sequence[SlideTiles], balance: Literal["none", "class"], min_cover: float | None
-) -> list[NDArray[np.int64]]:
-    """Tiles that are drawn equally often, each group as numbers counted over all slides."""
+) -> dict[int | None, NDArray[np.int64]]:
+    """Tiles of each class, or all tiles (None), as numbers counted over all slides."""
     counts = np.concatenate([tiles.class_pixels for tiles in slides])
     if min_cover is None:
         holds = counts > 0
@@ -194,5 +293,37 @@ def _groups(
         holds = tile_labels(counts, min_cover)[:, None] == np.arange(counts.shape[1])
     if balance == "none":
         # Not all tiles, as those where everything is ignored teach nothing.
-        holds = np.logical_or.reduce(holds, axis=1, keepdims=True)
-    return [np.flatnonzero(column) for column in holds.T if column.any()]
+        usable = np.flatnonzero(holds.any(axis=1))
+        return {None: usable} if len(usable) else {}
+    return {index: np.flatnonzero(holds) for index, holds in enumerate(holds.T) if holds.any()}
+
+
+def _rarest(slides: Sequence[SlideTiles], min_cover: float | None) -> list[NDArray[np.int64]]:
+    """The class of each tile that fewest tiles hold; its label where tiles are classified."""
+    groups = _groups(slides, "class", min_cover)
+    rarest = np.full(sum(map(len, slides)), IGNORE, np.int64)
+    for index, group in sorted(groups.items(), key=lambda item: -len(item[1])):
+        rarest[group] = index or 0
+    return np.split(rarest, np.cumsum([len(tiles) for tiles in slides])[:-1])
+
+
+def _even_weights(groups: Sequence[NDArray[np.int64]], tiles: int) -> NDArray[np.float64]:
+    """Share of the draws of each tile where every group has the same share."""
+    weights = np.zeros(tiles)
+    for group in groups:
+        weights[group] += 1 / (len(groups) * len(group))
+    return weights
+
+
+def _limited(weights: NDArray[np.float64], most: float) -> NDArray[np.float64]:
+    """The weights with none above `most`; the others are scaled so that they still add up to 1."""
+    limited, free = weights.copy(), weights > 0
+    while free.any():
+        rest = max(0.0, 1 - most * np.count_nonzero((weights > 0) & ~free))
+        limited[free] = weights[free] * (rest / weights[free].sum())
+        above = limited > most
+        if not (above & free).any():
+            break
+        limited[above], free = most, free & ~above
+    limited /= limited.sum()
+    return limited

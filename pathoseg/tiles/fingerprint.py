@@ -28,7 +28,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, path: Path) -> Fingerprint:
-        """The fingerprint of `path`; an MRXS file's is that of its folder of pixels, too.
+        """Take the fingerprint of a slide's file; for MRXS also that of its folder of pixels.
 
         Raises:
             PathosegError: The file cannot be read.

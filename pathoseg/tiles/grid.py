@@ -70,6 +70,14 @@ class TileGrid:
             column * self.stride.width, row * self.stride.height, self.tile.width, self.tile.height
         )
 
+    def row_of(self, index: int) -> int:
+        """The row that tile `index` lies in."""
+        return index // self.columns
+
+    def first_of(self, row: int) -> int:
+        """The first tile of a row."""
+        return row * self.columns
+
     def __iter__(self) -> Iterator[Box]:
         return (self.box(index) for index in range(len(self)))
 

@@ -14,9 +14,10 @@ R = TypeVar("R")
 
 
 def prefetch_map(work: Callable[[T], R], items: Iterable[T], threads: int) -> Generator[R]:
-    """`map(work, items)` in order, at most twice `threads` results ahead of the consumer.
+    """Map `work` over `items` by threads, and yield the results in order.
 
-    An error of `work` is raised where its result is due; closing the iterator ends the threads.
+    At most twice `threads` results are ahead of the consumer. An error of `work` is raised where
+    its result is due; closing the iterator ends the threads.
     """
     pending: deque[Future[R]] = deque()
     pool = ThreadPoolExecutor(threads)
@@ -32,7 +33,7 @@ def prefetch_map(work: Callable[[T], R], items: Iterable[T], threads: int) -> Ge
 
 
 def in_background(source: Iterator[T], ahead: int) -> Generator[T]:
-    """`source`, run by another thread up to `ahead` items before the consumer.
+    """Yield the items of `source`, which a thread runs up to `ahead` items before the consumer.
 
     An error of `source` is raised here; closing this iterator closes `source`.
     """

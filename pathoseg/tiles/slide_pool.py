@@ -25,7 +25,7 @@ class SlidePool:
 
     @contextmanager
     def borrow(self, path: Path) -> Iterator[Slide]:
-        """A slide for the caller alone, until the block ends.
+        """Make a context with an open slide that nobody else reads meanwhile.
 
         Raises:
             PathosegError: The slide cannot be opened.
@@ -48,7 +48,7 @@ class SlidePool:
             old.close()
 
     def close(self) -> None:
-        """Closes the slides that nobody reads."""
+        """Close the slides that nobody reads now."""
         with self._lock:
             slides, self._idle = self._idle, []
         for slide in slides:

@@ -42,6 +42,8 @@ _DEVIATIONS = np.array([0.56, 0.112, 0.019])
 _HED = np.array([[0.65, 0.70, 0.29], [0.07, 0.99, 0.11], [0.27, 0.57, 0.78]])
 _HED /= np.linalg.norm(_HED, axis=1, keepdims=True)
 
+_STRIP = 2**15  # pixels whose logarithms are held at once, to stay in a core's cache
+
 
 @dataclass(frozen=True, slots=True)
 class StainNormaliser:
@@ -82,7 +84,7 @@ class StainNormaliser:
         return cls(affine, np.eye(3) if method == "macenko" else _CONES)
 
     def apply(self, image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """The image, shape (height, width, 3), in the colours of the reference."""
+        """Return an image (height, width, 3), uint8 RGB, in the colours of the reference."""
         return _map_logs(image, self.affine, self.basis)
 
 
@@ -105,7 +107,10 @@ def sample_pixels(slide: Slide, frame: Frame, boxes: Sequence[Box]) -> NDArray[n
 
 
 def jitter_stains(
-    image: NDArray[np.uint8], strength: float, rng: np.random.Generator
+    image: NDArray[np.uint8],
+    strength: float,
+    rng: np.random.Generator,
+    out: NDArray[np.uint8] | None = None,
 ) -> NDArray[np.uint8]:
     """Scales and shifts the amounts of hematoxylin, eosin and DAB at random.
 
@@ -116,24 +121,40 @@ def jitter_stains(
         image: RGB, shape (height, width, 3).
         strength: Half the range of factors and offsets.
         rng: Draws six numbers.
+        out: Takes the result; may be `image`.
     """
     factors = 1 + strength * rng.uniform(-1, 1, 3)
     offsets = strength * rng.uniform(-1, 1, 3)
     scale = _HED.T @ np.diag(factors) @ np.linalg.inv(_HED.T)
-    return _map_logs(image, np.column_stack([scale, -_HED.T @ offsets]), np.eye(3))
+    return _map_logs(image, np.column_stack([scale, -_HED.T @ offsets]), np.eye(3), out)
 
 
-def _map_logs(image: NDArray[np.uint8], affine: Matrix, basis: Matrix) -> NDArray[np.uint8]:
+def _map_logs(
+    image: NDArray[np.uint8],
+    affine: Matrix,
+    basis: Matrix,
+    out: NDArray[np.uint8] | None = None,
+) -> NDArray[np.uint8]:
     """Applies an affine map to the logarithms of `basis` times the light of each pixel.
 
     Light is (value + 1) / 256, so that black has a logarithm and white is 1.
     """
     light = np.column_stack([basis, basis.sum(axis=1)]) / 256
     back = np.column_stack([np.linalg.inv(basis) * 256, [-1, -1, -1]])
-    logs = cv2.log(cv2.transform(image.astype(np.float32), light))
-    values = cv2.transform(cv2.exp(cv2.transform(logs, affine)), back)
-    # A sum with nothing, as this rounds and saturates in one pass.
-    return np.asarray(cv2.addWeighted(values, 1, values, 0, 0, dtype=cv2.CV_8U), dtype=np.uint8)
+    out = np.empty(image.shape, np.uint8) if out is None else out
+    height, width = image.shape[:2]
+    rows = min(height, max(1, _STRIP // width))
+    both = np.empty((2, rows, width, 3), np.float32)
+    for top in range(0, height, rows):
+        strip = slice(top, min(top + rows, height))
+        one, other = both[:, : strip.stop - top]
+        one[:] = image[strip]
+        cv2.log(cv2.transform(one, light, dst=other), dst=one)
+        cv2.exp(cv2.transform(one, affine, dst=other), dst=one)
+        cv2.transform(one, back, dst=other)
+        # A sum with nothing, as this rounds and saturates in one pass.
+        cv2.addWeighted(other, 1, other, 0, 0, dst=out[strip], dtype=cv2.CV_8U)
+    return out
 
 
 def _macenko(logs: Matrix) -> Matrix | None:
@@ -171,7 +192,14 @@ _STAINED = 0.5  # least share of tissue in a tile that the stain normaliser look
 def fit_stain(
     slide: Slide, frame: Frame, boxes: Sequence[Box], tissue: Tissue, method: Method
 ) -> StainNormaliser:
-    """The normaliser of a slide, from those of `boxes` that are mostly tissue.
+    """Fit a slide's stain on the tiles that are mostly tissue, or on all where none is.
+
+    Args:
+        slide: The slide.
+        frame: The resolution at which tiles are read.
+        boxes: The tiles, in pixels of `frame`.
+        tissue: The slide's tissue.
+        method: "macenko" or "reinhard".
 
     Raises:
         PathosegError: There is too little stained tissue.

@@ -1,23 +1,24 @@
-"""The tiles of one slide, images with masks, through the cache where there is one."""
+"""The tiles of one slide, images with masks: on a grid or near it, through the cache or not."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections import defaultdict
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pathoseg.annotations.annotation import IGNORE, ClassTable, Labels
+from pathoseg.annotations.annotation import BACKGROUND, IGNORE, ClassTable, Labels
 from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, Size
 from pathoseg.slides.region import Region, read_region
-from pathoseg.tiles.cache import Codec, TileCache, TileCacheKey
+from pathoseg.tiles.cache import Codec, Shard, TileCache, TileCacheKey
 from pathoseg.tiles.class_pixels import count_tiles, count_tiles_once
 from pathoseg.tiles.fingerprint import Fingerprint
 from pathoseg.tiles.grid import TileGrid
@@ -27,12 +28,12 @@ from pathoseg.tiles.stain import StainNormaliser
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What a model learns from.
+    """One training tile with its labels.
 
     Attributes:
         image: RGB, shape (height, width, 3), white outside the slide.
         mask: Class indices, shape (height, width), 255 where ignored, unread or outside.
-        unread: Pixels that the slide could not deliver.
+        unread: Number of pixels that could not be read.
     """
 
     image: NDArray[np.uint8]
@@ -41,30 +42,61 @@ class Tile:
 
 
 class TissueShare(Protocol):
-    """Where tissue lies on a slide."""
+    """The tissue of a slide, as it decides which tiles are kept."""
 
     def share(self, box: Box, frame: Frame) -> float:
-        """The share of `box` (pixels of `frame`) within the slide that is tissue."""
+        """Return the share of `box` (pixels of `frame`) within the slide that is tissue, 0…1."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TileOptions:
-    """How slides are cut.
+    """The size and choice of training tiles, and their cache.
 
     Attributes:
         tile: Side of a tile in pixels.
         overlap: Pixels that neighbours share.
+        offsets: "random" tiles lie up to half a stride from the grid's (`SlideTiles.read_near`).
         min_tissue: Least share of tissue in a tile without annotation.
         cache: Folder of the caches of all slides; None reads slides each time.
-        codec: How cached tiles are compressed.
+        codec: The compression of cached tiles.
     """
 
     tile: int
     overlap: int = 0
+    offsets: Literal["grid", "random"] = "grid"
     min_tissue: float = 0.1
     cache: Path | None = None
     codec: Codec = "lossless"
+
+
+# Parts of the stride within which a place is looked for, one after the other.
+_REACHES = (1.0, 1.0, 1.0, 0.5, 0.5, 0.25)
+
+
+@dataclass(frozen=True, slots=True)
+class TissueGrid:
+    """Shares of tissue of all tiles of a grid, and what a tile without annotation needs.
+
+    Attributes:
+        shares: Shape (rows, columns).
+        least: Least share.
+    """
+
+    shares: NDArray[np.float32]
+    least: float
+
+    def has_enough(self, column: float, row: float) -> bool:
+        """Return True if a tile between the grid's has, interpolated linearly, enough tissue."""
+        rows, columns = self.shares.shape
+        column, row = min(max(column, 0.0), columns - 1.0), min(max(row, 0.0), rows - 1.0)
+        x, y = int(column), int(row)
+        u, v = column - x, row - y
+        upper, lower = self.shares[y], self.shares[min(y + 1, rows - 1)]
+        right = min(x + 1, columns - 1)
+        above = upper[x] * (1 - u) + upper[right] * u
+        below = lower[x] * (1 - u) + lower[right] * u
+        return bool(above * (1 - v) + below * v >= self.least)
 
 
 class SlideTiles:
@@ -81,10 +113,12 @@ class SlideTiles:
         labels: What is known of the slide.
         classes: The classes of the masks.
         slides: Lends the slide where the cache does not hold a tile.
-        cache: Holds the tiles at `indices`, in the slide's own colours.
+        tissue: Of the grid's tiles; None where tiles are read on the grid alone.
+        cache: Holds pixels of the slide, in its own colours.
 
     Attributes:
         stain: Applied to every image, where one is set.
+        grid_pixels: Pixels per class of all tiles of the grid, also those that are not kept.
     """
 
     def __init__(
@@ -97,6 +131,7 @@ class SlideTiles:
         labels: Labels,
         classes: ClassTable,
         slides: SlidePool,
+        tissue: TissueGrid | None = None,
         cache: TileCache | None = None,
     ) -> None:
         self.slide, self.frame, self.grid = slide, frame, grid
@@ -104,35 +139,65 @@ class SlideTiles:
         self.labels, self.classes = labels, classes
         self.cache = cache
         self.stain: StainNormaliser | None = None
-        self._slides = slides
-        self._filling = [Lock() for _ in range(cache.shards)] if cache else []
+        self.grid_pixels = class_pixels.sum(axis=0)
+        self._slides, self._tissue = slides, tissue
+        self._filling = defaultdict[Shard, Lock](Lock)
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def box(self, position: int) -> Box:
-        """Where tile `position` (0 … len - 1) lies, in pixels of the frame."""
+        """Return the place of tile `position` (0 … len - 1) in pixels of the frame."""
         return self.grid.box(int(self.indices[position]))
 
     def read(self, position: int) -> Tile:
-        """The tile at `position`; writes the tiles of its shard to the cache if they are missing.
+        """Read a tile and its labels.
+
+        The shards in which it lies are written to the cache if they are missing there.
+
+        Args:
+            position: From 0 to len - 1.
 
         Raises:
             PathosegError: The slide cannot be opened, or the cache not read or written.
         """
-        region = self._region(position)
-        image = self.stain.apply(region.pixels) if self.stain else region.pixels
-        mask = self.labels.rasterise(self.box(position), self.frame, self.classes)
-        if region.unread is None:
-            return Tile(image, mask, 0)
-        mask[region.unread] = IGNORE
-        return Tile(image, mask, int(region.unread.sum()))
+        box = self.box(position)
+        return self._tile(box, self.labels.rasterise(box, self.frame, self.classes))
 
-    def fill(self, threads: int = 1, part: tuple[int, int] = (0, 1)) -> Generator[int]:
-        """Writes the missing shards of the cache and yields the tiles of each when it is there.
+    def read_near(
+        self, position: int, rng: np.random.Generator, accept: Callable[[NDArray[np.uint8]], bool]
+    ) -> Tile:
+        """A tile at a random place up to half a stride from the grid's.
+
+        A place is taken if its mask is accepted and, unless it holds annotation, enough of it is
+        tissue; after several that are not, the grid's own. Where the frame holds a tile, the place
+        lies inside of it, also the grid's; else the frame lies anywhere in the tile.
 
         Args:
-            threads: Shards written at once, at about 200 MB of memory each.
+            position: As for `read`.
+            rng: The only source of chance.
+            accept: Of a mask; true for that of the grid's tile.
+
+        Raises:
+            PathosegError: As `read`.
+        """
+        box, mask = self._place_near(position, rng, accept)
+        return self._tile(box, mask)
+
+    def shards(self) -> list[Shard]:
+        """The shards of the cache that tiles can lie in."""
+        if self.cache is None:
+            return []
+        found = set[Shard]()
+        for position in range(len(self)):
+            found.update(self.cache.shards(self._surroundings(position)))
+        return sorted(found)
+
+    def fill(self, threads: int = 1, part: tuple[int, int] = (0, 1)) -> Generator[Shard]:
+        """Writes the missing ones of `shards` to the cache and yields each when it is there.
+
+        Args:
+            threads: Shards written at once, at about 20 MB of memory each.
             part: (rank, of): every `of`-th shard beginning at `rank`, to share the work.
 
         Raises:
@@ -142,38 +207,85 @@ class SlideTiles:
             raise PathosegError(
                 f"The tiles of {self.slide} have no cache to fill.", "Name its folder."
             )
-        shards = range(part[0], self.cache.shards, part[1])
+        shards = self.shards()[part[0] :: part[1]]
         with ThreadPoolExecutor(threads, thread_name_prefix="fill") as workers:
             try:
                 for shard, _ in zip(shards, workers.map(self._fill_shard, shards), strict=True):
-                    yield len(self.cache.positions(shard))
+                    yield shard
             finally:
                 workers.shutdown(cancel_futures=True)
 
-    def _region(self, position: int) -> Region:
+    def _tile(self, box: Box, mask: NDArray[np.uint8]) -> Tile:
+        region = self._region(box)
+        image = self.stain.apply(region.pixels) if self.stain else region.pixels
+        if region.unread is None:
+            return Tile(image, mask, 0)
+        mask[region.unread] = IGNORE
+        return Tile(image, mask, int(region.unread.sum()))
+
+    def _place_near(
+        self, position: int, rng: np.random.Generator, accept: Callable[[NDArray[np.uint8]], bool]
+    ) -> tuple[Box, NDArray[np.uint8]]:
+        home = self._home(position)
+        stride, tissue = self.grid.stride, self._tissue
+        assert tissue is not None, "tiles that lie on the grid alone"
+        for part in _REACHES:
+            # Uniform before it is moved inside, so that the frame's edges are seen half as often as
+            # its middle, and not almost never.
+            across, down = (int(part * side / 2) for side in (stride.width, stride.height))
+            shift_x, shift_y = rng.integers((-across, -down), (across, down), endpoint=True)
+            box = self._moved_inside(home, int(shift_x), int(shift_y))
+            mask = self.labels.rasterise(box, self.frame, self.classes)
+            annotated = (mask != BACKGROUND) & (mask != IGNORE)
+            if accept(mask) and (
+                tissue.has_enough(box.x / stride.width, box.y / stride.height) or annotated.any()
+            ):
+                return box, mask
+        return home, self.labels.rasterise(home, self.frame, self.classes)
+
+    def _home(self, position: int) -> Box:
+        """The place near which a tile lies: the grid's, moved inside the frame."""
+        return self._moved_inside(self.box(position))
+
+    def _moved_inside(self, box: Box, right: int = 0, down: int = 0) -> Box:
+        """A tile moved, and no further than it has as little padding as can be."""
+        size = self.frame.size
+        across, along = size.width - box.width, size.height - box.height
+        x = min(max(box.x + right, min(0, across)), max(0, across))
+        y = min(max(box.y + down, min(0, along)), max(0, along))
+        return Box(x, y, box.width, box.height)
+
+    def _surroundings(self, position: int) -> Box:
+        """All that a tile can show."""
+        if self._tissue is None:
+            return self.box(position)
+        home, stride = self._home(position), self.grid.stride
+        first, last = (
+            self._moved_inside(home, sign * (stride.width // 2), sign * (stride.height // 2))
+            for sign in (-1, 1)
+        )
+        return Box(first.x, first.y, last.right - first.x, last.bottom - first.y)
+
+    def _region(self, box: Box) -> Region:
         if self.cache is None:
             with self._slides.borrow(self.slide) as slide:
-                return read_region(slide, self.frame, self.box(position))
-        region = self.cache.read(position)
+                return read_region(slide, self.frame, box)
+        region = self.cache.read(box)
         while region is None:
-            self._fill_shard(self.cache.shard_of(position))
-            region = self.cache.read(position)
+            for shard in self.cache.shards(box):
+                self._fill_shard(shard)
+            region = self.cache.read(box)
         return region
 
-    def _fill_shard(self, shard: int) -> None:
+    def _fill_shard(self, shard: Shard) -> None:
         assert self.cache is not None
         # Threads of one process wait for the first; other processes may do the same work again.
         with self._filling[shard]:
             if self.cache.has(shard):
                 return
             with self._slides.borrow(self.slide) as slide:
-                self.cache.write(
-                    shard,
-                    (
-                        read_region(slide, self.frame, self.box(position))
-                        for position in self.cache.positions(shard)
-                    ),
-                )
+                region = read_region(slide, self.frame, self.cache.box(shard))
+            self.cache.write(shard, region)
 
 
 def cut_tiles(
@@ -210,15 +322,22 @@ def cut_tiles(
     else:
         folder = options.cache / slide.name
         counts = count_tiles_once(folder, grid, frame, labels, annotations, classes)
-    enough = [tissue.share(box, frame) >= options.min_tissue for box in grid]
+    shares = np.array([tissue.share(box, frame) for box in grid], np.float32)
     known = counts.any(axis=1)
-    indices = np.flatnonzero(known & (np.array(enough) | counts[:, 1:].any(axis=1)))
+    enough = shares >= options.min_tissue
+    indices = np.flatnonzero(known & (enough | counts[:, 1:].any(axis=1)))
+    around = None
+    if options.offsets == "random":
+        around = TissueGrid(shares.reshape(grid.rows, grid.columns), options.min_tissue)
     cache = None
     if options.cache is not None:
-        kept = tuple(indices.tolist())
-        key = TileCacheKey(slide, Fingerprint.of(slide), frame, grid, kept, options.codec)
+        key = TileCacheKey(slide, Fingerprint.of(slide), frame, options.codec)
         cache = TileCache.open(options.cache, key)
-    return SlideTiles(slide, frame, grid, indices, counts[indices], labels, classes, slides, cache)
+    tiles = SlideTiles(
+        slide, frame, grid, indices, counts[indices], labels, classes, slides, around, cache
+    )
+    tiles.grid_pixels = counts.sum(axis=0)
+    return tiles
 
 
 def tile_labels(counts: NDArray[np.int64], min_cover: float) -> NDArray[np.int64]:

@@ -18,6 +18,7 @@ from pathoseg.tiles.tile_options import TissueOptions
 _THUMBNAIL_MPP = 8.0
 _MOST_PIXELS = 4_000_000
 _LEAST_SIDE = 64
+_ROUNDING = 1e-6  # pixels of the thumbnail
 
 # Sizes of what is looked at and cleaned away.
 _GRAIN_UM = 6.0  # smoothing before anything is measured
@@ -48,7 +49,7 @@ class Tissue:
 
     @property
     def area_mm2(self) -> float:
-        """Tissue in mm²."""
+        """The area of the tissue in mm²."""
         slide = self.slide_size.pixels * self.mpp.x * self.mpp.y * 1e-6
         return slide * float(self.mask.mean())
 
@@ -73,7 +74,8 @@ class Tissue:
             - self._tissue_above_left(right, top)
             + self._tissue_above_left(left, top)
         )
-        return _clamped(tissue / area, 1)
+        # What is left of sums in the millions where there is no tissue is rounding.
+        return _clamped(tissue / area, 1) if tissue > _ROUNDING else 0.0
 
     @cached_property
     def _sums(self) -> NDArray[np.int32]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 from typing import Any
 
@@ -18,10 +17,14 @@ from pathoseg.tiles.tile_options import AugmentOptions
 Image = NDArray[np.uint8]
 
 _BEND = 128  # pixels between the knots of elastic displacements
+_STRIP = 2**16  # pixels whose source positions are computed at once, to stay in a core's cache
 
 
 class Augmentation:
     """Varies tiles; may be called by several threads.
+
+    Every step works in the memory of the tile that is returned, or in memory that a thread keeps
+    from tile to tile: fresh pages of a tile cost as much as computing it.
 
     Args:
         options: What is varied and how much.
@@ -29,7 +32,7 @@ class Augmentation:
 
     def __init__(self, options: AugmentOptions) -> None:
         self._options = options
-        self._photometric = threading.local()
+        self._own = threading.local()
 
     def __call__(self, image: Image, mask: Image, rng: np.random.Generator) -> tuple[Image, Image]:
         """A changed copy of a tile.
@@ -45,91 +48,89 @@ class Augmentation:
             is not square.
         """
         options = self._options
-        if options.flip:
-            image, mask = _flip(image, mask, rng)
+        changed, labels = np.empty(image.shape, np.uint8), np.empty(mask.shape, np.uint8)
+        turns, mirror = _flip(mask.shape, rng) if options.flip else (0, False)
         if rng.random() < options.warp:
-            image, mask = _warp(image, mask, options, rng)
+            turned, turned_labels = self._kept("image", image), self._kept("mask", mask)
+            self._turn(image, turns, mirror, turned)
+            self._turn(mask, turns, mirror, turned_labels)
+            self._warp(turned, turned_labels, rng, changed, labels)
+        else:
+            self._turn(image, turns, mirror, changed)
+            self._turn(mask, turns, mirror, labels)
         if options.stain:
-            image = jitter_stains(image, options.stain, rng)
+            jitter_stains(changed, options.stain, rng, changed)
         if options.colour or options.blur or options.noise:
-            image = self._change_light(image, rng)
-        return image, mask
+            changed = self._change_light(changed, rng)
+        return changed, labels
+
+    def _turn(self, image: Image, turns: int, mirror: bool, out: Image) -> None:
+        """Turns by quarters against the clock, then mirrors left and right."""
+        upside_down, left_right = turns in (1, 2), (turns in (2, 3)) != mirror
+        # A quarter turn is a transposition with one of the two flips.
+        source = image
+        if turns % 2:
+            source = self._kept("transposed", image) if upside_down or left_right else out
+            cv2.transpose(image, dst=source)
+        if upside_down or left_right:
+            cv2.flip(source, -1 if upside_down and left_right else int(left_right), dst=out)
+        elif source is not out:
+            np.copyto(out, source)
+
+    def _warp(
+        self, image: Image, mask: Image, rng: np.random.Generator, warped: Image, labels: Image
+    ) -> None:
+        """Scales, rotates, shifts and bends in one interpolation."""
+        options, (height, width) = self._options, mask.shape
+        scale = 1 + options.scale * rng.uniform(-1, 1)
+        angle = math.radians(options.rotate) * rng.uniform(-1, 1)
+        shift_x, shift_y = options.shift * rng.uniform(-1, 1, 2)
+        cos, sin = math.cos(angle) / scale, math.sin(angle) / scale
+        across = np.arange(width, dtype=np.float32) - np.float32((width - 1) / 2)
+        down = (np.arange(height, dtype=np.float32) - np.float32((height - 1) / 2))[:, None]
+        bend = None
+        if options.elastic:
+            knots = (math.ceil(height / _BEND) + 1, math.ceil(width / _BEND) + 1, 2)
+            steps = rng.normal(0, options.elastic, knots).astype(np.float32)
+            bend = self._kept("bend", np.broadcast_to(np.float32(0), (height, width, 2)))
+            cv2.resize(steps, (width, height), dst=bend, interpolation=cv2.INTER_CUBIC)
+        rows = max(1, _STRIP // width)
+        for top in range(0, height, rows):
+            strip = slice(top, min(top + rows, height))
+            x = np.float32(cos) * across - np.float32(sin) * down[strip]
+            y = np.float32(sin) * across + np.float32(cos) * down[strip]
+            x += np.float32((width - 1) / 2 + shift_x * width)
+            y += np.float32((height - 1) / 2 + shift_y * height)
+            if bend is not None:
+                x += bend[strip, :, 0]
+                y += bend[strip, :, 1]
+            mirrored, nothing = cv2.BORDER_REFLECT_101, cv2.BORDER_CONSTANT
+            cv2.remap(image, x, y, cv2.INTER_LINEAR, dst=warped[strip], borderMode=mirrored)
+            cv2.remap(
+                mask, x, y, cv2.INTER_NEAREST, labels[strip], borderMode=nothing, borderValue=IGNORE
+            )
+
+    def _kept(self, name: str, like: NDArray[Any]) -> NDArray[Any]:
+        """This thread's array of that name, of the shape and type of `like`."""
+        found: NDArray[Any] | None = getattr(self._own, name, None)
+        if found is None or found.shape != like.shape or found.dtype != like.dtype:
+            found = np.empty(like.shape, like.dtype)
+            setattr(self._own, name, found)
+        return found
 
     def _change_light(self, image: Image, rng: np.random.Generator) -> Image:
         # An albumentations pipeline holds its own generators, so each thread has one.
-        pipeline = getattr(self._photometric, "pipeline", None)
+        pipeline = getattr(self._own, "pipeline", None)
         if pipeline is None:
-            pipeline = self._photometric.pipeline = _light_pipeline(self._options)
+            # Imported here because it takes a second that segmenting a slide need not wait for.
+            from pathoseg.tiles.light import light_pipeline
+
+            pipeline = self._own.pipeline = light_pipeline(self._options)
         pipeline.set_random_seed(int(rng.integers(2**31)))
         return np.asarray(pipeline(image=image)["image"], dtype=np.uint8)
 
 
-def _flip(image: Image, mask: Image, rng: np.random.Generator) -> tuple[Image, Image]:
-    turns = int(rng.integers(4)) if mask.shape[0] == mask.shape[1] else 2 * int(rng.integers(2))
-    mirror = bool(rng.integers(2))
-    image, mask = np.rot90(image, turns), np.rot90(mask, turns)
-    if mirror:
-        image, mask = image[:, ::-1], mask[:, ::-1]
-    return np.ascontiguousarray(image), np.ascontiguousarray(mask)
-
-
-def _warp(
-    image: Image, mask: Image, options: AugmentOptions, rng: np.random.Generator
-) -> tuple[Image, Image]:
-    """Scales, rotates, shifts and bends in one interpolation."""
-    height, width = mask.shape
-    x, y = _sources(height, width, options, rng)
-    warped = cv2.remap(image, x, y, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REFLECT_101)
-    labels = cv2.remap(
-        mask, x, y, cv2.INTER_NEAREST, borderMode=cv2.BORDER_CONSTANT, borderValue=IGNORE
-    )
-    return np.asarray(warped, dtype=np.uint8), np.asarray(labels, dtype=np.uint8)
-
-
-def _sources(
-    height: int, width: int, options: AugmentOptions, rng: np.random.Generator
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return the source position of each pixel: x and y, shape (height, width) each."""
-    scale = 1 + options.scale * rng.uniform(-1, 1)
-    angle = math.radians(options.rotate) * rng.uniform(-1, 1)
-    shift_x, shift_y = options.shift * rng.uniform(-1, 1, 2)
-    cos, sin = math.cos(angle) / scale, math.sin(angle) / scale
-    across = np.arange(width, dtype=np.float32) - np.float32((width - 1) / 2)
-    down = (np.arange(height, dtype=np.float32) - np.float32((height - 1) / 2))[:, None]
-    x = np.float32(cos) * across - np.float32(sin) * down
-    y = np.float32(sin) * across + np.float32(cos) * down
-    x += np.float32((width - 1) / 2 + shift_x * width)
-    y += np.float32((height - 1) / 2 + shift_y * height)
-    if options.elastic:
-        knots = (math.ceil(height / _BEND) + 1, math.ceil(width / _BEND) + 1, 2)
-        steps = rng.normal(0, options.elastic, knots).astype(np.float32)
-        bend = cv2.resize(steps, (width, height), interpolation=cv2.INTER_CUBIC)
-        x += bend[..., 0]
-        y += bend[..., 1]
-    return x, y
-
-
-def _light_pipeline(options: AugmentOptions) -> Any:
-    """Colour, blur and noise by albumentations; seeded before each use."""
-    # Before the import, which would otherwise ask the network for a newer version. And the import
-    # stands here because it takes a second that segmenting a slide need not wait for.
-    os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"
-    # It asks the network for updates when it is imported.
-    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-    import albumentations
-
-    share = options.colour
-    around = (1 - share, 1 + share)
-    return albumentations.Compose(
-        [
-            albumentations.ColorJitter(
-                brightness=around,
-                contrast=around,
-                saturation=around,
-                hue=(-share / 5, share / 5),
-                p=float(share > 0),
-            ),
-            albumentations.GaussianBlur(blur_limit=0, sigma_limit=(0.5, 1.5), p=options.blur),
-            albumentations.GaussNoise(std_range=(0.01, 0.03), p=options.noise),
-        ]
-    )
+def _flip(shape: tuple[int, ...], rng: np.random.Generator) -> tuple[int, bool]:
+    """Quarter turns, and whether to mirror after them."""
+    turns = int(rng.integers(4)) if shape[0] == shape[1] else 2 * int(rng.integers(2))
+    return turns, bool(rng.integers(2))

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -39,13 +40,16 @@ def start_ranks(ranks: int, arguments: Sequence[str], choice: Choice) -> int | N
 
 @contextmanager
 def joined(choice: Choice, alone: bool = False) -> Iterator[Transport | None]:
-    """This job's ranks, or None where there is one alone.
+    """Make a context with a transport between this job's ranks; all but rank 0 are silent in it.
+
+    An error of one rank is told by rank 0, and ends all.
 
     Args:
         choice: The transport.
         alone: Whether one rank gets a transport too, to run a plan.
 
-    Ranks other than 0 are silent: what stops one of them is told by rank 0.
+    Yields:
+        The transport; None where there is one rank alone.
     """
     world = find_world()
     if world.ranks == 1 and not alone:
@@ -55,10 +59,8 @@ def joined(choice: Choice, alone: bool = False) -> Iterator[Transport | None]:
         choice, world = "gloo", World()
     with ExitStack() as stack:
         if world.rank:
-            nowhere = stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
-            stack.enter_context(redirect_stdout(nowhere))
-            stack.enter_context(redirect_stderr(nowhere))
-            stack.enter_context(_errors_left_to_rank_0())
+            stack.enter_context(silent())
+            stack.enter_context(errors_left_to_rank_0())
         transport = connect(choice, world)
         stack.callback(transport.close)
         try:
@@ -76,7 +78,7 @@ def joined(choice: Choice, alone: bool = False) -> Iterator[Transport | None]:
 
 @contextmanager
 def stopped_together(interruption: Interruption, transport: Transport | None) -> Iterator[None]:
-    """Within this context, the end of another rank after a signal is no error."""
+    """Make a context in which the end of another rank after a signal raises StoppedError here."""
     try:
         yield
     except PathosegError:
@@ -86,19 +88,43 @@ def stopped_together(interruption: Interruption, transport: Transport | None) ->
 
 
 @contextmanager
-def _errors_left_to_rank_0() -> Iterator[None]:
+def silent() -> Iterator[None]:
+    """Make a context in which standard output and standard error go nowhere."""
+    with (
+        Path(os.devnull).open("w", encoding="utf-8") as nowhere,
+        redirect_stdout(nowhere),
+        redirect_stderr(nowhere),
+    ):
+        yield
+
+
+@contextmanager
+def errors_left_to_rank_0(head_start: float = 0.0) -> Iterator[None]:
+    """Turn an error of this context, which rank 0 meets too and tells, into a silent exit.
+
+    Args:
+        head_start: Seconds ahead of the exit, in which rank 0 may tell it: some launchers end all
+            ranks as soon as one has failed.
+
+    Raises:
+        SystemExit: Code 2 for a PathosegError, that of the signal for a StoppedError.
+    """
     try:
         yield
     except PathosegError:
+        time.sleep(head_start)
         raise SystemExit(2) from None
     except StoppedError as stopped:
         raise SystemExit(stopped.exit_code) from None
 
 
 def own_device(transport: Transport) -> tuple[torch.device, int]:
-    """This rank's device, and the bytes of memory that it may fill.
+    """Choose this rank's device; all ranks call it.
 
     The GPUs of a host are dealt out to its ranks in turn; without one they share the host's memory.
+
+    Returns:
+        The device, and the bytes of memory that this rank may fill.
     """
     hosts = [json.loads(text) for text in transport.gather(json.dumps(socket.gethostname()))]
     mine = hosts[transport.rank]

@@ -28,7 +28,7 @@ _TOLD = 5  # names in a message, of however many
 
 @dataclass(frozen=True)
 class EarlierModel:
-    """Weights to start from.
+    """The weights of an earlier model, from which a training starts.
 
     Attributes:
         place: The bundle's folder, or the file of another program.

@@ -18,14 +18,22 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step: the sum of per-sample losses, and whether its gradient was finite."""
+    """The result of a step; the same on all ranks.
+
+    Attributes:
+        loss_sum: Sum of the per-sample losses.
+        finite: Whether the gradient was finite; if not, no parameter was updated.
+    """
 
     loss_sum: float
     finite: bool
 
 
 class Engine(Protocol):
-    """Every rank makes the same calls in the same order; one device is a rank alone."""
+    """A network in training, on one device or cut over ranks.
+
+    Every rank makes the same calls in the same order; one device is a rank alone.
+    """
 
     @property
     def leads(self) -> bool:
@@ -48,14 +56,15 @@ class Engine(Protocol):
         ...
 
     def step(self, number: int, batch: Batch, rate: float) -> StepResult:
-        """One optimizer step, the run's `number`-th from 0, at learning rate `rate`.
-
-        The result is that of the whole batch, on every rank.
+        """Make one optimizer step on the mean loss of a batch.
 
         Args:
-            number: Decides, with the seed, what layers draw at random.
+            number: The run's step, from 0; with the configured seed, the seed of what layers draw.
             batch: The samples of `rows`.
             rate: Learning rate.
+
+        Returns:
+            The result of the whole batch, on every rank.
 
         Raises:
             PathosegError: The device's memory is too small, or another rank failed.
@@ -65,31 +74,35 @@ class Engine(Protocol):
     def predict(
         self, sizes: Sequence[int], images: Mapping[int, NDArray[np.uint8]]
     ) -> dict[int, torch.Tensor]:
-        """Logits in `eval` mode, by batch of the round, of those that this rank is to judge.
+        """Run the network in `eval` mode on the batches of a round.
 
         Args:
             sizes: Tiles of each batch; 0 where a round has fewer.
-            images: (n, h, w, 3) of each batch that this rank `reads`.
+            images: By batch that this rank `reads`, uint8 RGB of shape (n, height, width, 3).
+
+        Returns:
+            By batch that this rank is to judge, its logits (n, classes, height, width), or (n,
+            classes) where tiles are classified.
         """
         ...
 
     def gather(self, text: str) -> list[str]:
-        """The texts of all ranks, by rank."""
+        """Return the texts of all ranks, by rank."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """The whole of it for a checkpoint, where this rank leads.
+        """Gather the training state for a checkpoint on the rank that leads.
 
         Returns:
-            `model`, the network's state dict; `optimizer`, what it keeps for each parameter, by
-            name; `scaler`, the loss scale's. Nothing on ranks that do not lead.
+            `model`, the network's state dict; `optimizer`, the optimizer's state of each parameter,
+            by name; `scaler`, the loss scale's. An empty dict on ranks that do not lead.
         """
         ...
 
     def load(self, state: dict[str, Any]) -> None:
-        """Takes over a `state`, which any number of ranks may have written.
+        """Load a `state` that any number of ranks may have written.
 
         Raises:
-            KeyError, RuntimeError, ValueError: It is that of another model or optimizer.
+            KeyError, RuntimeError, ValueError: It is the state of another model or optimizer.
         """
         ...

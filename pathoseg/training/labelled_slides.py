@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import csv
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Literal, cast, get_args
 
 from pathoseg.annotations.annotation import ClassTable, Labels
-from pathoseg.annotations.reading import class_table, find_annotation, read_labels
-from pathoseg.config import Config
+from pathoseg.annotations.reading import (
+    class_table,
+    find_annotation,
+    read_labels,
+    stray_annotations,
+    what_is_left_out,
+)
+from pathoseg.config import LARGEST_TILE, Config, DataConfig
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Frame
 from pathoseg.interruption import Interruption
 from pathoseg.outputs.atomic import replaced
-from pathoseg.progress import progress_bar
-from pathoseg.slides.folder import slides_in
+from pathoseg.progress import progress_bar, say
+from pathoseg.slides.folder import find_slides
 from pathoseg.slides.slide import model_frame, open_slide
 from pathoseg.tiles.slide_pool import SlidePool
 from pathoseg.tiles.stain import fit_stain
 from pathoseg.tiles.tiles import SlideTiles, TileOptions, cut_tiles
-from pathoseg.tiles.tissue import find_tissue
+from pathoseg.tiles.tissue import Tissue, find_tissue
 
 Split = Literal["train", "val", "test"]
 TABLE = "slides.csv"
@@ -38,19 +46,26 @@ class Member:
 
 
 def split_slides(
-    names: Sequence[str], table: Path | None, seed: int, val_share: float
+    names: Sequence[str],
+    table: Path | None,
+    seed: int,
+    val_share: float,
+    classes: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> dict[str, Member]:
-    """Assigns every slide a split.
+    """Assign every slide a split.
 
     A row of the table that names a split keeps it. All other patients are ordered by a hash of
-    seed and patient, so that adding a slide moves no other, and the first `val_share` of them
-    (at least one, where there are two) validate.
+    seed and patient, so that adding a slide moves few others, and the first `val_share` of them
+    (at least one, where there are two) validate. Before that order come two rules: every class is
+    trained on, and one that several patients have is validated too where that is possible, even if
+    more of them must validate.
 
     Args:
-        names: File names of the slides.
+        names: Names of the slides: their paths in the folder of slides.
         table: CSV with the columns slide, and optionally patient and split.
         seed: Seed of the run.
         val_share: Share of the patients without a given split that validate.
+        classes: Slide name → the classes that it holds.
 
     Returns:
         Slide name → its member.
@@ -59,48 +74,57 @@ def split_slides(
         PathosegError: The table misses a slide or a column, names an unknown split, or puts one
             patient on both sides.
     """
-    rows = _read(table) if table else {}
+    rows = _Rows(table, names)
     patients: dict[str, str] = {}
     given: dict[str, Split | None] = {}
+    held: dict[str, set[str]] = {}
     for name in names:
-        row = rows.get(name) or rows.get(Path(name).stem)
+        row = rows.of(name)
         if table and row is None:
             raise PathosegError(
                 f"{table} has no row for {name}.", "Add one, or move the slide elsewhere."
             )
-        patients[name] = (row or {}).get("patient") or name
+        patient = patients[name] = (row or {}).get("patient") or name
         split = _as_split((row or {}).get("split"), f"{table}: {name}")
-        if given.setdefault(patients[name], split) != split:
+        if given.setdefault(patient, split) != split:
             raise PathosegError(
-                f"{table}: patient {patients[name]} is in more than one split.",
+                f"{table}: patient {patient} is in more than one split.",
                 "A patient's slides belong together: give them one split.",
             )
-    drawn = _draw([p for p, split in given.items() if split is None], given, seed, val_share)
+        held.setdefault(patient, set()).update(classes.get(name, ()))
+    validating = _drawn_to_validate(given, held, seed, val_share)
     return {
-        name: Member(name, patient, given[patient] or drawn[patient])
+        name: Member(name, patient, given[patient] or ("val" if patient in validating else "train"))
         for name, patient in patients.items()
     }
 
 
-def patients_in(table: Path | None, names: Iterable[str]) -> dict[str, str]:
-    """The patient of each slide; one of which the table says nothing is a patient of its own.
+def patients_in(table: Path | None, names: Collection[str]) -> dict[str, str]:
+    """Read each slide's patient; one of which the table says nothing is a patient of its own.
 
     Raises:
         PathosegError: The table cannot be read.
     """
-    rows = _read(table) if table else {}
-    return {
-        name: (rows.get(name) or rows.get(Path(name).stem) or {}).get("patient") or name
-        for name in names
-    }
+    rows = _Rows(table, names)
+    return {name: (rows.of(name) or {}).get("patient") or name for name in names}
 
 
-def find_table(given: str | None, *folders: Path | None) -> Path | None:
-    """The table of slides: the one that is named, else `slides.csv` in one of the folders."""
-    if given is not None:
-        return Path(given)
-    beside = [folder / TABLE for folder in folders if folder is not None]
-    return next((table for table in beside if table.is_file()), None)
+def find_table(data: DataConfig) -> Path | None:
+    """Find the table of slides: the one that is named, else `slides.csv` in one of the folders.
+
+    Raises:
+        PathosegError: Several folders have one.
+    """
+    if data.table is not None:
+        return Path(data.table)
+    folders = [*data.slide_folders, *([Path(data.annotations)] if data.annotations else [])]
+    tables = [folder / TABLE for folder in folders if (folder / TABLE).is_file()]
+    if len({table.resolve() for table in tables}) > 1:
+        raise PathosegError(
+            f"There are several tables of slides: {' and '.join(map(str, tables))}.",
+            "Put all rows into one file, and name it: `[data] table`.",
+        )
+    return tables[0] if tables else None
 
 
 def write_splits(path: Path, members: Iterable[Member]) -> None:
@@ -119,17 +143,61 @@ def _as_split(text: str | None, where: str) -> Split | None:
     return None
 
 
-def _draw(
-    free: list[str], given: Mapping[str, Split | None], seed: int, val_share: float
-) -> dict[str, Split]:
+def _drawn_to_validate(
+    given: Mapping[str, Split | None],
+    held: Mapping[str, Collection[str]],
+    seed: int,
+    val_share: float,
+) -> set[str]:
+    """Patients without a given split that validate; see `split_slides`.
+
+    Args:
+        given: Patient → the split that the table names.
+        held: Patient → classes.
+        seed: As for `split_slides`.
+        val_share: Likewise.
+    """
+
     def rank(patient: str) -> bytes:
         return hashlib.sha256(f"{seed}:{patient}".encode()).digest()
 
-    held_out = round(val_share * len(free))
-    if held_out == 0 and len(free) > 1 and val_share > 0 and "val" not in given.values():
-        held_out = 1
-    ordered = sorted(free, key=rank)
-    return {p: "val" if i < held_out else "train" for i, p in enumerate(ordered)}
+    free = sorted((patient for patient, split in given.items() if split is None), key=rank)
+    wanted = round(val_share * len(free))
+    if wanted == 0 and len(free) > 1 and val_share > 0 and "val" not in given.values():
+        wanted = 1
+    if wanted == 0:
+        return set()
+    training = Counter[str]()
+    validated = set[str]()
+    for patient, split in given.items():
+        if split == "val":
+            validated.update(held[patient])
+        elif split != "test":
+            training.update(held[patient])
+    chosen = set[str]()
+
+    def can_go(patient: str) -> bool:
+        return all(training[name] > 1 for name in held[patient])
+
+    def choose(patient: str) -> None:
+        chosen.add(patient)
+        training.subtract(held[patient])
+        validated.update(held[patient])
+
+    while True:
+        # The patient with most classes that nothing validates yet, of these the first.
+        gains = {
+            patient: len(set(held[patient]) - validated)
+            for patient in free
+            if patient not in chosen and can_go(patient)
+        }
+        if not max(gains.values(), default=0):
+            break
+        choose(max(gains, key=lambda patient: gains[patient]))
+    for patient in free:
+        if len(chosen) < wanted and patient not in chosen and can_go(patient):
+            choose(patient)
+    return chosen
 
 
 def _read(table: Path) -> dict[str, dict[str, str]]:
@@ -147,13 +215,60 @@ def _read(table: Path) -> dict[str, dict[str, str]]:
         raise PathosegError(
             f"{table} has no column `slide`.", "Its first line should be: slide,patient,split"
         )
-    return {row["slide"]: row for row in rows}
+    return {row["slide"].replace("\\", "/"): row for row in rows}
+
+
+class _Rows:
+    """The rows of a table of slides.
+
+    A row names a slide by its path in the folder of slides, or by its file's name alone where no
+    other slide is called so; the suffix may be left out.
+
+    Args:
+        table: The file; None holds nothing.
+        names: All slides.
+    """
+
+    def __init__(self, table: Path | None, names: Iterable[str]) -> None:
+        self._table = table
+        self._rows = _read(table) if table else {}
+        paths = [PurePosixPath(name) for name in names]
+        self._called = Counter(path.name for path in paths)
+        self._own = {path.as_posix() for path in paths}
+        self._own |= {path.with_suffix("").as_posix() for path in paths}
+
+    def of(self, name: str) -> dict[str, str] | None:
+        """The row of a slide, None where there is none.
+
+        Raises:
+            PathosegError: The only row that could be meant could also mean another slide.
+        """
+        path = PurePosixPath(name)
+        for key in (name, path.with_suffix("").as_posix()):
+            if key in self._rows:
+                return self._rows[key]
+        others = self._rows.keys() - self._own  # what is another slide's whole name is not ours
+        found = next((key for key in (path.name, path.stem) if key in others), None)
+        if found is not None and self._called[path.name] > 1:
+            raise PathosegError(
+                f"{self._table}: {found} could be any of {self._called[path.name]} slides.",
+                f"Name slides by their path in the folder of slides, such as {name}.",
+            )
+        return None if found is None else self._rows[found]
 
 
 @dataclass(frozen=True)
 class LabelledSlide:
-    """A readable slide with what is known of its pixels."""
+    """A readable slide with what is known of its pixels.
 
+    Attributes:
+        name: Its path in the folder of slides.
+        slide: Its file.
+        labels: What is known of it.
+        frame: Its pixels at the resolution of training.
+    """
+
+    name: str
     slide: Path
     labels: Labels
     frame: Frame
@@ -161,30 +276,61 @@ class LabelledSlide:
 
 @dataclass(frozen=True)
 class LabelledSlides:
-    """What a folder offers.
+    """The slides of a folder that can be learnt from, and their classes.
 
     Attributes:
         usable: Slides with labels.
         classes: The classes of the labels, or those the configuration names.
-        left_out: File name → why it is not used.
+        left_out: By name, the reason why a slide is not used.
+        notes: What annotations hold and nothing is learnt from, a sentence for each kind.
     """
 
     usable: tuple[LabelledSlide, ...]
     classes: ClassTable
     left_out: dict[str, str]
+    notes: tuple[str, ...] = ()
 
 
-def find_labelled_slides(config: Config, classes: ClassTable | None = None) -> LabelledSlides:
-    """Opens every slide of the configured folder and reads its labels.
+NO_ANNOTATION = "it has no annotation"
+
+
+@dataclass(frozen=True)
+class ReadSlides:
+    """The slides of the configured folders, each opened once.
+
+    Attributes:
+        files: Name → file, of all.
+        usable: Those with labels.
+        unlabelled: Names of those without an annotation, which are not opened.
+        bad: Name → why the slide or its annotation cannot be used.
+    """
+
+    files: Mapping[str, Path]
+    usable: tuple[LabelledSlide, ...]
+    unlabelled: tuple[str, ...]
+    bad: Mapping[str, PathosegError]
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Name → why it is not used, in the order of the files."""
+        reasons = dict.fromkeys(self.unlabelled, NO_ANNOTATION)
+        reasons |= {name: str(error) for name, error in self.bad.items()}
+        return {name: reasons[name] for name in self.files if name in reasons}
+
+
+def read_slides(
+    config: Config, classes: ClassTable | None = None, skip_bad: bool = True
+) -> ReadSlides:
+    """Open every slide of the configured folders and read its labels.
 
     Args:
         config: `data`, `annotations` and `tiles.mpp` are used.
         classes: The classes to use instead of those found (a trained model's).
+        skip_bad: Go on after a slide that cannot be used.
 
     Raises:
-        PathosegError: No folder is given, a slide or annotation cannot be read (unless
-            `data.skip_bad_slides`), a class is both learnt and a region of interest, or nothing is
-            left.
+        PathosegError: No folder is given or one holds no slides, a class is both learnt and a
+            region of interest, or a slide cannot be used and `skip_bad` is false.
     """
     data, options = config.data, config.annotations
     if classes is not None:
@@ -195,38 +341,153 @@ def find_labelled_slides(config: Config, classes: ClassTable | None = None) -> L
             "([annotations] roi).",
             "Take it out of one of the two: `roi = []` makes it a class like others.",
         )
-    if data.slides is None:
+    folders = data.slide_folders
+    if not folders:
         raise PathosegError("No slides are given.", "Name their folder with --slides DIR.")
-    folder = Path(data.slides)
     notes = Path(data.annotations) if data.annotations else None
     if notes is not None and not notes.is_dir():
         raise PathosegError(f"{notes} is not a folder.", "Check --annotations.")
-    usable: list[LabelledSlide] = []
-    left_out: dict[str, str] = {}
-    for path in slides_in(folder):
-        annotation = find_annotation(path, notes)
-        if annotation is None:
-            left_out[path.name] = "it has no annotation"
-            continue
-        try:
-            with open_slide(path, data.assume_mpp) as slide:
-                frame = model_frame(slide, config.tiles.mpp)
-                labels = read_labels(annotation, slide.size, slide.origin, options)
-            usable.append(LabelledSlide(path, labels, frame))
-        except PathosegError as error:
-            if not data.skip_bad_slides:
-                raise PathosegError(
-                    error.problem,
-                    f"{error.hint} Or leave such slides out ([data] skip_bad_slides = true).",
-                ) from error
-            left_out[path.name] = str(error)
+    files = find_slides(folders, () if notes is None else (notes,))
+    usable, unlabelled = list[LabelledSlide](), list[str]()
+    bad = dict[str, PathosegError]()
+    used = dict[Path, str]()  # annotation → its slide
+    with progress_bar("reading annotations", len(files), "slides") as bar:
+        for name, path in files.items():
+            bar.advance()
+            try:
+                annotation = _annotation_of(name, path, notes)
+                if annotation is None:
+                    unlabelled.append(name)
+                    continue
+                if (other := used.setdefault(annotation.resolve(), name)) != name:
+                    raise PathosegError(
+                        f"{annotation} would be the annotation of both {other} and {name}.",
+                        "Put annotations beside the slides, or into folders that are called like "
+                        "those that the slides are in.",
+                    )
+                with open_slide(path, data.assume_mpp) as slide:
+                    frame = model_frame(slide, config.tiles.mpp)
+                    labels = read_labels(annotation, slide.size, slide.origin, options)
+            except PathosegError as error:
+                if not skip_bad:
+                    raise PathosegError(
+                        error.problem,
+                        f"{error.hint} Or leave such slides out ([data] skip_bad_slides = true).",
+                    ) from error
+                bad[name] = error
+            else:
+                usable.append(LabelledSlide(name, path, labels, frame))
+    return ReadSlides(files, tuple(usable), tuple(unlabelled), bad)
+
+
+def _annotation_of(name: str, slide: Path, folder: Path | None) -> Path | None:
+    """The annotation file of a slide: in the folder of annotations, first where the slide is in
+    that of slides."""
+    within = PurePosixPath(name).parent
+    if folder is not None and within.parts and (folder / within).is_dir():
+        found = find_annotation(slide, folder / within)
+        if found is not None:
+            return found
+    return find_annotation(slide, folder)
+
+
+def find_labelled_slides(config: Config, classes: ClassTable | None = None) -> LabelledSlides:
+    """The slides that can be learnt from, with their classes.
+
+    Args:
+        config: As for `read_slides`.
+        classes: Likewise.
+
+    Raises:
+        PathosegError: As `read_slides`, a slide cannot be used (unless `data.skip_bad_slides`), or
+            nothing is left.
+    """
+    return labelled_slides(
+        config, read_slides(config, classes, config.data.skip_bad_slides), classes
+    )
+
+
+def labelled_slides(
+    config: Config, read: ReadSlides, classes: ClassTable | None = None
+) -> LabelledSlides:
+    """The usable ones of the slides that were read, with their classes.
+
+    Raises:
+        PathosegError: There is none, or the classes cannot be told.
+    """
+    if not read.usable:
+        place = config.data.annotations or config.data.told_folders
+        raise _nothing_left(place, read.left_out)
+    table = classes or class_table([source.labels for source in read.usable], config.data.classes)
+    files = list(read.files.values())
+    places = {path.parent for path in files}
+    if config.data.annotations:
+        root = Path(config.data.annotations)
+        mirrored = {root / PurePosixPath(name).parent for name in read.files}
+        places = {root, *(place for place in mirrored if place.is_dir())}
+    strays = dict[Path, Path | None]()
+    for folder in sorted(places):
+        strays |= stray_annotations(folder, files)
+    lines = what_is_left_out([source.labels.report for source in read.usable], strays, table)
+    return LabelledSlides(read.usable, table, read.left_out, tuple(lines))
+
+
+def named_in(sources: LabelledSlides, table: Path) -> LabelledSlides:
+    """Leave out slides that a run's own table of splits does not name: they came later."""
+    rows = _read(table)
+    late = [s.name for s in sources.usable if s.name not in rows]
+    reasons = dict.fromkeys(late, "it came after the run began")
+    usable = tuple(source for source in sources.usable if source.name in rows)
     if not usable:
-        raise _nothing_left(notes or folder, left_out)
-    table = classes or class_table([source.labels for source in usable], data.classes)
-    return LabelledSlides(tuple(usable), table, left_out)
+        raise PathosegError(
+            f"None of the slides that {table} names can be used.", "Bring them back to go on."
+        )
+    return replace(sources, usable=usable, left_out=sources.left_out | reasons)
 
 
-def _nothing_left(folder: Path, left_out: dict[str, str]) -> PathosegError:
+def classes_held(sources: LabelledSlides) -> dict[str, Collection[str]]:
+    """Return, by slide name, the classes that its annotation holds."""
+    names = set(sources.classes.names)
+    held = dict[str, Collection[str]]()
+    for source in sources.usable:
+        own, report = set(source.labels.classes()), source.labels.report
+        if report.unclassified:  # they are of that class where the run has it
+            own |= {report.fallback} & names
+        held[source.name] = sorted(own)
+    return held
+
+
+def with_tile(config: Config, sources: LabelledSlides, multiple: int) -> Config:
+    """Return the configuration with a tile: where none is given, the largest that most images hold.
+
+    Says which is chosen, and on how many images tiles are mostly padding.
+
+    Args:
+        config: Its `tiles.tile` may be None.
+        sources: The images.
+        multiple: What the model divides by.
+
+    Raises:
+        PathosegError: `tiles.overlap` is not below the tile.
+    """
+    sizes = [source.frame.size for source in sources.usable]
+    sides = sorted(min(size.width, size.height) for size in sizes)
+    most_hold = sides[(len(sides) - 1) // 2]
+    fitting = max(2, min(most_hold, LARGEST_TILE) // multiple) * multiple
+    tile, advice = config.tiles.tile or fitting, ""
+    if config.tiles.tile is None:
+        if fitting < LARGEST_TILE // multiple * multiple:
+            say(f"Tiles of {fitting} px: the largest that most images hold.")
+        config = replace(config, tiles=replace(config.tiles, tile=fitting))
+    elif fitting < tile:
+        advice = f"; without --tile, tiles of {fitting} px would be taken"
+    small = sum(min(tile, size.width) * min(tile, size.height) < tile**2 / 2 for size in sizes)
+    if small:
+        say(f"Tiles of {tile} px are mostly padding on {small} of {len(sizes)} images{advice}.")
+    return config
+
+
+def _nothing_left(folder: str, left_out: dict[str, str]) -> PathosegError:
     reasons = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:5])
     more = f"; and {len(left_out) - 5} more" if len(left_out) > 5 else ""
     return PathosegError(
@@ -260,29 +521,42 @@ def cut_labelled_slides(
         StoppedError: A signal came.
     """
     train, val = list[SlideTiles](), list[SlideTiles]()
-    used = [s for s in sources.usable if members[s.slide.name].split != "test"]
+    used = [s for s in sources.usable if members[s.name].split != "test"]
     with progress_bar("cutting tiles", len(used), "slides") as bar:
         for source in used:
-            training = members[source.slide.name].split == "train"
+            training = members[source.name].split == "train"
             overlap = config.tiles.overlap if training else 0
             (train if training else val).append(cut(config, source, sources, slides, overlap))
             bar.advance()
             interruption.raise_if_asked()
     if not train:
-        raise PathosegError(
-            f"None of the {len(members)} slides is left to train on.",
-            "Annotate more slides, or give more of them the split `train` in slides.csv.",
-        )
+        raise none_to_train_on(members)
     return SplitTiles(train, val)
+
+
+def none_to_train_on(members: Mapping[str, Member]) -> PathosegError:
+    """The refusal of slides of which none is left to train on."""
+    return PathosegError(
+        f"None of the {len(members)} slides is left to train on.",
+        "Annotate more slides, or give more of them the split `train` in slides.csv.",
+    )
 
 
 def cut(
     config: Config, source: LabelledSlide, sources: LabelledSlides, slides: SlidePool, overlap: int
 ) -> SlideTiles:
-    """The tiles of one slide."""
+    """Cut one slide into its tiles."""
+    return cut_with_tissue(config, source, sources.classes, slides, overlap)[0]
+
+
+def cut_with_tissue(
+    config: Config, source: LabelledSlide, classes: ClassTable, slides: SlidePool, overlap: int
+) -> tuple[SlideTiles, Tissue]:
+    """Cut one slide into its tiles; return them and its tissue."""
     options = TileOptions(
-        tile=config.tiles.tile,
+        tile=config.tiles.side,
         overlap=overlap,
+        offsets=config.tiles.offsets,
         min_tissue=config.tiles.min_tissue,
         cache=Path(config.tiles.cache) if config.tiles.cache else None,
         codec=config.tiles.codec,
@@ -294,7 +568,7 @@ def cut(
         source.frame,
         source.labels,
         config.annotations,
-        sources.classes,
+        classes,
         tissue,
         options,
         slides,
@@ -303,4 +577,4 @@ def cut(
         boxes = [tiles.box(position) for position in range(len(tiles))]
         with slides.borrow(source.slide) as slide:
             tiles.stain = fit_stain(slide, source.frame, boxes, tissue, config.tiles.stain)
-    return tiles
+    return tiles, tissue

@@ -14,7 +14,12 @@ from pathoseg.config import TrainConfig
 def make_optimizer(
     parameters: Iterable[torch.Tensor], config: TrainConfig
 ) -> torch.optim.Optimizer:
-    """AdamW or SGD; weight decay on weights only (norms and biases have one dimension)."""
+    """Make AdamW or SGD with the configured rate and weight decay.
+
+    Args:
+        parameters: The trained ones; those of one dimension (norms, biases) do not decay.
+        config: The options.
+    """
     trained = [p for p in parameters if p.requires_grad]
     decayed = [p for p in trained if p.ndim > 1]
     plain = [p for p in trained if p.ndim <= 1]
@@ -28,10 +33,10 @@ def make_optimizer(
 
 
 def learning_rate(config: TrainConfig, step: int, total: int) -> float:
-    """The rate of step `step` (from 0) of `total`: linear warm-up, then the schedule.
+    """Return the rate of step `step` (from 0) of `total`: linear warm-up, then the schedule.
 
-    Cosine falls to 0 as in Loshchilov & Hutter (2017); poly with power 0.9 as in Chen et al.
-    (2017) and nnU-Net.
+    Cosine falls to 0 as in Loshchilov & Hutter (2017); poly with power 0.9 as in Chen et al. (2017)
+    and nnU-Net.
     """
     warm = max(1, round(config.warmup * total))
     if step < warm:

@@ -21,7 +21,7 @@ from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.fitting import split
 from pathoseg.parallel.planning.plan import Plan
 from pathoseg.parallel.runtime.executor import Microbatches
-from pathoseg.parallel.runtime.runner import Training
+from pathoseg.parallel.runtime.stage import Training
 from pathoseg.parallel.schedule import timeline
 from pathoseg.parallel.schedule.event import Event, from_json, to_json
 from pathoseg.progress import say
@@ -136,7 +136,13 @@ class PipelineEngine:
 
 
 def draw_step(run: Path, planned: Sequence[Event], measured: Sequence[Event]) -> None:
-    """Writes a step as it was planned and as it was, as a picture and as a Chrome trace."""
+    """Write a planned and a measured step, as a picture and as a Chrome trace.
+
+    Args:
+        run: The run's folder.
+        planned: The events of all ranks, from `simulate`, in seconds.
+        measured: The events of all ranks, as executed, in seconds.
+    """
     runs = {"planned": planned, "measured": measured}
     write_text(run / TRACE, timeline.chrome_trace(runs))
     write_text(run / TIMELINE, timeline.draw_svg(runs))

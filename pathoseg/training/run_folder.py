@@ -22,7 +22,10 @@ _FINISHED = "summary.json"
 
 
 def new_run(out: Path | None) -> Path:
-    """The folder that a new run may take; `make_run` makes it.
+    """Choose the folder of a new run; `make_run` makes it.
+
+    Args:
+        out: The folder that the user names, or None for `runs/<date>-<time>`.
 
     Raises:
         PathosegError: It already holds a run, or its disk cannot be written.
@@ -42,7 +45,7 @@ def new_run(out: Path | None) -> Path:
 
 
 def make_run(run: Path) -> None:
-    """Makes a run's folder and registers it in `runs/` (as a pointer if it lies elsewhere).
+    """Make a run's folder and register it in `runs/` (as a pointer if it lies elsewhere).
 
     Raises:
         OSError: The disk is full or cannot be written.
@@ -54,7 +57,7 @@ def make_run(run: Path) -> None:
 
 
 def finish_run(run: Path, summary: Mapping[str, Any]) -> None:
-    """Marks `run` as finished and points `runs/latest` at it."""
+    """Mark a run as finished, with its summary as JSON, and point `runs/latest` at it."""
     with replaced(run / _FINISHED) as partial:
         partial.write_text(json.dumps(summary, indent=2) + "\n")
     _point_latest(run)
@@ -83,7 +86,7 @@ def reopen_run(run: Path) -> None:
 
 
 def run_to_resume(longer: bool) -> Path:
-    """The run that `--resume` alone continues: the newest unfinished one.
+    """Find the run that `--resume` alone continues: the newest unfinished one.
 
     Args:
         longer: The newest finished one will do where there is no other: it is to train longer.
@@ -103,7 +106,7 @@ def run_to_resume(longer: bool) -> Path:
 
 
 def bundle_of(model: Path | None, option: str = "--model") -> Path:
-    """The bundle's folder behind `--model`: a run, a bundle, or (None) the newest finished run.
+    """Find the bundle behind `--model`: a run's, the bundle itself, or (None) the newest run's.
 
     Args:
         model: What was given.

@@ -50,7 +50,11 @@ class RunLog:
             self._events.add_scalar("train/learning_rate", rate, step)
 
     def epoch(self, rows: Sequence[dict[str, float]]) -> None:
-        """Rewrites metrics.csv with all epochs so far and logs the last one."""
+        """Rewrite metrics.csv, and log the last epoch to TensorBoard.
+
+        Args:
+            rows: The figures of all epochs so far, by column.
+        """
         with replaced(self._csv) as partial, partial.open("w", newline="") as file:
             writer = csv.DictWriter(file, self._columns, restval="", lineterminator="\n")
             writer.writeheader()
@@ -63,7 +67,13 @@ class RunLog:
             self._events.flush()
 
     def picture(self, image: NDArray[np.uint8], epoch: int, step: int) -> None:
-        """Keeps an epoch's picture (h, w, 3) as `predictions/epoch-0001.png` and as an event."""
+        """Write an epoch's picture as `predictions/epoch-0001.png` and as a TensorBoard event.
+
+        Args:
+            image: RGB, shape (height, width, 3).
+            epoch: From 1.
+            step: The step so far, for TensorBoard's axis.
+        """
         self._pictures.mkdir(exist_ok=True)
         with replaced(self._pictures / f"epoch-{epoch:04d}.png") as partial:
             Image.fromarray(image).save(partial)
@@ -99,14 +109,14 @@ def comparison(
 
 
 def to_text(image: NDArray[np.uint8]) -> str:
-    """An image (h, w, 3) as text that travels between ranks."""
+    """Encode an image (height, width, 3) as text, to be sent between ranks."""
     data = io.BytesIO()
     Image.fromarray(image).save(data, "PNG")
     return base64.b64encode(data.getvalue()).decode()
 
 
 def from_text(text: str) -> NDArray[np.uint8]:
-    """The inverse of `to_text`."""
+    """Decode the image that `to_text` encoded."""
     with Image.open(io.BytesIO(base64.b64decode(text)), formats=["PNG"]) as image:
         return np.asarray(image)
 

@@ -41,7 +41,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 def find_hardware(name: str | None) -> Hardware:
-    """The hardware of this name or file; of this machine's device where it is None.
+    """Load the hardware of this name or file; of this machine's device where it is None.
 
     Raises:
         PathosegError: There is none, or nothing is known of this machine's GPU.
@@ -80,7 +80,7 @@ def plan_request(config: Config, hardware: Hardware) -> PlanRequest:
 
 
 def price(model: nn.Module, config: Config, hardware: Hardware) -> list[StageCosts]:
-    """The model for each size of microbatch that the planner may use, the smallest first.
+    """Price the layers for each size of microbatch that the planner may use, smallest first.
 
     A configured size is kept. Else it is one sample, for batch norm takes its statistics over the
     microbatch: another size would be another training. Without batch norm several are tried.
@@ -88,14 +88,14 @@ def price(model: nn.Module, config: Config, hardware: Hardware) -> list[StageCos
     Raises:
         PathosegError: The tile does not fit the model, or the model cannot be read.
     """
-    check_tile(model, config.tiles.tile)
+    check_tile(model, config.tiles.side)
     if config.train.microbatch is not None:
         sizes = [config.train.microbatch]
     elif any(isinstance(module, _BATCH_NORMS) for module in model.modules()):
         sizes = [1]
     else:
         sizes = [size for size in _SIZES if config.train.batch % size == 0]
-    side, profile = config.tiles.tile, config.parallel.profile
+    side, profile = config.tiles.side, config.parallel.profile
     return [price_one(model, size, side, config, hardware, profile) for size in sizes]
 
 
@@ -118,9 +118,12 @@ def price_one(
 
 
 def read_model(model: nn.Module, config: Config) -> Traced | None:
-    """Trace a model on the microbatch of a run in one process; None if no graph can be made of it,
-    in which case it trains in one process all the same."""
-    side, size = config.tiles.tile, config.train.microbatch or config.train.batch
+    """Trace a model on the microbatch of a run in one process.
+
+    Returns:
+        None if no graph can be made of it, in which case it trains in one process all the same.
+    """
+    side, size = config.tiles.side, config.train.microbatch or config.train.batch
     try:
         return Traced(model, torch.empty(size, 3, side, side, device="meta"))
     except PathosegError:
@@ -151,7 +154,7 @@ def check_host(graph: LayerGraph, config: Config) -> None:
 def agreed_plan(
     model: torch.nn.Module, config: Config, transport: Transport
 ) -> tuple[Plan, Sequence[Event]]:
-    """The fastest plan for all ranks of the job, found by rank 0.
+    """Find the fastest plan on rank 0, and tell it to all ranks of the job, which all call this.
 
     Returns:
         The plan, and on rank 0 what it expects each rank of a group to do when.

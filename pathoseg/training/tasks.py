@@ -20,15 +20,15 @@ Seen = Mapping[str, list[Any]]
 
 
 class Judge(Protocol):
-    """Gathers predictions and says how good they are."""
+    """Accumulates predictions of a validation, and computes figures of them."""
 
     def add(self, logits: torch.Tensor, targets: torch.Tensor) -> None: ...
     def seen(self) -> Seen:
-        """All that was added, as plain lists for JSON."""
+        """The counts so far, as plain lists for JSON."""
         ...
 
     def merge(self, seen: Seen) -> None:
-        """Adds what another judge has seen."""
+        """Add the counts that another judge has `seen`."""
         ...
 
     def figures(self) -> dict[str, float]: ...
@@ -38,11 +38,11 @@ class Judge(Protocol):
 
 
 class Task(Protocol):
-    """Segmenting pixels or classifying tiles."""
+    """The kind of answer that a model gives: a class for each pixel, or one for each tile."""
 
     @property
     def columns(self) -> Sequence[str]:
-        """Names of the judge's figures beyond the fixed columns of metrics.csv."""
+        """The names of the judge's figures beyond the fixed columns of metrics.csv."""
         ...
 
     def targets(self, masks: NDArray[np.uint8]) -> NDArray[np.integer]:

@@ -52,7 +52,7 @@ class StepBudget:
     _seconds: float = 0.0
 
     def saw(self, seconds: float) -> None:
-        """Notes the duration of a step; the first ones, which warm caches, do not count."""
+        """Note the seconds that a step took; the first ones, which warm caches, do not count."""
         self._steps += 1
         if self._steps > _WARM_UP:
             self._seconds += seconds
@@ -140,7 +140,14 @@ def save_checkpoint(path: Path, progress: Progress, state: dict[str, Any]) -> No
 
 
 def load_checkpoint(path: Path, engine: Engine) -> Progress:
-    """Restores what `save_checkpoint` wrote, on however many ranks.
+    """Load what `save_checkpoint` wrote into an engine of any number of ranks.
+
+    Args:
+        path: The checkpoint.
+        engine: Gets weights, optimizer state and loss scale.
+
+    Returns:
+        The progress of the run.
 
     Raises:
         PathosegError: The file is cut short, is no checkpoint, or belongs to another model.
@@ -188,7 +195,7 @@ _USED_UP = 0.9
 
 
 def limits_text(config: TrainConfig) -> str:
-    """The limits of a run in words: "8 epochs", "20 min" or both."""
+    """Return the limits of a run in words: "8 epochs", "20 min" or both."""
     epochs = config.epochs or (_DEFAULT_EPOCHS if config.time_limit is None else None)
     parts = [] if epochs is None else [f"{epochs} epoch{'s' * (epochs != 1)}"]
     if config.time_limit is not None:
@@ -286,7 +293,10 @@ class Trainer:
         self._save()
 
     def fit(self, interruption: Interruption) -> Progress:
-        """Trains to the end; on a signal saves and raises.
+        """Train until the run's limits; a signal ends it after the step in hand, with a checkpoint.
+
+        Returns:
+            The progress at the end.
 
         Raises:
             StoppedError: A signal came; the checkpoint is written.

@@ -22,7 +22,14 @@ from pathoseg.training.tasks import Task
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a validation: named figures, the score of the epoch, and a picture."""
+    """The result of a validation, the same on all ranks.
+
+    Attributes:
+        figures: By name, such as `val_dice_mean`; nan where there is none.
+        score: The score by which epochs are compared; higher is better.
+        picture: Tiles with truth and prediction: RGB, shape (height, width, 3), uint8; None without
+            tiles.
+    """
 
     figures: dict[str, float]
     score: float
@@ -55,7 +62,7 @@ class Validation:
 
     @property
     def columns(self) -> Sequence[str]:
-        """Names of the figures beyond the fixed columns of metrics.csv."""
+        """The names of the figures beyond the fixed columns of metrics.csv."""
         return self._task.columns
 
     @property
@@ -63,7 +70,14 @@ class Validation:
         return -(-len(self._tiles) // self._batch)
 
     def run(self, engine: Engine, loss: Loss) -> Verdict:
-        """Judges the engine's network; all ranks come to the same verdict.
+        """Predict the validation tiles and compute their figures; all ranks call it.
+
+        Args:
+            engine: Has the network.
+            loss: The training's loss, per sample.
+
+        Returns:
+            The verdict, the same on all ranks.
 
         Raises:
             PathosegError: A tile cannot be read, or the device's memory is too small.

@@ -10,16 +10,18 @@ from typing import Any
 
 from pathoseg.config import load_config
 from pathoseg.interruption import Interruption
+from pathoseg.platform_support import cores_to_use
 from pathoseg.progress import progress_bar, say
 from pathoseg.slides.slide import open_slide
+from pathoseg.tiles.cache import SHARD
 from pathoseg.tiles.slide_pool import SlidePool
-from pathoseg.training.labelled_slides import cut, find_labelled_slides
+from pathoseg.training.labelled_slides import cut, find_labelled_slides, with_tile
 
 DEFAULT = "tiles"
 
 
 def fill_cache(config_file: Path | None, flags: Mapping[str, Mapping[str, Any]]) -> Path:
-    """Cuts all annotated slides of a folder into the tiles that `train` will read.
+    """Keeps the pixels of all annotated slides of a folder that tiles of `train` can show.
 
     Returns:
         The cache's folder; name it as `[tiles] cache` of the training run.
@@ -32,20 +34,28 @@ def fill_cache(config_file: Path | None, flags: Mapping[str, Mapping[str, Any]])
     folder = config.tiles.cache or DEFAULT
     config = replace(config, tiles=replace(config.tiles, cache=folder, stain="none"))
     sources = find_labelled_slides(config)
+    for name, reason in sources.left_out.items():
+        say(f"Left out: {name}: {reason}")
+    for note in sources.notes:
+        say(note)
+    config = with_tile(config, sources, multiple=1)
     pool = SlidePool(lambda path: open_slide(path, config.data.assume_mpp))
     with Interruption("Run the same command again to go on.") as interruption, closing(pool):
         for source in sources.usable:
             tiles = cut(config, source, sources, pool, config.tiles.overlap)
+            count = len(tiles.shards())
             with (
-                progress_bar(source.slide.name, len(tiles), "tiles") as bar,
-                closing(tiles.fill(config.train.readers)) as filled,
+                progress_bar(source.name, count, "shards") as bar,
+                closing(tiles.fill(config.train.readers or cores_to_use())) as filled,
             ):
-                for count in filled:
-                    bar.advance(count)
+                for _ in filled:
+                    bar.advance()
                     interruption.raise_if_asked()
-            say(f"{source.slide.name}: {len(tiles)} tiles")
+            pixels = count * SHARD**2 / 1e6
+            say(f"{source.name}: {len(tiles)} tiles, {pixels:.0f} megapixels around them")
     say(
-        f'The cache is in {folder}. Train from it with `cache = "{folder}"` under [tiles], '
-        f"--mpp {config.tiles.mpp:g} and --tile {config.tiles.tile}: for others tiles are cut anew."
+        f'The cache is in {folder}. Train from it with `cache = "{folder}"` under [tiles] and '
+        f"--mpp {config.tiles.mpp:g}, with tiles of any size: what other tiles need beside it is "
+        "added then."
     )
     return Path(folder)

@@ -82,12 +82,13 @@ def evaluate(
     segmenter = load_segmenter(bundle, config, factory)
     config = replace(config, tiles=replace(config.tiles, mpp=segmenter.card.mpp))
     sources = find_labelled_slides(config, segmenter.classes)
-    records = _Records.of(bundle.parent / SPLITS, config, sources.usable)
+    records = _Records.of(bundle.parent, config, sources.usable)
     chosen = [s for s in sources.usable if split in (None, records.split_of(s))]
+    folders = config.data.told_folders
     if not chosen:
         found = {records.split_of(source) for source in sources.usable}
         raise PathosegError(
-            f"No annotated slide in {config.data.slides} is of the split {split!r}.",
+            f"No annotated slide in {folders} is of the split {split!r}.",
             f"They are of these: {', '.join(sorted(found))}; what the model's run never saw is "
             f"{_UNSEEN}.",
         )
@@ -104,7 +105,7 @@ def evaluate(
         model_id=segmenter.model_id,
         classes=segmenter.classes,
         mpp=segmenter.card.mpp,
-        slides=str(config.data.slides),
+        slides=folders,
         unit="tiles" if segmenter.card.model.task == "classify" else "pixels",
         boundary_um=_boundary_um(segmenter, config),
         seed=config.seed,
@@ -125,6 +126,8 @@ def evaluate(
         say(f"Take care: {warning}")
     for name, reason in sources.left_out.items():
         say(f"Left out: {name}: {reason}")
+    for note in sources.notes:
+        say(note)
     say(f"Written to {path}; to read: {path.with_suffix('.html')}")
     return path
 
@@ -165,32 +168,44 @@ class _Records:
     """The recorded splits and patients of slides: by the run, or by a table.
 
     Attributes:
-        splits: Slide to split; empty where the model lies in no run.
+        names: Slide to what the run calls it, where that is another name.
+        splits: Name in the run to split; empty where the model lies in no run.
         patients: Slide to patient, of all slides of the run and of this evaluation.
         has_patients: Whether anything says who is whose.
     """
 
+    names: Mapping[str, str]
     splits: Mapping[str, str]
     patients: Mapping[str, str]
     has_patients: bool
 
     @classmethod
-    def of(cls, run_table: Path, config: Config, sources: Iterable[LabelledSlide]) -> _Records:
+    def of(cls, run: Path, config: Config, sources: Sequence[LabelledSlide]) -> _Records:
         rows = []
-        if run_table.is_file():
-            with run_table.open(newline="", encoding="utf-8") as file:
+        if (run / SPLITS).is_file():
+            with (run / SPLITS).open(newline="", encoding="utf-8") as file:
                 rows = list(csv.DictReader(file))
-        data = config.data
-        folders = [None if name is None else Path(name) for name in (data.slides, data.annotations)]
-        table = find_table(data.table, *folders)
-        patients = patients_in(table, [source.slide.name for source in sources])
-        patients |= {row["slide"]: row["patient"] for row in rows}
+        names = dict[str, str]()
+        if (run / CONFIG).is_file():
+            # A slide that was trained on is not unseen because its name begins at another folder.
+            known = {row["slide"] for row in rows}
+            for folder in load_config(run / CONFIG, None, UNNUMBERED).data.slide_folders:
+                root = folder.resolve()
+                for source in sources:
+                    path = source.slide.resolve()
+                    if path.is_relative_to(root) and source.name not in known:
+                        names[source.name] = path.relative_to(root).as_posix()
+        table = find_table(config.data)
+        patients = patients_in(table, [source.name for source in sources])
+        recorded = {row["slide"]: row["patient"] for row in rows}
+        patients |= recorded
+        patients |= {ours: recorded[its] for ours, its in names.items() if its in recorded}
         splits = {row["slide"]: row["split"] for row in rows if row["split"] in _TELLING}
         own = all(name == patient for name, patient in patients.items())
-        return cls(splits, patients, has_patients=table is not None or not own)
+        return cls(names, splits, patients, has_patients=table is not None or not own)
 
     def split_of(self, source: LabelledSlide) -> str:
-        return self.splits.get(source.slide.name, _UNSEEN)
+        return self.splits.get(self.names.get(source.name, source.name), _UNSEEN)
 
     def warnings(self, chosen: Iterable[LabelledSlide]) -> Iterable[str]:
         """Yield warnings about slides that the model has seen, or whose resolution it has not."""
@@ -206,10 +221,10 @@ class _Records:
             )
         trained = {self.patients[name] for name, split in self.splits.items() if split == "train"}
         for source in chosen:
-            patient = self.patients[source.slide.name]
+            patient = self.patients[source.name]
             if self.split_of(source) == _UNSEEN and patient in trained:
                 yield (
-                    f"{source.slide.name}: the model was trained on other slides of its patient, "
+                    f"{source.name}: the model was trained on other slides of its patient, "
                     f"{patient}."
                 )
 
@@ -284,7 +299,7 @@ def _compare(
         boundary.close()
     counts = None if boundary is None else boundary.counts
     tally = Tally(confusion.matrix, calibration.bins, counts)
-    name = source.slide.name
+    name = source.name
     scored = ScoredSlide(
         name,
         records.patients[name],

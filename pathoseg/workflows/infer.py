@@ -8,8 +8,9 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,19 @@ from pathoseg.inference.segmenter import load_segmenter
 from pathoseg.inference.slide_job import WORK, SlideJob, WorkerContext
 from pathoseg.interruption import Interruption
 from pathoseg.outputs.report import read_summary, write_failures, write_summary_table
-from pathoseg.parallel.comm.launcher import find_world
-from pathoseg.parallel.comm.local_ranks import start_crew
-from pathoseg.parallel.comm.transport import Transport
-from pathoseg.platform_support import parent_lives
+from pathoseg.parallel.comm.launcher import World, find_host_share, find_world, use_host_share
+from pathoseg.parallel.comm.local_ranks import start_workers
+from pathoseg.platform_support import cores_to_use, parent_lives, process_age
 from pathoseg.progress import say
-from pathoseg.slides.folder import slides_in
+from pathoseg.slides.folder import find_slides
 from pathoseg.slides.slide import model_frame, open_slide
-from pathoseg.training.distributed import joined, own_device
+from pathoseg.training.distributed import errors_left_to_rank_0, silent
 from pathoseg.training.run_folder import bundle_of
 
 TABLE = "summary.csv"
 FAILURES = "failures.csv"
 _NAP = 0.5  # seconds
+_HEAD_START = 2.0  # seconds
 
 
 def infer(
@@ -50,7 +51,7 @@ def infer(
     """Segments every slide of `inputs` (slides, or folders of slides) into `out`.
 
     All processes that do so at the same time share the work: the ranks of one job, and jobs that
-    know nothing of each other. They meet in `out` alone.
+    know nothing of each other. They send each other nothing, and meet in `out` alone.
 
     Args:
         inputs: Slides and folders of slides.
@@ -74,26 +75,30 @@ def infer(
     world = find_world()
     if arguments is not None and config.parallel.ranks > 1 and world.launcher is None:
         command = [sys.executable, "-m", "pathoseg", *arguments]
-        return start_crew(config.parallel.ranks, command)
+        return start_workers(config.parallel.ranks, command)
     advice = f"What is done is in {out}. Go on with the same command and --resume."
     with Interruption(advice) as interruption:
         if world.launcher is not None:
             _stop_with_launcher(interruption)
-        # Ranks of our own start, and torchrun's, meet by gloo whatever trains.
-        with joined("auto" if world.hosted else config.parallel.transport) as transport:
-            if transport is not None:
-                own_device(transport)
-            folders = result_folders(out, _slides(inputs))
+        with _one_voice(world) as cores:
+            readers = config.infer.readers or cores
+            config = replace(config, infer=replace(config.infer, readers=readers))
+            names = _slides(inputs)
+            folders = result_folders(out, names)
             segmenter = load_segmenter(bundle_of(model), config, factory)
             if len(folders) == 1:  # refused before anything is written
                 with open_slide(next(iter(folders)), config.data.assume_mpp) as opened:
                     model_frame(opened, segmenter.card.mpp)
             interruption.raise_if_asked()
             leases = Leases(out / STATES)
-            since = _first(leases.now(), transport)
+            since = leases.now()
+            if world.launcher is not None:  # ranks begin together, and load at their own pace
+                since -= process_age()
         with leases:
-            context = WorkerContext(segmenter, config, leases, interruption, resume, since)
-            batch = [SlideJob(slide, folder, context) for slide, folder in folders.items()]
+            context = WorkerContext(segmenter, config, out, leases, interruption, resume, since)
+            batch = [
+                SlideJob(names[slide], slide, folder, context) for slide, folder in folders.items()
+            ]
             try:
                 _work(batch, interruption)
             except (PathosegError, StoppedError) as end:
@@ -104,8 +109,31 @@ def infer(
                 raise
             _write_tables(out, leases)
             with suppress(OSError):  # another process works there
-                (out / WORK).rmdir()
+                for folder in [*sorted((out / WORK).glob("**/"), reverse=True), out / WORK]:
+                    folder.rmdir()
     return _verdict(batch, out, leads=world.rank == 0)
+
+
+@contextmanager
+def _one_voice(world: World) -> Iterator[int]:
+    """Have the ranks of a launcher begin as one program: each with its part of its host.
+
+    Rank 0 alone prints. An error is told by one rank of each host, whose files may differ.
+
+    Yields:
+        The number of cores that this process may keep busy.
+    """
+    if world.launcher is None:
+        yield cores_to_use()
+        return
+    share = find_host_share(world)
+    cores = use_host_share(share)
+    with ExitStack() as stack:
+        if world.rank:
+            stack.enter_context(silent())
+        if share.rank:
+            stack.enter_context(errors_left_to_rank_0(_HEAD_START))
+        yield cores
 
 
 def _stop_with_launcher(interruption: Interruption) -> None:
@@ -120,18 +148,14 @@ def _stop_with_launcher(interruption: Interruption) -> None:
     threading.Thread(target=watch, name="launcher", daemon=True).start()
 
 
-def _slides(inputs: Sequence[Path]) -> list[Path]:
-    """The slides that the arguments name, each once."""
-    slides = dict[Path, None]()
+def _slides(inputs: Sequence[Path]) -> dict[Path, str]:
+    """The slides that the arguments name, each once, with their names."""
+    slides = dict[Path, str]()
     for path in inputs:
-        for slide in slides_in(path) if path.is_dir() else [path]:
-            slides[slide] = None
-    return list(slides)
-
-
-def _first(now: float, transport: Transport | None) -> float:
-    """When the first rank began: what is done from then on is done in this batch."""
-    return now if transport is None else min(map(float, transport.gather(repr(now))))
+        found = find_slides([path]) if path.is_dir() else {path.name: path}
+        for name, slide in found.items():
+            slides.setdefault(slide, name)
+    return slides
 
 
 def _work(batch: Sequence[SlideJob], interruption: Interruption) -> None:
@@ -141,9 +165,9 @@ def _work(batch: Sequence[SlideJob], interruption: Interruption) -> None:
         interruption.raise_if_asked()
         if slide.lead():
             if slide.outcome() == "done":
-                say(f"{slide.slide.name}: done, in {slide.folder}{_warnings(slide.folder)}")
+                say(f"{slide.name}: done, in {slide.folder}{_warnings(slide.folder)}")
             elif len(batch) > 1 and (state := slide.state):
-                say(f"{slide.slide.name}: failed. {state.problem} {state.hint}")
+                say(f"{slide.name}: failed. {state.problem} {state.hint}")
 
     for slide in batch:
         lead(slide)
@@ -175,26 +199,39 @@ def _write_tables(out: Path, leases: Leases) -> None:
         time.sleep(0.1)
     try:
         summaries = []
-        for path in sorted(out.glob(f"[!.]*/{SUMMARY}")):
+        for path in _result_summaries(out):
             with suppress(PathosegError):  # a folder of something else
                 summaries.append(read_summary(path))
-        states = map(read_state, sorted((out / STATES).glob("[!.]*.json")))
-        failures = {
-            Path(state.slide).name: PathosegError(state.problem, state.hint)
-            for state in states
-            if state is not None and state.status == "failed"
-        }
+        failures = dict[str, PathosegError]()
+        for path in sorted((out / STATES).glob("**/[!.]*.json")):
+            state = read_state(path)
+            if state is not None and state.status == "failed":
+                within = path.parent.relative_to(out / STATES)
+                name = (within / Path(state.slide).name).as_posix()
+                failures[name] = PathosegError(state.problem, state.hint)
         write_summary_table(out / TABLE, summaries)
         write_failures(out / FAILURES, failures)
     finally:
         leases.release(claim)
 
 
+def _result_summaries(out: Path) -> list[Path]:
+    """The summaries of all results of a batch, at any depth, without those of batches inside."""
+    found = list[Path]()
+    for place, folders, files in os.walk(out):
+        if SUMMARY in files:
+            found.append(Path(place, SUMMARY))
+        if SUMMARY in files or (STATES in folders and Path(place) != out):
+            folders.clear()
+        folders[:] = [name for name in folders if name[0] != "." and name != STATES]
+    return sorted(found)
+
+
 def _verdict(batch: Sequence[SlideJob], out: Path, *, leads: bool) -> int:
     """The exit code; the rank that leads says what the batch came to."""
     counts = Counter(slide.outcome() for slide in batch)
     failed = {
-        slide.slide: state
+        slide.name: state
         for slide in batch
         if slide.outcome() == "failed" and (state := slide.state) is not None
     }
@@ -206,11 +243,11 @@ def _verdict(batch: Sequence[SlideJob], out: Path, *, leads: bool) -> int:
     if leads:
         for slide in batch:
             if slide.outcome() == "skipped":
-                say(f"{slide.slide.name}: already done, in {slide.folder}")
+                say(f"{slide.name}: already done, in {slide.folder}")
         say(
             f"{counts['done']} of {len(batch)} slides done, {counts['skipped']} skipped as done "
             f"before, {counts['failed']} failed. Areas: {out / TABLE}"
         )
-        for path, state in failed.items():
-            say(f"Failed: {path.name}: {state.problem}")
+        for name, state in failed.items():
+            say(f"Failed: {name}: {state.problem}")
     return 1 if failed else 0

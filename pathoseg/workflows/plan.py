@@ -69,7 +69,7 @@ def plan(
         plans = find_plans(graphs, request)
     if not plans:
         multiple = tile_multiple(model)
-        sides = range(2 * multiple, config.tiles.tile, multiple)
+        sides = range(2 * multiple, config.tiles.side, multiple)
         raise nothing_fits(
             graphs[0],
             request,
@@ -81,7 +81,7 @@ def plan(
     for note in priced.graph.notes:
         say(note)
     say(
-        f"{config.model.name}, tiles of {config.tiles.tile} px, steps of {request.batch}, on "
+        f"{config.model.name}, tiles of {config.tiles.side} px, steps of {request.batch}, on "
         f"{count_ranks(request.ranks)} of {memory_text(request.memory)} ({hardware.name})."
     )
     say(f"Times: {best.note}.")

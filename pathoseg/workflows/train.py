@@ -33,7 +33,7 @@ from pathoseg.models.build import build_model, check_tile, edge_reach, tile_mult
 from pathoseg.models.bundle import CARD, Bundle, load_bundle, load_card, save_bundle
 from pathoseg.models.losses import build_loss
 from pathoseg.outputs.atomic import replaced, write_text
-from pathoseg.parallel.comm.launcher import find_world
+from pathoseg.parallel.comm.launcher import find_world, share_of_cores
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.orders import AUTO, find_order
@@ -60,10 +60,13 @@ from pathoseg.training.labelled_slides import (
     TABLE,
     LabelledSlides,
     Member,
+    classes_held,
     cut_labelled_slides,
     find_labelled_slides,
     find_table,
+    named_in,
     split_slides,
+    with_tile,
     write_splits,
 )
 from pathoseg.training.one_device import OneDevice
@@ -79,6 +82,7 @@ from pathoseg.training.run_folder import (
     reopen_run,
     run_to_resume,
 )
+from pathoseg.training.slide_facts import short_form
 from pathoseg.training.step_plan import agreed_plan, check_host, read_model
 from pathoseg.training.tasks import make_task
 from pathoseg.training.trainer import LIMITS, Trainer, check_limits, limits_text
@@ -192,16 +196,19 @@ def _train(
         say(f"{run} is finished; its model is in {run / 'model'}.")
         return run
     sources = find_labelled_slides(config, _recorded_classes(run))
-    table = find_table(
-        config.data.table, _folder(config.data.slides), _folder(config.data.annotations)
-    )
-    names = [source.slide.name for source in sources.usable]
-    members = split_slides(names, table, config.seed, config.data.val_share)
+    if (run / SPLITS).is_file():  # the run goes on with the slides and splits that it began with
+        table: Path | None = run / SPLITS
+        sources = named_in(sources, run / SPLITS)
+    else:
+        table = find_table(config.data)
+    held = classes_held(sources)
+    members = split_slides([*held], table, config.seed, config.data.val_share, held)
     model, origin = _network(run, config, sources.classes, earlier)
     if earlier is not None:
         warn_of_seen(earlier, members)
     del earlier  # its weights are in the network, and need no memory twice
-    check_tile(model, config.tiles.tile)
+    config = with_tile(config, sources, tile_multiple(model))
+    check_tile(model, config.tiles.side)
     plan: Plan | None = None
     traced: Traced | None = None
     planned: Sequence[Event] = ()
@@ -217,6 +224,7 @@ def _train(
         traced = read_model(model, config)
         if traced is not None and pick_device().type == "cpu":
             check_host(traced.graph, config)
+    readers = config.train.readers or share_of_cores(transport)
     card = _card(config, sources, members, model, origin)
     _overview(sources, members, table)
     pool = SlidePool(lambda path: open_slide(path, config.data.assume_mpp))
@@ -227,12 +235,14 @@ def _train(
         closing(pool),
     ):
         tiles = cut_labelled_slides(config, sources, members, pool, interruption)
+        for line in short_form(config, sources, members, [*tiles.train, *tiles.val]):
+            say(line)
         if transport is None or transport.rank == 0:
             _begin(run, config, members, plan, model, card)
         interruption.advice = f"Continue with: pathoseg train --resume --out {run}"
         task = make_task(config.model.task, sources.classes, config.tiles.min_cover)
         loss = build_loss(config.loss, config.model.task)
-        batch, readers = config.train.microbatch or config.train.batch, config.train.readers
+        batch = config.train.microbatch or config.train.batch
         engine: Engine
         if transport is None or plan is None:
             device = pick_device()
@@ -247,7 +257,7 @@ def _train(
             engine,
             card,
             loss,
-            _training_set(config, tiles.train),
+            training_set(config, tiles.train, sources.classes, readers),
             Validation(tiles.val, task, sources.classes, batch, readers),
             started,
         )
@@ -438,26 +448,34 @@ def _refuse_changes(run: Path, recorded: Config, asked: Config) -> None:
             )
 
 
-def _folder(name: str | None) -> Path | None:
-    return None if name is None else Path(name)
-
-
 def _factory(config: Config) -> str | None:
     """The user's own code, which naming it in the command or the configuration permits."""
     return config.model.name if ":" in config.model.name else None
 
 
-def _training_set(config: Config, slides: Sequence[SlideTiles]) -> TrainingSet:
-    return TrainingSet(
+def training_set(
+    config: Config, slides: Sequence[SlideTiles], classes: ClassTable, readers: int
+) -> TrainingSet:
+    """The tiles of the training slides in the order of the run."""
+    training = TrainingSet(
         slides,
         config.train.batch,
         config.seed,
         config.train.samples_per_epoch,
         config.tiles.balance,
+        config.tiles.balance_limit,
         config.tiles.min_cover if config.model.task == "classify" else None,
+        config.tiles.offsets,
         Augmentation(config.augment),
-        config.train.readers,
+        readers,
     )
+    for index, held in training.held_back.items():
+        say(
+            f"{classes.names[index - 1]} is in {held.tiles} of {held.of} tiles: {held.share:.0%} "
+            f"of those drawn hold it, not {held.even:.0%}, as none is drawn more than "
+            f"{config.tiles.balance_limit:g} times as often as on average ([tiles] balance_limit)."
+        )
+    return training
 
 
 def _card(
@@ -470,8 +488,8 @@ def _card(
     multiple = tile_multiple(model)
     overlap = config.infer.overlap
     if overlap is None:
-        overlap = default_overlap(config.tiles.tile, multiple, edge_reach(model))
-    trained_on = [s for s in sources.usable if members[s.slide.name].split == "train"]
+        overlap = default_overlap(config.tiles.side, multiple, edge_reach(model))
+    trained_on = [s for s in sources.usable if members[s.name].split == "train"]
     # Three digits: scans of one scanner differ in the fourth.
     mpps = {float(f"{source.frame.level0_mpp.mean:.3g}") for source in trained_on}
     return Bundle(
@@ -479,7 +497,7 @@ def _card(
         class_names=sources.classes.names,
         class_colours=sources.classes.colours,
         mpp=config.tiles.mpp,
-        tile=config.tiles.tile,
+        tile=config.tiles.side,
         overlap=overlap,
         mean=MEAN,
         std=STD,
@@ -487,14 +505,18 @@ def _card(
         stain=None if config.tiles.stain == "none" else {"method": config.tiles.stain},
         training={
             **origin,
-            "slides": str(config.data.slides),
+            "slides": config.data.told_folders,
             "seed": config.seed,
             "slide_mpps": tuple(sorted(mpps)),
         },
     )
 
 
-def _overview(sources: LabelledSlides, members: Mapping[str, Member], table: Path | None) -> None:
+def _overview(
+    sources: LabelledSlides,
+    members: Mapping[str, Member],
+    table: Path | None,
+) -> None:
     counts = Counter(member.split for member in members.values())
     split = ", ".join(f"{counts[part]} {part}" for part in ("train", "val", "test"))
     say(f"{len(members)} slides ({split}). Classes: {', '.join(sources.classes.names)}.")
@@ -502,7 +524,7 @@ def _overview(sources: LabelledSlides, members: Mapping[str, Member], table: Pat
         say(f"Every slide counts as a patient of its own; {TABLE} can say otherwise.")
     else:
         say(f"Patients and splits: {table}")
-    if not counts["val"]:
-        say("No slide validates: the last epoch is kept, whatever it is worth.")
     for name, reason in sources.left_out.items():
         say(f"Left out: {name}: {reason}")
+    for note in sources.notes:
+        say(note)

@@ -36,7 +36,7 @@ def _read(
         f"<Annotations>{outlines}</Annotations>"
         f"<AnnotationGroups>{groups}</AnnotationGroups></ASAP_Annotations>"
     )
-    return read_asap(path, exclude)
+    return read_asap(path, exclude).annotations
 
 
 def test_groups_are_classes_with_the_groups_colour(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_real_files_have_all_their_regions(
     shared_data: Path, name: str, expected: dict[str, int]
 ) -> None:
     path = shared_data / "annotations" / name
-    found = read_asap(path, EXCLUDE)
+    found = read_asap(path, EXCLUDE).annotations
     assert Counter(one.class_name for one in found) == expected
     assert all(one.geometry.is_valid for one in found)
     # the same numbers without a parser
@@ -132,8 +132,8 @@ def test_real_files_have_all_their_regions(
 
 def test_real_holes_are_cut_out_of_the_tissue(shared_data: Path) -> None:
     path = shared_data / "annotations" / "asap_tissue_TCGA-2G-AAGK.xml"
-    everything = read_asap(path, ())
-    (tissue,) = read_asap(path, ("negative",))
+    everything = read_asap(path, ()).annotations
+    (tissue,) = read_asap(path, ("negative",)).annotations
     holes = sum(one.geometry.area for one in everything if one.class_name == "negative")
     whole = sum(one.geometry.area for one in everything if one.class_name == "tissue")
     assert whole - holes <= tissue.geometry.area < whole

@@ -34,7 +34,7 @@ def _layer(regions: str, name: str = "", colour: str = "255", attributes: str = 
 def _read(tmp_path: Path, layers: str) -> list[Annotation]:
     path = tmp_path / "slide.xml"
     path.write_text(f'<Annotations MicronsPerPixel="0.25">{layers}</Annotations>')
-    return read_imagescope(path)
+    return read_imagescope(path).annotations
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_malformed_layers_are_refused(tmp_path: Path, layers: str, problem: str)
 
 def test_a_real_slide_has_all_its_cells(shared_data: Path) -> None:
     path = shared_data / "slides" / "monusac_A9K0_1.xml"
-    found = read_imagescope(path)
+    found = read_imagescope(path).annotations
     counts = Counter((one.class_name, one.colour) for one in found)
     assert counts == {("Epithelial", (255, 0, 0)): 314, ("Macrophage", (0, 255, 0)): 7}
     assert path.read_text().count("<Region ") == 321
@@ -122,6 +122,6 @@ def test_a_real_slide_has_all_its_cells(shared_data: Path) -> None:
 
 def test_a_real_unnamed_layer_goes_by_its_colour(shared_data: Path) -> None:
     path = shared_data / "monuseg-train" / "annotations_xml" / "TCGA-B0-5710-01Z-00-DX1.xml"
-    found = read_imagescope(path)
+    found = read_imagescope(path).annotations
     assert Counter(one.class_name for one in found) == {"#00FF00": 359}
     assert path.read_text().count("<Region ") == 359

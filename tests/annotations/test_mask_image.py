@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
 import zlib
+from dataclasses import astuple
 from pathlib import Path
 from typing import Literal
 
@@ -69,31 +71,109 @@ def test_bilevel_images_have_class_1(tmp_path: Path) -> None:
     np.testing.assert_array_equal(_whole(labels, Size(4, 3)), PATTERN == 1)
 
 
-@given(
-    mask=arrays(
-        np.uint8, st.tuples(st.integers(1, 30), st.integers(1, 30)), elements=st.integers(0, 3)
-    ),
-    scale=st.integers(1, 9),
-    mpp=st.floats(0.1, 3),
-    data=st.data(),
-)
+MASKS = arrays(
+    np.uint8,
+    st.tuples(st.integers(2, 30), st.integers(2, 30)),
+    elements=st.sampled_from([0, 1, 2, 3, IGNORE]),
+).filter(lambda mask: IGNORE not in mask or set(np.unique(mask)) & {1, 2, 3})
+
+
+@given(mask=MASKS, scale=st.integers(1, 9), mpp=st.floats(0.1, 3), data=st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_size_at_any_mpp_by_pixel_centres(
+def test_a_pixel_has_the_class_that_covers_most_of_it(
     tmp_path: Path, mask: NDArray[np.uint8], scale: int, mpp: float, data: st.DataObject
 ) -> None:
+    """Against areas in fractions: exact, but for where edges are rounded to 1/256 pixel."""
     height, width = mask.shape
     slide = Size(width * scale, height * scale)
     labels = MaskLabels(_saved(tmp_path, mask), slide)
     frame = Frame.at(slide, NATIVE, mpp)
     x, y = (data.draw(st.integers(-20, side)) for side in (frame.size.width, frame.size.height))
     found = labels.rasterise(Box(x, y, 15, 11), frame, TABLE)
-    expected = np.full((11, 15), IGNORE)
-    for row, column in np.ndindex(11, 15):
-        level0_x = (x + column + 0.5) * frame.scale_x
-        level0_y = (y + row + 0.5) * frame.scale_y
-        if 0 <= level0_x < slide.width and 0 <= level0_y < slide.height:
-            expected[row, column] = mask[int(level0_y / scale), int(level0_x / scale)]
+
+    def shares(first: int, count: int, cells: int) -> NDArray[np.float64]:
+        """How much of each pixel each cell of the mask covers, along one side."""
+        pixel = np.arange(first, first + count)[:, None] * frame.scale_x
+        cell = np.arange(cells) * scale
+        common = np.minimum(pixel + frame.scale_x, cell + scale) - np.maximum(pixel, cell)
+        return common.clip(0) / frame.scale_x
+
+    down, across = shares(y, 11, height), shares(x, 15, width)
+    areas = {value: down @ (mask == value) @ across.T for value in (0, 1, 2, 3, IGNORE)}
+    most = np.max(list(areas.values()), axis=0)
+    for row, column in np.ndindex(found.shape):
+        level0 = (np.array([x + column, y + row]) + 0.5) * frame.scale_x
+        if not ((level0 >= 0) & (level0 < (slide.width, slide.height))).all():
+            assert found[row, column] == IGNORE
+        else:
+            assert areas[found[row, column]][row, column] >= most[row, column] - 0.02
+
+
+@given(mask=MASKS, scale=st.integers(1, 9), mpp=st.floats(0.1, 3))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
+def test_by_centres_a_pixel_is_that_under_its_centre(
+    tmp_path: Path, mask: NDArray[np.uint8], scale: int, mpp: float
+) -> None:
+    slide = Size(mask.shape[1] * scale, mask.shape[0] * scale)
+    frame = Frame.at(slide, NATIVE, mpp)
+    labels = MaskLabels(_saved(tmp_path, mask), slide, AnnotationOptions(labels="centre"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pathoseg.annotations.mask_image._MOST_READ", 50)  # some rows at a time
+        found = labels.rasterise(Box(0, 0, *astuple(frame.size)), frame, TABLE)
+    for row, column in np.ndindex(found.shape):
+        x, y = (column + 0.5) * frame.scale_x, (row + 0.5) * frame.scale_y
+        on_slide = x < slide.width and y < slide.height
+        expected = mask[int(y / scale), int(x / scale)] if on_slide else IGNORE
+        near_edge = min(x % scale, -x % scale, y % scale, -y % scale) < 1e-6
+        assert near_edge or found[row, column] == expected
+
+
+@given(mask=MASKS, scale=st.integers(1, 4))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+def test_of_equal_areas_the_higher_index_has_the_pixel(
+    tmp_path: Path, mask: NDArray[np.uint8], scale: int
+) -> None:
+    """At twice the mask's pixels, where areas are halves and quarters; 255 is the highest."""
+    height, width = mask.shape
+    slide = Size(width * scale, height * scale)
+    labels = MaskLabels(_saved(tmp_path, mask), slide)
+    frame = Frame(Size(-(-width // 2), -(-height // 2)), 2.0 * scale, 2.0 * scale, NATIVE)
+    found = labels.rasterise(Box(0, 0, width // 2, height // 2), frame, TABLE)
+    blocks = mask[: height // 2 * 2, : width // 2 * 2].reshape(height // 2, 2, width // 2, 2)
+    counts = np.stack([(blocks == value).sum(axis=(1, 3)) for value in range(256)])
+    expected = 255 - counts[::-1].argmax(axis=0)
     np.testing.assert_array_equal(found, expected)
+
+
+@given(mask=MASKS, mpp=st.floats(0.1, 1.5), data=st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+def test_a_box_is_a_piece_of_the_whole(
+    tmp_path: Path, mask: NDArray[np.uint8], mpp: float, data: st.DataObject
+) -> None:
+    slide = Size(mask.shape[1] * 3, mask.shape[0] * 3)
+    labels = MaskLabels(_saved(tmp_path, mask), slide)
+    frame = Frame.at(slide, NATIVE, mpp)
+    box = Box(*(data.draw(st.integers(*limits)) for limits in [(-9, 40)] * 2 + [(1, 40)] * 2))
+    whole = labels.rasterise(Box(-9, -9, 100, 100), frame, TABLE)
+    with pytest.MonkeyPatch.context() as patch:  # what is read and labelled at a time
+        patch.setattr("pathoseg.annotations.mask_image._MOST_READ", data.draw(st.integers(1, 900)))
+        patch.setattr("pathoseg.annotations.coverage._MOST_SUMS", 500)
+        found = labels.rasterise(box, frame, TABLE)
+    np.testing.assert_array_equal(found, whole[box.y + 9 :, box.x + 9 :][: box.height, : box.width])
+
+
+def test_a_box_much_coarser_than_its_mask_takes_little_memory(tmp_path: Path) -> None:
+    """Noise, where each of a mask's pixels ends a stretch of equal ones; 190 MiB all at once."""
+    slide = Size(1400, 1400)
+    noise = np.random.default_rng(0).integers(0, 4, (1400, 1400), dtype=np.uint8)
+    labels, frame = MaskLabels(_saved(tmp_path, noise), slide), Frame.at(slide, NATIVE, 4)
+    labels.classes()
+    tracemalloc.start()
+    try:
+        labels.rasterise(Box(0, 0, *astuple(frame.size)), frame, TABLE)
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_more_rows_than_a_band(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def _feature(geometry: Any = POLYGON, **properties: Any) -> dict[str, Any]:
 def _read(tmp_path: Path, document: Any) -> list[Annotation]:
     path = tmp_path / "slide.geojson"
     path.write_text(json.dumps(document))
-    return read_geojson(path)
+    return read_geojson(path).annotations
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_every_top_level(tmp_path: Path, document: Any, packed: bool) -> None:
     path = tmp_path / ("slide.geojson.gz" if packed else "slide.geojson")
     text = json.dumps(document).encode()
     path.write_bytes(gzip.compress(text) if packed else text)
-    (found,) = read_geojson(path)
+    (found,) = read_geojson(path).annotations
     assert found.geometry.area == 96
     assert found.class_name is None
 
@@ -195,7 +195,7 @@ def test_a_measurement_may_be_nan(tmp_path: Path) -> None:
 
 
 def test_a_real_export(shared_data: Path) -> None:
-    found = read_geojson(shared_data / "annotations" / "qupath05.geojson")
+    found = read_geojson(shared_data / "annotations" / "qupath05.geojson").annotations
     assert Counter((one.class_name, one.colour) for one in found) == {
         ("UT", (255, 0, 0)): 1,
         ("I", (255, 0, 0)): 2,
@@ -220,7 +220,7 @@ def test_what_is_written_is_read_again(tmp_path: Path, name: str) -> None:
     donut = shapely.box(0, 0, 10, 10) - shapely.box(2, 2, 4, 4)
     pair = shapely.MultiPolygon([shapely.box(0, 0, 1, 1), shapely.box(5, 5, 6, 6)])
     _write(path, [donut, pair])
-    found = read_geojson(path)
+    found = read_geojson(path).annotations
     assert [one.class_name for one in found] == ["tumour", "stroma"]
     assert [one.colour for one in found] == list(TABLE.colours)
     assert found[0].geometry.equals(donut)
@@ -263,7 +263,7 @@ def test_regions_written_together_are_those_written_one_by_one(tmp_path: Path) -
     with GeoJsonWriter(tmp_path / "all.geojson", TABLE) as writer:
         writer.add_all(regions, (1, 2, 2), measured)
     assert (tmp_path / "all.geojson").read_bytes() == (tmp_path / "one.geojson").read_bytes()
-    assert len(read_geojson(tmp_path / "all.geojson")) == 3
+    assert len(read_geojson(tmp_path / "all.geojson").annotations) == 3
 
 
 @given(

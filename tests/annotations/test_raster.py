@@ -1,4 +1,4 @@
-"""Rasterised regions against pixel centres, a supersampled reference, and their own traces."""
+"""Rasterised regions against areas cut by GEOS, painted arrays, and their own traces."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 import pytest
 import shapely
+import shapely.affinity
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -49,22 +50,50 @@ def blobs(draw: st.DrawFn) -> shapely.Polygon:
     )
 
 
-def _covered(area: shapely.Polygon, frame: Frame, fine: int = 1) -> NDArray[np.bool_]:
-    """Whether `area` holds each of `fine` × `fine` points, evenly spread, of every pixel."""
-    x = (np.arange(frame.size.width * fine) + 0.5) * frame.scale_x / fine
-    y = (np.arange(frame.size.height * fine) + 0.5) * frame.scale_y / fine
-    shapely.prepare(area)
-    inside: NDArray[np.bool_] = shapely.contains_xy(area, x[None, :], y[:, None])
-    return inside
+def _areas(area: shapely.Geometry, frame: Frame, box: Box) -> NDArray[np.float64]:
+    """How much of each pixel of a box an area covers, 0 to 1."""
+    x, y = np.meshgrid(np.arange(box.x, box.right), np.arange(box.y, box.bottom))
+    pixels = shapely.box(
+        x * frame.scale_x, y * frame.scale_y, (x + 1) * frame.scale_x, (y + 1) * frame.scale_y
+    )
+    covered: NDArray[np.float64] = shapely.area(shapely.intersection(pixels, area))
+    return covered / (frame.scale_x * frame.scale_y)
+
+
+@pytest.mark.slow
+@given(areas=st.lists(blobs(), min_size=1, max_size=4), mpp=st.sampled_from([8.0, 13.7]))
+@settings(max_examples=25)
+def test_a_pixel_has_the_class_that_covers_most_of_it(
+    areas: list[shapely.Polygon], mpp: float
+) -> None:
+    """Against areas cut by GEOS: blobs with holes, in several classes, over and in each other."""
+    frame = Frame.at(SLIDE, NATIVE, mpp)
+    names = [*TABLE.names, "fold*"][: len(areas)]
+    found = _labels(*zip(areas, names, strict=True)).rasterise(_whole(frame), frame, TABLE)
+    left = shapely.box(0, 0, SLIDE.width, SLIDE.height)
+    on_slide, shares = _areas(left, frame, _whole(frame)), dict[int, NDArray[np.float64]]()
+    painted = sorted(zip(areas, names, strict=True), key=lambda one: -one[0].area)
+    for area, name in reversed(painted):
+        value = IGNORE if name == "fold*" else TABLE.index(name)
+        shares[value] = _areas(shapely.intersection(area, left), frame, _whole(frame))
+        left = shapely.difference(left, area)
+    shares[0] = on_slide - sum(shares.values())
+    most = np.max(list(shares.values()), axis=0)
+    taken = np.select([found == value for value in shares], list(shares.values()))
+    assert ((taken >= most - 0.02) | (on_slide < 0.6)).all()
 
 
 @pytest.mark.slow
 @given(area=blobs(), mpp=MPPS)
-@settings(max_examples=40)
-def test_every_pixel_is_that_of_its_centre(area: shapely.Polygon, mpp: float) -> None:
-    frame = Frame.at(SLIDE, NATIVE, mpp)
-    found = _labels((area, "stroma")).rasterise(_whole(frame), frame, TABLE) == 2
-    wrong = np.argwhere(found != _covered(area, frame))
+@settings(max_examples=20)
+def test_by_centres_a_pixel_is_that_of_its_centre(area: shapely.Polygon, mpp: float) -> None:
+    frame, options = Frame.at(SLIDE, NATIVE, mpp), AnnotationOptions(labels="centre")
+    labels = PolygonLabels(FILE, [Annotation(area, "stroma")], SLIDE, options)
+    x = (np.arange(frame.size.width) + 0.5) * frame.scale_x
+    y = (np.arange(frame.size.height) + 0.5) * frame.scale_y
+    shapely.prepare(area)
+    inside = shapely.contains_xy(area, x[None, :], y[:, None])
+    wrong = np.argwhere((labels.rasterise(_whole(frame), frame, TABLE) == 2) != inside)
     centres = (wrong[:, ::-1] + 0.5) * [frame.scale_x, frame.scale_y]
     assert (shapely.distance(area.boundary, shapely.points(centres)) < 1e-6).all()
 
@@ -72,12 +101,50 @@ def test_every_pixel_is_that_of_its_centre(area: shapely.Polygon, mpp: float) ->
 @pytest.mark.slow
 @given(area=blobs(), mpp=st.sampled_from([0.5, 0.73, 1.0]))
 @settings(max_examples=12)
-def test_areas_are_those_of_a_supersampled_reference(area: shapely.Polygon, mpp: float) -> None:
+def test_areas_are_those_of_the_outlines(area: shapely.Polygon, mpp: float) -> None:
     frame = Frame.at(SLIDE, NATIVE, mpp)
     found = (_labels((area, "stroma")).rasterise(_whole(frame), frame, TABLE) == 2).sum()
-    reference = _covered(area, frame, fine=4).sum() / 16
-    assert found == pytest.approx(reference, rel=0.005)
     assert found * frame.scale_x * frame.scale_y == pytest.approx(area.area, rel=0.005)
+
+
+@given(
+    boxes=st.lists(
+        st.tuples(*[st.integers(-3, 20)] * 2, *[st.integers(1, 15)] * 2, st.sampled_from("abcb*")),
+        max_size=7,
+    ),
+    roi=st.booleans(),
+)
+def test_of_equal_areas_the_outline_painted_last_has_the_pixel(
+    boxes: list[tuple[int, int, int, int, str]], roi: bool
+) -> None:
+    """Boxes on the slide's pixels, seen at twice their size: areas are halves and quarters."""
+    table = ClassTable(("a", "b", "c"), ((1, 0, 0), (2, 0, 0), (3, 0, 0)))
+    order = sorted(boxes, key=lambda box: -box[2] * box[3])
+    painted = np.full((24, 24), -1)  # which box shows, -1 for none
+    for number, (x, y, width, height, _) in enumerate(order):
+        painted[max(0, y) : max(0, y + height), max(0, x) : max(0, x + width)] = number
+    value = np.array([*(IGNORE if box[4] == "*" else " abc".index(box[4]) for box in order), 0])
+    known = np.ones((24, 24), bool)
+    regions = [(shapely.box(x, y, x + w, y + h), f"{name}") for x, y, w, h, name in boxes]
+    if roi:
+        known[:] = False
+        known[3:17, 5:16] = True
+        regions.append((shapely.box(5, 3, 16, 17), "ROI"))
+    labels = _labels(*regions, slide=Size(24, 24))
+    found = labels.rasterise(Box(0, 0, 12, 12), Frame.at(Size(24, 24), NATIVE, 0.5), table)
+    for row, column in np.ndindex(found.shape):
+        block = np.s_[2 * row : 2 * row + 2, 2 * column : 2 * column + 2]
+        shown = [
+            int(one) if inside else -2
+            for one, inside in zip(painted[block].flat, known[block].flat, strict=True)
+        ]
+        # class -> how many quarters it covers, and its last outline; -2 is outside the region
+        quarters: dict[int, list[int]] = {}
+        for one in shown:
+            key = IGNORE if one == -2 else int(value[one])
+            quarters.setdefault(key, []).append(one)
+        best = max(quarters, key=lambda key: (len(quarters[key]), max(quarters[key])))
+        assert found[row, column] == best
 
 
 MASKS = arrays(
@@ -99,32 +166,21 @@ def test_a_traced_mask_is_rasterised_to_itself(mask: NDArray[np.uint8], scale: f
     np.testing.assert_array_equal(found, mask)
 
 
-@pytest.mark.slow
-@given(area=blobs(), mpp=MPPS)
-@settings(max_examples=40)
-def test_a_rasterised_region_is_traced_to_itself(area: shapely.Polygon, mpp: float) -> None:
-    frame = Frame.at(SLIDE, NATIVE, mpp)
-    mask = _labels((area, "tumour")).rasterise(_whole(frame), frame, TABLE)
-    parts = [shapely.geometry.shape(part) for part, value in shapes(mask) if value == 1]
-    traced = shapely.transform(
-        shapely.union_all(parts), lambda xy: xy * [frame.scale_x, frame.scale_y]
-    )
-    assert traced.area == pytest.approx((mask == 1).sum() * frame.scale_x * frame.scale_y)
-    diagonal = np.hypot(frame.scale_x, frame.scale_y)
-    # what differs lies within half a pixel's diagonal of the outline
-    assert area.boundary.buffer(diagonal / 2 + 1e-6).covers(traced.symmetric_difference(area))
-
-
-@given(area=blobs(), mpp=MPPS, tile=st.integers(37, 300), data=st.data())
+@given(area=blobs(), mpp=MPPS, tile=st.integers(37, 300), roi=st.booleans(), data=st.data())
 def test_a_tile_is_a_piece_of_the_whole(
-    area: shapely.Polygon, mpp: float, tile: int, data: st.DataObject
+    area: shapely.Polygon, mpp: float, tile: int, roi: bool, data: st.DataObject
 ) -> None:
     frame = Frame.at(SLIDE, NATIVE, mpp)
-    labels = _labels((area, "tumour"), (shapely.box(700, 600, 720.3, 1400.7), "stroma"))
+    regions = [(area, "tumour"), (shapely.box(700, 600, 720.3, 1400.7), "stroma")]
+    if roi:
+        regions.append((shapely.affinity.rotate(shapely.box(500, 300, 1500, 1200), 20), "ROI"))
+    labels = _labels(*regions)
     whole = labels.rasterise(_whole(frame), frame, TABLE)
     x = data.draw(st.integers(-tile, frame.size.width))
     y = data.draw(st.integers(-tile, frame.size.height))
-    found = labels.rasterise(Box(x, y, tile, tile), frame, TABLE)
+    with pytest.MonkeyPatch.context() as patch:  # several parts
+        patch.setattr("pathoseg.annotations.coverage._MOST_SUMS", 1 << 16)
+        found = labels.rasterise(Box(x, y, tile, tile), frame, TABLE)
     padded = np.pad(whole, tile, constant_values=IGNORE)
     np.testing.assert_array_equal(found, padded[y + tile :, x + tile :][:tile, :tile])
 
@@ -138,17 +194,6 @@ def test_threads_share_labels() -> None:
         found = list(pool.map(lambda box: labels.rasterise(box, frame, TABLE), boxes))
     for box, mask in zip(boxes, found, strict=True):
         np.testing.assert_array_equal(mask, labels.rasterise(box, frame, TABLE))
-
-
-def test_outlines_on_centres_share_no_pixel_and_leave_none() -> None:
-    frame = Frame.at(Size(8, 8), NATIVE, 0.25)
-    halves = [
-        (shapely.box(0, 0, 3.5, 3.5), "tumour"),
-        (shapely.box(3.5, 0, 8, 3.5), "stroma"),
-        (shapely.box(0, 3.5, 8, 8), "necrosis"),
-    ]
-    alone = [_labels(half).rasterise(_whole(frame), frame, TABLE) > 0 for half in halves]
-    np.testing.assert_array_equal(sum(mask.astype(int) for mask in alone), 1)
 
 
 def test_the_smaller_of_two_regions_shows() -> None:
@@ -191,14 +236,6 @@ def test_starred_classes_are_ignored_and_are_no_classes() -> None:
     mask = labels.rasterise(Box(0, 0, 10, 10), frame, TABLE)
     assert (mask == IGNORE).sum() == 25
     assert dict(labels.classes()) == {"tumour": None}
-
-
-def test_unclassified_regions_count_only_where_nothing_is_classified() -> None:
-    frame = Frame.at(Size(10, 10), NATIVE, 0.25)
-    looked, found = shapely.box(0, 0, 9, 9), shapely.box(1, 1, 2, 2)
-    mixed = _labels((looked, None), (found, "tumour"), slide=Size(10, 10))
-    assert (mixed.rasterise(_whole(frame), frame, TABLE) > 0).sum() == 1
-    assert list(_labels((looked, None), (found, None)).classes()) == ["annotation"]
 
 
 BOXES = st.tuples(

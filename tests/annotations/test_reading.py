@@ -13,11 +13,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pathoseg.annotations.annotation import ClassTable, Colour
+from pathoseg.annotations.annotation import AnnotationReport, ClassTable, Colour
 from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.mask_image import MaskLabels
 from pathoseg.annotations.raster import PolygonLabels
-from pathoseg.annotations.reading import class_table, find_annotation, read_labels
+from pathoseg.annotations.reading import (
+    class_table,
+    find_annotation,
+    read_labels,
+    stray_annotations,
+    what_is_left_out,
+)
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, Mpp, Size
 
@@ -216,7 +222,122 @@ def test_where_nothing_has_a_class_the_one_class_may_be_renamed(tmp_path: Path) 
     del square["properties"]["classification"]
     options = AnnotationOptions(rename={"annotation": "nucleus"})
     labels = read_labels(_geojson(tmp_path, square), SLIDE, (0, 0), options)
-    assert dict(labels.classes()) == {"nucleus": None}
+    assert class_table([labels], None).names == ("nucleus",)
+
+
+def _unclassified(left: float, top: float, side: float = 10) -> dict[str, Any]:
+    square = _square(left, top, side)
+    del square["properties"]["classification"]
+    return square
+
+
+@pytest.mark.parametrize(
+    ("unclassified", "around", "alone"),
+    [("ignore", 0, 255), ("skip", 0, 0), ("tumour", 1, 1), ("Background", 0, 0)],
+)
+def test_outlines_without_a_class_are_what_the_options_say(
+    tmp_path: Path, unclassified: str, around: int, alone: int
+) -> None:
+    """One around a tumour, one by itself, and one across a tumour, which shows above it."""
+    path = _geojson(
+        tmp_path,
+        _unclassified(0, 0, 40),
+        _unclassified(60, 60, 30),
+        _square(10, 10),
+        _square(55, 65),
+    )
+    options = AnnotationOptions(unclassified=unclassified)
+    labels = read_labels(path, SLIDE, (0, 0), options)
+    frame = Frame.at(SLIDE, Mpp(0.25, 0.25), 0.25)
+    found = labels.rasterise(Box(0, 0, 100, 100), frame, TABLE)
+    assert [found[y, x] for x, y in ((30, 30), (80, 80), (15, 15), (62, 70))] == [
+        around,
+        alone,
+        1,
+        1,
+    ]
+    with pytest.raises(PathosegError, match=r"slide\.geojson has outlines without a class: 2 of 4"):
+        read_labels(path, SLIDE, (0, 0), AnnotationOptions(unclassified="refuse"))
+
+
+def test_outlines_without_a_class_are_one_where_nothing_has_any(tmp_path: Path) -> None:
+    one = read_labels(_geojson(tmp_path, _unclassified(0, 0)), SLIDE, (0, 0), AnnotationOptions())
+    assert class_table([one], None).names == ("annotation",)
+    assert class_table([one, _Labels(a=RED)], None).names == ("a",)
+    with pytest.raises(
+        PathosegError, match=r"None of the 1 outlines has a class.*\"a\""
+    ) as refused:
+        class_table([one], ("a",))
+    assert 'unclassified = "a"' in refused.value.hint
+
+
+@pytest.mark.parametrize("name", ["", " ", "tumour "])
+def test_outlines_without_a_class_get_a_name(name: str) -> None:
+    with pytest.raises(PathosegError, match="unclassified"):
+        AnnotationOptions(unclassified=name)
+
+
+def test_what_is_not_learnt_from_is_said_once_for_each_kind(tmp_path: Path) -> None:
+    point, line = (
+        {"type": "Feature", "geometry": {"type": kind, "coordinates": corners}}
+        for kind, corners in (("Point", [1, 1]), ("LineString", [[0, 0], [9, 9]]))
+    )
+    drawn = _geojson(
+        tmp_path,
+        *(point, point, line),
+        *(_square(20, 20, name="Ignore*"), _unclassified(60, 60), _square(300, 0)),
+        *(_square(0, 0, 90, name="Region*"), _square(10, 10), _square(91, 91, 5)),
+    )
+    empty = [_geojson(tmp_path, name=f"{letter}.geojson") for letter in "bcdef"]
+    reports = [
+        read_labels(path, SLIDE, (0, 0), AnnotationOptions()).report for path in (drawn, *empty)
+    ]
+    assert reports[0].outlines == {"tumour": 1}
+    assert (reports[0].of_interest, reports[0].interest_pixels) == (1, 8100)
+    strays = {tmp_path / "slid.geojson": tmp_path / "slide.svs", tmp_path / "x.geojson": None}
+    place = "in 1 file (slide.geojson)."
+    say = "[annotations] unclassified can say what they are."
+    many = "b.geojson, c.geojson, d.geojson, 2 more"
+    assert what_is_left_out(reports, strays, TABLE) == [
+        f"Points: 2 not used, {place}",
+        f"Lines: 1 not used, {place}",
+        f"Outlines of Ignore*: 1 not used, {place}",
+        f"Outlines off the slide: 1 not used, {place}",
+        f"Outlines outside the regions of interest: 1 not used, {place}",
+        f"Outlines without a class: 1 not used, {place} {say}",
+        "Regions of interest in 1 file (slide.geojson): outside is not known.",
+        f"No outline counts in 5 files ({many}): all of the slide is unlabelled.",
+        "Annotations without a slide of their name: slid.geojson (like slide.svs), x.geojson.",
+    ]
+
+
+def test_rulers_and_dots_of_the_other_programs_are_counted(tmp_path: Path) -> None:
+    asap, imagescope = _asap(tmp_path, 0, 0), tmp_path / "other.xml"
+    imagescope.write_text(_imagescope(tmp_path, 0, 0).read_text())
+    _asap(tmp_path, 0, 0)
+    coordinate = '<Coordinates><Coordinate X="1" Y="1"/></Coordinates>'
+    dot = f'<Annotation Type="Dot" PartOfGroup="x">{coordinate}</Annotation>'
+    vertices = '<Vertices><Vertex X="1" Y="1"/><Vertex X="9" Y="1"/></Vertices>'
+    ruler = f'<Region Type="4">{vertices}</Region>'
+    for path, more, where in ((asap, 2 * dot, "</Annotations>"), (imagescope, ruler, "</Regions>")):
+        text = path.read_text()
+        path.write_text(text.replace(where, more + where, 1))
+    found = [
+        read_labels(path, SLIDE, (0, 0), AnnotationOptions()).report for path in (asap, imagescope)
+    ]
+    assert [dict(one.passed_over) for one in found] == [
+        {"points": 2},
+        {"rulers, arrows and points": 1},
+    ]
+
+
+def test_a_region_of_interest_without_an_area_is_refused(tmp_path: Path) -> None:
+    flat = _square(0, 0, 0, name="Region*")
+    path = _geojson(tmp_path, flat, _square(20, 20))
+    with pytest.raises(PathosegError, match=r"in .*slide\.geojson encloses no area"):
+        read_labels(path, SLIDE, (0, 0), AnnotationOptions())
+    path = _geojson(tmp_path, flat, _square(20, 20), _square(0, 0, 50, name="Region*"))
+    assert read_labels(path, SLIDE, (0, 0), AnnotationOptions()).report.of_interest == 1
 
 
 @pytest.mark.parametrize("name", ["slide.csv", "slide.tsv", "slide.jpg", "slide.gz", "slide"])
@@ -253,10 +374,11 @@ def test_a_real_slide_with_its_real_annotation(shared_data: Path) -> None:
     "suffix",
     [".geojson", ".geojson.gz", ".json", ".xml", "_mask.png", "_mask.tif", "_mask.tiff"],
 )
+@pytest.mark.parametrize("stem", ["a.b", "a.b.svs"])
 def test_the_annotation_is_found_beside_the_slide_and_elsewhere(
-    tmp_path: Path, suffix: str
+    tmp_path: Path, suffix: str, stem: str
 ) -> None:
-    name = f"a.b{suffix}"
+    name = f"{stem}{suffix}"
     slides, elsewhere = tmp_path / "slides", tmp_path / "elsewhere"
     slides.mkdir()
     elsewhere.mkdir()
@@ -298,9 +420,25 @@ def test_two_annotations_of_one_slide_are_refused(tmp_path: Path) -> None:
         find_annotation(tmp_path / "a.svs", None)
 
 
+def test_outlines_of_no_slide_are_found_with_the_slide_they_are_named_like(tmp_path: Path) -> None:
+    slides = [tmp_path / name for name in ("case 1.svs", "case 2.ome.tif", "other.png")]
+    for name in (
+        *("case 1.geojson", "case 2.xml", "case 2.ome.tif.json", "other_mask.png", ".case 1.xml"),
+        *("Case_1.geojson", "case 2 corrected.xml", "CASE 1.json", "lab.geojson", "notes.json"),
+    ):
+        (tmp_path / name).touch()
+    assert stray_annotations(tmp_path, slides) == {
+        tmp_path / "CASE 1.json": slides[0],
+        tmp_path / "Case_1.geojson": slides[0],
+        tmp_path / "case 2 corrected.xml": slides[1],
+        tmp_path / "lab.geojson": None,
+    }
+
+
 class _Labels:
     def __init__(self, **classes: Colour | None) -> None:
         self.path = Path("x.geojson")
+        self.report = AnnotationReport(self.path)
         self._classes = classes
 
     def classes(self) -> Mapping[str, Colour | None]:
@@ -349,6 +487,8 @@ def test_no_class_at_all_is_refused() -> None:
         class_table([_Labels()], None)
     with pytest.raises(PathosegError, match="no region of any class"):
         class_table([_Labels(a=RED)], ())
+    with pytest.raises(PathosegError, match="no region of any class"):
+        class_table([_Labels(), _Labels()], ("a",))
 
 
 def test_instances_taken_for_classes_are_noticed() -> None:

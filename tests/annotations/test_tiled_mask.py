@@ -49,17 +49,18 @@ def _whole(labels: MaskLabels, slide: Size) -> Mask:
 
 @given(masks, st.sampled_from(CODECS), st.sampled_from([16, 32]), st.data())
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_rows_and_columns_are_those_of_the_whole(
+def test_any_box_is_that_of_the_whole(
     tmp_path: Path, pixels: Mask, codec: str | None, tile: int, data: st.DataObject
 ) -> None:
     path = tmp_path / "s_mask.tif"
     imwrite(path, pixels, tile=(tile, tile), compression=codec, photometric="minisblack")
     mask = _opened(path)
-    rows, columns = (
-        np.array(sorted(data.draw(st.lists(st.integers(0, side - 1), min_size=1))))
+    (top, bottom), (left, right) = (
+        sorted((data.draw(st.integers(0, side - 1)), data.draw(st.integers(1, side))))
         for side in pixels.shape
     )
-    np.testing.assert_array_equal(mask.read(rows, columns), pixels[rows[:, None], columns])
+    box = Box(left, top, right - left, bottom - top)
+    np.testing.assert_array_equal(mask.read(box), pixels[top:bottom, left:right])
     assert mask.values() == set(np.unique(pixels).tolist())
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from pathoseg.geometry import Box
+from pathoseg.models.layers import fold_norms
 from pathoseg.models.model_options import Norm
+from pathoseg.models.resnet_v2 import ResNetV2
 from pathoseg.models.unet import UNet
 
 NORMS: list[Norm] = ["batch", "group", "instance"]
@@ -102,6 +107,41 @@ def test_in_place_relu_changes_no_gradient(norm: Norm) -> None:
         assert mine.grad is not None
         assert other.grad is not None
         assert torch.equal(mine.grad, other.grad)
+
+
+@given(
+    left=st.integers(0, 79), top=st.integers(0, 63), width=st.integers(1, 80),
+    height=st.integers(1, 64), depth=st.integers(1, 3),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_a_part_alone_is_what_the_whole_gives(
+    left: int, top: int, width: int, height: int, depth: int
+) -> None:
+    torch.manual_seed(depth)
+    model = UNet(3, width=4, depth=depth).eval()
+    inside = Box(left, top, min(width, 80 - left), min(height, 64 - top))
+    images = torch.randn(2, 3, 64, 80)
+    with torch.inference_mode():
+        whole = model(images)[..., inside.y : inside.bottom, inside.x : inside.right]
+        torch.testing.assert_close(model.logits_inside(images, inside), whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "make", [partial(UNet, 3, width=4, depth=2), partial(ResNetV2, 3, depth=20)]
+)
+def test_folded_norms_change_no_answer(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = make().eval()
+    for name, values in model.named_buffers():
+        if values.is_floating_point():
+            values.uniform_(*((-0.5, 0.5) if name.endswith("mean") else (0.5, 2.0)))
+    images = torch.randn(1, 3, 32, 32)
+    with torch.inference_mode():
+        before = model(images)
+        norms = sum(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+        fold_norms(model)
+        assert 2 * sum(isinstance(m, nn.BatchNorm2d) for m in model.modules()) < norms
+        torch.testing.assert_close(model(images), before, rtol=1e-4, atol=1e-4)
 
 
 def test_weights_follow_the_seed_and_he() -> None:

@@ -269,7 +269,7 @@ def test_regions_are_written_in_level_0_pixels(tmp_path: Path) -> None:
     frame = Frame(Size(5, 3), 2.0, 4.0, Mpp(0.5, 0.5))
     with GeoJsonWriter(path, classes) as writer:
         assert write_regions(writer, trace(mask, [1, 2]), frame) == {1: 1, 2: 1}
-    stroma, gland = sorted(read_geojson(path), key=lambda region: region.geometry.area)
+    stroma, gland = sorted(read_geojson(path).annotations, key=lambda region: region.geometry.area)
     assert gland.geometry.equals(box(0, 0, 8, 12).difference(box(2, 4, 6, 8)))
     assert stroma.geometry.equals(box(8, 8, 10, 12))
     assert (gland.class_name, gland.colour) == ("gland", (200, 0, 0))

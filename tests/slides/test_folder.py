@@ -1,4 +1,4 @@
-"""slides_in: what in a directory is a slide."""
+"""find_slides: what in a folder is a slide, and what it is called."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import pytest
 from PIL import Image
 
 from pathoseg.errors import PathosegError
-from pathoseg.slides.folder import slides_in
+from pathoseg.slides.folder import find_slides, slides_in
 
 
 def _names(folder: Path) -> list[str]:
-    return [path.name for path in slides_in(folder)]
+    return list(find_slides([folder]))
 
 
 @pytest.fixture
 def image(tmp_path: Path) -> Callable[[str], Path]:
     def save(name: str) -> Path:
         path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             Image.new("RGB", (4, 4)).save(file, "png")
         return path
@@ -31,11 +31,11 @@ def image(tmp_path: Path) -> Callable[[str], Path]:
 
 
 def test_slides_sorted_by_name_without_the_rest(tmp_path: Path, image: Any) -> None:
-    for name in ("b.tif", "a.svs", "C.PNG", "noname", ".hidden.svs", "inner/d.svs"):
+    for name in ("b.tif", "a.svs", "C.PNG", "noname", ".hidden.svs", "b/d/a.svs", ".trash/d.svs"):
         image(name)
     for name in ("a.xml", "a.geojson", "a.geojson.gz", "slides.csv", "README.md", "Thumbs.db"):
         (tmp_path / name).write_text("BMI,4\n<xml/>")
-    assert _names(tmp_path) == ["C.PNG", "a.svs", "b.tif", "noname"]
+    assert _names(tmp_path) == ["C.PNG", "a.svs", "b.tif", "b/d/a.svs", "noname"]
     assert slides_in(tmp_path)[0] == tmp_path / "C.PNG"
 
 
@@ -43,6 +43,7 @@ def test_masks_beside_their_slides_are_none(tmp_path: Path, image: Any) -> None:
     for name in ("a.svs", "a_mask.png", "b.tif", "b_mask.TIF", "c_mask.png", "d_mask.jpg"):
         image(name)
     image("d.png")
+    image("masks/b_mask.png")
     assert _names(tmp_path) == ["a.svs", "b.tif", "c_mask.png", "d.png", "d_mask.jpg"]
 
 
@@ -65,6 +66,57 @@ def test_a_dicom_series_is_one_slide(tmp_path: Path) -> None:
     _dicom(tmp_path / "5.dcm", "9")
     (tmp_path / "0.dcm").write_bytes(bytes(128) + b"DICM")  # names no series
     assert _names(tmp_path) == ["0.dcm", "1.dcm", "2.dcm", "4.dcm"]
+
+
+@pytest.mark.parametrize(
+    ("marks", "inside"),
+    [
+        (("config.toml", "splits.csv"), "predictions/epoch-1.png"),
+        (("model.json", "weights.safetensors"), "figure.png"),
+        (("summary.json", "mask.ome.tiff"), "overlay.png"),
+        (("cache.json",), "pixels/c.0.0.0.0"),
+        (("zarr.json",), "c.0.0"),
+        (("Slidedat.ini",), "Data0000.tif"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_what_is_made_of_slides_is_passed_over_unless_it_is_given(
+    tmp_path: Path, image: Any, marks: tuple[str, ...], inside: str
+) -> None:
+    image("a.svs")
+    for name in (inside, *marks):
+        image(f"deep/made/{name}")
+    assert _names(tmp_path) == ["a.svs"]
+    assert inside in _names(tmp_path / "deep" / "made")
+    (tmp_path / "deep/made" / marks[0]).rename(tmp_path / "deep/made/other.txt")
+    assert f"deep/made/{inside}" in _names(tmp_path)
+
+
+def test_the_images_of_a_vms_slide_are_no_slides(tmp_path: Path, image: Any) -> None:
+    for name in ("a-0.jpg", "a map.jpg", "b.jpg", "in/a-0.jpg"):
+        image(name)
+    (tmp_path / "a.vms").write_text("[Virtual]\nImageFile=a-0.jpg\nMapFile = a map.jpg\n")
+    assert _names(tmp_path) == ["a.vms", "b.jpg", "in/a-0.jpg"]
+
+
+def test_several_folders_give_each_slide_one_name(tmp_path: Path, image: Any) -> None:
+    for name in ("x/a.png", "x/y/b.png", "z/c.png", "z/y/b.tif", "z/notes/c.png"):
+        image(name)
+    x, z = tmp_path / "x", tmp_path / "z"
+    assert list(find_slides([z, x], [z / "notes", x])) == ["c.png", "y/b.tif", "a.png", "y/b.png"]
+    assert list(find_slides([x, x / "y"])) == ["a.png", "y/b.png"], "each file once"
+    image("z/a.png")
+    with pytest.raises(PathosegError, match=r"x.a\.png and .*z.a\.png are both called a\.png"):
+        find_slides([x, z])
+
+
+def test_links_are_followed_once(tmp_path: Path, image: Any) -> None:
+    image("far/b.png")
+    folder = tmp_path / "near"
+    folder.mkdir()
+    (folder / "link").symlink_to(tmp_path / "far")
+    (tmp_path / "far" / "back").symlink_to(folder)
+    assert _names(folder) == ["link/b.png"]
 
 
 @pytest.mark.parametrize("make", [lambda folder: None, Path.mkdir, Path.touch])

@@ -16,92 +16,112 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+import zarr
+from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, Mpp, Size
 from pathoseg.slides.region import Region
 from pathoseg.slides.slide import open_slide
-from pathoseg.tiles.cache import TileCache, TileCacheKey
+from pathoseg.tiles.cache import SHARD, TileCache, TileCacheKey
 from pathoseg.tiles.fingerprint import Fingerprint
-from pathoseg.tiles.grid import TileGrid
+
+SIZE = Size(2500, 1900)  # 3 × 2 shards
+WHOLE = Box(0, 0, SIZE.width, SIZE.height)
 
 
-def key_of(count: int, tile: int = 512, **changes: object) -> TileCacheKey:
-    extent = Size(tile * count, tile)
+def key_of(size: Size = SIZE, **changes: object) -> TileCacheKey:
     key = TileCacheKey(
         slide=Path("slides/a.svs"),
         fingerprint=Fingerprint(1000, 5, "abc"),
-        frame=Frame(extent, 2.0, 2.0, Mpp(0.5, 0.5)),
-        grid=TileGrid(extent, Size(tile, tile), 0),
-        indices=tuple(range(count)),
+        frame=Frame(size, 2.0, 2.0, Mpp(0.5, 0.5)),
     )
     return replace(key, **changes)  # type: ignore[arg-type]  # the fields have many types
 
 
-def tile(position: int, side: int = 512, unread: bool = False) -> Region:
-    """Noise that tells tiles apart, smooth enough for JPEG."""
-    rng = np.random.default_rng(position)
-    coarse = rng.integers(0, 256, (side // 32, side // 32, 3), dtype=np.uint8)
-    pixels = coarse.repeat(32, axis=0).repeat(32, axis=1)
-    return Region(pixels, rng.random((side, side)) < 0.5 if unread else None)
+def picture(size: Size = SIZE) -> NDArray[np.uint8]:
+    """Noise, smooth enough for JPEG; white outside the slide, to the end of the last shards."""
+    whole = size.rounded_up(SHARD)
+    coarse = np.random.default_rng(0).integers(0, 256, (whole.height // 32, whole.width // 32, 3))
+    pixels = coarse.astype(np.uint8).repeat(32, axis=0).repeat(32, axis=1)
+    pixels[size.height :], pixels[:, size.width :] = 255, 255
+    return pixels
 
 
-def fill(cache: TileCache, shard: int) -> None:
-    cache.write(shard, (tile(position) for position in cache.positions(shard)))
+def fill(cache: TileCache, box: Box = WHOLE, unread: NDArray[np.bool_] | None = None) -> None:
+    pixels = picture()
+    for shard in cache.shards(box):
+        place = cache.box(shard)
+        part = slice(place.y, place.bottom), slice(place.x, place.right)
+        cache.write(shard, Region(pixels[part], None if unread is None else unread[part]))
 
 
-def test_tiles_come_back_as_they_went_in(tmp_path: Path) -> None:
-    cache = TileCache.open(tmp_path, key_of(70))
-    assert cache.shards == 3, "a shard holds at most 32 tiles"
-    regions = [tile(position, unread=position == 66) for position in cache.positions(2)]
-    cache.write(2, regions)
-    again = TileCache.open(tmp_path, key_of(70))
-    assert again.read(3) is None
-    for position, region in zip(cache.positions(2), regions, strict=True):
-        found = again.read(position)
-        assert found is not None
-        assert (found.pixels == region.pixels).all()
-        assert found.pixels.shape == (512, 512, 3)
-        if region.unread is None:
-            assert found.unread is None
-        else:
-            assert found.unread is not None
-            assert (found.unread == region.unread).all()
-
-
-@settings(max_examples=30)
-@given(tiles=st.integers(0, 200), side=st.sampled_from([32, 256, 1024, 4096, 16384]))
-def test_every_tile_has_one_shard_of_bounded_size(
-    tmp_path_factory: pytest.TempPathFactory, tiles: int, side: int
+@given(
+    x=st.integers(-400, 2600), y=st.integers(-400, 2000),
+    width=st.integers(1, 1200), height=st.integers(1, 1200),
+)  # fmt: skip
+def test_any_box_comes_back_as_it_went_in(
+    filled: TileCache, x: int, y: int, width: int, height: int
 ) -> None:
-    cache = TileCache.open(tmp_path_factory.mktemp("cache"), key_of(tiles, side))
-    listed = [position for shard in range(cache.shards) for position in cache.positions(shard)]
-    assert listed == list(range(tiles))
-    for shard in range(cache.shards):
-        positions = cache.positions(shard)
-        assert {cache.shard_of(position) for position in positions} == {shard}
-        assert len(positions) == 1 or len(positions) * side * side * 3 <= 32 * 1024**2
+    found = filled.read(Box(x, y, width, height))
+    assert found is not None
+    around = np.pad(picture(), ((400, 1300), (400, 1300), (0, 0)), constant_values=255)
+    part = slice(400 + y, 400 + y + height), slice(400 + x, 400 + x + width)
+    assert (found.pixels == around[part]).all()
+    lost = np.pad(_lost(), ((400, 1300), (400, 1300)))[part]
+    assert (found.unread is not None) == lost.any()
+    if found.unread is not None:
+        assert (found.unread == lost).all()
 
 
-def test_black_tiles_are_there(tmp_path: Path) -> None:
-    cache = TileCache.open(tmp_path, key_of(2))
-    cache.write(0, [Region(np.zeros((512, 512, 3), np.uint8))] * 2)
-    found = cache.read(1)
+def _lost() -> NDArray[np.bool_]:
+    lost = np.zeros(picture().shape[:2], np.bool_)
+    lost[1000:1030, 1500:2100] = True
+    return lost
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> TileCache:
+    folder = tmp_path_factory.mktemp("filled")
+    fill(TileCache.open(folder, key_of()), unread=_lost())
+    return TileCache.open(folder, key_of())
+
+
+def test_a_box_needs_all_of_its_shards(tmp_path: Path) -> None:
+    cache = TileCache.open(tmp_path, key_of())
+    fill(cache, Box(0, 0, 1100, 1))
+    assert cache.read(Box(900, 900, 200, 100)) is not None
+    assert cache.read(Box(900, 900, 200, 125)) is None
+    assert list(cache.shards(Box(900, 900, 200, 125))) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    outside = cache.read(Box(-300, 0, 300, 200))
+    assert outside is not None
+    assert (outside.pixels == 255).all()
+
+
+def test_zarr_reads_the_same(filled: TileCache) -> None:
+    pixels = zarr.open_array(filled.path / "pixels", mode="r")
+    assert (np.asarray(pixels[300:1300, 700:1800]) == picture()[300:1300, 700:1800]).all()
+
+
+def test_black_pixels_are_there(tmp_path: Path) -> None:
+    cache = TileCache.open(tmp_path, key_of())
+    cache.write((0, 0), Region(np.zeros((SHARD, SHARD, 3), np.uint8)))
+    found = cache.read(Box(0, 0, 512, 512))
     assert found is not None
     assert not found.pixels.any()
 
 
-def test_lossy_tiles_are_close_and_small(tmp_path: Path, shared_data: Path) -> None:
+def test_lossy_pixels_are_close_and_small(tmp_path: Path, shared_data: Path) -> None:
     with open_slide(shared_data / "slides" / "aperio_CMU-1-Small-Region.svs") as slide:
-        pixels = slide.read_level(0, Box(1024, 1024, 512, 512))
+        pixels = slide.read_level(0, Box(1024, 1024, SHARD, SHARD))
     sizes = {}
     for codec in ("lossless", "lossy"):
-        cache = TileCache.open(tmp_path, key_of(1, codec=codec))
-        cache.write(0, [Region(pixels)])
+        cache = TileCache.open(tmp_path, key_of(codec=codec))
+        cache.write((0, 0), Region(pixels))
         sizes[codec] = sum(f.stat().st_size for f in cache.path.glob("pixels/c.*"))
-    found = TileCache.open(tmp_path, key_of(1, codec="lossy")).read(0)
+    found = TileCache.open(tmp_path, key_of(codec="lossy")).read(Box(0, 0, SHARD, SHARD))
     assert found is not None
     error = np.square(found.pixels.astype(float) - pixels).mean()
     assert 0 < error < 255**2 / 10**3.8, "38 dB"
@@ -109,14 +129,12 @@ def test_lossy_tiles_are_close_and_small(tmp_path: Path, shared_data: Path) -> N
 
 
 def test_everything_that_defines_the_content_names_another_folder(tmp_path: Path) -> None:
-    key = key_of(4)
+    key = key_of()
     changed = [
         replace(key, fingerprint=Fingerprint(1000, 6, "abc")),
         replace(key, fingerprint=Fingerprint(1000, 5, "abd")),
         replace(key, frame=replace(key.frame, mpp=Mpp(0.6, 0.6))),
         replace(key, frame=replace(key.frame, scale_x=2.1)),
-        replace(key, grid=replace(key.grid, overlap=8)),
-        replace(key, indices=(0, 1, 2, 4)),
         replace(key, codec="lossy"),
     ]
     assert len({entry.digest for entry in [key, *changed]}) == len(changed) + 1
@@ -126,43 +144,55 @@ def test_everything_that_defines_the_content_names_another_folder(tmp_path: Path
     assert described["frame"]["mpp"] == {"x": 0.5, "y": 0.5}
 
 
+def test_a_cache_of_an_earlier_format_is_said_once_and_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = key_of()
+    former = tmp_path / key.slide.name / "former"
+    former.mkdir(parents=True)
+    (former / "cache.json").write_text(json.dumps({**key.described(), "format": 1}))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            TileCache.open(tmp_path, key)
+    assert [record.message for record in caplog.records] == [
+        f"{former} is of an earlier version and not used: the slide is read again. Delete it."
+    ]
+    assert (former / "cache.json").exists()
+
+
 def test_a_changed_slide_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    key = key_of(2)
+    key = key_of()
     old = TileCache.open(tmp_path, key)
     coarse = TileCache.open(tmp_path, replace(key, frame=replace(key.frame, scale_x=4.0)))
-    namesake = TileCache.open(tmp_path, replace(key_of(3), slide=Path("others/a.svs")))
-    fill(old, 0)
+    namesake = TileCache.open(tmp_path, key_of(slide=Path("others/a.svs"), codec="lossy"))
+    fill(old)
     with caplog.at_level(logging.WARNING):
         new = TileCache.open(tmp_path, replace(key, fingerprint=Fingerprint(1001, 9, "xyz")))
-    assert new.read(0) is None
+    assert new.read(WHOLE) is None
     assert not old.path.exists()
     assert not coarse.path.exists()
     assert namesake.path.exists()
     assert "a.svs has changed" in caplog.text
-    assert old.read(0) is None, "a reader that had it open does not get black tiles"
+    assert old.read(WHOLE) is None, "a reader that had it open does not get black tiles"
 
 
-def _fill_all(folder: Path, count: int) -> None:
-    cache = TileCache.open(folder, key_of(count))
-    for shard in range(cache.shards):
-        fill(cache, shard)
+def _fill_all(folder: Path) -> None:
+    fill(TileCache.open(folder, key_of()))
 
 
 @pytest.mark.process
 def test_several_processes_fill_one_cache(tmp_path: Path) -> None:
     spawn = multiprocessing.get_context("spawn")
-    count = 80
-    writers = [spawn.Process(target=_fill_all, args=(tmp_path, count)) for _ in range(3)]
+    writers = [spawn.Process(target=_fill_all, args=(tmp_path,)) for _ in range(3)]
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join()
         assert writer.exitcode == 0
-    cache = TileCache.open(tmp_path, key_of(count))
-    for position in range(0, count, 7):
-        found = cache.read(position)
-        assert found is not None
-        assert (found.pixels == tile(position).pixels).all()
+    cache = TileCache.open(tmp_path, key_of())
+    found = cache.read(WHOLE)
+    assert found is not None
+    assert (found.pixels == picture()[: SIZE.height, : SIZE.width]).all()
     assert [f.name for f in (tmp_path / "a.svs").iterdir()] == [cache.path.name]
 
 
@@ -170,10 +200,10 @@ _ENDLESS_WRITER = """
 import sys, importlib.util
 spec = importlib.util.spec_from_file_location("writer", sys.argv[1])
 test = importlib.util.module_from_spec(spec); spec.loader.exec_module(test)
-cache = test.TileCache.open(test.Path(sys.argv[2]), test.key_of(80))
+cache = test.TileCache.open(test.Path(sys.argv[2]), test.key_of())
 print("writing", flush=True)
 while True:
-    test.fill(cache, 0)
+    test.fill(cache)
 """
 
 
@@ -190,42 +220,46 @@ def test_a_killed_writer_leaves_nothing_half_written(tmp_path: Path) -> None:
             assert out.readline() == b"writing\n"
             time.sleep(rng.uniform(0.05, 0.6))
             os.kill(writer.pid, signal.SIGKILL)
-        cache = TileCache.open(tmp_path, key_of(80))
-        found = cache.read(5)
+        cache = TileCache.open(tmp_path, key_of())
+        found = cache.read(Box(100, 100, 600, 600))
         if found is not None:
-            assert (found.pixels == tile(5).pixels).all()
-    fill(cache, 0)
-    assert cache.read(31) is not None
+            assert (found.pixels == picture()[100:700, 100:700]).all()
+    fill(cache)
+    assert cache.read(WHOLE) is not None
 
 
 def test_what_killed_writers_left_is_cleared_away_later(tmp_path: Path) -> None:
-    cache = TileCache.open(tmp_path, key_of(2))
+    cache = TileCache.open(tmp_path, key_of())
     drafts = [cache.path / "pixels" / "c.0.0.0.123.partial", cache.path.parent / ".123.draft"]
     drafts[0].touch()
     drafts[1].mkdir()
-    TileCache.open(tmp_path, key_of(2))
+    TileCache.open(tmp_path, key_of())
     assert all(draft.exists() for draft in drafts), "they may be another writer's"
     for draft in drafts:
         os.utime(draft, (0, 0))
-    TileCache.open(tmp_path, key_of(2))
+    TileCache.open(tmp_path, key_of())
     assert not any(draft.exists() for draft in drafts)
 
 
 def test_a_damaged_shard_is_told_of(tmp_path: Path) -> None:
-    cache = TileCache.open(tmp_path, key_of(2))
-    fill(cache, 0)
+    cache = TileCache.open(tmp_path, key_of())
+    corner = Box(0, 0, SHARD, SHARD)
+    fill(cache, corner)
     [shard] = (cache.path / "pixels").glob("c.*")
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 4] ^= 1
-    shard.write_bytes(data)
-    with pytest.raises(PathosegError, match=f"{cache.path} is damaged"):
-        [cache.read(position) for position in range(2)]
-    shard.write_bytes(data[: len(data) // 2])
-    with pytest.raises(PathosegError, match="Delete that folder"):
-        cache.read(0)
+    whole = shard.read_bytes()
+    for place in (len(whole) // 4, len(whole) - 100):  # in a block, and in the index
+        data = bytearray(whole)
+        data[place] ^= 1
+        shard.write_bytes(data)
+        with pytest.raises(PathosegError, match=f"{cache.path} is damaged"):
+            cache.read(corner)
+    for length in (len(whole) // 2, 10):
+        shard.write_bytes(whole[:length])
+        with pytest.raises(PathosegError, match="Delete that folder"):
+            cache.read(corner)
     (cache.path / "pixels" / "zarr.json").write_text("{")
     with pytest.raises(PathosegError, match=f"{cache.path} is damaged"):
-        TileCache.open(tmp_path, key_of(2))
+        TileCache.open(tmp_path, key_of())
 
 
 @pytest.fixture
@@ -242,20 +276,20 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.process
 def test_a_full_disk_is_told_of(small_disk: Path) -> None:
-    cache = TileCache.open(small_disk, key_of(8))
-    noise = np.random.default_rng(0).integers(0, 256, (512, 512, 3), dtype=np.uint8)
+    cache = TileCache.open(small_disk, key_of())
+    noise = np.random.default_rng(0).integers(0, 256, (SHARD, SHARD, 3), dtype=np.uint8)
     with pytest.raises(PathosegError, match=f"disk of the tile cache {cache.path} is full"):
-        cache.write(0, [Region(noise)] * 8)
-    assert cache.read(0) is None
+        cache.write((0, 0), Region(noise))
+    assert cache.read(Box(0, 0, 9, 9)) is None
     assert not list(cache.path.glob("pixels/*.partial"))
 
 
 @pytest.mark.process
 def test_a_read_only_cache_serves_what_it_holds(small_disk: Path) -> None:
-    cache = TileCache.open(small_disk, key_of(1))
-    fill(cache, 0)
+    cache = TileCache.open(small_disk, key_of())
+    fill(cache, Box(0, 0, 9, 9))
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    again = TileCache.open(small_disk, key_of(1))
-    assert again.read(0) is not None
+    again = TileCache.open(small_disk, key_of())
+    assert again.read(Box(0, 0, 9, 9)) is not None
     with pytest.raises(PathosegError, match="cannot be written"):
-        TileCache.open(small_disk, key_of(3))
+        TileCache.open(small_disk, key_of(codec="lossy"))

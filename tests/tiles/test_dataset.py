@@ -8,17 +8,19 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
 
 from pathoseg.errors import PathosegError, UnreadableError
+from pathoseg.tiles.class_pixels import class_counts
 from pathoseg.tiles.dataset import Batch, TrainingSet
 from pathoseg.tiles.tile_options import AugmentOptions
-from pathoseg.tiles.tiles import SlideTiles, Tile
+from pathoseg.tiles.tiles import SlideTiles, Tile, tile_labels
 from pathoseg.tiles.transform import Augmentation
 
 MakeBench = Callable[..., Any]
@@ -46,9 +48,13 @@ def counted(*slides: Any) -> list[SlideTiles]:
 
 
 def real(make_bench: MakeBench, **options: Any) -> TrainingSet:
-    slides = [make_bench(f"{name}.svs", seed).cut() for seed, name in enumerate("abc")]
-    augmentation = Augmentation(AugmentOptions())
-    return TrainingSet(slides, **{"batch": 6, "seed": 7, "augmentation": augmentation, **options})
+    slides = [
+        make_bench(f"{name}.svs", seed).cut(offsets="random") for seed, name in enumerate("abc")
+    ]
+    usual = {"batch": 6, "seed": 7, "offsets": "random", "balance": "class", "balance_limit": 4.0}
+    return TrainingSet(
+        slides, **{**usual, "augmentation": Augmentation(AugmentOptions()), **options}
+    )
 
 
 def equal(first: Batch, second: Batch) -> bool:
@@ -113,6 +119,55 @@ def test_balance_draws_every_class_equally_often(
     assert max(within) - min(within) <= 1, "the tiles of a class, too"
 
 
+@given(
+    holds=arrays.arrays(np.bool_, st.tuples(st.integers(1, 60), st.integers(2, 4))),
+    limit=st.floats(1, 6),
+    samples=st.integers(1, 300),
+    epoch=st.integers(0, 100),
+)
+def test_no_tile_is_drawn_more_often_than_the_limit(
+    holds: np.ndarray, limit: float, samples: int, epoch: int
+) -> None:
+    holds[0, 0] = True
+    training = TrainingSet(counted(holds * 10), 3, 2, samples, balance="class", balance_limit=limit)
+    order = training.order(epoch)
+    usable = int(holds.any(axis=1).sum())
+    drawn = np.bincount([sample.tile for sample in order], minlength=len(holds))
+    assert len(order) == training.steps_per_epoch * 3
+    assert drawn[~holds.any(axis=1)].sum() == 0
+    assert drawn.max() <= np.ceil(limit * len(order) / usable + 1e-9)
+    alone = holds.copy()
+    alone[:, 0] &= ~holds[:, 1:].any(axis=1)
+    groups = [column for column in alone.T if column.any()]
+    even = sum(column / column.sum() for column in groups) / len(groups)
+    if even.max() <= limit / usable:  # then every class has its even share
+        # Among tiles of the same classes draws are off by one at most.
+        kinds = len(np.unique(alone, axis=0))
+        for column in groups:
+            assert abs(drawn[column].sum() - even[column].sum() * len(order)) <= kinds
+    else:
+        assert (drawn >= np.floor(even.clip(max=limit / usable) * len(order) - 1e-9)).all()
+
+
+def test_the_limit_holds_back_what_is_rare_and_says_so() -> None:
+    """As 2 tiles of background alone, and 3 of a class, among 130."""
+    counts = [[90, 10, 0]] * 125 + [[90, 5, 5]] * 3 + [[100, 0, 0]] * 2
+    unlimited, limited = (
+        TrainingSet(counted(counts), 5, 1, 1300, balance="class", balance_limit=limit)
+        for limit in (np.inf, 4.0)
+    )
+    often, seldom = (
+        Counter(sample.tile for sample in training.order(0)) for training in (unlimited, limited)
+    )
+    assert min(often[128], often[129]) > 200
+    assert {seldom[tile] for tile in range(125, 130)} == {40}
+    assert not unlimited.held_back
+    held = limited.held_back[2]
+    assert (list(limited.held_back), held.tiles, held.of) == ([2], 3, 130)
+    assert held.even == pytest.approx(1 / 3 + 1 / 128, abs=1e-2)
+    assert held.share == pytest.approx(12 / 130)
+
+
 def test_tiles_that_teach_nothing_are_left_out() -> None:
     counts = [[4, 0, 0], [0, 0, 0], [2, 2, 0], [1, 2, 1], [0, 0, 0]]
     for balance in ("none", "class"):
@@ -163,7 +218,7 @@ def test_some_rows_are_those_of_the_whole_batch(make_bench: MakeBench, rows: lis
 def test_an_unreadable_tile_stops_the_consumer_at_its_batch(
     make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training = real(make_bench, threads=3)
+    training = real(make_bench, threads=3, offsets="grid", balance="none")
     bad = training.order(0)[6 * 4 + 2]
     read = SlideTiles.read
 
@@ -178,6 +233,31 @@ def test_an_unreadable_tile_stops_the_consumer_at_its_batch(
     with pytest.raises(UnreadableError, match="is gone"):
         next(batches)
     assert not alive()
+
+
+@pytest.mark.parametrize("min_cover", [None, 0.6])
+def test_tiles_near_the_grid_hold_what_they_are_drawn_for(
+    make_bench: MakeBench, min_cover: float | None
+) -> None:
+    """The rarest class of the grid's tile, or its label; and they differ from epoch to epoch."""
+    training = real(make_bench, augmentation=None, min_cover=min_cover)
+    moved = set[bool]()
+    for epoch in range(4):
+        for sample in training.order(epoch):
+            slide = training.slides[sample.slide]
+            _, mask = training.sample(epoch, sample)
+            counts = class_counts(mask[None], 3)
+            grid = slide.class_pixels[sample.tile][None]
+            if min_cover is None:
+                # Tumour is in fewer tiles than stroma, and that in fewer than background.
+                wanted = max((grid > 0).nonzero()[1], key=(0, 2, 1).index)
+                assert counts[0, wanted] > 0
+            else:
+                assert tile_labels(counts, min_cover) == tile_labels(grid, min_cover)
+            again = training.sample(epoch, sample)[0]
+            assert (again == training.sample(epoch, sample)[0]).all()
+            moved.add(bool((training.sample(epoch + 1, sample)[0] != again).any()))
+    assert True in moved
 
 
 def test_closing_early_ends_the_threads(make_bench: MakeBench) -> None:
@@ -209,10 +289,16 @@ def test_reading_ahead_is_bounded() -> None:
     batches.close()
 
 
-def test_the_cache_changes_no_batch(make_bench: MakeBench, tmp_path: Path) -> None:
+@pytest.mark.parametrize("offsets", ["grid", "random"])
+def test_the_cache_changes_no_batch(
+    make_bench: MakeBench, tmp_path: Path, offsets: Literal["grid", "random"]
+) -> None:
     def batches(cache: Path | None) -> list[Batch]:
-        slides = [make_bench(f"{n}.svs", seed).cut(cache=cache) for seed, n in enumerate("ab")]
-        return list(TrainingSet(slides, 4, 3, threads=3).batches(0))
+        slides = [
+            make_bench(f"{n}.svs", seed).cut(cache=cache, offsets=offsets)
+            for seed, n in enumerate("ab")
+        ]
+        return list(TrainingSet(slides, 4, 3, offsets=offsets, threads=3).batches(0))
 
     expected = batches(None)
     for _ in range(2):

@@ -148,3 +148,15 @@ def test_jitter_scales_and_shifts_the_three_stains() -> None:
     expected = np.clip(256 * np.exp(-amounts @ hed) - 1, 0, 255).reshape(image.shape)
     found = jitter_stains(image, 0.2, np.random.default_rng(5))
     assert np.abs(found - expected).max() < 0.51
+
+
+def test_an_image_of_several_strips_is_changed_row_by_row() -> None:
+    image = np.random.default_rng(0).integers(0, 256, (75, 1000, 3), dtype=np.uint8)
+
+    def jittered(pixels: Any, out: Any = None) -> Any:
+        return jitter_stains(pixels, 0.2, np.random.default_rng(1), out)
+
+    rows = np.concatenate([jittered(row[None]) for row in image])
+    assert (jittered(image) == rows).all()
+    jittered(image, out=image)
+    assert (image == rows).all()

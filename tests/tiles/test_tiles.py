@@ -6,28 +6,32 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import shapely
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from pathoseg.annotations.annotation import Annotation
+from pathoseg.annotations.annotation import Annotation, ClassTable
 from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.raster import PolygonLabels
 from pathoseg.annotations.reading import class_table, read_labels
 from pathoseg.errors import PathosegError
-from pathoseg.geometry import Box, Frame, Size
+from pathoseg.geometry import Box, Frame, Mpp, Size
+from pathoseg.slides.region import Region
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles import tiles as tiles_file
+from pathoseg.tiles.dataset import TrainingSet
 from pathoseg.tiles.slide_pool import SlidePool
 from pathoseg.tiles.stain import StainNormaliser
 from pathoseg.tiles.tile_options import TissueOptions
-from pathoseg.tiles.tiles import SlideTiles, TileOptions, cut_tiles, tile_labels
+from pathoseg.tiles.tiles import SlideTiles, TileOptions, TissueGrid, cut_tiles, tile_labels
 from pathoseg.tiles.tissue import find_tissue
+from tests.tiles.conftest import Bench
+from tests.tiles.conftest import bench as new_bench
 
 MakeBench = Callable[..., Any]
 
@@ -72,6 +76,13 @@ def test_tiles_hold_enough_tissue_or_annotation(make_bench: MakeBench) -> None:
     assert sparse.box(1) == Box(200, 100, 100, 100)
 
 
+@pytest.fixture
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards of 128 px, in blocks of 32: 3 × 2 on the bench."""
+    monkeypatch.setattr("pathoseg.tiles.cache.SHARD", 128)
+    monkeypatch.setattr("pathoseg.tiles.cache.BLOCK", 32)
+
+
 def test_no_tile_lies_outside_the_regions_of_interest(
     make_bench: MakeBench, tmp_path: Path
 ) -> None:
@@ -91,17 +102,33 @@ def test_no_tile_lies_outside_the_regions_of_interest(
             assert (tiles.read(position).mask != 255).any()
 
 
+@pytest.mark.usefixtures("small_shards")
 def test_the_cache_changes_nothing(make_bench: MakeBench, tmp_path: Path) -> None:
     bench = make_bench()
-    bench.broken = Box(20, 20, 10, 10)
-    plain = bench.cut(overlap=10)
-    cached = bench.cut(overlap=10, cache=tmp_path / "cache")
-    expected = content(plain)
-    assert sum(unread for *_, unread in expected) > 0
-    assert content(cached) == expected
+    expected = content(bench.cut(overlap=10))
+    assert content(bench.cut(overlap=10, cache=tmp_path / "cache")) == expected
     bench.opened.clear()
     assert content(bench.cut(overlap=10, cache=tmp_path / "cache")) == expected
+    # Tiles of another size come from it, too.
+    other = content(bench.cut(tile=100, cache=tmp_path / "cache"))
     assert bench.opened == [], "all tiles come from the cache"
+    assert other == content(bench.cut(tile=100))
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_the_cache_keeps_what_is_unread(make_bench: MakeBench, tmp_path: Path) -> None:
+    bench = make_bench()
+    bench.broken = Box(20, 20, 10, 10)
+    tiles = bench.cut(cache=tmp_path / "cache")
+    list(tiles.fill())
+    bench.broken = None
+    for position in range(len(tiles)):
+        one, other = tiles.read(position), bench.cut().read(position)
+        box, lost = tiles.box(position), one.mask == 255
+        # What fails is left out by blocks of 256 px, or what a shard has of them.
+        assert one.unread == lost.sum() - (other.mask == 255).sum()
+        assert (one.unread > 0) == (box.x < 128 and box.y < 128)
+        assert (one.image[~lost] == other.image[~lost]).all()
 
 
 def test_unread_pixels_are_ignored_and_counted(make_bench: MakeBench) -> None:
@@ -112,10 +139,8 @@ def test_unread_pixels_are_ignored_and_counted(make_bench: MakeBench) -> None:
     assert (tile.mask == 255).all()
 
 
-def test_tiles_are_read_by_many_threads(
-    make_bench: MakeBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pathoseg.tiles.cache._MOST_TILES_A_SHARD", 5)
+@pytest.mark.usefixtures("small_shards")
+def test_tiles_are_read_by_many_threads(make_bench: MakeBench, tmp_path: Path) -> None:
     bench = make_bench()
     expected = content(bench.cut())
     for cache in (None, tmp_path / "cache"):
@@ -125,10 +150,9 @@ def test_tiles_are_read_by_many_threads(
             found = list(threads.map(tiles.read, list(range(len(tiles))) * 3))
         assert [tile.image.tobytes() for tile in found] == [image for image, *_ in expected] * 3
         assert len(bench.opened) <= 8
-    assert tiles.cache is not None
-    assert tiles.cache.shards == 4
 
 
+@pytest.mark.usefixtures("small_shards")
 def test_a_shard_is_filled_once_by_the_threads_of_a_process(
     make_bench: MakeBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,32 +167,178 @@ def test_a_shard_is_filled_once_by_the_threads_of_a_process(
     tiles = make_bench().cut(cache=tmp_path / "cache")
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(tiles.read, range(len(tiles))))
-    assert len(reads) == len(tiles)
+    assert len(reads) == len(set(reads)) == len(tiles.shards()) == 6
 
 
+@pytest.mark.usefixtures("small_shards")
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_cache_is_filled_in_parts(
-    make_bench: MakeBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
-) -> None:
-    monkeypatch.setattr("pathoseg.tiles.cache._MOST_TILES_A_SHARD", 3)
+def test_a_cache_is_filled_in_parts(make_bench: MakeBench, tmp_path: Path, threads: int) -> None:
     tiles = make_bench().cut(cache=tmp_path / "cache")
     assert tiles.cache is not None
-    steps = [list(tiles.fill(threads, (rank, 3))) for rank in range(3)]
-    assert sum(map(sum, steps)) == len(tiles) == 20
-    assert all(tiles.cache.has(shard) for shard in range(tiles.cache.shards))
+    parts = [shard for rank in range(4) for shard in tiles.fill(threads, (rank, 4))]
+    assert sorted(parts) == tiles.shards()
+    assert all(tiles.cache.has(shard) for shard in tiles.shards())
 
 
-def test_filling_can_be_stopped(
-    make_bench: MakeBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pathoseg.tiles.cache._MOST_TILES_A_SHARD", 1)
+@pytest.mark.usefixtures("small_shards")
+def test_filling_can_be_stopped(make_bench: MakeBench, tmp_path: Path) -> None:
     tiles = make_bench().cut(cache=tmp_path / "cache", tile=16)
     assert tiles.cache is not None
-    filling = tiles.fill(2)
+    filling = tiles.fill(1)
     next(filling)
     filling.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("fill")]
-    assert not all(tiles.cache.has(shard) for shard in range(tiles.cache.shards))
+    assert not all(tiles.cache.has(shard) for shard in tiles.shards())
+
+
+@pytest.fixture(scope="module")
+def coded(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """A bench whose pixels tell where they lie; none of them is white."""
+    made = new_bench(tmp_path_factory.mktemp("coded"))
+    y, x = np.mgrid[:200, :300]
+    made.pixels = np.stack([x % 256, x // 256, y], axis=-1).astype(np.uint8)
+    return made
+
+
+@given(
+    side=st.sampled_from([16, 64, 150, 250, 400]),
+    overlap=st.sampled_from([0, 8]),
+    number=st.integers(0, 1000),
+    seed=st.integers(0, 1000),
+    refused=st.integers(0, 7),
+)
+def test_a_tile_near_the_grid_is_what_lies_there(
+    coded: Bench, side: int, overlap: int, number: int, seed: int, refused: int
+) -> None:
+    """Also where the slide is narrower than a tile, or the first places are refused."""
+    tiles = coded.cut(tile=side, offsets="random", overlap=overlap)
+    position, asked = number % len(tiles), 0
+
+    def accept(_: Any) -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > refused
+
+    tile = tiles.read_near(position, np.random.default_rng(seed), accept)
+    assert asked == min(refused + 1, 6)
+    inside = (tile.image != 255).any(axis=-1)
+    row, column = map(int, np.argwhere(inside)[0])
+    red, green, blue = map(int, tile.image[row, column])
+    box = Box(red + 256 * green - column, blue - row, side, side)
+    assert inside.sum() == min(side, 300) * min(side, 200), "no more padding than must be"
+    mask = coded.labels.rasterise(box, coded.frame, coded.classes)
+    assert (tile.mask == mask).all()
+    assert (mask != 255)[inside].all()
+    grid = tiles.box(position)
+    home = (
+        min(max(grid.x, min(0, 300 - side)), max(0, 300 - side)),
+        min(max(grid.y, min(0, 200 - side)), max(0, 200 - side)),
+    )
+    assert max(abs(box.x - home[0]), abs(box.y - home[1])) <= (side - overlap) / 2
+    if refused > 5:
+        assert (box.x, box.y) == home
+
+
+@given(
+    width=st.integers(1, 500),
+    height=st.integers(1, 500),
+    sides=st.tuples(st.integers(200, 1500), st.integers(200, 1500)),
+    at=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    tile=st.sampled_from([64, 256, 512]),
+    outlined=st.booleans(),
+    unlabelled=st.sampled_from(["background", "ignore"]),
+)
+@example(1000, 1000, (4000, 4000), (0.3, 0.45), 512, False, "background")
+@settings(max_examples=25)
+def test_no_tile_near_the_grid_lies_outside_the_regions_of_interest(
+    width: int,
+    height: int,
+    sides: tuple[int, int],
+    at: tuple[float, float],
+    tile: int,
+    outlined: bool,
+    unlabelled: Literal["background", "ignore"],
+) -> None:
+    """In every draw of some epochs, balanced or not; the whole slide is tissue."""
+    size = Size(max(width, sides[0]), max(height, sides[1]))
+    x, y = int(at[0] * (size.width - width)), int(at[1] * (size.height - height))
+    box = Box(x, y, width, height)
+    outlines = [Annotation(shapely.box(x, y, box.right, box.bottom), "Region*")]
+    if outlined or unlabelled == "ignore":  # half inside, half outside
+        across = shapely.box(x + width // 2, y, box.right + width, box.bottom)
+        outlines.append(Annotation(across, "tumor"))
+    labels = PolygonLabels(Path("slide.svs"), outlines, size)
+    options = AnnotationOptions(unlabelled=unlabelled)
+    tiles = cut_tiles(
+        Path("slide.svs"), Frame.at(size, Mpp(0.5, 0.5), 0.5), labels, options,
+        ClassTable(("tumor",), ((1, 2, 3),)), AllTissue(),
+        TileOptions(tile=tile, offsets="random"), SlidePool(open_slide),
+    )  # fmt: skip
+    drawn = list[Box]()
+
+    def read(place: Box) -> Region:
+        drawn.append(place)
+        return Region(np.zeros((1, 1, 3), np.uint8), None)
+
+    tiles._region = read  # type: ignore[method-assign]  # pixels are of no interest
+    for balance in ("none", "class"):
+        training = TrainingSet([tiles], 3, 5, 12, balance, 4.0, offsets="random")
+        for epoch in range(2):
+            for sample in training.order(epoch):
+                mask = training.sample(epoch, sample)[1]
+                assert (mask != 255).any()
+                assert drawn[-1].intersection(box)
+
+
+def test_places_near_the_grid_are_spread_evenly(coded: Bench) -> None:
+    """So that over epochs no pixel of the slide's middle is seen more often than others."""
+    tiles = coded.cut(tile=50, offsets="random")
+    seen = np.zeros((200, 300))
+    for seed in range(60):
+        for position in range(len(tiles)):
+            tile = tiles.read_near(
+                position, np.random.default_rng([seed, position]), lambda _: True
+            )
+            red, green, blue = (int(value) for value in tile.image[0, 0])
+            seen[blue : blue + 50, red + 256 * green : red + 256 * green + 50] += 1
+    middle = seen[50:150, 50:250]
+    assert middle.mean() == pytest.approx(60, rel=0.05)
+    assert middle.std() < 0.2 * middle.mean()
+    assert seen[0, 100:200].mean() == pytest.approx(30, rel=0.2)
+
+
+def test_a_place_without_annotation_needs_tissue(coded: Bench) -> None:
+    """Tissue in one tile of the grid: places near it have what linear interpolation says."""
+    shares = np.zeros((4, 5), np.float32)
+    shares[3, 4] = 1
+    grid = TissueGrid(shares, 0.3)
+    assert grid.has_enough(4, 3)
+    assert grid.has_enough(3.5, 3)
+    assert grid.has_enough(9, 9)
+    assert not grid.has_enough(3.2, 3)
+    assert not grid.has_enough(3.5, 2.5)
+    tiles = cut_tiles(
+        coded.path, coded.frame, coded.labels, AnnotationOptions(), coded.classes,
+        LeftHalf(), TileOptions(tile=32, offsets="random", min_tissue=0.5), SlidePool(coded.open),
+    )  # fmt: skip
+    for position in range(len(tiles)):
+        for seed in range(5):
+            tile = tiles.read_near(position, np.random.default_rng(seed), lambda _: True)
+            red, green, _ = (int(value) for value in tile.image[0, 0])
+            annotated = ((tile.mask != 0) & (tile.mask != 255)).any()
+            assert annotated or red + 256 * green <= 150
+
+
+class LeftHalf:
+    """Tissue on the left half of the bench."""
+
+    def share(self, box: Box, frame: Frame) -> float:
+        return min(max((150 - box.x) / box.width, 0.0), 1.0)
+
+
+class AllTissue:
+    def share(self, box: Box, frame: Frame) -> float:
+        return 1.0
 
 
 def test_only_a_cache_can_be_filled(make_bench: MakeBench) -> None:

@@ -234,7 +234,19 @@ def test_share_counts_pixels(
     frame = Frame.at(tissue.slide_size, tissue.mpp, 1.0)
     share = tissue.share(Box(*box), frame)
     assert share == pytest.approx(inside.mean() if inside.size else 0.0)
+    assert (share > 0) == inside.any()
     assert tissue.area_mm2 == pytest.approx(full.sum() * 1e-6)
+
+
+def test_glass_has_no_share_whatever_the_rounding() -> None:
+    mask = np.random.default_rng(0).random((1054, 825)) < 0.5
+    mask[500:540, 300:360] = False
+    tissue = Tissue(mask, Size(13196, 16866), Mpp(0.5, 0.5))
+    frame = Frame.at(tissue.slide_size, tissue.mpp, 0.7)
+    across, down = 13196 / 825 * 0.5 / 0.7, 16866 / 1054 * 0.5 / 0.7
+    for x in range(round(301 * across), round(350 * across), 7):
+        for y in range(round(501 * down), round(530 * down), 7):
+            assert tissue.share(Box(x, y, 60, 70), frame) == 0
 
 
 REAL = {

@@ -60,6 +60,17 @@ def test_equal_generators_give_equal_tiles_on_any_thread() -> None:
     assert len({image.tobytes() for image, _ in alone}) == 24, "seeds differ"
 
 
+@settings(max_examples=10)
+@given(seed=st.integers(0, 2**32))
+def test_the_layout_in_memory_changes_nothing(seed: int) -> None:
+    image, mask = tile(40, 70)
+    augmentation = Augmentation(AugmentOptions())
+    expected = augmentation(image, mask, np.random.default_rng(seed))
+    for lay in (np.asfortranarray, lambda array: array[::-1].copy()[::-1]):
+        found = augmentation(lay(image), lay(mask), np.random.default_rng(seed))
+        assert all((one == other).all() for one, other in zip(found, expected, strict=True))
+
+
 @settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**32),

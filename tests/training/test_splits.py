@@ -9,7 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pathoseg.errors import PathosegError
-from pathoseg.training.labelled_slides import split_slides, write_splits
+from pathoseg.training.labelled_slides import (
+    patients_in,
+    split_slides,
+    write_splits,
+)
 
 
 def _table(folder: Path, text: str) -> Path:
@@ -48,6 +52,36 @@ def test_slides_of_one_patient_stay_together(tmp_path: Path) -> None:
         assert len(splits) == 1
 
 
+@given(
+    held=st.lists(st.frozensets(st.sampled_from("abcde")), min_size=1, max_size=12),
+    seed=st.integers(0, 1000),
+    share=st.floats(0.05, 0.9),
+)
+def test_classes_are_learnt_and_validated_where_patients_allow_it(
+    held: list[frozenset[str]], seed: int, share: float
+) -> None:
+    classes = {f"p{number}.svs": names for number, names in enumerate(held)}
+    members = split_slides([*classes], None, seed, share, classes)
+    sides: dict[str, list[frozenset[str]]] = {"train": [], "val": []}
+    for name, member in members.items():
+        sides[member.split].append(classes[name])
+    assert frozenset().union(*held) == frozenset().union(*sides["train"])
+    for name in frozenset().union(*held) - frozenset().union(*sides["val"]):
+        for own in sides["train"]:
+            alone = [each for each in own if sum(each in o for o in sides["train"]) == 1]
+            assert name not in own or alone, "it could have validated"
+
+
+def test_a_rare_class_is_given_to_both_sides() -> None:
+    classes = {f"p{number}.svs": {"common"} for number in range(10)}
+    for rare in ("p3.svs", "p8.svs"):
+        classes[rare] = {"common", "rare"}
+    for seed in range(20):
+        members = split_slides([*classes], None, seed, 0.2, classes)
+        assert {members[name].split for name in ("p3.svs", "p8.svs")} == {"train", "val"}
+        assert sum(member.split == "val" for member in members.values()) == 2
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -62,3 +96,16 @@ def test_tables_that_cannot_be_right_are_refused(tmp_path: Path, text: str, mess
     names = ["a.svs", "b.svs"] if "b.svs,p,val" in text else ["a.svs"]
     with pytest.raises(PathosegError, match=message):
         split_slides(names, _table(tmp_path, text), 0, 0.2)
+
+
+def test_slides_of_one_name_in_two_folders_are_two(tmp_path: Path) -> None:
+    names = ["a/s.svs", "b/s.svs", "s.svs", "c/t.svs", "u.x.svs"]
+    rows = "a/s.svs,p1\nb\\s,p2\ns.svs,p3\nt,p4\nu.x,p5\n"
+    table = _table(tmp_path, f"slide,patient\n{rows}")
+    patients = [f"p{number}" for number in range(1, 6)]
+    assert list(patients_in(table, names).values()) == patients
+    assert [member.patient for member in split_slides(names, table, 0, 0.2).values()] == patients
+    # The root's own row is no other's.
+    assert patients_in(table, [*names, "d/s.svs"])["d/s.svs"] == "d/s.svs"
+    with pytest.raises(PathosegError, match="t could be any of 2 slides"):
+        patients_in(table, [*names, "d/t.svs"])

@@ -7,6 +7,7 @@ import re
 import struct
 import zlib
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,12 @@ def _png_bomb() -> bytes:
     return (
         b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
     )
+
+
+def _wide_mask() -> bytes:
+    file = BytesIO()
+    Image.new("L", (96, 48)).save(file, "png")
+    return file.getvalue()
 
 
 def _gzip_bomb() -> bytes:
@@ -104,8 +111,13 @@ def test_annotations_that_match_no_slide(toy_slides: Path, command: Command) -> 
         (".xml", "<html></html>", "<html>"),
         ("_mask.png", _png_bomb, "slide0_mask.png"),
         ("_mask.png", "", "slide0_mask.png"),
+        ("_mask.png", _wide_mask, "another shape than its slide"),
+        (".geojson", f"[{_geojson()},{_geojson('Region*', end=10)}]", "encloses no area"),
     ],
-    ids=["outside", "class", "cut", "deep", "gzip-bomb", "xml-bomb", "html", "image-bomb", "empty"],
+    ids=[
+        *("outside", "class", "cut", "deep", "gzip-bomb", "xml-bomb", "html", "image-bomb"),
+        *("empty", "aspect", "flat-region"),
+    ],
 )
 def test_annotations_that_cannot_be_used(
     toy_slides: Path,
@@ -120,6 +132,19 @@ def test_annotations_that_cannot_be_used(
     said = _train(command, toy_slides)
     assert str(annotation) in said
     assert problem in said
+
+
+def test_annotations_of_nothing(toy_slides: Path, command: Command) -> None:
+    slide = _one_slide(toy_slides)
+    slide.with_suffix(".geojson").write_text('{"type":"FeatureCollection","features":[]}')
+    assert "no region of any class" in _train(command, toy_slides)
+
+
+def test_a_class_that_marks_regions_of_interest(toy_slides: Path, command: Command) -> None:
+    config = Path("tiny.toml")
+    config.write_text(config.read_text().replace('["disc"]', '["disc", "roi"]'))
+    said = _train(command, toy_slides)
+    assert 'The class "roi" is to be learnt ([data] classes) and marks regions' in said
 
 
 def test_an_image_bomb_as_a_slide(

@@ -16,8 +16,11 @@ def _shards(folder: Path) -> dict[Path, int]:
 
 def test_it_is_filled_once_and_used_by_training(toy_slides: Path, command: Command) -> None:
     arguments = ("--slides", toy_slides, "--config", "tiny.toml")
+    (toy_slides / "slide 0.geojson").touch()
+    stray = "Annotations without a slide of their name: slide 0.geojson (like slide0.png)."
     code, said = command("cache", *arguments, "--out", "kept")
     assert code == 0, said
+    assert said.count(stray) == 1
     assert 'cache = "kept"' in said
     assert all(f"slide{number}.png: " in said for number in range(4))
     shards = _shards(Path("kept"))
@@ -30,6 +33,7 @@ def test_it_is_filled_once_and_used_by_training(toy_slides: Path, command: Comma
     for run, config in (("plain", "tiny.toml"), ("cached", "cached.toml")):
         code, said = command("train", "--slides", toy_slides, "--config", config, "--out", run)
         assert code == 0, said
+        assert said.count(stray) == 1
     assert _shards(Path("kept")) == shards, "training reads what is there"
     plain, cached = (Path(run, "model/weights.safetensors") for run in ("plain", "cached"))
     assert plain.read_bytes() == cached.read_bytes()

@@ -100,6 +100,33 @@ def _files_agree(
     assert page.count("data:image/png;base64,") == 3 * (3 + 1), "three slides, and the only one"
 
 
+def test_slides_of_one_name_are_told_apart_by_their_folders(
+    toy_slides: Path, command: Command, tiny_bundle: SaveBundle
+) -> None:
+    """Also from another folder: what the model was trained on is never unseen."""
+    for number in range(4):
+        place = toy_slides / f"p{number}"
+        place.mkdir()
+        for end in (".png", "_mask.png"):
+            (toy_slides / f"slide{number}{end}").rename(place / f"s{end}")
+    assert command("train", "--slides", toy_slides, "--config", "tiny.toml", "--out", "run")[0] == 0
+    with Path("run/splits.csv").open(newline="") as file:
+        splits = {row["slide"]: row["split"] for row in csv.DictReader(file)}
+    assert sorted(splits) == [f"p{number}/s.png" for number in range(4)]
+    evaluate = ("evaluate", "--model", "run", "--out", "figures")
+    for given, names in (([toy_slides], sorted(splits)), ([toy_slides / "p0"], ["s.png"])):
+        code, said = command(*evaluate, *(word for path in given for word in ("--slides", path)))
+        assert code == 0, said
+        rows = _rows(Path("figures/evaluation.csv"))
+        assert sorted(name for name, _ in rows if name != "all") == names
+        assert {split for name, split in rows if name == names[0]} == {splits["p0/s.png"]}
+        assert len({row["dice_mean"] for (name, _), row in rows.items() if name != "all"}) == len(
+            names
+        ), "each its own"
+    code, said = command(*evaluate, "--slides", toy_slides / "p0", "--slides", toy_slides / "p1")
+    assert (code, "are both called s.png" in said) == (2, True)
+
+
 def test_a_slide_compared_in_strips_is_a_slide_compared_whole(
     toy_slides: Path, command: Command, tiny_bundle: SaveBundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import pytest
 import shapely
@@ -22,14 +23,16 @@ from shapely.geometry import shape
 from pathoseg.config import load_config
 from pathoseg.device import to_input
 from pathoseg.errors import PathosegError
-from pathoseg.geometry import Box
-from pathoseg.inference.segmenter import Segmenter, default_margin, predict
-from pathoseg.models.build import edge_reach
+from pathoseg.geometry import Box, Size
+from pathoseg.inference import windows
+from pathoseg.inference.segmenter import Segmenter
+from pathoseg.inference.windows import Windows
 from pathoseg.models.bundle import load_bundle
 from pathoseg.models.model_options import ModelConfig
-from pathoseg.outputs.stitch import stitch
+from pathoseg.slides import region
 from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide
+from pathoseg.tiles.grid import TileGrid
 from pathoseg.training.run_folder import bundle_of
 from tests.forked import Forked
 
@@ -39,6 +42,8 @@ Start = Callable[..., Forked]
 
 FILES = {"mask.ome.tiff", "regions.geojson", "overlay.png", "summary.json"}
 MPP = ("--assume-mpp", "0.5")
+# In pixels, so that pictures of a few hundred have many windows.
+SMALL_WINDOWS = {"_CELL": 16, "_CELL_UM": 1.0, "_BAND": 48, "_LARGEST_SHARE": 1}
 
 
 def _draw(path: Path, seed: int = 0, width: int = 211, height: int = 150) -> Path:
@@ -111,29 +116,81 @@ def test_all_outputs_of_a_slide_agree(
     assert _table(tmp_path / "out" / "failures.csv") == []
 
 
+@pytest.mark.parametrize("overlap", [None, 48])
 def test_predicting_in_tiles_equals_predicting_whole(
-    tmp_path: Path, tiny_bundle: SaveBundle
+    tmp_path: Path, tiny_bundle: SaveBundle, monkeypatch: pytest.MonkeyPatch, overlap: int | None
 ) -> None:
+    for name, value in SMALL_WINDOWS.items():
+        monkeypatch.setattr(windows, name, value)
     path = _draw(tmp_path / "slide.png", width=233, height=190)
     net, card = load_bundle(tiny_bundle())
-    segmenter = Segmenter(net, card, load_config(None))
-    reach = edge_reach(net)
-    assert reach is not None
-    assert 2 * reach <= card.overlap
+    flags = {"tissue": {"method": "all"}, "infer": {"tile": 100 if overlap is None else 64}}
+    flags["infer"] |= {"overlap": overlap, "batch": 3}
+    segmenter = Segmenter(net, card, load_config(None, flags))
     with open_slide(path, assume_mpp=0.5) as slide, torch.inference_mode():
         plan = segmenter.plan(slide)
-        assert len(plan.indices) == len(plan.grid) >= 30
-        predictions = predict(
-            net, card, lambda index: read_region(slide, plan.frame, plan.grid.box(index)),
-            map(plan.tiles_of, range(plan.grid.rows)), batch=3, readers=1, dtype=None,
-        )  # fmt: skip
-        margin = default_margin(card.overlap, reach)
-        bands = list(stitch(plan.grid, predictions, 3, margin, finish=lambda chances: chances))
+        assert isinstance(plan.grid, Windows if overlap is None else TileGrid)
+        assert len(plan.indices) == len(plan.grid) >= 8
+        found = segmenter.probabilities(slide)
+        # Windows end where the slide does, tiles beyond.
         last = plan.grid.box(len(plan.grid) - 1)
         covered = read_region(slide, plan.frame, Box(0, 0, last.right, last.bottom)).pixels
         logits = net(to_input(covered[None], card.mean, card.std, torch.device("cpu")))
     whole = logits.softmax(1)[0, :, :190, :233].numpy()
-    np.testing.assert_allclose(np.concatenate(bands, axis=1), whole, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(found, whole, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        {"norm": "batch"},
+        {"norm": "group"},
+        {"norm": "instance"},
+        {"name": "resnet11_v2", "depth": None, "task": "classify"},
+        {"name": "own_network:make", "width": None, "depth": None},
+    ],
+    ids=lambda network: " ".join(str(value) for value in network.values() if value),
+)
+def test_what_no_known_reach_bounds_keeps_the_tiles_of_training(
+    tmp_path: Path,
+    tiny_bundle: SaveBundle,
+    monkeypatch: pytest.MonkeyPatch,
+    network: dict[str, Any],
+) -> None:
+    (tmp_path / "own_network.py").write_text(
+        "from torch import nn\n\n"
+        "def make(in_channels, classes):\n"
+        "    return nn.Sequential(nn.Conv2d(in_channels, classes, 1), nn.BatchNorm2d(classes))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    options = {"name": "unet", "task": "segment", "classes": 3, "width": 4, "depth": 2, **network}
+    bundle = tiny_bundle(network=ModelConfig(**options))
+    net, card = load_bundle(bundle, network["name"] if ":" in network.get("name", "") else None)
+    segmenter = Segmenter(net, card, load_config(None))
+    with open_slide(_draw(tmp_path / "slide.png"), assume_mpp=0.5) as slide:
+        grid = segmenter.plan(slide).grid
+    if network == {"norm": "batch"}:
+        assert isinstance(grid, Windows)
+        assert segmenter.tiling is not None
+    else:
+        assert isinstance(grid, TileGrid)
+        assert segmenter.tiling is None, "so that its results are found under their earlier key"
+        assert grid.tile == Size(64, 64)
+        assert grid.overlap == (0 if card.model.task == "classify" else 48)
+
+
+def test_a_bundle_of_an_earlier_version_answers_as_it_did(
+    tmp_path: Path, tiny_bundle: SaveBundle
+) -> None:
+    bundle = tiny_bundle()
+    card = json.loads((bundle / "model.json").read_text())
+    assert card.pop("tiling") == "windows"
+    (bundle / "model.json").write_text(json.dumps(card))
+    path = _draw(tmp_path / "slide.png")
+    for tile, kind in ((None, TileGrid), (1024, Windows)):
+        segmenter = Segmenter(*load_bundle(bundle), load_config(None, {"infer": {"tile": tile}}))
+        with open_slide(path, assume_mpp=0.5) as slide:
+            assert isinstance(segmenter.plan(slide).grid, kind)
 
 
 def test_a_model_that_is_not_there_is_said_to_be_so(tmp_path: Path) -> None:
@@ -155,9 +212,17 @@ def test_the_model_of_an_unfinished_run_is_said_to_be_so(
     assert "not finished" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("options", ["tile = 100", "overlap = 48"])
 def test_unread_parts_are_255_and_counted(
-    tmp_path: Path, command: Command, tiny_bundle: SaveBundle
+    tmp_path: Path,
+    command: Command,
+    tiny_bundle: SaveBundle,
+    monkeypatch: pytest.MonkeyPatch,
+    options: str,
 ) -> None:
+    monkeypatch.setattr(region, "_BLOCK", 64)
+    for name, value in SMALL_WINDOWS.items():
+        monkeypatch.setattr(windows, name, value)
     rng = np.random.default_rng(0)
     pixels = rng.integers(60, 220, (192, 256, 3), np.uint8)
     slide = tmp_path / "torn.tif"
@@ -172,7 +237,11 @@ def test_unread_parts_are_255_and_counted(
     with slide.open("r+b") as file:
         file.seek(offset)
         file.write(b"\xff" * length)
-    code, said = command("infer", slide, "--model", tiny_bundle(), "--out", tmp_path / "out")
+    (tmp_path / "tiles.toml").write_text(f"[infer]\n{options}\n")
+    code, said = command(
+        "infer", slide, "--model", tiny_bundle(), "--out", tmp_path / "out",
+        "--config", tmp_path / "tiles.toml",
+    )  # fmt: skip
     assert code == 0, said
     mask, summary = _mask(tmp_path / "out" / "torn"), _summary(tmp_path / "out" / "torn")
     torn = np.zeros(mask.shape, bool)
@@ -229,6 +298,32 @@ def test_two_slides_of_one_name_are_refused(
     assert not (tmp_path / "o").exists()
 
 
+def test_results_lie_in_folders_like_those_of_the_slides(
+    tmp_path: Path, command: Command, tiny_bundle: SaveBundle
+) -> None:
+    folder, out = tmp_path / "slides", tmp_path / "out"
+    names = ["s.png", "x/s.png", "x/y/s.png", "x/y.png"]
+    for seed, name in enumerate(names):
+        _draw(folder / name, seed)
+    (folder / "x" / "bad.png").write_bytes(b"\x89PNG")
+    arguments = ("infer", folder, "--model", tiny_bundle(overlap=0), "--out", out, *MPP)
+    code, said = command(*arguments)
+    assert code == 1, said
+    for name in ("s", "x/s", "x/y/s", "x/y.png"):
+        assert {path.name for path in (out / name).iterdir()} >= FILES
+    assert {path.name for path in out.iterdir()} == {
+        *("s", "x", "states", "summary.csv", "failures.csv")
+    }
+    assert {row["slide"] for row in _table(out / "summary.csv")} == set(names)
+    assert [row["slide"] for row in _table(out / "failures.csv")] == ["x/bad.png"]
+    assert "x/y/s.png: done" in said
+    code, said = command(*arguments, "--resume")
+    assert said.count("already done") == 4
+    (folder / "states").mkdir()
+    (folder / "s.png").rename(folder / "states" / "s.png")
+    assert command(*arguments)[0] == 2, "results would lie among the states of the batch"
+
+
 def test_a_failure_keeps_the_earlier_result(
     tmp_path: Path, command: Command, tiny_bundle: SaveBundle
 ) -> None:
@@ -249,9 +344,16 @@ def test_ctrl_c_keeps_what_is_whole_and_resume_completes_it(
     tmp_path: Path, start: Start, command: Command, tiny_bundle: SaveBundle
 ) -> None:
     for number in range(5):
-        _draw(tmp_path / "slides" / f"{number}.png", number, 640, 480)
-    model = tiny_bundle(overlap=16)
-    arguments = ["infer", "slides", "--model", str(model), "--assume-mpp", "0.5", "--resume"]
+        _draw(tmp_path / "slides" / f"{number}.png", number, 900, 700)
+    arguments = [
+        "infer",
+        "slides",
+        "--model",
+        str(tiny_bundle()),
+        "--assume-mpp",
+        "0.5",
+        "--resume",
+    ]
     process = start(*arguments, "--out", "out")
     while not list((tmp_path / "out").glob("*/summary.json")):
         assert process.poll() is None, process.communicate()[0]
@@ -282,8 +384,11 @@ def test_stain_normalisation_makes_slides_of_two_scanners_alike(
     tmp_path: Path, command: Command, tiny_bundle: SaveBundle, method: str
 ) -> None:
     """The same tissue, once darker and redder: the normaliser must undo much of it."""
-    slide = _draw(tmp_path / "slides" / "plain.png")
-    pixels = np.asarray(Image.open(slide)).astype(float)
+    (tmp_path / "slides").mkdir()
+    amounts = np.random.default_rng(0).uniform(0.1, 1.2, (12, 16, 2)).astype(np.float32)
+    amounts = cv2.resize(amounts, (400, 300), interpolation=cv2.INTER_CUBIC)
+    pixels = 255 * np.exp(-amounts @ [[0.65, 0.70, 0.29], [0.07, 0.99, 0.11]])
+    Image.fromarray(pixels.astype(np.uint8)).save(tmp_path / "slides" / "plain.png")
     other = 255 * (pixels / 255) ** (1.0, 1.4, 1.2)
     Image.fromarray(other.astype(np.uint8)).save(tmp_path / "slides" / "other.png")
     differing = {}

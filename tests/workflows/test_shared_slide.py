@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from pathoseg.config import load_config
+from pathoseg.inference import windows
 from pathoseg.inference.leases import Leases
 from pathoseg.inference.segmenter import MaskRow, Segmenter, SlidePlan
 from pathoseg.inference.slide_job import SavedRows, SharedSlide
@@ -23,33 +24,41 @@ from pathoseg.slides.slide import open_slide
 
 SaveBundle = Callable[..., Path]
 CALM = Interruption("")
+# In pixels, so that pictures of a few hundred have many windows.
+SMALL_WINDOWS = {"_CELL": 16, "_CELL_UM": 1.0, "_BAND": 48, "_LARGEST_SHARE": 1}
 
 
 @pytest.fixture
-def work(tmp_path: Path, tiny_bundle: SaveBundle) -> Callable[..., tuple[Segmenter, SlidePlan]]:
-    def prepare(overlap: int = 40, batch: int = 3, **bundle: object) -> tuple[Segmenter, SlidePlan]:
+def work(
+    tmp_path: Path, tiny_bundle: SaveBundle, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Segmenter, SlidePlan]]:
+    for name, value in SMALL_WINDOWS.items():
+        monkeypatch.setattr(windows, name, value)
+
+    def prepare(
+        overlap: int | None = 40, batch: int = 3, **bundle: object
+    ) -> tuple[Segmenter, SlidePlan]:
         """Noise in rows of tiles, two of them without tissue."""
         pixels = np.random.default_rng(3).integers(0, 255, (300, 170, 3), np.uint8)
         path = tmp_path / "slide.png"
         Image.fromarray(pixels).save(path)
         flags: dict[str, dict[str, object]] = {
-            "infer": {"batch": batch},
+            "infer": {"batch": batch, "overlap": overlap, "tile": 100 if overlap is None else None},
             "data": {"assume_mpp": 0.5},
         }
         flags["tissue"] = {"method": "all"}
-        net, card = load_bundle(tiny_bundle(overlap=overlap, **bundle))
+        net, card = load_bundle(tiny_bundle(overlap=overlap or 0, **bundle))
         segmenter = Segmenter(net, card, load_config(None, flags))
         with open_slide(path, assume_mpp=0.5) as slide:
             plan = segmenter.plan(slide)
-        columns = plan.grid.columns
-        indices = [index for index in plan.indices if index // columns not in (2, 3)]
+        indices = [index for index in plan.indices if plan.grid.row_of(index) not in (2, 3)]
         return segmenter, replace(plan, indices=indices)
 
     return prepare
 
 
 def _all(segmenter: Segmenter, plan: SlidePlan, first: int = 0) -> list[MaskRow]:
-    with closing(segmenter.rows(plan, CALM, first)) as rows:
+    with closing(segmenter.rows(plan, CALM, range(first, plan.grid.rows))) as rows:
         return list(rows)
 
 
@@ -60,7 +69,7 @@ def _same(some: list[MaskRow], others: list[MaskRow]) -> None:
         np.testing.assert_array_equal(one.band, other.band)
 
 
-@pytest.mark.parametrize("overlap", [0, 16, 40, 56])
+@pytest.mark.parametrize("overlap", [None, 0, 16, 40, 56])
 def test_rows_are_the_same_wherever_one_begins(
     work: Callable[..., tuple[Segmenter, SlidePlan]], overlap: int
 ) -> None:
@@ -71,7 +80,7 @@ def test_rows_are_the_same_wherever_one_begins(
     assert len({row.band.tobytes() for row in whole}) > 2
     for first in range(0, plan.grid.rows, 1 + plan.grid.rows // 5):
         _same(_all(segmenter, plan, first), whole[first:])
-    with closing(segmenter.rows(plan, CALM, 1, take=lambda row: row < 3)) as rows:
+    with closing(segmenter.rows(plan, CALM, range(1, 3))) as rows:
         _same(list(rows), whole[1:3])
 
 

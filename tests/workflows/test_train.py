@@ -25,6 +25,7 @@ from pathoseg.models.bundle import load_bundle
 from pathoseg.training import step_plan
 from pathoseg.training.run_folder import bundle_of
 from pathoseg.workflows.train import train
+from tests.conftest import draw_disc
 from tests.forked import Forked
 
 Start = Callable[..., Forked]
@@ -208,6 +209,18 @@ def test_a_finished_run_is_not_trained_again(toy_slides: Path) -> None:
     assert (run / "metrics.csv").stat().st_mtime_ns == before
     with pytest.raises(PathosegError, match="already holds a run"):
         train(Path("tiny.toml"), flags, run, resume=False)
+
+
+def test_slides_that_came_later_stay_out_of_a_run_that_goes_on(toy_slides: Path) -> None:
+    flags = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 1}}
+    run = train(Path("tiny.toml"), flags, Path("run"), resume=False)
+    splits = (run / "splits.csv").read_text()
+    (run / "summary.json").unlink()
+    for seed in range(4, 9):
+        draw_disc(toy_slides / f"slide{seed}.png", seed)
+    train(None, {}, run, resume=True)
+    assert (run / "splits.csv").read_text() == splits
+    assert '"slide8.png": "it came after the run began"' in (run / "summary.json").read_text()
 
 
 def test_a_truncated_checkpoint_is_named(toy_slides: Path) -> None:

@@ -35,8 +35,14 @@ class OffloadMode(StrEnum):
 
 
 class Label(NamedTuple):
-    """Whose bytes are copied: those that a layer of a stage made for a microbatch, or, with no
-    microbatch, what the stage itself has parked of a kind (`Park`)."""
+    """The owner of bytes that are copied, as events show it.
+
+    Attributes:
+        stage: The stage.
+        microbatch: The microbatch whose forward saved them; None for what the stage itself
+            offloads.
+        layer: The layer that made them; without a microbatch the kind of tensor (`Park`).
+    """
 
     stage: int
     microbatch: int | None
@@ -44,7 +50,15 @@ class Label(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """One copy: its direction, and the marks (`Streams.mark`) of its begin and end."""
+    """One copy between device and host.
+
+    Attributes:
+        lane: Its direction.
+        label: The owner of its bytes.
+        bytes: Their number.
+        begin: A mark (`Streams.mark`) ahead of it.
+        end: A mark after it.
+    """
 
     lane: Lane
     label: Label
@@ -57,13 +71,13 @@ class Ticket:
     """Bytes that left the device.
 
     Attributes:
-        label: Whose they are.
-        size: How many.
-        source: Where they were on the device, until that is free.
-        room: Where they are on the host, until they have come back, or, if lasting, are dropped.
+        label: Their owner.
+        size: Their number.
+        source: Their device memory, until it is free.
+        room: Their host memory, until they have come back, or, if lasting, are dropped.
         lasting: Whether they stay on the host when they have come back.
         left: The mark after the copy to the host.
-        device: Where they are on the device again.
+        device: Their device memory once they are back.
         back: The mark after the copy from the host.
         used: Whether the compute has waited for that.
         gone: Whether they are needed no more.
@@ -105,7 +119,7 @@ class Overlapped:
 
     Args:
         streams: The lanes of the device.
-        device: Where bytes come back to.
+        device: The device.
         arena: Host memory.
         window: Bytes, for each direction; a larger storage travels alone.
         turns: Whether nothing leaves while anything is back ahead of its use.
@@ -238,28 +252,37 @@ class Copies(Protocol):
     def peak(self) -> int: ...
 
     def leave(self, source: Tensor, label: Label, lasting: bool = False) -> Any:
-        """Takes over bytes of the device (uint8, one dimension), which nothing else may need.
+        """Copy device memory to the host, and hold it there.
 
         Args:
-            source: The bytes.
-            label: Whose they are.
+            source: The bytes: uint8, one dimension; nobody else may use them from now on.
+            label: Their owner.
             lasting: Whether they stay on the host when they have come back, until `drop`.
+
+        Returns:
+            The ticket for the other calls.
         """
 
     def let_go(self) -> None:
-        """Frees what has left the device by now."""
+        """Free the device memory of tickets whose copy to the host is done."""
 
     def ask(self, tickets: Sequence[Any]) -> None:
-        """The backward is near: its tickets in the order in which it needs them."""
+        """Allow tickets to come back to the device, in the order in which they will be fetched."""
 
     def fetch(self, ticket: Any) -> Tensor:
-        """The bytes, on the device; until `drop` they may be fetched again."""
+        """Return a ticket's bytes on the device (uint8, one dimension); waits for their copy back.
+
+        Until `drop` they may be fetched again.
+        """
 
     def release(self, ticket: Any) -> None:
-        """Lasting bytes leave the device as they came; they may be asked for and fetched again."""
+        """Free the device memory of a lasting ticket that is unchanged since it came back.
+
+        It may be asked for and fetched again.
+        """
 
     def drop(self, ticket: Any) -> None:
-        """They are needed no more."""
+        """Free a ticket's memory on host and device; it must not be used again."""
 
 
 class _Away(NamedTuple):
@@ -272,8 +295,8 @@ class Direct:
 
     Args:
         streams: The lanes of the device.
-        device: Where tensors come back to.
-        form: Which of the four.
+        device: The device.
+        form: One of the four modes that copy at once.
     """
 
     def __init__(self, streams: Streams, device: torch.device, form: OffloadMode) -> None:
@@ -292,10 +315,10 @@ class Direct:
         return _Away(host, label)
 
     def let_go(self) -> None:
-        """Nothing is ever on its way."""
+        """Do nothing: no copy is ever on its way."""
 
     def ask(self, tickets: Sequence[_Away]) -> None:
-        """Nothing comes back ahead of its use."""
+        """Do nothing: no copy back begins ahead of its use."""
 
     def fetch(self, ticket: _Away) -> Tensor:
         device = torch.empty(ticket.host.numel(), dtype=torch.uint8, device=self._device)
@@ -303,7 +326,7 @@ class Direct:
         return device
 
     def release(self, ticket: _Away) -> None:
-        """Bytes that came back are held by who fetched them alone."""
+        """Do nothing: bytes that came back are held by who fetched them."""
 
     def drop(self, ticket: _Away) -> None:
         self._held -= ticket.host.numel()
@@ -324,15 +347,18 @@ def copies_of(
     host_bytes: int,
     turns: bool = False,
 ) -> Copies | None:
-    """The copies of one rank in a form; None where everything stays on the device.
+    """Make the copies of one rank in an offload mode; None in the mode `NONE`.
 
     Args:
-        form: The form.
+        form: The mode.
         streams: The lanes of the device.
-        device: Where the rank computes.
+        device: The device on which the rank computes.
         window: Bytes on the device that may wait to leave, and as many that may be back early.
         host_bytes: Bytes of host memory that are taken at once.
         turns: Whether nothing leaves while anything is back early.
+
+    Raises:
+        PathosegError: The host has not as much memory to pin.
     """
     if form is OffloadMode.NONE:
         return None

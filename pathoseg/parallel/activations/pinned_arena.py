@@ -18,7 +18,13 @@ _ALIGNMENT = 512  # bytes
 
 @dataclass(frozen=True, slots=True, order=True)
 class Room:
-    """A part of an arena: which slab, from where, how many bytes."""
+    """A part of an arena that is taken.
+
+    Attributes:
+        slab: Number of the slab.
+        start: First byte of the part in its slab.
+        bytes: Size, a multiple of 512.
+    """
 
     slab: int
     start: int
@@ -55,11 +61,18 @@ class Arena:
 
     @property
     def bytes(self) -> int:
-        """Total size of all slabs."""
+        """The total size of all slabs in bytes."""
         return sum(slab.numel() for slab in self._slabs)
 
     def take(self, size: int) -> tuple[Room, Any]:
-        """The smallest free part of so many bytes, and the mark with which it was given back."""
+        """Take the smallest free part of at least `size` bytes, or one of a new slab.
+
+        Returns:
+            The part, and the mark after which it may be written; None where it was never used.
+
+        Raises:
+            PathosegError: The host has not as much memory to pin.
+        """
         needed = _aligned(size)
         fitting = [room for room in self._free if room.bytes >= needed]
         if not fitting:
@@ -78,7 +91,11 @@ class Arena:
         return taken, mark
 
     def give_back(self, room: Room, mark: Any) -> None:
-        """A part is free once a mark is passed; marks are given in the order of their lane."""
+        """Give a part back, to be written by its next owner once `mark` is passed.
+
+        Marks come in the order of their lane, so that of parts that are joined the last mark
+        counts.
+        """
         self.held -= room.bytes
         at = bisect_left(self._free, room)
         before = self._free[at - 1] if at else None
@@ -93,7 +110,7 @@ class Arena:
         self._marks[room] = mark
 
     def tensor(self, room: Room, size: int) -> Tensor:
-        """The bytes of a part."""
+        """Return a view of the first `size` bytes of a part: uint8, one dimension."""
         return self._slabs[room.slab][room.start : room.start + size]
 
     def _grow(self, size: int) -> None:

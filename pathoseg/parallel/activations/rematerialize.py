@@ -1,4 +1,23 @@
-"""The tensors that a forward saves, and the recomputation of those that were not kept."""
+"""The tensors that a forward saves, and the recomputation of those that were not kept.
+
+Four layers, of which a, b, c save what the next one reads; autograd holds a `Handle` for each:
+
+    layer               a          b            c           d
+    makes               A          B            C           loss       `Made`: a storage, its maker
+    fate                KEEP       RECOMPUTE    OFFLOAD
+    piece of content    Kept       Dropped      Away                   `Handle.piece`
+
+    forward    (1) Each layer is `Recorded`: what it read, saved, returned and overwrote.
+               (2) After the last one, `plan_again` goes through the dropped pieces, latest need
+                   first: B is made by b, which becomes an `Again` with A as its source.
+    backward   (3) d, then c ask for C and B: `unpack` calls `storage()` of the piece. Kept has it;
+                   Away fetches it from the host; Dropped has its layer run (`Again.give`), and
+                   ahead of it, in the forward's order, whatever made sources that are gone.
+               (4) A layer that has run lets go of its sources; a piece ends with its last handle.
+
+A storage that is written into has versions: a piece is the content of one of them. Of the fate
+TWICE, a layer runs in passing for recomputed layers behind it, and again for its own backward.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +42,7 @@ GIVEN = -1  # in place of a layer's position: what no layer of the stage made
 
 
 class Fate(Enum):
-    """The policy for one storage that a backward needs."""
+    """The policy for one storage that a backward needs: keep it, offload it, or recompute it."""
 
     KEEP = 0
     OFFLOAD = 1
@@ -32,7 +51,14 @@ class Fate(Enum):
 
 
 class Place(NamedTuple):
-    """The place of a tensor in its storage: offset, shape and strides."""
+    """The position of a tensor in its storage.
+
+    Attributes:
+        dtype: The tensor's.
+        sizes: Its shape.
+        strides: In elements.
+        offset: In elements.
+    """
 
     dtype: torch.dtype
     sizes: tuple[int, ...]
@@ -44,21 +70,21 @@ class Place(NamedTuple):
         return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
-        """The tensor at this place of a storage."""
+        """Return the tensor at this position of a storage, not a copy."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.sizes, self.strides)
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """All bytes of a storage, as a tensor of them."""
+    """Return all bytes of a storage as a uint8 tensor of one dimension, not a copy."""
     return Place(torch.uint8, (storage.nbytes(),), (1,), 0).on(storage)
 
 
 class LayerRun(Protocol):
-    """A layer that can be run once more."""
+    """A layer run that makes dropped content again; `Again` is the only one."""
 
     def give(self, piece: Dropped) -> None:
-        """Has a piece get its content, with whatever has to run ahead."""
+        """Fill `piece.made`, after running whatever else has to run first."""
 
 
 class _Content:
@@ -79,8 +105,10 @@ class _Content:
 
 
 class Kept(_Content):
-    """Content that stays on the device, where `tensor` lies. A parked parameter leaves it and is
-    back before its stage's backward."""
+    """Content that stays on the device, in the storage of `tensor`.
+
+    A parameter of a stage that is offloaded leaves it, and is back before the stage's backward.
+    """
 
     __slots__ = ("tensor",)
 
@@ -93,7 +121,7 @@ class Kept(_Content):
 
 
 class Away(_Content):
-    """Content that waits in host memory, under a ticket."""
+    """Content in host memory; it is freed there with the last reference to this."""
 
     __slots__ = ("copies", "ticket")
 
@@ -112,8 +140,8 @@ class Dropped(_Content):
     """Content that a layer will make once more.
 
     Attributes:
-        run: That layer, once it is known.
-        made: What it made.
+        run: The run of that layer, once it is planned.
+        made: The storage that it made.
     """
 
     __slots__ = ("made", "run")
@@ -136,15 +164,15 @@ Piece = Kept | Away | Dropped
 
 @dataclass(slots=True, eq=False)
 class Made:
-    """A storage that a forward came across.
+    """One storage of a forward, and the versions of its content.
 
     Attributes:
-        known: Keeps its identity from being given to another, not its memory.
-        fate: What becomes of it.
-        given: What the stage was given in it, where no layer made it.
-        makers: The layers that made its content, each with the version that it found.
-        pieces: Its content by version, as long as somebody needs it.
-        passing: Likewise what is made again for recomputed layers behind it alone.
+        known: Keeps the storage's identity from being reused, not its memory.
+        fate: Its policy.
+        given: The stage's own or received tensor in it, where no layer made it.
+        makers: The positions of the layers that wrote it, each with the version that it found.
+        pieces: Its content by version, as long as somebody refers to it.
+        passing: Likewise content that is made again for recomputed layers behind it alone (TWICE).
     """
 
     known: StorageWeakRef
@@ -159,7 +187,7 @@ class Made:
         return None if found is None else found()
 
     def maker(self, version: int) -> int:
-        """The layer that left this version behind, or GIVEN."""
+        """Return the position of the layer that left this version behind, or GIVEN."""
         return next(at for at, found in reversed(self.makers) if found < version)
 
 
@@ -168,9 +196,9 @@ class Handle:
 
     Attributes:
         piece: The content of its storage; None where `witness` is the tensor.
-        place: Where in it the tensor lies.
+        place: The tensor's position in it.
         witness: Shares the version counter of the tensor, and its memory only if that is kept.
-        version: Of the tensor when it was saved.
+        version: The tensor's version when it was saved.
         layer: Name of the layer that saved it.
     """
 
@@ -183,10 +211,10 @@ class Handle:
         self.piece, self.place = piece, place
 
     def tensor(self) -> Tensor:
-        """The tensor that was saved.
+        """Return the saved tensor, with its storage kept, fetched or recomputed.
 
         Raises:
-            PathosegError: Somebody has written into it since.
+            PathosegError: It was written into since, or cannot be recomputed.
         """
         if self.witness._version != self.version:
             raise PathosegError(
@@ -200,7 +228,11 @@ class Handle:
 
 
 def unpack(handle: Handle) -> Tensor:
-    """The hook by which autograd gets back what it saved."""
+    """Return the tensor that a handle stands for: the unpack hook of `saved_tensors_hooks`.
+
+    Raises:
+        PathosegError: The tensor was written into since, or cannot be recomputed.
+    """
     return handle.tensor()
 
 
@@ -208,7 +240,7 @@ class Storages:
     """The storages that one forward has come across.
 
     Args:
-        given: What the stage has or was given: its content is always kept.
+        given: The stage's own and received tensors: their content is always kept.
     """
 
     def __init__(self, given: Iterable[Tensor]) -> None:
@@ -247,7 +279,14 @@ Context = Callable[[Sequence[int]], AbstractContextManager[Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A tensor that a layer read or made: where its content was, and which."""
+    """A tensor that a layer read or made, as its storage was at that moment.
+
+    Attributes:
+        made: The storage.
+        version: The version of its content.
+        place: The tensor's position in it.
+        requires_grad: Whether the tensor needed a gradient.
+    """
 
     made: Made
     version: int
@@ -262,10 +301,11 @@ class Recorded:
     Attributes:
         position: The layer's.
         step: The layer.
-        reads: By name what it read, with a `Leaf` for each tensor.
-        saves: The content that it saved, in turn.
-        returns: What it returned, likewise.
-        writes: What it read and then wrote into: as it was found and left.
+        reads: Its arguments by name, with a `Leaf` in place of each tensor.
+        saves: The storages that it saved, with their versions, in turn; None for a tensor that is
+            no plain one.
+        returns: Its result, with a `Leaf` in place of each tensor.
+        writes: Tensors that it read and then wrote into, each with the version that it left.
     """
 
     position: int
@@ -281,7 +321,7 @@ def plan_again(
     recorded: Mapping[int, Recorded],
     context: Context,
 ) -> None:
-    """Finds the layers that have to run once more: each makes what no longer exists of its own.
+    """(2) Link each dropped piece to the layer run that will make its content again.
 
     What is kept or waits in host memory is had from there, and held until the layers that read it
     have run; what nobody saved is made again too. Layers of the fate TWICE run once in passing,
@@ -290,8 +330,8 @@ def plan_again(
 
     Args:
         dropped: Content that will be needed, with its storage and version.
-        recorded: What the forward of each layer did, by position.
-        context: What layers need to run again.
+        recorded: The record of each layer's forward, by position.
+        context: Sets up randomness and precision for layers that run again.
 
     Raises:
         PathosegError: A layer read what was overwritten since.
@@ -353,7 +393,7 @@ class Again:
     """A layer that is to run once more, at most once.
 
     Attributes:
-        layer: What its forward did.
+        layer: The record of its forward.
         passing: Whether for layers behind it, and not for the backward of what it saves (TWICE).
         sources: The content that it reads; emptied when it has run.
     """
@@ -364,7 +404,12 @@ class Again:
         self._context = context
 
     def give(self, piece: Dropped) -> None:
-        """Runs the layer and, in the order of the forward, all that has to run ahead of it."""
+        """(3) Run the layer and, in the order of the forward, all that has to run ahead of it.
+
+        Raises:
+            PathosegError: A layer saves other tensors than in its forward, or its input was
+                overwritten since.
+        """
         ahead: dict[tuple[int, bool], Again] = {}
         waiting = [self]
         while waiting:
@@ -475,12 +520,15 @@ def leaves_of(value: Any, kind: type) -> Iterator[Any]:
 
 
 def leaves_in(value: Any) -> Iterator[Leaf]:
-    """The leaves of what was recorded."""
+    """Yield the `Leaf`s in what was recorded (nested tuples, lists and dicts), in a fixed order."""
     return leaves_of(value, Leaf)
 
 
 def map_leaves(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """The same (nested) tuples, lists and dicts, with what is of a kind changed."""
+    """Return nested tuples, lists and dicts with `change` applied to each item of type `kind`.
+
+    A container without such an item is returned itself, not copied.
+    """
     if isinstance(value, kind):
         return change(value)
     if not isinstance(value, (tuple, list, dict)) or _has_none(value, kind):

@@ -24,7 +24,7 @@ class RunningStatistics:
     what they measured. A norm that is called again has another place for that.
 
     Args:
-        model: Whose norms.
+        model: The model.
         graph: Its layers.
         layers: Positions of the stage's.
     """
@@ -40,7 +40,7 @@ class RunningStatistics:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """A step: within it the norms in training mode leave their running statistics alone."""
+        """Make a context for one step, in which no norm updates its running statistics."""
         self._kept = {}
         self._rounds = _rounds([call for call in self._calls if _is_tracking(call[1])])
         self._sizes = [n.num_features for norms in self._rounds for _, n in norms for _ in "mv"]
@@ -58,7 +58,12 @@ class RunningStatistics:
                 norm.momentum = momentum
 
     def lend(self) -> Tensor | None:
-        """Gives each call of the coming forward its place; the row of all of them, or None."""
+        """Have the norms of the next forward write their means and variances into a new row.
+
+        Returns:
+            The row, for `keep`: the means and variances (2 · features numbers a norm) of all calls;
+            None where no norm tracks statistics.
+        """
         if not self._rounds:
             return None
         # Not the last forward's again: autograd keeps it, though its backward does not read it.
@@ -80,22 +85,23 @@ class RunningStatistics:
         return bool(self._again)
 
     def enter(self, position: int) -> None:
-        """The layer at this position is about to run."""
+        """Point the norms of the layer at `position`, which runs next, to their part of the row."""
         for place in self._again.get(position, ()):
             _lend(*place)
 
     def keep(self, microbatch: int, row: Tensor | None) -> None:
-        """The forward of a microbatch has filled its row."""
+        """Keep the row that a microbatch's forward has filled."""
         if row is not None:
             self._kept[microbatch] = row
 
     def apply(self, sizes: Sequence[int], sum_copies: Callable[[Tensor], None]) -> None:
-        """Brings the running statistics of all copies up to date, after `kept`.
+        """Update the running statistics by the rows of all copies, in order of the microbatch.
+
+        Called after `kept`, by all ranks with a copy of the stage.
 
         Args:
-            sizes: Samples of each microbatch of the step.
-            sum_copies: Sums a tensor in place over the ranks with a copy of the stage, which all
-                call this.
+            sizes: Samples of each microbatch of the step; one of 0 samples is left out.
+            sum_copies: Sums a tensor in place over the ranks with a copy of the stage.
         """
         if not self._rounds:
             return
@@ -116,7 +122,7 @@ class RunningStatistics:
 
 
 def norms_at(model: nn.Module, graph: LayerGraph, position: int) -> list[Any]:
-    """The norms with buffers that a layer calls."""
+    """Return the norm modules with buffers that the layer at `position` calls, ordered by path."""
     paths = {name.rpartition(".")[0] for name in graph.layers[position].buffers}
     modules = (model.get_submodule(path) for path in sorted(paths))
     return [module for module in modules if isinstance(module, _NormBase)]
@@ -124,7 +130,7 @@ def norms_at(model: nn.Module, graph: LayerGraph, position: int) -> list[Any]:
 
 @contextmanager
 def uncounted(norms: Iterable[Any]) -> Iterator[None]:
-    """Within it, forwards of norms in training mode leave no trace in their running statistics."""
+    """Make a context in which these norms, in training mode, update no running statistics."""
     own = [(norm, dict(norm._buffers)) for norm in norms if _is_tracking(norm)]
     for norm, _ in own:
         _lend(norm, torch.zeros_like(norm.running_mean), torch.zeros_like(norm.running_var))

@@ -1,4 +1,21 @@
-"""Keeps, offloads or drops what the forwards of one stage save for their backwards."""
+"""Keeps, offloads or drops what the forwards of one stage save for their backwards.
+
+The life of one saved tensor, from a layer's forward to its backward:
+
+    (1) run      a layer of the stage runs, and with it `_position` says whose saves these are
+    (2) _pack    autograd hands over each tensor that the layer saves
+    (3) _made    whose storage is it? one seen first is this layer's; its fate is the layer's:
+                     KEEP ............ Kept      the tensor stays on the device
+                     OFFLOAD ......... Away      its bytes leave for the host now (SMALL ones stay)
+                     RECOMPUTE, TWICE  Dropped   nothing is kept
+    (4) Handle   autograd holds this in place of the tensor: the piece, and where in it the tensor
+                 lies; without memory, but with the tensor's version counter
+    (5) finish   the forward is over: dropped pieces learn which layers make them (`plan_again`)
+    (6) unpack   the backward asks for the tensor (rematerialize.py): there, fetched, or made again
+
+A storage saved by several layers, or as several views, is one piece. A parameter is Kept, and never
+by its own tensor where stages park: its bytes may be away meanwhile, and back before the backward.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +64,8 @@ class SavedTensorHooks:
     Args:
         traced: The model.
         layers: Positions of the stage's layers.
-        number: Which stage it is.
-        retention: What is not kept.
+        number: The stage's number.
+        retention: The layers whose saved tensors are offloaded or recomputed.
         copies: Copies to the host; None where everything stays on the device.
         parks: Whether the stage's parameters may leave the device ahead of a backward.
 
@@ -109,12 +126,13 @@ class SavedTensorHooks:
         return bool(self._fates) or self._parks
 
     def recording(self, microbatch: int, received: Mapping[str, Tensor], again: Again) -> Recording:
-        """Sees to one forward that saves.
+        """Return the recording of one forward, to be entered by its `hooks`.
 
         Args:
             microbatch: Its number.
-            received: What the stage was given for it.
-            again: Sets up what its layers need to run once more.
+            received: The stage's inputs for it, by name; their storages are always kept.
+            again: Makes a context in which its layers run once more, with the same random numbers
+                and precision.
         """
         given = [
             tensor
@@ -125,7 +143,7 @@ class SavedTensorHooks:
         return Recording(self, microbatch, given, again)
 
     def uncounted(self, positions: Iterable[int]) -> AbstractContextManager[None]:
-        """Within it the norms of these layers leave their running statistics alone."""
+        """Return a context in which the norms of these layers update no running statistics."""
         return uncounted(norm for position in positions for norm in self._norms[position])
 
 
@@ -149,11 +167,20 @@ class Recording:
         self._count = 0
 
     def hooks(self) -> AbstractContextManager[Any]:
-        """Within it, what autograd saves comes here."""
+        """Return a context in which autograd's saved tensors go through `_pack` and `unpack`."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
 
     def run(self, position: int, step: Step, values: Mapping[str, Any]) -> Any:
-        """Runs a layer."""
+        """(1) Run a layer.
+
+        Args:
+            position: The layer's.
+            step: The layer.
+            values: By name, what it reads.
+
+        Returns:
+            The layer's result: a tensor, or tuples, lists and dicts of them.
+        """
         self._position = position
         if self._keeping.recomputes:
             made = self._run_recorded(position, step, values)
@@ -165,7 +192,10 @@ class Recording:
         return made
 
     def finish(self) -> list[ref[Piece]]:
-        """Plans what will run once more; what is away, in the order in which it is needed.
+        """(5) End the forward: plan what will run once more.
+
+        Returns:
+            The pieces on the host, in the order in which the backward needs them.
 
         Raises:
             PathosegError: A layer that is to be recomputed cannot be.
@@ -239,7 +269,7 @@ class Recording:
         return self._storages.of(tensor.untyped_storage(), position, fate)
 
     def _pack(self, tensor: Tensor) -> Handle:
-        """The hook that autograd calls with each tensor that it saves."""
+        """(2) Return the handle that autograd is to hold in place of a tensor that it saves."""
         assert self._position is not None
         layer = self._names[self._position]
         tensor = tensor.detach()  # it may be the one that the layer returns

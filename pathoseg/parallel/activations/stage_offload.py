@@ -20,7 +20,7 @@ from pathoseg.parallel.schedule.action import Action, Kind
 
 
 class Park(StrEnum):
-    """The tensors of a waiting stage that may be offloaded."""
+    """The kinds of tensors of a waiting stage that may be offloaded."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -40,7 +40,12 @@ Key = tuple[Park, int]  # what, and of which parameter
 
 
 class StageTurn(NamedTuple):
-    """The tensors that an action needs, and those that the next such action needs."""
+    """The tensors that have to be on the device for an action.
+
+    Attributes:
+        now: Tensors that the action needs.
+        then: Tensors that the next action with any needs; they come back while this one runs.
+    """
 
     now: Collection[Key]
     then: Collection[Key]
@@ -52,7 +57,7 @@ class _Waiting:
 
     Attributes:
         tensor: It stays the same object, and is given its bytes again.
-        place: How it lies on them.
+        place: The tensor's position in them.
         ticket: Stands for the bytes.
     """
 
@@ -70,9 +75,9 @@ class StageOffload:
     out again. Tensors below `SMALL` bytes stay on the device.
 
     Args:
-        parked: What of a stage waits.
+        parked: The kinds of tensors that are offloaded.
         stages: The parameters of each stage on this rank.
-        optimizer: That of the rank, or None.
+        optimizer: The rank's, or None.
         copies: Copies to the host; None where nothing waits.
     """
 
@@ -115,7 +120,11 @@ class StageOffload:
         return bool(self._parked)
 
     def turns(self, actions: Sequence[Action]) -> dict[int, StageTurn]:
-        """Return the needs of the actions of a rank's list, by position."""
+        """Find the tensors that each action of a rank's list needs on the device.
+
+        Returns:
+            By position in the list; empty where nothing is offloaded.
+        """
         if not self._parked:
             return {}
         needs = {
@@ -131,11 +140,12 @@ class StageOffload:
 
     @contextmanager
     def during(self, turn: StageTurn | None, changed: Collection[Park]) -> Iterator[None]:
-        """Within it all that a turn needs is on the device.
+        """Make a context in which the tensors that a turn needs are on the device.
 
         Args:
-            turn: None where nothing is needed.
-            changed: What is not the same afterwards.
+            turn: One of `turns`; None needs nothing.
+            changed: The kinds of tensors that are written inside, whose copies on the host are
+                stale.
         """
         if turn is None:
             yield
@@ -148,11 +158,15 @@ class StageOffload:
     def in_turn(
         self, *needed: Park, changed: Collection[Park] = ()
     ) -> Iterator[Sequence[nn.Parameter]]:
-        """All parameters of the rank, stage by stage, while what is needed of them is here.
+        """Yield the parameters of one stage of the rank after the other, each while it is here.
 
         Args:
-            needed: Of each.
-            changed: What is not the same afterwards.
+            needed: The kinds of tensors that are on the device meanwhile.
+            changed: The kinds that are written meanwhile.
+
+        Yields:
+            The parameters of one stage, each parameter once; all at once where nothing is
+            offloaded.
         """
         keys = [self._keys(numbers, needed) for numbers in self._turns]
         for turn, numbers in enumerate(self._turns):
@@ -162,7 +176,7 @@ class StageOffload:
 
     @contextmanager
     def alone(self, parameters: Sequence[nn.Parameter]) -> Iterator[torch.optim.Optimizer]:
-        """The optimizer, which within this knows of these parameters alone."""
+        """Make a context in which the optimizer has these parameters and their state alone."""
         optimizer = self._optimizer
         assert optimizer is not None
         if not self._parked:
@@ -185,7 +199,7 @@ class StageOffload:
             optimizer.state = state
 
     def forget_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Lets go of gradients that no step needs any more, where gradients wait."""
+        """Set these parameters' gradients to None, host copies too, if gradients are offloaded."""
         if Park.GRADIENTS not in self._parked:
             return
         chosen = {id(each) for each in parameters}
@@ -197,7 +211,7 @@ class StageOffload:
                 parameter.grad = None
 
     def lasting(self, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """The same, with copies on the host of tensors that are here only for now."""
+        """Return entries for use beyond their turn: copied to the host if any are offloaded."""
         if not self._parked:
             return dict(entries)
         return {
@@ -293,12 +307,13 @@ def parked_bytes(
     parameters: Iterable[nn.Parameter],
     optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
 ) -> int:
-    """Bytes of what waits of some parameters; at most, as small tensors stay.
+    """Return an upper bound of the host bytes that a stage's offloaded tensors take.
 
     Args:
-        parked: What waits.
-        parameters: Each once.
-        optimizer: Makes an optimizer; what it keeps is told by a step on a small parameter.
+        parked: The kinds of tensors that are offloaded.
+        parameters: The stage's, each once.
+        optimizer: Makes an optimizer; the size of its state is found by a step on a small
+            parameter.
     """
     own = [*parameters]
     all_of_them = sum(each.nbytes for each in own)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Lane(Enum):
-    """Work of one lane runs in the order in which it was given; lanes run beside each other."""
+    """A queue of work on the device, run in order; the three lanes run beside each other."""
 
     COMPUTE = 0  # the stream that the caller computes on
     OUT = 1  # copies to the host
@@ -19,28 +19,28 @@ class Lane(Enum):
 
 
 class Streams(Protocol):
-    """Lanes, and marks in them: a mark is passed once all work ahead of it is done."""
+    """The lanes of a device, and marks in them: passed when all work before them is done."""
 
     def copy(self, lane: Lane, into: Tensor, source: Tensor) -> None:
-        """Puts a copy of a tensor's bytes at the end of a lane."""
+        """Append the copy of `source` into `into`, of the same size, to a lane; never waits."""
 
     def mark(self, lane: Lane) -> Any:
-        """A mark at the end of a lane."""
+        """Return a mark at the present end of a lane."""
 
     def wait(self, lane: Lane, mark: Any) -> None:
-        """Lets what follows in a lane wait for a mark of another."""
+        """Make the work that is appended to a lane from now on wait for a mark of another lane."""
 
     def passed(self, mark: Any) -> bool:
         """Return True if the work before a mark is done; never blocks."""
 
     def start_clock(self) -> None:
-        """From now on, until `settle`, marks are timed. All lanes are emptied first."""
+        """Empty all lanes, and time the marks that are made until `settle`."""
 
     def settle(self) -> None:
-        """Returns once all lanes are empty."""
+        """Wait until all lanes are empty, and time no further marks."""
 
     def seconds(self, mark: Any) -> float:
-        """When a timed mark was passed, on the clock of `time.perf_counter`, after `settle`."""
+        """Return the time at which a timed mark was passed, on the clock of `time.perf_counter`."""
 
 
 class HostStreams:
@@ -117,5 +117,5 @@ class CudaStreams:
 
 
 def streams_of(device: torch.device) -> Streams:
-    """The lanes of a device."""
+    """Return the lanes of a device: CUDA streams, or none beside the process itself on a CPU."""
     return CudaStreams(device) if device.type == "cuda" else HostStreams()

@@ -20,7 +20,7 @@ from pathoseg.errors import PathosegError
 from pathoseg.parallel.comm.heartbeat import MEETING, Heartbeat
 from pathoseg.parallel.comm.process_transport import ProcessTransport, own_address, reached_by
 
-LONG = timedelta(days=365)  # the lifeline, not a time limit, ends the wait for a lost rank
+LONG = timedelta(days=365)  # the heartbeat, not a time limit, ends the wait for a lost rank
 _NAP = 0.05  # seconds
 _FAREWELL = 5  # seconds
 _NOBODYS = 2**30  # a tag that no message has
@@ -29,7 +29,7 @@ _NOBODYS = 2**30  # a tag that no message has
 def connect_gloo(
     rank: int, ranks: int, host: str, port: int, *, local: bool, hosted: bool = False
 ) -> ProcessTransport:
-    """Joins ranks, with the arguments and errors of `join_gloo`."""
+    """Join ranks by gloo, with the arguments and errors of `join_gloo`."""
     wire = join_gloo(rank, ranks, host, port, local=local, hosted=hosted)
     return ProcessTransport(wire, Heartbeat(rank, ranks, wire.host, wire.announce))
 
@@ -37,12 +37,12 @@ def connect_gloo(
 def join_gloo(
     rank: int, ranks: int, host: str, port: int, *, local: bool, hosted: bool = False
 ) -> GlooWire:
-    """A group of ranks that know where to meet; each process may call this more than once.
+    """Join ranks that know where to meet; each process may call this more than once.
 
     Args:
         rank: This rank.
-        ranks: How many there are.
-        host: Where rank 0 (or the launcher) keeps the store at which they meet.
+        ranks: Number of ranks.
+        host: Address of the store at which they meet, kept by rank 0 or by the launcher.
         port: Its port.
         local: Whether all ranks are on one machine: then they meet on the loopback interface.
         hosted: Whether the launcher keeps the store, as torchrun does.
@@ -76,7 +76,11 @@ def join_gloo(
 
 
 def keep_store() -> tuple[Store, int]:
-    """A store on the loopback interface at which local ranks can meet, and its port."""
+    """Open a store on the loopback interface, at which local ranks can meet.
+
+    Returns:
+        The store, which ends with its last reference, and its port.
+    """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return store, store.port
 
@@ -88,13 +92,13 @@ class GlooWire:
     for, and nothing but the end of a peer wakes who waits: so each message has a waiting thread.
 
     Args:
-        store: Where the ranks meet.
+        store: The store at which the ranks meet.
         rank: This rank.
-        ranks: How many there are.
+        ranks: Number of ranks.
         host: The address of this rank.
 
     Attributes:
-        store: Where the ranks meet.
+        store: The store at which the ranks meet.
         host: The address of this rank.
     """
 
@@ -116,10 +120,10 @@ class GlooWire:
         atexit.register(self._end)
 
     def announce(self, text: str) -> str:
-        """The text of rank 0, on every rank."""
+        """Return rank 0's text on every rank; the other ranks' own are ignored."""
         if self.rank == 0:
-            self.store.set("lifeline", text)
-        return str(self.store.get("lifeline").decode())
+            self.store.set("heartbeat", text)
+        return str(self.store.get("heartbeat").decode())
 
     def send(self, data: Tensor, to: int, tag: int) -> GlooRequest:
         return self._begin(lambda: self._group.send([data], to, tag))
@@ -155,7 +159,7 @@ class GlooWire:
 
 
 class GlooRequest:
-    """One message: implements Request."""
+    """A send or receive of gloo: implements Request."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -168,7 +172,7 @@ class GlooRequest:
         return self._over
 
     def wait(self) -> None:
-        """Blocks; called by a thread of its own."""
+        """Block until it is done; called by a thread of its own."""
         try:
             self._work.wait(LONG)
         except RuntimeError as error:

@@ -35,7 +35,7 @@ class Heartbeat:
     Args:
         rank: This rank.
         ranks: Number of ranks; one alone has nobody to listen to.
-        host: Where rank 0 listens: the loopback interface, or an address that all ranks reach.
+        host: Rank 0's address: the loopback interface, or one that all ranks reach.
         announce: Tells all ranks a text of rank 0; each rank calls it once, its own text counts
             on rank 0 alone.
 
@@ -64,13 +64,16 @@ class Heartbeat:
         self._selector.register(self._wake, selectors.EVENT_READ)
         for peer in self._peers:
             self._selector.register(peer.connection, selectors.EVENT_READ, peer)
-        threading.Thread(target=self._live, name="lifeline", daemon=True).start()
+        threading.Thread(target=self._live, name="heartbeat", daemon=True).start()
 
     def check(self, patience: float = 0) -> None:
-        """Returns while all ranks are well, after `patience` seconds.
+        """Raise if a rank is lost or has given up.
+
+        Args:
+            patience: Seconds to wait first for news of such a rank.
 
         Raises:
-            PathosegError: A rank is lost or has given up: which one and why.
+            PathosegError: Which rank, and why.
         """
         if patience:
             self._parted.wait(patience)
@@ -78,13 +81,13 @@ class Heartbeat:
             raise PathosegError(self._reason, _HINT)
 
     def abort(self, reason: str) -> None:
-        """Makes `check` fail with the reason on every rank; returns once they know it."""
+        """Make `check` fail with this reason on every rank; returns once all know it."""
         self._blame(reason)
         if not self._alone:
             self._leave()
 
     def close(self) -> None:
-        """Says goodbye, so that the end of this rank is not its loss."""
+        """Tell the other ranks that this one ends as planned."""
         if not self._alone:
             self._leave()
             self._selector.close()
@@ -164,7 +167,7 @@ class _Peer:
             self.connection.sendall(json.dumps(word).encode() + b"\n")
 
     def listen(self) -> list[str] | None:
-        """The words that have come; None at the end of the connection."""
+        """Return the words that have come; None at the end of the connection."""
         try:
             came = self.connection.recv(65536)
         except OSError:

@@ -1,4 +1,11 @@
-"""Finds who started this process, as which rank of how many, and joins these ranks."""
+"""Finds who started this process, as which rank of how many, and joins these ranks.
+
+launcher   rank, ranks                            rank, ranks of the host
+torchrun   RANK, WORLD_SIZE                       LOCAL_RANK, LOCAL_WORLD_SIZE
+Open MPI   OMPI_COMM_WORLD_RANK, …_SIZE           OMPI_COMM_WORLD_LOCAL_RANK, …_LOCAL_SIZE
+MPICH      PMI_RANK, PMI_SIZE                     MPI_LOCALRANKID, MPI_LOCALNRANKS
+Slurm      SLURM_PROCID, SLURM_STEP_NUM_TASKS     SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE
+"""
 
 from __future__ import annotations
 
@@ -8,16 +15,25 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from pathoseg.errors import PathosegError
 from pathoseg.host_memory import keep_freed_memory
 from pathoseg.parallel.comm.process_transport import ProcessTransport
-from pathoseg.platform_support import usable_cores
+from pathoseg.parallel.comm.transport import Transport
+from pathoseg.platform_support import cores_to_use, usable_cores
 
 Choice = Literal["auto", "mpi", "gloo", "nccl"]
+
+# Variables of this process's rank on its host, and of their number: the nearest launcher first.
+_OF_HOST = (
+    ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +44,8 @@ class World:
         launcher: "mpirun" stands for every launcher of an MPI (srun with PMIx or PMI too), "srun"
             for one without, "torchrun" for all that set its variables, None for nobody.
         rank: This rank.
-        ranks: How many there are.
-        host: Where the ranks meet, if not by MPI.
+        ranks: Number of ranks.
+        host: The address at which the ranks meet, if not by MPI.
         port: The port there; 0 is any.
         local: Whether all ranks are on one machine, if not by MPI.
         hosted: Whether the launcher keeps the store at which they meet.
@@ -45,10 +61,13 @@ class World:
 
 
 def find_world(environment: Mapping[str, str] = os.environ) -> World:
-    """Reads from the environment who started this process.
+    """Read from the environment who started this process, and as which rank of how many.
+
+    Args:
+        environment: The process's variables.
 
     Raises:
-        PathosegError: A launcher's variables are incomplete or no numbers.
+        PathosegError: A launcher's variables are incomplete or no whole numbers.
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
         ranks = _number(environment, "WORLD_SIZE")
@@ -86,6 +105,81 @@ def _slurm_step(environment: Mapping[str, str]) -> World:
     return World("srun", rank, ranks, environment.get("MASTER_ADDR", host), port, local)
 
 
+class HostShare(NamedTuple):
+    """The part of its host that a launcher means for this process.
+
+    Attributes:
+        rank: Number of this process among the ranks of its host, from 0.
+        ranks: Number of ranks on the host.
+        cores: Cores of the host that these ranks have together; None where the launcher does not
+            say.
+        in_task: How many of them share this process's Slurm task.
+    """
+
+    rank: int
+    ranks: int
+    cores: int | None = None
+    in_task: int = 1
+
+
+def find_host_share(world: World, environment: Mapping[str, str] = os.environ) -> HostShare:
+    """Read from the environment which of the ranks of its host this process is.
+
+    Nothing is asked of the other ranks. Where the launcher does not tell, all ranks are taken to
+    be on one host.
+
+    Args:
+        world: From `find_world` of the same environment.
+        environment: The process's variables.
+
+    Raises:
+        PathosegError: A variable is no whole number.
+    """
+    if world.launcher is None:
+        return HostShare(0, 1)
+    for rank, ranks in _OF_HOST:
+        if rank in environment and ranks in environment:
+            count = _number(environment, ranks)
+            # Under mpirun each rank is a task; torchrun is one task with all its ranks.
+            in_task = count if world.launcher == "torchrun" else 1
+            return HostShare(_number(environment, rank), count, in_task=in_task)
+    # "2(x3),1": two tasks on each of the first three nodes, one on the fourth.
+    tasks = [
+        int(count)
+        for count, times in re.findall(
+            r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+        )
+        for _ in range(int(times or 1))
+    ]
+    if not tasks or "SLURM_LOCALID" not in environment:
+        return HostShare(world.rank, world.ranks)
+    node = _number({"SLURM_NODEID": "0", **environment}, "SLURM_NODEID")
+    cores = (
+        _number(environment, "SLURM_CPUS_ON_NODE") if "SLURM_CPUS_ON_NODE" in environment else None
+    )
+    return HostShare(_number(environment, "SLURM_LOCALID"), tasks[node % len(tasks)], cores)
+
+
+def use_host_share(share: HostShare) -> int:
+    """Compute with this process's part of its host, as `connect` has it without any message.
+
+    PyTorch's threads are its share of the cores (`cores_to_use`); a set `OMP_NUM_THREADS` is left
+    as it is. GPUs are dealt out to the ranks in turn.
+
+    Returns:
+        The number of cores that this process may keep busy.
+    """
+    # A launcher that binds leaves each rank its cores, one that does not leaves it all.
+    whole = share.cores or len(usable_cores(os.getppid()))
+    whole = min(whole, len(usable_cores()) * share.ranks)
+    cores = cores_to_use(whole, share.ranks, share.in_task)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(cores)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(share.rank % torch.cuda.device_count())
+    return cores
+
+
 def _number(environment: Mapping[str, str], name: str) -> int:
     try:
         return int(environment[name])
@@ -105,7 +199,7 @@ def connect(choice: Choice = "auto", world: World | None = None) -> ProcessTrans
 
     Args:
         choice: The transport; "auto" is MPI under its launchers and gloo elsewhere.
-        world: What the launcher said; None looks.
+        world: From `find_world`; None calls it.
 
     Raises:
         PathosegError: The ranks cannot meet, or not by this transport.
@@ -129,14 +223,26 @@ def connect(choice: Choice = "auto", world: World | None = None) -> ProcessTrans
             world.rank, world.ranks, world.host, world.port, local=world.local, hosted=world.hosted
         )
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(_share_of_cores(transport))
+        torch.set_num_threads(share_of_cores(transport))
     keep_freed_memory()
     return transport
 
 
-def _share_of_cores(transport: ProcessTransport) -> int:
-    """Cores that the ranks of this machine may use, over their number; at least one."""
-    mine = {"host": socket.gethostname(), "cores": sorted(usable_cores())}
+def share_of_cores(transport: Transport | None) -> int:
+    """Return how many cores this rank may keep busy (`cores_to_use`): its share of the machine's.
+
+    All ranks call it together.
+
+    Args:
+        transport: Joins the ranks; None where this process is alone.
+    """
+    if transport is None:
+        return cores_to_use()
+    # Under mpirun each rank is a task; others may be started several by one task.
+    task = None if find_world().launcher == "mpirun" else os.environ.get("SLURM_PROCID")
+    mine = {"host": socket.gethostname(), "cores": sorted(usable_cores()), "task": task}
     everyone = [json.loads(text) for text in transport.gather(json.dumps(mine))]
-    here = [each["cores"] for each in everyone if each["host"] == mine["host"]]
-    return max(1, len(set().union(*here)) // len(here))
+    here = [each for each in everyone if each["host"] == mine["host"]]
+    cores = len(set().union(*(each["cores"] for each in here)))
+    in_task = 1 if task is None else sum(each["task"] == task for each in here)
+    return cores_to_use(cores, len(here), in_task)

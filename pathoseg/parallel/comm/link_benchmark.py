@@ -28,10 +28,10 @@ def measure_links(
     """Times messages there and back between two ranks; all ranks call this.
 
     Args:
-        transport: What joins the ranks; nothing else may be under way.
+        transport: Joins the ranks; nothing else may be under way.
         first: One end.
         second: The other end; None is the last rank.
-        device: Where this rank's messages lie.
+        device: The device of this rank's messages.
 
     Returns:
         Seconds a message and seconds a byte, the same on every rank. A world of one rank has a
@@ -50,7 +50,7 @@ def measure_links(
 
 
 def fit_link(times: Mapping[int, float]) -> Link:
-    """The alpha and beta of Hockney's model that fit best, by least squares of relative errors.
+    """Fit alpha and beta of Hockney's model by least squares of the relative errors.
 
     Args:
         times: Seconds one way, by bytes; two sizes or more.

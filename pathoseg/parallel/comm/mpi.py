@@ -32,7 +32,7 @@ def connect_mpi(started: int = 1) -> ProcessTransport:
     """Joins the ranks of MPI's world; each process calls this once.
 
     Args:
-        started: How many ranks the launcher says it has started.
+        started: Number of ranks that the launcher says it has started.
 
     Raises:
         PathosegError: There is no MPI, it is not the launcher's, or it is too small.
@@ -76,7 +76,7 @@ class MpiWire:
         self.reads_cuda = _reads_cuda(self._mpi)
 
     def announce(self, text: str) -> str:
-        """The text of rank 0, on every rank."""
+        """Return rank 0's text on every rank; the other ranks' own are ignored."""
         data = bytearray(text.encode().ljust(_ANNOUNCEMENT))
         self._own.Bcast([data, self._mpi.BYTE], root=0)
         return data.decode().strip()

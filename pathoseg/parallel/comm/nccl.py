@@ -49,16 +49,20 @@ class Channels(Protocol):
         """Return True if this tensor is sent over an NCCL channel."""
 
     def send(self, data: Tensor, to: int) -> Request:
-        """Begins to send the bytes of a flat uint8 tensor, at least one; never blocks."""
+        """Begin to send a tensor (uint8, one dimension, not empty) to rank `to`; never blocks."""
 
     def receive(self, into: Tensor, source: int) -> Request:
-        """Begins to receive as many bytes; never blocks."""
+        """Begin to receive from rank `source` as many bytes as `into` has; never blocks."""
 
     def pause(self, turns: int) -> None:
-        """Lets others run until a request may be done; called `turns` times without success."""
+        """Let others run for a moment; called `turns` times in a row without success."""
 
     def close(self, well: bool) -> None:
-        """Ends their use; not `well` where messages may be under way that never arrive."""
+        """End the use of the channels.
+
+        Args:
+            well: False where messages may be under way that never arrive.
+        """
 
 
 class OrderedWire:
@@ -100,7 +104,7 @@ class OrderedWire:
         return self._coming[source].begin(_Message(self, into), tag)
 
     def move(self) -> None:
-        """Begins what both ends have agreed on."""
+        """Read the words that have come, and begin the messages on which both ends have agreed."""
         for leaving in self._leaving.values():
             leaving.move()
         for coming in self._coming.values():
@@ -119,7 +123,7 @@ class _Message:
 
     Attributes:
         data: Its bytes.
-        size: How many the sender has, once the two ends have agreed.
+        size: Number of the sender's bytes, once the two ends have agreed.
         begun: Requests of which it consists; all must be done.
     """
 
@@ -220,10 +224,13 @@ _USE_ANOTHER = "Use the transport 'gloo', or 'mpi' (one that reads CUDA memory c
 
 
 def refuse_without_gpus(ranks: int) -> None:
-    """Checks that this machine can run so many ranks of NCCL; 1 where each sees a GPU of its own.
+    """Check that this machine has NCCL and a GPU for each of `ranks` local ranks.
+
+    Args:
+        ranks: Ranks on the machine; 1 where each process sees a GPU of its own.
 
     Raises:
-        PathosegError: It cannot, and why.
+        PathosegError: It has not.
     """
     gpus = torch.cuda.device_count()
     if not torch.distributed.is_nccl_available():
@@ -245,7 +252,7 @@ def connect_nccl(
 
     Args:
         rank: This rank.
-        ranks: How many there are.
+        ranks: Number of ranks.
         host: As `connect_gloo`.
         port: As `connect_gloo`.
         local: As `connect_gloo`.
@@ -257,11 +264,11 @@ def connect_nccl(
     refuse_without_gpus(1)
     # Fewer queues than streams would let one channel wait for another. Read when CUDA starts.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    # The lifeline, not torch's watchdog, ends the ranks, and says why.
+    # The heartbeat, not torch's watchdog, ends the ranks, and says why.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     words = join_gloo(rank, ranks, host, port, local=local, hosted=hosted)
-    lifeline = Heartbeat(rank, ranks, words.host, words.announce)
-    meeting = ProcessTransport(words, lifeline)
+    heartbeat = Heartbeat(rank, ranks, words.host, words.announce)
+    meeting = ProcessTransport(words, heartbeat)
     hosts = meeting.gather(socket.gethostname())
     index = hosts[:rank].count(hosts[rank]) % torch.cuda.device_count()
     told = [hosts[rank], str(torch.cuda.get_device_properties(index).uuid)]
@@ -273,11 +280,15 @@ def connect_nccl(
     torch.cuda.set_device(device)
     channels = NcclChannels(PrefixStore("nccl", words.store), rank, ranks, device)
     channels.open()
-    return ProcessTransport(OrderedWire(words, channels), lifeline)
+    return ProcessTransport(OrderedWire(words, channels), heartbeat)
 
 
 def shared_gpu(gpus: Sequence[str]) -> PathosegError | None:
-    """Why NCCL cannot join ranks with these GPUs, by rank; None where it can."""
+    """Return the error of ranks that NCCL cannot join: too many, or two with one GPU; else None.
+
+    Args:
+        gpus: By rank, a text that identifies its GPU.
+    """
     if len(gpus) > _MOST_RANKS:
         return PathosegError(
             f"NCCL joins at most {_MOST_RANKS} ranks here, not {len(gpus)}.", _USE_ANOTHER
@@ -299,9 +310,9 @@ class NcclChannels:
     what is sent has been computed, and what is received into is free (see `ProcessTransport`).
 
     Args:
-        store: Where the ranks meet.
+        store: The store at which the ranks meet.
         rank: This rank.
-        ranks: How many there are.
+        ranks: Number of ranks.
         device: This rank's GPU.
     """
 
@@ -318,15 +329,16 @@ class NcclChannels:
         for source, to in permutations(range(ranks), 2):
             if rank in (source, to):
                 options = nccl.Options(is_high_priority_stream=True)
-                options._timeout = LONG  # the lifeline ends the wait for a lost rank
+                options._timeout = LONG  # the heartbeat ends the wait for a lost rank
                 place = PrefixStore(f"{source}-{to}", store)
                 self._groups[source, to] = nccl(place, int(rank == to), 2, options)
         atexit.register(self.close, False)
 
     def open(self) -> None:
-        """Sends a byte by every channel, one after the other: each makes its communicator now.
+        """Make the communicator of every channel, by one byte through each.
 
-        NCCL blocks both ends while it makes one; in a common order none waits for another.
+        NCCL blocks both ends while it makes one; in an order common to all ranks none waits for
+        another.
 
         Raises:
             PathosegError: NCCL cannot join two ranks.
@@ -384,7 +396,7 @@ class NcclChannels:
 
 
 class NcclRequest:
-    """One message: implements Request."""
+    """A send or receive of NCCL: implements Request."""
 
     def __init__(self, work: Work) -> None:
         self._work = work

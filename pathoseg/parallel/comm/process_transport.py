@@ -19,10 +19,10 @@ from pathoseg.platform_support import yield_core
 
 
 def own_address(host: str) -> str:
-    """The address of the interface by which this machine reaches `host`.
+    """Return the address of the interface by which this machine reaches `host`.
 
     Raises:
-        OSError: Its name is not known, or no way leads there.
+        OSError: The name of `host` is not known, or no route leads there.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing
@@ -30,7 +30,7 @@ def own_address(host: str) -> str:
 
 
 def reached_by(hosts: Iterable[str]) -> str:
-    """This machine's address on the way to the first of these hosts that is another machine.
+    """Return this machine's address on the route to the first of the hosts that is another machine.
 
     A machine's own name says little: Debian gives it a loopback address.
 
@@ -55,10 +55,14 @@ _Steps = Iterator[Sequence["Request"]]
 
 
 class Request(Protocol):
-    """A message that a library has begun."""
+    """A send or receive that a library has begun."""
 
     def done(self) -> bool:
-        """Return True if the operation is finished; never blocks."""
+        """Return True if the message is complete at this end; never blocks.
+
+        Raises:
+            PathosegError: It failed, or had another size than its buffer.
+        """
 
 
 class CopyEvent(Protocol):
@@ -69,9 +73,14 @@ class CopyEvent(Protocol):
 
 
 class Wire(Protocol):
-    """Bytes between processes, by a library.
+    """Messages of bytes between processes, by one library.
 
     Messages with the same sender, receiver and tag arrive in the order in which they were sent.
+
+    Attributes:
+        rank: This rank.
+        ranks: The number of ranks.
+        reads_cuda: Whether it sends and receives CUDA memory.
     """
 
     rank: int
@@ -79,16 +88,24 @@ class Wire(Protocol):
     reads_cuda: bool
 
     def send(self, data: Tensor, to: int, tag: int) -> Request:
-        """Begins to send the bytes of a flat uint8 tensor."""
+        """Begin to send a tensor: uint8, one dimension; it must not change until that is done."""
 
     def receive(self, into: Tensor, source: int, tag: int) -> Request:
-        """Begins to receive as many bytes."""
+        """Begin to receive a message of as many bytes as `into` (uint8, one dimension) has."""
 
     def pause(self, turns: int) -> None:
-        """Lets others run until a request may be done; called `turns` times without success."""
+        """Let other threads and processes run for a moment, between two looks at a request.
+
+        Args:
+            turns: Number of calls in a row without success.
+        """
 
     def close(self, well: bool) -> None:
-        """Ends the library's use; not `well` where other ranks may be gone."""
+        """End the use of the library.
+
+        Args:
+            well: False where other ranks may be gone, so that nothing may wait for them.
+        """
 
 
 class _Chain:
@@ -108,7 +125,7 @@ class _Chain:
 
 
 class Operation:
-    """Something that a process transport has begun: implements Pending."""
+    """A message or sum that a process transport has begun: implements Pending."""
 
     def __init__(self, transport: ProcessTransport, what: str, chain: _Chain) -> None:
         self._transport = transport
@@ -137,15 +154,15 @@ class ProcessTransport:
     for work enqueued on the stream that was current when the receive was posted.
 
     Args:
-        wire: What carries the bytes.
-        lifeline: What tells of lost ranks.
+        wire: Carries the bytes.
+        heartbeat: Tells of lost ranks.
     """
 
-    def __init__(self, wire: Wire, lifeline: Heartbeat) -> None:
+    def __init__(self, wire: Wire, heartbeat: Heartbeat) -> None:
         self.rank = wire.rank
         self.ranks = wire.ranks
         self._wire = wire
-        self._lifeline = lifeline
+        self._heartbeat = heartbeat
         self._well = True
         self._shared: Counter[int] = Counter()  # sums and texts shared with each rank so far
         self._turns: deque[Turn] = deque()  # messages that wait for the device
@@ -172,7 +189,7 @@ class ProcessTransport:
         self.gather("")
 
     def abort(self, reason: str) -> None:
-        self._lifeline.abort(reason)
+        self._heartbeat.abort(reason)
         self._well = False
 
     def close(self) -> None:
@@ -180,17 +197,28 @@ class ProcessTransport:
             self.barrier()  # no rank leaves while another still needs it
         except PathosegError:
             self._well = False
-        self._lifeline.close()
+        self._heartbeat.close()
         self._wire.close(self._well)
 
     def moved(self, chain: _Chain, what: str) -> bool:
-        """Moves all that has several steps, and this; whether this is done."""
+        """Advance all operations of several steps, and `chain`.
+
+        Args:
+            chain: The operation that somebody waits for.
+            what: What it waits for, as part of an error message.
+
+        Returns:
+            Whether it is done.
+
+        Raises:
+            PathosegError: A rank is lost or has given up, or the message failed.
+        """
         self._check(what)
         try:
             self._moving = [each for each in self._moving if not each.done()]
             done = chain.done()
         except PathosegError:
-            self._check(what, patience=2)  # the lifeline may know the cause of the wire's failure
+            self._check(what, patience=2)  # the heartbeat may know the cause of the wire's failure
             raise
         if done:
             self._held.discard(chain)
@@ -201,7 +229,7 @@ class ProcessTransport:
 
     def _check(self, what: str, patience: float = 0) -> None:
         try:
-            self._lifeline.check(patience)
+            self._heartbeat.check(patience)
         except PathosegError as lost:
             problem = f"{lost.problem} (Rank {self.rank} waited for {what}.)"
             raise PathosegError(problem, lost.hint) from None
@@ -297,7 +325,7 @@ class Turn:
     Without turns the later of two messages, looked at a moment later, could begin first.
 
     Args:
-        event: Where the device must come to.
+        event: The point to which the device must come.
         turns: All that are not done, the earliest first.
     """
 
@@ -319,9 +347,12 @@ def _come_so_far(device: torch.device) -> CopyEvent:
 
 
 def look_again(turns: int) -> None:
-    """The pause of a wire that tells nobody when a request is done.
+    """Pause between two looks at a request of a library that wakes nobody when it is done.
 
-    A short wait is spent looking; a long one leaves the core to ranks that share it.
+    The core is given to other ranks, at first by yielding it, after many turns by sleeping.
+
+    Args:
+        turns: Number of calls in a row without success.
     """
     if turns < _LOOKS:
         yield_core()
@@ -330,7 +361,7 @@ def look_again(turns: int) -> None:
 
 
 def wrong_size(came: int, expected: int) -> PathosegError:
-    """A message of so many bytes where others were expected."""
+    """Make the error of a message of `came` bytes where `expected` were expected."""
     return PathosegError(
         f"A message of {came} bytes came where {expected} were expected.",
         "Start all ranks with the same version, configuration and model.",

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Pending(Protocol):
-    """Something that a transport has begun."""
+    """A message or sum that a transport has begun."""
 
     def done(self) -> bool:
         """Return True if the operation is finished; never blocks, but drives progress.
@@ -38,10 +38,22 @@ class Transport(Protocol):
     ranks: int
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Pending:
-        """Starts a message. The tensor is contiguous and must not change until it is done."""
+        """Start a message to rank `to`.
+
+        Args:
+            tensor: Contiguous; it must not change until the message is done.
+            to: The receiver.
+            tag: The message's number.
+        """
 
     def receive(self, into: Tensor, source: int, tag: int) -> Pending:
-        """Posts a contiguous buffer of the message's shape and dtype."""
+        """Post a buffer for a message.
+
+        Args:
+            into: Contiguous, of the message's shape and dtype.
+            source: The sender.
+            tag: The message's number.
+        """
 
     def sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
         """Starts to sum a tensor in place over ascending `ranks`, all of which call this.
@@ -51,16 +63,16 @@ class Transport(Protocol):
         """
 
     def gather(self, text: str) -> list[str]:
-        """Every rank's text, by rank, on every rank. All ranks call this."""
+        """Return the texts of all ranks, by rank; all ranks call it."""
 
     def barrier(self) -> None:
-        """Returns once all ranks have called it."""
+        """Wait until all ranks have called it."""
 
     def abort(self, reason: str) -> None:
-        """Makes all that is pending, and all later calls, fail with this reason on every rank.
+        """Make all that is pending, and all later calls, fail with this reason on every rank.
 
         The first reason counts; an `abort` after another does nothing.
         """
 
     def close(self) -> None:
-        """Lets go of what the transport holds. It is called once on every rank, last of all."""
+        """Leave the other ranks; called once on every rank, last of all."""

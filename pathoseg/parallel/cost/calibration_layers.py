@@ -20,21 +20,21 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Case:
-    """A module whose last layer is of interest, and the shapes of what it is called with.
+    """A small module that is timed for its last layer.
 
-    Where gradients of inputs would be copied or inputs written into, other layers come before it.
+    Other layers come before it where gradients of inputs would be copied or inputs written into.
     """
 
     module: nn.Module
     shapes: tuple[Shape, ...]
 
     def example(self) -> tuple[torch.Tensor, ...]:
-        """Tensors without memory that gradients flow back to."""
+        """Make the module's inputs as meta tensors that require gradients."""
         return tuple(torch.empty(shape, device="meta", requires_grad=True) for shape in self.shapes)
 
 
 class Call(nn.Module):
-    """Calls a function on its inputs."""
+    """A module that calls a function on its inputs."""
 
     def __init__(self, function: Callable[..., torch.Tensor]) -> None:
         super().__init__()
@@ -45,13 +45,18 @@ class Call(nn.Module):
 
 
 def draw_cases(scale: float = 1.0, seed: int = 0) -> list[Case]:
-    """Layers of each kind, `scale` times as many as usual; the same for the same seed."""
+    """Draw layers of each kind at random sizes, for calibration.
+
+    Args:
+        scale: Factor of the usual number of layers.
+        seed: The same seed draws the same layers.
+    """
     draw = _Draw(np.random.default_rng(seed))
     return [make(draw) for make, count in _KINDS for _ in range(max(_FEWEST, round(scale * count)))]
 
 
 def reference_networks() -> list[Case]:
-    """Layers in sequence, as they stand in networks, to compare with the same layers alone."""
+    """Return stacks of layers as they stand in networks, to compare with the same layers alone."""
 
     def block(inputs: int, outputs: int, kernel: int = 3, groups: int = 0) -> list[nn.Module]:
         norm = nn.GroupNorm(groups, outputs) if groups else nn.BatchNorm2d(outputs)
@@ -104,7 +109,7 @@ class _Draw:
         return size if drawn < 0.15 else 8 * max(1, round(size / 8))
 
     def images(self, channels: int) -> Shape:
-        """A shape of images with so many channels."""
+        """Draw a shape of images (n, channels, height, width)."""
         batch = self.pick(1, 1, 2, 2, 4, 8)
         side = self.size(6, min(512.0, max(8.0, (_MOST_NUMBERS / channels / batch) ** 0.5)))
         return batch, channels, side, side

@@ -16,17 +16,22 @@ from pathoseg.parallel.graph.layer_graph import Layer, Work
 
 @dataclass(frozen=True, slots=True)
 class LayerTime:
-    """Seconds of one layer's forward and backward, for the microbatch that it was traced with."""
+    """The time of one layer's passes, for the microbatch with which it was traced.
+
+    Attributes:
+        forward: Seconds.
+        backward: Seconds.
+    """
 
     forward: float
     backward: float
 
 
 class CostModel(Protocol):
-    """Predicts what layers take; never less than nothing.
+    """Predicts the seconds of a layer's forward and backward on one device; never below 0.
 
     Attributes:
-        note: What the figures are, for the reader of a plan.
+        note: The origin of the figures, for the reader of a plan.
     """
 
     @property
@@ -36,7 +41,7 @@ class CostModel(Protocol):
 
 
 def cost_model(hardware: Hardware) -> CostModel:
-    """The best that is known of a device."""
+    """Return a device's cost model: its fit if it was calibrated, else its datasheet's roofline."""
     if hardware.fit:
         return Analytical(hardware, hardware.fit)
     return Roofline(hardware)
@@ -53,17 +58,17 @@ class Roofline:
         return f"datasheet roofline of {self.hardware.name}: nothing was measured"
 
     def time(self, layer: Layer) -> LayerTime:
-        """A lower bound of what the layer takes.
+        """Return a lower bound of a layer's time: the slower of FLOPs and bytes, each at its peak.
 
         Raises:
-            PathosegError: The hardware states no arithmetic for the layer's dtype.
+            PathosegError: The hardware states no FLOP/s for the layer's dtype.
         """
         return LayerTime(
             self.pass_time(layer, layer.forward), self.pass_time(layer, layer.backward)
         )
 
     def pass_time(self, layer: Layer, work: Work) -> float:
-        """Seconds of the layer's forward or backward; 0 where it runs no kernel."""
+        """Return the seconds of a layer's forward or backward with this work; 0 without kernels."""
         if not work.written:
             return 0.0
         memory = (work.read + work.written) / self.hardware.bandwidth
@@ -71,7 +76,11 @@ class Roofline:
         return max(memory, flops / self.peak(layer) if flops else 0.0) + self.hardware.overhead
 
     def peak(self, layer: Layer) -> float:
-        """FLOP/s in the layer's dtype."""
+        """Return the device's peak FLOP/s in the layer's dtype.
+
+        Raises:
+            PathosegError: The hardware states none.
+        """
         dtype = layer.outputs[0].dtype if layer.outputs else "float32"
         known = self.hardware.flops
         if dtype not in known:
@@ -98,7 +107,7 @@ class Analytical:
         """Return the time of the layer when it runs in a sequence of layers.
 
         Raises:
-            PathosegError: The hardware states no arithmetic for the layer's dtype.
+            PathosegError: The hardware states no FLOP/s for the layer's dtype.
         """
         alone = self.alone(layer)
         return LayerTime(
@@ -125,7 +134,13 @@ class Analytical:
 
 
 def predict(regression: Regression, amounts: Sequence[float], features: Sequence[float]) -> float:
-    """Seconds of a pass."""
+    """Predict the seconds of a pass: amounts at fitted rates, times a fitted correction.
+
+    Args:
+        regression: The fit of the layer's family.
+        amounts: FLOPs and bytes of the pass (`features.amounts`).
+        features: The variables of the correction, a polynomial (`features.features`).
+    """
     units = scaled(features, regression.low, regression.high)
     products = (one * other for one, other in combinations_with_replacement(units, 2))
     off = sumprod(regression.coefficients, (1.0, *units, *products))
@@ -136,7 +151,13 @@ def predict(regression: Regression, amounts: Sequence[float], features: Sequence
 def scaled(
     features: Sequence[float], low: Sequence[float], high: Sequence[float]
 ) -> tuple[float, ...]:
-    """Features within -1…1, their ranges' edges; what is outside a range counts as its edge."""
+    """Map features linearly from their ranges to -1…1; values outside count as the edge.
+
+    Args:
+        features: The values.
+        low: The lower end of each one's range.
+        high: The upper end.
+    """
     return tuple(
         2 * (min(max(value, least), most) - least) / (most - least) - 1 if most > least else 0.0
         for value, least, most in zip(features, low, high, strict=True)
@@ -144,5 +165,5 @@ def scaled(
 
 
 def sumprod(factors: Sequence[float], values: Sequence[float]) -> float:
-    """The sum of products."""
+    """Return the sum of the products of two sequences of equal length."""
     return sum(factor * value for factor, value in zip(factors, values, strict=True))

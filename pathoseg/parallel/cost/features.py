@@ -23,7 +23,7 @@ _RETURNED = 2**25
 
 
 def family(layer: Layer) -> str:
-    """Layers of one family share a regression, and have as many amounts and features."""
+    """Return the name of the regression that prices a layer; one family has one set of features."""
     if layer.kind == "convolution":
         if layer.attributes["transposed"]:
             return TRANSPOSED
@@ -35,7 +35,11 @@ def family(layer: Layer) -> str:
 
 
 def arithmetic(layer: Layer, work: Work) -> int:
-    """FLOPs of a pass; torch's count of a grouped convolution's backward forgets the groups."""
+    """Return the FLOPs of a layer's forward or backward, whose work is `work`.
+
+    torch's count of a grouped convolution's backward forgets the groups; here it is at most twice
+    the forward's.
+    """
     if layer.kind == "convolution":
         return min(work.flops, 2 * layer.forward.flops)
     return work.flops
@@ -47,7 +51,7 @@ def amounts(layer: Layer, work: Work, slowness: float = 1.0) -> tuple[float, ...
     Args:
         layer: The layer.
         work: Its forward, or its backward; it writes something.
-        slowness: What FLOPs count, being slower or faster than those of float32.
+        slowness: Time of a FLOP over that of one in float32.
     """
     flops = slowness * arithmetic(layer, work)
     if layer.kind == "convolution":

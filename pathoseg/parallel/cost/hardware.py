@@ -24,15 +24,15 @@ Data = TypeVar("Data")
 def read_versioned(
     text: str | bytes, kind: type[Data], what: str, version: int, name: str, hint: str
 ) -> Data:
-    """The inverse of writing `{"format": version, **asdict(data)}`.
+    """Read a dataclass from the JSON `{"format": version, **asdict(data)}`.
 
     Args:
         text: The JSON.
         kind: A dataclass.
-        what: What a user calls it.
+        what: Its name for the user.
         version: The format that is read.
-        name: What errors call this one.
-        hint: What the user can do about all of them.
+        name: Its name in errors.
+        hint: The hint of all its errors.
 
     Raises:
         PathosegError: It is no JSON, of another format, or a value does not fit.
@@ -70,7 +70,8 @@ class Regression:
         rates: Seconds for each unit of each amount; none is below 0.
         low: Least value of each feature in what was measured; what is below it counts as it.
         high: Likewise the greatest.
-        coefficients: Of 1, each feature, and each product of two, the features scaled to -1…1.
+        coefficients: Factors of 1, each feature, and each product of two, the features scaled to
+            -1…1.
         least: Least value that the polynomial should have had, below which it does not go.
         most: Likewise the greatest.
     """
@@ -94,7 +95,7 @@ class CostFit:
 
     Attributes:
         regressions: By family and pass, such as `convolution forward`.
-        forward_in_sequence: What a forward takes among others over what it takes alone.
+        forward_in_sequence: Time of a forward in a sequence of layers over its time alone.
         backward_in_sequence: Likewise a backward.
     """
 
@@ -113,7 +114,7 @@ class Hardware:
     """A device, and how it is joined to others.
 
     Attributes:
-        name: How the user calls it.
+        name: Its name for the user.
         device: `cpu` or `cuda`.
         memory: Bytes that a rank has.
         flops: Peak floating-point operations a second, by torch's name of the dtype.
@@ -123,9 +124,9 @@ class Hardware:
         inside: The link of two devices of one node, in seconds and seconds a byte.
         between: The link of a node to the others, which its devices share.
         host: The link of a device to its host's memory, each way.
-        threads: How many threads were measured; None where that has no meaning.
+        threads: Number of threads with which it was measured; None where that has no meaning.
         measured: Date and device of the measurement; empty where all stems from datasheets.
-        fit: What timing layers taught; None where none were timed.
+        fit: The regression of timed layers; None where none were timed.
     """
 
     name: str
@@ -155,14 +156,17 @@ class Hardware:
 
 
 def known_hardware() -> list[str]:
-    """Names of the devices that pathoseg brings figures of."""
+    """Return the names of the devices whose figures are part of the package."""
     return sorted(
         Path(file.name).stem for file in _shipped().iterdir() if file.name.endswith(".json")
     )
 
 
 def load_hardware(name: str) -> Hardware:
-    """The device of this name, or of the file at this path.
+    """Load the figures of a device.
+
+    Args:
+        name: One of `known_hardware`, or the path of a file that `pathoseg calibrate` wrote.
 
     Raises:
         PathosegError: There is neither, or the file is broken or of another version.
@@ -180,7 +184,7 @@ def load_hardware(name: str) -> Hardware:
 
 
 def save_hardware(hardware: Hardware, path: Path) -> None:
-    """Writes a file that `load_hardware` reads; what was there is replaced whole or not at all.
+    """Write a file that `load_hardware` reads; an old one is replaced whole or not at all.
 
     Raises:
         OSError: The folder cannot be written, or the disk is full.

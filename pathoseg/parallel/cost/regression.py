@@ -32,14 +32,14 @@ _FURTHEST_OFF = 100.0
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A layer, and what it took alone."""
+    """A layer and its measured time when it ran alone."""
 
     layer: Layer
     time: LayerTime
 
     @property
     def passes(self) -> Iterator[tuple[str, Work, float]]:
-        """Name, work and seconds of each pass that runs kernels."""
+        """Yield name ("forward", "backward"), work and seconds of each pass that runs kernels."""
         for name, work, seconds in (
             ("forward", self.layer.forward, self.time.forward),
             ("backward", self.layer.backward, self.time.backward),
@@ -51,14 +51,17 @@ class Sample:
 def learn(
     samples: Sequence[Sample], hardware: Hardware, in_sequence: LayerTime | None = None
 ) -> Hardware:
-    """The hardware with the peaks that the samples show, and with a fit of them.
+    """Fit the times of layers.
 
     Peaks of other dtypes than float32 are taken to be off by as much as its own.
 
     Args:
         samples: Layers, float32; some of each of the basic families.
-        hardware: What is known of the device beside.
-        in_sequence: What passes take among others over what they take alone.
+        hardware: The device's other figures.
+        in_sequence: Time of a pass in a sequence of layers over its time alone.
+
+    Returns:
+        The hardware with the peaks that the samples show, and with a fit of them.
     """
     in_sequence = in_sequence or LayerTime(1.0, 1.0)
     passes = [
@@ -129,14 +132,14 @@ def _short(values: Iterable[float]) -> tuple[float, ...]:
 
 
 class RawPolynomial:
-    """The seed's model, kept as what ours has to beat: seconds as a plain polynomial.
+    """A plain polynomial of a layer's sizes, kept as the model that ours has to beat.
 
-    Its features are input channels, output channels, kernel, image side and batch. What it
+    Its variables are input channels, output channels, kernel, image side and batch. What it
     predicts below 0 counts as 0.
 
     Args:
-        samples: What it learns from.
-        degree: Of the polynomial.
+        samples: The layers to fit.
+        degree: Degree of the polynomial.
     """
 
     def __init__(self, samples: Sequence[Sample], degree: int = 2) -> None:
@@ -163,7 +166,7 @@ class RawPolynomial:
         return LayerTime(*np.maximum(0.0, self.raw(layer)).tolist())
 
     def raw(self, layer: Layer) -> NDArray[np.float64]:
-        """(2,): forward and backward as predicted, below 0 too."""
+        """Predict forward and backward, shape (2,), in seconds, not clipped at 0."""
         model: Any = self._models.get(family(layer), self._models[OTHER])
         predicted: NDArray[np.float64] = model.predict([_plain(layer)])[0]
         return predicted
@@ -179,14 +182,14 @@ def _plain(layer: Layer) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TimedCase:
-    """A layer and what it took alone."""
+    """A layer and the spread of its measured times when it ran alone."""
 
     layer: Layer
     timing: Timing
 
     @property
     def sample(self) -> Sample:
-        """The features and times of this layer, as the regression learns them."""
+        """The layer with the lower quartile of its times, as the regression learns it."""
         forward, backward = self.timing.forward.quartile, self.timing.backward.quartile
         return Sample(self.layer, LayerTime(forward, backward))
 
@@ -201,8 +204,8 @@ def time_cases(
 
     Args:
         cases: The layers.
-        device: Where they run.
-        rounds: How often each is visited.
+        device: The device on which they run.
+        rounds: Number of visits of each.
         advance: Called `rounds` + 1 times for each case; it may raise to end the work.
     """
     layers, alone = [], []
@@ -224,14 +227,17 @@ def calibrated(
     rounds: int,
     advance: Callable[[], None] = lambda: None,
 ) -> Hardware:
-    """The hardware with what the timings teach, and what layers cost in sequence.
+    """Fit the times of layers, and measure how much longer passes take in a sequence of layers.
 
     Args:
-        hardware: What is known of the device beside.
+        hardware: The device's other figures.
         timed: Layers of the device.
-        device: Where networks are timed.
-        rounds: How often.
+        device: The device on which networks are timed.
+        rounds: Number of visits of each network.
         advance: Called often; it may raise to end the work.
+
+    Returns:
+        The hardware with this fit.
     """
     samples = [item.sample for item in timed]
     return learn(samples, hardware, measure_sequence(device, rounds, advance))

@@ -70,23 +70,29 @@ Run = Callable[[], tuple[float, float]]
 
 
 class Timed(Protocol):
-    """Anything with a forward and a backward to time."""
+    """A layer or model whose forward and backward can be timed."""
 
     def visit(self) -> Run:
-        """Makes up what its runs need; all is let go with the run."""
+        """Allocate inputs and gradients; return the function that runs both passes once.
+
+        All memory is freed with that function.
+        """
 
 
 def time_in_turn(
     what: Sequence[Timed], rounds: int, advance: Callable[[], None] = lambda: None
 ) -> list[Timing]:
-    """Times all in turn, several times over, so that a busy minute of the host spoils none.
+    """Time several things in turn, in rounds, so that a busy minute of the host spoils none.
 
     The first run of each visit does not count.
 
     Args:
-        what: What is timed.
-        rounds: How often each is visited.
-        advance: Called after each visit.
+        what: The things to time.
+        rounds: Number of visits of each.
+        advance: Called after each visit, for a progress bar.
+
+    Returns:
+        The spread of the seconds of each, in the order of `what`.
     """
     taken: list[list[tuple[float, float]]] = [[] for _ in what]
     for _ in range(rounds):
@@ -219,7 +225,12 @@ class Whole:
 
 
 def time_copies(device: torch.device, rounds: int = 5) -> Link:
-    """The link of a device to its host's memory: copies of two sizes, pinned where that counts."""
+    """Measure the link of a device to its host's memory by copies of two sizes, pinned for CUDA.
+
+    Args:
+        device: The device.
+        rounds: Copies of each size; the fastest counts.
+    """
     clock = _clock(device)
     seconds = []
     for size in (_SHORT, _LONG):
@@ -236,12 +247,15 @@ def time_copies(device: torch.device, rounds: int = 5) -> Link:
 
 
 def host_seconds() -> float:
-    """Now. Where torch has one thread these are its own seconds, so that others' turns are none."""
+    """Return a clock's seconds: the thread's own where torch has one thread, else the wall's.
+
+    A thread's own seconds leave out the turns of other processes on its core.
+    """
     return thread_time() if torch.get_num_threads() == 1 else perf_counter()
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
-    """The device that a model's parameters are on; the CPU where it has none."""
+    """Return the device of a model's parameters; the CPU where it has none."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
@@ -316,11 +330,11 @@ class Profiled:
         otherwise: Prices the layers that cannot be run alone, as they read whole numbers.
         in_sequence: What a forward and a backward take among others over what they take alone;
             None measures it.
-        rounds: How often each layer is visited.
+        rounds: Number of visits of each layer.
         advance: Called after each visit.
 
     Attributes:
-        timings: What each distinct layer took, by `signature`.
+        timings: The times of each distinct layer, by `signature`.
 
     Raises:
         PathosegError: The model is on `meta`, where nothing can be timed.
@@ -369,13 +383,13 @@ class Profiled:
 
 
 def signature(layer: Layer) -> Hashable:
-    """Equal for layers that do the same work."""
+    """Return a key that is equal for layers of the same kind, attributes, shapes and work."""
     shapes = tuple((value.shape, value.dtype) for value in layer.outputs)
     return layer.kind, tuple(layer.attributes.items()), shapes, layer.forward, layer.backward
 
 
 def distinct(graph: LayerGraph) -> dict[Hashable, int]:
-    """The first position of each distinct layer that runs a kernel."""
+    """Return, by `signature`, the first position of each distinct layer that runs a kernel."""
     found: dict[Hashable, int] = {}
     for position, layer in enumerate(graph.layers):
         if _works(layer):
@@ -392,8 +406,8 @@ def measure_sequence(
     figures are medians over small networks.
 
     Args:
-        device: Where they run.
-        rounds: How often each network, and each of its layers, is visited.
+        device: The device on which they run.
+        rounds: Number of visits of each network and of each of its layers.
         advance: Called after each visit; it may raise to end the work.
     """
     factors = []

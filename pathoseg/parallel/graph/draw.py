@@ -76,7 +76,12 @@ rows.forEach((row, i) => {
 
 
 def adjacency(graph: LayerGraph) -> str:
-    """Each layer with its cost, and below it what reads it and how many bytes that takes."""
+    """Write a graph as text, for `pathoseg plan`.
+
+    Returns:
+        A line for each input and layer (name, kind, output shapes, FLOPs, bytes saved), each
+        followed by an indented line for each reader with the bytes that it reads.
+    """
     readers: dict[str, list[str]] = {}
     for edge in graph.edges:
         readers.setdefault(edge.source, []).append(f"  -> {edge.target} {_bytes(edge.bytes)}")
@@ -109,7 +114,7 @@ class _Row:
 def svg(
     graph: LayerGraph, *, seconds: Seconds | None = None, partition: Partition | None = None
 ) -> str:
-    """The modules in the order of execution, with arcs for values that skip a row.
+    """Draw the model's modules in the order of execution, with arcs for values that skip a row.
 
     A click on a module opens or closes it, where the viewer runs scripts; elsewhere the drawing
     stays as it opens. Bars are shares of the whole model. Stages are coloured; a dashed line among
@@ -118,8 +123,11 @@ def svg(
 
     Args:
         graph: The layers.
-        seconds: What their forwards and backwards take, or None, where it shall not be shown.
-        partition: How they are cut, or None.
+        seconds: Seconds of each layer's forward and backward; None draws no times.
+        partition: The stages, or None.
+
+    Returns:
+        A whole SVG document.
     """
     sheet = _Sheet(graph, seconds, partition)
     rows: list[_Row] = []
@@ -188,7 +196,7 @@ class _Sheet:
         self.title = f"{graph.model}: {parameters} of parameters, {', '.join(words)}"
 
     def cells(self, row: _Row, prefix: str, sign: str) -> Iterator[str]:
-        """A row's texts and bars."""
+        """Return the SVG of a row's texts and bars."""
         left = _LEFT + _INDENT * (row.depth - 1)
         room = (_COLUMNS["layer"] + _LEFT - _GAP - left - 12) // _LETTER
         name = _short(row.name.removeprefix(prefix), room)

@@ -19,7 +19,7 @@ from pathoseg.parallel.graph.layer_graph import (
 
 
 def fold(graph: LayerGraph, depth: int) -> LayerGraph:
-    """The graph with each call of a module at `depth` as one layer.
+    """Return the graph with each call of a module at `depth` as one layer.
 
     Depth 1 are the model's own children (module level), depth 2 their children (block level, in
     most networks), and so on until nothing folds. Layers that run outside of such modules stay.
@@ -59,7 +59,11 @@ def fold(graph: LayerGraph, depth: int) -> LayerGraph:
 
 
 def folded_layers(graph: LayerGraph, depth: int) -> list[list[int]]:
-    """The positions of the layers that each layer of `fold(graph, depth)` holds."""
+    """Group the layers of a graph as `fold(graph, depth)` does.
+
+    Returns:
+        For each folded layer, the positions in `graph` of the layers that it holds, ascending.
+    """
     runs = groupby(
         range(len(graph.layers)),
         lambda position: _call(graph.layers[position], depth) or str(position),

@@ -33,21 +33,26 @@ MODEL = "model"
 
 
 def layer_nodes(graph: Any) -> list[Any]:
-    """The nodes that are layers: all but placeholders, attributes and the output."""
+    """Return an fx graph's layers: all nodes but placeholders, attributes and the output."""
     return [node for node in graph.nodes if node.op.startswith("call_")]
 
 
 def scope(node: Any) -> tuple[str, ...]:
-    """The module calls that a node runs in, outermost first; a call of a module ends with its own.
+    """Return the module calls in which an fx node runs, outermost first.
 
-    A node keeps them as a mapping from `path`, or `path@n` for the n-th repetition.
+    A module's own call is the last. A node keeps them as a mapping from `path`, or `path@n` for the
+    n-th repetition.
     """
     calls = [*node.meta.get("nn_module_stack", ())][1:]
     return tuple(call.removeprefix(f"{MODEL}.") for call in calls)
 
 
 def name_layers(graph: Any) -> dict[Any, str]:
-    """A unique name for each placeholder and layer: the module's path, or `path.function`."""
+    """Name each placeholder and layer of an fx graph uniquely.
+
+    Returns:
+        By node, the module's path, or `path.function` for what is no module.
+    """
     names: dict[Any, str] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -65,10 +70,13 @@ def name_layers(graph: Any) -> dict[Any, str]:
 
 
 def differences(train: Any, other: Any) -> set[str]:
-    """Paths of modules that have to be opaque, as they do something else in eval mode.
+    """Compare the fx graphs of a model in training and in eval mode.
 
-    Empty where eval mode runs some or all of the layers of training, each on the same inputs; then
-    any cut of the one is a cut of the other.
+    Any cut of the one has to be a cut of the other.
+
+    Returns:
+        Paths of the modules that have to stay opaque, as they do something else in eval mode; empty
+        where eval mode runs some or all of the layers of training, each on the same inputs.
     """
     known = {node.meta["layer"]: node for node in train.nodes if "layer" in node.meta}
     pairs = [(node, known.get(node.meta["layer"])) for node in layer_nodes(other)]
@@ -82,7 +90,7 @@ def differences(train: Any, other: Any) -> set[str]:
 
 
 def attribute(root: Any, node: Any) -> Any:
-    """The parameter, buffer, constant or module that a `get_attr` node takes from the root."""
+    """Return what a `get_attr` node takes from the root: a parameter, buffer or module."""
     return operator.attrgetter(node.target)(root)
 
 
@@ -99,10 +107,14 @@ def call(root: Any, node: Any, look: Callable[[Any], Any]) -> Any:
 
 
 def expect(value: Any, wanted: bool) -> None:
-    """Runs in place of a branch that was taken when the model was traced.
+    """Check a condition on the input that the model branches on; it runs in place of the branch.
+
+    Args:
+        value: The condition with this input.
+        wanted: The condition with the input by which the model was traced.
 
     Raises:
-        PathosegError: With this input the model would take the other one.
+        PathosegError: They differ, so that the model would take the other branch.
     """
     if bool(value) != wanted:
         raise PathosegError(
@@ -164,7 +176,7 @@ _MOST_GUESSES = 10_000  # of a tensor's value; a loop that asks more often would
 
 
 class UntraceableError(Exception):
-    """Something that torch.fx would lose without a word."""
+    """The model does something that torch.fx would leave out of its graph without an error."""
 
 
 class Root(nn.Module):
@@ -196,7 +208,7 @@ class Root(nn.Module):
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Lends the model fake parameters and buffers, and turns gradients on."""
+        """Make a context in which the model has fake parameters and buffers, and gradients."""
         # `functional_call` leaves its tensors in modules that the model holds twice.
         own = [
             (module, name, tensor)
@@ -219,7 +231,7 @@ class Root(nn.Module):
                 setattr(module, name, tensor)
 
     def run(self, *tensors: Any) -> Any:
-        """Calls the model with `tensors` in place of those of the example."""
+        """Call the model with the example's arguments, its tensors replaced by these in order."""
         leaves = [*self._constants]
         for slot, tensor in zip(self._slots, tensors, strict=True):
             leaves[slot] = tensor
@@ -237,7 +249,7 @@ class Root(nn.Module):
 
 @contextmanager
 def mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Lends a model in training or eval mode; restores it, and all generators of random numbers."""
+    """Make a context with the model in training or eval mode; also restores random generators."""
     modes, dice = {module: module.training for module in model.modules()}, _dice()
     if model.training != training:
         model.train(training)
@@ -250,12 +262,12 @@ def mode(model: nn.Module, training: bool) -> Iterator[None]:
 
 
 def to_tensor(numbers: int | Sequence[int]) -> torch.Tensor:
-    """Whole numbers as a message."""
+    """Encode a whole number or a shape as an int64 tensor, to be sent between stages."""
     return torch.tensor(numbers, dtype=torch.int64)
 
 
 def from_tensor(message: torch.Tensor) -> int | torch.Size:
-    """The inverse of `to_tensor`."""
+    """Decode the number or shape that `to_tensor` encoded."""
     return torch.Size(message.tolist()) if message.dim() else int(message)
 
 
@@ -265,7 +277,7 @@ class Tracer(fx.Tracer):
     Branches on shapes are taken as the example's shapes decide, and checked when the nodes run.
 
     Args:
-        root: What to trace.
+        root: The model, made ready for tracing.
         opaque: Why each module that is not traced inside is not, by path; gains what it finds.
     """
 
@@ -283,7 +295,7 @@ class Tracer(fx.Tracer):
         self._known: dict[fx.Node, Any] = {}
 
     def nodes(self) -> fx.Graph:
-        """The graph of the root's `run`."""
+        """Trace the root's `run` to an fx graph."""
         apply = torch.autograd.Function.__dict__["apply"]
 
         def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -398,18 +410,21 @@ class Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped i
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Within this context, kernels are counted as those of a forward."""
+        """Make a context in which kernels are counted as those of a forward."""
         with self._fake, self, saved_tensors_hooks(self._recorder.keep, lambda kept: kept.tensor):
             yield
         self.enter(self._tape.layers)
 
     def enter(self, position: int) -> None:
-        """The forward of the layer at this position begins."""
+        """Count the kernels that follow for the forward of the layer at `position`."""
         self._tape.at(position, forward=True)
         self._starts.append(torch._C._autograd._get_sequence_nr())
 
     def backward(self, made: list[Any]) -> None:
-        """The backward of what the forward made, which is let go; its gradients are held."""
+        """Run the backward of the values that the forward made, counting kernels by layer.
+
+        The list is emptied as it goes; parameters' gradients are held.
+        """
         self._tape.at(self._tape.layers, forward=False)
         with self._fake, self:
             roots = [

@@ -126,7 +126,7 @@ class Layer:
 
     @property
     def module(self) -> str:
-        """Path of the innermost module that it is part of; empty for the model itself."""
+        """The path of the innermost module that the layer is part of; empty for the model."""
         return self.scope[-1].partition("@")[0] if self.scope else ""
 
     @property
@@ -145,7 +145,13 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Colocation:
-    """Layers `first` to `last`, by position, which have to be on one stage, and why."""
+    """Layers that must be on one stage.
+
+    Attributes:
+        first: Position of the first of them.
+        last: Position of the last one; those between are on it too.
+        reason: The reason, as part of a sentence.
+    """
 
     first: int
     last: int
@@ -154,7 +160,13 @@ class Colocation:
 
 @dataclass(frozen=True, slots=True)
 class LayerEdge:
-    """A value on its way from the layer that makes it (`source`) to one that reads it."""
+    """A value that one layer makes and another reads.
+
+    Attributes:
+        source: Name of the layer, or model input, that makes it.
+        target: Name of the layer that reads it.
+        bytes: Its size.
+    """
 
     source: str
     target: str
@@ -174,8 +186,8 @@ class LayerGraph:
         parameters: Parameters by name, shared ones once.
         buffers: Bytes of the buffers by name.
         modules: Class of each module that runs, by path.
-        ties: What no cut may part.
-        notes: What the reader should know, such as blocks that could not be traced.
+        ties: Layers that no cut may part.
+        notes: Remarks for the reader, such as blocks that could not be traced.
     """
 
     model: str
@@ -191,13 +203,15 @@ class LayerGraph:
 
     @cached_property
     def position(self) -> Mapping[str, int]:
-        """Position of each layer by name."""
+        """The position of each layer, by name."""
         return {layer.name: index for index, layer in enumerate(self.layers)}
 
     @cached_property
     def readers(self) -> Mapping[str, tuple[int, ...]]:
-        """Ascending positions of the layers that read each value; the caller of the model reads
-        its outputs at position `len(layers)`."""
+        """By name of a layer or input, the ascending positions of the layers that read its value.
+
+        The model's caller reads the outputs at position `len(layers)`.
+        """
         found: dict[str, set[int]] = {}
         for index, layer in enumerate(self.layers):
             for name in layer.inputs:
@@ -208,42 +222,45 @@ class LayerGraph:
 
     @property
     def edges(self) -> Iterator[LayerEdge]:
-        """The edges between layers, long skips included, by target."""
+        """Yield the edges between layers, long skips included, in the order of their targets."""
         for layer in self.layers:
             for name in dict.fromkeys(layer.inputs):
                 yield LayerEdge(name, layer.name, self.bytes_of(name))
 
     def made_by(self, name: str) -> tuple[Value, ...]:
-        """The values of a layer or model input."""
+        """Return the values of the layer or model input called `name`; several for a tuple."""
         if name in self.inputs:
             return (self.inputs[name],)
         return self.layers[self.position[name]].outputs
 
     def bytes_of(self, name: str) -> int:
-        """Bytes of what a layer or model input makes."""
+        """Return the bytes of the values that the layer or model input called `name` makes."""
         return sum(value.bytes for value in self.made_by(name))
 
     def gradient_bytes(self, name: str) -> int:
-        """Bytes of the gradients of what a layer or model input makes."""
+        """Return the bytes of the gradients of the values that layer or input `name` makes."""
         return sum(value.bytes for value in self.made_by(name) if value.gradient)
 
     def saved_bytes(self, first: int = 0, last: int | None = None) -> int:
-        """Bytes that layers `first` to before `last` keep for backward, each storage once."""
+        """Return the bytes that the layers from `first` to before `last` save for backward.
+
+        A storage that several of them save counts once.
+        """
         kept = {storage for layer in self.layers[first:last] for storage in layer.saved}
         return sum(self.storages[storage].bytes for storage in kept)
 
     def parameter_bytes(self, first: int = 0, last: int | None = None) -> int:
-        """Bytes of the parameters of layers `first` to before `last`, shared ones once."""
+        """Return the bytes of the parameters of layers `first` to before `last`, each once."""
         used = {name for layer in self.layers[first:last] for name in layer.parameters}
         return sum(self.parameters[name].bytes for name in used)
 
     def to_json(self) -> str:
-        """A text that `from_json` reads back."""
+        """Return the graph as a text that `from_json` reads."""
         return json.dumps({"format": FORMAT, **asdict(self)})
 
     @classmethod
     def from_json(cls, text: str) -> LayerGraph:
-        """The inverse of `to_json`.
+        """Read a graph that `to_json` wrote.
 
         Raises:
             PathosegError: The text is no layer graph, or one of another version of pathoseg.
@@ -288,7 +305,7 @@ class Partition:
 
     Attributes:
         bounds: Position of the first layer of each stage, and the number of layers at the end.
-        edges: What the stages send each other, by source, target, then order of execution.
+        edges: The values that stages send each other, by source, target, then order of execution.
         inputs: For each stage, the names of the model's inputs that it reads.
         loads: For each stage, what the cut was balanced by.
     """
@@ -304,11 +321,11 @@ class Partition:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes of all messages of one forward."""
+        """The bytes of all messages of one microbatch's forward."""
         return sum(edge.bytes for edge in self.edges)
 
     def layers(self, stage: int) -> range:
-        """Positions of a stage's layers."""
+        """Return the positions of a stage's layers."""
         return range(self.bounds[stage], self.bounds[stage + 1])
 
 
@@ -352,9 +369,13 @@ def _tuples(data: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """A storage: its size, the last layer whose forward needs it, and the first that saves it.
+    """The use of a storage after the layer that makes it.
 
-    Where none saves it, that is the number of layers.
+    Attributes:
+        bytes: Its size.
+        end: Position of the last layer whose forward needs it.
+        saved: Position of the first layer that saves it for backward; the number of layers if none
+            does.
     """
 
     bytes: int
@@ -363,7 +384,7 @@ class Life:
 
 
 def lifetimes(graph: LayerGraph) -> list[list[Life]]:
-    """For each layer, the storages that it makes and that outlive its forward."""
+    """Return, by position of a layer, the storages that it makes and that outlive its forward."""
     size = len(graph.layers)
     saved: dict[int, int] = {}
     for position, layer in enumerate(graph.layers):
@@ -379,12 +400,16 @@ def lifetimes(graph: LayerGraph) -> list[list[Life]]:
 def find_ties(
     graph: LayerGraph, writes: Collection[tuple[int, int]], stateful: Collection[str]
 ) -> tuple[Colocation, ...]:
-    """The ties of a graph, by first layer.
+    """Find the layers that no cut may part.
 
     Args:
         graph: The layers, still without ties.
-        writes: Which layer (by position) writes in place into which storage.
+        writes: Pairs of a layer's position and the index of a storage into which it writes in
+            place.
         stateful: Names of buffers that layers change or may change.
+
+    Returns:
+        The constraints, ordered by first layer.
     """
     ties = {*_writers(graph, writes), *_sharers(graph, stateful), *unsendable(graph)}
     return tuple(sorted(ties, key=lambda tie: (tie.first, tie.last, tie.reason)))
@@ -420,7 +445,7 @@ def _sharers(graph: LayerGraph, stateful: Collection[str]) -> Iterator[Colocatio
 
 
 def unsendable(graph: LayerGraph) -> Iterator[Colocation]:
-    """A layer that makes several values, or none that fits a message, belongs to its readers."""
+    """Yield a constraint for each layer without a single tensor to send, up to its last reader."""
     for position, layer in enumerate(graph.layers):
         readers = [reader for reader in graph.readers.get(layer.name, ()) if reader > position]
         if readers and not layer.sendable:

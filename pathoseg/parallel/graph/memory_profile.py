@@ -37,7 +37,7 @@ def describe(
     written: Sequence[Any],
     flops: int,
 ) -> Kernel | None:
-    """The kernel that a call runs; None where it only makes a view or reserves memory.
+    """Return the kernel that a call runs; None where it only makes a view or reserves memory.
 
     Args:
         operator: The `OpOverload` that was called.
@@ -100,11 +100,11 @@ class _Pass:
 
 
 class MemoryProfile:
-    """Written by the recorder in the order of events, then read by layer.
+    """The kernels, storages and saved tensors of one forward and backward of a model, by layer.
 
-    `at` says where the run is: in a layer's forward or backward; the position `layers` stands for
-    the model's caller, whose backward makes the gradients that the model's starts from, and -1
-    for what was there before.
+    The recorder writes it in the order of events; later it is read by layer. A position is that of
+    a layer; `layers` stands for the model's caller, whose backward makes the gradients that the
+    model's starts from, and -1 for what was there before.
     """
 
     def __init__(self, layers: int) -> None:
@@ -130,7 +130,7 @@ class MemoryProfile:
         self._pass.kernels.append(kernel)
 
     def born(self, size: int) -> int:
-        """A storage of `size` bytes was made; returns its index."""
+        """Record a new storage of `size` bytes; return its index."""
         self.storages.append(Storage(size, self.position, self.layers))
         self._owners.append(1)
         self._pass.born.append(len(self.storages) - 1)
@@ -138,12 +138,12 @@ class MemoryProfile:
         return len(self.storages) - 1
 
     def adopted(self, storage: int) -> None:
-        """A further tensor holds the storage: it is gone only when `freed` has come for each."""
+        """Record a further owner of a storage, which ends when `freed` was called for each."""
         self._owners[storage] += 1
         self._sums.setdefault(storage, []).append(self.position)
 
     def freed(self, storage: int) -> None:
-        """One that held the storage let go of it."""
+        """Record that one owner of a storage is gone."""
         self._owners[storage] -= 1
         if not self._owners[storage]:
             self._hold(-self.storages[storage].bytes)
@@ -153,11 +153,11 @@ class MemoryProfile:
                 self._freed_in_backward[storage] = self.position
 
     def saved(self, storage: int) -> None:
-        """The running layer keeps the storage for its backward."""
+        """Record that the running layer saves a tensor on a storage for its backward."""
         self._saved[self.position][storage] += 1
 
     def dropped(self, layer: int, storage: int) -> None:
-        """Count one saved tensor of the layer less that refers to the storage."""
+        """Record that a tensor which `layer` saved on a storage is gone before its backward."""
         if self.forward:
             self._saved[layer][storage] -= 1
 
@@ -166,7 +166,10 @@ class MemoryProfile:
         self._pass.peak = max(self._pass.peak, self._pass.held)
 
     def main_kernel(self, position: int, *, forward: bool = True) -> Kernel | None:
-        """The kernel that does most of a layer's forward (backward), None where none ran."""
+        """Return the kernel with most FLOPs (then bytes) of a layer's forward or backward.
+
+        None where no kernel ran.
+        """
         kernels = self._passes[forward][position].kernels
         return max(
             kernels, key=lambda kernel: (kernel.flops, kernel.read + kernel.written), default=None
@@ -182,13 +185,15 @@ class MemoryProfile:
         return tuple(storage for storage, times in self._saved[position].items() if times)
 
     def saved_bytes(self) -> int:
-        """Bytes of all that is saved, each storage once."""
+        """Return the bytes of all storages that any layer saves, each once."""
         saved = {storage for position in self._saved for storage in self.saved_by(position)}
         return sum(self.storages[storage].bytes for storage in saved)
 
     def gradients_of(self, position: int) -> tuple[Gradient, ...]:
-        """The gradients that a layer's backward leaves to others; `kept` ones (parameters') only
-        until the last of them has been added."""
+        """Return the gradients that a layer's backward makes and that outlive it.
+
+        Those of parameters (`kept`) count only until the last of them has been added.
+        """
         found = []
         for storage in self._passes[False][position].born:
             sums = [place for place in self._sums.get(storage, ()) if place != position]
@@ -202,7 +207,7 @@ class MemoryProfile:
 
 
 class SavedTensor:
-    """The stand-in that autograd holds for a tensor that a layer saved."""
+    """The stand-in that autograd holds for a saved tensor, whose end the recorder observes."""
 
     def __init__(self, tensor: Any) -> None:
         self.tensor = tensor
@@ -212,7 +217,7 @@ class Recorder:
     """Follows storages from birth to end.
 
     Args:
-        tape: Where it writes.
+        tape: The profile that it writes.
         held_once: `_use_count` of a gradient that only autograd holds, as the first of a sum.
 
     Attributes:
@@ -230,13 +235,16 @@ class Recorder:
         self._ids: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
     def watch(self, tensor: Any) -> None:
-        """Follows the storage of a tensor that was not made here."""
+        """Follow the storage of a tensor that no recorded operator made."""
         storage = tensor.untyped_storage()
         if storage not in self._ids:
             self._follow(storage, self.tape.born(storage.nbytes()))
 
     def keep(self, tensor: Any) -> SavedTensor:
-        """A layer saves the tensor for its backward; those that were found there do not count."""
+        """Record that the running layer saves a tensor; return the stand-in for autograd to hold.
+
+        Tensors that the run found there, such as parameters, do not count.
+        """
         kept, index = SavedTensor(tensor.detach()), self._ids.get(tensor.untyped_storage())
         if index is not None:
             self.tape.saved(index)
@@ -244,13 +252,13 @@ class Recorder:
         return kept
 
     def outlives(self, tensor: Any) -> None:
-        """The tensor, a parameter's gradient, is none that a backward leaves to another."""
+        """Record that a tensor is a parameter's gradient, which no other backward takes over."""
         self.tape.kept.add(self._ids[tensor.untyped_storage()])
 
     def ran(
         self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any, flops: int
     ) -> None:
-        """An operator was called and returned."""
+        """Record an operator's call: its kernel, FLOPs, and the storages of what it made."""
         schema = operator._schema.arguments
         named = [(argument.name, value) for argument, value in zip(schema, args, strict=False)]
         named += kwargs.items()

@@ -39,7 +39,7 @@ class SegmentPlan:
 
     @classmethod
     def of(cls, steps: Mapping[int, Step], keep: Collection[str]) -> SegmentPlan:
-        """A plan for numbered steps; the values named in `keep` never die."""
+        """Plan which values each step may free; the values named in `keep` are never freed."""
         last: dict[str, int] = {}
         for number, step in steps.items():
             last.update(dict.fromkeys((*step.inputs, step.name), number))
@@ -59,7 +59,7 @@ class SegmentPlan:
         """Runs the steps; `values` gains what they make, and loses what has died.
 
         Args:
-            values: What the steps read, by name.
+            values: Values that the steps read, by name.
             before: Called with the number of each step before it runs.
             after: Called with what each step made.
             run: Called with the number, the step and the values in place of `step.run`.
@@ -132,7 +132,7 @@ class Segment:
         In `eval` mode some of `inputs` and `outputs` may not exist.
 
         Args:
-            values: What they read from outside, by name; it is left as it is.
+            values: Values that they read from outside, by name; the mapping is left as it is.
             before: Called with the position of each layer before it runs.
             run: Called with the position, the step and what it may read, to run a layer in place
                 of `step.run`.

@@ -74,7 +74,12 @@ def alone(holders: Sequence[int]) -> int:
 
 
 def trace(model: fx.Module, example: Any) -> LayerGraph:
-    """The layers of a model, read without running it and without real memory: `Traced.graph`."""
+    """Read the layers of a model, as `Traced.graph`, without running it or real memory.
+
+    Args:
+        model: Any module that torch.fx can trace; parts that it cannot become single layers.
+        example: Its input: a tensor, or a tuple or mapping of them, with a microbatch's shape.
+    """
     return Traced(model, example).graph
 
 

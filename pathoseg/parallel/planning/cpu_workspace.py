@@ -16,14 +16,14 @@ _MANY = 16
 
 
 def vector_lanes() -> int | None:
-    """Channels in a block on this machine; None where it is not known."""
+    """Return the channels in one of oneDNN's blocks on this machine; None if not known."""
     import torch
 
     return {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability())
 
 
 def cpu_workspace(lanes: int = 16, threads: int = 1) -> Workspace:
-    """The workspace of contiguous (NCHW) float32 layers, found by watching torch 2.13's allocator.
+    """Return the workspace of contiguous (NCHW) float32 layers on a CPU, as torch 2.13 takes it.
 
     The backward of batch norm has a temporary of its input's size. oneDNN copies the input, weight
     and output of a convolution into blocks of channels, and its result back.
@@ -31,7 +31,7 @@ def cpu_workspace(lanes: int = 16, threads: int = 1) -> Workspace:
     Args:
         lanes: Channels in a block, as many as a vector register holds: 16 with AVX-512, 8 with
             AVX2.
-        threads: What `torch.get_num_threads()` is.
+        threads: `torch.get_num_threads()`.
     """
 
     def workspace(layer: Layer) -> tuple[int, int]:

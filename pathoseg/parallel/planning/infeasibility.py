@@ -30,15 +30,16 @@ _ROOMY = 2**60  # bytes that nothing fills
 def nothing_fits(
     priced: StageCosts, request: PlanRequest, sides: Sequence[int], at: Callable[[int], StageCosts]
 ) -> PathosegError:
-    """Says why no plan fits, and what would: another order, more ranks, more memory, fewer pixels,
-    or a larger batch where there are too few microbatches.
+    """Make the error that says why no plan fits, with hints at requests that would.
 
-    The memory is at most that of one microbatch at a time through the cut that needs least.
+    Hints are another order, more ranks, more memory, fewer pixels, or a larger batch where there
+    are too few microbatches. The memory is at most that of one microbatch at a time through the cut
+    that needs least.
 
     Args:
         priced: The model with its smallest microbatch.
-        request: What did not fit.
-        sides: Smaller sides that a tile may have, ascending.
+        request: The request that cannot be met.
+        sides: Smaller sides that a tile may have, in pixels, ascending.
         at: Reads the model for tiles of such a side.
     """
     if not fits(priced, replace(request, memory=_ROOMY)):

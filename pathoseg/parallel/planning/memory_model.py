@@ -14,20 +14,36 @@ Bytes = NDArray[np.int64]
 
 
 class Distinct:
-    """Bytes of the distinct items that the layers from the first to each stop use."""
+    """Running sums of the bytes of distinct items, such as parameters, that a stage's layers use.
+
+    The stages all begin with one layer, which moves up from the model's last: `bytes[stop]` is the
+    sum for the stage that ends before `stop`.
+
+    Args:
+        size: Number of layers.
+
+    Attributes:
+        bytes: Shape (size + 1,).
+    """
 
     def __init__(self, size: int) -> None:
         self.bytes = np.zeros(size + 1, np.int64)
         self._since: dict[str, int] = {}
 
     def use(self, item: str, position: int, size: int) -> None:
-        """A layer before all others that were told of uses the item."""
+        """Count an item for all stages that reach the layer at `position`.
+
+        Args:
+            item: Its name.
+            position: Below that of every earlier call, or equal.
+            size: Its bytes.
+        """
         since = min(position + 1, len(self.bytes) - 1)
         self.bytes[since : self._since.get(item, len(self.bytes))] += size
         self._since[item] = since
 
     def forget(self, item: str, size: int) -> None:
-        """The item does not count."""
+        """Uncount an item, which from now on is made inside the stage."""
         if item in self._since:
             self.bytes[self._since.pop(item) :] -= size
 
@@ -47,7 +63,7 @@ class Maxima:
         self._levels = np.array(levels)
 
     def __call__(self, starts: Bytes, stops: Bytes) -> Bytes:
-        """The maximum from each start to before its stop, which is above it."""
+        """Return the maximum from each start to before its stop, which is above it."""
         level = np.frexp(stops - starts)[1] - 1
         found: Bytes = np.maximum(
             self._levels[level, starts], self._levels[level, stops - 2**level]
@@ -87,19 +103,29 @@ class PassedGradients:
                 self._sum[stop, index + 1] = self._sum[stop, index] + nbytes
 
     def there(self, stop: int) -> Bytes:
-        """By layer of a stage that ends before `stop`, what is there when its backward begins."""
+        """Return the bytes of gradients that are there when a layer's backward begins.
+
+        Args:
+            stop: Position after the stage's last layer.
+
+        Returns:
+            By position of the layer.
+        """
         held: Bytes = self._held - self._own
         for since, nbytes in zip(self._since[stop], np.diff(self._sum[stop]), strict=True):
             held[since:] -= nbytes
         return held
 
     def peaks(self, saved: Bytes, left: Bytes, first: int) -> Bytes:
-        """Most bytes while the backward of each stage that begins with `first` runs, by stop.
+        """Find the most bytes while the backward runs, for all stages that begin with `first`.
 
         Args:
-            saved: By layer, what is saved when its backward begins.
-            left: By layer, gradients of parameters that are made in its backward, and stay.
+            saved: By layer, bytes saved for backward when its backward begins.
+            left: By layer, bytes of parameters' gradients that its backward makes, and that stay.
             first: Position of the first layer.
+
+        Returns:
+            By the position after the stage's last layer, shape (layers + 1,).
         """
         size = len(saved)
         # What stays of layers t to the stage's last is a difference of running sums, so that the
@@ -145,7 +171,7 @@ class StageMemory:
         optimizer: The optimizer's state.
         received: What a microbatch's forward is given by other stages and the data; autograd holds
             it until the backward has ended.
-        activations: What the forward saves beyond that.
+        activations: Bytes that the forward saves beyond that.
         forward_workspace: Most that a forward holds beyond these two.
         backward_workspace: Most that a backward does, gradients of the stage's outputs and inputs
             included, which are held until it has ended.
@@ -162,11 +188,15 @@ class StageMemory:
 
     @property
     def weights(self) -> int:
-        """Bytes of parameters, gradients, optimizer state and buffers."""
+        """The bytes of parameters, gradients, optimizer state and buffers."""
         return self.parameters + self.buffers + self.gradients + self.optimizer
 
     def peak(self, in_flight: int = 1) -> int:
-        """Most bytes at once, with so many microbatches between their forward and backward."""
+        """Return the most bytes at once.
+
+        Args:
+            in_flight: Microbatches between their forward and their backward.
+        """
         held = self.received + self.activations
         return (
             self.weights + in_flight * held + max(self.forward_workspace, self.backward_workspace)
@@ -181,18 +211,18 @@ class Row:
 
     Attributes:
         first: Position of the first layer.
-        fields: What `StageMemory` has, in its order.
+        fields: The fields of `StageMemory`, in its order, each of shape (layers + 1,).
     """
 
     first: int
     fields: tuple[Bytes, ...]
 
     def stage(self, stop: int) -> StageMemory:
-        """The stage of the layers `first` to before `stop`."""
+        """Return the memory of the stage of the layers from `first` to before `stop`."""
         return StageMemory(*(int(values[stop]) for values in self.fields))
 
     def peaks(self, in_flight: int = 1) -> Bytes:
-        """`StageMemory.peak` of each stage."""
+        """Return `StageMemory.peak` of each stage, by the position after its last layer."""
         *weights, received, activations, forward, backward = self.fields
         total: Bytes = np.sum(weights, 0) + in_flight * (received + activations)
         return total + np.maximum(forward, backward)
@@ -211,7 +241,8 @@ class MemoryModel:
             SGD, 1 with momentum, 2 for AdamW.
         fresh_gradients: No parameter has a gradient when a backward begins, as in a step of one
             microbatch after `zero_grad`; else gradients are summed into those that are there.
-        workspace: What the device's kernels take for themselves.
+        workspace: Returns the bytes that a device's kernels take for a layer's forward and
+            backward.
     """
 
     def __init__(
@@ -234,12 +265,19 @@ class MemoryModel:
         self._lives = lifetimes(graph)
 
     def stage(self, layers: range) -> StageMemory:
-        """The stage of the layers at these positions."""
+        """Return the memory of one stage, given the positions of its layers."""
         return next(self.rows([layers.start])).stage(layers.stop)
 
     def by_layer(self, layers: range) -> tuple[list[int], list[int], list[int]]:
-        """By position in the model: most bytes that a layer's forward takes, likewise its backward,
-        and the gradients that are there when its backward begins, in a stage of these layers."""
+        """Return the parts of a stage's memory by layer, each indexed by position in the model.
+
+        Args:
+            layers: Positions of the stage's layers.
+
+        Returns:
+            The peak bytes of each layer's forward, those of its backward, and the bytes of
+            gradients that are there when its backward begins.
+        """
         graph = self._graph
         there = self._gradients.there(layers.stop)
         for at in layers:
@@ -256,7 +294,14 @@ class MemoryModel:
         return self._forward.tolist(), self._backward.tolist(), there.tolist()
 
     def rows(self, firsts: Collection[int]) -> Iterator[Row]:
-        """The stages that begin with each of these layers, last ones first."""
+        """Compute the memory of all stages that begin with given layers.
+
+        Args:
+            firsts: Positions of first layers.
+
+        Yields:
+            One row for each, the last layer's first.
+        """
         graph, size = self._graph, len(self._graph.layers)
         parameters, trained = Distinct(size), Distinct(size)
         buffers, received = Distinct(size), Distinct(size)

@@ -35,9 +35,9 @@ class OrderSetting(NamedTuple):
     """The setting for which an order is built.
 
     Attributes:
-        placement: Where the stages are.
-        microbatches: Of one group in a step.
-        costs: What the stages cost.
+        placement: The ranks of the stages.
+        microbatches: Number of one group's microbatches in a step.
+        costs: Times and bytes of the stages.
         edges: The tensors between them.
         memory: Bytes of a rank.
     """
@@ -66,7 +66,7 @@ class Order:
     """A named order.
 
     Attributes:
-        name: What the user calls it.
+        name: The name for `--order`.
         placements: Where its stages may be, by their names in `PLACEMENTS`.
         families: The variants of it.
         in_flight: By stage, the most microbatches between their forward and backward, of a number

@@ -49,7 +49,7 @@ def balance(
     byte_cost: float = 0.0,
     model: MemoryModel | None = None,
 ) -> Partition:
-    """`Cutter.balance`, for a graph that is cut once."""
+    """Cut a graph as `Cutter.balance` does; for one that is cut once."""
     return Cutter(graph, model).balance(stages, by, limit, byte_cost)
 
 
@@ -75,12 +75,12 @@ class Cutter:
 
     @property
     def places(self) -> Sequence[int]:
-        """The positions at which a stage may begin, and the end."""
+        """The positions at which a stage may begin, ascending, and the number of layers."""
         return self._cuts
 
     @property
     def most_stages(self) -> int:
-        """Into how many stages the graph can be cut."""
+        """The largest number of stages into which the graph can be cut."""
         return len(self._cuts) - 1
 
     def balance(
@@ -90,13 +90,13 @@ class Cutter:
         limit: MemoryLimit | None = None,
         byte_cost: float = 0.0,
     ) -> Partition:
-        """The cut whose most loaded stage is least loaded; among such, one that sends least.
+        """Cut so that the most loaded stage is least loaded; among such cuts, send least.
 
         A stage is an interval of the layers in their order of execution, in which activations die
         and layers write in place. The cut is exact: dynamic programming over all intervals.
 
         Args:
-            stages: How many stages.
+            stages: Number of stages.
             by: A stage's load: `compute`, the FLOPs of forward and backward; `memory`, its peak;
                 or the sum of a weight of each layer, such as its time.
             limit: The memory that a stage may need.
@@ -138,10 +138,10 @@ class Cutter:
         return _shortest(self._peaks(limit or MemoryLimit()), stages, np.maximum)[0]
 
     def check(self, stages: int) -> None:
-        """Refuses a number of stages.
+        """Check that the model can be cut into `stages` stages.
 
         Raises:
-            PathosegError: The model cannot be cut into so many.
+            PathosegError: It cannot.
         """
         if not 1 <= stages <= self.most_stages:
             ties = self._graph.ties
@@ -229,7 +229,7 @@ class Cutter:
 
 
 def even(graph: LayerGraph, stages: int) -> Partition:
-    """The naive cut: as many layers in each stage, views and sizes aside, whatever they cost.
+    """Cut naively: stages of equally many layers (views and sizes aside), whatever they cost.
 
     Raises:
         PathosegError: The model cannot be cut into so many stages.
@@ -247,7 +247,13 @@ def even(graph: LayerGraph, stages: int) -> Partition:
 
 
 def cut(graph: LayerGraph, bounds: Sequence[int], loads: Sequence[float] = ()) -> Partition:
-    """The partition with these bounds: what its stages send one another and read of the inputs."""
+    """Make the partition with given bounds: the edges between its stages, and their inputs.
+
+    Args:
+        graph: The layers.
+        bounds: Position of each stage's first layer, ascending from 0, and the number of layers.
+        loads: Load of each stage, to be kept in the partition.
+    """
     stage_of = [
         stage for stage in range(len(bounds) - 1) for _ in range(*bounds[stage : stage + 2])
     ]
@@ -272,7 +278,7 @@ def cut(graph: LayerGraph, bounds: Sequence[int], loads: Sequence[float] = ()) -
 
 
 def places(graph: LayerGraph) -> list[int]:
-    """The positions at which a stage may begin, and the end."""
+    """Return the positions at which a stage may begin, ascending, and the number of layers."""
     size = len(graph.layers)
     inside = np.zeros(size + 1, np.int64)
     for tie in graph.ties:
@@ -332,10 +338,10 @@ def _shortest(
 
 
 def custom(graph: LayerGraph, names: Sequence[str]) -> Partition:
-    """Cuts before each named layer, or before the first layer of each named module.
+    """Cut before each named layer, or before the first layer of each named module.
 
     Raises:
-        PathosegError: A name is none, or a cut there would part what has to be together.
+        PathosegError: A name is unknown, or a cut there would part layers that belong together.
     """
     starts = {_position(graph, name): name for name in names}
     for start, name in starts.items():

@@ -32,7 +32,7 @@ class PlanRequest:
         memory: Bytes of each.
         batch: Samples of a step.
         order: Name of an order, or `auto`.
-        stages: How many stages; None tries all.
+        stages: Number of stages; None tries all.
         cut: The layers or modules before which the model is cut; empty leaves it to the planner.
         all_ranks: Whether every rank has to have work, as those of a job that has started do.
         ways: What of a layer's storages may be done where they do not all fit.
@@ -80,7 +80,7 @@ class Plan:
         recompute: The stages that are recomputed.
         text: The order of one group's forwards and backwards: `Schedule.parse` reads it.
         hardware: Name of the hardware.
-        note: What the predicted times stem from.
+        note: The origin of the predicted times.
         seconds: Predicted time of a step.
         bubble: Share of the ranks' time in which they compute nothing.
         memory: By rank of a group, bytes at the worst moment.
@@ -116,7 +116,7 @@ class Plan:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The actions of every rank of a group, with messages, recomputation and sums."""
+        """The lowered schedule of one group of ranks: messages, recomputation and sums included."""
         offload = {stage: each.offloaded for stage, each in enumerate(self.retention)}
         return lower(Schedule.parse(self.text), recompute=self.recompute, offload=offload)
 
@@ -126,22 +126,22 @@ class Plan:
 
     @property
     def groups(self) -> int:
-        """Groups of ranks that run the same lists on parts of the batch: data parallelism."""
+        """The number of groups of ranks that run the same lists on parts of the batch."""
         return self.schedule.groups
 
     @property
     def ranks(self) -> int:
-        """Ranks of all groups together."""
+        """The number of ranks of all groups together."""
         return self.schedule.ranks
 
     @property
     def microbatch(self) -> int:
-        """Samples that go through a stage at once."""
+        """The number of samples that go through a stage at once."""
         return self.input[0]
 
     @property
     def batch(self) -> int:
-        """Samples of a step."""
+        """The number of samples of a step."""
         return self.microbatch * self.schedule.microbatches
 
     @property
@@ -150,11 +150,11 @@ class Plan:
 
     @property
     def sent(self) -> int:
-        """Bytes that the rank which sends most sends in a step."""
+        """The bytes sent in a step by the rank that sends most."""
         return max(map(sum, zip(self.messages, self.sums, strict=True)))
 
     def partition(self, graph: LayerGraph) -> Partition:
-        """The stages of a graph, which has to be that of the plan.
+        """Cut a graph into the plan's stages.
 
         Raises:
             PathosegError: It is the graph of another model, tile or microbatch.
@@ -170,16 +170,16 @@ class Plan:
         return cut(graph, self.bounds)
 
     def to_json(self) -> str:
-        """A text that `from_json` reads back."""
+        """Return the plan as a text that `from_json` reads."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str, name: str = "The plan") -> Plan:
-        """The inverse of `to_json`.
+        """Read a plan from JSON.
 
         Args:
-            text: What `to_json` gave.
-            name: What errors call it.
+            text: Made by `to_json`.
+            name: The plan's name in errors.
 
         Raises:
             PathosegError: It is no plan, one of another version, or one that cannot run.
@@ -207,7 +207,7 @@ class Plan:
 
 
 def digest(graph: LayerGraph) -> str:
-    """Tells graphs apart whose cuts mean something else: by names, kinds and shapes of layers."""
+    """Return a hash of a graph's layers (names, kinds, shapes): equal where cuts mean the same."""
     inputs = [(name, value.shape) for name, value in graph.inputs.items()]
     layers = [
         (layer.name, layer.kind, [value.shape for value in layer.outputs]) for layer in graph.layers
@@ -216,5 +216,5 @@ def digest(graph: LayerGraph) -> str:
 
 
 def input_shape(graph: LayerGraph) -> tuple[int, ...]:
-    """Shape of the model's first input."""
+    """Return the shape of the model's first input, such as (n, 3, height, width)."""
     return next(iter(graph.inputs.values())).shape

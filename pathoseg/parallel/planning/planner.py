@@ -194,7 +194,7 @@ def plan(graphs: Sequence[StageCosts], request: PlanRequest) -> list[Plan]:
 
     Args:
         graphs: The model, once for each size of microbatch that may be used.
-        request: What is asked for.
+        request: The model's step, ranks and memory.
 
     Returns:
         Nothing where nothing fits.

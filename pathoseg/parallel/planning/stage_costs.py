@@ -32,14 +32,15 @@ class StageCosts:
         hardware: The device and its links.
         optimizer_slots: Tensors that the optimizer keeps for each parameter: 2 for AdamW, 1 for
             SGD with momentum.
-        workspace: What the device's kernels take for themselves.
+        workspace: Returns the bytes that a device's kernels take for a layer's forward and
+            backward.
 
     Attributes:
         graph: The layers.
         cutter: Cuts them.
         hardware: The device and its links.
-        note: What the times stem from.
-        seconds: Of the forward and backward of one microbatch through all layers.
+        note: The origin of the times, for the reader of a plan.
+        seconds: Time of one microbatch's forward and backward through all layers.
         critical_seconds: Of those along the longest chain of layers that wait for one another.
         times: Seconds of the forward and the backward of each layer, by its name.
     """
@@ -91,7 +92,11 @@ class StageCosts:
         return self.hardware.inside.beta
 
     def weights(self, recompute: bool = False) -> list[float]:
-        """Seconds that each layer takes of a step's time for one microbatch."""
+        """Return the seconds of each layer's passes for one microbatch: forward and backward.
+
+        Args:
+            recompute: Whether the forward runs twice.
+        """
         return [
             (1 + recompute) * forward + backward
             for forward, backward in zip(self._forwards, self._backwards, strict=True)
@@ -104,10 +109,10 @@ class StageCosts:
 
         Args:
             partition: The stages.
-            stage: Which of them.
+            stage: The stage's number.
             memory: Bytes for its weights and all that so many microbatches hold.
             in_flight: Microbatches between their forward and backward.
-            ways: What is allowed.
+            ways: Whether layers may be offloaded, recomputed, or both.
         """
         first, stop = partition.bounds[stage : stage + 2]
         need = self._stage_memory(first, stop)
@@ -133,9 +138,9 @@ class StageCosts:
 
         Args:
             partition: The stages.
-            ranks: How many.
+            ranks: Number of ranks.
             retention: By stage, what is not kept; empty where all is.
-            window: Of the copies to the host.
+            window: Bytes of the staging buffer of copies to the host.
         """
         edges = stage_edges(partition)
         stages = [self._stage(partition, stage) for stage in range(partition.stages)]
@@ -231,5 +236,5 @@ def longest_chains(times: Sequence[float], edges: Iterable[tuple[int, int]]) -> 
 
 
 def stage_edges(partition: Partition) -> tuple[Edge, ...]:
-    """The schedule's edges for the values that stages send, one each, in the same order."""
+    """Return the schedule's edge for each value that stages send, in the same order."""
     return numbered((sent.source, sent.target) for sent in partition.edges)

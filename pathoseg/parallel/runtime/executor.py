@@ -1,4 +1,21 @@
-"""Runs a rank's list of actions: stages compute, messages fly, sums begin as early as may be."""
+"""Runs a rank's list of actions: stages compute, messages fly, sums begin as early as may be.
+
+The middle rank of three, one microbatch (`lowering` has written the list, from left to right):
+
+    list     RECV 0>1  F  SEND 1>2  RECV 2>1  B  SEND 1>0  REDUCE  WAIT_REDUCE  STEP
+                |      ^ |   ^         |      ^ |   ^         |         |          |
+             (3)|  (4) | |(5)|(6)   (3)|  (4) | |(5)|(6)   (7)|         |(7)       |(8)
+                v      | v   |         v      | v   |         v         v          v
+             a stage holds what it has received   outbox      GradientReduction    ClippedStep
+
+Ahead of every action: (1) the receives due until the visit after it are posted (`Messages.post`);
+(2) what it needs of a stage in host memory comes back (`StageOffload.during`). Then the action
+runs: (3) a tensor is awaited and given to its stage; (4) the stage computes; (5) each tensor that
+leaves is put into the outbox, or given at once to a stage of this same rank, for which the list has
+no message; (6) a tensor leaves the outbox without anybody waiting; (7) a sum is started by the last
+copy of the stage on this rank, and awaited much later; (8) the last STEP of the list updates all
+parameters, as clipping needs every gradient.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +24,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +32,18 @@ import torch
 from torch import Tensor
 
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.activations.offload import Copied, Copies
+from pathoseg.gradient_step import StepVerdict
+from pathoseg.parallel.activations.offload import Copies
 from pathoseg.parallel.activations.stage_offload import StageOffload, changed_by
-from pathoseg.parallel.activations.streams import Lane, Streams
+from pathoseg.parallel.activations.streams import Streams
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.graph.layer_graph import Partition
-from pathoseg.parallel.runtime.messages import MessageRoute, Messages
+from pathoseg.parallel.runtime.grad_clip import ClippedStep
+from pathoseg.parallel.runtime.messages import MessageChannel, MessageRoute
 from pathoseg.parallel.runtime.reduction import GradientReduction
 from pathoseg.parallel.runtime.stage import Pass, Stage, stage_edges
-from pathoseg.parallel.schedule.action import COMPUTE, Action, Edge, Kind
+from pathoseg.parallel.runtime.step_trace import StepTrace
+from pathoseg.parallel.schedule.action import Action, Edge, Kind
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.schedule import Schedule, visit_of
 from pathoseg.parallel.schedule.validate import validate
@@ -34,8 +55,8 @@ class Microbatches:
 
     Attributes:
         sizes: Samples of each microbatch, the same on all ranks; one of 0 samples is left out.
-        inputs: The model's inputs by name, of a microbatch.
-        targets: What the loss compares with, of a microbatch.
+        inputs: Returns the model's inputs of a microbatch, by name, each (samples, …).
+        targets: Returns the loss function's second argument for a microbatch.
     """
 
     sizes: Sequence[int]
@@ -43,257 +64,241 @@ class Microbatches:
     targets: Callable[[int], Any]
 
 
-class Executor:
-    """One rank's part of a schedule, run again and again.
+@dataclass(frozen=True)
+class RankSetup:
+    """All that one rank runs its list of actions with, step after step.
 
-    Args:
+    Attributes:
         transport: Joins the ranks.
         schedule: Lowered, its groups written out.
         stages: The stages on this rank, by number.
-        reductions: The sums of their gradients.
-        device: Where they run.
+        reductions: The sums of their gradients over the ranks with a copy, by stage.
+        update: The optimizer's step.
+        device: The device on which they run.
         streams: The device's lanes.
         copies: Copies to the host, where stages offload.
-        parking: What waits in host memory of stages that are not at work.
-
-    Attributes:
-        doing: The action that is under way.
+        parking: Parameters, gradients and optimizer state in host memory of stages that wait.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        schedule: Schedule,
-        stages: Mapping[int, Stage],
-        reductions: Mapping[int, GradientReduction],
-        device: torch.device,
-        streams: Streams,
-        copies: Copies | None,
-        parking: StageOffload,
-    ) -> None:
-        self.doing: Action | None = None
-        self._parking = parking
-        self._transport, self._device = transport, device
-        self._streams = streams
-        self._host_copies = [each for each in (copies, parking.copies) if each is not None]
-        self._replica_of = schedule.replica_of
-        self._stages, self._reductions = stages, reductions
-        self._setting = schedule.setting
-        self._step = schedule.lists[transport.rank]
+    transport: Transport
+    schedule: Schedule
+    stages: Mapping[int, Stage]
+    reductions: Mapping[int, GradientReduction]
+    update: ClippedStep
+    device: torch.device
+    streams: Streams
+    copies: Copies | None
+    parking: StageOffload
+
+    @property
+    def host_copies(self) -> list[Copies]:
+        """Return the copies to the host, of activations and of stages that wait."""
+        return [each for each in (self.copies, self.parking.copies) if each is not None]
+
+
+class Executor:
+    """Runs one rank's part of a schedule again and again, each time as an `_Execution`.
+
+    Args:
+        setup: The rank, its list, and what runs it.
+    """
+
+    def __init__(self, setup: RankSetup) -> None:
+        self._setup = setup
+        self._step = setup.schedule.lists[setup.transport.rank]
         self._prediction = [each for each in self._step if _is_forward(each)]
-        self._steps = sum(each.kind is Kind.STEP for each in self._step)
-        self._copies = Counter(
-            (each.stage, each.bucket) for each in self._step if each.kind is Kind.REDUCE
-        )
-        gradient = {
-            edge: sent.gradient
-            for stage in stages.values()
+        without_gradient = {
+            edge
+            for stage in setup.stages.values()
             for edge, sent in (stage.entering | stage.leaving).items()
+            if not sent.gradient
         }
-        self._messages = Messages(
-            transport,
-            device,
-            MessageRoute.of(schedule, transport.rank),
-            lambda send: (
-                send.edge is not None and send.stage == send.edge.target and not gradient[send.edge]
-            ),
-        )
-        self._run_kind: Mapping[Kind, Callable[[Action], None]] = {
-            Kind.FORWARD: self._forward,
-            Kind.BACKWARD: self._backward,
-            Kind.RECOMPUTE: self._recompute,
-            Kind.SEND: self._send,
-            Kind.RECV: self._receive,
-            Kind.OFFLOAD: lambda action: self._stages[action.stage].let_go(),
-            Kind.PREFETCH: self._prefetch,
-            Kind.REDUCE: self._reduce,
-            Kind.WAIT_REDUCE: self._wait_reduce,
-            Kind.STEP: self._end_of_step,
-        }
-        self._pass: Pass
-        self._microbatches: Microbatches
-        self._update: Callable[[], None]
-        self._outbox: dict[Action, Tensor | None] = {}
-        self._joined: dict[tuple[int, int | None], list[tuple[Action, float]]] = {}
-        self._steps_left = 0
-        self._events: list[Event] | None = None
-        self._zero = 0.0
-        self._predicted: dict[int, Any] = {}
+        route = MessageRoute.of(setup.schedule, setup.transport.rank)
+        self._channel = MessageChannel(setup.transport, setup.device, route, without_gradient)
+        self._under_way: _Execution | None = None
+
+    @property
+    def doing(self) -> Action | None:
+        """Return the action that is under way, or at which the last step failed; else None."""
+        return None if self._under_way is None else self._under_way.doing
 
     def step(
-        self,
-        this: Pass,
-        microbatches: Microbatches,
-        update: Callable[[], None],
-        events: list[Event] | None = None,
-    ) -> None:
-        """Runs the whole list.
+        self, this: Pass, microbatches: Microbatches, trace: bool
+    ) -> tuple[StepVerdict, tuple[Event, ...]]:
+        """Run the whole list.
 
         Args:
             this: The step.
             microbatches: Its samples.
-            update: Called at the last STEP.
-            events: Gains what happened when, in seconds from a moment common to the ranks of a
-                host.
+            trace: Whether to record events.
+
+        Returns:
+            The step's loss and norm, the same on all ranks, and this rank's events, in seconds from
+            a moment common to the ranks of a host; none without `trace`.
         """
-        self._update = update
-        self._run(self._step, this, microbatches, events)
+        setup, record = self._setup, None
+        if trace:
+            replicas = setup.schedule.replica_of
+            record = StepTrace(setup.transport, setup.streams, setup.host_copies, replicas)
+        execution = self._run(self._step, this, microbatches, record)
+        assert execution.verdict is not None  # a lowered list ends with a STEP
+        return execution.verdict, () if record is None else record.events()
 
     def predict(self, this: Pass, microbatches: Microbatches) -> dict[int, Any]:
-        """Runs the forwards; what the model returns of each microbatch whose last stage is here."""
-        self._predicted = {}
-        self._run(self._prediction, this, microbatches, None)
-        predicted, self._predicted = self._predicted, {}
-        return predicted
+        """Run the forwards alone.
+
+        Returns:
+            The model's output by microbatch, of those whose last stage is on this rank.
+        """
+        return self._run(self._prediction, this, microbatches, None).predicted
 
     def _run(
         self,
         actions: Sequence[Action],
         this: Pass,
         microbatches: Microbatches,
-        events: list[Event] | None,
-    ) -> None:
+        trace: StepTrace | None,
+    ) -> _Execution:
         sizes = microbatches.sizes
         if not all(sizes):
             actions = [a for a in actions if a.microbatch is None or sizes[a.microbatch]]
-        self._pass, self._microbatches, self._events = this, microbatches, events
-        self._outbox.clear()
-        self._joined.clear()
-        self._steps_left = self._steps
-        for stage in self._stages.values():
+        for stage in self._setup.stages.values():
             stage.begin()
-        if events is not None:
-            self._transport.barrier()
-            self._streams.start_clock()
-            self._zero = time.perf_counter()
-            for copies in self._host_copies:
-                copies.copied = []
-        turns = self._parking.turns(actions)
-        marks: list[tuple[Action, Any, Any]] = []
-        record = None if events is None else self._record
-        self._messages.begin(actions, sizes, this.training, record)
-        for position, action in enumerate(actions):
+        execution = _Execution(self._setup, self._channel, actions, this, microbatches, trace)
+        self._under_way = execution
+        execution.run()
+        self._under_way = None
+        return execution
+
+
+class _Execution:
+    """One pass over a rank's list, a step or a prediction, and all that is known of it alone.
+
+    Attributes:
+        doing: The action that is under way.
+        predicted: The model's output by microbatch, in a prediction.
+        verdict: The step's loss and norm, from its last STEP on.
+    """
+
+    def __init__(
+        self,
+        setup: RankSetup,
+        channel: MessageChannel,
+        actions: Sequence[Action],
+        this: Pass,
+        microbatches: Microbatches,
+        trace: StepTrace | None,
+    ) -> None:
+        self.doing: Action | None = None
+        self.predicted: dict[int, Any] = {}
+        self.verdict: StepVerdict | None = None
+        self._setup, self._stages = setup, setup.stages
+        self._actions, self._pass, self._microbatches = actions, this, microbatches
+        self._trace = trace
+        self._messages = channel.begin(actions, microbatches.sizes, this.training, trace)
+        self._outbox: dict[Action, Tensor | None] = {}
+        self._joined: dict[tuple[int, int | None], list[tuple[Action, float]]] = {}
+        self._copies = Counter(
+            (each.stage, each.bucket) for each in actions if each.kind is Kind.REDUCE
+        )
+        self._steps_left = sum(each.kind is Kind.STEP for each in actions)
+
+    def run(self) -> None:
+        """Run all actions in turn, and wait until all that was sent has left."""
+        parking = self._setup.parking
+        turns = parking.turns(self._actions)
+        for position, action in enumerate(self._actions):
             self.doing = action
-            self._messages.post(position)
-            with self._parking.during(turns.get(position), changed_by(action.kind)):
-                self._perform(action, marks)
+            self._messages.post(position)  # (1)
+            with (
+                parking.during(turns.get(position), changed_by(action.kind)),  # (2)
+                nullcontext() if self._trace is None else self._trace.during(action),
+            ):
+                self._perform(action)
         self._messages.finish()
-        if events is not None:
-            self._record_marks(marks)
-        self.doing = None
 
-    def _perform(self, action: Action, marks: list[tuple[Action, Any, Any]]) -> None:
-        if self._events is None:
-            self._run_kind[action.kind](action)
-            return
-        start, begin = time.perf_counter(), self._streams.mark(Lane.COMPUTE)
-        self._run_kind[action.kind](action)
-        if action.kind in (Kind.RECV, Kind.WAIT_REDUCE):
-            self._record(action, start)
-        elif action.kind in (*COMPUTE, Kind.STEP):
-            marks.append((action, begin, self._streams.mark(Lane.COMPUTE)))
+    def _perform(self, action: Action) -> None:
+        match action.kind:
+            case Kind.REDUCE:
+                self._reduce(action)
+            case Kind.WAIT_REDUCE:
+                self._wait_reduce(action)
+            case Kind.STEP:
+                self._end_of_step()
+            case _:
+                self._visit(action)
 
-    def _record(self, action: Action, start: float) -> None:
-        """Something that the process waited for."""
-        assert self._events is not None
-        rank, zero = self._transport.rank, self._zero
-        self._events.append(Event(rank, action, start - zero, time.perf_counter() - zero))
+    def _visit(self, action: Action) -> None:
+        """Run an action of one microbatch at one stage."""
+        _, number, microbatch = visit_of(action)
+        stage = self._stages[number]
+        match action.kind:
+            case Kind.RECV:
+                assert action.edge is not None
+                stage.receive(microbatch, action.edge, self._messages.receive(action))  # (3)
+            case Kind.FORWARD:
+                self._forward(action, stage, microbatch)
+            case Kind.RECOMPUTE:
+                stage.recompute(microbatch, self._pass)
+            case Kind.BACKWARD:
+                for edge, gradient in stage.backward(microbatch).items():  # (4)
+                    self._hand_on(action, edge, edge.source, gradient)
+            case Kind.SEND:
+                self._messages.send(action, self._outbox.pop(action, None))  # (6)
+            case Kind.OFFLOAD:
+                stage.let_go()
+            case Kind.PREFETCH:
+                stage.prefetch(microbatch)
 
-    def _record_marks(self, marks: Sequence[tuple[Action, Any, Any]]) -> None:
-        """Record the events of the device, copies included; those of one layer are one event."""
-        self._streams.settle()
-        times = {
-            action: (self._streams.seconds(begin), self._streams.seconds(end))
-            for action, begin, end in marks
-        }
-        copied: list[Copied] = []
-        for copies in self._host_copies:
-            copied += copies.copied or []
-            copies.copied = None
-        parked: list[tuple[Action, tuple[float, float]]] = []
-        for lane, label, _, first, last in copied:
-            replica = 0 if label.microbatch is None else self._replica_of[label.microbatch]
-            kind = Kind.OFFLOAD if lane is Lane.OUT else Kind.PREFETCH
-            action = Action(kind, replica, label.stage, label.microbatch, tensor=label.layer)
-            begin, end = self._streams.seconds(first), self._streams.seconds(last)
-            if label.microbatch is None:
-                parked.append((action, (begin, end)))
-                continue
-            known = times.get(action, (begin, end))
-            times[action] = min(begin, known[0]), max(end, known[1])
-        assert self._events is not None
-        for action, (begin, end) in [*times.items(), *parked]:
-            place = self._transport.rank, action
-            self._events.append(Event(*place, begin - self._zero, end - self._zero))
-
-    def _forward(self, action: Action) -> None:
-        _, stage_number, microbatch = visit_of(action)
-        stage = self._stages[stage_number]
+    def _forward(self, action: Action, stage: Stage, microbatch: int) -> None:
         if stage.inputs:
             inputs = self._microbatches.inputs(microbatch)
-            stage.feed(microbatch, {name: inputs[name].to(self._device) for name in stage.inputs})
+            device = self._setup.device
+            stage.feed(microbatch, {name: inputs[name].to(device) for name in stage.inputs})
         if not self._pass.training:
             leaving, returned = stage.predict(microbatch)
             if stage.is_last:
-                self._predicted[microbatch] = returned
+                self.predicted[microbatch] = returned
         else:
             if stage.is_last:
                 stage.compare(microbatch, self._microbatches.targets(microbatch))
-            keep = visit_of(action) not in self._setting.recomputed
-            leaving = stage.forward(microbatch, self._pass, keep)
+            keep = visit_of(action) not in self._setup.schedule.setting.recomputed
+            leaving = stage.forward(microbatch, self._pass, keep)  # (4)
         for edge in stage.leaving:
             self._hand_on(action, edge, edge.target, leaving.get(edge))
 
-    def _recompute(self, action: Action) -> None:
-        _, stage, microbatch = visit_of(action)
-        self._stages[stage].recompute(microbatch, self._pass)
-
-    def _backward(self, action: Action) -> None:
-        _, stage, microbatch = visit_of(action)
-        for edge, gradient in self._stages[stage].backward(microbatch).items():
-            self._hand_on(action, edge, edge.source, gradient)
-
-    def _prefetch(self, action: Action) -> None:
-        _, stage, microbatch = visit_of(action)
-        self._stages[stage].prefetch(microbatch)
-
     def _hand_on(self, action: Action, edge: Edge, to: int, tensor: Tensor | None) -> None:
-        """Keeps a tensor for its SEND, or gives it to the stage of this rank that needs it."""
-        if (action.replica, edge) in self._setting.messages:
+        """(5) Keep a tensor for its SEND, or give it to the stage of this rank that needs it."""
+        if (action.replica, edge) in self._setup.schedule.setting.messages:
             self._outbox[action._replace(kind=Kind.SEND, edge=edge)] = tensor
         else:
             assert action.microbatch is not None
             self._stages[to].receive(action.microbatch, edge, tensor)
 
-    def _send(self, action: Action) -> None:
-        self._messages.send(action, self._outbox.pop(action, None))
-
-    def _receive(self, action: Action) -> None:
-        assert action.edge is not None
-        _, stage, microbatch = visit_of(action)
-        self._stages[stage].receive(microbatch, action.edge, self._messages.receive(action))
-
     def _reduce(self, action: Action) -> None:
-        """A rank with several copies of a stage joins the sum once, with the last of them."""
+        """(7) Join a sum; of several copies of a stage on this rank, the last one starts it."""
         assert action.bucket is not None
         part = action.stage, action.bucket
         joined = self._joined.setdefault(part, [])
         joined.append((action, time.perf_counter()))
         if len(joined) == self._copies[part]:
-            self._reductions[action.stage].start(action.bucket)
+            self._setup.reductions[action.stage].start(action.bucket)
 
     def _wait_reduce(self, action: Action) -> None:
         assert action.bucket is not None
-        self._reductions[action.stage].wait(action.bucket)
+        self._setup.reductions[action.stage].wait(action.bucket)
         for reduction, start in self._joined.pop((action.stage, action.bucket), ()):
-            if self._events is not None:
-                self._record(reduction, start)
+            if self._trace is not None:
+                self._trace.waited(reduction, start)
 
-    def _end_of_step(self, action: Action) -> None:
-        """All copies step together: clipping needs every gradient."""
+    def _end_of_step(self) -> None:
+        """(8) Update all parameters at the last STEP."""
         self._steps_left -= 1
         if not self._steps_left:
-            self._update()
+            losses = dict[int, Tensor]()
+            for stage in self._stages.values():
+                losses |= stage.losses
+            self.verdict = self._setup.update.run(losses, len(self._microbatches.sizes))
 
 
 def _is_forward(action: Action) -> bool:
@@ -305,7 +310,7 @@ def _is_forward(action: Action) -> bool:
 
 
 def refused(schedule: Schedule) -> PathosegError | None:
-    """Why a schedule cannot be run."""
+    """Return the error of a schedule that is not lowered, else None."""
     if not schedule.lowered:
         return PathosegError(
             f"The schedule {schedule.name} has no messages and steps.", "Lower it first."
@@ -314,10 +319,10 @@ def refused(schedule: Schedule) -> PathosegError | None:
 
 
 def check_fit(partition: Partition, schedule: Schedule, transport: Transport) -> None:
-    """Refuses a schedule that is for other stages or ranks.
+    """Check that a schedule is lowered, valid, and for these stages and ranks.
 
     Raises:
-        PathosegError: It is, or no rank can run it.
+        PathosegError: It is not, or it would stand still.
     """
     problem = refused(schedule)
     if problem is not None:
@@ -337,14 +342,14 @@ def check_fit(partition: Partition, schedule: Schedule, transport: Transport) ->
 
 
 def compare_ranks(transport: Transport, own: Mapping[str, str]) -> None:
-    """Refuses ranks that would not run the same; all ranks call this.
+    """Check that all ranks are about to run the same; all ranks call it.
 
     Args:
         transport: Joins the ranks.
-        own: What must be the same, by what it is called.
+        own: This rank's texts by name, such as its schedule; they are compared by their hashes.
 
     Raises:
-        PathosegError: It is not; on all ranks.
+        PathosegError: A text differs from that of rank 0; raised on all ranks.
     """
     digests = {what: hashlib.sha256(text.encode()).hexdigest() for what, text in own.items()}
     told = [json.loads(text) for text in transport.gather(json.dumps(digests))]

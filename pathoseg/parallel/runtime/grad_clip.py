@@ -1,4 +1,4 @@
-"""The norm of a gradient whose parameters lie on several ranks, and what all ranks make of it."""
+"""The optimizer's step of all ranks: the norm of a gradient that lies on several, and clipping."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from pathoseg.gradient_step import LossScale, StepVerdict, gradient_norms, judge_step
+from pathoseg.gradient_step import (
+    LossScale,
+    StepVerdict,
+    clip_gradients,
+    gradient_norms,
+    judge_step,
+)
 from pathoseg.parallel.activations.stage_offload import Park, StageOffload
 from pathoseg.parallel.comm.transport import Transport
 
@@ -23,7 +29,7 @@ class GradientNorm:
         parameters: All trained parameters of the model by name, in its order.
         counted: Names of those that this rank tells the others of.
         transport: Joins the ranks.
-        device: Where the gradients are.
+        device: The gradients' device.
         parking: Has the gradients of this rank.
     """
 
@@ -50,8 +56,8 @@ class GradientNorm:
 
         Args:
             losses: The loss of each microbatch whose last stage is on this rank.
-            microbatches: Of the whole step.
-            scale: What the losses were multiplied by.
+            microbatches: Number of microbatches in the whole step.
+            scale: The factor by which the losses were multiplied.
         """
         size = len(self._names)
         told = torch.zeros(size + microbatches, dtype=torch.float64, device=self._device)
@@ -75,3 +81,48 @@ class GradientNorm:
         values = told.tolist()
         norms = zip(self._names, values, strict=False)
         return judge_step(values[size:], {name: norm for name, norm in norms if norm != _ABSENT})
+
+
+class ClippedStep:
+    """The optimizer's step of one rank, clipped by the norm of all; made on all ranks, or on none.
+
+    Args:
+        norm: Finds losses and norm on all ranks together.
+        scale: The losses' scale; read, not updated.
+        optimizer: Updates this rank's parameters; None where it has none.
+        parking: Brings parameters, gradients and optimizer state of stages that wait.
+        clip: Largest global L2 norm of the gradient; 0 leaves it.
+    """
+
+    def __init__(
+        self,
+        norm: GradientNorm,
+        scale: LossScale,
+        optimizer: torch.optim.Optimizer | None,
+        parking: StageOffload,
+        clip: float,
+    ) -> None:
+        self._norm, self._scale, self._clip = norm, scale, clip
+        self._optimizer, self._parking = optimizer, parking
+
+    def run(self, losses: Mapping[int, Tensor], microbatches: int) -> StepVerdict:
+        """Unscale, clip and apply the gradients, unless one on any rank is not finite.
+
+        All ranks call it, once the sums over copies are done.
+
+        Args:
+            losses: The loss sum of each microbatch whose last stage is on this rank.
+            microbatches: Number of microbatches in the whole step.
+
+        Returns:
+            The step's loss and norm, the same on all ranks.
+        """
+        verdict = self._norm.agree(losses, microbatches, self._scale)
+        if verdict.finite and self._optimizer is not None:
+            for parameters in self._parking.in_turn(*Park, changed=[*Park]):
+                gradients = [each.grad for each in parameters if each.grad is not None]
+                clip_gradients(gradients, verdict.norm, self._clip)
+                with self._parking.alone(parameters) as optimizer:
+                    optimizer.step()
+                self._parking.forget_gradients(parameters)
+        return verdict

@@ -27,7 +27,7 @@ def too_small(
     """Why some ranks do not find room in the memory of their hosts.
 
     Args:
-        hosts: Of each rank the name of its host, the bytes it will take and `available_memory`.
+        hosts: By rank, the name of its host, the bytes it will take and `available_memory`.
         computes: Whether all that a rank holds is there, since its device is the CPU; else what
             waits for its device.
     """
@@ -65,18 +65,18 @@ def _refusal(host: str, needed: int, found: int, ranks: int, computes: bool) -> 
 
 @dataclass(frozen=True)
 class Memory:
-    """The same on all ranks. What is offloaded stands in the schedule.
+    """The memory plan of a run besides what the schedule offloads; the same on all ranks.
 
     Attributes:
-        recomputed: By stage, the layers whose storages the backward makes again.
+        recomputed: By stage, the names of the layers whose storages the backward makes again.
         twice: By stage, those whose storages it makes again twice.
         window: Bytes on a device that may wait to be copied to the host, and as many that may be
             back ahead of their use.
-        form: How tensors wait in host memory.
+        form: The mode of the copies to the host.
         device_bytes: By rank, the predicted peak of device memory; empty where none is.
         host_bytes: By rank, the predicted peak of host memory; empty where none is.
-        parked: What of a stage waits in host memory, in the same form, while the stage is not at
-            work. No prediction counts it.
+        parked: The kinds of a stage's tensors that are offloaded while it is not at work. No
+            prediction counts them.
     """
 
     recomputed: Mapping[int, Sequence[str]] = field(default_factory=dict)
@@ -88,13 +88,13 @@ class Memory:
     parked: Set[Park] = frozenset()
 
     def on_host(self, rank: int) -> int:
-        """Bytes that wait in host memory for a rank, as far as that is planned."""
+        """Return the planned bytes of a rank's offloaded activations; 0 without a plan."""
         if not self.host_bytes or self.form is OffloadMode.NONE:
             return 0
         return self.host_bytes[rank]
 
     def on_device(self, rank: int) -> int:
-        """Bytes that a rank will hold on its device, as far as that is planned."""
+        """Return the planned peak bytes of a rank's device; 0 without a plan."""
         return self.device_bytes[rank] if self.device_bytes else 0
 
     def retentions(self, schedule: Schedule) -> dict[int, ActivationPolicy]:

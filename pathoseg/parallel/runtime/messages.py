@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.comm.transport import Pending, Transport
-from pathoseg.parallel.schedule.action import COMPUTE, Action, Kind
+from pathoseg.parallel.runtime.step_trace import StepTrace
+from pathoseg.parallel.schedule.action import COMPUTE, Action, Edge, Kind
 from pathoseg.parallel.schedule.schedule import Schedule
 
 _DTYPES = (
@@ -29,7 +30,13 @@ _MOST_DIMENSIONS = 8
 
 
 class Layout(NamedTuple):
-    """The layout of a tensor in a message: dtype, sizes, and dimensions by stride."""
+    """The dtype, shape and memory order of a tensor in a message.
+
+    Attributes:
+        dtype: One of `_DTYPES`.
+        sizes: Its shape.
+        order: Its dimensions from the largest stride to the smallest.
+    """
 
     dtype: torch.dtype
     sizes: tuple[int, ...]
@@ -42,11 +49,15 @@ class Layout(NamedTuple):
         return cls(tensor.dtype, tuple(tensor.shape), tuple(order))
 
     def packed(self, tensor: Tensor) -> Tensor:
-        """The tensor with its memory in a row; no copy where it has no gaps."""
+        """Return the values as a contiguous tensor in memory order; no copy without gaps."""
         return tensor.permute(self.order).contiguous()
 
     def buffer(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Memory in a row, and the tensor that it holds."""
+        """Allocate room for a tensor of this layout.
+
+        Returns:
+            The contiguous memory to receive into, and a view of it with this layout's shape.
+        """
         sizes = [self.sizes[dimension] for dimension in self.order]
         memory = torch.empty(sizes, dtype=self.dtype, device=device)
         back = sorted(range(len(self.order)), key=self.order.__getitem__)
@@ -63,7 +74,7 @@ class MessageRoute:
     Attributes:
         receives: By rank that sends to this one, its SENDs.
         tags: The number of each SEND among those of its sender to its receiver.
-        receivers: Where each of this rank's SENDs goes.
+        receivers: The receiving rank of each SEND of this rank.
         sends: The SEND that each of this rank's RECVs waits for.
     """
 
@@ -74,7 +85,7 @@ class MessageRoute:
 
     @classmethod
     def of(cls, schedule: Schedule, rank: int) -> MessageRoute:
-        """The messages of `rank`."""
+        """Return the messages that a rank sends and receives by a lowered schedule."""
         receives: dict[int, list[Action]] = defaultdict(list)
         tags: dict[Action, int] = {}
         receivers: dict[Action, int] = {}
@@ -105,8 +116,8 @@ class _Sending:
     start: float
 
 
-class Messages:
-    """Sends and receives of one rank, pass after pass.
+class MessageChannel:
+    """The messages of one rank, pass after pass: where they go, and the layouts known so far.
 
     A receiver learns the layout of an edge's tensors, for a number of samples, from a header
     ahead of the first of them; from then on their buffers are posted before they are needed.
@@ -114,9 +125,9 @@ class Messages:
 
     Args:
         transport: Carries them.
-        device: Where tensors live.
-        route: What is sent and received.
-        skipped: Whether a SEND never has a tensor, which all ranks know.
+        device: The device of sent and received tensors.
+        route: The messages of this rank.
+        without_gradient: Edges on which nothing comes back, which both their ranks know.
     """
 
     def __init__(
@@ -124,38 +135,56 @@ class Messages:
         transport: Transport,
         device: torch.device,
         route: MessageRoute,
-        skipped: Callable[[Action], bool],
+        without_gradient: Collection[Edge],
     ) -> None:
-        self._transport, self._device, self._route = transport, device, route
-        self._skipped = skipped
-        self._layouts: dict[tuple[object, ...], Layout | None] = {}
-        self._sending: deque[_Sending] = deque()
-        self._queues: dict[int, deque[Action]] = {}
-        self._posted: dict[Action, tuple[Pending, Tensor] | None] = {}
-        self._source: dict[Action, int] = {}
-        self._receives: list[Action] = []
-        self._until: list[int] = []
-        self._next = 0
-        self._sizes: Sequence[int] = ()
-        self._training = True
-        self._record: Callable[[Action, float], None] | None = None
+        self.transport, self.device, self.route = transport, device, route
+        self.layouts: dict[tuple[object, ...], Layout | None] = {}
+        self._without_gradient = without_gradient
 
     def begin(
         self,
         actions: Sequence[Action],
         sizes: Sequence[int],
         training: bool,
-        record: Callable[[Action, float], None] | None,
-    ) -> None:
-        """Prepares a pass.
+        trace: StepTrace | None,
+    ) -> Messages:
+        """Return the messages of a pass, of which none has been sent or posted.
 
         Args:
-            actions: What this rank is going to do, in order; empty microbatches left out.
+            actions: The rank's list of actions; empty microbatches left out.
             sizes: Samples of each microbatch.
             training: Whether the model is in training mode.
-            record: Told of a SEND that has left, and when it began.
+            trace: Records each SEND, from its start until it has left.
         """
-        self._sizes, self._training, self._record = sizes, training, record
+        return Messages(self, actions, sizes, training, trace)
+
+    def has_tensor(self, send: Action) -> bool:
+        """Return False for a SEND that never carries a tensor: a gradient where there is none."""
+        return _is_forward(send) or send.edge not in self._without_gradient
+
+
+class Messages:
+    """The sends and receives of one pass; made by `MessageChannel.begin`.
+
+    `post`, `send` and `receive` are called as the actions run, in their order; `finish` at the end.
+    """
+
+    def __init__(
+        self,
+        channel: MessageChannel,
+        actions: Sequence[Action],
+        sizes: Sequence[int],
+        training: bool,
+        trace: StepTrace | None,
+    ) -> None:
+        self._channel, self._layouts = channel, channel.layouts
+        self._transport, self._device, self._route = (
+            channel.transport,
+            channel.device,
+            channel.route,
+        )
+        self._sizes, self._training, self._trace = sizes, training, trace
+        self._sending: deque[_Sending] = deque()
         self._receives = [self._route.sends[each] for each in actions if each.kind is Kind.RECV]
         wanted = set(self._receives)
         self._queues = {
@@ -164,11 +193,15 @@ class Messages:
         }
         self._source = {each: rank for rank, sent in self._queues.items() for each in sent}
         self._until = _horizons(actions)
-        self._posted, self._next = {}, 0
+        self._posted: dict[Action, tuple[Pending, Tensor] | None] = {}
+        self._next = 0
 
     def post(self, position: int) -> None:
-        """Posts what is received ahead of the visit after `position`: no more, for the memory of
-        buffers counts (`simulate`), and no less, so that it comes while this visit computes."""
+        """Post the receives that are due until the visit after the action at `position`.
+
+        No more than these, as the memory of their buffers counts (`simulate`), and no less, so that
+        they arrive while this visit computes.
+        """
         self._reap()
         while self._next < self._until[position]:
             send = self._receives[self._next]
@@ -178,12 +211,17 @@ class Messages:
             self._next += 1
 
     def send(self, action: Action, tensor: Tensor | None) -> None:
-        """Starts a message; None where there is no such tensor.
+        """Start the message of a SEND; never waits for the receiver.
+
+        Args:
+            action: The SEND.
+            tensor: On the device, of any strides; None where the edge has no tensor this time:
+                zeros are sent if it had one before.
 
         Raises:
-            PathosegError: The tensor has another shape than those before it.
+            PathosegError: The tensor has another dtype or shape than those before it.
         """
-        if self._skipped(action):
+        if not self._channel.has_tensor(action):
             return
         to, tag, key = self._route.receivers[action], self._route.tags[action], self._key(action)
         if key not in self._layouts:
@@ -204,9 +242,16 @@ class Messages:
         self._start(action, layout.packed(tensor), to, tag)
 
     def receive(self, action: Action) -> Tensor | None:
-        """The tensor of a RECV, once it is there; None where there is none."""
+        """Wait for the message of a RECV.
+
+        Returns:
+            Its tensor, on the device; None where the edge has none.
+
+        Raises:
+            PathosegError: A rank is lost.
+        """
         send = self._route.sends[action]
-        if self._skipped(send):
+        if not self._channel.has_tensor(send):
             return None
         while send not in self._posted:
             self._advance(send, wait=True)
@@ -218,7 +263,7 @@ class Messages:
         return tensor
 
     def finish(self) -> None:
-        """Returns once all that was sent has left."""
+        """Wait until all that was sent has left."""
         for each in self._sending:
             each.pending.wait()
         self._reap()
@@ -226,7 +271,7 @@ class Messages:
     def _advance(self, send: Action, wait: bool) -> None:
         """Posts the messages of a rank up to `send`, in the order in which they are sent; one
         whose layout is unknown only if it may wait for its header."""
-        if self._skipped(send):
+        if not self._channel.has_tensor(send):
             self._posted[send] = None
         if send in self._posted:
             return
@@ -234,7 +279,7 @@ class Messages:
         queue = self._queues[source]
         while send not in self._posted:
             first = queue[0]
-            if not self._skipped(first):
+            if self._channel.has_tensor(first):
                 key, tag = self._key(first), self._route.tags[first]
                 if key not in self._layouts:
                     if not wait:
@@ -259,8 +304,8 @@ class Messages:
             each = self._sending.popleft()
             if not each.pending.done():
                 self._sending.append(each)
-            elif self._record is not None and each.action is not None:
-                self._record(each.action, each.start)
+            elif self._trace is not None and each.action is not None:
+                self._trace.waited(each.action, each.start)
 
     def _key(self, send: Action) -> tuple[object, ...]:
         assert send.microbatch is not None

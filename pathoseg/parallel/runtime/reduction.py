@@ -43,12 +43,15 @@ class GradientReduction:
         self._pending: dict[int, list[tuple[Pending, Tensor, list[Tensor]]]] = {}
 
     def start(self, bucket: int) -> None:
-        """Begins to sum a bucket; its gradients on this rank are complete."""
+        """Start to sum the gradients of a bucket, complete on this rank; all holders call it."""
         if len(self._holders) > 1:
             self._pending[bucket] = [self._start(part) for part in self._buckets[bucket]]
 
     def wait(self, bucket: int) -> None:
-        """Puts the sums into the parameters' `grad`; a second call does nothing."""
+        """Wait for the sums of a bucket, and make them the parameters' `grad`.
+
+        A gradient that is None on all holders stays None. A second call does nothing.
+        """
         for pending, flat, parameters in self._pending.pop(bucket, ()):
             pending.wait()
             sizes = [parameter.numel() for parameter in parameters]

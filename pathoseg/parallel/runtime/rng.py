@@ -23,7 +23,11 @@ _GENERATORS = threading.Lock()
 
 
 def seed_of(seed: int, step: int, microbatch: int, layer: int) -> int:
-    """The seed of one layer's random numbers, below 2**63."""
+    """Hash seed, step, microbatch and layer position to the seed of one layer's random numbers.
+
+    Returns:
+        A number from 0 to 2**63 - 1.
+    """
     digest = hashlib.blake2b(f"{seed} {step} {microbatch} {layer}".encode(), digest_size=8)
     return int.from_bytes(digest.digest()) >> 1
 
@@ -36,8 +40,8 @@ class Randomness:
     Args:
         graph: The model's layers.
         layers: Positions of the stage's.
-        seed: Of the run.
-        device: Where the stage runs.
+        seed: The run's seed.
+        device: The stage's device.
     """
 
     def __init__(self, graph: LayerGraph, layers: range, seed: int, device: torch.device) -> None:
@@ -52,7 +56,16 @@ class Randomness:
 
     @contextmanager
     def of(self, step: int, microbatch: int) -> Iterator[Callable[[int], None] | None]:
-        """What a segment is to call before each layer; None where no layer draws."""
+        """Make a context in which the stage's layers draw what they would draw in any process.
+
+        Args:
+            step: Number of the step.
+            microbatch: Its number in the step.
+
+        Yields:
+            A function to call with each layer's position before it runs, which seeds PyTorch's
+            generators by (seed, step, microbatch, layer); None where no layer draws.
+        """
         if self._drawing is not None and not self._drawing:
             yield None
             return
@@ -78,8 +91,8 @@ class WholeModel:
     Args:
         model: The model.
         traced: Its layers, read from a microbatch of the usual size; None where it has no graph.
-        seed: Of the run.
-        device: Where it runs.
+        seed: The run's seed.
+        device: The model's device.
     """
 
     def __init__(

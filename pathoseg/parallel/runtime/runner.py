@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,18 +12,24 @@ import torch
 from torch import nn
 
 from pathoseg.errors import PathosegError, is_out_of_memory
-from pathoseg.gradient_step import LossScale, StepVerdict, clip_gradients
+from pathoseg.gradient_step import LossScale
 from pathoseg.parallel.activations.offload import Copies, OffloadMode, copies_of
 from pathoseg.parallel.activations.stage_offload import Park, StageOffload, parked_bytes
 from pathoseg.parallel.activations.streams import streams_of
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.graph.layer_graph import Partition
 from pathoseg.parallel.graph.traced import Traced
-from pathoseg.parallel.runtime.executor import Executor, Microbatches, check_fit, compare_ranks
-from pathoseg.parallel.runtime.grad_clip import GradientNorm
+from pathoseg.parallel.runtime.executor import (
+    Executor,
+    Microbatches,
+    RankSetup,
+    check_fit,
+    compare_ranks,
+)
+from pathoseg.parallel.runtime.grad_clip import ClippedStep, GradientNorm
 from pathoseg.parallel.runtime.memory_check import Memory, compare_hosts
 from pathoseg.parallel.runtime.reduction import GradientReduction
-from pathoseg.parallel.runtime.stage import Loss, Pass, Stage
+from pathoseg.parallel.runtime.stage import Pass, Stage, Training
 from pathoseg.parallel.runtime.state import RankParameters, gather, load_optimizer, load_tensors
 from pathoseg.parallel.schedule.action import Kind
 from pathoseg.parallel.schedule.event import Event
@@ -32,32 +38,13 @@ from pathoseg.parallel.schedule.simulate import take_turns
 
 
 @dataclass(frozen=True)
-class Training:
-    """How a model is trained; the same on all ranks.
-
-    Attributes:
-        loss: Losses of the samples (n,) of what the model returns and the targets.
-        optimizer: Makes the optimizer of some of the model's trained parameters.
-        seed: Decides, with step, microbatch and layer, what layers draw at random.
-        dtype: Autocast precision, or None; with float16 the loss is scaled.
-        clip: Largest global L2 norm of the gradient; 0 leaves it.
-    """
-
-    loss: Loss
-    optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
-    seed: int = 0
-    dtype: torch.dtype | None = None
-    clip: float = 0.0
-
-
-@dataclass(frozen=True)
 class RankStepResult:
-    """What a step did; the same on all ranks but for the events.
+    """The outcome of one optimizer step; the same on all ranks but for the events.
 
     Attributes:
         loss_sum: Sum of the losses of all samples.
-        finite: Whether the gradient was; if not, nothing was updated but running statistics.
-        events: What this rank did when, if it was asked for.
+        finite: True if every gradient was finite; else running statistics alone were updated.
+        events: This rank's actions with their times in seconds; empty without a trace.
     """
 
     loss_sum: float
@@ -76,14 +63,14 @@ class Runner:
         partition: Its stages.
         schedule: Validated, lowered from the edges of these stages (`stage_edges`).
         transport: Joins the ranks of the schedule.
-        device: Where this rank computes.
-        training: How it is trained.
+        device: The device on which this rank computes.
+        training: Loss, optimizer, seed, precision and clipping.
         memory: What is not kept on the devices between forward and backward; None keeps all but
             what the schedule offloads.
 
     Attributes:
         own: The trained parameters on this rank, by name. Of what is parked, they have the shapes.
-        optimizer: That of this rank's parameters (set the learning rate in its groups), or None
+        optimizer: Updates this rank's parameters (set the learning rate in its groups), or None
             where there are none.
         reads_inputs: Microbatches whose inputs this rank needs.
         reads_targets: Microbatches whose targets it needs.
@@ -157,10 +144,8 @@ class Runner:
                 traced,
                 partition,
                 number,
-                training.loss,
-                training.seed,
+                training,
                 device,
-                training.dtype,
                 alone=len(homes) == 1 and number not in recomputed and _in_order(whole, number),
                 retention=retentions[number],
                 copies=copies,
@@ -177,13 +162,22 @@ class Runner:
             )
             for number in held
         }
-        self._executor = Executor(
-            transport, whole, self._stages, reductions, device, streams, copies, self._parking
-        )
         counted = [name for name in self._holdings.told if name in trained]
-        self._norm = GradientNorm(trained, counted, transport, device, self._parking)
-        self._verdict: StepVerdict
+        norm = GradientNorm(trained, counted, transport, device, self._parking)
         self._scale = LossScale(training.dtype is torch.float16)
+        self._executor = Executor(
+            RankSetup(
+                transport=transport,
+                schedule=whole,
+                stages=self._stages,
+                reductions=reductions,
+                update=ClippedStep(norm, self._scale, self.optimizer, self._parking, training.clip),
+                device=device,
+                streams=streams,
+                copies=copies,
+                parking=self._parking,
+            )
+        )
         visits = [
             visit_of(each) for each in whole.lists[transport.rank] if each.kind is Kind.FORWARD
         ]
@@ -192,22 +186,24 @@ class Runner:
 
     @property
     def doing(self) -> str:
-        """What this rank is at, in words."""
+        """Return the action that is under way as part of a sentence, for error messages."""
         action = self._executor.doing
         return "between steps" if action is None else f"at {action} of stage {action.stage}"
 
     def step(self, number: int, microbatches: Microbatches, trace: bool = False) -> RankStepResult:
-        """One optimizer step on the mean loss of all samples.
+        """Make one optimizer step on the mean loss of all samples; all ranks call it.
 
         Args:
-            number: The run's step, from 0; decides what layers draw at random.
+            number: The run's step, from 0; with seed and microbatch the seed of what layers draw.
             microbatches: As many as the schedule has, in all groups together.
             trace: Whether the result has events.
+
+        Returns:
+            The loss over all ranks, and this rank's events.
 
         Raises:
             PathosegError: Something failed here or on another rank; all ranks end.
         """
-        events: list[Event] | None = [] if trace else None
         this = Pass(number, microbatches.sizes, self._scale.scale, training=True)
         self._parking.forget_gradients(self.own.values())
         if self.optimizer is not None:
@@ -216,23 +212,25 @@ class Runner:
             with ExitStack() as stack:
                 for stage in self._stages.values():
                     stack.enter_context(stage.statistics.kept())
-                self._executor.step(this, microbatches, partial(self._update, microbatches), events)
+                verdict, events = self._executor.step(this, microbatches, trace)
             for number_of, stage in self._stages.items():
                 holders = self._holders(number_of)
                 stage.statistics.apply(microbatches.sizes, partial(self._sum, holders))
-        verdict = self._verdict
         self._scale.update(verdict)  # which raises the same on all ranks, none being under way
-        return RankStepResult(verdict.loss_sum, verdict.finite, tuple(events or ()))
+        return RankStepResult(verdict.loss_sum, verdict.finite, events)
 
     def _sum(self, holders: tuple[int, ...], rows: torch.Tensor) -> None:
         if len(holders) > 1:
             self._transport.sum(rows, holders).wait()
 
     def predict(self, microbatches: Microbatches) -> dict[int, Any]:
-        """What the model returns in `eval` mode, by microbatch, where its last stage is here.
+        """Run the model in `eval` mode, without gradients; all ranks call it.
 
         Args:
             microbatches: As many as the schedule has; targets are not asked for.
+
+        Returns:
+            The model's output by microbatch, of those whose last stage is on this rank.
 
         Raises:
             PathosegError: As `step`.
@@ -248,11 +246,15 @@ class Runner:
                 module.training = mode
 
     def state(self) -> dict[str, Any]:
-        """The whole of it, for a checkpoint, on rank 0; nothing on the others.
+        """Gather the training state of all ranks on rank 0, for a checkpoint; all ranks call it.
 
         Returns:
-            `model`, the model's state dict; `optimizer`, what the optimizer keeps, by name of the
-            parameter; `scaler`, that of a `torch.amp.GradScaler`. All in host memory.
+            On rank 0, in host memory: `model`, the model's state dict; `optimizer`, by parameter
+            name the optimizer's state of it; `scaler`, the state of a `torch.amp.GradScaler`. An
+            empty dict on the others.
+
+        Raises:
+            PathosegError: Something failed here or on another rank; all ranks end.
         """
         held = self._holdings.tensors()
         told = {name: {"": held[name]} for name in self._holdings.told}
@@ -275,10 +277,13 @@ class Runner:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Takes over what this rank holds of a `state` that any number of ranks may have written.
+        """Load this rank's parameters, buffers and optimizer state.
+
+        Args:
+            state: A whole `state`, written by any number of ranks.
 
         Raises:
-            KeyError, ValueError: It is that of another model or optimizer.
+            KeyError, ValueError: It is the state of another model or optimizer.
         """
         held = self._holdings.tensors()
         own = {key: held[name] for key, name in self._holdings.keys.items() if name in held}
@@ -293,22 +298,6 @@ class Runner:
         buffers = {key: t for key, t in own.items() if not isinstance(t, nn.Parameter)}
         load_tensors(buffers, state["model"])
         self._scale.load_state_dict(state["scaler"])
-
-    def _update(self, microbatches: Microbatches) -> None:
-        """The optimizer's step on all ranks, or on none."""
-        losses = {
-            microbatch: loss
-            for stage in self._stages.values()
-            for microbatch, loss in stage.losses.items()
-        }
-        self._verdict = self._norm.agree(losses, len(microbatches.sizes), self._scale)
-        if self._verdict.finite and self.optimizer is not None:
-            for parameters in self._parking.in_turn(*Park, changed=[*Park]):
-                gradients = [each.grad for each in parameters if each.grad is not None]
-                clip_gradients(gradients, self._verdict.norm, self._training.clip)
-                with self._parking.alone(parameters) as optimizer:
-                    optimizer.step()
-                self._parking.forget_gradients(parameters)
 
     def _holders(self, stage: int) -> tuple[int, ...]:
         return tuple(self._placement.holders(stage))
@@ -336,7 +325,7 @@ class Runner:
 
 
 def _in_order(schedule: Schedule, stage: int) -> bool:
-    """Whether a stage's forwards run in the order of the microbatches."""
+    """Return True if the forwards of a stage's copies run in the order of the microbatches."""
     forwards = [
         visit_of(each)[2] for each in schedule if each.kind is Kind.FORWARD and each.stage == stage
     ]

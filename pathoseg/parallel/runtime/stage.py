@@ -1,4 +1,23 @@
-"""One stage of a model on one rank: runs its layers forward and backward, visit by visit."""
+"""One stage of a model on one rank: runs its layers forward and backward, visit by visit.
+
+A visit is one microbatch at this stage; `_Visit` is what is held for it from (1) to (4):
+
+    (1) feed, receive                     (2) forward
+        received: x, a leaf of autograd  -->  [ layer -> layer -> ... ]  -->  y.detach() leaves
+                                                saved tensors      |
+                                                            roots: graph's end at y, not y itself
+    (4) backward                                                   |
+        x.grad leaves  <--  [ layer <- layer <- ... ]  <--  sum of dL/dy over y's consumers
+                              parameters' .grad grow            (3) receive: gradients, by edge
+
+(1) The model's inputs and other stages' values come, each cut from the graph that made it.
+(2) The layers run. What they save for (4) is autograd's, or the business of `SavedTensorHooks`.
+    At the last stage the loss follows, and is a root. A visit that is to be recomputed runs
+    without a graph here, and once more with one in `recompute`, ahead of (4).
+(3) Each consumer of y sends its gradient; they are added at (4), the deepest consumer first, which
+    is the order of one process.
+(4) One call of `torch.autograd.backward` from all roots; the visit is over.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +28,7 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pathoseg.errors import PathosegError
@@ -24,25 +43,45 @@ from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.runtime.rng import Randomness
 from pathoseg.parallel.schedule.action import Edge, numbered
 
-# Of what the model returns and the targets, one number per sample.
+# (model output, targets) -> losses of shape (samples,)
 Loss = Callable[[Any, Any], Tensor]
 
 
+@dataclass(frozen=True)
+class Training:
+    """The rule by which a model is trained; the same on all ranks.
+
+    Attributes:
+        loss: Takes what the model returns and the targets of a microbatch; returns the loss of each
+            sample, shape (samples,).
+        optimizer: Makes the optimizer of some of the model's trained parameters.
+        seed: Seed of the random numbers that layers draw, together with step, microbatch and layer.
+        dtype: Autocast precision, or None; with float16 the loss is scaled.
+        clip: Largest global L2 norm of the gradient; 0 leaves it.
+    """
+
+    loss: Loss
+    optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+    seed: int = 0
+    dtype: torch.dtype | None = None
+    clip: float = 0.0
+
+
 def stage_edges(partition: Partition) -> dict[Edge, StageEdge]:
-    """The edges of a schedule of these stages, and the value on each."""
+    """Return the schedule's edges between the stages of a partition, each with its value."""
     edges = numbered((sent.source, sent.target) for sent in partition.edges)
     return dict(zip(edges, partition.edges, strict=True))
 
 
 @dataclass
 class Pass:
-    """What all visits of a step, or of a prediction, have in common.
+    """The facts that all visits of one step, or of one prediction, share.
 
     Attributes:
         step: Number of the step.
         sizes: Samples of each microbatch.
-        scale: What the loss is multiplied by ahead of its backward.
-        training: Whether it is a step.
+        scale: Factor of the loss ahead of its backward.
+        training: True for a step, False for a prediction.
     """
 
     step: int
@@ -52,20 +91,21 @@ class Pass:
 
     @property
     def samples(self) -> int:
-        """Samples of all microbatches together."""
+        """The number of samples in all microbatches together."""
         return sum(self.sizes)
 
 
 @dataclass
 class _Visit:
-    """What is held for a microbatch between its forward and its backward.
+    """One microbatch between its forward and its backward.
 
     Attributes:
         received: Values of the model's inputs and other stages, by name, which gather gradients.
-        targets: What the loss compares with.
-        roots: Where the backward begins, by name of the value; "" is the loss.
-        gradients: What came back, by edge.
-        away: What waits in host memory, in the order in which the backward needs it.
+        targets: The loss function's second argument.
+        roots: The graph's ends, from which the backward begins, by name of the value; "" is the
+            loss.
+        gradients: Received gradients, by edge.
+        away: Saved tensors in host memory, in the order in which the backward needs them.
     """
 
     received: dict[str, Tensor] = field(default_factory=dict)
@@ -83,19 +123,17 @@ class Stage:
     Args:
         traced: The model.
         partition: Its stages.
-        number: Which one this is.
-        loss: Computes the losses; used by the last stage.
-        seed: Of what layers draw at random.
-        device: Where it runs.
-        dtype: Autocast precision, or None.
+        number: The stage's number.
+        training: Its loss (used by the last stage), seed and precision.
+        device: The device on which it runs.
         alone: Whether there is one copy, which runs each forward once and in the order of the
             microbatches: then layers keep running state of any kind by themselves.
-        retention: What of its forwards is not kept for their backwards.
+        retention: The layers whose saved tensors are offloaded or recomputed.
         copies: Copies to the host, where it offloads.
         parks: Whether its parameters may leave the device between its visits.
 
     Attributes:
-        number: Which stage it is.
+        number: The stage's number.
         inputs: Names of the model's inputs that it reads.
         entering: The edges that end here, and their values.
         leaving: The edges that start here, and their values.
@@ -108,10 +146,8 @@ class Stage:
         traced: Traced,
         partition: Partition,
         number: int,
-        loss: Loss,
-        seed: int,
+        training: Training,
         device: torch.device,
-        dtype: torch.dtype | None,
         alone: bool,
         retention: ActivationPolicy,
         copies: Copies | None,
@@ -126,9 +162,10 @@ class Stage:
         watched = range(0) if alone else layers
         self.statistics = RunningStatistics(traced.model, traced.graph, watched)
         self.losses: dict[int, Tensor] = {}
-        self._traced, self._loss, self._device, self._dtype = traced, loss, device, dtype
+        self._traced, self._loss = traced, training.loss
+        self._device, self._dtype = device, training.dtype
         self._segment = traced.segment(layers)
-        self._randomness = Randomness(traced.graph, layers, seed, device)
+        self._randomness = Randomness(traced.graph, layers, training.seed, device)
         self._returned = set(traced.graph.outputs) if self.is_last else set()
         self._visits: dict[int, _Visit] = {}
         self._keeping = SavedTensorHooks(traced, layers, number, retention, copies, parks)
@@ -142,22 +179,33 @@ class Stage:
             self._to_check = {name: b for name, b in buffers.items() if id(b) not in counted}
 
     def begin(self) -> None:
-        """A step or prediction begins; what an earlier one left behind is let go."""
+        """Forget the visits and losses of earlier steps."""
         self._visits.clear()
         self.losses.clear()
 
     def feed(self, microbatch: int, inputs: Mapping[str, Tensor]) -> None:
-        """Gives it what it reads of the model's inputs."""
+        """(1) Take the model's inputs that this stage reads.
+
+        Args:
+            microbatch: Its number in the step.
+            inputs: The model's inputs by name, each (samples, …) on the stage's device.
+        """
         visit = self._visits.setdefault(microbatch, _Visit())
         for name in self.inputs:
             visit.received[name] = inputs[name]
 
     def compare(self, microbatch: int, targets: Any) -> None:
-        """Gives the last stage the targets."""
+        """Take the loss function's second argument; the last stage alone needs it."""
         self._visits.setdefault(microbatch, _Visit()).targets = targets
 
     def receive(self, microbatch: int, edge: Edge, tensor: Tensor | None) -> None:
-        """Takes over the value of an edge that ends here, or the gradient of one that starts."""
+        """Take the value of an edge that ends here (1), or the gradient of one that starts (3).
+
+        Args:
+            microbatch: Its number in the step.
+            edge: One of `entering` or `leaving`.
+            tensor: On the stage's device; None where the edge has none.
+        """
         visit = self._visits.setdefault(microbatch, _Visit())
         if edge in self.leaving:
             visit.gradients[edge] = tensor
@@ -166,7 +214,11 @@ class Stage:
             visit.received[sent.value] = tensor.detach().requires_grad_(sent.gradient)
 
     def predict(self, microbatch: int) -> tuple[dict[Edge, Tensor], Any]:
-        """A forward without backward: what leaves, and at the last stage what the model returns."""
+        """Run the layers without a graph.
+
+        Returns:
+            The value of each leaving edge; the model's output at the last stage, None elsewhere.
+        """
         visit = self._visits.pop(microbatch, _Visit())
         with torch.no_grad():
             values = self._run(visit)
@@ -174,12 +226,19 @@ class Stage:
         return self._leaving(values), model_output
 
     def forward(self, microbatch: int, this: Pass, keep: bool) -> dict[Edge, Tensor]:
-        """Runs the layers, and the loss after the last of them; returns what leaves.
+        """(2) Run the layers, and at the last stage the loss.
 
         Args:
             microbatch: Its number in the step; all that it reads has been received.
             this: The step.
             keep: Whether the backward is to find what it needs; else `recompute` comes first.
+
+        Returns:
+            The value of each leaving edge, without a graph.
+
+        Raises:
+            PathosegError: The loss has not one number a sample, or a layer that runs twice or in
+                several copies writes into its inputs or changes a buffer.
         """
         visit = self._visits.setdefault(microbatch, _Visit())
         row = self.statistics.lend()
@@ -196,7 +255,7 @@ class Stage:
         return self._leaving(values)
 
     def recompute(self, microbatch: int, this: Pass) -> None:
-        """The forward once more, for the backward alone."""
+        """Run the layers of (2) once more, with a graph, for the backward alone."""
         visit = self._visits[microbatch]
         self.statistics.lend()
         with torch.enable_grad():
@@ -206,7 +265,11 @@ class Stage:
         self._hold(visit, values)
 
     def backward(self, microbatch: int) -> dict[Edge, Tensor | None]:
-        """Adds to the parameters' gradients; returns those of what was received, by edge."""
+        """(4) Add to the parameters' gradients.
+
+        Returns:
+            By entering edge, the gradient of the value that was received; None where it has none.
+        """
         visit = self._visits.pop(microbatch)
         owed = self._owed(visit)
         if "" in visit.roots:
@@ -221,12 +284,12 @@ class Stage:
         }
 
     def let_go(self) -> None:
-        """What has been copied to the host by now leaves the device."""
+        """Free the device memory of saved tensors whose copy to the host is done."""
         if self._copies is not None:
             self._copies.let_go()
 
     def prefetch(self, microbatch: int) -> None:
-        """The backward of a microbatch is near: what waits in host memory may come back."""
+        """Allow a microbatch's saved tensors to come back from the host: its backward is near."""
         visit = self._visits.get(microbatch)
         if self._copies is None or visit is None or not visit.away:
             return
@@ -237,7 +300,11 @@ class Stage:
     def _run(
         self, visit: _Visit, step: int | None = None, microbatch: int = 0, keep: bool = False
     ) -> dict[str, Tensor]:
-        """What the layers make for others; of a step, or of a prediction."""
+        """Run the layers, without randomness and statistics in a prediction (`step` is None).
+
+        Returns:
+            By name, the values that other stages or the model's output need.
+        """
         with ExitStack() as stack:
             before = None
             if step is not None:
@@ -318,8 +385,8 @@ class Stage:
         }
 
     def _owed(self, visit: _Visit) -> dict[str, Tensor]:
-        """By name, the gradient of what left, summed over its consumers: the deepest first, as
-        one process would."""
+        """Sum, for each value that left, the gradients of its consumers: the deepest first, as one
+        process."""
         owed: dict[str, Tensor] = {}
         for edge, sent in sorted(self.leaving.items(), key=_depth):
             gradient = visit.gradients.pop(edge, None)

@@ -25,8 +25,8 @@ class RankParameters:
         model: The whole model.
         graph: Its layers.
         partition: Its stages.
-        placement: Where they are, groups written out.
-        rank: Whose holdings these are.
+        placement: The ranks of the stages, groups written out.
+        rank: This rank.
 
     Attributes:
         parameters: All parameters of the model by name.
@@ -64,7 +64,7 @@ class RankParameters:
         self.told = [name for name, stages in every if placement.holders(min(stages))[0] == rank]
 
     def of(self, stage: int) -> list[nn.Parameter]:
-        """The parameters of a stage, in the model's order."""
+        """Return the parameters that a stage uses, in the model's order."""
         return [
             parameter
             for name, parameter in self.parameters.items()
@@ -72,11 +72,14 @@ class RankParameters:
         ]
 
     def trained(self, stage: int) -> list[nn.Parameter]:
-        """Return the trained parameters of a stage."""
+        """Return the parameters of a stage that require gradients, in the model's order."""
         return [parameter for parameter in self.of(stage) if parameter.requires_grad]
 
     def settle(self, device: torch.device) -> None:
-        """Moves what this rank holds to its device, and lets go of the memory of the rest."""
+        """Move this rank's parameters and buffers to its device, all others to the `meta` device.
+
+        A parameter that two modules share stays shared.
+        """
         own = set(self.own)
         held = {id(tensor) for name, tensor in self._tensors() if name in own}
         # With the old tensors, so that none of their identities is given to another.
@@ -93,12 +96,12 @@ class RankParameters:
         self.parameters = dict(self._model.named_parameters())
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that this rank holds, by name."""
+        """Return this rank's parameters and buffers by their names in the model."""
         own = set(self.own)
         return {name: tensor for name, tensor in self._tensors() if name in own}
 
     def digest(self) -> str:
-        """A checksum of all values, while they are all here."""
+        """Return a checksum of the whole model: names, dtypes, shapes, values; before `settle`."""
         digest = hashlib.blake2b(digest_size=16)
         for name, tensor in self._tensors():
             data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -125,12 +128,18 @@ State = dict[str, dict[str, Any]]
 
 
 def gather(state: State, transport: Transport, device: torch.device) -> State:
-    """The states of all ranks together, on rank 0 and in host memory; nothing on the others.
+    """Join the states of all ranks on rank 0; all ranks call it.
 
     Args:
         state: Tensors, and values that JSON can hold; no name is on two ranks.
-        transport: Joins the ranks, which all call this.
-        device: Where messages lie.
+        transport: Joins the ranks.
+        device: The device of tensors in messages.
+
+    Returns:
+        On rank 0 the whole state, in host memory; an empty dict on the others.
+
+    Raises:
+        PathosegError: A rank is lost.
     """
     tensors = {
         (name, key): value
@@ -162,11 +171,11 @@ def gather(state: State, transport: Transport, device: torch.device) -> State:
 
 
 def load_tensors(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Copies values into tensors of the same names.
+    """Copy the values of `given` into the tensors of the same names in `own`, in place.
 
     Raises:
-        KeyError: One is missing.
-        ValueError: One has another shape.
+        KeyError: A name is missing in `given`.
+        ValueError: A tensor has another shape.
     """
     for name, tensor in own.items():
         value = given[name]
@@ -179,7 +188,17 @@ def load_tensors(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None
 def load_optimizer(
     optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], state: Mapping[str, Any]
 ) -> None:
-    """Gives an optimizer copies of what is kept for its parameters, by name."""
+    """Load copies of the saved optimizer states of its parameters into an optimizer.
+
+    Args:
+        optimizer: The rank's.
+        names: The name of each of its parameters.
+        state: By parameter name, what the optimizer keeps of it (such as `exp_avg`); a name that is
+            missing has no state.
+
+    Raises:
+        KeyError, ValueError: It is the state of another kind of optimizer.
+    """
     whole = optimizer.state_dict()
     own = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     # Through the optimizer's own door, which brings tensors to the parameters' devices.

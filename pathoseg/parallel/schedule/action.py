@@ -36,7 +36,7 @@ class Edge(NamedTuple):
     Attributes:
         source: The producing stage.
         target: The consuming stage, above `source`.
-        tensor: Which of the tensors between these two stages, from 0.
+        tensor: Number of the tensor between these two stages, from 0.
     """
 
     source: int
@@ -48,7 +48,7 @@ class Edge(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Edge:
-        """The inverse of `str`.
+        """Parse the text of an edge, `0>1` or `0>1.2`.
 
         Raises:
             PathosegError: The text is no edge.
@@ -60,13 +60,16 @@ class Edge(NamedTuple):
 
 
 def chain(stages: int) -> tuple[Edge, ...]:
-    """The edges of stages in a row, each feeding the next alone."""
+    """Return the edges of `stages` stages in a row, each feeding the next alone."""
     return tuple(Edge(stage, stage + 1) for stage in range(stages - 1))
 
 
 def numbered(ends: Iterable[tuple[int, int]]) -> tuple[Edge, ...]:
-    """The edges of tensors, given the stages that make and read each: those of one pair of stages
-    are numbered in turn."""
+    """Make the edges of tensors; those between one pair of stages are numbered in turn.
+
+    Args:
+        ends: For each tensor, the stage that makes it and the stage that reads it.
+    """
     count: Counter[tuple[int, int]] = Counter()
     edges = []
     for pair in ends:
@@ -87,9 +90,9 @@ class Action(NamedTuple):
     """One thing that a rank does. No two actions of a schedule are equal.
 
     Attributes:
-        kind: What is done.
-        replica: Which copy of the model.
-        stage: Which stage of it.
+        kind: Forward, backward, send….
+        replica: Number of the model's copy.
+        stage: Number of the stage.
         microbatch: Its number in the whole step; None for REDUCE, WAIT_REDUCE and STEP.
         edge: The edge of a SEND or RECV. At the edge's source a SEND carries the activation and a
             RECV the gradient; at its target the other way round.
@@ -119,7 +122,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The inverse of `str`: `0:2F5` is replica 0, stage 2, forward of microbatch 5.
+        """Parse the text of an action: `0:2F5` is replica 0, stage 2, forward of microbatch 5.
 
         Raises:
             PathosegError: The text is no action, or lacks what its kind needs.
@@ -200,10 +203,14 @@ class Setting:
 
 
 def predecessors(action: Action, setting: Setting) -> list[Action]:
-    """The actions, on this rank or another, that must be done before `action` may start.
+    """Return the actions, on this rank or another, that must be done before `action` may start.
 
-    This is the one place where the rule stands: the validator, the simulator, the synthesiser
-    and the executor all follow it.
+    This is the one place where the rule stands: the validator, the simulator, the synthesiser and
+    the executor all follow it.
+
+    Args:
+        action: One of the schedule's.
+        setting: The facts of the schedule (`Schedule.setting`).
     """
     kind, replica, stage, microbatch, edge, tensor, bucket = action
     if kind is Kind.FORWARD:

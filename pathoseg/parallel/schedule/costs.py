@@ -12,12 +12,12 @@ from pathoseg.parallel.schedule.action import Edge
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A tensor of a stage that is in host memory between a forward and its backward.
+    """A saved tensor of a stage that is in host memory between a forward and its backward.
 
     Attributes:
-        bytes: How large it is.
-        made: Time after the start of the forward (or recomputation) when it is made.
-        needed: Time after the start of the backward when it is needed.
+        bytes: Its size.
+        made: Time from the start of the forward (or recomputation) until it is made.
+        needed: Time from the start of the backward until it is needed.
     """
 
     bytes: int
@@ -41,7 +41,7 @@ class StageCost:
         checkpoint: Bytes that a recomputed forward keeps instead of `activations`.
         recompute: Time of a recomputation; None is a forward's.
         step: Time of the optimizer's step.
-        tensors: What may be offloaded, by name.
+        tensors: The saved tensors that may be offloaded, by name.
     """
 
     forward: float
@@ -65,13 +65,19 @@ class Network(Protocol):
     """The network between the ranks: the time of a message and of a sum."""
 
     def latency(self, source: int, target: int) -> float:
-        """Time from a message's last byte leaving rank `source` to its being at `target`."""
+        """Return the time from a message's end at rank `source` to its arrival at `target`."""
 
     def transfer(self, source: int, target: int, size: int) -> float:
-        """Time for which `size` bytes to `target` keep the outgoing channel of `source` busy."""
+        """Return the time for which a message keeps the outgoing channel of its sender busy.
+
+        Args:
+            source: The sending rank.
+            target: The receiving rank.
+            size: Bytes.
+        """
 
     def all_reduce(self, ranks: Sequence[int], size: int) -> float:
-        """Time to sum `size` bytes over `ranks`; nothing for a single rank."""
+        """Return the time to sum `size` bytes over `ranks`; 0 for a single rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +99,17 @@ class Link:
         return size * self.beta
 
     def all_reduce(self, ranks: Sequence[int], size: int) -> float:
-        """A ring: reduce-scatter and all-gather (Patarasuk and Yuan, 2009)."""
+        """Return the time of a ring: reduce-scatter and all-gather (Patarasuk and Yuan, 2009)."""
         return _ring(len(ranks), size, self)
 
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Nodes of equally many ranks, rank r on node r // `per_node`.
+    """A cluster of nodes with equally many ranks: rank r is on node r // `per_node`.
 
     Attributes:
         per_node: Ranks on a node.
-        inside: The link of two ranks of one node.
+        inside: The link between two ranks of one node.
         between: The link of a node to the others, which all of its ranks share.
     """
 
@@ -118,10 +124,12 @@ class Nodes:
         return size * self._link(source, target).beta
 
     def all_reduce(self, ranks: Sequence[int], size: int) -> float:
-        """Hierarchical: reduce-scatter in the node, ring between nodes, all-gather in the node.
+        """Return the time of a hierarchical sum: in the node, in a ring of nodes, in the node
+        again.
 
-        All ranks are taken to sum at once, each set of ranks its own stage: `per_node` / (ranks
-        of this sum on a node) such rings share the node's link.
+        It is a reduce-scatter, a ring and an all-gather. All ranks are taken to sum at once, each
+        set of ranks its own stage: `per_node` / (ranks of this sum on a node) such rings share the
+        node's link.
         """
         nodes = sorted({rank // self.per_node for rank in ranks})
         local = -(-len(ranks) // len(nodes))
@@ -163,5 +171,12 @@ class Costs:
 
     @classmethod
     def equal(cls, stages: int, forward: float, backward: float, activations: int = 1) -> Costs:
-        """Equal stages and free links: the setting of the closed forms."""
+        """Return the costs of equal stages on free links: the setting of the closed forms.
+
+        Args:
+            stages: Number of stages.
+            forward: Time of one microbatch's forward through a stage.
+            backward: Likewise.
+            activations: Bytes that a forward keeps for its backward.
+        """
         return cls((StageCost(forward, backward, activations),) * stages)

@@ -10,10 +10,16 @@ from pathoseg.parallel.schedule.action import Action, Edge, Kind
 
 
 class Event(NamedTuple):
-    """One action of one rank in time.
+    """One action of one rank with its times.
 
-    For a SEND, OFFLOAD, PREFETCH or REDUCE it is the time on the wire, for a RECV or WAIT_REDUCE
-    the time the rank waited, for the others the time it computed.
+    For a SEND, OFFLOAD, PREFETCH or REDUCE they are those on the wire, for a RECV or WAIT_REDUCE
+    those of the rank's wait, for the others those of the computation.
+
+    Attributes:
+        rank: The rank.
+        action: The action.
+        start: In seconds, or in the units of the costs that were simulated.
+        end: Likewise.
     """
 
     rank: int
@@ -23,12 +29,12 @@ class Event(NamedTuple):
 
 
 def to_json(events: Iterable[Event]) -> str:
-    """Events of any kind, copies of what a stage has parked among them, for another process."""
+    """Write events as JSON, for another process."""
     return json.dumps([*events])
 
 
 def from_json(text: str) -> list[Event]:
-    """The inverse of `to_json`."""
+    """Read the events that `to_json` wrote."""
     events = []
     for rank, fields, start, end in json.loads(text):
         action = Action(*fields)

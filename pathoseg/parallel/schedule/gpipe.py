@@ -18,8 +18,8 @@ def gpipe(placement: Placement, microbatches: int, flush: int | None = None) -> 
     Args:
         placement: One replica, linear or folded.
         microbatches: In the whole step.
-        flush: How many microbatches are in flight before the stages are drained; all of them when
-            None. With 1 it is MP-Basic.
+        flush: Number of microbatches that are in flight before the stages are drained; all of them
+            when None. With 1 it is MP-Basic.
     """
     size = flush or microbatches
     [home] = placement.homes
@@ -49,5 +49,5 @@ def mp_basic(placement: Placement, microbatches: int) -> Schedule:
 
 
 def sequential(microbatches: int) -> Schedule:
-    """One rank with the whole model as one stage; in groups, it is data parallelism."""
+    """Order one rank with the whole model as one stage; in groups, it is data parallelism."""
     return replace(mp_basic(linear(1), microbatches), name="sequential")

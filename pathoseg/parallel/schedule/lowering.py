@@ -1,4 +1,22 @@
-"""From an order of F and B to everything a rank does: messages, memory, sums, steps."""
+"""From an order of F and B to everything a rank does: messages, memory, sums, steps.
+
+Two stages on two ranks, two microbatches; stage 0 recomputes, stage 1 offloads its tensor x.
+
+    order       rank 0   F0            F1                                 B0            B1
+                rank 1            F0            F1               B0            B1
+
+    (1) edges   rank 0   F0 SEND0      F1 SEND1                     RECV0 B0  RECV1 B1
+                rank 1   RECV0 F0      RECV1 F1       B0 SEND0      B1 SEND1
+    (2) memory  rank 0   ... RECOMPUTE0 RECV0 B0      RECOMPUTE1 RECV1 B1
+                rank 1   RECV0 F0 OFFLOAD0  PREFETCH0 RECV1 F1 OFFLOAD1  PREFETCH1 B0 ...
+    (3) sums    B (a stage's last here), REDUCE of each bucket     (where a stage has copies)
+    (4) end     WAIT_REDUCE of each bucket and STEP, for each copy of a stage
+
+(1) `_messages`: RECV just ahead of the F or B that reads, SEND just after the one that made it.
+(2) `_moves`: a tensor leaves after the forward (or recomputation) that saved it, and may come back
+    from the visit ahead of its backward on: above, PREFETCH0 stands ahead of F1.
+(3), (4) `_with_steps`: sums begin as early as they can and are awaited at the end.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +35,7 @@ def lower(
     offload: Mapping[int, Sequence[str]] | None = None,
     buckets: int = 1,
 ) -> Schedule:
-    """Add to an order of F and B all that the stage graph and the copies of stages ask for.
+    """Return an order of F and B with messages, recomputation, offload, sums and steps added.
 
     A message is sent as soon as its tensor is made, to its consumer directly (a skip too), the
     nearest first, and awaited just ahead of the action that needs it. A stage's gradients are
@@ -32,6 +50,9 @@ def lower(
             made. They leave after the forward (or recomputation), and may come back from the visit
             ahead of their backward on, or from the backward on where that visit is their own.
         buckets: In how many parts a stage's gradients are summed.
+
+    Returns:
+        The same schedule with longer lists and these edges, not validated.
     """
     whole = replace(schedule, edges=schedule.edges if edges is None else tuple(edges))
     offloaded = offload or {}

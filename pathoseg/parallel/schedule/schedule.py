@@ -15,7 +15,7 @@ class Placement:
     """The home of every stage of every replica.
 
     Attributes:
-        ranks: How many ranks there are.
+        ranks: Number of ranks.
         homes: `homes[replica][stage]` is the rank that holds it.
     """
 
@@ -31,11 +31,11 @@ class Placement:
         return len(self.homes)
 
     def holders(self, stage: int) -> list[int]:
-        """The ranks that hold a copy of `stage`, ascending, each once."""
+        """Return the ranks that hold a copy of `stage`, ascending, each once."""
         return sorted({home[stage] for home in self.homes})
 
     def repeated(self, groups: int) -> Placement:
-        """This placement on `groups` times the ranks, each group with replicas of its own."""
+        """Return this placement on `groups` times the ranks, each group with its own replicas."""
         homes = tuple(
             tuple(rank + group * self.ranks for rank in home)
             for group in range(groups)
@@ -45,12 +45,12 @@ class Placement:
 
 
 def linear(ranks: int) -> Placement:
-    """One replica, stage r on rank r."""
+    """Place one replica with stage r on rank r."""
     return Placement(ranks, (tuple(range(ranks)),))
 
 
 def folded(ranks: int) -> Placement:
-    """One replica of 2 × `ranks` stages: rank r holds stages r and 2 × `ranks` - 1 - r.
+    """Place one replica of 2 × `ranks` stages: rank r holds stages r and 2 × `ranks` - 1 - r.
 
     The two ends of a U-Net's long skips are stages s and 2 × `ranks` - 1 - s: they never leave
     their rank.
@@ -59,7 +59,7 @@ def folded(ranks: int) -> Placement:
 
 
 def mirrored(ranks: int) -> Placement:
-    """Two replicas, the odd one inverted: rank r holds stage r of 0 and `ranks` - 1 - r of 1.
+    """Place two replicas, the odd one inverted: rank r holds stage r of 0 and `ranks` - 1 - r of 1.
 
     With an odd number of ranks the middle one holds both copies of the middle stage.
     """
@@ -73,8 +73,8 @@ class Schedule:
     An order holds F and B alone; `lowering.lower` adds the rest.
 
     Attributes:
-        name: What the order is called.
-        placement: Which rank holds which stage of which replica.
+        name: The order's name.
+        placement: The rank of each stage of each replica.
         edges: The tensors between the stages.
         replica_of: The replica that runs each microbatch; as long as the step has microbatches.
         lists: By rank, its actions in order.
@@ -95,12 +95,12 @@ class Schedule:
 
     @property
     def ranks(self) -> int:
-        """Ranks of all groups together."""
+        """The number of ranks of all groups together."""
         return self.placement.ranks * self.groups
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of the whole step, all groups together."""
+        """The number of microbatches of the whole step, all groups together."""
         return len(self.replica_of) * self.groups
 
     @cached_property
@@ -148,8 +148,10 @@ class Schedule:
         return (action for actions in self.lists for action in actions)
 
     def expanded(self) -> Schedule:
-        """The same step with every group written out: group g has ranks, replicas, microbatches
-        (g × one group's) and up."""
+        """Return the same step as one group, with every group's lists written out.
+
+        Group g has the ranks, replicas and microbatches from g times one group's number on.
+        """
         replicas = self.placement.replicas
         own = len(self.replica_of)
         lists = tuple(
@@ -192,10 +194,10 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """The inverse of `str`; it does not judge the order (`validate` does).
+        """Parse the text of a schedule; whether its order can run is for `validate`.
 
         Raises:
-            PathosegError: A line is missing, unknown, or no schedule can be made of it.
+            PathosegError: A line is missing or unknown, or no schedule can be made of it.
         """
         header: dict[str, list[str]] = {}
         homes: list[tuple[int, ...]] = []
@@ -234,7 +236,7 @@ def _unfit(problem: str) -> PathosegError:
 
 
 def visit_of(action: Action) -> Visit:
-    """Replica, stage and microbatch of an action that is about one microbatch."""
+    """Return (replica, stage, microbatch) of an action that has a microbatch."""
     assert action.microbatch is not None
     return action.replica, action.stage, action.microbatch
 

@@ -1,4 +1,24 @@
-"""Replays a schedule against costs: time, bubble, memory, messages, copies to the host."""
+"""Replays a schedule against costs: time, bubble, memory, messages, copies to the host.
+
+    rank 0      |-- F0 --|-- F1 --|                        |-- B0 --|
+    0 to 1               |= 0 =|  |= 1 =|                  .
+    rank 1                     .~~|-- F0 --|--- B0 ---|    .
+    1 to 0                     . .                    |= 0=|~
+                              (2)(3)                       (4)
+
+(1) An action starts once its rank's clock has come to it and all that must precede it is done.
+(2) A message starts when its tensor is made and the rank's last one has left (`_outgoing`); the
+    rank computes on. It is there a latency (~) after it has left.
+(3) RECV moves the clock of its rank to that moment. WAIT_REDUCE does so for sums (`_summing`).
+(4) A visit waits for its copies to and from the host, too: `HostCopies`, two more channels a rank.
+
+Memory is kept apart, as changes of so many bytes at such a time, and added up in the end (`_peak`):
+
+    activations   + at a forward's start                                 - at its backward's end
+    boundary      + at the start of the visit ahead of its RECV          - likewise
+    sent tensor   + at SEND                           - when it has left
+    workspace     + at a visit's start                - at that visit's end
+"""
 
 from __future__ import annotations
 
@@ -15,8 +35,10 @@ from pathoseg.parallel.schedule.validate import runnable
 
 
 def take_turns(actions: Iterable[Action]) -> bool:
-    """Return True if no OFFLOAD runs between a PREFETCH and its backward: one staging buffer then
-    serves both directions in turn; otherwise each direction has its own."""
+    """Return True if no OFFLOAD runs between a PREFETCH and its backward.
+
+    Then one staging buffer serves both directions in turn; otherwise each direction has its own.
+    """
     coming: set[Visit] = set()
     for action in actions:
         if action.kind is Kind.PREFETCH:
@@ -38,8 +60,8 @@ class HostCopies:
     until all has left, too.
 
     Args:
-        rank: Whose copies.
-        link: What a copy takes.
+        rank: The rank.
+        link: Latency and bandwidth of a copy.
         window: Bytes.
         turns: Whether the directions share it (`take_turns`).
 
@@ -81,7 +103,7 @@ class HostCopies:
         return stall
 
     def ask(self, action: Action, now: float) -> None:
-        """A PREFETCH: its tensor may come back from now on."""
+        """Note that the tensor of a PREFETCH may come back from `now` on."""
         self._asked[action] = now
 
     def come_back(self, start: float, copies: Sequence[tuple[Action, Saved]]) -> float:
@@ -117,7 +139,7 @@ class _Window:
         self._held: deque[tuple[float, int]] = deque()
 
     def fits(self, size: int, earliest: float) -> float:
-        """When so many bytes fit; what is given back until then is forgotten."""
+        """Return the earliest time from `earliest` on at which `size` bytes are free."""
         while self._held and (self._held[0][0] <= earliest or size > self._room):
             given_back, freed = self._held.popleft()
             self._room += freed
@@ -125,7 +147,7 @@ class _Window:
         return earliest
 
     def hold(self, size: int, until: float) -> None:
-        """Takes so many bytes; times never fall."""
+        """Take `size` bytes until a time, which is never below that of an earlier call."""
         self._room -= size
         self._held.append((until, size))
 
@@ -137,7 +159,7 @@ class Simulation:
     Tuples are by rank, of one group of ranks.
 
     Attributes:
-        events: What each rank does when, in no particular order between ranks.
+        events: The actions of all ranks with their times, in no particular order between ranks.
         time: From the start of the first action to the end of the last.
         busy: Time of forward, backward and recomputation, without what copies made them wait.
         peak_memory: Bytes of weights, activations, boundary tensors, workspace and the windows of
@@ -219,7 +241,7 @@ class _Replay:
                 self._others[rank].append((0, costs.window if turns[rank] else 2 * costs.window))
 
     def run(self, rank: int, action: Action, needed: Iterable[Action]) -> None:
-        """One action, of which all predecessors have run."""
+        """Replay one action (1), of which all predecessors have run."""
         ready = self._clock[rank]
         for each in needed:
             ready = max(ready, self._finished[each])

@@ -31,7 +31,7 @@ _WIDTH, _MARGIN, _BOX, _THIN, _GAP = 1200, 130, 20, 4, 6
 
 
 def draw_text(events: Sequence[Event], width: int = 100) -> str:
-    """One line per rank: a box per forward, backward and recomputation, dots for idle time.
+    """Draw a line per rank: a box per forward, backward and recomputation, dots for idle time.
 
     A box carries its kind and microbatch (`F3`, `B3`; `R3` recomputes), in small letters where
     the replica is odd. The scale is the smallest at which every label fits; where that would be
@@ -65,7 +65,7 @@ def _label(event: Event) -> str:
 
 
 def draw_svg(runs: Mapping[str, Sequence[Event]]) -> str:
-    """A drawing with a row per rank and run, the runs of a rank one above the other.
+    """Draw an SVG with a row per rank and run, the runs of a rank one above the other.
 
     Under a row, thin bars show messages, sums and copies. Hovering tells a box's action and time.
 
@@ -123,7 +123,7 @@ def _boxes(event: Event, left: float, top: float, scale: float) -> Iterator[str]
 
 
 def chrome_trace(runs: Mapping[str, Sequence[Event]]) -> str:
-    """The JSON that chrome://tracing and Perfetto open: a process per rank, a thread per channel.
+    """Write the JSON of chrome://tracing and Perfetto: a process per rank, a thread per channel.
 
     The same channel of all runs of a rank lies one above the other.
 

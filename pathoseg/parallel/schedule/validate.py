@@ -13,7 +13,7 @@ from pathoseg.parallel.schedule.schedule import Schedule
 
 
 def runnable(schedule: Schedule) -> Iterator[tuple[int, Action, list[Action]]]:
-    """Every action once, each after all that must precede it, in the order of its rank's list.
+    """Yield every action once, after all that must precede it, in the order of its rank's list.
 
     Yields:
         The rank, its action, and the actions that had to precede it.

@@ -18,7 +18,8 @@ from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.partition import even
 from pathoseg.parallel.runtime.executor import Microbatches
 from pathoseg.parallel.runtime.memory_check import Memory
-from pathoseg.parallel.runtime.runner import Runner, Training
+from pathoseg.parallel.runtime.runner import Runner
+from pathoseg.parallel.runtime.stage import Training
 from pathoseg.parallel.schedule.gpipe import gpipe
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.schedule import linear

@@ -31,11 +31,11 @@ def connect_imitated() -> ProcessTransport:
     nothing = contextlib.nullcontext()
     mock.patch.object(torch.cuda, "stream", return_value=nothing).start()
     mock.patch.object(distributed_c10d, "ProcessGroupNCCL", Group, create=True).start()
-    lifeline = Heartbeat(words.rank, words.ranks, words.host, words.announce)
+    heartbeat = Heartbeat(words.rank, words.ranks, words.host, words.announce)
     place = PrefixStore("imitated", words.store)
     channels = NcclChannels(place, words.rank, words.ranks, torch.device("cpu"))
     channels.open()
-    return ProcessTransport(OrderedWire(words, channels), lifeline)
+    return ProcessTransport(OrderedWire(words, channels), heartbeat)
 
 
 class Group:

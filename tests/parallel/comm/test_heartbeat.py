@@ -1,4 +1,4 @@
-"""The lifeline between two processes: a host that pauses as a whole loses nobody."""
+"""The heartbeat between two processes: a host that pauses as a whole loses nobody."""
 
 from __future__ import annotations
 

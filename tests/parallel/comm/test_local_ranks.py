@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from pathoseg import platform_support
 from pathoseg.errors import PathosegError
+from pathoseg.parallel.comm import launcher
 from pathoseg.parallel.comm import local_ranks as launch
-from pathoseg.parallel.comm.launcher import Choice, World, find_world
+from pathoseg.parallel.comm.launcher import (
+    Choice,
+    HostShare,
+    World,
+    find_host_share,
+    find_world,
+    share_of_cores,
+    use_host_share,
+)
 from pathoseg.parallel.comm.local_ranks import start_local
 
 LIBRARIES = ["gloo"]
@@ -127,6 +139,29 @@ def test_a_world_is_read_from_the_environment(environment: dict[str, str], world
     assert find_world(environment) == world
 
 
+ON_HOST = {"SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "3(x2),2", "SLURM_NODEID": "2"}
+ONE_OF_4 = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
+OPEN_MPI = {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+MPICH = {"PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "share"),
+    [
+        (ON_HOST, HostShare(0, 1)),  # left behind by another launcher
+        (ONE_OF_4, HostShare(1, 4)),
+        (ONE_OF_4 | OPEN_MPI | ON_HOST, HostShare(0, 2)),
+        (MPICH, HostShare(1, 2)),
+        (TORCHRUN | {"LOCAL_RANK": "3"} | STEP | ON_HOST, HostShare(3, 4, in_task=4)),
+        (STEP | ON_HOST, HostShare(1, 2)),
+        (STEP | ON_HOST | {"SLURM_NODEID": "1"}, HostShare(1, 3)),
+        (STEP | ON_HOST | {"SLURM_CPUS_ON_NODE": "16", "PMIX_RANK": "5"}, HostShare(1, 2, 16)),
+    ],
+)
+def test_a_rank_finds_its_part_of_its_host(environment: dict[str, str], share: HostShare) -> None:
+    assert find_host_share(find_world(environment), environment) == share
+
+
 @pytest.mark.parametrize("value", [None, "", "many"])
 def test_a_broken_environment_is_refused(value: str | None) -> None:
     environment = {name: text for name, text in TORCHRUN.items() if name != "MASTER_PORT"}
@@ -134,3 +169,67 @@ def test_a_broken_environment_is_refused(value: str | None) -> None:
         environment["MASTER_PORT"] = value
     with pytest.raises(PathosegError, match=r"MASTER_PORT to .* no whole number"):
         find_world(environment)
+
+
+class Gathering:
+    """Of a transport, a rank's view of what all ranks tell each other."""
+
+    def __init__(self, *others: dict[str, Any]) -> None:
+        self._others = others
+
+    def gather(self, text: str) -> list[str]:
+        mine = json.loads(text)
+        return [text, *(json.dumps({**mine, **other}) for other in self._others)]
+
+
+@pytest.mark.parametrize(
+    ("others", "cores"),
+    [
+        ([], 8),
+        ([{}], 4),  # both on the same eight cores
+        ([{"cores": [*range(8, 16)]}], 8),  # bound to eight cores each
+        ([{"host": "elsewhere"}], 8),
+        ([{}] * 20, 1),
+    ],
+)
+def test_ranks_of_a_machine_share_its_cores(
+    monkeypatch: pytest.MonkeyPatch, others: list[dict[str, Any]], cores: int
+) -> None:
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
+    monkeypatch.setattr(launcher, "usable_cores", lambda: set(range(8)))
+    monkeypatch.setattr(platform_support, "_processor_quotas", lambda root: [])
+    transport: Any = Gathering(*others)
+    assert share_of_cores(transport) == cores
+
+
+@pytest.mark.parametrize(("procid", "cores"), [("0", 3), ("1", 6)])
+def test_ranks_that_a_slurm_task_started_share_its_cores(
+    monkeypatch: pytest.MonkeyPatch, procid: str, cores: int
+) -> None:
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "6")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setattr(launcher, "usable_cores", lambda: set(range(64)))
+    monkeypatch.setattr(platform_support, "_processor_quotas", lambda root: [])
+    transport: Any = Gathering({"task": procid})
+    assert share_of_cores(transport) == cores
+
+
+@pytest.mark.parametrize(
+    ("own", "launchers", "share", "cores"),
+    [
+        (16, 16, HostShare(1, 4), 4),  # no rank is bound
+        (4, 16, HostShare(1, 4), 4),  # each is, to cores of its own
+        (8, 16, HostShare(1, 4), 4),  # two are bound to the same
+        (8, 64, HostShare(1, 4, cores=8), 2),  # all of the step's cores, which Slurm tells
+        (1, 16, HostShare(0, 32), 1),
+    ],
+)
+def test_without_a_message_a_rank_finds_its_share_of_the_cores(
+    monkeypatch: pytest.MonkeyPatch, own: int, launchers: int, share: HostShare, cores: int
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # left as it is
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
+    counts = {0: own, os.getppid(): launchers}
+    monkeypatch.setattr(launcher, "usable_cores", lambda process=0: set(range(counts[process])))
+    monkeypatch.setattr(platform_support, "_processor_quotas", lambda root: [])
+    assert use_host_share(share) == cores

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from pathoseg.parallel.comm.local_ranks import start_crew
+from pathoseg.parallel.comm.local_ranks import start_workers
 
 pytestmark = pytest.mark.process
 
 
-def crew(ranks: int, script: str) -> int:
-    return start_crew(ranks, ["/bin/sh", "-c", script])
+def workers(ranks: int, script: str) -> int:
+    return start_workers(ranks, ["/bin/sh", "-c", script])
 
 
 def test_the_best_code_counts_and_all_speak(capfd: pytest.CaptureFixture[str]) -> None:
-    assert crew(3, "echo I am $RANK of $WORLD_SIZE; exit $((3 - RANK))") == 1
+    assert workers(3, "echo I am $RANK of $WORLD_SIZE; exit $((3 - RANK))") == 1
     out, err = capfd.readouterr()
     assert sorted(out.splitlines()) == [f"I am {rank} of 3" for rank in range(3)]
     assert err == ""
@@ -28,10 +28,10 @@ def test_the_best_code_counts_and_all_speak(capfd: pytest.CaptureFixture[str]) -
 
 def test_a_killed_rank_ends_no_other(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = f"[ $RANK = 0 ] && kill -9 $$; sleep 0.3; touch {tmp_path}/$RANK"
-    assert crew(2, script) == 0
+    assert workers(2, script) == 0
     assert (tmp_path / "1").exists()
     assert capfd.readouterr().err == "Rank 0 was killed; the others did its share.\n"
-    assert crew(2, "kill -9 $$") == 137
+    assert workers(2, "kill -9 $$") == 137
     assert capfd.readouterr().err == ""
 
 
@@ -48,6 +48,6 @@ def test_a_signal_reaches_every_rank(number: signal.Signals, tmp_path: Path) -> 
 
     sender = threading.Thread(target=send)
     sender.start()
-    assert crew(2, script) == 128 + number
+    assert workers(2, script) == 128 + number
     sender.join()
     assert len(list(tmp_path.glob("*.came"))) == 2

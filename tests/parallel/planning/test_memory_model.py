@@ -23,7 +23,7 @@ from pathoseg.parallel.planning.partition import even
 from pathoseg.parallel.retention.policy_options import AllowedPolicies, retain
 from pathoseg.parallel.retention.policy_search import Chooser
 from pathoseg.parallel.retention.stage_liveness import stage_facts, units_of
-from pathoseg.parallel.runtime.stage import Pass, Stage
+from pathoseg.parallel.runtime.stage import Pass, Stage, Training
 from pathoseg.parallel.schedule.costs import Link
 from tests.parallel.networks.small import SMALL, small_graph
 from tests.parallel.networks.stages import allocated, cut_places, run_on_messages, saved_by_hooks
@@ -131,10 +131,8 @@ def _allocated_by_stage(traced: Traced, retention: ActivationPolicy, shape: tupl
         traced,
         even(traced.graph, 1),
         number=0,
-        loss=lambda logits, _: logits.flatten(1).sum(1),
-        seed=0,
+        training=Training(lambda logits, _: logits.flatten(1).sum(1), torch.optim.SGD),
         device=torch.device("cpu"),
-        dtype=None,
         alone=True,
         retention=retention,
         copies=None,

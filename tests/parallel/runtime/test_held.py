@@ -18,7 +18,7 @@ from pathoseg.parallel.graph.activation_policy import SMALL, ActivationPolicy
 from pathoseg.parallel.graph.layer_graph import LayerGraph
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.partition import even
-from pathoseg.parallel.runtime.stage import Pass, Stage
+from pathoseg.parallel.runtime.stage import Pass, Stage, Training
 
 CPU = torch.device("cpu")
 VISITS = 3
@@ -74,10 +74,8 @@ def test_forwards_hold_what_their_retention_says(name: str, choice: str) -> None
         traced,
         partition,
         0,
-        lambda returned, targets: returned.flatten(1).sum(1),
-        0,
+        Training(lambda returned, _: returned.flatten(1).sum(1), torch.optim.SGD),
         CPU,
-        None,
         alone=True,
         retention=ActivationPolicy(offloaded, recomputed),
         copies=Overlapped(HostStreams(), CPU, arena, max(away, default=0)),

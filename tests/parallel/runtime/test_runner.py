@@ -24,8 +24,8 @@ from pathoseg.parallel.runtime import memory_check as memory_module
 from pathoseg.parallel.runtime.executor import Microbatches
 from pathoseg.parallel.runtime.memory_check import Memory
 from pathoseg.parallel.runtime.rng import WholeModel
-from pathoseg.parallel.runtime.runner import Runner, Training
-from pathoseg.parallel.runtime.stage import stage_edges
+from pathoseg.parallel.runtime.runner import Runner
+from pathoseg.parallel.runtime.stage import Training, stage_edges
 from pathoseg.parallel.schedule.action import Kind
 from pathoseg.parallel.schedule.gems import gems
 from pathoseg.parallel.schedule.lowering import lower

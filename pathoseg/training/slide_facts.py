@@ -1,0 +1,356 @@
+"""What training makes of each slide, and what would go wrong with all of them together."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pathoseg.annotations.annotation import IGNORE, AnnotationReport, ClassTable
+from pathoseg.config import Config
+from pathoseg.geometry import Mpp, Size
+from pathoseg.tiles.class_pixels import count_tiles
+from pathoseg.tiles.grid import TileGrid
+from pathoseg.tiles.tiles import SlideTiles, tile_labels
+from pathoseg.tiles.tissue import Tissue
+from pathoseg.training.labelled_slides import TABLE, LabelledSlides, Member
+
+FEWEST_TILES = 10  # of a class, below which training has too little of it
+_UNLIKE = 1.2  # times coarser or finer: beyond what augmentation covers (as of slides at inference)
+_MOST = 0.5  # the share from which something is "mostly" so
+_TOLD = 4  # names in a message, of however many
+
+
+@dataclass(frozen=True)
+class SlideFacts:
+    """What training makes of a slide.
+
+    Attributes:
+        member: Its name, patient and split.
+        size: Level-0 pixels.
+        mpp: Microns per level-0 pixel.
+        annotation: What its file holds.
+        tile: Side of a tile.
+        areas_mm2: Area of each class at the resolution of training, background first; nan where
+            overlapping tiles do not tell.
+        tiles: How many tiles are kept.
+        class_tiles: Tiles with each class, background first.
+        padding: Share of the kept tiles that lies off the slide; nan without tiles.
+        tissue_mm2: Tissue; nan where it was not asked.
+        on_glass: Class → share of its pixels that are not tissue; empty where it was not asked.
+    """
+
+    member: Member
+    size: Size
+    mpp: Mpp
+    annotation: AnnotationReport
+    tile: int
+    areas_mm2: tuple[float, ...]
+    tiles: int
+    class_tiles: tuple[int, ...]
+    padding: float
+    tissue_mm2: float = math.nan
+    on_glass: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def slide_mm2(self) -> float:
+        return self.size.pixels * self.mpp.mean**2 * 1e-6
+
+    @property
+    def interest_mm2(self) -> float:
+        """Area of the regions of interest, all of the slide where there are none."""
+        pixels = self.annotation.interest_pixels
+        return self.slide_mm2 if pixels is None else pixels * self.mpp.mean**2 * 1e-6
+
+    @property
+    def ignored_mm2(self) -> float:
+        """What is of interest and nevertheless unknown: classes that are ignored, 255 in masks."""
+        return max(0.0, self.interest_mm2 - sum(self.areas_mm2))
+
+
+def slide_facts(
+    member: Member,
+    tiles: SlideTiles,
+    config: Config,
+    slide: Size,
+    tissue: Tissue | None = None,
+    on_glass: Mapping[str, float] | None = None,
+    is_exact: bool = False,
+) -> SlideFacts:
+    """Return the facts of a slide that was cut.
+
+    Args:
+        member: Its place in the split.
+        tiles: As `cut` makes them.
+        config: `model.task` and `tiles` are used.
+        slide: Level-0 pixels.
+        tissue: As it was found.
+        on_glass: As `shares_on_glass` gives them.
+        is_exact: Count areas once more where tiles overlap.
+    """
+    counts, classes = tiles.class_pixels, tiles.classes
+    pixels = tiles.grid_pixels.astype(np.float64)
+    if tiles.grid.overlap:
+        pixels *= math.nan
+        if is_exact:
+            apart = TileGrid(tiles.grid.extent, tiles.grid.tile, 0)
+            pixels = count_tiles(apart, tiles.frame, tiles.labels, classes).sum(axis=0)
+    if config.model.task == "classify":
+        labels = tile_labels(counts, config.tiles.min_cover)
+        held = np.bincount(labels[labels != IGNORE], minlength=len(classes))
+    else:
+        held = (counts > 0).sum(axis=0)
+    return SlideFacts(
+        member,
+        slide,
+        tiles.frame.level0_mpp,
+        tiles.labels.report,
+        tiles.grid.tile.width,
+        tuple((pixels * tiles.frame.pixel_area_mm2).tolist()),
+        len(tiles),
+        tuple(held.tolist()),
+        _padding(tiles),
+        math.nan if tissue is None else tissue.area_mm2,
+        on_glass or {},
+    )
+
+
+def _padding(tiles: SlideTiles) -> float:
+    size, grid = tiles.frame.size, tiles.grid
+    row, column = np.divmod(tiles.indices, grid.columns)
+    across = np.minimum(size.width - column * grid.stride.width, grid.tile.width)
+    down = np.minimum(size.height - row * grid.stride.height, grid.tile.height)
+    return 1 - float((across * down).mean()) / grid.tile.pixels if len(tiles) else math.nan
+
+
+def shares_on_glass(
+    mask: NDArray[np.uint8], tissue: Tissue, classes: ClassTable
+) -> dict[str, float]:
+    """Class → share of its pixels that are not tissue.
+
+    Args:
+        mask: Class indices of a small picture of the whole slide, shape (height, width).
+        tissue: Of that slide.
+        classes: Their names.
+    """
+    rows, columns = (
+        ((np.arange(length) + 0.5) * of / length).astype(np.int64)
+        for length, of in zip(mask.shape, tissue.mask.shape, strict=True)
+    )
+    glass = ~tissue.mask[np.ix_(rows, columns)]
+    shares = dict[str, float]()
+    for index, name in enumerate(classes.names, start=1):
+        found = mask == index
+        if found.any():
+            shares[name] = float(glass[found].mean())
+    return shares
+
+
+def class_lines(facts: Sequence[SlideFacts], classes: ClassTable) -> Iterator[str]:
+    """Yield a line for each class: how much of it there is to learn from, and to validate."""
+    for index, name in enumerate(classes.names, start=1):
+        parts = []
+        for split, whose in (("train", "training"), ("val", "validation")):
+            own = [one for one in facts if one.member.split == split]
+            if not own:
+                parts.append(f"no {whose} slide")
+                continue
+            with_it = [one for one in own if one.class_tiles[index]]
+            tiles = sum(one.class_tiles[index] for one in with_it)
+            area = sum(one.areas_mm2[index] for one in with_it)
+            told = "" if math.isnan(area) else f", {area:.3g} mm²"
+            slides = "slide" if len(own) == 1 else "slides"
+            parts.append(
+                f"{len(with_it)} of {len(own)} {whose} {slides}, {tiles} {_tiles(tiles)}{told}"
+            )
+        yield f"{name}: on {'; on '.join(parts)}"
+
+
+def short_form(
+    config: Config,
+    sources: LabelledSlides,
+    members: Mapping[str, Member],
+    tiles: Iterable[SlideTiles],
+) -> Iterator[str]:
+    """Yield what a training has found out of its slides anyway, without another look at them.
+
+    Args:
+        config: Of the run.
+        sources: Its slides.
+        members: Their splits.
+        tiles: Of the training and validation slides.
+    """
+    by_file = {source.slide: source for source in sources.usable}
+    facts = []
+    for own in tiles:
+        source = by_file[own.slide]
+        size, frame = source.frame.size, source.frame
+        level0 = Size(round(size.width * frame.scale_x), round(size.height * frame.scale_y))
+        found = slide_facts(members[source.name], own, config, level0)
+        facts.append(replace(found, padding=math.nan))  # `with_tile` has said it
+    yield from class_lines(facts, sources.classes)
+    for warning in warnings_of(facts, sources.classes, config, ()):
+        yield f"Take care: {warning}"
+
+
+def warnings_of(
+    facts: Sequence[SlideFacts], classes: ClassTable, config: Config, unlabelled: Collection[str]
+) -> list[str]:
+    """Return what would go wrong, or is likely not meant, a sentence or two each.
+
+    Args:
+        facts: Of all slides that are used.
+        classes: The classes of the run.
+        config: Of the run.
+        unlabelled: Names of slides without an annotation.
+    """
+    if not facts:
+        return []
+    return [
+        *_about_slides(facts, config, unlabelled),
+        *_about_classes(facts, classes),
+        *_about_annotations(facts),
+        *_about_tiles(facts),
+    ]
+
+
+def _of_one_patient(names: Collection[str]) -> list[str]:
+    """Beginnings of names, with a number in each, that several slides share: likely patients.
+
+    Empty unless that is the way of naming: there are three, and half of the slides have one.
+    """
+    beginnings = Counter(
+        re.split(r"[-_ /.](?=[^-_ /.]*$)", name.rpartition(".")[0])[0] for name in names
+    )
+    shared = {start: n for start, n in beginnings.items() if n > 1 and re.search(r"\d", start)}
+    is_habit = len(shared) >= 3 and 2 * sum(shared.values()) >= len(names)
+    return sorted(shared) if is_habit else []
+
+
+def _about_slides(
+    facts: Sequence[SlideFacts], config: Config, unlabelled: Collection[str]
+) -> Iterator[str]:
+    if unlabelled:
+        have = "slide has" if len(unlabelled) == 1 else "slides have"
+        yield (
+            f"{len(unlabelled)} {have} no annotation and {_are(unlabelled)} left out: "
+            f"{some(unlabelled)}."
+        )
+    if not any(one.member.split == "val" for one in facts):
+        yield "No slide validates: the last epoch is kept, whatever it is worth."
+    names = [one.member.slide for one in facts]
+    alike = _of_one_patient(names) if names == [one.member.patient for one in facts] else []
+    if alike:
+        yield (
+            f"Every slide counts as a patient of its own, and {len(alike)} beginnings of names "
+            f"come several times: {some(alike)}. If these are patients, they may be on both sides "
+            f"of the split, and figures too good: say whose slides they are in {TABLE}."
+        )
+    usual = median(one.mpp.mean for one in facts)
+    unlike = [
+        f"{one.member.slide} ({one.mpp.mean:.4g})"
+        for one in facts
+        if max(one.mpp.mean / usual, usual / one.mpp.mean) > _UNLIKE
+    ]
+    if unlike:
+        yield (
+            f"{len(unlike)} of {len(facts)} slides have another resolution than the {usual:.4g} µm "
+            f"per pixel of most: {some(unlike)}. See whether that is true."
+        )
+    oblong = [
+        f"{one.member.slide} ({one.mpp.x:.4g} × {one.mpp.y:.4g} µm)"
+        for one in facts
+        if max(one.mpp.x / one.mpp.y, one.mpp.y / one.mpp.x) > _UNLIKE
+    ]
+    if oblong:
+        yield f"Pixels are no squares, see whether that is true: {some(oblong)}."
+    coarse = [one.member.slide for one in facts if one.mpp.mean > _UNLIKE * config.tiles.mpp]
+    if coarse:
+        yield (
+            f"{len(coarse)} of {len(facts)} slides are coarser than the {config.tiles.mpp:g} µm "
+            f"per pixel of the model, and enlarged: {some(coarse)}."
+        )
+
+
+def _about_classes(facts: Sequence[SlideFacts], classes: ClassTable) -> Iterator[str]:
+    spelt = defaultdict[str, list[str]](list)
+    for name in classes.names:
+        spelt[" ".join(name.casefold().replace("_", " ").split())].append(name)
+    for names in spelt.values():
+        if len(names) > 1:
+            told = " and ".join(f'"{name}"' for name in names)
+            yield f"{told} are different classes: [annotations.rename] makes them one."
+    for index, name in enumerate(classes.names, start=1):
+        tiles = Counter[str]()
+        for one in facts:
+            tiles[one.member.split] += one.class_tiles[index]
+        if not tiles["train"]:
+            others = sorted({one.member.slide for one in facts if one.class_tiles[index]})
+            where = f"only on slides that are held out ({some(others)})" if others else "nowhere"
+            yield f"{name} is {where}: the model cannot learn it."
+            continue
+        if tiles["train"] < FEWEST_TILES:
+            yield (
+                f"{name} is in {tiles['train']} training {_tiles(tiles['train'])}, fewer than "
+                f"{FEWEST_TILES}: annotate more of it, or choose smaller tiles."
+            )
+        if not tiles["val"] and any(one.member.split == "val" for one in facts):
+            yield f"{name} is on no validation slide: how well it is learnt is not measured."
+
+
+def _about_annotations(facts: Sequence[SlideFacts]) -> Iterator[str]:
+    boxed = [one for one in facts if one.annotation.of_interest]
+    if boxed and len(boxed) < len(facts):
+        others = [one.member.slide for one in facts if not one.annotation.of_interest]
+        yield (
+            f"{len(boxed)} of {len(facts)} slides have regions of interest. The others count as "
+            f"annotated everywhere, which may not be meant: {some(others)}."
+        )
+    glass = [
+        f"{one.member.slide} ({name}, {share:.0%})"
+        for one in facts
+        for name, share in one.on_glass.items()
+        if share > _MOST
+    ]
+    if glass:
+        yield (
+            f"Labels lie mostly on glass: {some(glass)}. Are they another slide's, or shifted? "
+            "([annotations] frame, [tissue])"
+        )
+    bare = [one.member.slide for one in facts if one.tissue_mm2 == 0]
+    if bare:
+        yield f"No tissue is found on {some(bare)} ([tissue] threshold)."
+
+
+def _about_tiles(facts: Sequence[SlideFacts]) -> Iterator[str]:
+    empty = [one.member.slide for one in facts if not one.tiles]
+    if empty:
+        yield f"No tile is cut from {some(empty)}: there is neither tissue nor annotation."
+    padded = [one for one in facts if one.padding > _MOST]
+    if padded:
+        share = sum(one.padding for one in padded) / len(padded)
+        yield (
+            f"Tiles of {padded[0].tile} px are {share:.0%} padding on {len(padded)} of "
+            f"{len(facts)} slides: choose smaller ones (--tile)."
+        )
+
+
+def some(names: Collection[str]) -> str:
+    """The first of some names, and how many more there are."""
+    shown = list(names)[:_TOLD]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
+def _are(things: Collection[str]) -> str:
+    return "is" if len(things) == 1 else "are"
+
+
+def _tiles(count: int) -> str:
+    return "tile" if count == 1 else "tiles"

@@ -1,0 +1,463 @@
+"""Looks through slides and annotations as training would, before hours are spent on them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pathoseg.annotations.annotation import ClassTable
+from pathoseg.annotations.reading import OF_INTEREST
+from pathoseg.config import Config, load_config
+from pathoseg.errors import PathosegError
+from pathoseg.geometry import Box, Frame, Mpp, Size
+from pathoseg.interruption import Interruption
+from pathoseg.models.build import build_model, check_tile, tile_multiple
+from pathoseg.outputs.check_report import (
+    PAGE,
+    TABLE,
+    CheckedSlide,
+    CheckPage,
+    Thumbnail,
+    write_check,
+)
+from pathoseg.outputs.overlay import thumbnail_frame
+from pathoseg.progress import progress_bar, say, say_table
+from pathoseg.slides.region import read_region
+from pathoseg.slides.slide import Slide, open_slide
+from pathoseg.tiles.slide_pool import SlidePool
+from pathoseg.tiles.tiles import SlideTiles
+from pathoseg.training.labelled_slides import (
+    NO_ANNOTATION,
+    LabelledSlide,
+    Member,
+    ReadSlides,
+    classes_held,
+    cut_with_tissue,
+    find_table,
+    labelled_slides,
+    none_to_train_on,
+    read_slides,
+    split_slides,
+    with_tile,
+)
+from pathoseg.training.slide_facts import (
+    SlideFacts,
+    class_lines,
+    shares_on_glass,
+    slide_facts,
+    some,
+    warnings_of,
+)
+from pathoseg.version import __version__
+from pathoseg.workflows.train import training_set
+
+_MOST_ROWS = 40  # of the table on the terminal
+_MOST_CLASSES = 4  # with columns of their own there
+
+
+@dataclass(frozen=True)
+class FolderCheck:
+    """What a check of slides found.
+
+    Attributes:
+        table: The path of check.csv.
+        page: The path of check.html.
+        refusals: Why training would refuse, a text each.
+        warnings: What else is likely not meant.
+    """
+
+    table: Path
+    page: Path
+    refusals: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """2 where training would refuse, 1 with warnings, 0 without."""
+        return 2 if self.refusals else 1 if self.warnings else 0
+
+
+def check(
+    config_file: Path | None, flags: Mapping[str, Mapping[str, Any]], out: Path
+) -> FolderCheck:
+    """Write and tell what training would make of the slides; nothing is trained.
+
+    Splits, classes and tiles are those of `train` with the same options: the same functions find
+    them. A slide that cannot be used stops no other.
+
+    Args:
+        config_file: TOML file, or None.
+        flags: What overrules it, by table and key.
+        out: Folder of check.csv and check.html.
+
+    Raises:
+        PathosegError: No slide is found, or an option is wrong.
+        StoppedError: A signal came.
+    """
+    config = load_config(config_file, flags)
+    with Interruption("Nothing is written; run the same command again.") as interruption:
+        found = _Check(config)
+        pool = SlidePool(lambda path: open_slide(path, config.data.assume_mpp))
+        with (
+            closing(pool),
+            progress_bar("checking", len(found.read.files), "slides") as bar,
+        ):
+            for name in found.read.files:
+                found.look_at(name, pool)
+                bar.advance()
+                interruption.raise_if_asked()
+        found.conclude()
+    table = write_check(out, [found.row(one) for one in found.slides], found.page())
+    found.tell()
+    say(f"Written to {table}; to look at: {out / PAGE}")
+    return FolderCheck(table, out / PAGE, tuple(found.refusals), tuple(found.warnings))
+
+
+@dataclass
+class _Seen:
+    """A slide as far as it could be looked at."""
+
+    name: str
+    size: Size | None = None
+    mpp: Mpp | None = None
+    left_out: str = ""
+    refused: bool = False
+    facts: SlideFacts | None = None
+    thumbnail: Thumbnail | None = None
+
+
+@dataclass
+class _Check:
+    """All that is found, slide by slide.
+
+    Attributes:
+        config: As `train` would have it.
+        read: The slides with their annotations.
+        classes: None where they cannot be told.
+        members: Name → place in the split; empty where that cannot be told.
+        slides: Those looked at so far.
+        refusals: Why training would refuse.
+        warnings: What else is likely not meant.
+    """
+
+    config: Config
+    read: ReadSlides = field(init=False)
+    classes: ClassTable | None = None
+    members: Mapping[str, Member] = field(default_factory=dict)
+    slides: list[_Seen] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.read = read_slides(config)
+        self._sources = {source.name: source for source in self.read.usable}
+        self._training = list[SlideTiles]()
+        self._unreadable = list[str]()  # of those without an annotation
+        self._pictures = dict[str, str]()  # hash of a thumbnail → the slide
+        bad = [f"{name}: {error}" for name, error in self.read.bad.items()]
+        if config.data.skip_bad_slides:
+            self.warnings += [f"Left out: {text}" for text in bad]
+        else:
+            self.refusals += bad
+        try:
+            labelled = labelled_slides(config, self.read)
+            self.classes, held = labelled.classes, classes_held(labelled)
+            # That there are regions of interest is no fault.
+            self.warnings += [n for n in labelled.notes if not n.startswith(OF_INTEREST)]
+            table = find_table(config.data)
+            self.members = split_slides([*held], table, config.seed, config.data.val_share, held)
+        except PathosegError as error:
+            # Where a slide is to blame, that is said already.
+            if self.read.usable or not bad:
+                self.refusals.append(str(error))
+        try:
+            sizes = config.model.with_classes(len(self.classes) if self.classes else 2)
+            factory = config.model.name if sizes.is_factory else None
+            model = build_model(sizes, factory)
+            if self.classes is not None:
+                sources = labelled_slides(config, self.read)
+                self.config = config = with_tile(config, sources, tile_multiple(model))
+            check_tile(model, config.tiles.side)
+        except PathosegError as error:
+            self.refusals.append(str(error))
+
+    @property
+    def _facts(self) -> list[SlideFacts]:
+        return [one.facts for one in self.slides if one.facts is not None]
+
+    def look_at(self, name: str, pool: SlidePool) -> None:
+        """Take in the next slide, whatever becomes of it."""
+        seen = _Seen(name, left_out=self.read.left_out.get(name, ""))
+        seen.refused = name in self.read.bad and not self.config.data.skip_bad_slides
+        self.slides.append(seen)
+        source = self._sources.get(name)
+        try:
+            with pool.borrow(self.read.files[name]) as slide:
+                seen.size, seen.mpp = slide.size, slide.mpp
+                frame, image = _picture(slide, _picture_side(len(self.read.files)))
+            mask = None
+            if source is not None and self.classes is not None:
+                mask = self._learn(seen, source, self.classes, frame, pool)
+            classes = self.classes or ClassTable((), ())
+            seen.thumbnail = Thumbnail.of(image, mask, classes, frame)
+        except PathosegError as error:
+            if source is not None:
+                seen.refused = not self.config.data.skip_bad_slides
+                seen.left_out = str(error)
+                told = self.refusals if seen.refused else self.warnings
+                told.append(f"{name}: {error}")
+            elif not seen.left_out or seen.left_out == NO_ANNOTATION:
+                seen.left_out = f"{NO_ANNOTATION}, and cannot be read: {error.problem}"
+                self._unreadable.append(name)
+        else:
+            if source is not None:
+                self._refuse_twins(name, image)
+
+    def _learn(
+        self,
+        seen: _Seen,
+        source: LabelledSlide,
+        classes: ClassTable,
+        frame: Frame,
+        pool: SlidePool,
+    ) -> NDArray[np.uint8]:
+        """Cut a slide as training does; return its labels in the thumbnail."""
+        config, size = self.config, frame.size
+        mask = source.labels.rasterise(Box(0, 0, size.width, size.height), frame, classes)
+        member = self.members.get(source.name, Member(source.name, source.name, "train"))
+        overlap = config.tiles.overlap if member.split == "train" else 0
+        tiles, tissue = cut_with_tissue(config, source, classes, pool, overlap)
+        on_glass = shares_on_glass(mask, tissue, classes)
+        assert seen.size is not None
+        seen.facts = slide_facts(member, tiles, config, seen.size, tissue, on_glass, is_exact=True)
+        if member.split == "train":
+            self._training.append(tiles)
+        return mask
+
+    def _refuse_twins(self, name: str, image: NDArray[np.uint8]) -> None:
+        digest = hashlib.sha256(image.tobytes() + str(image.shape).encode()).hexdigest()
+        other = self._pictures.setdefault(digest, name)
+        sides = [self.members[each].split for each in (other, name) if each in self.members]
+        if other != name and len(set(sides)) == 2:
+            self.warnings.append(
+                f"{other} ({sides[0]}) and {name} ({sides[1]}) look like the same slide: figures "
+                "on it would be too good. Give both one patient in slides.csv."
+            )
+
+    def conclude(self) -> None:
+        """Find out what follows from all slides together."""
+        if self.members and self.classes is not None:
+            try:
+                if not any(member.split == "train" for member in self.members.values()):
+                    raise none_to_train_on(self.members)
+                if self._training:
+                    training_set(self.config, self._training, self.classes, readers=1)
+            except PathosegError as error:
+                self.refusals.append(str(error))
+            self.warnings += warnings_of(
+                self._facts, self.classes, self.config, self.read.unlabelled
+            )
+        if self._unreadable:
+            self.warnings.append(
+                f"Of the slides without an annotation, {len(self._unreadable)} cannot be read: "
+                f"{some(self._unreadable)}. {TABLE} says why."
+            )
+
+    def row(self, seen: _Seen) -> dict[str, object]:
+        """A row of check.csv; what is not known is empty."""
+        facts = seen.facts
+        member = facts and facts.member
+        row: dict[str, object] = {
+            "slide": seen.name,
+            "patient": member.patient if member and self.members else "",
+            "split": member.split if member and self.members else "",
+            "training": "refused" if seen.refused else "left out" if seen.left_out else "used",
+            "reason": seen.left_out,
+            "width": seen.size.width if seen.size else "",
+            "height": seen.size.height if seen.size else "",
+            "mpp": f"{seen.mpp.mean:.6g}" if seen.mpp else "",
+            "annotation": facts.annotation.path.name if facts else "",
+            "tissue_mm2": _csv(facts.tissue_mm2) if facts else "",
+            "interest_mm2": _csv(facts.interest_mm2) if facts else "",
+            "ignored_mm2": _csv(facts.ignored_mm2) if facts else "",
+            "tiles": facts.tiles if facts else "",
+            "padding": _csv(facts.padding) if facts else "",
+        }
+        names = ("background", *(self.classes.names if self.classes else ()))
+        for index, name in enumerate(names):
+            row[f"mm2_{name}"] = _csv(facts.areas_mm2[index]) if facts else ""
+            row[f"regions_{name}"] = _regions(facts, name)
+            row[f"tiles_{name}"] = facts.class_tiles[index] if facts else ""
+        return row
+
+    def tell(self) -> None:
+        """Print the table, and below it what was found."""
+        columns, rows = self._table(is_page=False)
+        say_table(columns, rows[:_MOST_ROWS])
+        if len(rows) > _MOST_ROWS:
+            say(f"… and {len(rows) - _MOST_ROWS} more slides.")
+        if self.classes is not None and len(self.classes.names) <= _MOST_CLASSES:
+            say(f"Of each class: {_CELL}.")
+        if self.classes is not None and self._facts:
+            for line in class_lines(self._facts, self.classes):
+                say(line)
+        for text in self.warnings:
+            say(f"Take care: {text}")
+        for text in self.refusals[:_MOST_ROWS]:
+            say(f"Training would refuse: {text}")
+        if len(self.refusals) > _MOST_ROWS:
+            say(f"… and {len(self.refusals) - _MOST_ROWS} more refusals: see {TABLE}.")
+
+    def page(self) -> CheckPage:
+        """What check.html shows."""
+        facts = self._facts
+        names = self.classes.names if self.classes else ()
+        labelled = sum(sum(one.areas_mm2[1:]) for one in facts)
+        tissue = sum(one.tissue_mm2 for one in facts)
+        counts = [
+            sum(one.member.split == part for one in facts) for part in ("train", "val", "test")
+        ]
+        columns, rows = self._table(is_page=True)
+        return CheckPage(
+            folders=self.config.data.told_folders,
+            classes=list(zip(names, self.classes.colours, strict=True)) if self.classes else [],
+            keys=[
+                ("Slides", str(len(self.slides)), f"{len(facts)} to learn from"),
+                ("Train / val / test", " / ".join(map(str, counts)), ""),
+                ("Tiles", str(sum(one.tiles for one in facts)), f"of {self.config.tiles.side} px"),
+                ("Labelled mm²", f"{labelled:.3g}", f"of {tissue:.3g} mm² of tissue"),
+            ],
+            class_columns=[
+                ("Class", False),
+                *((f"{what}, {part}", True) for part in ("train", "val") for what in _MEASURES),
+            ],
+            class_rows=[self._class_row(index, name) for index, name in enumerate(names, start=1)],
+            columns=columns,
+            rows=rows,
+            refusals=self.refusals,
+            warnings=self.warnings,
+            slides=[
+                CheckedSlide(one.name, _told(one, names), one.refused, one.thumbnail)
+                for one in self.slides
+            ],
+            version=__version__,
+        )
+
+    def _class_row(self, index: int, name: str) -> list[str]:
+        cells = [name]
+        for part in ("train", "val"):
+            own = [
+                one for one in self._facts if one.member.split == part and one.class_tiles[index]
+            ]
+            area = sum(one.areas_mm2[index] for one in own)
+            tiles = sum(one.class_tiles[index] for one in own)
+            cells += [str(len(own)), f"{area:.3g}", str(tiles)]
+        return cells
+
+    def _table(self, is_page: bool) -> tuple[list[tuple[str, bool]], list[list[str]]]:
+        """Columns and rows of the table of slides: all of them, or what a terminal has room for."""
+        names = self.classes.names if self.classes else ()
+        shown = names if is_page or len(names) <= _MOST_CLASSES else ()
+        facts = self._facts
+        optional = {
+            "Of interest": is_page or any(one.annotation.of_interest for one in facts),
+            "Ignored": is_page or any(map(_ignores, facts)),
+            "Padding": is_page or any(one.padding >= 0.1 for one in facts),
+        }
+        columns = [("Slide", False), ("Split", False), ("µm/px", True), ("Pixels", True)]
+        columns += [("Tissue mm²", True)]
+        columns += [(name, True) for name in ("Of interest", "Ignored") if optional[name]]
+        columns += [("Tiles", True), *([("Padding", True)] if optional["Padding"] else [])]
+        columns += [(name, True) for name in shown]
+        if names and not shown:
+            columns += [("Labelled mm²", True), ("Classes", True)]
+        rows = []
+        for one in self.slides:
+            cells = dict.fromkeys((title for title, _ in columns), "")
+            cells |= self._cells(one, names)
+            rows.append([cells[title] for title, _ in columns])
+        return columns, rows
+
+    def _cells(self, seen: _Seen, names: Sequence[str]) -> dict[str, str]:
+        """Texts of a slide's row by column."""
+        facts, cells = seen.facts, {"Slide": seen.name}
+        if seen.mpp and seen.size:
+            cells["µm/px"] = f"{seen.mpp.mean:.4g}"
+            cells["Pixels"] = f"{seen.size.width}×{seen.size.height}"
+        if facts is None:
+            cells["Split"] = "refused" if seen.refused else "left out"
+            return cells
+        held = sum(count > 0 for count in facts.class_tiles[1:])
+        cells |= {
+            "Split": facts.member.split if self.members else "?",
+            "Tissue mm²": f"{facts.tissue_mm2:.3g}",
+            "Of interest": f"{facts.interest_mm2:.3g}",
+            "Ignored": f"{facts.ignored_mm2:.3g}" if _ignores(facts) else "0",
+            "Tiles": str(facts.tiles),
+            "Padding": "" if math.isnan(facts.padding) else f"{facts.padding:.0%}",
+            "Labelled mm²": f"{sum(facts.areas_mm2[1:]):.3g}",
+            "Classes": f"{held} of {len(names)}",
+        }
+        for index, name in enumerate(names, start=1):
+            area, tiles = facts.areas_mm2[index], facts.class_tiles[index]
+            regions = _regions(facts, name)
+            parts = [f"{area:.3g}", *([str(regions)] if regions != "" else []), str(tiles)]
+            cells[name] = " · ".join(parts) if area or tiles else "–"
+        return cells
+
+
+_CELL = "mm² · regions (none are counted in masks) · tiles"
+_ROUNDING = 0.01  # share of what is of interest: labels end at whole pixels
+_MEASURES = ("Slides", "mm²", "Tiles")
+
+
+def _told(seen: _Seen, names: Sequence[str]) -> str:
+    """What is said below the picture of a slide."""
+    return " · ".join(_parts(seen, names))
+
+
+def _parts(seen: _Seen, names: Sequence[str]) -> Iterator[str]:
+    if seen.facts is not None:
+        yield seen.facts.member.split
+    if seen.mpp is not None:
+        yield f"{seen.mpp.mean:.4g} µm/px"
+    if seen.facts is None:
+        yield seen.left_out
+        return
+    for name, area in zip(names, seen.facts.areas_mm2[1:], strict=True):
+        if area:
+            yield f"{name} {area:.3g} mm²"
+
+
+def _regions(facts: SlideFacts | None, name: str) -> int | str:
+    """How many outlines of the class there are; empty for a mask, which has none."""
+    if facts is None or facts.annotation.is_mask:
+        return ""
+    return facts.annotation.outlines.get(name, 0)
+
+
+def _ignores(facts: SlideFacts) -> bool:
+    return facts.ignored_mm2 > _ROUNDING * facts.interest_mm2
+
+
+def _csv(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.9g}"
+
+
+def _picture_side(slides: int) -> int:
+    """The longest side of thumbnails: the page holds them all."""
+    return 480 if slides <= 50 else 320 if slides <= 200 else 160
+
+
+def _picture(slide: Slide, side: int) -> tuple[Frame, NDArray[np.uint8]]:
+    frame = thumbnail_frame(slide.size, slide.mpp, side)
+    return frame, read_region(slide, frame, Box(0, 0, frame.size.width, frame.size.height)).pixels

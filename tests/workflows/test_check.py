@@ -1,0 +1,147 @@
+"""pathoseg check: it says what train does, goes on after bad slides, and exits accordingly."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+Command = Callable[..., tuple[int, str]]
+
+CHECK = ("check", "--config", "tiny.toml", "--slides", "slides")
+
+
+def _rows(path: Path = Path("check.csv")) -> dict[str, dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return {row["slide"]: row for row in csv.DictReader(file)}
+
+
+def _outlines(path: Path, *boxes: tuple[str, int, int, int, int]) -> None:
+    """A QuPath file of boxes: class, left, top, right, bottom; it takes the mask's place."""
+    path.with_name(f"{path.stem}_mask.png").unlink(missing_ok=True)
+    features = [
+        {
+            "type": "Feature",
+            "properties": {"objectType": "annotation", "classification": {"name": name}},
+            "geometry": {
+                "type": "Polygon",
+                "coordinates": [[[x0, y0], [x1, y0], [x1, y1], [x0, y1], [x0, y0]]],
+            },
+        }
+        for name, x0, y0, x1, y1 in boxes
+    ]
+    text = json.dumps({"type": "FeatureCollection", "features": features})
+    path.with_suffix(".geojson").write_text(text)
+
+
+def test_it_says_what_train_does(toy_slides: Path, command: Command) -> None:
+    inner = toy_slides / "inner"
+    inner.mkdir()
+    for end in (".png", "_mask.png"):
+        (toy_slides / f"slide3{end}").rename(inner / f"slide3{end}")
+    code, said = command(*CHECK)
+    assert code == 0, said
+    assert "Take care" not in said
+    rows = _rows()
+    code, trained = command("train", *CHECK[1:], "--epochs", 1, "--out", "run")
+    assert code == 0, trained
+    splits = {name: (row["patient"], row["split"]) for name, row in rows.items()}
+    recorded = _rows(Path("run/splits.csv"))
+    assert splits == {name: (row["patient"], row["split"]) for name, row in recorded.items()}
+    assert "inner/slide3.png" in rows
+    [line] = [line for line in said.splitlines() if line.startswith("disc: on ")]
+    assert line in trained.splitlines()
+    tiles = sum(int(row["tiles_disc"]) for row in rows.values() if row["split"] == "train")
+    assert f"on 3 of 3 training slides, {tiles} tiles" in line
+    for name, row in rows.items():
+        mask = np.asarray(Image.open(toy_slides / f"{name.removesuffix('.png')}_mask.png"))
+        assert float(row["mm2_disc"]) == pytest.approx((mask == 1).sum() * 0.25e-6)
+        blocks = mask.reshape(3, 32, 3, 32).any(axis=(1, 3))
+        assert (int(row["tiles"]), int(row["tiles_disc"])) == (9, blocks.sum())
+        assert float(row["interest_mm2"]) == pytest.approx(96**2 * 0.25e-6)
+    page = Path("check.html").read_text()
+    assert not re.findall(r"(?:src|href)=\"(?!data:|#)|url\(|<script", page), "one file"
+    assert page.count("data:image/png;base64,") == 2 * 4, "a picture and its labels each"
+
+
+def test_a_bad_slide_is_told_in_a_line_and_stops_no_other(
+    toy_slides: Path, command: Command
+) -> None:
+    (toy_slides / "slide0.png").write_bytes((toy_slides / "slide0.png").read_bytes()[:300])
+    (toy_slides / "slide1_mask.png").unlink()
+    code, said = command(*CHECK, "--out", "found")
+    assert code == 2
+    assert said.count("Training would refuse: slide0.png: ") == 1
+    assert "1 slide has no annotation and is left out: slide1.png" in said
+    rows = _rows(Path("found/check.csv"))
+    states = [rows[f"slide{number}.png"]["training"] for number in range(4)]
+    assert states == ["refused", "left out", "used", "used"]
+    assert float(rows["slide2.png"]["mm2_disc"]) > 0
+    assert command("train", *CHECK[1:], "--out", "run")[0] == 2
+    assert command(*CHECK, "--skip-bad-slides")[0] == 1
+    for path in toy_slides.glob("slide*.png"):
+        path.write_bytes(b"")
+    code, said = command(*CHECK)
+    assert (code, len(_rows())) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "why"),
+    [
+        ("slide0,val\n", (), "has no row for slide1.png"),
+        ("slide0,val\nslide1,val\nslide2,test\nslide3,val\n", (), "None of the 4 slides is left"),
+        ("slide0,val\nslide1,\nslide2,\nslide3,\n", ("--tile", "31"), "31"),
+    ],
+)
+def test_what_training_refuses_of_all_slides_together(
+    rows: str, options: tuple[str, ...], why: str, toy_slides: Path, command: Command
+) -> None:
+    (toy_slides / "slides.csv").write_text(f"slide,split\n{rows}")
+    code, said = command(*CHECK, *options)
+    assert (code, why in said.partition("Training would refuse")[2]) == (2, True), said
+    code, said = command("train", *CHECK[1:], *options, "--out", "run")
+    assert (code, why in said) == (2, True), said
+    assert not Path("run").exists()
+
+
+def test_what_is_likely_not_meant_is_said(toy_slides: Path, command: Command) -> None:
+    config = Path("tiny.toml").read_text().replace('classes = ["disc"]\n', "")
+    Path("tiny.toml").write_text(config.replace("tile = 32", "tile = 320"))
+    glass = np.full((960, 960, 3), 244, np.uint8)  # large enough for tissue to be looked for
+    rng = np.random.default_rng(0)
+    glass[:300, :300] = np.clip(rng.normal((180, 90, 150), 20, (300, 300, 3)), 0, 255)
+    Image.fromarray(glass).save(toy_slides / "slide0.png")
+    _outlines(
+        toy_slides / "slide0.png",
+        ("Region*", 0, 0, 900, 900),
+        ("disc", 500, 500, 900, 900),
+        ("Disc", 20, 20, 40, 40),
+        ("disc", 2000, 2000, 2100, 2100),
+    )
+    _outlines(toy_slides / "slide1.png", ("rare", 5, 5, 60, 60))
+    for number in (2, 3):
+        _outlines(toy_slides / f"slide{number}.png", ("disc", 5, 5, 60, 60))
+    table = "slide,split\nslide0,train\nslide1,val\nslide2,train\nslide3,train\n"
+    (toy_slides / "slides.csv").write_text(table)
+    code, said = command(*CHECK)
+    assert code == 1, said
+    for expected in (
+        "rare is only on slides that are held out (slide1.png)",
+        "disc is on no validation slide",
+        "Disc is in 1 training tile, fewer than 10",
+        '"Disc" and "disc" are different classes',
+        "Outlines off the slide: 1 not used, in 1 file (slide0.geojson)",
+        "1 of 4 slides have regions of interest",
+        "Labels lie mostly on glass: slide0.png (disc, 100%).",
+        "Tiles of 320 px are 91% padding on 3 of 4 slides",
+    ):
+        assert expected in said, expected
+    row = _rows()["slide0.png"]
+    assert float(row["interest_mm2"]) == pytest.approx(900**2 * 0.25e-6)
+    assert row["regions_disc"] == "1"
