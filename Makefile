@@ -22,8 +22,10 @@ demo: install
 	@echo "sample_06.svs was in no training step. Look at results/sample_06/overlay.png, or open"
 	@echo "sample_data/sample_06.svs in QuPath and drag results/sample_06/regions.geojson onto it."
 
+# Each worker begins with half of the tests, in their order, and takes others from the end of those
+# that are left to the other: so most of what the tests of a file share is made once.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 # Style, types, walls, and the tests that start no process and take less than a second. Types are
 # checked beside the tests, for both cores to be at work.

@@ -22,6 +22,7 @@ from pathoseg.cli import main
 from pathoseg.models.build import build_model, tile_multiple
 from pathoseg.models.bundle import Bundle, save_bundle
 from pathoseg.models.model_options import ModelConfig
+from tests.forked import Forked
 
 # Examples are not timed: this suite runs on machines with two busy cores. They are the same in
 # every run, so that a change is judged and not the luck of the draw.
@@ -48,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is known without being told: who asks for `start`, and what is large."""
     for item in items:
-        if "start" in getattr(item, "fixturenames", ()):
+        if {"start", "start_python"} & {*getattr(item, "fixturenames", ())}:
             item.add_marker(pytest.mark.process)
         if item.path.parent == _HERE / "workflows" or _LARGE.search(item.name):
             item.add_marker(pytest.mark.slow)
@@ -119,21 +120,39 @@ def draw_disc(path: Path, seed: int, side: int = 96) -> None:
     Image.fromarray(disc.astype(np.uint8)).save(path.with_name(f"{path.stem}_mask.png"))
 
 
-@pytest.fixture
-def toy_slides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """`tmp_path/slides` with four images, and the working directory set to `tmp_path`."""
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "slides"
+def draw_toy_slides(place: Path) -> Path:
+    """`slides` with four images, beside `tiny.toml`, which trains on them."""
+    folder = place / "slides"
     folder.mkdir()
     for seed in range(4):
         draw_disc(folder / f"slide{seed}.png", seed)
-    (tmp_path / "tiny.toml").write_text(TINY)
+    (place / "tiny.toml").write_text(TINY)
     return folder
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts the real command in `tmp_path`; what still runs at the end of the test is killed."""
+def toy_slides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`tmp_path/slides` with four images, and the working directory set to `tmp_path`."""
+    monkeypatch.chdir(tmp_path)
+    return draw_toy_slides(tmp_path)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Forked]]:
+    """Starts the command in `tmp_path`, forked; what still runs at the test's end is killed."""
+    with ExitStack() as stack:
+
+        def run(*arguments: str) -> Forked:
+            process = stack.enter_context(Forked(arguments, tmp_path))
+            stack.callback(process.kill)
+            return process
+
+        yield run
+
+
+@pytest.fixture
+def start_python(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """As `start`, by an interpreter of its own: seconds of imports, for who tests its start."""
     with ExitStack() as stack:
 
         def run(*arguments: str) -> subprocess.Popen[str]:

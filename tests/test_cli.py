@@ -161,11 +161,11 @@ def test_only_debug_shows_the_traceback(tmp_path: Path, command: Command) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_at_any_moment_of_the_start_ends_quietly(
-    toy_slides: Path, start: Start, number: signal.Signals, code: int
+    toy_slides: Path, start_python: Start, number: signal.Signals, code: int
 ) -> None:
     """From the first import of ours on; before, the interpreter itself answers."""
     for delay in (0.0, 0.1, 0.5, 1.2, 2.0):
-        process = start("train", "--slides", str(toy_slides), "--config", "tiny.toml")
+        process = start_python("train", "--slides", str(toy_slides), "--config", "tiny.toml")
         _wait_for_handlers(process)
         time.sleep(delay)
         process.send_signal(number)
@@ -187,10 +187,10 @@ def _wait_for_handlers(process: subprocess.Popen[str]) -> None:
 
 @pytest.mark.slow
 def test_a_whole_course_says_only_what_is_ours(
-    toy_slides: Path, start: Start, tmp_path: Path
+    toy_slides: Path, start_python: Start, tmp_path: Path
 ) -> None:
     def run(*arguments: str) -> str:
-        process = start(*arguments)
+        process = start_python(*arguments)
         said, _ = process.communicate(timeout=120)
         assert process.returncode == 0, said
         return str(said)

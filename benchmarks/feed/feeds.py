@@ -126,6 +126,7 @@ def ours(tiles: SlideTiles, job: Job) -> Callable[[int], Iterable[int]]:
         BATCH,
         seed=0,
         samples_per_epoch=job.tiles,
+        offsets="random",
         augmentation=Augmentation(AugmentOptions()),
         threads=job.workers,
     )

@@ -85,9 +85,9 @@ def _train(options: argparse.Namespace, chosen: Plan) -> None:
 def _count(fitted: Fit, step: Callable[[], object], transport: Transport, memory: int) -> None:
     """Refuses what a step on CPUs, which cap nothing, holds above the cap."""
     held = allocated(step) + sum(each.nbytes for each in fitted.runner.own.values())
-    over = held - memory
-    if max(map(int, transport.gather(str(over)))) > 0:
-        sys.exit(f"Rank {transport.rank}: {over} bytes of memory too many.")
+    most = max(map(int, transport.gather(str(held))))
+    if most > memory:
+        sys.exit(f"The largest rank holds {most} bytes, and may hold {memory}.")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from benchmarks.offload.caps import caps
 from benchmarks.offload.study import study
 from benchmarks.offload.subject import DEVICE
 from benchmarks.offload.trace import write_trace
+from benchmarks.offload.waiting import waiting
 from pathoseg.parallel.cost.hardware import load_hardware
 
 
@@ -29,16 +30,18 @@ def main() -> None:
         help="what the planner prices by; best a file of `pathoseg calibrate` on this device",
     )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace of a step")
-    parser.add_argument("--part", choices=("study", "caps"), help="one of the two")
+    parser.add_argument("--part", choices=("study", "caps", "waiting"), help="one of them")
     options = parser.parse_args()
     name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
     print(f"Device: {name}, torch {torch.__version__}")
     figures: dict[str, float | str] = {"device": name}
     hardware = load_hardware(options.hardware)
-    if options.part != "caps":
+    if options.part in (None, "study"):
         figures.update(study(options.quick))
-    if options.part != "study":
+    if options.part in (None, "caps"):
         figures.update(caps(options.quick, hardware))
+    if options.part in (None, "waiting"):
+        figures.update(waiting(options.quick, hardware))
     if options.trace:
         write_trace(options.trace, options.quick)
     if options.json:

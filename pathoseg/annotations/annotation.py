@@ -52,11 +52,11 @@ class PassedOver(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AnnotationFile:
-    """What a file of outlines holds.
+    """The content of an annotation file with outlines.
 
     Attributes:
         annotations: Its regions, in the order of the file.
-        passed_over: What it holds besides → how often.
+        passed_over: Number of other objects, by kind and class.
     """
 
     annotations: list[Annotation]
@@ -65,18 +65,18 @@ class AnnotationFile:
 
 @dataclass(frozen=True, slots=True)
 class AnnotationReport:
-    """What is learnt from an annotation file, and what is not.
+    """Counts of the objects of an annotation file that training uses, and of those it leaves out.
 
     Attributes:
         path: The file.
-        outlines: Class → its outlines that count, background among them; empty for a mask.
-        of_interest: How many outlines are regions of interest.
-        interest_pixels: Level-0 pixels of the slide inside of them; None where there are none.
-        unclassified: How many outlines without a class are ignored, or are of the class
+        outlines: Number of outlines in use by class, background among them; empty for a mask.
+        of_interest: Number of outlines that are regions of interest.
+        interest_pixels: Their area on the slide in level-0 pixels; None where there are none.
+        unclassified: Number of outlines without a class. They are ignored, or of the class
             `fallback` where no file has any class.
         fallback: That class.
-        passed_over: What is not learnt from, in the plural → how many; ignored outlines among it.
-        is_mask: Whether the file is a mask, of which nothing is counted.
+        passed_over: Number of objects left out, by kind in the plural; ignored outlines among them.
+        is_mask: True for a mask, of which nothing is counted.
     """
 
     path: Path
@@ -131,7 +131,7 @@ class Labels(Protocol):
     def path(self) -> Path: ...
     @property
     def report(self) -> AnnotationReport:
-        """What is learnt from the file, and what is not."""
+        """Counts of the objects in use and of those left out."""
         ...
 
     def classes(self) -> Mapping[str, Colour | None]:

@@ -39,14 +39,15 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Where what parts of classes cover changes along the rows of a box.
+    """Changes of the covered area along the rows of a box, one for each edge, row and pixel.
 
     Attributes:
         part: Number of the part, shape (steps,).
         row: The row of pixels, shape (steps,).
         column: The pixel in which the step is, -1 where it is left of the box, shape (steps,).
-        here: How much more of that pixel the part covers for it, in 1/(2 · 256²), shape (steps,).
-        beyond: How much more of each pixel that follows it covers, less `here`.
+        here: Change of the area that the part covers of that pixel, in 1/(2 · 256²) of a pixel,
+            shape (steps,).
+        beyond: Change of the area that it covers of each following pixel, less `here`.
         value: Of each part, the index of its class, or `INTEREST`.
         order: Of each part, the number of its region in the order of painting; None where of two
             classes the higher index is the last.
@@ -62,7 +63,7 @@ class Steps:
 
 
 def to_units(position: NDArray[np.float64]) -> Ints:
-    """Positions in pixels as whole numbers of 1/256, to the nearest."""
+    """Convert positions in pixels to whole numbers of 1/256, to the nearest."""
     units: Ints = np.floor(position * UNIT + 0.5).astype(np.int64)
     return units
 
@@ -75,12 +76,12 @@ def counted(lengths: Ints) -> Ints:
 
 
 def units_on_slide(first: int, last: int, length: float) -> Ints:
-    """How much of each of the pixels `first` to `last` is on the slide, in 1/256.
+    """Return the length of each of the pixels `first` to `last` on the slide, in 1/256 pixel.
 
     Args:
         first: The first pixel, across or down.
-        last: The one after the last.
-        length: Of the slide, in pixels.
+        last: One past the last pixel.
+        length: Length of the slide along that axis, in pixels.
     """
     sides = to_units(np.array([0.0, length]))
     lengths: Ints = np.diff((np.arange(first, last + 1) * UNIT).clip(*sides))
@@ -96,14 +97,14 @@ def ignore_outside(mask: NDArray[np.uint8], box: Box, frame: Frame, slide_size: 
 
 
 def rows_at_once(width: int, classes: int) -> int:
-    """How many rows of a box are labelled at a time, so that memory has a bound."""
+    """Return the number of rows of a box to label at a time, so that memory has a bound."""
     return max(1, _MOST_SUMS // ((width + 3) * (classes + 4)))
 
 
 def most_covered(
     steps: Steps, heights: Ints, widths: Ints, unlabelled: int, interest: bool = False
 ) -> NDArray[np.uint8]:
-    """The class that covers most of each pixel of a box.
+    """Return the class that covers most of each pixel of a box.
 
     Of classes that cover as much, the pixel gets the one painted last; of a class and what nothing
     covers, the class.
@@ -192,7 +193,16 @@ class _Lines:
         return cls(first, row, first - row * stride - 1, stride, number, at)
 
     def areas(self, steps: Steps, kind: Ints, kinds: int) -> Ints:
-        """How much of each pixel of a piece parts of each kind cover, shape (kinds, pieces)."""
+        """Return the area that each kind of parts covers of a pixel of each piece.
+
+        Args:
+            steps: The changes.
+            kind: Kind of each step, from 0, shape (steps,).
+            kinds: Number of kinds.
+
+        Returns:
+            Areas in 1/(2 · 256²) of a pixel, shape (kinds, pieces).
+        """
         count = len(self.first)
         sums = np.zeros((kinds, count), np.int64)
         for places, change in ((self.steps, steps.here), (self.steps + 1, steps.beyond)):
@@ -218,7 +228,7 @@ def _painted_last(
     width: int,
     tied: Mapping[int, NDArray[np.bool_]],
 ) -> Ints:
-    """Of the classes that cover as much of some pixels, that of the region painted last in each.
+    """Break ties: return the class of the region painted last, of those that cover a pixel equally.
 
     Args:
         steps: Of all parts.
@@ -226,7 +236,7 @@ def _painted_last(
         rows: Of the pixels, ascending.
         columns: Of the pixels, ascending in each row.
         width: Of the box.
-        tied: Class → whether it is one of those, for each pixel.
+        tied: By class, True for each pixel where it is one of the tied classes.
 
     Returns:
         Class indices, -1 where no region shows, shape (pixels,).

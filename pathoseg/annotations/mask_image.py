@@ -317,7 +317,7 @@ class _Axis:
     length: float
 
     def edges(self, pixels: range) -> NDArray[np.int64]:
-        """Where pixels of the mask begin and the last one ends, in 1/256 pixel of the frame."""
+        """Return the edges of mask pixels, one more than pixels, in 1/256 pixel of the frame."""
         every = np.arange(pixels.start, pixels.stop + 1, dtype=np.float64)
         return to_units(every * (self.length / self.count))
 

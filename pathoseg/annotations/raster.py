@@ -64,7 +64,7 @@ class PolygonLabels:
         annotations: In level-0 pixels of the slide's frame, their classes renamed already.
         slide_size: Level-0 pixels of the slide.
         options: How they are understood.
-        passed_over: What the file holds besides → how often, for the report.
+        passed_over: Number of other objects in the file by kind, for the report.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class PolygonLabels:
 
     @property
     def report(self) -> AnnotationReport:
-        """What is learnt from the file, and what is not."""
+        """Counts of the objects in use and of those left out."""
         return self._report
 
     def classes(self) -> Mapping[str, Colour | None]:
@@ -225,7 +225,7 @@ class PolygonLabels:
 
     @property
     def _parts(self) -> _Parts:
-        """What shows of the regions, worked out when labels are first asked for."""
+        """The visible parts of the regions, computed when labels are first asked for."""
         with self._working_out:  # GEOS prepares geometries for one thread at a time
             if self._shown is None:
                 self._shown = self._work_out()
@@ -243,7 +243,7 @@ class PolygonLabels:
 
 
 def _that_hold(outer: Sequence[Annotation], inner: Sequence[Annotation]) -> list[int]:
-    """Which of some regions hold any of the others."""
+    """Return the positions of the regions in `outer` that contain any region of `inner`."""
     tree = shapely.STRtree([region.geometry for region in inner])
     geometry = np.array([region.geometry for region in outer], dtype=object)
     holders, _ = tree.query(geometry, predicate="contains")
@@ -271,13 +271,13 @@ class _Parts:
         return shapely.STRtree(self.geometry)
 
     def within(self, left: float, top: float, right: float, bottom: float) -> _Parts:
-        """Those that reach into a rectangle."""
+        """Return the parts whose bounding box meets a rectangle."""
         near = np.sort(self._tree.query(shapely.box(left, top, right, bottom)))
         return _Parts(self.geometry[near], self.region[near], self.sign[near])
 
 
 def _showing(regions: Sequence[shapely.Geometry], known: shapely.Geometry) -> _Parts:
-    """What shows, inside `known`, of regions that are painted one over the other.
+    """Compute the visible part of each region, painted in order, clipped to `known`.
 
     No hole is cut into a region for those painted over it: what they hide is taken away from it as
     areas of its own. These do not overlap, as one that lies in another is left out, and those that
@@ -332,7 +332,7 @@ def _meeting(geometry: Geometries) -> tuple[Ints, Ints]:
 
 
 def _held(geometry: Geometries, holder: Ints, held: Ints) -> Iterator[tuple[int, int]]:
-    """Those of some pairs of which the first region holds the second."""
+    """Yield the pairs (holder, held) whose first region contains the second."""
     bounds = shapely.bounds(geometry)
     around = (bounds[holder, :2] <= bounds[held, :2]) & (bounds[holder, 2:] >= bounds[held, 2:])
     holder, held = holder[around.all(axis=1)], held[around.all(axis=1)]
@@ -344,7 +344,7 @@ def _held(geometry: Geometries, holder: Ints, held: Ints) -> Iterator[tuple[int,
 
 
 def _common(one: shapely.Geometry, other: shapely.Geometry) -> shapely.Geometry | None:
-    """What two regions have in common, or None."""
+    """Return the intersection of two regions; None where it has no area."""
     # Of a long outline, the neighbourhood of the other region is enough, and found much sooner.
     if shapely.get_num_coordinates(one) > _LONG:
         left, top, right, bottom = shapely.bounds(other)
@@ -359,7 +359,7 @@ def _apart(
     holders: Mapping[int, set[int]],
     overlaps: Mapping[int, set[int]],
 ) -> Iterator[shapely.Geometry]:
-    """The same area as that of some pieces, by pieces that do not overlap.
+    """Yield pieces that do not overlap and together cover the same area as `pieces`.
 
     Args:
         pieces: By the number of the region that each belongs to.

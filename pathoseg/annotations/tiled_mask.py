@@ -146,6 +146,6 @@ def _read(file: BinaryIO, place: NDArray[np.int64]) -> bytes:
 
 
 def _inside(part: Box, whole: Box) -> tuple[slice, slice]:
-    """Where the rows and columns of a part lie in an array of the whole."""
+    """Return the slices of rows and columns of `part` in an array of `whole`."""
     x, y = part.x - whole.x, part.y - whole.y
     return slice(y, y + part.height), slice(x, x + part.width)

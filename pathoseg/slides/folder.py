@@ -141,7 +141,7 @@ def _is_slide(path: Path) -> bool:
 
 
 def _stems(path: Path) -> Iterator[str]:
-    """What comes before each dot of the name: the mask of X.ome.tif may be called X_mask.tif."""
+    """Yield the name up to each dot: the mask of X.ome.tif may be called X_mask.tif."""
     return (path.name[:at] for at, letter in enumerate(path.name) if letter == ".")
 
 

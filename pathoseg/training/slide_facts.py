@@ -1,4 +1,4 @@
-"""What training makes of each slide, and what would go wrong with all of them together."""
+"""Figures of each slide as training sees it, and warnings about all slides together."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ _TOLD = 4  # names in a message, of however many
 
 @dataclass(frozen=True)
 class SlideFacts:
-    """What training makes of a slide.
+    """Figures of a slide as training sees it.
 
     Attributes:
         member: Its name, patient and split.
         size: Level-0 pixels.
         mpp: Microns per level-0 pixel.
-        annotation: What its file holds.
+        annotation: Counts of the objects of its annotation file.
         tile: Side of a tile.
         areas_mm2: Area of each class at the resolution of training, background first; nan where
             overlapping tiles do not tell.
-        tiles: How many tiles are kept.
-        class_tiles: Tiles with each class, background first.
+        tiles: Number of tiles that are kept.
+        class_tiles: Number of tiles that hold each class, background first.
         padding: Share of the kept tiles that lies off the slide; nan without tiles.
         tissue_mm2: Tissue; nan where it was not asked.
-        on_glass: Class → share of its pixels that are not tissue; empty where it was not asked.
+        on_glass: By class, the share of its pixels off the tissue; empty where it was not asked.
     """
 
     member: Member
@@ -70,7 +70,7 @@ class SlideFacts:
 
     @property
     def ignored_mm2(self) -> float:
-        """What is of interest and nevertheless unknown: classes that are ignored, 255 in masks."""
+        """Area of interest without a label: ignored classes, and 255 in masks."""
         return max(0.0, self.interest_mm2 - sum(self.areas_mm2))
 
 
@@ -132,7 +132,7 @@ def _padding(tiles: SlideTiles) -> float:
 def shares_on_glass(
     mask: NDArray[np.uint8], tissue: Tissue, classes: ClassTable
 ) -> dict[str, float]:
-    """Class → share of its pixels that are not tissue.
+    """Return the share of pixels off the tissue of each class that the picture holds.
 
     Args:
         mask: Class indices of a small picture of the whole slide, shape (height, width).

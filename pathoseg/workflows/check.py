@@ -65,13 +65,13 @@ _MOST_CLASSES = 4  # with columns of their own there
 
 @dataclass(frozen=True)
 class FolderCheck:
-    """What a check of slides found.
+    """The result of checking a folder of slides.
 
     Attributes:
         table: The path of check.csv.
         page: The path of check.html.
-        refusals: Why training would refuse, a text each.
-        warnings: What else is likely not meant.
+        refusals: A sentence for each reason that training would refuse.
+        warnings: A sentence for each thing that is likely a mistake.
     """
 
     table: Path
@@ -318,7 +318,7 @@ class _Check:
             say(f"… and {len(self.refusals) - _MOST_ROWS} more refusals: see {TABLE}.")
 
     def page(self) -> CheckPage:
-        """What check.html shows."""
+        """Return the content of check.html."""
         facts = self._facts
         names = self.classes.names if self.classes else ()
         labelled = sum(sum(one.areas_mm2[1:]) for one in facts)
@@ -421,7 +421,7 @@ _MEASURES = ("Slides", "mm²", "Tiles")
 
 
 def _told(seen: _Seen, names: Sequence[str]) -> str:
-    """What is said below the picture of a slide."""
+    """Return the caption of a slide's picture."""
     return " · ".join(_parts(seen, names))
 
 
@@ -439,7 +439,7 @@ def _parts(seen: _Seen, names: Sequence[str]) -> Iterator[str]:
 
 
 def _regions(facts: SlideFacts | None, name: str) -> int | str:
-    """How many outlines of the class there are; empty for a mask, which has none."""
+    """Return the number of outlines of a class; empty for a mask, which has none."""
     if facts is None or facts.annotation.is_mask:
         return ""
     return facts.annotation.outlines.get(name, 0)

@@ -23,11 +23,13 @@ import tifffile
 from PIL import Image
 
 from tests.conftest import save_tiny_bundle
+from tests.forked import Forked
 from tests.workflows.slow_disk import slow_disk
 
 RESULT = {"mask.ome.tiff", "regions.geojson", "overlay.png", "summary.json"}
 NAMES = ("small", "tall", "torn")
 MPIRUN = Path(sys.executable).with_name("mpirun")
+Process = Forked | subprocess.Popen[str]
 
 
 @dataclass
@@ -38,14 +40,24 @@ class Place:
     stack: ExitStack
 
     def start(
-        self, *options: str, out: Path, before: tuple[str, ...] = (), slides: tuple[str, ...] = ()
-    ) -> subprocess.Popen[str]:
-        program = before or (sys.executable, "-m", "pathoseg")
+        self,
+        *options: str,
+        out: Path,
+        before: tuple[str, ...] = (),
+        program: str | None = None,
+        slides: tuple[str, ...] = (),
+    ) -> Process:
+        """Starts `infer`: forked, as some other `program`, or `before` an interpreter starts."""
         model = ("--model", "model", "--assume-mpp", "0.5", "--config", "exact.toml")
-        process = subprocess.Popen(
-            [*program, "infer", *(slides or ("slides",)), *model, "--out", str(out), *options],
-            cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+        command = ["infer", *(slides or ("slides",)), *model, "--out", str(out), *options]
+        process: Process
+        if before:
+            process = subprocess.Popen(
+                [*before, *command],
+                cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )  # fmt: skip
+        else:
+            process = Forked(command, self.folder, program)
         self.stack.enter_context(process)
         self.stack.callback(process.kill)
         return process
@@ -82,7 +94,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_tiny_bundle(folder)
     # An overlap that is given makes many small rows.
     (folder / "exact.toml").write_text("[infer]\nmin_region_um2 = 0.0\nbatch = 3\noverlap = 16\n")
-    for seed, (name, width, height) in enumerate([("small", 200, 150), ("tall", 500, 1300)]):
+    for seed, (name, width, height) in enumerate([("small", 200, 150), ("tall", 500, 900)]):
         Image.fromarray(_picture(seed, width, height)).save(folder / "slides" / f"{name}.png")
     _tear(folder / "slides" / "torn.tif")
     with ExitStack() as stack:
@@ -118,7 +130,7 @@ def _tear(path: Path) -> None:
         file.write(b"\xff" * length)
 
 
-def _until(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
+def _until(condition: Callable[[], object], process: Process) -> None:
     while not condition():
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.005)
@@ -228,11 +240,10 @@ main()
 def test_a_process_that_was_asleep_does_no_harm(place: Place, tmp_path: Path) -> None:
     """Longer than the lease, as on a disk that hangs: its slide is taken over meanwhile."""
     out = tmp_path / "out"
-    hasty = (sys.executable, "-c", HASTY)
-    asleep = place.start("--resume", out=out, before=hasty)
+    asleep = place.start("--resume", out=out, program=HASTY)
     _until(lambda: len(_rows(out, "tall")) > 2, asleep)
     asleep.send_signal(signal.SIGSTOP)
-    code, said = place.run("--resume", out=out, before=hasty)
+    code, said = place.run("--resume", out=out, program=HASTY)
     assert code == 0, said
     asleep.send_signal(signal.SIGCONT)
     said, _ = asleep.communicate()
@@ -282,7 +293,7 @@ def test_a_slide_that_is_cut_short_while_it_is_read_fails_alone(
 ) -> None:
     out, slides, whole = tmp_path / "out", tmp_path / "slides", tmp_path / "long.tif"
     tifffile.imwrite(
-        whole, _picture(3, 500, 1300), tile=(64, 64), compression="zlib", photometric="rgb"
+        whole, _picture(3, 500, 900), tile=(64, 64), compression="zlib", photometric="rgb"
     )
     slides.mkdir()
     shutil.copy2(whole, slides / "long.tif")

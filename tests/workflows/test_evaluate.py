@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from sklearn.metrics import confusion_matrix
 
 from pathoseg.config import load_config
 from pathoseg.inference.segmenter import Segmenter
+from pathoseg.inference.windows import Windows
 from pathoseg.interruption import Interruption
 from pathoseg.models.bundle import load_bundle, save_bundle
 from pathoseg.models.model_options import ModelConfig
@@ -139,16 +141,19 @@ def test_a_slide_compared_in_strips_is_a_slide_compared_whole(
         assert (Path("whole") / name).read_bytes() == (Path("strips") / name).read_bytes()
 
 
+@pytest.mark.parametrize("norm", ["batch", "instance"], ids=["windows", "tiles"])
 def test_confidence_is_the_probability_of_the_predicted_class(
-    toy_slides: Path, tiny_bundle: SaveBundle
+    norm: Literal["batch", "instance"], toy_slides: Path, tiny_bundle: SaveBundle
 ) -> None:
-    net, card = load_bundle(tiny_bundle(tile=32, overlap=16))
+    network = ModelConfig("unet", "segment", 3, width=4, depth=2, norm=norm)
+    net, card = load_bundle(tiny_bundle(network=network, tile=32, overlap=16))
     segmenter = Segmenter(net, card, load_config(None, {"data": {"assume_mpp": 0.5}}))
     with open_slide(toy_slides / "slide0.png", assume_mpp=0.5) as slide:
         plan = segmenter.plan(slide)
-    # Without its last row of tiles, as if there were no tissue there.
-    indices = [index for index in plan.indices if index < len(plan.grid) - plan.grid.columns]
-    plan = replace(plan, indices=indices)
+    assert isinstance(plan.grid, Windows) == (norm == "batch")
+    # Without its last row of tiles, as if there were no tissue there; all windows are in one row.
+    above = len(plan.grid) if norm == "batch" else plan.grid.first_of(plan.grid.rows - 1)
+    plan = replace(plan, indices=[index for index in plan.indices if index < above])
     calm = Interruption("")
     with closing(segmenter.bands_with_confidence(plan, calm)) as bands:
         classes, levels = np.concatenate(list(bands), axis=1)
@@ -158,7 +163,7 @@ def test_confidence_is_the_probability_of_the_predicted_class(
         chances = np.concatenate([band for _, band, _ in rows], axis=1).max(axis=0)
     confidence = levels / CONFIDENCE_LEVELS
     np.testing.assert_allclose(confidence, chances, rtol=0, atol=1 / CONFIDENCE_LEVELS)
-    bottom = plan.grid.box(indices[-1]).bottom
+    bottom = plan.grid.box(plan.indices[-1]).bottom
     assert confidence[:bottom].min() >= 1 / 3 - 1 / CONFIDENCE_LEVELS
     assert not confidence[bottom:].any(), "nobody was asked"
 

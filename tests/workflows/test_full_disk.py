@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+
+from tests.forked import Forked
 
 Command = Callable[..., tuple[int, str]]
 SaveBundle = Callable[..., Path]
@@ -156,9 +157,9 @@ def test_training_fills_the_disk_and_goes_on_after_it_is_freed(
 
 
 LIMITED = """
-import resource, signal, sys
+import resource, signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
 from pathoseg.__main__ import main
 main()
 """
@@ -171,14 +172,12 @@ def test_a_file_that_may_not_grow(toy_slides: Path, tiny_bundle: SaveBundle, wha
         "infer": ["slides/slide0.png", "--model", str(tiny_bundle()), *MPP],
         "train": ["--slides", "slides", "--config", "tiny.toml"],
     }[what]
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, "2000", what, *arguments, "--out", "out"],
-        check=False, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stderr.count("Error: ") == 1
-    assert "File too large" in done.stderr
-    assert "out" in done.stderr
+    with Forked([what, *arguments, "--out", "out"], Path.cwd(), LIMITED) as process:
+        said, _ = process.communicate()
+    assert process.returncode == 2, said
+    assert "Traceback" not in said
+    assert said.count("Error: ") == 1
+    assert "File too large" in said
+    assert "out" in said.split("Error: ")[1]
     assert not list(Path("out").glob("*/*.tiff"))
     assert not list(Path("out").rglob(".*-*"))  # drafts

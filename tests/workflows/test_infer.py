@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import signal
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -35,10 +34,11 @@ from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.grid import TileGrid
 from pathoseg.training.run_folder import bundle_of
+from tests.forked import Forked
 
 Command = Callable[..., tuple[int, str]]
 SaveBundle = Callable[..., Path]
-Start = Callable[..., "subprocess.Popen[str]"]
+Start = Callable[..., Forked]
 
 FILES = {"mask.ome.tiff", "regions.geojson", "overlay.png", "summary.json"}
 MPP = ("--assume-mpp", "0.5")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.forked import Forked
+
 Command = Callable[..., tuple[int, str]]
 SaveBundle = Callable[..., Path]
+Start = Callable[..., Forked]
 
 BATCH = {"summary.csv", "failures.csv", "states"}
 RESULT = {"mask.ome.tiff", "regions.geojson", "overlay.png", "summary.json"}
@@ -126,14 +127,12 @@ def test_each_file_as_slide_or_annotation_of_train(
 
 @pytest.mark.slow
 def test_a_sample_through_the_real_command(
-    tmp_path: Path, shared_data: Path, tiny_bundle: SaveBundle
+    tmp_path: Path, shared_data: Path, tiny_bundle: SaveBundle, start: Start
 ) -> None:
     model = tiny_bundle(mpp=4.0, overlap=16)
-    arguments = ["--model", model, "--out", "out", "--assume-mpp", "2"]
+    arguments = ["--model", str(model), "--out", "out", "--assume-mpp", "2"]
     for path in _files(shared_data)[5::40]:
-        done = subprocess.run(
-            [sys.executable, "-m", "pathoseg", "infer", path, *arguments],
-            cwd=tmp_path, capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
-        refused = _refused(done.returncode, done.stdout + done.stderr, path)
+        process = start("infer", str(path), *arguments)
+        said, _ = process.communicate(timeout=120)
+        refused = _refused(process.returncode, said, path)
         assert refused != (tmp_path / "out" / path.stem).exists()

@@ -7,7 +7,6 @@ import math
 import random
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,8 +26,9 @@ from pathoseg.training import step_plan
 from pathoseg.training.run_folder import bundle_of
 from pathoseg.workflows.train import train
 from tests.conftest import draw_disc
+from tests.forked import Forked
 
-Start = Callable[..., "subprocess.Popen[str]"]
+Start = Callable[..., Forked]
 
 
 def _rows(run: Path) -> list[dict[str, str]]:

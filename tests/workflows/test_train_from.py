@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -22,10 +21,11 @@ from pathoseg.training import trainer
 from pathoseg.training.run_folder import bundle_of, is_finished
 from pathoseg.training.trainer import LAST, Progress, check_limits, read_progress, save_checkpoint
 from pathoseg.workflows.train import train
+from tests.forked import Forked
 
 Command = Callable[..., tuple[int, str]]
 SaveBundle = Callable[..., Path]
-Start = Callable[..., "subprocess.Popen[str]"]
+Start = Callable[..., Forked]
 
 # The network, the resolution and the class list stand in the earlier model alone.
 BARE = """

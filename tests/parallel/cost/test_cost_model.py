@@ -55,9 +55,15 @@ def _samples() -> tuple[Sample, ...]:
 
 
 @cache
+def _known() -> Hardware:
+    """The imaginary device after its calibration."""
+    return learn(_samples(), replace(TOY, measured="a Sunday"), LayerTime(1.25, 0.5))
+
+
+@cache
 def _models() -> tuple[CostModel, ...]:
-    known = learn(_samples(), TOY, LayerTime(1.25, 0.5))
-    return Roofline(TOY), cost_model(known), RawPolynomial(_samples())
+    shipped = cost_model(load_hardware("cpu"))
+    return Roofline(TOY), cost_model(_known()), RawPolynomial(_samples()), shipped
 
 
 def test_the_roofline_is_the_slower_of_arithmetic_and_memory() -> None:
@@ -82,8 +88,7 @@ def test_a_dtype_without_arithmetic_is_refused() -> None:
 def test_without_a_fit_a_note_says_that_nothing_was_measured() -> None:
     for name in ("v100", "a100", "h200"):
         assert "nothing was measured" in cost_model(load_hardware(name)).note
-    known = learn(_samples(), replace(TOY, measured="a Sunday"))
-    assert "a Sunday" in cost_model(known).note
+    assert "a Sunday" in cost_model(_known()).note
 
 
 @pytest.mark.slow
@@ -99,7 +104,7 @@ def test_no_prediction_is_negative(
     inputs: int, outputs: int, kernel: int, side: int, batch: int, groups: int
 ) -> None:
     layer = _convolution(inputs, outputs, kernel, side, batch, groups)
-    for model in (*_models(), cost_model(load_hardware("cpu"))):
+    for model in _models():
         time = model.time(layer)
         assert 0 <= time.forward < np.inf
         assert 0 <= time.backward < np.inf
@@ -109,7 +114,7 @@ def test_no_prediction_is_negative(
 @pytest.mark.parametrize("name", SMALL)
 def test_every_layer_of_a_network_has_a_time(name: str) -> None:
     for layer in small_graph(name).layers:
-        for model in (*_models(), cost_model(load_hardware("cpu"))):
+        for model in _models():
             time = model.time(layer)
             assert min(time.forward, time.backward) >= 0
         time = _models()[1].time(layer)
@@ -133,7 +138,7 @@ def test_a_fit_finds_a_law_that_the_plain_polynomial_does_not() -> None:
 
 
 def test_what_a_sequence_adds_scales_all_times() -> None:
-    known = learn(_samples(), TOY, LayerTime(1.25, 0.5))
+    known = _known()
     assert known.fit
     model = Analytical(known, known.fit)
     layer = _convolution(16, 16, 3, 32, 1)

@@ -250,11 +250,12 @@ def test_weights_that_are_none_are_refused(unet: LayerGraph, weights: list[float
 @pytest.mark.slow
 def test_a_thousand_layers_are_cut() -> None:
     with torch.device("meta"):
-        model = ResNetV2(2, depth=1001)
-    graph = trace(model, torch.empty(1, 3, 512, 512, device="meta"))
+        graph = trace(ResNetV2(2, depth=335), torch.empty(1, 3, 512, 512))
+    assert len(graph.layers) > 1000
     free = balance(graph, 8)
     assert max(free.loads) < 1.05 * sum(free.loads) / 8
-    capped = balance(graph, 8, limit=MemoryLimit(8 * 2**30))
+    cap = 8 * 2**30 // 3
+    capped = balance(graph, 8, limit=MemoryLimit(cap))
     model = MemoryModel(graph)
-    assert max(model.stage(capped.layers(stage)).peak() for stage in range(8)) <= 8 * 2**30
-    assert max(model.stage(free.layers(stage)).peak() for stage in range(8)) > 8 * 2**30
+    assert max(model.stage(capped.layers(stage)).peak() for stage in range(8)) <= cap
+    assert max(model.stage(free.layers(stage)).peak() for stage in range(8)) > cap

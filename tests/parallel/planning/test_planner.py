@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -16,6 +17,7 @@ from pathoseg.models.unet import UNet
 from pathoseg.parallel.cost.cost_model import Roofline
 from pathoseg.parallel.cost.hardware import Hardware
 from pathoseg.parallel.graph.activation_policy import ActivationPolicy
+from pathoseg.parallel.graph.layer_graph import LayerGraph
 from pathoseg.parallel.graph.traced import trace
 from pathoseg.parallel.planning.orders import AUTO, ORDERS, PLACEMENTS, OrderSetting
 from pathoseg.parallel.planning.plan import Plan, PlanRequest
@@ -42,10 +44,20 @@ DEVICE = Hardware(
 )
 
 
-def _price(device: Hardware = DEVICE, microbatch: int = 1, side: int = 64) -> StageCosts:
+@cache
+def _graph(microbatch: int, side: int) -> LayerGraph:
     with torch.device("meta"):
-        graph = trace(UNet(3, width=8, depth=3), torch.empty(microbatch, 3, side, side))
-    return StageCosts(graph, Roofline(device), device)
+        return trace(UNet(3, width=8, depth=3), torch.empty(microbatch, 3, side, side))
+
+
+def _price(device: Hardware = DEVICE, microbatch: int = 1, side: int = 64) -> StageCosts:
+    return StageCosts(_graph(microbatch, side), Roofline(device), device)
+
+
+@cache
+def _linked(beta: float) -> StageCosts:
+    """The U-Net where all links take so many seconds a byte."""
+    return _price(replace(DEVICE, inside=Link(0, beta), between=Link(0, beta)))
 
 
 UNET = _price()
@@ -92,7 +104,7 @@ def test_no_order_beats_the_bounds(
     name: str, width: int, microbatches: int, groups: int, beta: float
 ) -> None:
     order = ORDERS[name]
-    priced = _price(replace(DEVICE, inside=Link(0, beta), between=Link(0, beta)))
+    priced = _linked(beta)
     for placement in order.placements:
         ranks = width if order.staged else 1
         stages = 2 * ranks if placement == "folded" else ranks
@@ -174,12 +186,12 @@ def test_branches_are_planned_side_by_side() -> None:
 
 @pytest.mark.slow
 def test_what_fits_on_one_device_is_not_cut() -> None:
-    free = _price(replace(DEVICE, inside=Link(), between=Link()))
+    free = _linked(0)
     best, *others = plan([free], PlanRequest(4, 2 * int(WHOLE), 4))
     assert (best.order, best.groups) == ("data-parallel", 4)
     assert {"sequential", "1f1b", "gpipe"} <= {each.order for each in others}
     assert plan([UNET], PlanRequest(1, 2 * int(WHOLE), 4))[0].order == "sequential"
-    slow = _price(replace(DEVICE, inside=Link(0, SLOW), between=Link(0, SLOW)))
+    slow = _linked(SLOW)
     assert plan([slow], PlanRequest(4, 2 * int(WHOLE), 4))[0].order == "sequential"
 
 
