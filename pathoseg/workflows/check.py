@@ -17,9 +17,9 @@ from pathoseg.annotations.annotation import ClassTable
 from pathoseg.annotations.reading import OF_INTEREST
 from pathoseg.config import Config, load_config
 from pathoseg.errors import PathosegError
-from pathoseg.geometry import Box, Frame, Mpp, Size
+from pathoseg.geometry import Box, Frame, ModelInput, Mpp, Size
 from pathoseg.interruption import Interruption
-from pathoseg.models.build import build_model, check_tile, tile_multiple
+from pathoseg.models.build import build_model, check_tile, declared_inputs, tile_multiple
 from pathoseg.outputs.check_report import (
     PAGE,
     TABLE,
@@ -161,6 +161,7 @@ class _Check:
         self.read = read_slides(config)
         self._sources = {source.name: source for source in self.read.usable}
         self._training = list[SlideTiles]()
+        self._context: tuple[ModelInput, ...] = ()
         self._unreadable = list[str]()  # of those without an annotation
         self._pictures = dict[str, str]()  # hash of a thumbnail → the slide
         bad = [f"{name}: {error}" for name, error in self.read.bad.items()]
@@ -187,6 +188,7 @@ class _Check:
                 sources = labelled_slides(config, self.read)
                 self.config = config = with_tile(config, sources, tile_multiple(model))
             check_tile(model, config.tiles.side)
+            self._context = declared_inputs(model, config.tiles.mpp, config.tiles.side)[1:]
         except PathosegError as error:
             self.refusals.append(str(error))
 
@@ -235,7 +237,7 @@ class _Check:
         mask = source.labels.rasterise(Box(0, 0, size.width, size.height), frame, classes)
         member = self.members.get(source.name, Member(source.name, source.name, "train"))
         overlap = config.tiles.overlap if member.split == "train" else 0
-        tiles, tissue = cut_with_tissue(config, source, classes, pool, overlap)
+        tiles, tissue = cut_with_tissue(config, source, classes, pool, overlap, self._context)
         on_glass = shares_on_glass(mask, tissue, classes)
         assert seen.size is not None
         seen.facts = slide_facts(member, tiles, config, seen.size, tissue, on_glass, is_exact=True)

@@ -245,7 +245,7 @@ def test_tiles_near_the_grid_hold_what_they_are_drawn_for(
     for epoch in range(4):
         for sample in training.order(epoch):
             slide = training.slides[sample.slide]
-            _, mask = training.sample(epoch, sample)
+            mask = training.sample(epoch, sample)[1]
             counts = class_counts(mask[None], 3)
             grid = slide.class_pixels[sample.tile][None]
             if min_cover is None:

@@ -43,11 +43,15 @@ def test_it_trains_a_step_and_infers(
     toy_slides: Path, command: Callable[..., tuple[int, str]]
 ) -> None:
     text = Path("tiny.toml").read_text().replace("width = 4\ndepth = 2", "")
-    Path("own.toml").write_text(text.replace("tile = 32", 'tile = 32\ncache = "tiles"'))
-    code, said = command(
-        "train", "--slides", toy_slides, "--config", "own.toml", "--model", NAME,
-        "--epochs", 1, "--out", "run",
-    )  # fmt: skip
+    text = text.replace("tile = 32", 'tile = 32\ncache = "tiles"')
+    Path("own.toml").write_text(text)
+    Path("planned.toml").write_text(text + '[parallel]\nmemory = "1GiB"\n')
+    training = ("train", "--slides", toy_slides, "--model", NAME, "--epochs", 1, "--out", "run")
+    code, said = command(*training, "--config", "planned.toml")
+    assert code == 2
+    assert "the inputs image, context: plans and ranks know models of one" in said
+    assert not Path("run").exists()
+    code, said = command(*training, "--config", "own.toml")
     assert code == 0, said
     trained, card = load_bundle(Path("run/model"), NAME)
     assert card.inputs == INPUTS
