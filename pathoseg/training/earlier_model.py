@@ -19,8 +19,8 @@ from pathoseg.models.model_options import ModelConfig, Scalar
 from pathoseg.models.transfer import class_dimensions, transfer, transfer_fitting
 from pathoseg.platform_support import follow_pointer, relative_path
 from pathoseg.progress import say
-from pathoseg.training.labelled_slides import TABLE, Member
 from pathoseg.training.run_folder import SPLITS, bundle_of
+from pathoseg.training.splits import TABLE, Member
 
 SAFETENSORS = ".safetensors"
 _TOLD = 5  # names in a message, of however many

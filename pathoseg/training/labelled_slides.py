@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import hashlib
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from types import MappingProxyType
-from typing import Literal, cast, get_args
 
 from pathoseg.annotations.annotation import ClassTable, Labels
 from pathoseg.annotations.reading import (
@@ -19,11 +14,10 @@ from pathoseg.annotations.reading import (
     stray_annotations,
     what_is_left_out,
 )
-from pathoseg.config import LARGEST_TILE, Config, DataConfig
+from pathoseg.config import LARGEST_TILE, Config
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Frame, ModelInput
 from pathoseg.interruption import Interruption
-from pathoseg.outputs.atomic import replaced
 from pathoseg.progress import progress_bar, say
 from pathoseg.slides.folder import find_slides
 from pathoseg.slides.slide import model_frame, open_slide
@@ -31,230 +25,7 @@ from pathoseg.tiles.slide_pool import SlidePool
 from pathoseg.tiles.stain import fit_stain
 from pathoseg.tiles.tiles import SlideTiles, TileOptions, cut_tiles
 from pathoseg.tiles.tissue import Tissue, find_tissue
-
-Split = Literal["train", "val", "test"]
-TABLE = "slides.csv"
-
-
-@dataclass(frozen=True)
-class Member:
-    """A slide's place in the split."""
-
-    slide: str
-    patient: str
-    split: Split
-
-
-def split_slides(
-    names: Sequence[str],
-    table: Path | None,
-    seed: int,
-    val_share: float,
-    classes: Mapping[str, Collection[str]] = MappingProxyType({}),
-) -> dict[str, Member]:
-    """Assign every slide a split.
-
-    A row of the table that names a split keeps it. All other patients are ordered by a hash of
-    seed and patient, so that adding a slide moves few others, and the first `val_share` of them
-    (at least one, where there are two) validate. Before that order come two rules: every class is
-    trained on, and one that several patients have is validated too where that is possible, even if
-    more of them must validate.
-
-    Args:
-        names: Names of the slides: their paths in the folder of slides.
-        table: CSV with the columns slide, and optionally patient and split.
-        seed: Seed of the run.
-        val_share: Share of the patients without a given split that validate.
-        classes: Slide name → the classes that it holds.
-
-    Returns:
-        Slide name → its member.
-
-    Raises:
-        PathosegError: The table misses a slide or a column, names an unknown split, or puts one
-            patient on both sides.
-    """
-    rows = _Rows(table, names)
-    patients: dict[str, str] = {}
-    given: dict[str, Split | None] = {}
-    held: dict[str, set[str]] = {}
-    for name in names:
-        row = rows.of(name)
-        if table and row is None:
-            raise PathosegError(
-                f"{table} has no row for {name}.", "Add one, or move the slide elsewhere."
-            )
-        patient = patients[name] = (row or {}).get("patient") or name
-        split = _as_split((row or {}).get("split"), f"{table}: {name}")
-        if given.setdefault(patient, split) != split:
-            raise PathosegError(
-                f"{table}: patient {patient} is in more than one split.",
-                "A patient's slides belong together: give them one split.",
-            )
-        held.setdefault(patient, set()).update(classes.get(name, ()))
-    validating = _drawn_to_validate(given, held, seed, val_share)
-    return {
-        name: Member(name, patient, given[patient] or ("val" if patient in validating else "train"))
-        for name, patient in patients.items()
-    }
-
-
-def patients_in(table: Path | None, names: Collection[str]) -> dict[str, str]:
-    """Read each slide's patient; one of which the table says nothing is a patient of its own.
-
-    Raises:
-        PathosegError: The table cannot be read.
-    """
-    rows = _Rows(table, names)
-    return {name: (rows.of(name) or {}).get("patient") or name for name in names}
-
-
-def find_table(data: DataConfig) -> Path | None:
-    """Find the table of slides: the one that is named, else `slides.csv` in one of the folders.
-
-    Raises:
-        PathosegError: Several folders have one.
-    """
-    if data.table is not None:
-        return Path(data.table)
-    folders = [*data.slide_folders, *([Path(data.annotations)] if data.annotations else [])]
-    tables = [folder / TABLE for folder in folders if (folder / TABLE).is_file()]
-    if len({table.resolve() for table in tables}) > 1:
-        raise PathosegError(
-            f"There are several tables of slides: {' and '.join(map(str, tables))}.",
-            "Put all rows into one file, and name it: `[data] table`.",
-        )
-    return tables[0] if tables else None
-
-
-def write_splits(path: Path, members: Iterable[Member]) -> None:
-    with replaced(path) as partial, partial.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["slide", "patient", "split"])
-        writer.writerows([m.slide, m.patient, m.split] for m in members)
-
-
-def _as_split(text: str | None, where: str) -> Split | None:
-    for split in get_args(Split):
-        if text == split:
-            return cast(Split, split)
-    if text:
-        raise PathosegError(f"{where} has the split {text!r}.", "Write train, val or test.")
-    return None
-
-
-def _drawn_to_validate(
-    given: Mapping[str, Split | None],
-    held: Mapping[str, Collection[str]],
-    seed: int,
-    val_share: float,
-) -> set[str]:
-    """Patients without a given split that validate; see `split_slides`.
-
-    Args:
-        given: Patient → the split that the table names.
-        held: Patient → classes.
-        seed: As for `split_slides`.
-        val_share: Likewise.
-    """
-
-    def rank(patient: str) -> bytes:
-        return hashlib.sha256(f"{seed}:{patient}".encode()).digest()
-
-    free = sorted((patient for patient, split in given.items() if split is None), key=rank)
-    wanted = round(val_share * len(free))
-    if wanted == 0 and len(free) > 1 and val_share > 0 and "val" not in given.values():
-        wanted = 1
-    if wanted == 0:
-        return set()
-    training = Counter[str]()
-    validated = set[str]()
-    for patient, split in given.items():
-        if split == "val":
-            validated.update(held[patient])
-        elif split != "test":
-            training.update(held[patient])
-    chosen = set[str]()
-
-    def can_go(patient: str) -> bool:
-        return all(training[name] > 1 for name in held[patient])
-
-    def choose(patient: str) -> None:
-        chosen.add(patient)
-        training.subtract(held[patient])
-        validated.update(held[patient])
-
-    while True:
-        # The patient with most classes that nothing validates yet, of these the first.
-        gains = {
-            patient: len(set(held[patient]) - validated)
-            for patient in free
-            if patient not in chosen and can_go(patient)
-        }
-        if not max(gains.values(), default=0):
-            break
-        choose(max(gains, key=lambda patient: gains[patient]))
-    for patient in free:
-        if len(chosen) < wanted and patient not in chosen and can_go(patient):
-            choose(patient)
-    return chosen
-
-
-def _read(table: Path) -> dict[str, dict[str, str]]:
-    try:
-        with table.open(newline="", encoding="utf-8-sig") as file:
-            rows = [
-                {(k or "").strip().lower(): (v or "").strip() for k, v in row.items() if k}
-                for row in csv.DictReader(file)
-            ]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise PathosegError(
-            f"{table} cannot be read as CSV ({error}).", "Save it as UTF-8 CSV."
-        ) from None
-    if not rows or "slide" not in rows[0]:
-        raise PathosegError(
-            f"{table} has no column `slide`.", "Its first line should be: slide,patient,split"
-        )
-    return {row["slide"].replace("\\", "/"): row for row in rows}
-
-
-class _Rows:
-    """The rows of a table of slides.
-
-    A row names a slide by its path in the folder of slides, or by its file's name alone where no
-    other slide is called so; the suffix may be left out.
-
-    Args:
-        table: The file; None holds nothing.
-        names: All slides.
-    """
-
-    def __init__(self, table: Path | None, names: Iterable[str]) -> None:
-        self._table = table
-        self._rows = _read(table) if table else {}
-        paths = [PurePosixPath(name) for name in names]
-        self._called = Counter(path.name for path in paths)
-        self._own = {path.as_posix() for path in paths}
-        self._own |= {path.with_suffix("").as_posix() for path in paths}
-
-    def of(self, name: str) -> dict[str, str] | None:
-        """The row of a slide, None where there is none.
-
-        Raises:
-            PathosegError: The only row that could be meant could also mean another slide.
-        """
-        path = PurePosixPath(name)
-        for key in (name, path.with_suffix("").as_posix()):
-            if key in self._rows:
-                return self._rows[key]
-        others = self._rows.keys() - self._own  # what is another slide's whole name is not ours
-        found = next((key for key in (path.name, path.stem) if key in others), None)
-        if found is not None and self._called[path.name] > 1:
-            raise PathosegError(
-                f"{self._table}: {found} could be any of {self._called[path.name]} slides.",
-                f"Name slides by their path in the folder of slides, such as {name}.",
-            )
-        return None if found is None else self._rows[found]
+from pathoseg.training.splits import Member, read_rows
 
 
 @dataclass(frozen=True)
@@ -434,7 +205,7 @@ def labelled_slides(
 
 def named_in(sources: LabelledSlides, table: Path) -> LabelledSlides:
     """Leave out slides that a run's own table of splits does not name: they came later."""
-    rows = _read(table)
+    rows = read_rows(table)
     late = [s.name for s in sources.usable if s.name not in rows]
     reasons = dict.fromkeys(late, "it came after the run began")
     usable = tuple(source for source in sources.usable if source.name in rows)

@@ -19,7 +19,8 @@ from pathoseg.tiles.class_pixels import count_tiles
 from pathoseg.tiles.grid import TileGrid
 from pathoseg.tiles.tiles import SlideTiles, tile_labels
 from pathoseg.tiles.tissue import Tissue
-from pathoseg.training.labelled_slides import TABLE, LabelledSlides, Member
+from pathoseg.training.labelled_slides import LabelledSlides
+from pathoseg.training.splits import TABLE, Member
 
 FEWEST_TILES = 10  # of a class, below which training has too little of it
 _UNLIKE = 1.2  # times coarser or finer: beyond what augmentation covers (as of slides at inference)

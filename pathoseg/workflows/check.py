@@ -37,15 +37,12 @@ from pathoseg.tiles.tiles import SlideTiles
 from pathoseg.training.labelled_slides import (
     NO_ANNOTATION,
     LabelledSlide,
-    Member,
     ReadSlides,
     classes_held,
     cut_with_tissue,
-    find_table,
     labelled_slides,
     none_to_train_on,
     read_slides,
-    split_slides,
     with_tile,
 )
 from pathoseg.training.slide_facts import (
@@ -56,6 +53,7 @@ from pathoseg.training.slide_facts import (
     some,
     warnings_of,
 )
+from pathoseg.training.splits import Member, find_table, split_slides
 from pathoseg.version import __version__
 from pathoseg.workflows.train import training_set
 

@@ -38,13 +38,9 @@ from pathoseg.outputs.stitch import CONFIDENCE_LEVELS
 from pathoseg.progress import say
 from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide
-from pathoseg.training.labelled_slides import (
-    LabelledSlide,
-    find_labelled_slides,
-    find_table,
-    patients_in,
-)
+from pathoseg.training.labelled_slides import LabelledSlide, find_labelled_slides
 from pathoseg.training.run_folder import CONFIG, SPLITS, bundle_of
+from pathoseg.training.splits import find_table, patients_in
 from pathoseg.version import __version__
 
 _UNSEEN = "unseen"

@@ -63,17 +63,12 @@ from pathoseg.training.earlier_model import (
 )
 from pathoseg.training.engine import Engine
 from pathoseg.training.labelled_slides import (
-    TABLE,
     LabelledSlides,
-    Member,
     classes_held,
     cut_labelled_slides,
     find_labelled_slides,
-    find_table,
     named_in,
-    split_slides,
     with_tile,
-    write_splits,
 )
 from pathoseg.training.one_device import OneDevice
 from pathoseg.training.pipeline_engine import TIMELINE, PipelineEngine, draw_step
@@ -89,6 +84,7 @@ from pathoseg.training.run_folder import (
     run_to_resume,
 )
 from pathoseg.training.slide_facts import short_form
+from pathoseg.training.splits import TABLE, Member, find_table, split_slides, write_splits
 from pathoseg.training.step_plan import agreed_plan, check_host, read_model
 from pathoseg.training.tasks import make_task
 from pathoseg.training.trainer import LIMITS, Trainer, check_limits, limits_text

@@ -15,8 +15,8 @@ from pathoseg.annotations.annotation import AnnotationReport, ClassTable
 from pathoseg.config import Config
 from pathoseg.geometry import Mpp, Size
 from pathoseg.tiles.tissue import Tissue
-from pathoseg.training.labelled_slides import Member
 from pathoseg.training.slide_facts import SlideFacts, shares_on_glass, warnings_of
+from pathoseg.training.splits import Member
 
 CLASSES = ClassTable(("gland", "tumour"), ((0, 150, 0), (200, 0, 0)))
 FACTS = SlideFacts(

@@ -9,11 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pathoseg.errors import PathosegError
-from pathoseg.training.labelled_slides import (
-    patients_in,
-    split_slides,
-    write_splits,
-)
+from pathoseg.training.splits import patients_in, split_slides, write_splits
 
 
 def _table(folder: Path, text: str) -> Path:
