@@ -21,10 +21,12 @@ from pathoseg.interruption import Interruption
 from pathoseg.progress import progress_bar, say
 from pathoseg.slides.folder import find_slides
 from pathoseg.slides.slide import model_frame, open_slide
+from pathoseg.tiles.dataset import TrainingSet
 from pathoseg.tiles.slide_pool import SlidePool
 from pathoseg.tiles.stain import fit_stain
 from pathoseg.tiles.tiles import SlideTiles, TileOptions, cut_tiles
 from pathoseg.tiles.tissue import Tissue, find_tissue
+from pathoseg.tiles.transform import Augmentation
 from pathoseg.training.splits import Member, read_rows
 
 
@@ -363,3 +365,38 @@ def cut_with_tissue(
         with slides.borrow(source.slide) as slide:
             tiles.stain = fit_stain(slide, source.frame, boxes, tissue, config.tiles.stain)
     return tiles, tissue
+
+
+def training_set(
+    config: Config, slides: Sequence[SlideTiles], classes: ClassTable, readers: int
+) -> TrainingSet:
+    """Return the training tiles of a run, and say which classes `balance_limit` holds back.
+
+    Args:
+        config: `train`, `tiles`, `augment`, `seed` and `model.task` are used.
+        slides: The training slides, cut.
+        classes: The classes of the masks.
+        readers: Number of threads that read and augment.
+
+    Raises:
+        PathosegError: No tile holds anything that can be learnt from.
+    """
+    training = TrainingSet(
+        slides,
+        config.train.batch,
+        config.seed,
+        config.train.samples_per_epoch,
+        config.tiles.balance,
+        config.tiles.balance_limit,
+        config.tiles.min_cover if config.model.task == "classify" else None,
+        config.tiles.offsets,
+        Augmentation(config.augment),
+        readers,
+    )
+    for index, held in training.held_back.items():
+        say(
+            f"{classes.names[index - 1]} is in {held.tiles} of {held.of} tiles: {held.share:.0%} "
+            f"of those drawn hold it, not {held.even:.0%}, as none is drawn more than "
+            f"{config.tiles.balance_limit:g} times as often as on average ([tiles] balance_limit)."
+        )
+    return training

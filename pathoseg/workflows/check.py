@@ -43,6 +43,7 @@ from pathoseg.training.labelled_slides import (
     labelled_slides,
     none_to_train_on,
     read_slides,
+    training_set,
     with_tile,
 )
 from pathoseg.training.slide_facts import (
@@ -55,7 +56,6 @@ from pathoseg.training.slide_facts import (
 )
 from pathoseg.training.splits import Member, find_table, split_slides
 from pathoseg.version import __version__
-from pathoseg.workflows.train import training_set
 
 _MOST_ROWS = 40  # of the table on the terminal
 _MOST_CLASSES = 4  # with columns of their own there

@@ -49,10 +49,7 @@ from pathoseg.parallel.schedule.event import Event
 from pathoseg.platform_support import follow_pointer
 from pathoseg.progress import say
 from pathoseg.slides.slide import open_slide
-from pathoseg.tiles.dataset import TrainingSet
 from pathoseg.tiles.slide_pool import SlidePool
-from pathoseg.tiles.tiles import SlideTiles
-from pathoseg.tiles.transform import Augmentation
 from pathoseg.training.distributed import joined, start_ranks, stopped_together
 from pathoseg.training.earlier_model import (
     EarlierModel,
@@ -68,6 +65,7 @@ from pathoseg.training.labelled_slides import (
     cut_labelled_slides,
     find_labelled_slides,
     named_in,
+    training_set,
     with_tile,
 )
 from pathoseg.training.one_device import OneDevice
@@ -453,31 +451,6 @@ def _refuse_changes(run: Path, recorded: Config, asked: Config) -> None:
 def _factory(config: Config) -> str | None:
     """The user's own code, which naming it in the command or the configuration permits."""
     return config.model.name if ":" in config.model.name else None
-
-
-def training_set(
-    config: Config, slides: Sequence[SlideTiles], classes: ClassTable, readers: int
-) -> TrainingSet:
-    """The tiles of the training slides in the order of the run."""
-    training = TrainingSet(
-        slides,
-        config.train.batch,
-        config.seed,
-        config.train.samples_per_epoch,
-        config.tiles.balance,
-        config.tiles.balance_limit,
-        config.tiles.min_cover if config.model.task == "classify" else None,
-        config.tiles.offsets,
-        Augmentation(config.augment),
-        readers,
-    )
-    for index, held in training.held_back.items():
-        say(
-            f"{classes.names[index - 1]} is in {held.tiles} of {held.of} tiles: {held.share:.0%} "
-            f"of those drawn hold it, not {held.even:.0%}, as none is drawn more than "
-            f"{config.tiles.balance_limit:g} times as often as on average ([tiles] balance_limit)."
-        )
-    return training
 
 
 def _card(
