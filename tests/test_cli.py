@@ -196,7 +196,7 @@ def test_a_whole_course_says_only_what_is_ours(
         return str(said)
 
     said = run("train", "--slides", "slides", "--config", "tiny.toml", "--epochs", "1")
-    assert len(said.splitlines()) == 5, said
+    assert len(said.splitlines()) == 6, said
     said = run("infer", "slides/slide0.png", "--assume-mpp", "0.5")
     assert len(said.splitlines()) == 3, said
     assert (tmp_path / "runs" / "latest" / "model").is_dir()

@@ -138,7 +138,8 @@ def assert_same_run(ours: Path, theirs: Path, share: float = 0.0) -> None:
     assert weights.keys() == judge.keys()
     for name, tensor in judge.items():
         difference = torch.linalg.vector_norm((weights[name] - tensor).double())
-        assert difference <= share * torch.linalg.vector_norm(tensor.double()), name
+        size = torch.linalg.vector_norm(tensor.double())
+        assert difference <= share * size, f"{name}: {difference / size}"
     for row, judged in zip(metrics(ours), metrics(theirs), strict=True):
         assert row == pytest.approx(judged, rel=max(share, 1e-12) * 10)
 
