@@ -26,7 +26,7 @@ PATHOSEG = str(BIN / "pathoseg")
 # SGD, no clipping: sums keep their order, so that ranks train what one process trains, to the bit.
 _STEADY = """epochs = 6
 optimizer = "sgd"
-lr = 0.01
+lr = 0.001
 batch = 4
 microbatch = 1
 clip = 0.0
