@@ -124,7 +124,7 @@ def from_slide(path: Path, frame: Frame, boxes: Sequence[Box]) -> Read:
 
 
 def by_openslide(path: Path, frame: Frame, boxes: Sequence[Box]) -> Read:
-    """What a script does: OpenSlide's best level, then Pillow's cheapest antialiased filter."""
+    """Read as a plain script does: OpenSlide's best level, Pillow's cheapest antialiased filter."""
     slide = openslide.OpenSlide(path)
     level = slide.get_best_level_for_downsample(frame.scale_x)
     downsample = slide.level_downsamples[level]

@@ -46,15 +46,15 @@ Sample = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 
 @dataclass(frozen=True)
 class Job:
-    """What one process is to do.
+    """The work of one process.
 
     Attributes:
         way: "slide", "cache", "dataloader" or "monai"; "fill" makes the cache.
         slide: The slide's file.
         cache: Folder of the cache.
         workers: Reader threads, or worker processes of a DataLoader.
-        cores: How many the process may use.
-        tiles: Tiles an epoch.
+        cores: Number of cores that the process may use.
+        tiles: Number of tiles an epoch.
     """
 
     way: str
@@ -175,7 +175,7 @@ class Changed:
 
 
 class OpenSlideTiles(Dataset[tuple[Any, Any]]):
-    """What a script does: OpenSlide opened once a worker, `read_region`, Pillow to RGB."""
+    """Read tiles as a plain script does: one OpenSlide a worker, `read_region`, Pillow to RGB."""
 
     def __init__(self, tiles: SlideTiles, positions: Sequence[int]) -> None:
         self._path, self._changed = tiles.slide, Changed(tiles)

@@ -94,7 +94,12 @@ def named(taken: Taken, cores: int) -> dict[str, float]:
 
 
 def run(python: Path, job: Job) -> dict[str, float] | None:
-    """What an epoch takes; None where the peer cannot be imported."""
+    """Run a job in a process of its own.
+
+    Returns:
+        Wall and processor seconds of its second epoch and the number of its tiles; None where the
+        peer cannot be imported.
+    """
     command = [str(python), str(Path(__file__).with_name("feeds.py")), json.dumps(asdict(job))]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode == NOT_INSTALLED:

@@ -1,4 +1,4 @@
-"""What offload of parameters, gradients and optimizer state saves and copies, counted on a CPU."""
+"""Count the bytes that offload of parameters, gradients and optimizer state saves and copies."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Picked:
 
     @property
     def predicted(self) -> float:
-        """How much longer the named order's step is by the simulator, less one."""
+        """The simulated step of the named order over that of the synthesised one, less 1."""
         return self.named.seconds / self.synthesised.seconds - 1
 
     @property

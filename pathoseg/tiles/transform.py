@@ -25,13 +25,15 @@ _STRIP = 2**16  # pixels whose source positions are computed at once, to stay in
 
 @dataclass(frozen=True, slots=True)
 class _Warp:
-    """Where a pixel comes from: about the tile's centre, turned and scaled, then moved and bent.
+    """A map from each pixel of the new tile to its source in the old one.
+
+    The offset from the centre is turned and scaled, then shifted, then bent.
 
     Attributes:
-        cos: Of the angle, over the scale.
-        sin: Likewise.
-        shift_x: Pixels of the tile.
-        shift_y: Likewise.
+        cos: Cosine of the angle, divided by the scale.
+        sin: Its sine, divided by the scale.
+        shift_x: Shift to the right, in pixels of the tile.
+        shift_y: Shift down.
         bend: Further shifts of each pixel of the tile (h, w, 2), in memory that is kept; or None.
     """
 

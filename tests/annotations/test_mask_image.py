@@ -92,7 +92,7 @@ def test_a_pixel_has_the_class_that_covers_most_of_it(
     found = labels.rasterise(Box(x, y, 15, 11), frame, TABLE)
 
     def shares(first: int, count: int, cells: int) -> NDArray[np.float64]:
-        """How much of each pixel each cell of the mask covers, along one side."""
+        """Return the share of each pixel's side that each mask cell covers: (pixels, cells)."""
         pixel = np.arange(first, first + count)[:, None] * frame.scale_x
         cell = np.arange(cells) * scale
         common = np.minimum(pixel + frame.scale_x, cell + scale) - np.maximum(pixel, cell)

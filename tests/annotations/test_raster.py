@@ -51,7 +51,7 @@ def blobs(draw: st.DrawFn) -> shapely.Polygon:
 
 
 def _areas(area: shapely.Geometry, frame: Frame, box: Box) -> NDArray[np.float64]:
-    """How much of each pixel of a box an area covers, 0 to 1."""
+    """Return the share of each pixel of a box that an area covers, shape (height, width)."""
     x, y = np.meshgrid(np.arange(box.x, box.right), np.arange(box.y, box.bottom))
     pixels = shapely.box(
         x * frame.scale_x, y * frame.scale_y, (x + 1) * frame.scale_x, (y + 1) * frame.scale_y

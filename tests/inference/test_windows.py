@@ -20,7 +20,7 @@ TISSUE = arrays.arrays(np.bool_, st.tuples(st.integers(1, 9), st.integers(1, 9))
 
 
 def _extent(tissue: np.ndarray, short: tuple[int, int]) -> Size:
-    """Of the cells, the last ones cut short."""
+    """Return the size of a slide of these cells, whose last row and column may be cut short."""
     rows, columns = tissue.shape
     return Size(columns * CELL - short[0], rows * CELL - short[1])
 

@@ -172,7 +172,7 @@ def test_a_broken_environment_is_refused(value: str | None) -> None:
 
 
 class Gathering:
-    """Of a transport, a rank's view of what all ranks tell each other."""
+    """A stand-in for a transport that answers `gather` with this rank's and given other texts."""
 
     def __init__(self, *others: dict[str, Any]) -> None:
         self._others = others
