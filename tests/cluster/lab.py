@@ -26,7 +26,7 @@ PATHOSEG = str(BIN / "pathoseg")
 # SGD, no clipping: sums keep their order, so that ranks train what one process trains, to the bit.
 _STEADY = """epochs = 6
 optimizer = "sgd"
-lr = 0.001
+lr = 0.01
 batch = 4
 microbatch = 1
 clip = 0.0
@@ -52,6 +52,9 @@ class Lab:
             draw_disc(folder / f"new/slide{seed}.png", seed, side)
             (folder / f"new/slide{seed}_mask.png").unlink()
         text = TINY.replace("epochs = 4\nbatch = 2\nlr = 1e-2\n", _STEADY)
+        # At random places the rounding of sums in another order grows to 2 % of a weight within
+        # these epochs, through batch norm over few pixels; on the grid it stays at 1e-6.
+        text = text.replace("tile = 32\n", 'tile = 32\noffsets = "grid"\n')
         (folder / "lab.toml").write_text(text)
         self.environment = os.environ | {
             "OMP_NUM_THREADS": "1",

@@ -71,22 +71,29 @@ def _rows(run: Path | str) -> list[dict[str, float]]:
         ]
 
 
-def _assert_same(run: Path | str, judge: Path | str) -> None:
-    """Weights and figures are the same, to the bit."""
+def _assert_same(run: Path | str, judge: Path | str, share: float = 0.0) -> None:
+    """Weights and figures differ by no more than this share, tensor by tensor."""
     ours, theirs = (load_file(Path(r) / "model" / "weights.safetensors") for r in (run, judge))
     for name, tensor in theirs.items():
-        assert torch.equal(ours[name], tensor), name
-    assert _rows(run) == _rows(judge)
+        difference = torch.linalg.vector_norm((ours[name] - tensor).double())
+        size = torch.linalg.vector_norm(tensor.double())
+        assert difference <= share * size, f"{name}: {difference / size}"
+    _assert_close_rows(run, judge, share * 10)
+
+
+def _assert_close_rows(run: Path | str, judge: Path | str, share: float) -> None:
+    for row, judged in zip(_rows(run), _rows(judge), strict=True):
+        assert row == pytest.approx(judged, rel=share, abs=0.0)
 
 
 @pytest.fixture(scope="module")
-def judged(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Trains a network on the sample slides in one process, once; gives the run."""
+def judged(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    """Trains a network on the sample slides in one process; gives the run of so many epochs."""
 
     @cache
-    def run(network: str) -> Path:
+    def run(network: str, epochs: int) -> Path:
         place = tmp_path_factory.mktemp("samples")
-        _sample_config(place / "judge.toml", network)
+        _sample_config(place / "judge.toml", network, epochs)
         return _alone(place, str(SAMPLES), "judge.toml")
 
     return run
@@ -119,13 +126,13 @@ class Net(torch.nn.Module):
 """
 
 
-def _sample_config(path: Path, network: str, more: str = "") -> None:
-    """What `make demo` trains, in twice three small steps of SGD."""
+def _sample_config(path: Path, network: str, epochs: int, more: str = "") -> None:
+    """What `make demo` trains, in few small steps of SGD."""
     path.with_name("dropping.py").write_text(DROPPING)
     text = (SAMPLES / "demo.toml").read_text()
     for old, new in (
         ("width = 16", NETWORKS[network]),
-        ("batch = 8", "batch = 4\nmicrobatch = 2\nsamples_per_epoch = 12\nepochs = 2"),
+        ("batch = 8", f"batch = 4\nmicrobatch = 2\nsamples_per_epoch = 12\nepochs = {epochs}"),
         ("lr = 4e-3", 'optimizer = "sgd"\nlr = 0.02'),
         ("validate_every = 2", "validate_every = 1"),
     ):
@@ -135,41 +142,47 @@ def _sample_config(path: Path, network: str, more: str = "") -> None:
 
 
 @pytest.mark.parametrize(
-    ("network", "order", "transport", "keeps_order"),
+    ("network", "order", "transport", "epochs", "share"),
     [
-        ("unet", "gpipe", "mpi", True),
-        ("dropping", "1f1b", "gloo", True),
-        ("unet", "gems-mast", "mpi", False),
-        ("unet", "data-parallel", "gloo", False),
+        ("unet", "gpipe", "mpi", 2, 0.0),
+        ("dropping", "1f1b", "gloo", 2, 0.0),
+        ("unet", "gems-mast", "mpi", 1, 1e-6),
+        pytest.param("unet", "data-parallel", "gloo", 1, 1e-6, marks=pytest.mark.slow),
+        pytest.param("unet", "gems-mast", "gloo", 2, None, marks=pytest.mark.slow),
+        pytest.param("unet", "data-parallel", "gloo", 2, None, marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks_give_the_digits_of_one_process(
-    judged: Callable[[str], Path],
+    judged: Callable[[str, int], Path],
     tmp_path: Path,
     start: Start,
     network: str,
     order: str,
     transport: str,
-    keeps_order: bool,
+    epochs: int,
+    share: float | None,
 ) -> None:
-    """On the sample slides: all of them in one order of sums; in another, figures to rounding
-    after three steps, and to 1e-3 after the second epoch's three."""
-    judge = judged(network)
-    _sample_config(tmp_path / "ranks.toml", network, f'[parallel]\ntransport = "{transport}"\n')
+    """On the sample slides: all of them in one order of sums, tensors to rounding after three
+    steps in another, and figures to 1e-3 after two epochs."""
+    judge = judged(network, epochs)
+    _sample_config(
+        tmp_path / "ranks.toml", network, epochs, f'[parallel]\ntransport = "{transport}"\n'
+    )
     command = ["train", "--slides", str(SAMPLES), "--config", "ranks.toml", "--out", "ranks"]
-    process = start(*command, "--ranks", "2", "--order", order, "--trace")  # of the fourth step
+    trace = ["--trace"] * (epochs > 1)  # of the fourth step
+    process = start(*command, "--ranks", "2", "--order", order, *trace)
     output, _ = process.communicate()
     assert process.returncode == 0, output
     run = tmp_path / "ranks"
     plan = Plan.from_json((run / "plan.json").read_text())
     assert (plan.ranks, plan.order, plan.microbatch) == (2, order, 2)
-    if keeps_order:
-        _assert_same(run, judge)
+    if share is None:
+        _assert_close_rows(run, judge, 1e-3)
     else:
-        for row, judged_row, share in zip(_rows(run), _rows(judge), (1e-5, 1e-3), strict=True):
-            assert row == pytest.approx(judged_row, rel=share, abs=0.0)
-    drawn = (run / "trace.json").read_text().replace('"', " ").split()
-    assert {"planned", "measured"} <= set(drawn)
+        _assert_same(run, judge, share)
+    if trace:
+        drawn = (run / "trace.json").read_text().replace('"', " ").split()
+        assert {"planned", "measured"} <= set(drawn)
     assert output.count("epoch 1 ") == 1, "only rank 0 speaks"
 
 

@@ -26,18 +26,16 @@ CROSSING = ("gpipe-folded", "gems-master", "bidirectional", "synthesised-mirrore
 
 
 def cases_of_processes(ranks: int, library: str) -> list[Case]:
-    """Every order on one model; with two ranks, every model on the orders with most messages.
+    """Every order on one model, and every model on the orders with most messages and copies.
 
-    A model decides what tensors are sent, and not who meets whom: threads run all of it. Without
-    tags only those orders whose messages cross: all else is the same code as with them.
+    Without tags only those orders whose messages cross: all else is the same code as with them.
     """
     plans = [*PLANS, *HYBRIDS] if ranks == 4 else [*PLANS]
     if library == "ordered":
         return [Case("branches", plan, ranks) for plan in plans if plan in CROSSING]
     found = [Case("branches", plan, ranks) for plan in plans]
-    if ranks == 2:
-        both = ("1f1b-recomputed", "gems-master")
-        found += [Case(model, plan, ranks) for model in MODELS for plan in both]
+    for model in MODELS:
+        found += [Case(model, plan, ranks) for plan in ("1f1b-recomputed", "gems-master")]
     return list(dict.fromkeys(found))
 
 

@@ -28,14 +28,12 @@ pytestmark = pytest.mark.slow  # many seconds in all
 
 CASES = [
     *(Case(model, plan, ranks) for model in MODELS for plan in PLANS for ranks in (2, 3, 4)),
-    *(Case(model, plan, 4) for model in MODELS for plan in HYBRIDS),
-    # Two groups of four ranks: nothing that depends on the network.
-    *(Case(model, plan, 8) for model in ("unet", "branches") for plan in HYBRIDS),
+    *(Case(model, plan, ranks) for model in MODELS for plan in HYBRIDS for ranks in (4, 8)),
 ]
-# In double precision a reordered sum shows nothing but rounding, whatever the layers are.
+# In double precision a reordered sum shows nothing but rounding.
 DOUBLE = [
     Case(model, plan, 3, torch.float64)
-    for model in ("unet", "branches", "dropout")
+    for model in MODELS
     for plan in ("data-parallel", "gems-master", "bidirectional", "synthesised-mirrored")
 ]
 CLIPPED = [Case("unet", plan, 3, clip=0.05) for plan in ("1f1b", "gems-master", "data-parallel")]
