@@ -100,7 +100,8 @@ def slide_tiles(job: Job, pool: SlidePool) -> SlideTiles:
     note = Path(job.cache) / "discs.geojson"
     note.touch()  # counts of classes are kept beside the cache, by what this file holds
     labels = PolygonLabels(note, discs, size)
-    options = TileOptions(TILE, cache=Path(job.cache) if job.way in ("fill", "cache") else None)
+    cache = Path(job.cache) if job.way in ("fill", "cache") else None
+    options = TileOptions(TILE, offsets="random", cache=cache)
     return cut_tiles(path, frame, labels, AnnotationOptions(), CLASSES, tissue, options, pool)
 
 

@@ -120,8 +120,9 @@ def monai_python(folder: Path) -> Path:
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         subprocess.run([*pip, "--no-deps", MONAI], check=False)
-        own = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
-        (Path(own) / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    # Every time, as another environment may have made it.
+    own = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
+    (Path(own) / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return python
 
 

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -72,8 +73,8 @@ def main() -> None:
         flags = {"data": {"assume_mpp": options.assume_mpp}}
         for number in range(rounds):
             out = Path(folder) / f"results-{number}"
-            ours.take(lambda out=out: infer([options.slide], bundle, out, None, flags, False, None))  # type: ignore[misc]  # mypy cannot infer a lambda with a default
-            bare.take(lambda: _forward(model, side, counts[side]))
+            ours.take(partial(infer, [options.slide], bundle, out, None, flags, False, None))
+            bare.take(partial(_forward, model, side, counts[side]))
     overhead, of_cores = (
         statistics.median(a) / statistics.median(b)
         for a, b in ((ours.wall, bare.wall), (ours.cores, bare.cores))
@@ -139,7 +140,7 @@ def _best_side(model: nn.Module, counts: dict[int, int]) -> int:
         _forward(model, side, 1)
         times = Times()
         for _ in range(3):
-            times.take(lambda side=side, passes=passes: _forward(model, side, passes))  # type: ignore[misc]  # as above
+            times.take(partial(_forward, model, side, passes))
         # Of cores, which other jobs disturb less; but a GPU's time shows on the wall alone.
         taken = times.wall if pick_device().type == "cuda" else times.cores
         seconds[side] = min(taken) / passes * count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
@@ -165,16 +166,10 @@ class Greedy:
         def need(taken: int) -> int:
             return self._need(self._taken(hulls, steps[:taken]), buffers, in_flight)
 
-        low, high = 0, len(steps)
-        if need(high) > room:
+        fewest = bisect_left(range(len(steps) + 1), True, key=lambda taken: need(taken) <= room)
+        if fewest > len(steps):
             return None
-        while low < high:
-            middle = (low + high) // 2
-            if need(middle) <= room:
-                high = middle
-            else:
-                low = middle + 1
-        counts = self._taken(hulls, steps[:high])
+        counts = self._taken(hulls, steps[:fewest])
         if fill:
             self._fill(counts, allowed, setting, room, in_flight)
         return counts
