@@ -188,7 +188,8 @@ class TrainConfig:
         start_from: Run, bundle or .safetensors file whose weights training starts from (`--from`);
             left out, they are random.
         epochs: Passes over the samples; None means 50, or as many as the time limit holds.
-        time_limit: Time for the whole run, resumed parts counted together: seconds, or "1h30m".
+        time_limit: Time for the whole run, resumed parts counted together: "1h30m", "90s", or a
+            number of seconds. In text, as on the command line, a bare number is minutes.
         samples_per_epoch: Tiles drawn an epoch; None means as many as there are.
         batch: Tiles a step.
         microbatch: Tiles a forward pass; gradients accumulate over a step. None means the whole

@@ -127,6 +127,12 @@ def publish(
     write_overlay(folder / OVERLAY, planned.picture, small.pixels, classes)
     ended = time.monotonic()
     tissue = plan.tissue.area_mm2
+    warnings = [] if plan.warning is None else [plan.warning]
+    if not regions.total() and any(pixels[index] for index in range(1, len(classes))):
+        warnings.append(
+            f"no region reaches {options.min_region_um2:g} µm² ([infer] min_region_um2), so "
+            f"{outlines} is empty"
+        )
     summary = Summary(
         slide=name,
         model=segmenter.model_id,
@@ -137,6 +143,6 @@ def publish(
         unread_pixels=pixels[IGNORE],
         versions={"pathoseg": __version__, "torch": str(torch.__version__)},
         seconds={"plan": round(planned.seconds, 3), "segment": round(ended - began, 3)},
-        warnings=() if plan.warning is None else (plan.warning,),
+        warnings=tuple(warnings),
     )
     write_summary(folder / SUMMARY, summary)

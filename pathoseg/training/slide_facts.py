@@ -7,7 +7,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import median_low
 
 import numpy as np
 from numpy.typing import NDArray
@@ -253,7 +253,7 @@ def _about_slides(
             f"come several times: {some(alike)}. If these are patients, they may be on both sides "
             f"of the split, and figures too good: say whose slides they are in {TABLE}."
         )
-    usual = median(one.mpp.mean for one in facts)
+    usual = median_low(one.mpp.mean for one in facts)
     unlike = [
         f"{one.member.slide} ({one.mpp.mean:.4g})"
         for one in facts
@@ -261,8 +261,8 @@ def _about_slides(
     ]
     if unlike:
         yield (
-            f"{len(unlike)} of {len(facts)} slides have another resolution than the {usual:.4g} µm "
-            f"per pixel of most: {some(unlike)}. See whether that is true."
+            f"{len(unlike)} of {len(facts)} slides have another resolution than the middle one, "
+            f"{usual:.4g} µm per pixel: {some(unlike)}. See whether that is true."
         )
     oblong = [
         f"{one.member.slide} ({one.mpp.x:.4g} × {one.mpp.y:.4g} µm)"

@@ -391,7 +391,7 @@ class Trainer:
 
     def _close_epoch(self, records: RunLog | None, rate: float, interruption: Interruption) -> None:
         at = self._progress
-        whole = at.epoch_step == self._epoch_steps
+        done, whole = at.epoch_step, at.epoch_step == self._epoch_steps
         row = {
             "epoch": float(at.epoch + 1),
             "step": float(at.step),
@@ -415,7 +415,8 @@ class Trainer:
         at.rows.append(row)
         if records:
             records.epoch(at.rows)
-        say(f"{self._title(int(row['epoch']))}  {_figures(row)}")
+        cut = "" if whole else f", ended after {done} of {self._epoch_steps} steps"
+        say(f"{self._title(int(row['epoch']))}{cut}  {_figures(row)}")
         self._save()
 
     def _finished(self) -> bool:

@@ -61,7 +61,7 @@ def test_a_warning_comes_when_it_is_due(mpp: float, trained: int, validated: int
         odd,
     ]
     said = " ".join(warnings_of(facts, CLASSES, Config(), ()))
-    assert ("of most: c.svs (" in said) == (max(mpp / 0.5, 0.5 / mpp) > 1.2)
+    assert ("per pixel: c.svs (" in said) == (max(mpp / 0.5, 0.5 / mpp) > 1.2)
     assert ("enlarged" in said) == (mpp > 0.6)
     assert ("tumour is only on slides that are held out" in said) == (trained == 0)
     assert ("fewer than 10" in said) == (0 < trained < 10)

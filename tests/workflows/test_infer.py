@@ -70,6 +70,21 @@ def _table(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def test_outlines_that_are_all_left_out_are_said(
+    tmp_path: Path, command: Command, tiny_bundle: SaveBundle
+) -> None:
+    slide = _draw(tmp_path / "a.png", width=96, height=96)
+    (tmp_path / "large.toml").write_text("[infer]\nmin_region_um2 = 1e6\n")
+    code, said = command(
+        "infer", slide, "--model", tiny_bundle(), "--out", tmp_path / "out",
+        "--config", tmp_path / "large.toml", "--assume-mpp", "0.5",
+    )  # fmt: skip
+    assert code == 0, said
+    assert _mask(tmp_path / "out/a").any()
+    assert not json.loads((tmp_path / "out/a/regions.geojson").read_text())["features"]
+    assert "Take care: no region reaches 1e+06 µm²" in said
+
+
 def test_all_outputs_of_a_slide_agree(
     tmp_path: Path, command: Command, tiny_bundle: SaveBundle
 ) -> None:
