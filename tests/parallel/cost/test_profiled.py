@@ -33,7 +33,7 @@ class _Guess:
 ALONE = LayerTime(1.0, 1.0)
 
 
-@pytest.mark.parametrize("name", ["unet", "transformer"])
+@pytest.mark.parametrize("name", ["unet", "resnet20-v2", "inception-v3", "transformer"])
 def test_every_layer_of_the_model_has_a_time(name: str) -> None:
     make, shape = SMALL[name]
     traced = Traced(make(), torch.zeros(shape))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from pathoseg.parallel.cost.calibration_layers import draw_cases, reference_networks
+from pathoseg.parallel.cost.calibration_layers import Case, draw_cases, reference_networks
 from pathoseg.parallel.cost.timing import (
     Alone,
     Run,
@@ -163,9 +164,10 @@ def test_copies_give_a_link() -> None:
 
 
 @pytest.mark.slow
-def test_reference_networks_can_be_traced() -> None:
+@pytest.mark.parametrize("make", [lambda: draw_cases(0.05), reference_networks])
+def test_cases_can_be_traced(make: Callable[[], list[Case]]) -> None:
     kinds = set()
-    for case in reference_networks():
+    for case in make():
         graph = Traced(case.module, case.example()).graph
         kinds.update(layer.kind for layer in graph.layers)
     assert {"convolution", "native_batch_norm", "max_pool2d_with_indices"} <= kinds
