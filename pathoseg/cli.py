@@ -190,7 +190,10 @@ def train(
     epochs: Annotated[int | None, typer.Option(help="Passes over the tiles.")] = None,
     time_limit: Annotated[
         str | None,
-        typer.Option(help="Finish within this time, e.g. 30m or 2h; a bare number is minutes.", metavar="DURATION"),
+        typer.Option(
+            help="Finish within this time, e.g. 30m or 2h; a bare number is minutes.",
+            metavar="DURATION",
+        ),
     ] = None,
     ranks: Ranks = None,
     order: Order = None,
