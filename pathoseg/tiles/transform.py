@@ -131,7 +131,8 @@ class Augmentation:
         # A quarter turn is a transposition with one of the two flips.
         source = image
         if turns % 2:
-            source = self._kept("transposed", image) if upside_down or left_right else out
+            scratch = f"transposed {image.shape}"  # its own for image, mask and each context
+            source = self._kept(scratch, image) if upside_down or left_right else out
             cv2.transpose(image, dst=source)
         if upside_down or left_right:
             cv2.flip(source, -1 if upside_down and left_right else int(left_right), dst=out)
