@@ -53,6 +53,11 @@ class Box:
             return None
         return Box(x, y, right - x, bottom - y)
 
+    def within(self, whole: Box) -> tuple[slice, slice]:
+        """Return the slices of rows and columns of this box in an array that shows `whole`."""
+        x, y = self.x - whole.x, self.y - whole.y
+        return slice(y, y + self.height), slice(x, x + self.width)
+
 
 @dataclass(frozen=True, slots=True)
 class Mpp:

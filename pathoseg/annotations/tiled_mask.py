@@ -123,7 +123,7 @@ class TiledMask:
                     if place[1] == 0 or not (part := tile.intersection(box)):
                         continue
                     pixels = self._decoded(_read(file, place))
-                    found[_inside(part, box)] = pixels[_inside(part, tile)]
+                    found[part.within(box)] = pixels[part.within(tile)]
         return found
 
     def _decoded(self, data: bytes) -> NDArray[np.uint8]:
@@ -143,9 +143,3 @@ def _read(file: BinaryIO, place: NDArray[np.int64]) -> bytes:
     if len(data) < count:
         raise ValueError("it ends before its last tile")
     return data
-
-
-def _inside(part: Box, whole: Box) -> tuple[slice, slice]:
-    """Return the slices of rows and columns of `part` in an array of `whole`."""
-    x, y = part.x - whole.x, part.y - whole.y
-    return slice(y, y + part.height), slice(x, x + part.width)

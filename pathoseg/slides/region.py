@@ -149,7 +149,7 @@ def _read_padded(slide: Slide, index: int, size: Size, source: Box) -> Region:
         region = _read_blocks(slide, index, inside)
     if inside == source:
         return region
-    part = _window(inside, source)
+    part = inside.within(source)
     pixels = _white(source)
     pixels[part] = region.pixels
     if region.unread is None:
@@ -167,9 +167,9 @@ def _read_blocks(slide: Slide, index: int, inside: Box) -> Region:
             block = Box(left, top, _BLOCK, _BLOCK).intersection(inside)
             assert block is not None
             try:
-                pixels[_window(block, inside)] = slide.read_level(index, block)
+                pixels[block.within(inside)] = slide.read_level(index, block)
             except UnreadableError:
-                unread[_window(block, inside)] = True
+                unread[block.within(inside)] = True
     return Region(pixels, unread)
 
 
@@ -229,9 +229,3 @@ def _positions(span: _Span) -> NDArray[np.float32]:
 
 def _white(box: Box) -> NDArray[np.uint8]:
     return np.full((box.height, box.width, 3), 255, np.uint8)
-
-
-def _window(part: Box, whole: Box) -> tuple[slice, slice]:
-    """Return the slices of `part` in an array that shows `whole`."""
-    x, y = part.x - whole.x, part.y - whole.y
-    return slice(y, y + part.height), slice(x, x + part.width)

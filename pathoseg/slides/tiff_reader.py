@@ -333,12 +333,10 @@ class TiffSlide(SlideFile[_OpenTiff]):
 def _paste(segment: NDArray[np.uint8], x: int, y: int, pixels: NDArray[np.uint8], box: Box) -> None:
     """Copies what `pixels`, which show `box`, share with a segment whose corner is (x, y)."""
     height, width = segment.shape[:2]
-    part = Box(x, y, width, height).intersection(box)
+    whole = Box(x, y, width, height)
+    part = whole.intersection(box)
     if part is not None:
-        rows, columns = slice(part.y - y, part.bottom - y), slice(part.x - x, part.right - x)
-        pixels[part.y - box.y : part.bottom - box.y, part.x - box.x : part.right - box.x] = segment[
-            rows, columns
-        ]
+        pixels[part.within(box)] = segment[part.within(whole)]
 
 
 def _tagged(tiff: _OpenTiff) -> Mpp | None:

@@ -168,7 +168,7 @@ class TileCache:
                 if self._file(shard, "unread").exists():
                     if unread is None:
                         unread = np.zeros((box.height, box.width), np.bool_)
-                    unread[_within(inside, box)] = self._unread[_within(inside, None)]
+                    unread[inside.within(box)] = self._unread[inside.within(self._extent)]
         except FileNotFoundError:
             return None
         except MemoryError:
@@ -186,7 +186,7 @@ class TileCache:
         Raises:
             PathosegError: The disk is full, or the folder cannot be written.
         """
-        place = _within(self.box(shard), None)
+        place = self.box(shard).within(self._extent)
         try:
             if region.unread is not None and region.unread.any():
                 self._unread[place] = region.unread
@@ -219,7 +219,7 @@ class TileCache:
                     block = Box(origin.x + column * BLOCK, origin.y + row * BLOCK, BLOCK, BLOCK)
                     part = block.intersection(inside)
                     assert part is not None
-                    pixels[_within(part, box)] = self._decoded(data)[_within(part, block)]
+                    pixels[part.within(box)] = self._decoded(data)[part.within(block)]
 
     def _decoded(self, data: bytes) -> NDArray[np.uint8]:
         if self._lossless:
@@ -232,12 +232,6 @@ class TileCache:
         """Return the path of a shard by Zarr's default key encoding (separator ".")."""
         colours = ".0" if array == "pixels" else ""
         return self.path / array / f"c.{shard[0]}.{shard[1]}{colours}"
-
-
-def _within(part: Box, whole: Box | None) -> tuple[slice, slice]:
-    """Return the slices of a box in an array that shows `whole`, or that begins at (0, 0)."""
-    x, y = (part.x, part.y) if whole is None else (part.x - whole.x, part.y - whole.y)
-    return slice(y, y + part.height), slice(x, x + part.width)
 
 
 def _read_exactly(descriptor: int, length: int, offset: int) -> bytes:
