@@ -88,10 +88,16 @@ def units_on_slide(first: int, last: int, length: float) -> Ints:
     return lengths
 
 
+def pixel_centres(box: Box, frame: Frame) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return level-0 x of the columns, shape (width,), and y of the rows, (height,), of `box`."""
+    x = (np.arange(box.x, box.right, dtype=np.float64) + 0.5) * frame.scale_x
+    y = (np.arange(box.y, box.bottom, dtype=np.float64) + 0.5) * frame.scale_y
+    return x, y
+
+
 def ignore_outside(mask: NDArray[np.uint8], box: Box, frame: Frame, slide_size: Size) -> None:
     """Sets the pixels of `mask` whose centres lie outside the slide to 255."""
-    x = (np.arange(box.x, box.right) + 0.5) * frame.scale_x
-    y = (np.arange(box.y, box.bottom) + 0.5) * frame.scale_y
+    x, y = pixel_centres(box, frame)
     mask[:, (x < 0) | (x >= slide_size.width)] = IGNORE
     mask[(y < 0) | (y >= slide_size.height), :] = IGNORE
 

@@ -34,11 +34,11 @@ from pathoseg.annotations.coverage import (
     counted,
     ignore_outside,
     most_covered,
+    pixel_centres,
     rows_at_once,
     to_units,
     units_on_slide,
 )
-from pathoseg.annotations.scan_conversion import pixel_centres
 from pathoseg.annotations.tiled_mask import TiledMask
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, Size

@@ -34,12 +34,13 @@ from pathoseg.annotations.coverage import (
     counted,
     ignore_outside,
     most_covered,
+    pixel_centres,
     rows_at_once,
     to_units,
     units_on_slide,
 )
 from pathoseg.annotations.outline import areal
-from pathoseg.annotations.scan_conversion import paint_centres, pixel_centres
+from pathoseg.annotations.scan_conversion import paint_centres
 from pathoseg.geometry import Box, Frame, Size
 
 Geometries = NDArray[np.object_]

@@ -7,14 +7,6 @@ import shapely
 from numpy.typing import NDArray
 
 from pathoseg.annotations.coverage import counted
-from pathoseg.geometry import Box, Frame
-
-
-def pixel_centres(box: Box, frame: Frame) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return level-0 x of the columns, shape (width,), and y of the rows, (height,), of `box`."""
-    x = (np.arange(box.x, box.right, dtype=np.float64) + 0.5) * frame.scale_x
-    y = (np.arange(box.y, box.bottom, dtype=np.float64) + 0.5) * frame.scale_y
-    return x, y
 
 
 def paint_centres(
