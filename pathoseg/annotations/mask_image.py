@@ -353,8 +353,7 @@ def _steps(
     np.not_equal(values[:, 1:], values[:, :-1], out=changed[:, 1:])
     at = np.flatnonzero(changed)
     row, first = np.divmod(at, len(columns))
-    last = np.append(first[1:], 0)
-    last[last == 0] = len(columns)
+    last = first + np.diff(at, append=values.size)  # a row's first pixel is a change
     value = table[values[row, first]]
     kept = value != table[0]
     row, first, last, value = row[kept], first[kept], last[kept], value[kept]

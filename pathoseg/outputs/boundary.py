@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, connected_components
 
+from pathoseg.annotations.coverage import counted
 from pathoseg.outputs.arcs import Flags, Indices, Rings, simplified
 
 # Above any column: row × WIDEST + column sorts by row, then column.
@@ -64,8 +65,7 @@ class Runs:
         lowest = np.searchsorted(end, start - WIDEST, side="right")
         count = np.searchsorted(start, end - WIDEST, side="left") - lowest
         lower = np.repeat(np.arange(len(self)), count)
-        position = np.arange(len(lower)) - np.repeat(np.cumsum(count) - count, count)
-        upper = np.repeat(lowest, count) + position
+        upper = np.repeat(lowest, count) + counted(count)
         same = self.value[lower] == self.value[upper]
         return lower[same], upper[same]
 

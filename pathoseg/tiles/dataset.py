@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import IGNORE
+from pathoseg.annotations.coverage import counted
 from pathoseg.device import Images
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import IMAGE
@@ -212,7 +213,7 @@ class TrainingSet:
         ends[-1] = count
         times = np.diff(ends, prepend=0)
         tiles = np.repeat(order, times)
-        nth = np.arange(count) - np.repeat(ends - times, times)
+        nth = counted(times)
         when = (nth + rng.random(count)) / np.repeat(times, times)
         return tiles[np.argsort(when, kind="stable")].astype(np.int64)
 
