@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import errno
 import io
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
@@ -56,14 +56,21 @@ def write_text(path: Path, text: str) -> None:
         draft.write_text(text, encoding="utf-8", errors="surrogateescape", newline="")
 
 
-def write_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Replaces `path` with a CSV table of rows that have the columns of the first.
+def write_rows(
+    path: Path, rows: Iterable[Mapping[str, object]], columns: Sequence[str] | None = None
+) -> None:
+    """Replace `path` by a CSV table, whole or not at all.
+
+    Args:
+        path: The file.
+        rows: Each maps every column to its value.
+        columns: In their order, for a table that may have no rows; None takes the first row's.
 
     Raises:
         OSError: The disk is full or cannot be written.
     """
     text, entries = io.StringIO(), list(rows)
-    writer = csv.DictWriter(text, list(entries[0]), lineterminator="\n")
+    writer = csv.DictWriter(text, columns or list(entries[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(entries)
     write_text(path, text.getvalue())

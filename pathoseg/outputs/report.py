@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from pathoseg.annotations.annotation import IGNORE, ClassTable
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Frame, Mpp
-from pathoseg.outputs.atomic import write_text
+from pathoseg.outputs.atomic import write_rows, write_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +141,18 @@ def write_summary_table(path: Path, summaries: Iterable[Summary]) -> None:
     Raises:
         OSError: The disk is full or cannot be written.
     """
-    header = ("slide", "class", "area_mm2", "share_of_tissue", "regions")
     rows = (
-        (summary.slide, of.name, f"{of.area_mm2:.9g}", f"{of.share_of_tissue:.6g}", of.regions)
+        {
+            "slide": summary.slide,
+            "class": of.name,
+            "area_mm2": f"{of.area_mm2:.9g}",
+            "share_of_tissue": f"{of.share_of_tissue:.6g}",
+            "regions": of.regions,
+        }
         for summary in summaries
         for of in summary.classes
     )
-    _write_table(path, header, rows)
+    write_rows(path, rows, ("slide", "class", "area_mm2", "share_of_tissue", "regions"))
 
 
 def read_failures(path: Path) -> dict[str, PathosegError]:
@@ -171,13 +175,8 @@ def write_failures(path: Path, failures: Mapping[str, PathosegError]) -> None:
     Raises:
         OSError: The disk is full or cannot be written.
     """
-    rows = ((slide, error.problem, error.hint) for slide, error in failures.items())
-    _write_table(path, ("slide", "reason", "hint"), rows)
-
-
-def _write_table(path: Path, header: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> None:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows(rows)
-    write_text(path, text.getvalue())
+    rows = (
+        {"slide": slide, "reason": error.problem, "hint": error.hint}
+        for slide, error in failures.items()
+    )
+    write_rows(path, rows, ("slide", "reason", "hint"))
