@@ -19,7 +19,7 @@ from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.reading import class_table, find_annotation, read_labels
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame
-from pathoseg.slides.folder import slides_in
+from pathoseg.slides.folder import find_slides
 from pathoseg.slides.slide import open_slide
 
 CELL = 4096
@@ -84,7 +84,8 @@ def real_cells(folder: Path) -> list[Cell]:
     Raises:
         PathosegError: A tile or its annotation cannot be read, or none is annotated.
     """
-    annotated = [(tile, find_annotation(tile, None)) for tile in slides_in(folder)]
+    found = find_slides([folder]).values()
+    annotated = [(tile, find_annotation(tile, None)) for tile in found]
     pairs = [(tile, annotation) for tile, annotation in annotated if annotation is not None]
     if not pairs:
         raise PathosegError(

@@ -77,11 +77,6 @@ def find_slides(folders: Sequence[Path], passed_over: Collection[Path] = ()) -> 
     return slides
 
 
-def slides_in(folder: Path) -> list[Path]:
-    """The slides of `find_slides` in one folder."""
-    return list(find_slides([folder]).values())
-
-
 def _slides_below(root: Path, passed_over: Collection[Path]) -> list[Path]:
     meant = list[Path]()
     for files in _files_below(root, passed_over):

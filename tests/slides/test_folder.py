@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from pathoseg.errors import PathosegError
-from pathoseg.slides.folder import find_slides, slides_in
+from pathoseg.slides.folder import find_slides
 
 
 def _names(folder: Path) -> list[str]:
@@ -36,7 +36,7 @@ def test_slides_sorted_by_name_without_the_rest(tmp_path: Path, image: Any) -> N
     for name in ("a.xml", "a.geojson", "a.geojson.gz", "slides.csv", "README.md", "Thumbs.db"):
         (tmp_path / name).write_text("BMI,4\n<xml/>")
     assert _names(tmp_path) == ["C.PNG", "a.svs", "b.tif", "b/d/a.svs", "noname"]
-    assert slides_in(tmp_path)[0] == tmp_path / "C.PNG"
+    assert find_slides([tmp_path])["C.PNG"] == tmp_path / "C.PNG"
 
 
 def test_masks_beside_their_slides_are_none(tmp_path: Path, image: Any) -> None:
@@ -124,7 +124,7 @@ def test_no_folder_or_no_slides(tmp_path: Path, make: Callable[[Path], None]) ->
     folder = tmp_path / "given"
     make(folder)
     with pytest.raises(PathosegError) as refusal:
-        slides_in(folder)
+        find_slides([folder])
     assert str(folder) in refusal.value.problem
     assert refusal.value.hint
 
