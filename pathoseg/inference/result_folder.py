@@ -1,12 +1,18 @@
-"""The folder of a slide's result: how far it is, and how it appears whole or not at all."""
+"""The folder of a batch: results that appear whole or not at all, and how far each slide is.
+
+OUT/<slide>/               the result of a slide, in folders as its slides are
+OUT/states/<slide>.json    how far it is
+OUT/.work/<slide>/         what is not whole (slide_job.py)
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -14,8 +20,9 @@ from uuid import uuid4
 
 from pathoseg.errors import PathosegError
 from pathoseg.outputs.atomic import write_text
+from pathoseg.outputs.report import Summary, read_summary
 
-STATES = "states"
+STATES, WORK = "states", ".work"
 
 
 @dataclass(frozen=True)
@@ -143,6 +150,47 @@ def _refuse_shared(folders: Mapping[Path, Path], out: Path) -> None:
                 f"The result of {slide} would lie in {inside or out / STATES}, which is in use.",
                 "Rename the folder that the slide is in.",
             )
+
+
+def summaries(out: Path) -> list[Summary]:
+    """Read the summaries of all results in `out`, at any depth, without those of batches inside."""
+    paths = list[Path]()
+    for place, folders, files in os.walk(out):
+        if SUMMARY in files:
+            paths.append(Path(place, SUMMARY))
+        if SUMMARY in files or (STATES in folders and Path(place) != out):
+            folders.clear()
+        folders[:] = [name for name in folders if name[0] != "." and name != STATES]
+    found = []
+    for path in sorted(paths):
+        with suppress(PathosegError):  # a folder of something else
+            found.append(read_summary(path))
+    return found
+
+
+def failures(out: Path) -> dict[str, PathosegError]:
+    """Read why slides failed from their state files in `out`, by the slides' names."""
+    found = dict[str, PathosegError]()
+    for path in sorted((out / STATES).glob("**/[!.]*.json")):
+        state = read_state(path)
+        if state is not None and state.status == "failed":
+            within = path.parent.relative_to(out / STATES)
+            name = (within / Path(state.slide).name).as_posix()
+            found[name] = PathosegError(state.problem, state.hint)
+    return found
+
+
+def sweep(out: Path) -> None:
+    """Remove the empty folders of the work in `out`, but none of a slide that a process is at."""
+    empty = list[str]()
+    for place, folders, files in os.walk(out / WORK):
+        if files:  # a slide's lease: its process has yet to fill the folders inside
+            folders.clear()
+        else:
+            empty.append(place)
+    for place in reversed(empty):
+        with suppress(OSError):  # a folder in it is in use
+            Path(place).rmdir()
 
 
 @contextmanager

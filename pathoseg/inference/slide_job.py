@@ -42,6 +42,7 @@ from pathoseg.errors import PathosegError
 from pathoseg.inference.leases import Leases
 from pathoseg.inference.publish import plan_slide, publish
 from pathoseg.inference.result_folder import (
+    WORK,
     State,
     read_state,
     result_folder,
@@ -270,7 +271,6 @@ def _told(options: Any) -> dict[str, object]:
     return told
 
 
-WORK = ".work"  # in the output folder: what is not whole, a folder for each slide
 _SLIDE_CLAIM = "claim"
 
 Outcome = Literal["done", "failed", "skipped"]

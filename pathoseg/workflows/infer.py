@@ -18,9 +18,16 @@ from pathoseg.config import load_config
 from pathoseg.errors import PathosegError, StoppedError
 from pathoseg.host_memory import share_one_heap
 from pathoseg.inference.leases import Leases
-from pathoseg.inference.result_folder import STATES, SUMMARY, read_state, result_folders
+from pathoseg.inference.result_folder import (
+    STATES,
+    SUMMARY,
+    failures,
+    result_folders,
+    summaries,
+    sweep,
+)
 from pathoseg.inference.segmenter import load_segmenter
-from pathoseg.inference.slide_job import WORK, SlideJob, WorkerContext
+from pathoseg.inference.slide_job import SlideJob, WorkerContext
 from pathoseg.interruption import Interruption
 from pathoseg.outputs.report import read_summary, write_failures, write_summary_table
 from pathoseg.parallel.comm.launcher import World, find_host_share, find_world, use_host_share
@@ -108,9 +115,7 @@ def infer(
                     raise SystemExit(end.exit_code) from None
                 raise
             _write_tables(out, leases)
-            with suppress(OSError):  # another process works there
-                for folder in [*sorted((out / WORK).glob("**/"), reverse=True), out / WORK]:
-                    folder.rmdir()
+            sweep(out)
     return _verdict(batch, out, leads=world.rank == 0)
 
 
@@ -198,33 +203,10 @@ def _write_tables(out: Path, leases: Leases) -> None:
     while not leases.take(claim):
         time.sleep(0.1)
     try:
-        summaries = []
-        for path in _result_summaries(out):
-            with suppress(PathosegError):  # a folder of something else
-                summaries.append(read_summary(path))
-        failures = dict[str, PathosegError]()
-        for path in sorted((out / STATES).glob("**/[!.]*.json")):
-            state = read_state(path)
-            if state is not None and state.status == "failed":
-                within = path.parent.relative_to(out / STATES)
-                name = (within / Path(state.slide).name).as_posix()
-                failures[name] = PathosegError(state.problem, state.hint)
-        write_summary_table(out / TABLE, summaries)
-        write_failures(out / FAILURES, failures)
+        write_summary_table(out / TABLE, summaries(out))
+        write_failures(out / FAILURES, failures(out))
     finally:
         leases.release(claim)
-
-
-def _result_summaries(out: Path) -> list[Path]:
-    """The summaries of all results of a batch, at any depth, without those of batches inside."""
-    found = list[Path]()
-    for place, folders, files in os.walk(out):
-        if SUMMARY in files:
-            found.append(Path(place, SUMMARY))
-        if SUMMARY in files or (STATES in folders and Path(place) != out):
-            folders.clear()
-        folders[:] = [name for name in folders if name[0] != "." and name != STATES]
-    return sorted(found)
 
 
 def _verdict(batch: Sequence[SlideJob], out: Path, *, leads: bool) -> int:
