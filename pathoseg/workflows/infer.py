@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ TABLE = "summary.csv"
 FAILURES = "failures.csv"
 _NAP = 0.5  # seconds
 _HEAD_START = 2.0  # seconds
+_calls = count()  # of `infer` in this process, under a launcher
 
 
 def infer(
@@ -77,6 +79,7 @@ def infer(
         PathosegError: The model or the only slide cannot be used, or an input is missing.
         StoppedError: A signal came; what is finished is kept.
     """
+    entered = time.monotonic()
     share_one_heap()
     config = load_config(config_file, flags)
     world = find_world()
@@ -100,7 +103,9 @@ def infer(
             leases = Leases(out / STATES)
             since = leases.now()
             if world.launcher is not None:  # ranks begin together, and load at their own pace
-                since -= process_age()
+                # A program's later calls reach back to where they begin: what its first one has
+                # done, or failed at, is none of theirs.
+                since -= time.monotonic() - entered if next(_calls) else process_age()
         with leases:
             context = WorkerContext(segmenter, config, out, leases, interruption, resume, since)
             batch = [

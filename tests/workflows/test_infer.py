@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 from shapely.geometry import shape
 
+import pathoseg
 from pathoseg.config import load_config
 from pathoseg.device import to_input
 from pathoseg.errors import PathosegError
@@ -298,6 +299,27 @@ def test_a_batch_goes_on_after_a_bad_slide(
     assert (out / "c" / "summary.json").stat().st_mtime_ns == before
     assert _table(out / "failures.csv") == []
     assert len(_table(out / "summary.csv")) == 2 * 4
+
+
+def test_a_call_under_a_launcher_takes_nothing_of_the_call_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_bundle: SaveBundle
+) -> None:
+    for name, value in (("RANK", "0"), ("SIZE", "1")):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("pathoseg.workflows.infer._stop_with_launcher", lambda interruption: None)
+    slides, bundle = [_draw(tmp_path / "a.png"), tmp_path / "b.png"], tiny_bundle()
+    slides[1].write_bytes(b"\x89PNG and nothing else")
+    done = tmp_path / "out" / "states" / "a.json"
+    times = []
+    for failed in (["b.png"], []):
+        out = pathoseg.infer(
+            slides, bundle, out=tmp_path / "out", options={"data": {"assume_mpp": 0.5}}
+        )
+        assert [row["slide"] for row in _table(out / "failures.csv")] == failed
+        times.append(done.stat().st_mtime_ns)
+        _draw(slides[1])  # mended
+    assert times[1] > times[0], "without resume, all is made again"
 
 
 def test_two_slides_of_one_name_are_refused(
