@@ -9,7 +9,7 @@ from contextlib import closing
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ from pathoseg.memory_size import parse_memory
 from pathoseg.models.build import declared_inputs, edge_reach
 from pathoseg.models.bundle import Bundle, bundle_id, load_bundle
 from pathoseg.models.layers import fold_norms
-from pathoseg.models.unet import UNet
 from pathoseg.outputs.stitch import (
     Finish,
     Prediction,
@@ -78,7 +77,9 @@ def default_margin(overlap: int, reach: int | None) -> int:
     return overlap // 4
 
 
-_Group = list[tuple[int, Region, Mapping[str, NDArray[np.uint8]]]]
+_Context = Mapping[str, NDArray[np.uint8]]
+_Read = tuple[int, bool, Region, _Context]
+_Group = list[tuple[int, Region, _Context]]
 _Batch = tuple[_Group, torch.Tensor, Arrival]
 
 
@@ -91,7 +92,7 @@ def predict(
     readers: int,
     dtype: torch.dtype | None,
     inside: Callable[[int], Box] | None = None,
-    context: Callable[[int], Mapping[str, NDArray[np.uint8]]] | None = None,
+    context: Callable[[int], _Context] | None = None,
 ) -> Generator[Prediction]:
     """Predict the class probabilities of tiles, in their order.
 
@@ -107,8 +108,8 @@ def predict(
         batch: The most tiles of a forward pass.
         readers: Threads that read ahead.
         dtype: Autocast precision, or None.
-        inside: Returns the part of a tile that is wanted, in its pixels; only for networks with
-            `logits_inside`. None is all of each.
+        inside: Returns the part of a tile that is wanted, in its pixels: a network that has
+            `logits_inside` computes no more of it. None is all of each.
         context: Reads the network's other inputs of a tile, by name, as `read` does the tile.
 
     Yields:
@@ -116,21 +117,20 @@ def predict(
         are, on the model's device, and which pixels were unread (h, w), or None.
 
     Raises:
-        PathosegError: The device's memory is too small, or an answer is not finite.
+        PathosegError: The device's memory is too small, or an answer not finite or of wrong size.
     """
     device = next(model.parameters()).device
     layout = _laid_out(model, card, device)
+    logits_inside: Any = getattr(model, "logits_inside", None)
+    if logits_inside is None:
+        inside = None
     waiting = deque[_Batch]()
 
-    def read_tile(
-        tile: tuple[int, bool],
-    ) -> tuple[int, bool, Region, Mapping[str, NDArray[np.uint8]]]:
+    def read_tile(tile: tuple[int, bool]) -> _Read:
         index, last = tile
         return index, last, read(index), {} if context is None else context(index)
 
-    def batches(
-        tiles: Iterator[tuple[int, bool, Region, Mapping[str, NDArray[np.uint8]]]],
-    ) -> Iterator[_Group]:
+    def batches(tiles: Iterator[_Read]) -> Iterator[_Group]:
         group: _Group = []
         for index, last, region, around in tiles:
             if group and (
@@ -162,8 +162,12 @@ def predict(
                 if inside is None:
                     logits = answer(model, inputs)
                 else:
-                    only = cast(torch.Tensor, inputs)
-                    logits = cast(UNet, model).logits_inside(only, inside(group[0][0]))
+                    part = inside(group[0][0])
+                    logits = logits_inside(inputs, part)
+                    if logits.shape[-2:] != (part.height, part.width):
+                        wrong = f"{type(model).__name__}.logits_inside answers {(*logits.shape,)}"
+                        told = f"{wrong}, not {part.height} rows and {part.width} columns."
+                        raise PathosegError(told, "Let it return the logits of that part alone.")
                 chances = logits.float().contiguous().softmax(1)
                 waiting.append((group, chances, Arrival(chances.sum())))
             # A batch is looked at while a device computes the next one.
@@ -553,7 +557,7 @@ class Segmenter:
         def read(index: int) -> Region:
             return read_box(plan.frame, plan.grid.box(index))
 
-        def around(index: int) -> Mapping[str, NDArray[np.uint8]]:
+        def around(index: int) -> _Context:
             box, mpp = plan.grid.box(index), self.card.mpp
             return {
                 each.name: read_box(frame, each.around(box, mpp)).pixels
@@ -561,9 +565,6 @@ class Segmenter:
             }
 
         options, grid = self._config.infer, plan.grid
-        inside = None
-        if isinstance(grid, Windows) and isinstance(self._model, UNet):
-            inside = grid.inside
         return predict(
             self._model,
             self.card,
@@ -572,7 +573,7 @@ class Segmenter:
             options.batch,
             options.readers or cores_to_use(),
             self._dtype,
-            inside,
+            grid.inside if isinstance(grid, Windows) else None,
             around if plan.context else None,
         )
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from pathoseg.device import MEAN, STD, to_input
 from pathoseg.errors import PathosegError
+from pathoseg.geometry import Box
 from pathoseg.inference.segmenter import predict
 from pathoseg.models.bundle import Bundle
 from pathoseg.models.model_options import ModelConfig
@@ -70,8 +71,21 @@ class Wrong(Plain):
         return super().forward(images[:, :2])
 
 
-def _predicted(model: nn.Module, rows: Sequence[Sequence[int]], batch: int) -> list[Prediction]:
-    return list(predict(model, CARD, lambda i: Region(TILES[i]), rows, batch, 2, None))
+class Partial(Plain):
+    """Computes a part of its images alone, of which some rows may be lost."""
+
+    lost = 0
+
+    def logits_inside(self, images: torch.Tensor, inside: Box) -> torch.Tensor:
+        rows, columns = inside.within(Box(0, 0, 32, 32))
+        return super().forward(images[..., rows, columns])[..., self.lost :, :]
+
+
+def _predicted(
+    model: nn.Module, rows: Sequence[Sequence[int]], batch: int, part: Box | None = None
+) -> list[Prediction]:
+    inside = None if part is None else lambda _: part
+    return list(predict(model, CARD, lambda i: Region(TILES[i]), rows, batch, 2, None, inside))
 
 
 @pytest.mark.parametrize(("kind", "channels_last"), [(Plain, True), (Viewing, False)])
@@ -107,6 +121,18 @@ def test_memory_that_is_used_up_is_told_with_what_to_change() -> None:
     assert "[infer] batch" in told.value.hint
     with pytest.raises(RuntimeError, match="to have 3 channels"):
         _predicted(Wrong().eval(), [[3, 4]], 2)
+
+
+def test_a_network_that_can_computes_only_the_part_that_is_wanted() -> None:
+    part, models = Box(3, 5, 8, 6), (Plain().eval(), Partial().eval())
+    models[1].load_state_dict(models[0].state_dict())
+    full, cut = (_predicted(model, [[0, 1]], 2, part) for model in models)
+    for (_, one, _), (_, other, _) in zip(full, cut, strict=True):
+        assert (one.shape, other.shape) == ((2, 32, 32), (2, 6, 8))
+        torch.testing.assert_close(one[:, *part.within(Box(0, 0, 32, 32))], other)
+    models[1].lost = 1
+    with pytest.raises(PathosegError, match="not 6 rows and 8 columns"):
+        _predicted(models[1], [[0]], 1, part)
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
