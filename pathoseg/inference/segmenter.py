@@ -308,7 +308,7 @@ class Segmenter:
     """A model on its device, with all that predicting slides needs.
 
     Args:
-        model: In eval mode, on its device; the batch norms of ours are folded.
+        model: In eval mode, on its device; batch norms of ours, of this version, are folded.
         card: Classes, resolution, tile and normalisation.
         config: `infer`, `tissue`, `data.assume_mpp` and `train.amp` are used.
         model_id: Identifies the bundle in results.
@@ -322,7 +322,7 @@ class Segmenter:
     def __init__(
         self, model: torch.nn.Module, card: Bundle, config: Config, model_id: str = ""
     ) -> None:
-        if not card.model.is_factory:
+        if not card.model.is_factory and card.tiling != "blended":  # which answers as it did
             fold_norms(model)
         self._model, self.card, self._config = model, card, config
         self.model_id = model_id

@@ -207,6 +207,12 @@ def test_a_bundle_of_an_earlier_version_answers_as_it_did(
         segmenter = Segmenter(*load_bundle(bundle), load_config(None, {"infer": {"tile": tile}}))
         with open_slide(path, assume_mpp=0.5) as slide:
             assert isinstance(segmenter.plan(slide).grid, kind)
+    net, earlier = load_bundle(bundle)
+    images = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        before = net(images)
+        Segmenter(net, earlier, load_config(None))
+        assert torch.equal(net(images), before), "to the bit: no norm is folded"
 
 
 def test_a_model_that_is_not_there_is_said_to_be_so(tmp_path: Path) -> None:
