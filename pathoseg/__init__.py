@@ -209,7 +209,7 @@ def _flags(
     slides: Name | Sequence[Name] | None = None,
     annotations: Name | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Return the options as tables of their own, with the folders of `data` among them."""
+    """Return the options as tables of their own, `slides` and `annotations` in that of `data`."""
     flags = {table: dict(values) for table, values in (options or {}).items()}
     given = dict[str, Any]()
     if slides is not None:
