@@ -196,6 +196,20 @@ def test_threads_share_labels() -> None:
         np.testing.assert_array_equal(mask, labels.rasterise(box, frame, TABLE))
 
 
+def test_outlines_on_centres_share_no_pixel_and_leave_none() -> None:
+    frame, options = Frame.at(Size(8, 8), NATIVE, 0.25), AnnotationOptions(labels="centre")
+    halves = [
+        Annotation(shapely.box(0, 0, 3.5, 3.5), "tumour"),
+        Annotation(shapely.box(3.5, 0, 8, 3.5), "stroma"),
+        Annotation(shapely.box(0, 3.5, 8, 8), "necrosis"),
+    ]
+    alone = [
+        PolygonLabels(FILE, [half], SLIDE, options).rasterise(_whole(frame), frame, TABLE) > 0
+        for half in halves
+    ]
+    np.testing.assert_array_equal(sum(mask.astype(int) for mask in alone), 1)
+
+
 def test_the_smaller_of_two_regions_shows() -> None:
     frame = Frame.at(Size(10, 10), NATIVE, 0.25)
     small, large = (shapely.box(2, 2, 4, 4), "tumour"), (shapely.box(0, 0, 10, 10), "stroma")
