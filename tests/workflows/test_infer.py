@@ -24,9 +24,9 @@ from pathoseg.config import load_config
 from pathoseg.device import to_input
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Size
-from pathoseg.inference import windows
 from pathoseg.inference.segmenter import Segmenter
 from pathoseg.inference.windows import Windows
+from pathoseg.models.build import edge_reach
 from pathoseg.models.bundle import load_bundle
 from pathoseg.models.model_options import ModelConfig
 from pathoseg.slides import region
@@ -42,8 +42,6 @@ Start = Callable[..., Forked]
 
 FILES = {"mask.ome.tiff", "regions.geojson", "overlay.png", "summary.json"}
 MPP = ("--assume-mpp", "0.5")
-# In pixels, so that pictures of a few hundred have many windows.
-SMALL_WINDOWS = {"_CELL": 16, "_CELL_UM": 1.0, "_BAND": 48, "_LARGEST_SHARE": 1}
 
 
 def _draw(path: Path, seed: int = 0, width: int = 211, height: int = 150) -> Path:
@@ -131,21 +129,23 @@ def test_all_outputs_of_a_slide_agree(
     assert _table(tmp_path / "out" / "failures.csv") == []
 
 
+@pytest.mark.usefixtures("small_windows")
 @pytest.mark.parametrize("overlap", [None, 48])
 def test_predicting_in_tiles_equals_predicting_whole(
-    tmp_path: Path, tiny_bundle: SaveBundle, monkeypatch: pytest.MonkeyPatch, overlap: int | None
+    tmp_path: Path, tiny_bundle: SaveBundle, overlap: int | None
 ) -> None:
-    for name, value in SMALL_WINDOWS.items():
-        monkeypatch.setattr(windows, name, value)
     path = _draw(tmp_path / "slide.png", width=233, height=190)
     net, card = load_bundle(tiny_bundle())
-    flags = {"tissue": {"method": "all"}, "infer": {"tile": 100 if overlap is None else 64}}
+    flags = {"tissue": {"method": "all"}, "infer": {"tile": 80 if overlap is None else None}}
     flags["infer"] |= {"overlap": overlap, "batch": 3}
     segmenter = Segmenter(net, card, load_config(None, flags))
+    reach = edge_reach(net)
+    assert reach is not None
+    assert 2 * reach <= card.overlap == 48, "no seam shows where the overlap holds the reach"
     with open_slide(path, assume_mpp=0.5) as slide, torch.inference_mode():
         plan = segmenter.plan(slide)
         assert isinstance(plan.grid, Windows if overlap is None else TileGrid)
-        assert len(plan.indices) == len(plan.grid) >= 8
+        assert len(plan.indices) == len(plan.grid) >= 30
         found = segmenter.probabilities(slide)
         # Windows end where the slide does, tiles beyond.
         last = plan.grid.box(len(plan.grid) - 1)
@@ -227,6 +227,7 @@ def test_the_model_of_an_unfinished_run_is_said_to_be_so(
     assert "not finished" not in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("small_windows")
 @pytest.mark.parametrize("options", ["tile = 100", "overlap = 48"])
 def test_unread_parts_are_255_and_counted(
     tmp_path: Path,
@@ -236,8 +237,6 @@ def test_unread_parts_are_255_and_counted(
     options: str,
 ) -> None:
     monkeypatch.setattr(region, "_BLOCK", 64)
-    for name, value in SMALL_WINDOWS.items():
-        monkeypatch.setattr(windows, name, value)
     rng = np.random.default_rng(0)
     pixels = rng.integers(60, 220, (192, 256, 3), np.uint8)
     slide = tmp_path / "torn.tif"
