@@ -81,6 +81,7 @@ class ReadSlides:
         unlabelled: Names of those without an annotation, which are not opened.
         bad: Name → why the slide or its annotation cannot be used.
         late: Names of those that are not asked for, and not opened.
+        gone: Names that are asked for, and not there.
     """
 
     files: Mapping[str, Path]
@@ -88,14 +89,16 @@ class ReadSlides:
     unlabelled: tuple[str, ...]
     bad: Mapping[str, PathosegError]
     late: tuple[str, ...] = ()
+    gone: tuple[str, ...] = ()
 
     @property
     def left_out(self) -> dict[str, str]:
-        """Name → why it is not used, in the order of the files."""
+        """The reason why each slide is not used, by name; those that are gone come last."""
         reasons = dict.fromkeys(self.late, CAME_LATER)
         reasons |= dict.fromkeys(self.unlabelled, NO_ANNOTATION)
         reasons |= {name: str(error) for name, error in self.bad.items()}
-        return {name: reasons[name] for name in self.files if name in reasons}
+        listed = {name: reasons[name] for name in self.files if name in reasons}
+        return listed | dict.fromkeys(self.gone, "it is gone, and the run began with it")
 
 
 def read_slides(
@@ -164,7 +167,8 @@ def read_slides(
                 bad[name] = error
             else:
                 usable.append(LabelledSlide(name, path, labels, frame))
-    return ReadSlides(files, tuple(usable), tuple(unlabelled), bad, tuple(late))
+    gone = sorted(set(only or ()) - files.keys())
+    return ReadSlides(files, tuple(usable), tuple(unlabelled), bad, tuple(late), tuple(gone))
 
 
 def _annotation_of(name: str, slide: Path, folder: Path | None) -> Path | None:
