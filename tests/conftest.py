@@ -1,4 +1,4 @@
-"""What every test may use: the real data, tiny annotated images, and the command line."""
+"""Fixtures and hooks of all tests: the real data, tiny annotated images, and the command line."""
 
 from __future__ import annotations
 

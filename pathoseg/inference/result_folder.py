@@ -94,7 +94,8 @@ def result_folders(out: Path, slides: Mapping[Path, str]) -> dict[Path, Path]:
     """Choose the folder of each slide's result: its name without the suffix, or the whole name.
 
     The whole name is used where another slide of this call or of an earlier batch has the shorter
-    one, or where a folder of slides is called so.
+    one, or where it is a folder of slides, in this call or in an earlier batch. A slide that has
+    its short name from an earlier batch keeps it.
 
     Args:
         out: The folder of the batch.
@@ -115,8 +116,12 @@ def result_folders(out: Path, slides: Mapping[Path, str]) -> dict[Path, Path]:
         stem = name.with_suffix("")
         before = read_state(state_file(out, out / stem))
         has_stem = None if before is None else Path(before.slide).name
-        free = stems[stem] == 1 if has_stem is None else has_stem == name.name
-        folders[slide] = out / (stem if free and stem not in parents else name)
+        if has_stem is None:
+            holds_others = stem in parents or (out / STATES / stem).is_dir()
+            free = stems[stem] == 1 and not holds_others
+        else:
+            free = has_stem == name.name
+        folders[slide] = out / (stem if free else name)
     _refuse_shared(folders, out)
     return folders
 
@@ -131,7 +136,8 @@ def _refuse_shared(folders: Mapping[Path, Path], out: Path) -> None:
                 "holds both: then results lie in folders like theirs.",
             )
     for slide, folder in folders.items():
-        inside = next((parent for parent in folder.parents if parent in slides), None)
+        above = folder.parents[: len(folder.relative_to(out).parts) - 1]
+        inside = next((p for p in above if p in slides or state_file(out, p).exists()), None)
         if inside is not None or (out / STATES) in folder.parents:
             raise PathosegError(
                 f"The result of {slide} would lie in {inside or out / STATES}, which is in use.",

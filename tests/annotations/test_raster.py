@@ -339,3 +339,14 @@ def test_a_region_that_only_touches_a_tile_paints_nothing_there(
     labels = _labels((area, "tumour"), slide=Size(40, 40))
     for box in (Box(right, 0, 5, 5), Box(0, bottom, 5, 5)):
         assert not (labels.rasterise(box, frame, TABLE) == 1).any()
+
+
+@given(area=blobs(), most=st.integers(4, 400))
+@settings(max_examples=10)
+def test_outlines_in_bounded_memory_are_the_same(area: shapely.Polygon, most: int) -> None:
+    frame = Frame.at(SLIDE, NATIVE, 2.0)
+    labels = _labels((area, "tumour"), (shapely.box(700, 600, 720.3, 1400.7), "stroma"))
+    whole = labels.rasterise(_whole(frame), frame, TABLE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pathoseg.annotations.raster._MOST_CORNERS", most)
+        np.testing.assert_array_equal(labels.rasterise(_whole(frame), frame, TABLE), whole)

@@ -338,6 +338,29 @@ def test_results_lie_in_folders_like_those_of_the_slides(
     assert command(*arguments)[0] == 2, "results would lie among the states of the batch"
 
 
+def test_no_result_takes_the_place_of_another_ones(
+    tmp_path: Path, command: Command, tiny_bundle: SaveBundle
+) -> None:
+    """Results of an earlier call count: a slide and a folder of slides may be called alike."""
+    folder, out = tmp_path / "slides", tmp_path / "out"
+    inside, alike = _draw(folder / "x" / "a.png", 1), _draw(tmp_path / "x.png", 2)
+    infer = ("infer", "--model", tiny_bundle(), *MPP, "--out")
+    assert command(*infer, out, folder)[0] == 0
+    assert command(*infer, out, alike)[0] == 0
+    assert {*out.iterdir()} >= {out / "x", out / "x.png"}
+    assert {path.name for path in (out / "x/a").iterdir()} >= FILES
+    assert {row["slide"] for row in _table(out / "summary.csv")} == {"x/a.png", "x.png"}
+
+    again = tmp_path / "again"
+    assert command(*infer, again, alike)[0] == 0
+    code, said = command(*infer, again, folder)
+    assert (code, f"{inside} would lie in {again / 'x'}" in said) == (2, True), said
+    alike.rename(folder / "x.png")
+    code, said = command(*infer, again, folder)
+    assert (code, f"would lie in {again / 'x'}" in said) == (2, True), said
+    assert {path.name for path in (again / "x").iterdir()} >= FILES
+
+
 def test_a_failure_keeps_the_earlier_result(
     tmp_path: Path, command: Command, tiny_bundle: SaveBundle
 ) -> None:
