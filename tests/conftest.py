@@ -227,6 +227,6 @@ def tiny_bundle(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows of few pixels, so that pictures of a few hundred have many."""
+    """Make windows of few pixels, so that pictures of a few hundred have many."""
     for name, value in {"_CELL": 16, "_CELL_UM": 1.0, "_BAND": 48, "_LARGEST_SHARE": 1}.items():
         monkeypatch.setattr(windows, name, value)

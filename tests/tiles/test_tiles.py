@@ -108,7 +108,7 @@ def test_no_tile_lies_outside_the_regions_of_interest(
 def test_the_cache_changes_nothing(
     make_bench: MakeBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: Box | None
 ) -> None:
-    """Nor what is unread, where a stored tile is as large as a block in which it is sought."""
+    """Cached tiles equal direct ones, also where a stored tile as large as a block is damaged."""
     monkeypatch.setattr(region, "_BLOCK", 32)
     bench = make_bench()
     bench.broken = broken
