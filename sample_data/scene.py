@@ -1,4 +1,4 @@
-"""What lies where on a sample slide, as exact geometry: tissue, labelled regions, nuclei, marks.
+"""The exact geometry of a sample slide: tissue, labelled regions, clearings, nuclei and marks.
 
 Coordinates are level-0 pixels. Glands and tumour nests are made of the same cells at the same
 density and differ in architecture alone: a gland is one regular row of nuclei around a lumen, a

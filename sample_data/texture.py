@@ -23,13 +23,13 @@ EOSIN = np.array([0.22, 0.80, 0.56], np.float32)
 
 @dataclass(frozen=True)
 class Stain:
-    """How one laboratory stains and one scanner sees.
+    """The colours of one laboratory's stains and of one scanner.
 
     Attributes:
         haematoxylin: Amount relative to the average laboratory.
         eosin: The same for eosin.
         hue: Added to eosin's density in blue: above 0 more orange, below 0 more violet.
-        glass: Red, green and blue of empty glass.
+        glass: Red, green and blue of empty glass, 0 to 255.
         ink: Red, green and blue that the pen lets through, 0 to 1.
     """
 
@@ -135,7 +135,10 @@ def _fold(scene: Scene) -> Field:
 
 
 def _spot(scene: Scene) -> Field:
-    """How far out of focus each pixel is, 0 to 1."""
+    """Return the defocus of each pixel, 0 (sharp) to 1, shape (height, width).
+
+    It is 1 up to 100 µm from the spot's centre, and falls to 0 at 200 µm.
+    """
     y, x = np.ogrid[: scene.height, : scene.width]
     distance = np.hypot(x - scene.blur.x, y - scene.blur.y) * MPP
     return np.clip(2 - distance / 100, 0, 1).astype(np.float32)

@@ -1,4 +1,4 @@
-"""What every test may use: the real data, tiny annotated images, and the command line."""
+"""Fixtures and hooks of all tests: the real data, tiny annotated images, and the command line."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from hypothesis import settings
 from PIL import Image
 
 from pathoseg.cli import main
+from pathoseg.inference import windows
 from pathoseg.models.build import build_model, tile_multiple
 from pathoseg.models.bundle import Bundle, save_bundle
 from pathoseg.models.model_options import ModelConfig
@@ -222,3 +223,10 @@ def save_tiny_bundle(
 def tiny_bundle(tmp_path: Path) -> Callable[..., Path]:
     """Saves an untrained network in `tmp_path`."""
     return partial(save_tiny_bundle, tmp_path)
+
+
+@pytest.fixture
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make windows of few pixels, so that pictures of a few hundred have many."""
+    for name, value in {"_CELL": 16, "_CELL_UM": 1.0, "_BAND": 48, "_LARGEST_SHARE": 1}.items():
+        monkeypatch.setattr(windows, name, value)

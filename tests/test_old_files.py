@@ -1,4 +1,4 @@
-"""What 4b9ee32 wrote is still read and gone on with: runs, bundles, results, plans, hardware."""
+"""Test that runs, bundles, results, plans and hardware files of 4b9ee32 are read and continued."""
 
 from __future__ import annotations
 

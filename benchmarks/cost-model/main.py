@@ -211,7 +211,16 @@ def judged(models: Sequence[Model], known: Hardware, polynomial: RawPolynomial) 
 
 
 def stage_loss(model: Model, stages: int, bounds: Sequence[int]) -> float:
-    """How much longer the worst stage takes than that of the best cut, by true times."""
+    """Return the measured time of a cut's worst stage over that of the best cut's, less 1.
+
+    Args:
+        model: The model, whose layers were timed among each other.
+        stages: The number of stages of either cut.
+        bounds: The cut: where stages begin and end in the list of layers, `stages` + 1 positions.
+
+    Returns:
+        0 where the cut is as good as the one that balances the measured times.
+    """
     best = balance(model.graph, stages, model.layers.tolist()).bounds
     return worst_stage(model.layers, bounds) / worst_stage(model.layers, best) - 1
 
@@ -240,7 +249,10 @@ class Among:
         return self._run
 
     def seconds(self) -> Seconds:
-        """What a quarter of the runs beat, layer by layer."""
+        """Return the seconds of each layer, forward and backward together, shape (layers,).
+
+        Of each layer's times in all runs it is the lower quartile.
+        """
         taken: Seconds = np.quantile(self._taken, 0.25, axis=0)
         return taken
 

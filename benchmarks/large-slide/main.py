@@ -25,15 +25,15 @@ REGIONS = Path(__file__).with_name("regions.py")
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured.
+    """The sizes of one measurement: slides, tiles, training and regions.
 
     Attributes:
-        small: Side of a slide in pixels.
-        large: Side of the other.
-        mpp: At which both are cut.
+        small: Side of the small slide in pixels.
+        large: Side of the large slide in pixels.
+        mpp: Resolution of the tiles of both, in µm a pixel.
         tile: Side of a tile in pixels.
-        samples: How many tiles are learnt from.
-        regions: How many of them a mask has, whose outlines are written.
+        samples: Tiles in the one epoch of training.
+        regions: Number of regions in the generated mask whose outlines are written.
     """
 
     small: int
@@ -50,7 +50,13 @@ QUICK = Setting(16_384, 49_152, 4.0, 128, 32, 64_000)
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process took: seconds on the wall and on cores, and its peak memory in GiB."""
+    """The resources that an ended process has used.
+
+    Attributes:
+        wall: Seconds from its start to its end.
+        cpu: Seconds of all cores, in user and in kernel mode.
+        peak: Largest resident memory in GiB.
+    """
 
     wall: float
     cpu: float

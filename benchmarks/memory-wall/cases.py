@@ -21,8 +21,15 @@ _KEEP = AllowedPolicies(offload=False, recompute=False)
 
 
 def networks(quick: bool) -> Mapping[str, Callable[[], nn.Module]]:
-    """How each is made. The heavy one stops after 512 px on one rank of 16 GiB, as in the
-    published table."""
+    """Return a constructor for each network, by name.
+
+    Args:
+        quick: Two networks of a fraction of the width or depth, instead of three.
+
+    Returns:
+        Constructors of networks of 2 classes. The full "heavy" trains 512 px on one rank of 16 GiB
+        and no more, as in the published table.
+    """
     if quick:
         return {
             "unet64": lambda: UNet(2, width=16),

@@ -31,11 +31,12 @@ _BEYOND = (1, 1.25, 1.5, 2, 4, 1024)  # shares of the cap for which a plan is lo
 
 @dataclass
 class Wall:
-    """How one way does with tiles that grow.
+    """The plans for one network trained in one way, by side of a tile, and the tries of them.
 
     Attributes:
-        plans: By side, the plan, and whether it fits the cap.
-        trained: By side that was tried, seconds a tile, or None where memory did not do.
+        plans: By side in pixels, the plan, and whether it keeps to the cap; else it is the plan
+            for the smallest multiple of the cap, of those looked at, that has one.
+        trained: By side that was tried, seconds a tile, or None where memory ran out.
     """
 
     plans: dict[int, tuple[Plan, bool]] = field(default_factory=dict)

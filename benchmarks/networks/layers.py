@@ -1,4 +1,4 @@
-"""What the classic networks share: a convolution with norm and ReLU, and widths by a factor."""
+"""Parts that classic networks share: convolution with norm and ReLU, branches, scaled widths."""
 
 from __future__ import annotations
 

@@ -158,7 +158,20 @@ def _under(subject: Subject, way: Way, cap: int) -> Step | None:
 
 
 def _several_in_flight(name: str, subject: Subject, rounds: int) -> Iterator[tuple[str, float]]:
-    """How much of the copies of what recomputation leaves is hidden behind compute."""
+    """Measure the share of copies that compute hides, with several microbatches in flight.
+
+    Norms and activations are recomputed in two of three ways, and in the third all other layers
+    that save are offloaded. Prints the peak GiB and the seconds of a step of each way.
+
+    Args:
+        name: The network's name, for the title and the figure.
+        subject: The network, its tiles and its microbatches.
+        rounds: How often each way is timed, all in turn.
+
+    Yields:
+        `hidden_share_NAME`: 1 less the seconds that offloading adds to a step, over the seconds of
+        all copies in a traced step.
+    """
     cheap, rest = recomputed_and_rest(graph_of(subject))
     ways = {
         "keep": ours(subject, ActivationPolicy()).step,

@@ -114,7 +114,21 @@ def _tiles(pixels: NDArray[np.uint8], side: int) -> Iterator[NDArray[np.uint8]]:
 
 
 def _measured(case: Case, slide: Path, pythons: dict[str, Path], rounds: int) -> Times:
-    """What each system takes, all in turn every round; their answers are compared once."""
+    """Time each system on the slide, all in turn every round, and compare their classes once.
+
+    Args:
+        case: The network and the resolution that it sees.
+        slide: The slide's file.
+        pythons: By system, its interpreter; systems that cannot be imported are removed.
+        rounds: How many times each system runs.
+
+    Returns:
+        By system, `seconds`, `cpu_seconds` and `peak_gib` of each round.
+
+    Raises:
+        AssertionError: Classes differ by more than near ties explain.
+        SystemExit: A system failed.
+    """
     times: Times = {name: [] for name in pythons}
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder)
@@ -145,7 +159,20 @@ def _measured(case: Case, slide: Path, pythons: dict[str, Path], rounds: int) ->
 
 
 def _run(python: Path, name: str, job: dict[str, Any], out: Path) -> dict[str, float] | None:
-    """What a system takes; None where it cannot be imported."""
+    """Run one system in a process of its own.
+
+    Args:
+        python: The interpreter of its environment.
+        name: The system's name, as `systems.py` knows it.
+        job: Slide, weights, resolution, tile and stride.
+        out: The folder for its results.
+
+    Returns:
+        `seconds`, `cpu_seconds` and `peak_gib`, or None where the system cannot be imported.
+
+    Raises:
+        SystemExit: The system failed; its last words are told.
+    """
     command = [str(python), str(HERE / "systems.py"), name, json.dumps(job), str(out)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode == NOT_INSTALLED:

@@ -43,7 +43,13 @@ NATIVE, TWICE, BETWEEN = 1.0, 2.0, 1.4  # times the resolution of level 0; the n
 
 @dataclass(frozen=True)
 class Case:
-    """What is read: tiles at `factor` times level 0's resolution, in an order, by threads."""
+    """One read to be timed: the scale of its tiles, their order and the threads.
+
+    Attributes:
+        factor: Side of a tile's pixel, in pixels of level 0.
+        order: `random` anywhere on the slide, or `scan` in overlapping rows.
+        threads: How many threads share the tiles.
+    """
 
     factor: float
     order: str
@@ -54,7 +60,10 @@ class Case:
         return f"x{self.factor:g}_{self.order}_{self.threads}"
 
     def corners(self, tiles: int) -> list[tuple[int, int]]:
-        """Where the tiles begin on level 0."""
+        """Return the top left corner (x, y) of each of `tiles` tiles, in pixels of level 0.
+
+        Random corners are the same at every call.
+        """
         extent = round(TILE * self.factor)
         if self.order == "random":
             spots = np.random.default_rng(0).random((tiles, 2)) * (np.array(SIZE) - extent)
@@ -100,7 +109,13 @@ def answer(process: subprocess.Popen[str]) -> str:
 
 
 def seconds(process: subprocess.Popen[str], case: Case, tiles: int) -> float:
-    """How long a reader's process takes for a case."""
+    """Have a reader's process read the tiles of a case, and return the seconds that it reports.
+
+    They are seconds of processor time for one thread, of wall time for several.
+
+    Raises:
+        SystemExit: The process has ended.
+    """
     assert process.stdin is not None
     work = {"corners": case.corners(tiles), "factor": case.factor, "threads": case.threads}
     process.stdin.write(json.dumps(work) + "\n")

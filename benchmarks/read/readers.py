@@ -129,10 +129,21 @@ READERS: dict[str, Callable[[Path], Read]] = {
 
 
 def seconds(opener: Callable[[], Read], work: dict[str, Any]) -> float:
-    """What reading all tiles takes, dealt to threads with a reader each, opened before.
+    """Time the reading of all tiles, dealt to threads that each have a reader opened before.
 
     One thread's work is told in processor time, that of all threads the library starts included:
     other work on the machine then counts little. Several threads' is told in wall time.
+
+    Args:
+        opener: Opens a reader; called once for each thread.
+        work: `corners`, the (x, y) of each tile on level 0, `factor`, the side of a tile's pixel in
+            pixels of level 0, and `threads`.
+
+    Returns:
+        Seconds, without those to open readers and to warm up.
+
+    Raises:
+        AssertionError: A tile does not have the shape (TILE, TILE, 3).
     """
     clock = time.process_time if work["threads"] == 1 else time.perf_counter
     corners, each = work["corners"], -(-len(work["corners"]) // work["threads"])

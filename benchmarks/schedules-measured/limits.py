@@ -37,12 +37,13 @@ SHARED = ("encoder.1", "encoder.2", "decoder.1")
 
 
 class Trial(NamedTuple):
-    """What is tried.
+    """A trial of torch's pipelining, run by ranks that are processes.
 
     Attributes:
-        what: In words.
-        ranks: How many.
-        run: What each of them does; what it returns on the last rank is the answer.
+        what: Its description, for the table.
+        ranks: The number of ranks.
+        run: The work of a rank, given its number; it returns the answer in words. The answer that
+            the first rank writes is told.
     """
 
     what: str
@@ -78,7 +79,11 @@ def step(
 
 
 def evaluate(rank: int) -> str:
-    """Whether traced stages in `eval` mode do what the model does."""
+    """Compare the answers of traced stages in `eval` mode with those of the model in it.
+
+    Returns:
+        The largest absolute difference of the logits, in words.
+    """
     (model, images, _), (whole, _, _) = _example(COUNT), _example(COUNT)
     parts = pipeline(model, (images,), split_spec=_split(TWO))
     parts.split_gm.eval()
@@ -170,7 +175,19 @@ def _split(cuts: Sequence[str]) -> dict[str, SplitPoint]:
 
 
 def _compared(parts: Sequence[nn.Module], images: Tensor, targets: Tensor) -> str:
-    """How far the gradients of this rank's stages are from those of one process."""
+    """Compare the gradients of this rank's stages with those of one process.
+
+    Args:
+        parts: The rank's stages, after a step.
+        images: All samples of the step, shape (samples, 3, SIDE, SIDE).
+        targets: Their classes, shape (samples, SIDE, SIDE).
+
+    Returns:
+        The largest relative difference of a parameter's gradient, by norm, in words.
+
+    Raises:
+        AssertionError: A parameter has no gradient.
+    """
     whole, _, _ = _example(len(images))
     for own, wanted in zip(images.chunk(COUNT), targets.chunk(COUNT), strict=True):
         torch.autograd.backward(F.cross_entropy(whole(own), wanted) / COUNT)

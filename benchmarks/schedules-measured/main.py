@@ -84,14 +84,14 @@ def cases(quick: bool) -> list[Case]:
 
 @dataclass
 class Times:
-    """What the ways to do a step of one model took, on rank 0.
+    """The times, events and losses of all ways to do a step of one model, as one rank knows them.
 
     Attributes:
-        rounds: By way, seconds of each step.
-        edges: Of the cut.
-        profiled: What its stages take, by their layers.
-        events: By order, what both ranks did when in all steps.
-        losses: By way, of the first step.
+        rounds: By way, seconds of each timed step, on its slowest rank.
+        edges: The tensors that cross the cut.
+        profiled: The costs of its stages, from this rank's times of their layers.
+        events: By order, the timed actions of both ranks in all steps but the first.
+        losses: By way, the mean loss of the first step.
     """
 
     rounds: dict[str, list[float]] = field(default_factory=dict)
@@ -104,13 +104,15 @@ class Times:
         return median(self.rounds[way])
 
     def ratio(self, way: str, other: str) -> float:
-        """Of the two ways' seconds in the same round, the median of all rounds: a machine whose
-        speed changes within minutes has both alike."""
+        """Return the median over rounds of one way's seconds over those of another in that round.
+
+        A machine whose speed changes within minutes has both alike.
+        """
         pairs = zip(self.rounds[way], self.rounds[other], strict=True)
         return median(seconds / others for seconds, others in pairs)
 
     def share(self, order: str) -> float:
-        """Of the ideal speed-up over one process."""
+        """Return the speed-up of an order over one process, as a share of the ideal one."""
         return self.ratio(ALONE, order) / IDEAL
 
     def gain_share(self) -> float:
@@ -141,7 +143,10 @@ class Times:
         return self.predicted(order) / self.median("mp-basic") * self.ratio("mp-basic", order) - 1
 
     def _cost(self, stage: int) -> StageCost:
-        """What a stage took where nothing else ran."""
+        """Return the median seconds of a stage's forward and backward, where nothing else runs.
+
+        They are those of MP-Basic, whose ranks compute one after the other.
+        """
 
         def seconds(kind: Kind) -> float:
             return median(

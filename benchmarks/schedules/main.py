@@ -90,7 +90,12 @@ def _by_size(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _named_points(results: Sequence[Result]) -> Iterator[str]:
-    """Whether GEMS is what comes of a cap of 1, and Chimera of a cap of D."""
+    """Compare synthesised orders with GEMS at a cap of 1 and with Chimera at a cap of D.
+
+    Yields:
+        The lines of a Markdown table of synthesised times over those of the named order, for cases
+        with a mirrored replica, even and uneven stages apart.
+    """
     yield "| claim | cases | as long | synthesised shorter | longer | median | shortest |"
     yield "|---|---|---|---|---|---|---|"
     for name, label in (("gems/1", "GEMS at cap 1"), ("chimera", "Chimera at cap D")):

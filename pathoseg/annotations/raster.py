@@ -46,6 +46,7 @@ from pathoseg.geometry import Box, Frame, Size
 Geometries = NDArray[np.object_]
 
 _LONG = 500  # corners
+_MOST_CORNERS = 2**20  # of outlines that are painted at once
 _SLIVER = 1e-6  # level-0 pixels: neighbours that share an edge overlap by rounding
 
 
@@ -191,8 +192,15 @@ class PolygonLabels:
     def _paint_majority(self, box: Box, frame: Frame, values: Ints) -> NDArray[np.uint8]:
         left, top, width, height = frame.to_level0(box)
         near = self._parts.within(left, top, left + width, top + height)
-        value, edges = values[near.region], _Edges.of(near, frame)
+        corners = int(shapely.get_num_coordinates(near.geometry).sum())
         mask = np.empty((box.height, box.width), dtype=np.uint8)
+        if corners > _MOST_CORNERS and box.height > 1:  # edges take 200 bytes each
+            middle = box.height // 2
+            for top, bottom in ((0, middle), (middle, box.height)):
+                half = Box(box.x, box.y + top, box.width, bottom - top)
+                mask[top:bottom] = self._paint_majority(half, frame, values)
+            return mask
+        value, edges = values[near.region], _Edges.of(near, frame)
         widths = units_on_slide(box.x, box.right, self._slide_size.width / frame.scale_x)
         rows = rows_at_once(box.width, len(np.unique(value)))
         for start in range(0, box.height, rows):

@@ -269,7 +269,7 @@ def class_table(labels: Sequence[Labels], wanted: tuple[str, ...] | None) -> Cla
 def what_is_left_out(
     reports: Iterable[AnnotationReport], strays: Mapping[Path, Path | None], classes: ClassTable
 ) -> list[str]:
-    """Return what annotations hold and nothing is learnt from, a sentence for each kind.
+    """Describe what annotations hold and training leaves out, a sentence for each kind.
 
     Args:
         reports: What was read of each file.
@@ -277,25 +277,16 @@ def what_is_left_out(
         classes: The classes of the run.
     """
     found = defaultdict[str, dict[Path, int]](dict)
-    limited, empty = list[Path](), list[Path]()
     for one in reports:
         for what, count in one.passed_over.items():
             found[what][one.path] = count
         if one.unclassified and one.fallback not in classes.names:
             found[_WITHOUT_CLASS][one.path] = one.unclassified
-        if one.of_interest:
-            limited.append(one.path)
-        elif not (one.outlines or one.unclassified or one.is_mask):
-            empty.append(one.path)
     lines = [
         f"{what[0].upper()}{what[1:]}: {sum(counts.values())} not used, in {_files(list(counts))}."
         + (_SAY_WHAT if what == _WITHOUT_CLASS else "")
         for what, counts in found.items()
     ]
-    if limited:
-        lines.append(f"{OF_INTEREST} in {_files(limited)}: outside is not known.")
-    if empty:
-        lines.append(f"No outline counts in {_files(empty)}: all of the slide is unlabelled.")
     if strays:
         named = [
             path.name if near is None else f"{path.name} (like {near.name})"
@@ -305,7 +296,22 @@ def what_is_left_out(
     return lines
 
 
-OF_INTEREST = "Regions of interest"
+def what_is_limited(reports: Iterable[AnnotationReport]) -> list[str]:
+    """Describe which slides have regions of interest, and which no outline that counts."""
+    limited, empty = list[Path](), list[Path]()
+    for one in reports:
+        if one.of_interest:
+            limited.append(one.path)
+        elif not (one.outlines or one.unclassified or one.is_mask):
+            empty.append(one.path)
+    lines = []
+    if limited:
+        lines.append(f"Regions of interest in {_files(limited)}: outside is not known.")
+    if empty:
+        lines.append(f"No outline counts in {_files(empty)}: all of the slide is unlabelled.")
+    return lines
+
+
 _WITHOUT_CLASS = "outlines without a class"
 _SAY_WHAT = " [annotations] unclassified can say what they are."
 _MOST_NAMED = 3

@@ -101,7 +101,7 @@ def result_folders(out: Path, slides: Mapping[Path, str]) -> dict[Path, Path]:
     """Choose the folder of each slide's result: its name without the suffix, or the whole name.
 
     The whole name is used where another slide of this call or of an earlier batch has the shorter
-    one, or where it is a folder of slides, of this call or of an earlier batch. A slide that has
+    one, or where it is a folder of slides, in this call or in an earlier batch. A slide that has
     its short name from an earlier batch keeps it.
 
     Args:

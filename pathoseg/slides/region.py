@@ -47,7 +47,7 @@ def read_region(slide: Slide, frame: Frame, box: Box) -> Region:
     The coarsest level that is fine enough is averaged over as many whole pixels as fit into one
     of the frame's, on a grid that starts at the slide's corner. What remains to the frame's
     resolution (less than a factor of two) is interpolated linearly, at positions that are rounded
-    to 1/32 cell. A pixel reads the same in every box that contains it.
+    to 1/32 cell. A pixel has the same value in every box in which it is read.
 
     Over all positions, linear interpolation blurs by a variance of 1/6 squared cell, the mean over
     a frame's pixel of r cells by r²/12: what is missing from r = √2 on is blurred before.

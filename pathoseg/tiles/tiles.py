@@ -282,7 +282,7 @@ class SlideTiles:
     def _place_near(
         self, position: int, rng: np.random.Generator, accept: Callable[[NDArray[np.uint8]], bool]
     ) -> tuple[Box, NDArray[np.uint8]]:
-        home = self._home(position)
+        home = self.home(position)
         stride, tissue = self.grid.stride, self._tissue
         assert tissue is not None, "tiles that lie on the grid alone"
         for part in _REACHES:
@@ -299,9 +299,13 @@ class SlideTiles:
                 return box, mask
         return home, self.labels.rasterise(home, self.frame, self.classes)
 
-    def _home(self, position: int) -> Box:
-        """The place near which a tile lies: the grid's, moved inside the frame."""
-        return self._moved_inside(self.box(position))
+    def home(self, position: int) -> Box:
+        """Return the place near which a training tile lies, in pixels of the frame.
+
+        At random places, the grid's moved inside the frame; else the grid's.
+        """
+        box = self.box(position)
+        return box if self._tissue is None else self._moved_inside(box)
 
     def _moved_inside(self, box: Box, right: int = 0, down: int = 0) -> Box:
         """A tile moved, and no further than it has as little padding as can be.
@@ -319,7 +323,7 @@ class SlideTiles:
         """All that a tile can show."""
         if self._tissue is None:
             return self.box(position)
-        home, stride = self._home(position), self.grid.stride
+        home, stride = self.home(position), self.grid.stride
         first, last = (
             self._moved_inside(home, sign * (stride.width // 2), sign * (stride.height // 2))
             for sign in (-1, 1)

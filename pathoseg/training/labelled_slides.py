@@ -13,6 +13,7 @@ from pathoseg.annotations.reading import (
     read_labels,
     stray_annotations,
     what_is_left_out,
+    what_is_limited,
 )
 from pathoseg.config import LARGEST_TILE, Config
 from pathoseg.errors import PathosegError
@@ -27,7 +28,7 @@ from pathoseg.tiles.stain import fit_stain
 from pathoseg.tiles.tiles import SlideTiles, TileOptions, cut_tiles
 from pathoseg.tiles.tissue import Tissue, find_tissue
 from pathoseg.tiles.transform import Augmentation
-from pathoseg.training.splits import Member, read_rows
+from pathoseg.training.splits import Member
 
 
 @dataclass(frozen=True)
@@ -55,16 +56,19 @@ class LabelledSlides:
         usable: Slides with labels.
         classes: The classes of the labels, or those the configuration names.
         left_out: By name, the reason why a slide is not used.
-        notes: What annotations hold and nothing is learnt from, a sentence for each kind.
+        notes: A sentence for each kind of what annotations hold and training leaves out.
+        remarks: Sentences about annotations that limit what is known, which are no fault.
     """
 
     usable: tuple[LabelledSlide, ...]
     classes: ClassTable
     left_out: dict[str, str]
     notes: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
 
 
 NO_ANNOTATION = "it has no annotation"
+CAME_LATER = "it came after the run began"
 
 
 @dataclass(frozen=True)
@@ -76,23 +80,32 @@ class ReadSlides:
         usable: Those with labels.
         unlabelled: Names of those without an annotation, which are not opened.
         bad: Name → why the slide or its annotation cannot be used.
+        late: Names of those that are not asked for, and not opened.
+        gone: Names that are asked for, and not there.
     """
 
     files: Mapping[str, Path]
     usable: tuple[LabelledSlide, ...]
     unlabelled: tuple[str, ...]
     bad: Mapping[str, PathosegError]
+    late: tuple[str, ...] = ()
+    gone: tuple[str, ...] = ()
 
     @property
     def left_out(self) -> dict[str, str]:
-        """Name → why it is not used, in the order of the files."""
-        reasons = dict.fromkeys(self.unlabelled, NO_ANNOTATION)
+        """The reason why each slide is not used, by name; those that are gone come last."""
+        reasons = dict.fromkeys(self.late, CAME_LATER)
+        reasons |= dict.fromkeys(self.unlabelled, NO_ANNOTATION)
         reasons |= {name: str(error) for name, error in self.bad.items()}
-        return {name: reasons[name] for name in self.files if name in reasons}
+        listed = {name: reasons[name] for name in self.files if name in reasons}
+        return listed | dict.fromkeys(self.gone, "it is gone, and the run began with it")
 
 
 def read_slides(
-    config: Config, classes: ClassTable | None = None, skip_bad: bool = True
+    config: Config,
+    classes: ClassTable | None = None,
+    skip_bad: bool = True,
+    only: Collection[str] | None = None,
 ) -> ReadSlides:
     """Open every slide of the configured folders and read its labels.
 
@@ -100,6 +113,7 @@ def read_slides(
         config: `data`, `annotations` and `tiles.mpp` are used.
         classes: The classes to use instead of those found (a trained model's).
         skip_bad: Go on after a slide that cannot be used.
+        only: Names of the slides to read; None is all.
 
     Raises:
         PathosegError: No folder is given or one holds no slides, a class is both learnt and a
@@ -121,12 +135,15 @@ def read_slides(
     if notes is not None and not notes.is_dir():
         raise PathosegError(f"{notes} is not a folder.", "Check --annotations.")
     files = find_slides(folders, () if notes is None else (notes,))
-    usable, unlabelled = list[LabelledSlide](), list[str]()
+    usable, unlabelled, late = list[LabelledSlide](), list[str](), list[str]()
     bad = dict[str, PathosegError]()
     used = dict[Path, str]()  # annotation → its slide
     with progress_bar("reading annotations", len(files), "slides") as bar:
         for name, path in files.items():
             bar.advance()
+            if only is not None and name not in only:
+                late.append(name)
+                continue
             try:
                 annotation = _annotation_of(name, path, notes)
                 if annotation is None:
@@ -150,7 +167,8 @@ def read_slides(
                 bad[name] = error
             else:
                 usable.append(LabelledSlide(name, path, labels, frame))
-    return ReadSlides(files, tuple(usable), tuple(unlabelled), bad)
+    gone = sorted(set(only or ()) - files.keys())
+    return ReadSlides(files, tuple(usable), tuple(unlabelled), bad, tuple(late), tuple(gone))
 
 
 def _annotation_of(name: str, slide: Path, folder: Path | None) -> Path | None:
@@ -164,19 +182,22 @@ def _annotation_of(name: str, slide: Path, folder: Path | None) -> Path | None:
     return find_annotation(slide, folder)
 
 
-def find_labelled_slides(config: Config, classes: ClassTable | None = None) -> LabelledSlides:
-    """The slides that can be learnt from, with their classes.
+def find_labelled_slides(
+    config: Config, classes: ClassTable | None = None, only: Collection[str] | None = None
+) -> LabelledSlides:
+    """Find the slides that can be learnt from, with their classes.
 
     Args:
         config: As for `read_slides`.
         classes: Likewise.
+        only: Likewise.
 
     Raises:
         PathosegError: As `read_slides`, a slide cannot be used (unless `data.skip_bad_slides`), or
             nothing is left.
     """
     return labelled_slides(
-        config, read_slides(config, classes, config.data.skip_bad_slides), classes
+        config, read_slides(config, classes, config.data.skip_bad_slides, only), classes
     )
 
 
@@ -201,21 +222,9 @@ def labelled_slides(
     strays = dict[Path, Path | None]()
     for folder in sorted(places):
         strays |= stray_annotations(folder, files)
-    lines = what_is_left_out([source.labels.report for source in read.usable], strays, table)
-    return LabelledSlides(read.usable, table, read.left_out, tuple(lines))
-
-
-def named_in(sources: LabelledSlides, table: Path) -> LabelledSlides:
-    """Leave out slides that a run's own table of splits does not name: they came later."""
-    rows = read_rows(table)
-    late = [s.name for s in sources.usable if s.name not in rows]
-    reasons = dict.fromkeys(late, "it came after the run began")
-    usable = tuple(source for source in sources.usable if source.name in rows)
-    if not usable:
-        raise PathosegError(
-            f"None of the slides that {table} names can be used.", "Bring them back to go on."
-        )
-    return replace(sources, usable=usable, left_out=sources.left_out | reasons)
+    reports = [source.labels.report for source in read.usable]
+    notes, remarks = what_is_left_out(reports, strays, table), what_is_limited(reports)
+    return LabelledSlides(read.usable, table, read.left_out, tuple(notes), tuple(remarks))
 
 
 def classes_held(sources: LabelledSlides) -> dict[str, Collection[str]]:

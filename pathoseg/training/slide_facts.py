@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import IGNORE, AnnotationReport, ClassTable
 from pathoseg.config import Config
-from pathoseg.geometry import Mpp, Size
+from pathoseg.geometry import Box, Mpp, Size
 from pathoseg.tiles.class_pixels import count_tiles
 from pathoseg.tiles.grid import TileGrid
 from pathoseg.tiles.tiles import SlideTiles, tile_labels
 from pathoseg.tiles.tissue import Tissue
 from pathoseg.training.labelled_slides import LabelledSlides
-from pathoseg.training.splits import TABLE, Member
+from pathoseg.training.splits import TABLE, Member, Split
 
 FEWEST_TILES = 10  # of a class, below which training has too little of it
 _UNLIKE = 1.2  # times coarser or finer: beyond what augmentation covers (as of slides at inference)
@@ -116,18 +116,22 @@ def slide_facts(
         tuple((pixels * tiles.frame.pixel_area_mm2).tolist()),
         len(tiles),
         tuple(held.tolist()),
-        _padding(tiles),
+        _padding(tiles, member.split),
         math.nan if tissue is None else tissue.area_mm2,
         on_glass or {},
     )
 
 
-def _padding(tiles: SlideTiles) -> float:
-    size, grid = tiles.frame.size, tiles.grid
-    row, column = np.divmod(tiles.indices, grid.columns)
-    across = np.minimum(size.width - column * grid.stride.width, grid.tile.width)
-    down = np.minimum(size.height - row * grid.stride.height, grid.tile.height)
-    return 1 - float((across * down).mean()) / grid.tile.pixels if len(tiles) else math.nan
+def _padding(tiles: SlideTiles, split: Split) -> float:
+    """Return the share of the tiles, where a split reads them, that lies off the slide."""
+    if not len(tiles):
+        return math.nan
+    place = tiles.home if split == "train" else tiles.box
+    size = tiles.frame.size
+    whole = Box(0, 0, size.width, size.height)
+    inside = [place(position).intersection(whole) for position in range(len(tiles))]
+    held = sum(box.size.pixels for box in inside if box is not None)
+    return 1 - held / (len(tiles) * tiles.grid.tile.pixels)
 
 
 def shares_on_glass(

@@ -148,7 +148,7 @@ def _drawn_to_validate(
     wanted = round(val_share * len(free))
     if wanted == 0 and len(free) > 1 and val_share > 0 and "val" not in given.values():
         wanted = 1
-    if wanted == 0:
+    if val_share == 0:
         return set()
     training = Counter[str]()
     validated = set[str]()
@@ -224,9 +224,10 @@ class _Rows:
         self._table = table
         self._rows = read_rows(table) if table else {}
         paths = [PurePosixPath(name) for name in names]
-        self._called = Counter(path.name for path in paths)
-        self._own = {path.as_posix() for path in paths}
-        self._own |= {path.with_suffix("").as_posix() for path in paths}
+        self._called = Counter(called for path in paths for called in {path.name, path.stem})
+        own = {path.as_posix() for path in paths}
+        own |= {path.with_suffix("").as_posix() for path in paths}
+        self._others = self._rows.keys() - own  # what is a slide's whole name is no other's
 
     def of(self, name: str) -> dict[str, str] | None:
         """The row of a slide, None where there is none.
@@ -238,11 +239,10 @@ class _Rows:
         for key in (name, path.with_suffix("").as_posix()):
             if key in self._rows:
                 return self._rows[key]
-        others = self._rows.keys() - self._own  # what is another slide's whole name is not ours
-        found = next((key for key in (path.name, path.stem) if key in others), None)
-        if found is not None and self._called[path.name] > 1:
+        found = next((key for key in (path.name, path.stem) if key in self._others), None)
+        if found is not None and self._called[found] > 1:
             raise PathosegError(
-                f"{self._table}: {found} could be any of {self._called[path.name]} slides.",
+                f"{self._table}: {found} could be any of {self._called[found]} slides.",
                 f"Name slides by their path in the folder of slides, such as {name}.",
             )
         return None if found is None else self._rows[found]

@@ -36,7 +36,7 @@ def fill_cache(config_file: Path | None, flags: Mapping[str, Mapping[str, Any]])
     sources = find_labelled_slides(config)
     for name, reason in sources.left_out.items():
         say(f"Left out: {name}: {reason}")
-    for note in sources.notes:
+    for note in (*sources.remarks, *sources.notes):
         say(note)
     config = with_tile(config, sources, multiple=1)
     pool = SlidePool(lambda path: open_slide(path, config.data.assume_mpp))

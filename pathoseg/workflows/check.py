@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import ClassTable
-from pathoseg.annotations.reading import OF_INTEREST
 from pathoseg.config import Config, load_config
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, ModelInput, Mpp, Size
@@ -157,6 +156,7 @@ class _Check:
     def __post_init__(self) -> None:
         config = self.config
         self.read = read_slides(config)
+        labelled = None
         self._sources = {source.name: source for source in self.read.usable}
         self._training = list[SlideTiles]()
         self._context: tuple[ModelInput, ...] = ()
@@ -170,8 +170,7 @@ class _Check:
         try:
             labelled = labelled_slides(config, self.read)
             self.classes, held = labelled.classes, classes_held(labelled)
-            # That there are regions of interest is no fault.
-            self.warnings += [n for n in labelled.notes if not n.startswith(OF_INTEREST)]
+            self.warnings += labelled.notes
             table = find_table(config.data)
             self.members = split_slides([*held], table, config.seed, config.data.val_share, held)
         except PathosegError as error:
@@ -182,9 +181,8 @@ class _Check:
             sizes = config.model.with_classes(len(self.classes) if self.classes else 2)
             factory = config.model.name if sizes.is_factory else None
             model = build_model(sizes, factory)
-            if self.classes is not None:
-                sources = labelled_slides(config, self.read)
-                self.config = config = with_tile(config, sources, tile_multiple(model))
+            if labelled is not None:
+                self.config = config = with_tile(config, labelled, tile_multiple(model))
             check_tile(model, config.tiles.side)
             self._context = declared_inputs(model, config.tiles.mpp, config.tiles.side)[1:]
         except PathosegError as error:
@@ -211,7 +209,10 @@ class _Check:
             seen.thumbnail = Thumbnail.of(image, mask, classes, frame)
         except PathosegError as error:
             if source is not None:
-                seen.refused = not self.config.data.skip_bad_slides
+                # Training leaves out what cannot be read, never what cannot be cut; it cuts no
+                # test slides.
+                member = self.members.get(name)
+                seen.refused = member is None or member.split != "test"
                 seen.left_out = str(error)
                 told = self.refusals if seen.refused else self.warnings
                 told.append(f"{name}: {error}")
@@ -220,7 +221,7 @@ class _Check:
                 self._unreadable.append(name)
         else:
             if source is not None:
-                self._refuse_twins(name, image)
+                self._warn_of_twins(name, image)
 
     def _learn(
         self,
@@ -243,7 +244,7 @@ class _Check:
             self._training.append(tiles)
         return mask
 
-    def _refuse_twins(self, name: str, image: NDArray[np.uint8]) -> None:
+    def _warn_of_twins(self, name: str, image: NDArray[np.uint8]) -> None:
         digest = hashlib.sha256(image.tobytes() + str(image.shape).encode()).hexdigest()
         other = self._pictures.setdefault(digest, name)
         sides = [self.members[each].split for each in (other, name) if each in self.members]

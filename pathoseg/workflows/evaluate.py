@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,7 +39,7 @@ from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide
 from pathoseg.training.labelled_slides import LabelledSlide, find_labelled_slides
 from pathoseg.training.run_folder import CONFIG, SPLITS, bundle_of
-from pathoseg.training.splits import find_table, patients_in
+from pathoseg.training.splits import find_table, patients_in, read_rows
 from pathoseg.version import __version__
 
 _UNSEEN = "unseen"
@@ -122,7 +121,7 @@ def evaluate(
         say(f"Take care: {warning}")
     for name, reason in sources.left_out.items():
         say(f"Left out: {name}: {reason}")
-    for note in sources.notes:
+    for note in (*sources.remarks, *sources.notes):
         say(note)
     say(f"Written to {path}; to read: {path.with_suffix('.html')}")
     return path
@@ -164,44 +163,50 @@ class _Records:
     """The recorded splits and patients of slides: by the run, or by a table.
 
     Attributes:
-        names: Slide to what the run calls it, where that is another name.
+        names: Slide to what the run calls it.
         splits: Name in the run to split; empty where the model lies in no run.
-        patients: Slide to patient, of all slides of the run and of this evaluation.
-        has_patients: Whether anything says who is whose.
+        patients: Slide to patient.
+        trained: Patients whose slides the model was trained on.
+        has_patients: True where anything says which slides are one patient's.
     """
 
     names: Mapping[str, str]
     splits: Mapping[str, str]
     patients: Mapping[str, str]
+    trained: Collection[str]
     has_patients: bool
 
     @classmethod
     def of(cls, run: Path, config: Config, sources: Sequence[LabelledSlide]) -> _Records:
-        rows = []
-        if (run / SPLITS).is_file():
-            with (run / SPLITS).open(newline="", encoding="utf-8") as file:
-                rows = list(csv.DictReader(file))
-        names = dict[str, str]()
+        rows = read_rows(run / SPLITS) if (run / SPLITS).is_file() else {}
+        names = {source.name: source.name for source in sources}
+        placed = set[str]()
         if (run / CONFIG).is_file():
-            # A slide that was trained on is not unseen because its name begins at another folder.
-            known = {row["slide"] for row in rows}
+            # In the run's folders a slide is what the run calls it, wherever its name begins now:
+            # neither unseen because of that, nor another slide that is called so there.
             for folder in load_config(run / CONFIG, None, UNNUMBERED).data.slide_folders:
                 root = folder.resolve()
                 for source in sources:
                     path = source.slide.resolve()
-                    if path.is_relative_to(root) and source.name not in known:
-                        names[source.name] = path.relative_to(root).as_posix()
+                    if not path.is_relative_to(root):
+                        continue
+                    name = path.relative_to(root).as_posix()
+                    if name in rows or source.name not in placed:
+                        names[source.name] = name
+                        placed.add(source.name)
         table = find_table(config.data)
-        patients = patients_in(table, [source.name for source in sources])
-        recorded = {row["slide"]: row["patient"] for row in rows}
-        patients |= recorded
-        patients |= {ours: recorded[its] for ours, its in names.items() if its in recorded}
-        splits = {row["slide"]: row["split"] for row in rows if row["split"] in _TELLING}
-        own = all(name == patient for name, patient in patients.items())
-        return cls(names, splits, patients, has_patients=table is not None or not own)
+        patients = patients_in(table, [*names])
+        patients |= {ours: rows[its]["patient"] for ours, its in names.items() if its in rows}
+        return cls(
+            names,
+            {name: row["split"] for name, row in rows.items() if row["split"] in _TELLING},
+            patients,
+            {row["patient"] for row in rows.values() if row["split"] == "train"},
+            table is not None or any(row["patient"] != name for name, row in rows.items()),
+        )
 
     def split_of(self, source: LabelledSlide) -> str:
-        return self.splits.get(self.names.get(source.name, source.name), _UNSEEN)
+        return self.splits.get(self.names[source.name], _UNSEEN)
 
     def warnings(self, chosen: Iterable[LabelledSlide]) -> Iterable[str]:
         """Yield warnings about slides that the model has seen, or whose resolution it has not."""
@@ -215,10 +220,9 @@ class _Records:
                 "Every slide counts as a patient of its own. Where a patient has several, the "
                 "intervals are too narrow: slides.csv beside the slides says whose they are."
             )
-        trained = {self.patients[name] for name, split in self.splits.items() if split == "train"}
         for source in chosen:
             patient = self.patients[source.name]
-            if self.split_of(source) == _UNSEEN and patient in trained:
+            if self.split_of(source) == _UNSEEN and patient in self.trained:
                 yield (
                     f"{source.name}: the model was trained on other slides of its patient, "
                     f"{patient}."

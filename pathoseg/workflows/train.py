@@ -64,7 +64,6 @@ from pathoseg.training.labelled_slides import (
     classes_held,
     cut_labelled_slides,
     find_labelled_slides,
-    named_in,
     training_set,
     with_tile,
 )
@@ -82,7 +81,14 @@ from pathoseg.training.run_folder import (
     run_to_resume,
 )
 from pathoseg.training.slide_facts import short_form
-from pathoseg.training.splits import TABLE, Member, find_table, split_slides, write_splits
+from pathoseg.training.splits import (
+    TABLE,
+    Member,
+    find_table,
+    read_rows,
+    split_slides,
+    write_splits,
+)
 from pathoseg.training.step_plan import agreed_plan, check_host, read_model
 from pathoseg.training.tasks import make_task
 from pathoseg.training.trainer import LIMITS, Trainer, check_limits, limits_text
@@ -195,12 +201,11 @@ def _train(
     if is_finished(run) and not longer:
         say(f"{run} is finished; its model is in {run / 'model'}.")
         return run
-    sources = find_labelled_slides(config, _recorded_classes(run))
-    if (run / SPLITS).is_file():  # the run goes on with the slides and splits that it began with
-        table: Path | None = run / SPLITS
-        sources = named_in(sources, run / SPLITS)
-    else:
-        table = find_table(config.data)
+    # A run goes on with the slides and splits that it began with.
+    recorded = run / SPLITS if (run / SPLITS).is_file() else None
+    own = None if recorded is None else read_rows(recorded).keys()
+    sources = find_labelled_slides(config, _recorded_classes(run), own)
+    table = find_table(config.data) if recorded is None else recorded
     held = classes_held(sources)
     members = split_slides([*held], table, config.seed, config.data.val_share, held)
     model, origin = _network(run, config, sources.classes, earlier)
@@ -401,7 +406,8 @@ def _begin(
     if before != now:
         with replaced(run / CONFIG) as draft:
             write_config(replace(recorded or config, train=config.train), draft)
-    write_splits(run / SPLITS, members.values())
+    if not (run / SPLITS).exists():  # a slide that is away for once keeps its place
+        write_splits(run / SPLITS, members.values())
     if plan is not None:
         write_text(run / PLAN, plan.to_json())
         if plan.ranks == 1:
@@ -502,5 +508,5 @@ def _overview(
         say(f"Patients and splits: {table}")
     for name, reason in sources.left_out.items():
         say(f"Left out: {name}: {reason}")
-    for note in sources.notes:
+    for note in (*sources.remarks, *sources.notes):
         say(note)

@@ -109,23 +109,26 @@ def test_a_pixel_has_the_class_that_covers_most_of_it(
             assert areas[found[row, column]][row, column] >= most[row, column] - 0.02
 
 
-@given(mask=MASKS, scale=st.integers(1, 9), mpp=st.floats(0.1, 3))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
+@given(mask=MASKS, scale=st.integers(1, 9), mpp=st.floats(0.1, 3), data=st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_by_centres_a_pixel_is_that_under_its_centre(
-    tmp_path: Path, mask: NDArray[np.uint8], scale: int, mpp: float
+    tmp_path: Path, mask: NDArray[np.uint8], scale: int, mpp: float, data: st.DataObject
 ) -> None:
-    slide = Size(mask.shape[1] * scale, mask.shape[0] * scale)
+    height, width = mask.shape
+    slide = Size(width * scale, height * scale)
     frame = Frame.at(slide, NATIVE, mpp)
     labels = MaskLabels(_saved(tmp_path, mask), slide, AnnotationOptions(labels="centre"))
+    x, y = (data.draw(st.integers(-20, side)) for side in (frame.size.width, frame.size.height))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pathoseg.annotations.mask_image._MOST_READ", 50)  # some rows at a time
-        found = labels.rasterise(Box(0, 0, *astuple(frame.size)), frame, TABLE)
-    for row, column in np.ndindex(found.shape):
-        x, y = (column + 0.5) * frame.scale_x, (row + 0.5) * frame.scale_y
-        on_slide = x < slide.width and y < slide.height
-        expected = mask[int(y / scale), int(x / scale)] if on_slide else IGNORE
-        near_edge = min(x % scale, -x % scale, y % scale, -y % scale) < 1e-6
-        assert near_edge or found[row, column] == expected
+        found = labels.rasterise(Box(x, y, 15, 11), frame, TABLE)
+    expected = np.full((11, 15), IGNORE)
+    for row, column in np.ndindex(11, 15):
+        level0_x = (x + column + 0.5) * frame.scale_x
+        level0_y = (y + row + 0.5) * frame.scale_y
+        if 0 <= level0_x < slide.width and 0 <= level0_y < slide.height:
+            expected[row, column] = mask[int(level0_y / scale), int(level0_x / scale)]
+    np.testing.assert_array_equal(found, expected)
 
 
 @given(mask=MASKS, scale=st.integers(1, 4))
@@ -145,13 +148,18 @@ def test_of_equal_areas_the_higher_index_has_the_pixel(
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize("rule", ["majority", "centre"])
 @given(mask=MASKS, mpp=st.floats(0.1, 1.5), data=st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
 def test_a_box_is_a_piece_of_the_whole(
-    tmp_path: Path, mask: NDArray[np.uint8], mpp: float, data: st.DataObject
+    tmp_path: Path,
+    rule: Literal["majority", "centre"],
+    mask: NDArray[np.uint8],
+    mpp: float,
+    data: st.DataObject,
 ) -> None:
     slide = Size(mask.shape[1] * 3, mask.shape[0] * 3)
-    labels = MaskLabels(_saved(tmp_path, mask), slide)
+    labels = MaskLabels(_saved(tmp_path, mask), slide, AnnotationOptions(labels=rule))
     frame = Frame.at(slide, NATIVE, mpp)
     box = Box(*(data.draw(st.integers(*limits)) for limits in [(-9, 40)] * 2 + [(1, 40)] * 2))
     whole = labels.rasterise(Box(-9, -9, 100, 100), frame, TABLE)

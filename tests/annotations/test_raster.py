@@ -196,6 +196,20 @@ def test_threads_share_labels() -> None:
         np.testing.assert_array_equal(mask, labels.rasterise(box, frame, TABLE))
 
 
+def test_outlines_on_centres_share_no_pixel_and_leave_none() -> None:
+    frame, options = Frame.at(Size(8, 8), NATIVE, 0.25), AnnotationOptions(labels="centre")
+    halves = [
+        Annotation(shapely.box(0, 0, 3.5, 3.5), "tumour"),
+        Annotation(shapely.box(3.5, 0, 8, 3.5), "stroma"),
+        Annotation(shapely.box(0, 3.5, 8, 8), "necrosis"),
+    ]
+    alone = [
+        PolygonLabels(FILE, [half], SLIDE, options).rasterise(_whole(frame), frame, TABLE) > 0
+        for half in halves
+    ]
+    np.testing.assert_array_equal(sum(mask.astype(int) for mask in alone), 1)
+
+
 def test_the_smaller_of_two_regions_shows() -> None:
     frame = Frame.at(Size(10, 10), NATIVE, 0.25)
     small, large = (shapely.box(2, 2, 4, 4), "tumour"), (shapely.box(0, 0, 10, 10), "stroma")
@@ -325,3 +339,14 @@ def test_a_region_that_only_touches_a_tile_paints_nothing_there(
     labels = _labels((area, "tumour"), slide=Size(40, 40))
     for box in (Box(right, 0, 5, 5), Box(0, bottom, 5, 5)):
         assert not (labels.rasterise(box, frame, TABLE) == 1).any()
+
+
+@given(area=blobs(), most=st.integers(4, 400))
+@settings(max_examples=10)
+def test_outlines_in_bounded_memory_are_the_same(area: shapely.Polygon, most: int) -> None:
+    frame = Frame.at(SLIDE, NATIVE, 2.0)
+    labels = _labels((area, "tumour"), (shapely.box(700, 600, 720.3, 1400.7), "stroma"))
+    whole = labels.rasterise(_whole(frame), frame, TABLE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pathoseg.annotations.raster._MOST_CORNERS", most)
+        np.testing.assert_array_equal(labels.rasterise(_whole(frame), frame, TABLE), whole)

@@ -21,7 +21,10 @@ _ENTER = 'mount --bind "$0" /etc/hosts && hostname "$1" && shift && exec "$@"'
 
 
 def missing() -> str | None:
-    """Why there can be no such hosts on this machine, or None."""
+    """Return the reason why this machine can have no such hosts, or None where it can.
+
+    To find out, a network namespace is made and deleted.
+    """
     absent = sorted({package for name, package in _PACKAGES.items() if shutil.which(name) is None})
     if absent:
         return f"needs Debian packages: apt-get install {' '.join(absent)}"
@@ -83,7 +86,15 @@ class Hosts:
             _ip("netns", "delete", _space(host))
 
     def command(self, host: str, *arguments: object) -> list[str]:
-        """What runs a command on a host."""
+        """Return the command line that runs a command on a host.
+
+        Args:
+            host: One of `ADDRESSES`.
+            arguments: The program and its arguments.
+
+        Returns:
+            A command that enters the host's network, with its name and /etc/hosts, and runs there.
+        """
         enter = ["nsenter", f"--net=/run/netns/{_space(host)}", "unshare", "--uts", "--mount"]
         own = str(self._folder / host)
         return [*enter, "sh", "-c", _ENTER, own, host, *map(str, arguments)]

@@ -75,7 +75,10 @@ class Lab:
 
     @cached_property
     def segmented(self) -> dict[str, str]:
-        """What one process makes of the new slides."""
+        """The results of one process for the new slides: SHA-256 by relative path, as in `results`.
+
+        The first access segments the slides, with the undisturbed run's model.
+        """
         self.run(PATHOSEG, "infer", *self.inference("alone"))
         return self.results("alone")
 
@@ -131,7 +134,7 @@ class Lab:
         return "\n".join(f"{log.name}: {log.read_text()}" for log in self.folder.glob("*.log"))
 
     def epochs(self, run: str) -> int:
-        """How many a run has finished."""
+        """Return the number of epochs that a run has finished, 0 where it has no figures yet."""
         return len(metrics(self.folder / run))
 
 

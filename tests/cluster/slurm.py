@@ -46,7 +46,7 @@ SchedulerParameters=sched_interval=1,sched_min_interval=0
 
 
 def missing() -> str | None:
-    """Why Slurm cannot be started on this machine, or None."""
+    """Return the reason why Slurm cannot be started on this machine, or None where it can."""
     if all(shutil.which(name) for name in _PROGRAMS):
         return None
     return "needs Debian packages: apt-get install slurm-wlm munge"

@@ -1,4 +1,4 @@
-"""What is written of an evaluation where figures are missing, and which slides are shown."""
+"""Test the files of an evaluation where figures are missing, and the choice of slides shown."""
 
 from __future__ import annotations
 

@@ -86,7 +86,11 @@ def _streams(picture: Callable[..., Any], kind: str) -> list[bytes]:
 
 
 def _openslides(path: Path) -> Any:
-    """What OpenSlide shows of the tile, None where it refuses."""
+    """Read the tile at `PLACE` by OpenSlide.
+
+    Returns:
+        RGB, shape (TILE, TILE, 3), or None where OpenSlide refuses.
+    """
     try:
         with OpenSlide(path) as peer:
             shown = peer.read_region((PLACE.x, PLACE.y), 0, (TILE, TILE))

@@ -1,4 +1,4 @@
-"""What of a library's exception reaches the user."""
+"""Test that a library's exception is told to the user in one short printable line."""
 
 from __future__ import annotations
 

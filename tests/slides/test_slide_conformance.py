@@ -1,4 +1,4 @@
-"""What every reader must do, on the same pixels in each one's formats."""
+"""Test every reader on the same pixels in its formats: headers, boxes, copies, damaged files."""
 
 from __future__ import annotations
 

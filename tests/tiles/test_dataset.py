@@ -215,21 +215,29 @@ def test_some_rows_are_those_of_the_whole_batch(make_bench: MakeBench, rows: lis
         assert equal(part, Batch(batch.images[rows], batch.masks[rows], samples))
 
 
+@pytest.mark.parametrize(
+    ("offsets", "balance", "method"),
+    [("random", "class", "read_near"), ("grid", "none", "read")],
+)
 def test_an_unreadable_tile_stops_the_consumer_at_its_batch(
-    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch, offsets: str, balance: str, method: str
 ) -> None:
-    training = real(make_bench, threads=3, offsets="grid", balance="none")
-    bad = training.order(0)[6 * 4 + 2]
-    read = SlideTiles.read
+    training = real(make_bench, threads=3, offsets=offsets, balance=balance)
+    order = [(sample.slide, sample.tile) for sample in training.order(0)]
+    # One that no earlier sample shows: with balance, tiles come again.
+    first = next(at for at in range(6 * 4, len(order)) if order[at] not in order[:at])
+    slide, tile = order[first]
+    read = getattr(SlideTiles, method)
 
-    def failing(tiles: SlideTiles, position: int) -> Tile:
-        if tiles is training.slides[bad.slide] and position == bad.tile:
+    def failing(tiles: SlideTiles, position: int, *more: Any) -> Tile:
+        if tiles is training.slides[slide] and position == tile:
             raise UnreadableError(f"{tiles.slide} is gone.", "Bring it back.")
-        return read(tiles, position)
+        found: Tile = read(tiles, position, *more)
+        return found
 
-    monkeypatch.setattr(SlideTiles, "read", failing)
+    monkeypatch.setattr(SlideTiles, method, failing)
     batches = training.batches(0)
-    assert [len(next(batches).samples) for _ in range(4)] == [6] * 4
+    assert [len(next(batches).samples) for _ in range(first // 6)] == [6] * (first // 6)
     with pytest.raises(UnreadableError, match="is gone"):
         next(batches)
     assert not alive()

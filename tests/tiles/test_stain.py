@@ -74,7 +74,12 @@ def test_reinhard_brings_other_exposures_together() -> None:
 
 
 def come_closer(method: Method, *images: np.ndarray[Any, np.dtype[np.uint8]]) -> float:
-    """How far two images of one tissue are apart after normalisation, as a share of before."""
+    """Return the mean absolute difference of two images after normalisation over that before.
+
+    Args:
+        method: Of the normaliser, which is fitted to each image.
+        images: Two of one tissue, RGB, of one shape (height, width, 3).
+    """
     before = np.subtract(*[image.astype(float) for image in images])
     moved = [normalised(image, method).astype(float) for image in images]
     return float(np.abs(np.subtract(*moved)).mean() / np.abs(before).mean())

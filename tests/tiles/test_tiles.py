@@ -21,6 +21,7 @@ from pathoseg.annotations.raster import PolygonLabels
 from pathoseg.annotations.reading import class_table, read_labels
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, ModelInput, Mpp, Size
+from pathoseg.slides import region
 from pathoseg.slides.region import Region
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles import tiles as tiles_file
@@ -103,9 +104,16 @@ def test_no_tile_lies_outside_the_regions_of_interest(
 
 
 @pytest.mark.usefixtures("small_shards")
-def test_the_cache_changes_nothing(make_bench: MakeBench, tmp_path: Path) -> None:
+@pytest.mark.parametrize("broken", [None, Box(32, 32, 32, 32)])
+def test_the_cache_changes_nothing(
+    make_bench: MakeBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: Box | None
+) -> None:
+    """Cached tiles equal direct ones, also where a stored tile as large as a block is damaged."""
+    monkeypatch.setattr(region, "_BLOCK", 32)
     bench = make_bench()
+    bench.broken = broken
     expected = content(bench.cut(overlap=10))
+    assert (sum(unread for *_, unread in expected) > 0) == (broken is not None)
     assert content(bench.cut(overlap=10, cache=tmp_path / "cache")) == expected
     bench.opened.clear()
     assert content(bench.cut(overlap=10, cache=tmp_path / "cache")) == expected
@@ -121,11 +129,16 @@ def test_the_cache_keeps_what_is_unread(make_bench: MakeBench, tmp_path: Path) -
     bench.broken = Box(20, 20, 10, 10)
     tiles = bench.cut(cache=tmp_path / "cache")
     list(tiles.fill())
+    direct = [bench.cut().read(position) for position in range(len(tiles))]
+    assert sum(tile.unread for tile in direct) > 0
     bench.broken = None
-    for position in range(len(tiles)):
+    for position, plain in enumerate(direct):
         one, other = tiles.read(position), bench.cut().read(position)
         box, lost = tiles.box(position), one.mask == 255
-        # What fails is left out by blocks of 256 px, or what a shard has of them.
+        # What fails is left out by blocks of 256 px, or what a shard or a tile has of them.
+        assert lost[plain.mask == 255].all()
+        assert (one.image[~lost] == plain.image[~lost]).all()
+        assert (one.mask[~lost] == plain.mask[~lost]).all()
         assert one.unread == lost.sum() - (other.mask == 255).sum()
         assert (one.unread > 0) == (box.x < 128 and box.y < 128)
         assert (one.image[~lost] == other.image[~lost]).all()
@@ -180,11 +193,15 @@ def test_a_cache_is_filled_in_parts(make_bench: MakeBench, tmp_path: Path, threa
     assert all(tiles.cache.has(shard) for shard in tiles.shards())
 
 
-@pytest.mark.usefixtures("small_shards")
-def test_filling_can_be_stopped(make_bench: MakeBench, tmp_path: Path) -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+def test_filling_can_be_stopped(
+    make_bench: MakeBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    for name in ("SHARD", "BLOCK"):  # 247 of them
+        monkeypatch.setattr(f"pathoseg.tiles.cache.{name}", 16)
     tiles = make_bench().cut(cache=tmp_path / "cache", tile=16)
     assert tiles.cache is not None
-    filling = tiles.fill(1)
+    filling = tiles.fill(threads)
     next(filling)
     filling.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("fill")]

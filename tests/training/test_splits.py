@@ -39,6 +39,19 @@ def test_a_patient_is_on_one_side_and_a_new_one_moves_few(
     assert len(moved) <= 1
 
 
+def test_a_class_is_validated_also_where_the_table_names_another_patient(tmp_path: Path) -> None:
+    table = _table(tmp_path, "slide,patient,split\na.svs,a,val\nb.svs,b,\nc.svs,c,\n")
+    classes = {"a.svs": {"gland"}, "b.svs": {"gland", "tumour"}, "c.svs": {"gland", "tumour"}}
+    members = split_slides([*classes], table, 0, 0.2, classes)
+    assert sorted(members[name].split for name in ("b.svs", "c.svs")) == ["train", "val"]
+
+
+def test_a_stem_that_two_slides_have_is_refused(tmp_path: Path) -> None:
+    table = _table(tmp_path, "slide,patient\nx,p\n")
+    with pytest.raises(PathosegError, match="x could be any of 2 slides"):
+        split_slides(["a/x.svs", "b/x.tif"], table, 0, 0.2)
+
+
 def test_slides_of_one_patient_stay_together(tmp_path: Path) -> None:
     rows = "".join(f"s{i}.svs,p{i // 3}\n" for i in range(12))
     table = _table(tmp_path, f"slide,patient\n{rows}")

@@ -19,12 +19,12 @@ _ENTER = 'echo $$ > "$0" && exec "$@"'
 
 @dataclass(frozen=True)
 class SlowDisk:
-    """Where it is mounted, and how programs come to be held back by it.
+    """A mounted disk, and the control group whose programs get few bytes a second from it.
 
     Attributes:
-        folder: Its files.
-        group: The control group that is held back.
-        device: Major and minor number.
+        folder: Where it is mounted.
+        group: The control group's folder.
+        device: Major and minor number of the disk, as `major:minor`.
     """
 
     folder: Path
@@ -32,7 +32,7 @@ class SlowDisk:
     device: str
 
     def starting(self, *program: str) -> tuple[str, ...]:
-        """What starts a program that is held back."""
+        """Return the command line that starts a program as a member of the control group."""
         return "sh", "-c", _ENTER, str(self.group / "cgroup.procs"), *program
 
     def bytes_moved(self, way: str) -> int:

@@ -63,7 +63,16 @@ XML_BOMB = (
 
 
 def _train(command: Command, slides: Path, *more: object) -> str:
-    """What a refused training run says; it must leave nothing behind."""
+    """Train on slides that must be refused, and return the output.
+
+    Args:
+        command: Runs the command line.
+        slides: The folder of slides.
+        more: Further arguments of `train`.
+
+    Raises:
+        AssertionError: The exit code is not 2, there is not exactly one error, or a file is left.
+    """
     before = set(Path.cwd().rglob("*"))
     code, said = command("train", "--slides", slides, "--config", "tiny.toml", *more)
     assert code == 2, said

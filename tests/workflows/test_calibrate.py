@@ -100,15 +100,15 @@ def test_a_name_that_cannot_be_written_is_refused_at_once(
     assert ".json" in raised.value.hint
 
 
-# The layers were timed elsewhere: one rank does so, as alone, and the others wait for it.
 RANKS = """
-from dataclasses import replace
 from pathlib import Path
-from pathoseg.parallel.cost.hardware import load_hardware
+import torch
+from pathoseg.parallel.cost.calibration_layers import draw_cases
 from pathoseg.workflows import calibrate as workflow
 
-workflow.time_cases = lambda *_: []
-workflow.calibrated = lambda known, *_: replace(known, fit=load_hardware("cpu").fit)
+cases = draw_cases(0.1)
+workflow.draw_cases = lambda scale: cases[:40:2] + cases[40::4]
+workflow._QUICK_ROUNDS = 1
 workflow.calibrate(Path("linked.json"), quick=True)
 """
 
@@ -124,6 +124,8 @@ def test_ranks_measure_the_link_between_them(
     assert "The link inside a host: " in said
     assert "The link between is not measured" in said
     known, found = load_hardware("cpu"), load_hardware("linked.json")
+    assert found.fit
+    assert found.fit != known.fit
     assert found.inside != known.inside
     assert found.between == known.between
     assert 0 < found.inside.beta < 1e-6

@@ -91,6 +91,22 @@ def test_a_bad_slide_is_told_in_a_line_and_stops_no_other(
     assert (code, len(_rows())) == (2, 4)
 
 
+@pytest.mark.parametrize(("split", "trains"), [("test", True), ("train", False), ("val", False)])
+def test_a_slide_that_cannot_be_cut_is_refused_where_training_cuts_it(
+    split: str, trains: bool, toy_slides: Path, command: Command
+) -> None:
+    """Also with --skip-bad-slides, which leaves out what cannot be read."""
+    mask = toy_slides / "slide3_mask.png"
+    Image.fromarray(np.asarray(Image.open(mask)) + np.uint8(1)).save(mask)  # a class without a name
+    rows = "slide0,train\nslide1,train\nslide2,val\n"
+    (toy_slides / "slides.csv").write_text(f"slide,split\n{rows}slide3,{split}\n")
+    code, said = command(*CHECK, "--skip-bad-slides")
+    assert (code == 2) == (not trains), said
+    assert "slide3.png: " in said
+    train = ("train", *CHECK[1:], "--skip-bad-slides", "--epochs", "1", "--out", "run")
+    assert (command(*train)[0] == 2) == (not trains)
+
+
 @pytest.mark.parametrize(
     ("rows", "options", "why"),
     [

@@ -125,6 +125,18 @@ def test_slides_of_one_name_are_told_apart_by_their_folders(
         assert len({row["dice_mean"] for (name, _), row in rows.items() if name != "all"}) == len(
             names
         ), "each its own"
+    for end in (".png", "_mask.png"):  # another slide, which the run calls like p0's from inside
+        (toy_slides / f"s{end}").write_bytes((toy_slides / f"p1/s{end}").read_bytes())
+    assert (
+        command("train", "--slides", toy_slides, "--config", "tiny.toml", "--out", "more")[0] == 0
+    )
+    with Path("more/splits.csv").open(newline="") as file:
+        splits = {row["slide"]: row["split"] for row in csv.DictReader(file)}
+    for place in ("p0", "p1", "p2"):
+        code, said = command(*evaluate[:2], "more", *evaluate[3:], "--slides", toy_slides / place)
+        assert code == 0, said
+        found = {split for name, split in _rows(Path("figures/evaluation.csv")) if name == "s.png"}
+        assert found == {splits[f"{place}/s.png"]}
     code, said = command(*evaluate, "--slides", toy_slides / "p0", "--slides", toy_slides / "p1")
     assert (code, "are both called s.png" in said) == (2, True)
 
@@ -215,7 +227,8 @@ def test_what_the_figures_rest_on_is_said(
     code, said = command("infer", toy_slides / "slide0.png", "--model", run, "--assume-mpp", "0.5")
     assert code == 0, said
     assert "Take care: its resolution, 0.5 µm per pixel, is 1.7 times coarser" in said
-    [told] = json.loads(Path("results/slide0/summary.json").read_text())["warnings"]
+    told, small = json.loads(Path("results/slide0/summary.json").read_text())["warnings"]
+    assert "no region reaches 10 µm²" in small
     assert "1.7 times coarser" in told
 
 

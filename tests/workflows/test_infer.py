@@ -25,9 +25,9 @@ from pathoseg.config import load_config
 from pathoseg.device import to_input
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Size
-from pathoseg.inference import windows
 from pathoseg.inference.segmenter import Segmenter
 from pathoseg.inference.windows import Windows
+from pathoseg.models.build import edge_reach
 from pathoseg.models.bundle import load_bundle
 from pathoseg.models.model_options import ModelConfig
 from pathoseg.slides import region
@@ -43,8 +43,6 @@ Start = Callable[..., Forked]
 
 FILES = {"mask.ome.tiff", "regions.geojson", "overlay.png", "summary.json"}
 MPP = ("--assume-mpp", "0.5")
-# In pixels, so that pictures of a few hundred have many windows.
-SMALL_WINDOWS = {"_CELL": 16, "_CELL_UM": 1.0, "_BAND": 48, "_LARGEST_SHARE": 1}
 
 
 def _draw(path: Path, seed: int = 0, width: int = 211, height: int = 150) -> Path:
@@ -132,21 +130,23 @@ def test_all_outputs_of_a_slide_agree(
     assert _table(tmp_path / "out" / "failures.csv") == []
 
 
+@pytest.mark.usefixtures("small_windows")
 @pytest.mark.parametrize("overlap", [None, 48])
 def test_predicting_in_tiles_equals_predicting_whole(
-    tmp_path: Path, tiny_bundle: SaveBundle, monkeypatch: pytest.MonkeyPatch, overlap: int | None
+    tmp_path: Path, tiny_bundle: SaveBundle, overlap: int | None
 ) -> None:
-    for name, value in SMALL_WINDOWS.items():
-        monkeypatch.setattr(windows, name, value)
     path = _draw(tmp_path / "slide.png", width=233, height=190)
     net, card = load_bundle(tiny_bundle())
-    flags = {"tissue": {"method": "all"}, "infer": {"tile": 100 if overlap is None else 64}}
+    flags = {"tissue": {"method": "all"}, "infer": {"tile": 80 if overlap is None else None}}
     flags["infer"] |= {"overlap": overlap, "batch": 3}
     segmenter = Segmenter(net, card, load_config(None, flags))
+    reach = edge_reach(net)
+    assert reach is not None
+    assert 2 * reach <= card.overlap == 48, "no seam shows where the overlap holds the reach"
     with open_slide(path, assume_mpp=0.5) as slide, torch.inference_mode():
         plan = segmenter.plan(slide)
         assert isinstance(plan.grid, Windows if overlap is None else TileGrid)
-        assert len(plan.indices) == len(plan.grid) >= 8
+        assert len(plan.indices) == len(plan.grid) >= 30
         found = segmenter.probabilities(slide)
         # Windows end where the slide does, tiles beyond.
         last = plan.grid.box(len(plan.grid) - 1)
@@ -234,6 +234,7 @@ def test_the_model_of_an_unfinished_run_is_said_to_be_so(
     assert "not finished" not in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("small_windows")
 @pytest.mark.parametrize("options", ["tile = 100", "overlap = 48"])
 def test_unread_parts_are_255_and_counted(
     tmp_path: Path,
@@ -243,8 +244,6 @@ def test_unread_parts_are_255_and_counted(
     options: str,
 ) -> None:
     monkeypatch.setattr(region, "_BLOCK", 64)
-    for name, value in SMALL_WINDOWS.items():
-        monkeypatch.setattr(windows, name, value)
     rng = np.random.default_rng(0)
     pixels = rng.integers(60, 220, (192, 256, 3), np.uint8)
     slide = tmp_path / "torn.tif"
@@ -365,6 +364,29 @@ def test_results_lie_in_folders_like_those_of_the_slides(
     (folder / "states").mkdir()
     (folder / "s.png").rename(folder / "states" / "s.png")
     assert command(*arguments)[0] == 2, "results would lie among the states of the batch"
+
+
+def test_no_result_takes_the_place_of_another_ones(
+    tmp_path: Path, command: Command, tiny_bundle: SaveBundle
+) -> None:
+    """Results of an earlier call count: a slide and a folder of slides may be called alike."""
+    folder, out = tmp_path / "slides", tmp_path / "out"
+    inside, alike = _draw(folder / "x" / "a.png", 1), _draw(tmp_path / "x.png", 2)
+    infer = ("infer", "--model", tiny_bundle(), *MPP, "--out")
+    assert command(*infer, out, folder)[0] == 0
+    assert command(*infer, out, alike)[0] == 0
+    assert {*out.iterdir()} >= {out / "x", out / "x.png"}
+    assert {path.name for path in (out / "x/a").iterdir()} >= FILES
+    assert {row["slide"] for row in _table(out / "summary.csv")} == {"x/a.png", "x.png"}
+
+    again = tmp_path / "again"
+    assert command(*infer, again, alike)[0] == 0
+    code, said = command(*infer, again, folder)
+    assert (code, f"{inside} would lie in {again / 'x'}" in said) == (2, True), said
+    alike.rename(folder / "x.png")
+    code, said = command(*infer, again, folder)
+    assert (code, f"would lie in {again / 'x'}" in said) == (2, True), said
+    assert {path.name for path in (again / "x").iterdir()} >= FILES
 
 
 def test_a_failure_keeps_the_earlier_result(

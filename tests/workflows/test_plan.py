@@ -120,9 +120,8 @@ def test_an_order_and_a_cut_are_kept(command: Command) -> None:
 
 
 def test_a_profile_times_the_layers_themselves(command: Command) -> None:
-    options = ("--order", "gpipe", "--hardware", "cpu")
-    fitted, _ = _plan(command, *options)
-    profiled, said = _plan(command, *options, "--profile")
+    fitted, _ = _plan(command, "--hardware", "cpu")
+    profiled, said = _plan(command, "--hardware", "cpu", "--profile")
     assert "distinct layers timed on this device (cpu)" in said
     assert "timed on this device" in profiled.note
     assert (profiled.model, profiled.digest) == (fitted.model, fitted.digest)
@@ -140,10 +139,9 @@ def test_what_fits_alone_stays_whole(command: Command) -> None:
 
 
 def test_batch_norm_keeps_its_microbatch(command: Command) -> None:
-    order = ("--order", "gpipe", "--batch", 8)
-    assert _plan(command, *order)[0].microbatch == 1
+    assert _plan(command, "--batch", 8)[0].microbatch == 1
     Path("small.toml").write_text(SMALL + "[train]\nmicrobatch = 2\n")
-    assert _plan(command, *order)[0].microbatch == 2
+    assert _plan(command, "--batch", 8)[0].microbatch == 2
     Path("small.toml").write_text(GROUP_NORM)
     assert _plan(command, "--batch", 8, "--ranks", 1)[0].microbatch > 1
 
@@ -152,7 +150,7 @@ def test_a_network_of_ones_own(command: Command, monkeypatch: pytest.MonkeyPatch
     Path("own_net.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(Path.cwd()))
     Path("small.toml").write_text(SMALL.replace("width = 4\ndepth = 2", 'name = "own_net:make"'))
-    assert _plan(command, "--order", "gpipe")[0].model == "Sequential"
+    assert _plan(command)[0].model == "Sequential"
 
 
 def test_what_would_fit_does(command: Command) -> None:
@@ -167,8 +165,7 @@ def test_what_would_fit_does(command: Command) -> None:
     assert command(*refused, offers[2])[0] == 0
     tile = re.search(r"tiles of (\d+) px", said)
     assert tile is not None
-    # An order that is named spares the search among all: what one can, "auto" can, too.
-    assert command(*refused, "600KiB", "--tile", tile[1], "--order", "mp-basic")[0] == 0
+    assert command(*refused, "600KiB", "--tile", tile[1])[0] == 0
     # Orders made to measure, which the offers leave out, may fit somewhat more.
     assert command(*refused, "600KiB", "--tile", 2 * int(tile[1]))[0] == 2
 

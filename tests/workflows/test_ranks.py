@@ -127,7 +127,14 @@ class Net(torch.nn.Module):
 
 
 def _sample_config(path: Path, network: str, epochs: int, more: str = "") -> None:
-    """What `make demo` trains, in few small steps of SGD."""
+    """Write the configuration of `make demo`, cut down to epochs of three steps of SGD.
+
+    Args:
+        path: Where to; `dropping.py`, a network with dropout, is written beside it.
+        network: One of `NETWORKS`.
+        epochs: Number of epochs.
+        more: TOML to be appended.
+    """
     path.with_name("dropping.py").write_text(DROPPING)
     text = (SAMPLES / "demo.toml").read_text()
     for old, new in (

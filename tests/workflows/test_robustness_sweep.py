@@ -41,7 +41,17 @@ def _files(shared_data: Path) -> list[Path]:
 
 
 def _refused(code: int, said: str, path: Path) -> bool:
-    """Whether a file was refused; if so, by one error that names it."""
+    """Return True if a command refused a file, False if it succeeded.
+
+    Args:
+        code: The exit code.
+        said: The output.
+        path: The file.
+
+    Raises:
+        AssertionError: Another exit code than 0 and 2, a traceback, or a refusal that is not one
+            error that names the file.
+    """
     assert "Traceback" not in said, said
     assert code in (0, 2), said
     if code == 2:

@@ -13,30 +13,27 @@ import pytest
 from PIL import Image
 
 from pathoseg.config import load_config
-from pathoseg.inference import windows
 from pathoseg.inference.leases import Leases
 from pathoseg.inference.segmenter import MaskRow, Segmenter, SlidePlan
 from pathoseg.inference.slide_job import SavedRows, SharedSlide
+from pathoseg.inference.windows import Windows
 from pathoseg.interruption import Interruption
 from pathoseg.models.bundle import load_bundle
 from pathoseg.models.model_options import ModelConfig
 from pathoseg.slides.slide import open_slide
+from pathoseg.tiles.grid import TileGrid
 
 SaveBundle = Callable[..., Path]
 CALM = Interruption("")
-# In pixels, so that pictures of a few hundred have many windows.
-SMALL_WINDOWS = {"_CELL": 16, "_CELL_UM": 1.0, "_BAND": 48, "_LARGEST_SHARE": 1}
+BOTH = pytest.mark.parametrize("overlap", [None, 40])  # windows, and tiles that are blended
 
 
 @pytest.fixture
 def work(
-    tmp_path: Path, tiny_bundle: SaveBundle, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_bundle: SaveBundle, small_windows: None
 ) -> Callable[..., tuple[Segmenter, SlidePlan]]:
-    for name, value in SMALL_WINDOWS.items():
-        monkeypatch.setattr(windows, name, value)
-
     def prepare(
-        overlap: int | None = 40, batch: int = 3, **bundle: object
+        overlap: int | None, batch: int = 3, **bundle: object
     ) -> tuple[Segmenter, SlidePlan]:
         """Noise in rows of tiles, two of them without tissue."""
         pixels = np.random.default_rng(3).integers(0, 255, (300, 170, 3), np.uint8)
@@ -71,7 +68,7 @@ def _same(some: list[MaskRow], others: list[MaskRow]) -> None:
 
 @pytest.mark.parametrize("overlap", [None, 0, 16, 40, 56])
 def test_rows_are_the_same_wherever_one_begins(
-    work: Callable[..., tuple[Segmenter, SlidePlan]], overlap: int
+    work: Callable[..., tuple[Segmenter, SlidePlan]], overlap: int | None
 ) -> None:
     segmenter, plan = work(overlap)
     assert 0 < len(plan.indices) < len(plan.grid)
@@ -93,10 +90,12 @@ def test_classified_tiles_come_in_rows_too(
     _same(_all(segmenter, plan, 4), whole[4:])
 
 
+@BOTH
 def test_several_processes_share_the_rows(
-    work: Callable[..., tuple[Segmenter, SlidePlan]], tmp_path: Path
+    work: Callable[..., tuple[Segmenter, SlidePlan]], tmp_path: Path, overlap: int | None
 ) -> None:
-    segmenter, plan = work()
+    segmenter, plan = work(overlap)
+    assert isinstance(plan.grid, Windows if overlap is None else TileGrid)
     folder = tmp_path / "rows"
     folder.mkdir()
     saved: list[int] = []
@@ -127,10 +126,12 @@ def test_several_processes_share_the_rows(
     assert not list(folder.glob("*.claim"))
 
 
+@BOTH
 def test_a_helper_begins_in_the_middle_of_what_is_free(
-    work: Callable[..., tuple[Segmenter, SlidePlan]], tmp_path: Path
+    work: Callable[..., tuple[Segmenter, SlidePlan]], tmp_path: Path, overlap: int | None
 ) -> None:
-    segmenter, plan = work()
+    segmenter, plan = work(overlap)
+    assert isinstance(plan.grid, Windows if overlap is None else TileGrid)
     rows, count = SavedRows(tmp_path), plan.grid.rows
     whole = _all(segmenter, plan)
     with Leases(tmp_path) as mine, Leases(tmp_path) as leader:
@@ -147,10 +148,12 @@ def test_a_helper_begins_in_the_middle_of_what_is_free(
         _same(list(share.rows()), whole)
 
 
+@BOTH
 def test_saved_rows_are_not_computed_again(
-    work: Callable[..., tuple[Segmenter, SlidePlan]], tmp_path: Path
+    work: Callable[..., tuple[Segmenter, SlidePlan]], tmp_path: Path, overlap: int | None
 ) -> None:
-    segmenter, plan = work()
+    segmenter, plan = work(overlap)
+    assert isinstance(plan.grid, Windows if overlap is None else TileGrid)
     whole = _all(segmenter, plan)
     rows = SavedRows(tmp_path)
     marked = {row.number: MaskRow(row.number, row.band ^ np.uint8(1), 5) for row in whole[2:4]}

@@ -218,8 +218,18 @@ def test_slides_that_came_later_stay_out_of_a_run_that_goes_on(toy_slides: Path)
     (run / "summary.json").unlink()
     for seed in range(4, 9):
         draw_disc(toy_slides / f"slide{seed}.png", seed)
+    (toy_slides / "slide5_mask.png").write_bytes(b"cut short")  # not looked at
+    away = toy_slides / "slide0_mask.png"
+    away.rename("away.png")
+    (toy_slides / "slide1.png").rename("gone.png")
     train(None, {}, run, resume=True)
-    assert (run / "splits.csv").read_text() == splits
+    assert '"slide1.png": "it is gone' in (run / "summary.json").read_text()
+    assert (run / "splits.csv").read_text() == splits, "one that is away for once keeps its place"
+    Path("away.png").rename(away)
+    Path("gone.png").rename(toy_slides / "slide1.png")
+    (run / "summary.json").unlink()
+    train(None, {}, run, resume=True)
+    assert "slide0" not in (run / "summary.json").read_text()
     assert '"slide8.png": "it came after the run began"' in (run / "summary.json").read_text()
 
 

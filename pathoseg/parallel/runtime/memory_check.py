@@ -24,10 +24,11 @@ from pathoseg.platform_support import available_memory
 def too_small(
     hosts: Iterable[tuple[str, int, int | None]], computes: bool = False
 ) -> PathosegError | None:
-    """Why some ranks do not find room in the memory of their hosts.
+    """Return the refusal of a host whose ranks will take more memory than it has, or None.
 
     Args:
-        hosts: By rank, the name of its host, the bytes it will take and `available_memory`.
+        hosts: By rank, the name of its host, the bytes that the rank will take, and the bytes that
+            the host has left, or None where that is unknown.
         computes: Whether all that a rank holds is there, since its device is the CPU; else what
             waits for its device.
     """

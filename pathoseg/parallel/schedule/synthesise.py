@@ -142,13 +142,16 @@ def _backward_first(work: Workload) -> list[float]:
 
 
 def _paced(work: Workload, pace: float, together: bool) -> list[float]:
-    """When each visit would start if microbatches set out at equal intervals and never waited.
+    """Return the start of each visit if microbatches set out at equal intervals and never waited.
 
     Args:
-        work: Whose visits.
+        work: The visits, and their times and ranks.
         pace: The interval, as a share of the one that would keep the busiest rank busy. Where it
             is small forwards go first, where it is large backwards.
         together: All replicas set out at once, instead of in turn.
+
+    Returns:
+        By visit of the step, its start in the unit of the costs: a priority, the lowest first.
     """
     loads = [0.0] * len(work.caps)
     for home, time in zip(work.homes, work.durations, strict=True):

@@ -129,7 +129,13 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Timetable:
-    """When each visit starts, an order that is each rank's, and when the last visit ends."""
+    """The start of each visit of a step, the order of visits, and the end of the step.
+
+    Attributes:
+        starts: By visit, when it starts, in the unit of the costs.
+        order: All visits; those of one rank are in the order in which it runs them.
+        end: When the last visit ends.
+    """
 
     starts: list[float]
     order: list[int]

@@ -1,4 +1,7 @@
-"""What layers do with storages: in-place writes, views, indices, masks, precision, refusals."""
+"""Test offload and recomputation of layers that write in place, share storages, or draw numbers.
+
+Losses and state must stay equal to the bit; layers that cannot be run again are refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What waits in host memory of stages that are not at work: nothing may tell, but the bytes."""
+"""Test that offload of idle stages' tensors frees device memory and leaves results equal."""
 
 from __future__ import annotations
 
@@ -123,7 +123,17 @@ def _first() -> nn.Module:
 
 
 def _on_ranks(case: Case, memory: Memory, work: Callable[[Runner, Microbatches], Any]) -> list[Any]:
-    """What `work` returns on each rank."""
+    """Run `work` on each rank of a case; the ranks are threads.
+
+    Args:
+        case: How `Net` is trained.
+        memory: The mode of copies, and the tensors of idle stages that are offloaded; the layers
+            to be recomputed are the case's.
+        work: Called with the rank's runner and the microbatches of a step.
+
+    Returns:
+        By rank, what `work` returned.
+    """
     whole = ORDERS[case.order]()
     traced = [Traced(deepcopy(_first()), torch.empty(SAMPLES, 3, 6, 6)) for _ in range(whole.ranks)]
     graph = traced[0].graph

@@ -45,7 +45,14 @@ class Library:
         return delivery
 
     def move(self) -> bool:
-        """Whether there was one to move."""
+        """Deliver one message that is sent and asked for: the first of a route drawn at random.
+
+        Returns:
+            True if there was one.
+
+        Raises:
+            AssertionError: Its two ends differ in shape.
+        """
         ready = [route for route, sent in self._sent.items() if sent and self._asked[route]]
         if not ready:
             return False
@@ -117,7 +124,11 @@ class Call:
 
 @st.composite
 def programs(draw: st.DrawFn) -> list[list[Call]]:
-    """What each rank calls, in its own order; no program that tags and rendezvous would hang."""
+    """Draw a program for each of 2 to 4 ranks: its calls, in an order of its own.
+
+    Returns:
+        By rank, its calls. With tags and rendezvous, no program would hang.
+    """
     ranks = draw(st.integers(2, 4))
     routes = st.tuples(st.integers(0, ranks - 1), st.integers(0, ranks - 1), st.integers(0, 2))
     drawn = st.tuples(routes.filter(lambda route: route[0] != route[1]), st.integers(0, 5))

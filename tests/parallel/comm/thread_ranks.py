@@ -121,7 +121,10 @@ class _Gathering:
 
 
 class _Hub:
-    """What the threads share; every method holds the one lock."""
+    """The state that threads share: messages, sums, texts, and the ranks that wait or have left.
+
+    The lock of `changed` guards it: methods take it, or are called by those that hold it.
+    """
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks

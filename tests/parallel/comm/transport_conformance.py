@@ -1,4 +1,4 @@
-"""What every transport must do: cases that all of its ranks run together."""
+"""Cases that every transport must pass, each run by all of its ranks together."""
 
 from __future__ import annotations
 

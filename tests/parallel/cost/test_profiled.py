@@ -8,8 +8,6 @@ from torch import nn
 
 from pathoseg.errors import PathosegError
 from pathoseg.models.unet import UNet
-from pathoseg.parallel.cost import timing
-from pathoseg.parallel.cost.calibration_layers import reference_networks
 from pathoseg.parallel.cost.cost_model import LayerTime
 from pathoseg.parallel.cost.timing import Profiled, distinct, measure_sequence, signature
 from pathoseg.parallel.graph.layer_graph import Layer
@@ -118,10 +116,8 @@ def test_a_model_without_memory_is_refused() -> None:
     assert "device" in raised.value.hint
 
 
-def test_a_sequence_takes_a_time_of_the_order_of_its_layers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(timing, "reference_networks", lambda: reference_networks()[-1:])
+@pytest.mark.slow
+def test_a_sequence_takes_a_time_of_the_order_of_its_layers() -> None:
     factor = measure_sequence(torch.device("cpu"), rounds=1)
     assert 0.1 < factor.forward < 10
     assert 0.1 < factor.backward < 10

@@ -17,9 +17,16 @@ from pathoseg.parallel.graph.traced import Traced
 def run_stages(
     traced: Traced, bounds: Sequence[int], inputs: Mapping[str, torch.Tensor]
 ) -> tuple[Any, dict[str, torch.Tensor]]:
-    """What the model returns, and the gradients of the sum of what it returns by parameter name.
+    """Run a model cut into stages, forwards and then backwards, each stage on copies of its inputs.
 
-    Every stage is given copies of what it reads, which require gradients where the graph says so.
+    Args:
+        traced: The model.
+        bounds: Where stages begin and end in the list of layers, one more than there are stages.
+        inputs: By name, the inputs of the graph.
+
+    Returns:
+        What the model returns; and by parameter name, the gradients of the sum of that. Copies
+        require gradients where the graph says so.
     """
     graph = traced.graph
     known: dict[str, torch.Tensor] = dict(inputs)

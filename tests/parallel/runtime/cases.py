@@ -118,12 +118,12 @@ class Case:
 
     @property
     def keeps_order(self) -> bool:
-        """Whether every sum is in one process's order."""
+        """True if every sum is in one process's order, so that results are equal to the bit."""
         replicas = self.schedule()[0].placement.replicas * self.setting.groups
         return MODELS[self.model].keeps_order and replicas == 1
 
     def schedule(self) -> tuple[Schedule, Partition]:
-        """What is run, groups not written out."""
+        """Return the lowered schedule, its groups not written out, and the cut of the model."""
         order, partition = _cut(self.model, self.plan, self.ranks)
         lowered = lower(
             order,
@@ -180,7 +180,7 @@ def reset(found: Traced) -> Traced:
 
 
 def training_of(case: Case) -> Training:
-    """What all cases have in common."""
+    """Return the loss, the optimizer and the clipping by which a case is trained."""
     return Training(per_sample_loss, optimizer, clip=case.clip)
 
 

@@ -19,12 +19,12 @@ STEPS = 3
 
 @dataclass
 class Verdict:
-    """What three steps must lead to.
+    """The outcome of three steps of training, by the judge or on a rank.
 
     Attributes:
         losses: Sum of the losses of each step's samples.
         gradients: Of the first step, by parameter, clipped.
-        state: Parameters and buffers after it.
+        state: Parameters and buffers after the last step, by name.
     """
 
     losses: list[float] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What forwards really hold until their backwards, against what the retention says they do."""
+"""Test that forwards hold the bytes that the retention says, and backwards free them."""
 
 from __future__ import annotations
 

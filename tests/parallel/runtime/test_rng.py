@@ -1,4 +1,4 @@
-"""What layers draw depends on seed, step, microbatch and layer alone; nothing else is touched."""
+"""Test that draws depend on seed, step, microbatch and layer only, and restore generators."""
 
 from __future__ import annotations
 

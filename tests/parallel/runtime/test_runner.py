@@ -1,4 +1,4 @@
-"""What a runner promises beside the sums: eval, state, precision, faults, memory, events."""
+"""Test a runner's predictions, state, precision, errors, memory checks and events."""
 
 from __future__ import annotations
 

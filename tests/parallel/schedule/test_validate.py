@@ -85,7 +85,7 @@ class ToyMachine:
         return sorted(added)
 
     def can(self, rank: int, action: Action) -> bool:
-        """Whether it need not wait for another rank."""
+        """Return True if a rank can do an action now, without waiting for another rank."""
         if action.kind in (Kind.FORWARD, Kind.BACKWARD):
             return all(each in self.tensors for each in self.ends(action, made=False))
         if action.kind is Kind.RECV:
