@@ -219,15 +219,21 @@ def test_a_step_is_that_of_one_device(model: str, plan: str, dtype: torch.dtype 
     assert [result.finite for result in results] == [True, not overflows, True, True]
 
 
-def _weighted_loss(returned: Any, targets: tuple[Tensor, float]) -> Tensor:
-    return targets[1] * per_sample_loss(returned, targets[0])
+def _weighted_loss(returned: Any, targets: Tensor) -> Tensor:
+    """Targets of `_weighted`, shape (n, 2, h, w), to losses of shape (n,)."""
+    classes, weights = targets.unbind(1)
+    return weights[:, 0, 0] * per_sample_loss(returned, classes.long())
+
+
+def _weighted(classes: Tensor, weight: float) -> Tensor:
+    return torch.stack([classes, torch.full_like(classes, weight, dtype=torch.float32)], 1)
 
 
 def _bold(case: Case, step: int) -> Microbatches:
     """Samples of which one step's gradient overflows half precision at the first loss scale."""
     batch = microbatches(case, step)
     weight = 1e5 if step == 1 else 1.0
-    return replace(batch, targets=lambda index: (batch.targets(index), weight))
+    return replace(batch, targets=lambda index: _weighted(batch.targets(index), weight))
 
 
 @pytest.mark.parametrize("plan", ["1f1b", "gems-master", "data-parallel"])
@@ -280,7 +286,7 @@ def test_what_is_not_finite_on_one_rank_ends_all_with_one_error(
     def broken() -> Microbatches:
         batch = microbatches(case, 0)
         weights = {1: math.nan}
-        return replace(batch, targets=lambda at: (batch.targets(at), weights.get(at, 1.0)))
+        return replace(batch, targets=lambda at: _weighted(batch.targets(at), weights.get(at, 1.0)))
 
     training = Training(_weighted_loss, optimizer, dtype=dtype)
     told = _what_ranks_hear(case, training, broken, steps=3)
