@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pathoseg.errors import PathosegError
 
 
@@ -57,6 +60,23 @@ class Box:
         """Return the slices of rows and columns of this box in an array that shows `whole`."""
         x, y = self.x - whole.x, self.y - whole.y
         return slice(y, y + self.height), slice(x, x + self.width)
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectMask:
+    """The pixels of one object, such as a nucleus.
+
+    Attributes:
+        box: The smallest rectangle around it.
+        pixels: True for those of its pixels that are the object's, shape (height, width).
+    """
+
+    box: Box
+    pixels: NDArray[np.bool_]
+
+    @property
+    def area(self) -> int:
+        return int(np.count_nonzero(self.pixels))
 
 
 @dataclass(frozen=True, slots=True)
