@@ -10,7 +10,7 @@ from typing import Literal
 
 from pathoseg.errors import PathosegError
 
-Task = Literal["segment", "classify"]
+Task = Literal["segment", "classify", "objects"]
 Norm = Literal["batch", "group", "instance"]
 Scalar = bool | int | float | str
 
@@ -27,7 +27,8 @@ class ModelConfig:
 
     Attributes:
         name: `unet`, `unet64`, `resnet<9n+2>_v2`, or `module:factory` for the user's own code.
-        task: "segment" answers every pixel, "classify" every tile (ResNets and factories).
+        task: "segment" answers every pixel, "classify" every tile (ResNets and factories),
+            "objects" every pixel, and which of them are one object.
         classes: Number of classes, background included; 255 means ignored, so at most 255.
         width: Channels of the first block; None means what the name implies (ResNets: 16).
         depth: Poolings of a U-Net; None means 4.
