@@ -55,12 +55,15 @@ class Batch:
         masks: Class indices, shape (n, height, width), 255 ignored.
         samples: Where they come from.
         context: The network's other inputs by name, RGB, shape (n, size, size, 3).
+        objects: Colours of objects (`Labels.objects`), shape (n, height, width), 0 and 255 where
+            `masks` is; None where objects are not learnt.
     """
 
     images: NDArray[np.uint8]
     masks: NDArray[np.uint8]
     samples: tuple[SampleId, ...]
     context: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
+    objects: NDArray[np.uint8] | None = None
 
     def inputs(self, part: slice) -> Images:
         """Return the input of some samples, or their inputs by name where there are several."""
@@ -68,6 +71,10 @@ class Batch:
         if not self.context:
             return images
         return {IMAGE: images, **{name: seen[part] for name, seen in self.context.items()}}
+
+    def labels(self, part: slice) -> tuple[NDArray[np.uint8], NDArray[np.uint8] | None]:
+        """Return the masks of some samples, and their objects."""
+        return self.masks[part], None if self.objects is None else self.objects[part]
 
 
 def stacked(tiles: Sequence[Tile]) -> Images:
@@ -78,6 +85,15 @@ def stacked(tiles: Sequence[Tile]) -> Images:
         return images
     context = {name: np.stack([tile.context[name] for tile in tiles]) for name in names}
     return {IMAGE: images, **context}
+
+
+def stacked_labels(
+    tiles: Sequence[Tile],
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8] | None]:
+    """Return the masks of tiles (n, height, width), and their objects where they are learnt."""
+    masks = np.stack([tile.mask for tile in tiles])
+    objects = [tile.objects for tile in tiles if tile.objects is not None]
+    return masks, np.stack(objects) if objects else None
 
 
 @dataclass(frozen=True, slots=True)
