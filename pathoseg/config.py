@@ -158,7 +158,8 @@ class NetConfig:
 
     Attributes:
         name: `unet`, `unet64`, `resnet110_v2`, `resnet1001_v2` or `module:factory`.
-        task: "segment" labels pixels, "classify" labels tiles.
+        task: "segment" labels pixels, "classify" labels tiles, "objects" labels pixels and separates
+            objects that touch.
         width: Channels of the first block.
         depth: (U-Net) number of poolings.
         norm: Normalisation layer.
@@ -166,7 +167,7 @@ class NetConfig:
     """
 
     name: str = "unet"
-    task: Literal["segment", "classify"] = "segment"
+    task: Literal["segment", "classify", "objects"] = "segment"
     width: int | None = None
     depth: int | None = None
     norm: Literal["batch", "group", "instance"] = "batch"
