@@ -85,6 +85,10 @@ class Batch:
             return images
         return {IMAGE: images, **{name: seen[part] for name, seen in self.context.items()}}
 
+    def labels(self, part: slice) -> tuple[NDArray[np.uint8], NDArray[np.uint8] | None]:
+        """Return the masks of some samples, and their objects."""
+        return self.masks[part], None if self.objects is None else self.objects[part]
+
 
 def stacked(tiles: Sequence[Tile]) -> Images:
     """Return the images of tiles (n, height, width, 3), by name where the network has several."""
@@ -94,6 +98,15 @@ def stacked(tiles: Sequence[Tile]) -> Images:
         return images
     context = {name: np.stack([tile.context[name] for tile in tiles]) for name in names}
     return {IMAGE: images, **context}
+
+
+def stacked_labels(
+    tiles: Sequence[Tile],
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8] | None]:
+    """Return the masks of tiles (n, height, width), and their objects where they are learnt."""
+    masks = np.stack([tile.mask for tile in tiles])
+    objects = [tile.objects for tile in tiles if tile.objects is not None]
+    return masks, np.stack(objects) if objects else None
 
 
 @dataclass(frozen=True, slots=True)
