@@ -146,8 +146,9 @@ def test_masks_of_classes_have_no_objects(tmp_path: Path, values: str) -> None:
 
 def test_65535_objects_are_the_most() -> None:
     most = np.arange(65_536).reshape(256, 256)
-    found = ObjectNumbers.of(FILE, most, (), None, SLIDE)
-    np.testing.assert_array_equal(found.numbers, most)
+    found, numbers = ObjectNumbers.of(FILE, most, (), None, SLIDE)
+    np.testing.assert_array_equal(numbers, most)
+    np.testing.assert_array_equal(found.values, np.arange(65_536))
     with pytest.raises(PathosegError, match=r"s_mask\.png numbers 65,792 objects"):
         ObjectNumbers.of(FILE, np.arange(256 * 257).reshape(257, 256) + 1, (), None, SLIDE)
 

@@ -208,7 +208,13 @@ def test_objects_of_one_colour_never_touch_and_the_class_plane_is_as_without(
     options = AugmentOptions(warp=warp, scale=scale, elastic=elastic, blur=0.0, noise=0.0)
     distance = object_distance(options, side)
     rows = rows_of_cells(distance)
-    pairs = near_numbers((numbers[top : top + rows] for top in range(0, side, rows)), distance)
+    bands = (numbers[top : top + rows] for top in range(0, side, rows))
+    boxes = np.zeros((256, 4), np.int64)
+    for number in range(1, 254):
+        y, x = np.nonzero(numbers == number)
+        if len(y):
+            boxes[number] = x.min(), y.min(), x.max() + 1, y.max() + 1
+    pairs = near_numbers(bands, boxes, distance)
     colour = np.append(0, colours(254, pairs, Path("x"))[1:]).astype(np.uint8)
     mask = (numbers > 0).astype(np.uint8)
     image = rng.integers(0, 256, (side, side, 3), np.uint8)
