@@ -32,6 +32,7 @@ UNIT = 256
 INTEREST = 256
 """The value that stands for the regions of interest, beside 0 to 255 of the classes."""
 
+_COLOURS = 256  # values of an object plane
 _MOST_SUMS = 1 << 21  # 30 bytes each at most
 
 Ints = NDArray[np.int64]
@@ -190,9 +191,6 @@ def most_covering(steps: Steps, mask: NDArray[np.uint8], widths: Ints) -> NDArra
     known = mask[top:bottom] != IGNORE
     objects[top:bottom][known] = painted[known]
     return objects
-
-
-_COLOURS = 256
 
 
 def object_value(classes: Ints, colours: NDArray[np.uint8]) -> Ints:

@@ -119,8 +119,10 @@ class MaskLabels:
 
     @property
     def report(self) -> AnnotationReport:
-        """That it is a mask."""
-        return AnnotationReport(self._path, is_mask=True)
+        """That it is a mask, and the number of its objects without a class."""
+        count = self._objects.unclassified if self._values == "instances" and self._objects else 0
+        missed = {"objects without a class": count} if count else {}
+        return AnnotationReport(self._path, passed_over=missed, is_mask=True)
 
     def classes(self) -> Mapping[str, Colour | None]:
         """Names ("class 1"…) in use with a palette's colours, without ignored and background."""

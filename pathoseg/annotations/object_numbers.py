@@ -33,12 +33,14 @@ class ObjectNumbers:
         values: Of each number, its value in the file, shape (numbers + 1,).
         classes: Of each number, the value of its class: from 1, 255 where it is ignored, 0 for
             background, shape (numbers + 1,).
+        unclassified: How many have no class in the mask of classes: they are ignored.
         boxes: Of each number, its left, top, right and bottom in pixels of the mask, shape
             (numbers + 1, 4).
     """
 
     values: Ints
     classes: NDArray[np.uint8]
+    unclassified: int
     boxes: Ints
 
     @classmethod
@@ -84,8 +86,9 @@ class ObjectNumbers:
             classes = np.full(len(values), 1, np.uint8)
         else:
             classes = _classes(numbers, len(values), class_pixels)
-        classes[~kept], classes[0] = IGNORE, BACKGROUND
-        return cls(values, classes, boxes), numbers
+        unclassified = int(np.count_nonzero(kept[1:] & (classes[1:] == 0)))
+        classes[~kept | (classes == 0)], classes[0] = IGNORE, BACKGROUND
+        return cls(values, classes, unclassified, boxes), numbers
 
 
 def _values(path: Path, pixels: NDArray[Any]) -> Ints:
@@ -104,7 +107,7 @@ def _values(path: Path, pixels: NDArray[Any]) -> Ints:
 def _classes(
     numbers: NDArray[np.uint16], count: int, class_pixels: NDArray[np.uint8]
 ) -> NDArray[np.uint8]:
-    """The class value that covers most of each number, the higher of equals; 255 for none."""
+    """The class value that covers most of each number, the higher of equals; 0 for none."""
     # The pixel of the class mask under each centre.
     down, across = (
         ((np.arange(side) + 0.5) * (of / side)).astype(np.int64)
@@ -120,7 +123,7 @@ def _classes(
         counts = np.bincount(where, np.concatenate([counts, times])).astype(np.int64)
     number, value = np.divmod(keys, 256)
     order = np.lexsort((value, counts, number))
-    classes = np.full(count, IGNORE, np.uint8)
+    classes = np.zeros(count, np.uint8)
     classes[number[order]] = value[order]  # where a number occurs twice, numpy keeps the last
     return classes
 
@@ -158,8 +161,8 @@ class _Pieces(NamedTuple):
         """The largest piece and the furthest from it, where that lies far from it; or None.
 
         Args:
-            usual: Side of a usual object in pixels of the mask: of one that others hide, scraps
-                may lie that far apart.
+            usual: Longest side of a usual object in pixels of the mask: of one that others hide,
+                scraps may lie that far apart.
         """
         left, top, width, height, area = self.boxes.T
         most = int(area.argmax())
@@ -202,8 +205,9 @@ def _refuse_what_is_not_numbered(
             )
     extents = boxes[:, 2:] - boxes[:, :2]
     held = extents.prod(axis=1)
-    usual = float(np.median(extents[objects].max(axis=1))) if len(objects) else 0.0
-    suspects = [one for one in objects.tolist() if areas[one] < _COMPACT * held[one]]
+    is_compact = areas[objects] >= _COMPACT * held[objects]
+    whole, suspects = objects[is_compact], objects[~is_compact].tolist()
+    usual = float(np.median(extents[whole].max(axis=1))) if len(whole) else 0.0
     # What is numbered from 1 again in each part of an image shows at the first.
     for one in sorted(suspects, key=lambda one: -int(held[one])):
         pieces = _Pieces.of(numbers, one, _box(boxes[one]))

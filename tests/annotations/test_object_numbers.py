@@ -64,6 +64,7 @@ def test_an_object_has_the_class_that_covers_most_of_it(tmp_path: Path) -> None:
     labels = _labels(tmp_path, _discs().astype(np.uint16))
     assert labels.classes() == {"class 1": (10, 20, 30), "class 2": (40, 50, 60)}
     assert labels.object_counts(TABLE) == {"class 1": 8, "class 2": 8}
+    assert labels.report.passed_over == {"objects without a class": 7}
     assert [path.name for path in labels.files] == ["s_mask.png", "s_classes.png"]
     frame = Frame.at(SLIDE, Mpp(0.25, 0.25), 0.5)
     mask = labels.rasterise(Box(0, 0, 120, 80), frame, TABLE)
@@ -118,6 +119,13 @@ def test_the_two_places_of_a_number_are_named(tmp_path: Path) -> None:
     pixels[70:76, 100:106] = 1
     with pytest.raises(PathosegError, match=r"number 1 .* at \(17, 17\) and \(206, 146\) px"):
         _labels(tmp_path, pixels.astype(np.uint16)).classes()
+
+
+def test_scraps_of_a_hidden_object_are_no_two_places(tmp_path: Path) -> None:
+    """As in a file of MoNuSeg: all that is left of it is 1 and 7 px, 27 px apart."""
+    pixels = np.kron(_discs()[:40, :60], np.ones((2, 2), np.int64))  # 20 px wide
+    pixels[40, 30], pixels[40, 58:65] = 99, 99
+    _labels(tmp_path, pixels.astype(np.uint16)).refuse_without_objects()
 
 
 def test_an_object_in_pieces_that_are_near_is_one(tmp_path: Path) -> None:
