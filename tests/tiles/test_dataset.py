@@ -30,6 +30,8 @@ class CountedTiles:
     """As many tiles as given counts, with images that name their tile; of SlideTiles, what a
     training set uses."""
 
+    has_objects = False
+
     def __init__(self, counts: Any, number: int = 0) -> None:
         self.class_pixels = np.array(counts, dtype=np.int64)
         self.grid = type("Grid", (), {"tile": type("Size", (), {"width": 2, "height": 2})})
