@@ -13,7 +13,9 @@ from hypothesis.extra import numpy as arrays
 from pathoseg.inference.segmenter import MaskRow
 from pathoseg.inference.slide_job import SavedRows
 
-PLANES = arrays.arrays(np.uint8, st.tuples(st.sampled_from([1, 3]), st.integers(1, 9), st.integers(1, 40)))
+PLANES = arrays.arrays(
+    np.uint8, st.tuples(st.sampled_from([1, 3]), st.integers(1, 9), st.integers(1, 40))
+)
 
 
 @given(PLANES, st.integers(0, 10**7), st.integers(0, 2**40), st.data())
