@@ -36,6 +36,8 @@ COUNTERS = (
 )
 """What the last axis of `ObjectCounts.counters` holds, see there."""
 
+OBJECT_NUMBERS = [COUNTERS.index("true"), COUNTERS.index("predicted")]
+
 _QUERIED = 2**14  # objects whose neighbours are asked for at once, to bound the list of candidates
 
 
