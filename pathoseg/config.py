@@ -158,8 +158,8 @@ class NetConfig:
 
     Attributes:
         name: `unet`, `unet64`, `resnet110_v2`, `resnet1001_v2` or `module:factory`.
-        task: "segment" labels pixels, "classify" labels tiles, "objects" labels pixels and separates
-            objects that touch.
+        task: "segment" labels pixels, "classify" labels tiles, "objects" labels pixels and
+            separates objects that touch.
         width: Channels of the first block.
         depth: (U-Net) number of poolings.
         norm: Normalisation layer.

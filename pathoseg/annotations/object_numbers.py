@@ -20,7 +20,7 @@ _MOST = (1 << 16) - 1
 _ROWS = 256
 _COMPACT = 0.5  # part of its bounding box above which an object cannot be in two distant places
 _WIDEST = 2048  # cells in which the pieces of an object are looked for
-_FAR = 2  # largest sides of an object's largest piece
+_FAR = 2  # sides of an object's largest piece, or of the mask's middle object if that is larger
 _NEAR = 16  # pixels of the mask: specks of noise this near to each other are let be
 _FEW = 3  # areas of a single value that can be one object
 
@@ -148,15 +148,20 @@ class _Pieces(NamedTuple):
         _, _, boxes, _ = cv2.connectedComponentsWithStats(held, connectivity=8)
         return cls(boxes[1:].astype(np.int32), cell, around.x, around.y)
 
-    def far_apart(self) -> tuple[int, int] | None:
-        """The largest piece and the furthest from it, where that lies far from it; or None."""
+    def far_apart(self, usual: float) -> tuple[int, int] | None:
+        """The largest piece and the furthest from it, where that lies far from it; or None.
+
+        Args:
+            usual: Side of a usual object in pixels of the mask: of one that others hide, scraps
+                may lie that far apart.
+        """
         left, top, width, height, area = self.boxes.T
         most = int(area.argmax())
         right, bottom = left + width, top + height
         across = np.maximum(left - right[most], left[most] - right)
         down = np.maximum(top - bottom[most], top[most] - bottom)
         gap = np.maximum(across, down)
-        side = max(width[most], height[most])
+        side = max(width[most], height[most], usual / self.cell)
         furthest = int(gap.argmax())
         is_far = gap[furthest] > max(_FAR * side, _NEAR / self.cell)
         return (most, furthest) if is_far else None
@@ -190,11 +195,12 @@ def _refuse_what_is_not_numbered(
             )
     extents = boxes[:, 2:] - boxes[:, :2]
     held = extents.prod(axis=1)
+    usual = float(np.median(extents[objects].max(axis=1))) if len(objects) else 0.0
     suspects = [one for one in objects.tolist() if areas[one] < _COMPACT * held[one]]
     # What is numbered from 1 again in each part of an image shows at the first.
     for one in sorted(suspects, key=lambda one: -int(held[one])):
         pieces = _Pieces.of(numbers, one, _box(boxes[one]))
-        if (found := pieces.far_apart()) is None:
+        if (found := pieces.far_apart(usual)) is None:
             continue
         here, there = (pieces.place(piece, numbers.shape, slide_size) for piece in found)
         raise PathosegError(

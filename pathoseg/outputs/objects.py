@@ -316,15 +316,18 @@ class ObjectFinder:
         np.maximum.at(largest, of, size)
         order = np.lexsort((-size, of))
         first = order[np.append(True, of[order][1:] != of[order][:-1])[: len(order)]]
-        large = kept & (largest >= self._options.min_pixels)
+        large = largest >= self._options.min_pixels
         number = np.zeros(count, np.int32)  # of each part as an object that is returned, from 1
-        number[first] = np.where(large, np.cumsum(large), 0)[of[first]]
+        number[first] = np.where(kept & large, np.cumsum(kept & large), 0)[of[first]]
+        # Objects of other blocks are seen too, where these meet them.
+        seen = np.zeros(count, np.bool_)
+        seen[first] = large[of[first]]
 
-        of_run = number[part]
         shown = np.zeros(labels.shape, np.int32)
-        at = runs.row * labels.shape[1] + runs.start
-        shown.reshape(-1)[np.repeat(at, lengths) + counted(lengths)] = np.repeat(of_run, lengths)
-        objects = int(large.sum())
+        at = np.repeat(runs.row * labels.shape[1] + runs.start, lengths) + counted(lengths)
+        shown.reshape(-1)[at] = np.repeat(number[part], lengths)
+        colours.reshape(-1)[at] *= np.repeat(seen[part], lengths)
+        objects = int((kept & large).sum())
         own = shown > 0
         numbers = shown[own].astype(np.int64) - 1
         pixels = np.bincount(numbers, minlength=objects)
@@ -337,7 +340,7 @@ class ObjectFinder:
             chance,
             pixels,
             self._reaches_edge(shown, box, objects),
-            self._outlines(np.where(own, colours, 0), shown, box),
+            self._outlines(colours, shown, box),
             int(kept.sum()) - objects,
         )
 
@@ -354,11 +357,12 @@ class ObjectFinder:
     def _outlines(self, colours: NDArray[np.uint8], shown: Labels, box: Box) -> NDArray[np.object_]:
         bordered = np.pad(colours, ((1, 1), (0, 0)))
         runs = Runs.of(bordered)
-        if not len(runs):
+        if not shown.any():
             return np.empty(0, object)
         boundary = Boundary(joints=self._options.simplify > 0)
         region = shown[runs.row - 1, runs.start].astype(np.int64)
         edges = boundary.edges(bordered, runs, region, 0)
+        edges = edges[edges["region"] > 0]
         found = polygons(edges, self._options.simplify)
         corner = np.array([box.x, box.y])
         return np.asarray(shapely.transform(found, lambda corners: corners + corner))
