@@ -79,11 +79,9 @@ def evaluate(
     bundle = bundle_of(model)
     config = _configured(bundle.parent / CONFIG, config_file, flags)
     segmenter = load_segmenter(bundle, config, factory)
-    config = replace(
-        config,
-        tiles=replace(config.tiles, mpp=segmenter.card.mpp),
-        model=replace(config.model, task=segmenter.card.model.task),
-    )
+    config = replace(config, tiles=replace(config.tiles, mpp=segmenter.card.mpp))
+    if segmenter.separates:  # so that labels without objects are refused
+        config = replace(config, model=replace(config.model, task="objects"))
     sources = find_labelled_slides(config, segmenter.classes)
     records = _Records.of(bundle.parent, config, sources.usable)
     chosen = [s for s in sources.usable if split in (None, records.split_of(s))]
