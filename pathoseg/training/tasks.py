@@ -139,9 +139,10 @@ def object_height(colours: NDArray[np.uint8]) -> NDArray[np.float32]:
     height = np.zeros(colours.shape, np.float32)
     for colour in np.unique(colours):
         if 0 < colour < IGNORE:
-            own = (colours == colour).astype(np.uint8)
-            to_edge = cv2.distanceTransform(own, cv2.DIST_L2, cv2.DIST_MASK_PRECISE) - 0.5
-            np.copyto(height, to_edge.clip(max=MOST_HEIGHT), where=own > 0)
+            own = colours == colour
+            inside = (own | (colours == IGNORE)).astype(np.uint8)
+            to_edge = cv2.distanceTransform(inside, cv2.DIST_L2, cv2.DIST_MASK_PRECISE) - 0.5
+            np.copyto(height, to_edge.clip(max=MOST_HEIGHT), where=own)
     known = np.pad((colours != IGNORE).astype(np.uint8), 1)
     seen = cv2.distanceTransform(known, cv2.DIST_L2, cv2.DIST_MASK_PRECISE)[1:-1, 1:-1] - 0.5
     height[height > seen] = -1
