@@ -150,7 +150,7 @@ class MaskLabels:
         """
         table = self._table(classes)
         if (objects := self._objects) is not None:
-            table = table[objects]
+            table = table[objects.classes]
         if self._by_centre:
             mask = self._read_centres(box, frame, table)
         else:
@@ -186,7 +186,7 @@ class MaskLabels:
         """
         self.refuse_without_objects()
         assert self._objects is not None
-        index = self._table(classes)[self._objects]
+        index = self._table(classes)[self._objects.classes]
         counts = np.bincount(index, minlength=256)[1 : len(classes)].tolist()
         return {name: count for name, count in zip(classes.names, counts, strict=True) if count}
 
@@ -212,7 +212,7 @@ class MaskLabels:
             (frame.scale_y, size.height / self._slide_size.height),
         )
         colour = self._coloured(apart * max(scale * per_pixel for scale, per_pixel in sides))
-        index = self._table(classes)[self._objects]
+        index = self._table(classes)[self._objects.classes]
         learnt = (index != BACKGROUND) & (index != IGNORE)
         if self._by_centre:
             painted = self._read_centres(box, frame, np.where(learnt, colour, np.uint8(0)))
@@ -232,15 +232,15 @@ class MaskLabels:
             distance: Pixels of the mask within which two have different colours.
         """
         if distance not in self._colours:
-            pixels = self._pixels
-            assert self._objects is not None
+            pixels, found = self._pixels, self._objects
+            assert found is not None
             size, rows = pixels.size, rows_of_cells(distance)
             bands = (
                 pixels.read(Box(0, first, size.width, last - first))
                 for first, last in _parts(0, size.height, rows)
             )
-            pairs = near_numbers(bands, distance)
-            self._colours[distance] = colours(len(self._objects), pairs, self._path)
+            pairs = near_numbers(bands, found.boxes, distance)
+            self._colours[distance] = colours(len(found.boxes), pairs, self._path)
         return self._colours[distance]
 
     def _read_majority(
@@ -329,12 +329,12 @@ class MaskLabels:
         return self._decoded[0]
 
     @property
-    def _objects(self) -> NDArray[np.uint8] | None:
-        """Of each number, the value of its class, 255 where ignored; None without numbers."""
+    def _objects(self) -> ObjectNumbers | None:
+        """The objects of a mask of their numbers; None for another mask."""
         return self._decoded[1]
 
     @cached_property
-    def _decoded(self) -> tuple[_Pixels | _Tiles, NDArray[np.uint8] | None]:
+    def _decoded(self) -> tuple[_Pixels | _Tiles, ObjectNumbers | None]:
         binary = self._values == "binary"
         if self._tiled is not None:
             with told(self._path, *_DAMAGE):
@@ -350,17 +350,17 @@ class MaskLabels:
         indices = (values > 0).astype(np.uint8) if binary else values.astype(np.uint8)
         return _Pixels.of(indices, _colours(found, palette, binary)), None
 
-    def _numbered(self, values: NDArray[Any]) -> tuple[_Pixels, NDArray[np.uint8]]:
-        """The numbers of the objects, and their classes."""
+    def _numbered(self, values: NDArray[Any]) -> tuple[_Pixels, ObjectNumbers]:
+        """The numbers of the objects, and what is known of them."""
         classes, palette = None, list[int]()
         if self._class_path is not None:
             classes, palette = decoded(self._class_path)
             _refuse_values(self._class_path, _values_of(classes), "Save it with fewer classes.")
             classes = classes.astype(np.uint8)
         size = self._slide_size
-        found = ObjectNumbers.of(self._path, values, self._ignored, classes, size)
+        found, numbers = ObjectNumbers.of(self._path, values, self._ignored, classes, size)
         used = set(np.unique(found.classes).tolist())
-        return _Pixels.of(found.numbers, _colours(used, palette, False)), found.classes
+        return _Pixels.of(numbers, _colours(used, palette, False)), found
 
     def _refuse_no_indices(self, values: Set[int]) -> None:
         if self._values == "binary":

@@ -80,15 +80,16 @@ def near_outlines(geometry: NDArray[np.object_], distance: float) -> Ints:
     return np.stack([one[near], other[near]], axis=1)
 
 
-def near_numbers(bands: Iterator[NDArray[np.integer]], distance: float) -> Ints:
+def near_numbers(bands: Iterator[NDArray[np.integer]], boxes: Ints, distance: float) -> Ints:
     """Find the pairs of numbers in a mask whose areas are no further apart than a distance.
 
-    The mask is divided into cells of a third of the distance. Areas are taken for near where they
-    reach into two cells that are, so some pairs are a little further apart.
+    The mask is divided into cells of half the distance. Pairs are those that reach into two cells
+    that are near, if their bounding boxes are: some are a little further apart.
 
     Args:
         bands: All rows of the mask, in parts of `rows_of_cells(distance)` rows from the top;
             numbers from 0, background, to 65,535.
+        boxes: Of each number, its left, top, right and bottom, shape (numbers + 1, 4).
         distance: In pixels of the mask.
 
     Returns:
@@ -106,26 +107,45 @@ def near_numbers(bands: Iterator[NDArray[np.integer]], distance: float) -> Ints:
     for band in bands:
         height, width = band.shape
         stride = -(-width // cell) + reach  # so that no offset leads into a cell of the next row
-        columns = np.arange(width) // cell
-        first = np.ones(band.shape, np.bool_)  # of its cell and number, in its row
-        first[:, 1:] = (band[:, 1:] != band[:, :-1]) | (columns[1:] != columns[:-1])
-        first &= band > 0
-        y, x = np.nonzero(first)
-        place = (top + y // cell) * stride + columns[x]
-        here = np.unique(place * _NUMBERS + band[y, x])
-        held = np.concatenate([before, here])
+        y, x = np.nonzero(_at_borders(band))
+        place = (top + y // cell) * stride + x // cell
+        held = np.concatenate([before, np.unique(place * _NUMBERS + band[y, x])])
         place, number = held // _NUMBERS, held % _NUMBERS
+        first = max(0, top - reach) * stride  # the first cell that is looked at, and all after it
+        after = top + -(-height // cell) + reach + 1
+        begin = np.append(
+            0, np.cumsum(np.bincount(place - first, minlength=after * stride - first))
+        )
+        near = [found]
         for down, right in offsets:
-            wanted = place + down * stride + right
-            low, high = (np.searchsorted(place, wanted, side) for side in ("left", "right"))
-            one = np.repeat(np.arange(len(held)), high - low)
+            wanted = place - first + down * stride + right
+            inside = np.flatnonzero(wanted >= 0)
+            low, high = begin[wanted[inside]], begin[wanted[inside] + 1]
+            one = np.repeat(inside, high - low)
             other = np.repeat(low, high - low) + counted(high - low)
             one, other = number[one], number[other]
             low, high = np.minimum(one, other), np.maximum(one, other)
-            found = np.union1d(found, (low * _NUMBERS + high)[low < high])
+            near.append(np.unique((low * _NUMBERS + high)[low < high]))
+        found = np.unique(np.concatenate(near))
         top += -(-height // cell)
         before = held[place >= (top - reach) * stride]
-    return np.stack(np.divmod(found, _NUMBERS), axis=1)
+    one, other = np.divmod(found, _NUMBERS)
+    gap = np.maximum(boxes[one, :2] - boxes[other, 2:], boxes[other, :2] - boxes[one, 2:])
+    kept = np.hypot(*gap.clip(0).T) <= distance
+    return np.stack([one[kept], other[kept]], axis=1)
+
+
+def _at_borders(band: NDArray[np.integer]) -> NDArray[np.bool_]:
+    """True where a number ends, and in the first and last row: the rest is no nearest point."""
+    inner = np.zeros(band.shape, np.bool_)
+    here = band[1:-1, 1:-1]
+    inner[1:-1, 1:-1] = (
+        (here == band[:-2, 1:-1])
+        & (here == band[2:, 1:-1])
+        & (here == band[1:-1, :-2])
+        & (here == band[1:-1, 2:])
+    )
+    return ~inner & (band > 0)
 
 
 def rows_of_cells(distance: float) -> int:
@@ -135,4 +155,4 @@ def rows_of_cells(distance: float) -> int:
 
 
 def _cell(distance: float) -> int:
-    return max(1, math.ceil(distance / 3))
+    return max(1, math.ceil(distance / 2))

@@ -27,18 +27,19 @@ _FEW = 3  # areas of a single value that can be one object
 
 @dataclass(frozen=True, slots=True)
 class ObjectNumbers:
-    """The objects of a mask, numbered from 1 in the order of their values.
+    """What is known of the objects of a mask, numbered from 1 in the order of their values.
 
     Attributes:
-        numbers: Of each pixel, 0 for background, shape (height, width).
         values: Of each number, its value in the file, shape (numbers + 1,).
         classes: Of each number, the value of its class: from 1, 255 where it is ignored, 0 for
             background, shape (numbers + 1,).
+        boxes: Of each number, its left, top, right and bottom in pixels of the mask, shape
+            (numbers + 1, 4).
     """
 
-    numbers: NDArray[np.uint16]
     values: Ints
     classes: NDArray[np.uint8]
+    boxes: Ints
 
     @classmethod
     def of(
@@ -48,7 +49,7 @@ class ObjectNumbers:
         ignored: Collection[int],
         class_pixels: NDArray[np.uint8] | None,
         slide_size: Size,
-    ) -> ObjectNumbers:
+    ) -> tuple[ObjectNumbers, NDArray[np.uint16]]:
         """Number the objects of a mask.
 
         Args:
@@ -59,6 +60,9 @@ class ObjectNumbers:
                 covers most of it, and is ignored where that mask is 0 in all of it. None makes
                 all objects of class 1.
             slide_size: Level-0 pixels, in which errors name places.
+
+        Returns:
+            The objects, and the number of each pixel, 0 for background, shape (height, width).
 
         Raises:
             PathosegError: Values are negative, there are more than 65,535 objects, the value of an
@@ -74,13 +78,14 @@ class ObjectNumbers:
         numbers = np.empty(pixels.shape, np.uint16)
         for rows in _bands(pixels):
             numbers[rows] = np.searchsorted(values, pixels[rows])
-        _refuse_what_is_not_numbered(path, numbers, values, kept, slide_size)
+        areas, boxes = _extents(numbers, len(values))
+        _refuse_what_is_not_numbered(path, numbers, values, kept, areas, boxes, slide_size)
         if class_pixels is None:
             classes = np.full(len(values), 1, np.uint8)
         else:
             classes = _classes(numbers, len(values), class_pixels)
         classes[~kept], classes[0] = IGNORE, BACKGROUND
-        return cls(numbers, values, classes)
+        return cls(values, classes, boxes), numbers
 
 
 def _values(path: Path, pixels: NDArray[Any]) -> Ints:
@@ -138,13 +143,14 @@ class _Pieces(NamedTuple):
     def of(cls, numbers: NDArray[np.uint16], number: int, around: Box) -> _Pieces:
         """Find them in cells so large that a box around them has few; a cell connects all in it."""
         cell = -(-max(around.width, around.height) // _WIDEST)
-        across, down = -(-around.width // cell), -(-around.height // cell)
-        held = np.zeros((down, across), np.uint8)
         columns = np.arange(0, around.width, cell)
-        for row in range(down):
-            top = around.y + row * cell
-            lines = numbers[top : min(top + cell, around.bottom), around.x : around.right]
-            held[row] = np.logical_or.reduceat((lines == number).any(axis=0), columns)
+        held = np.empty((-(-around.height // cell), len(columns)), np.uint8)
+        high = max(1, _ROWS // cell)  # cells
+        for first in range(0, len(held), high):
+            top, bottom = (around.y + row * cell for row in (first, first + high))
+            lines = numbers[top : min(bottom, around.bottom), around.x : around.right] == number
+            lines = np.logical_or.reduceat(lines, np.arange(0, len(lines), cell), axis=0)
+            held[first : first + high] = np.logical_or.reduceat(lines, columns, axis=1)
         _, _, boxes, _ = cv2.connectedComponentsWithStats(held, connectivity=8)
         return cls(boxes[1:].astype(np.int32), cell, around.x, around.y)
 
@@ -179,11 +185,12 @@ def _refuse_what_is_not_numbered(
     numbers: NDArray[np.uint16],
     values: Ints,
     kept: NDArray[np.bool_],
+    areas: Ints,
+    boxes: Ints,
     slide_size: Size,
 ) -> None:
     """Refuse a value that marks what cannot be one object."""
     objects = np.flatnonzero(kept)[1:]  # the first is background
-    areas, boxes = _extents(numbers, len(values))
     if len(objects) == 1:
         pieces = _Pieces.of(numbers, int(objects[0]), _box(boxes[objects[0]]))
         if len(pieces.boxes) > _FEW:

@@ -51,9 +51,11 @@ def measure(found: FoundObjects, mpp: float, stains: NDArray[np.float32]) -> dic
     area, perimeter = found.pixels.astype(np.float64), _perimeters(found.labels, len(found))
     hull = shapely.convex_hull(found.outlines)
     longest, shortest = _calipers(hull)
-    numbers = np.arange(1, len(found) + 1)
-    known = np.where(np.isfinite(stains[..., 0]), found.labels, 0)
-    od = [ndimage.mean(stains[..., stain], known, numbers) for stain in range(2)]
+    known = (found.labels > 0) & np.isfinite(stains[..., 0])
+    owner, size = found.labels[known], len(found) + 1
+    count = np.bincount(owner, minlength=size).astype(np.float64)
+    count[count == 0] = np.nan
+    od = [np.bincount(owner, values, size)[1:] / count[1:] for values in stains[known].T]
     return {
         AREA: area * mpp**2,
         PERIMETER: perimeter * mpp,
@@ -61,8 +63,8 @@ def measure(found: FoundObjects, mpp: float, stains: NDArray[np.float32]) -> dic
         SOLIDITY: shapely.area(found.outlines) / shapely.area(hull),
         LONGEST: longest * mpp,
         SHORTEST: shortest * mpp,
-        HEMATOXYLIN: np.asarray(od[0]),
-        EOSIN: np.asarray(od[1]),
+        HEMATOXYLIN: od[0],
+        EOSIN: od[1],
         PROBABILITY: found.probability,
     }
 

@@ -76,7 +76,10 @@ def count_tiles_once(
         PathosegError: As `count_tiles`, or a file cannot be read or written.
     """
     try:
-        contents = [hashlib.sha256(path.read_bytes()).hexdigest() for path in labels.files]
+        contents = []
+        for each in labels.files:
+            with each.open("rb") as file:
+                contents.append(hashlib.file_digest(file, "sha256").hexdigest())
     except OSError as error:
         raise PathosegError(
             f"{labels.path} cannot be read ({error.strerror}).", "Check the file."
