@@ -273,9 +273,12 @@ class EvaluateConfig:
     Attributes:
         boundary_um: Microns by which a predicted boundary may miss the annotated one and still
             count as found; None means 2, or two pixels of the model where that is more.
+        centroid_um: Microns between the centroids of a predicted and an annotated object up to
+            which the one finds the other.
     """
 
     boundary_um: Positive | None = None
+    centroid_um: Positive = 3.0
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from aperio_svs import Level, cut, shrink, write_svs
 from mosaic import write_mosaic
+from nuclei import nuclei_collection
 from scene import MPP, Region, make_scene
 from shapely import transform
 from shapely.geometry import mapping
@@ -56,7 +57,7 @@ def write_samples(folder: Path) -> None:
 
 
 def write_sample(sample: Sample, seed: int, folder: Path) -> None:
-    """`<name>.svs` and `<name>.geojson`."""
+    """`<name>.svs`, `<name>.geojson`, and `nuclei/<name>.geojson`."""
     rng = np.random.default_rng(seed)
     scene = make_scene(sample.width, sample.height, rng)
     image = paint(scene, sample.stain, rng)
@@ -73,6 +74,9 @@ def write_sample(sample: Sample, seed: int, folder: Path) -> None:
         "features": [_feature(region, rng) for region in scene.regions],
     }
     (folder / f"{sample.name}.geojson").write_text(json.dumps(collection) + "\n")
+    (folder / "nuclei").mkdir(exist_ok=True)
+    compact = json.dumps(nuclei_collection(scene), separators=(",", ":"))
+    (folder / "nuclei" / f"{sample.name}.geojson").write_text(compact + "\n")
 
 
 def _feature(region: Region, rng: np.random.Generator) -> dict[str, object]:

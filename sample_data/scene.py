@@ -38,6 +38,9 @@ CELL_AREA = 140 / MPP**2
 NUCLEUS = (5.2 / MPP, 2.9 / MPP)
 """Half axes of an epithelial nucleus, the same in glands and in nests."""
 
+NUCLEI = ("epithelial", "lymphocyte", "fibroblast")
+"""Kinds of nuclei."""
+
 ATTEMPTS = 10_000
 """Throws before a slide counts as full."""
 
@@ -63,6 +66,7 @@ class Scene:
         regions: Labelled glands and tumour nests, disjoint.
         clearings: Glass inside the tissue: lumina, vessels, fat.
         nuclei: Array (n, 6): x, y, half length, half width, angle in radians, amount of stain.
+        kinds: The kind of each nucleus, an index of NUCLEI.
         fold: Centre line of a fold.
         pen: Centre line of a pen mark.
         blur: Centre of an out-of-focus spot.
@@ -74,6 +78,7 @@ class Scene:
     regions: tuple[Region, ...]
     clearings: tuple[Polygon, ...]
     nuclei: NDArray[np.float64]
+    kinds: NDArray[np.int64]
     fold: LineString
     pen: LineString
     blur: Point
@@ -105,10 +110,13 @@ def make_scene(width: int, height: int, rng: np.random.Generator) -> Scene:
     ]
     clearings = (*holes, *(part for vessel in vessels for part in _parts(vessel)))
     stroma = tissue.difference(union_all(taken))
-    nuclei = [_gland_nuclei(r.geometry, rng) for r in regions if r.class_name == "gland"]
-    nuclei += [_nest_nuclei(r.geometry, rng) for r in regions if r.class_name == "tumour"]
-    nuclei += [_lymphocytes(shape, rng) for shape in infiltrates]
-    nuclei.append(_fibroblasts(stroma, rng))
+    by_kind = (
+        [_gland_nuclei(r.geometry, rng) for r in regions if r.class_name == "gland"]
+        + [_nest_nuclei(r.geometry, rng) for r in regions if r.class_name == "tumour"],
+        [_lymphocytes(shape, rng) for shape in infiltrates],
+        [_fibroblasts(stroma, rng)],
+    )
+    kinds = np.repeat(np.arange(len(NUCLEI)), [sum(map(len, groups)) for groups in by_kind])
 
     left, top, right, bottom = tissue.bounds
     fold_x = rng.uniform(0.3, 0.7) * width + 0.1 * width * np.sin(np.linspace(0, 3, 30))
@@ -122,7 +130,8 @@ def make_scene(width: int, height: int, rng: np.random.Generator) -> Scene:
         tissue,
         tuple(regions),
         clearings,
-        np.concatenate(nuclei),
+        np.concatenate([nuclei for groups in by_kind for nuclei in groups]),
+        kinds,
         LineString(np.column_stack([fold_x, fold_y])),
         LineString(np.column_stack([pen_x, pen_y])),
         blur,

@@ -114,8 +114,7 @@ def publish(
     plan, thumbnail = planned.plan, planned.thumbnail
     small = MaskThumbnail(plan.output, thumbnail)
     pixels, regions, unread_tiles = Counter[int](), Counter[int](), 0
-    min_pixels = max(1, round(options.min_region_um2 / plan.output.mpp.mean**2))
-    tracer = RegionTracer(options.simplify, min_pixels)
+    tracer = RegionTracer(options.simplify, _min_pixels(plan.output, options))
     outlines = f"{REGIONS}.gz" if options.compress_regions else REGIONS
     objects: _Objects | None = None
     with ExitStack() as stack:
@@ -123,7 +122,7 @@ def publish(
         writer = GeoJsonWriter(folder / outlines, classes, options.region_type)
         stack.enter_context(writer)
         if segmenter.separates:
-            objects = stack.enter_context(_Objects(folder, plan, segmenter, options, min_pixels))
+            objects = stack.enter_context(_Objects(folder, plan, segmenter, options))
 
         def seen() -> Iterator[NDArray[np.uint8]]:
             nonlocal unread_tiles
@@ -172,6 +171,23 @@ def publish(
     write_summary(folder / SUMMARY, summary)
 
 
+def object_finder(frame: Frame, options: InferConfig) -> ObjectFinder:
+    """Return what finds the objects of a mask.
+
+    Args:
+        frame: The mask's.
+        options: `object_um`, `min_region_um2` and `simplify` are used.
+    """
+    extent = math.ceil(options.object_um / frame.mpp.mean)
+    depth, smallest = round(_DEPTH * HEIGHT_LEVELS), _min_pixels(frame, options)
+    return ObjectFinder(frame.size, ObjectOptions(depth, extent, smallest, options.simplify))
+
+
+def _min_pixels(frame: Frame, options: InferConfig) -> int:
+    """The smallest region, or object, that is written."""
+    return max(1, round(options.min_region_um2 / frame.mpp.mean**2))
+
+
 class _Objects:
     """Finds, measures and writes the objects of a slide while its rows arrive.
 
@@ -180,7 +196,6 @@ class _Objects:
         plan: The slide's.
         segmenter: The model.
         options: The form of the outputs.
-        min_pixels: The smallest object that is written.
     """
 
     def __init__(
@@ -189,12 +204,9 @@ class _Objects:
         plan: SlidePlan,
         segmenter: Segmenter,
         options: InferConfig,
-        min_pixels: int,
     ) -> None:
         self._frame, self._options = plan.output, options
-        extent = math.ceil(options.object_um / plan.output.mpp.mean)
-        how = ObjectOptions(round(_DEPTH * HEIGHT_LEVELS), extent, min_pixels, options.simplify)
-        self._finder = ObjectFinder(plan.output.size, how)
+        self._finder = object_finder(plan.output, options)
         with ExitStack() as stack:
             self._slide = stack.enter_context(segmenter.open(plan.slide))
             table = folder / OBJECT_TABLE

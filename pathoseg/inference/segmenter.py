@@ -267,7 +267,7 @@ class Segmenter:
         Yields:
             (2, rows, width of `plan.output`), int16: class indices, 0 off the tissue, 255 where
             unread; and their probability times `CONFIDENCE_LEVELS`, 0 off the tissue, where no tile
-            is predicted.
+            is predicted. Where objects are separated (3, …), last the height of `object_planes`.
 
         Raises:
             PathosegError: The device's memory is too small.
@@ -276,7 +276,10 @@ class Segmenter:
         classes = len(self.classes)
 
         def finish(maps: torch.Tensor) -> torch.Tensor:
-            return argmax_and_confidence(maps[:classes])
+            planes = argmax_and_confidence(maps[:classes])
+            if not self.separates:
+                return planes
+            return torch.cat([planes, object_planes(maps)[1:2].to(planes.dtype)])
 
         with closing(self._rows(plan, interruption, finish=finish)) as rows:
             for _, band, _ in rows:

@@ -86,25 +86,25 @@ class Confusion:
 def dice(matrix: Counts) -> Figures:
     """Dice 2TP / (2TP + FP + FN); nan where neither truth nor prediction holds the class."""
     hits, predicted, true = _margins(matrix)
-    return _ratio(2 * hits, predicted + true)
+    return ratio(2 * hits, predicted + true)
 
 
 def iou(matrix: Counts) -> Figures:
     """Intersection over union TP / (TP + FP + FN); nan as in `dice`."""
     hits, predicted, true = _margins(matrix)
-    return _ratio(hits, predicted + true - hits)
+    return ratio(hits, predicted + true - hits)
 
 
 def precision(matrix: Counts) -> Figures:
     """Share TP / (TP + FP) of what is predicted as the class; nan where nothing is."""
     hits, predicted, _ = _margins(matrix)
-    return _ratio(hits, predicted)
+    return ratio(hits, predicted)
 
 
 def recall(matrix: Counts) -> Figures:
     """Share TP / (TP + FN) of what is truly of the class; nan where nothing is."""
     hits, _, true = _margins(matrix)
-    return _ratio(hits, true)
+    return ratio(hits, true)
 
 
 def _margins(matrix: Counts) -> tuple[Counts, Counts, Counts]:
@@ -116,7 +116,7 @@ def _margins(matrix: Counts) -> tuple[Counts, Counts, Counts]:
 def mean_of_present(figures: Figures) -> Figures:
     """Mean over the last axis without nan, shape (...); nan where nothing else is there."""
     present = ~np.isnan(figures)
-    return _ratio(np.where(present, figures, 0).sum(axis=-1), present.sum(axis=-1))
+    return ratio(np.where(present, figures, 0).sum(axis=-1), present.sum(axis=-1))
 
 
 CONFIDENCE_BINS = 15
@@ -160,7 +160,7 @@ def expected_calibration_error(bins: Figures) -> Figures:
         Shape (...).
     """
     pixels, confidence, right = np.moveaxis(bins, -1, 0)
-    return _ratio(np.abs(right - confidence).sum(axis=-1), pixels.sum(axis=-1))
+    return ratio(np.abs(right - confidence).sum(axis=-1), pixels.sum(axis=-1))
 
 
 class TileScores(NamedTuple):
@@ -193,7 +193,8 @@ def accuracy_and_auc(target: Indices, probability: NDArray[np.floating]) -> Tile
     return TileScores(accuracy, auc)
 
 
-def _ratio(part: NDArray[Any], whole: NDArray[Any]) -> Figures:
-    ratio = np.full(np.shape(whole), math.nan)
-    np.divide(part, whole, out=ratio, where=whole > 0)
-    return ratio
+def ratio(part: NDArray[Any], whole: NDArray[Any]) -> Figures:
+    """`part` over `whole`, of one shape; nan where `whole` is 0."""
+    share = np.full(np.shape(whole), math.nan)
+    np.divide(part, whole, out=share, where=whole > 0)
+    return share

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -21,6 +21,7 @@ from pathoseg.models.metrics import (
     precision,
     recall,
 )
+from pathoseg.models.object_metrics import OBJECT_NUMBERS, object_figures
 
 FEWEST_PATIENTS = 3
 RESAMPLES = 2000
@@ -35,23 +36,22 @@ class Tally:
         confusion: (..., classes, classes), see `Confusion`.
         calibration: (..., bins, 3), see `Calibration`.
         boundary: (..., classes - 1, 4), see `BoundaryCounts`; None where tiles are classified.
+        objects: (..., classes, 8), see `ObjectCounts.counters`; None unless objects are separated.
     """
 
     confusion: Counts
     calibration: Figures
     boundary: Counts | None
+    objects: Figures | None = None
 
     @classmethod
     def stacked(cls, tallies: Sequence[Self]) -> Self:
         """All of them along a new first axis."""
-        parts = {
-            field.name: [getattr(each, field.name) for each in tallies] for field in fields(cls)
-        }
-        has_boundary = all(part is not None for part in parts["boundary"])
         return cls(
-            np.stack(parts["confusion"]),
-            np.stack(parts["calibration"]),
-            np.stack(parts["boundary"]) if has_boundary else None,
+            np.stack([each.confusion for each in tallies]),
+            np.stack([each.calibration for each in tallies]),
+            _stacked([each.boundary for each in tallies]),
+            _stacked([each.objects for each in tallies]),
         )
 
     def weighted(self, weights: NDArray[np.integer]) -> Tally:
@@ -60,13 +60,21 @@ class Tally:
         def summed(counts: Counts) -> Counts:
             return np.tensordot(weights, counts, axes=1)
 
+        objects = None if self.objects is None else summed(self.objects)
         boundary = None if self.boundary is None else summed(self.boundary)
-        return Tally(summed(self.confusion), summed(self.calibration), boundary)
+        return Tally(summed(self.confusion), summed(self.calibration), boundary, objects)
 
     @property
     def pixels(self) -> int:
         """Pixels, or tiles, that were compared."""
         return int(self.confusion.sum())
+
+    @property
+    def object_numbers(self) -> NDArray[np.int64] | None:
+        """Numbers of true and of predicted objects, (classes, 2), first of all; or None."""
+        if self.objects is None:
+            return None
+        return self.objects[:, OBJECT_NUMBERS].astype(np.int64)
 
     def figures(self, names: Sequence[str]) -> dict[str, Figures]:
         """Every figure by name, of the shape of the leading axes.
@@ -87,7 +95,16 @@ class Tally:
             score = boundary_f1(self.boundary)
             figures["boundary_f1_mean"] = mean_of_present(score)
             figures |= by_class("boundary_f1", score)
+        if self.objects is not None:
+            for measure, values in object_figures(self.objects).items():
+                figures[f"{measure}_all"] = values[..., 0]
+                figures |= by_class(measure, values[..., 1:])
         return {**figures, "ece": expected_calibration_error(self.calibration)}
+
+
+def _stacked(parts: Sequence[Counts | None]) -> Counts | None:
+    present = [part for part in parts if part is not None]
+    return np.stack(present) if len(present) == len(parts) else None
 
 
 class Figure(NamedTuple):

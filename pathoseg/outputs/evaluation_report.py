@@ -51,6 +51,8 @@ class ScoredSlide:
         mpp: Microns per level-0 pixel.
         pixel_mm2: Area of what was compared at a time: a pixel of the mask, or a tile.
         confusion: Pixels by truth and prediction, see `Confusion`.
+        objects: Numbers of annotated and of predicted objects: of all, then of each class but the
+            background, shape (classes, 2). None unless objects are separated.
         figures: By name, without intervals.
     """
 
@@ -60,6 +62,7 @@ class ScoredSlide:
     mpp: float
     pixel_mm2: float
     confusion: NDArray[Any]
+    objects: NDArray[np.int64] | None
     figures: Mapping[str, float]
 
     @property
@@ -116,6 +119,12 @@ class ScoredSplit:
     def patients(self) -> int:
         return len({slide.patient for slide in self.slides})
 
+    @property
+    def objects(self) -> NDArray[np.int64] | None:
+        """The numbers of objects of all slides, likewise."""
+        numbers = [slide.objects for slide in self.slides if slide.objects is not None]
+        return np.sum(numbers, axis=0) if numbers else None
+
     def areas_mm2(self) -> tuple[list[float], list[float]]:
         """Return the annotated and the predicted areas in mm² of all slides, by class likewise."""
         return _areas(np.sum([slide.confusion * slide.pixel_mm2 for slide in self.slides], axis=0))
@@ -133,6 +142,7 @@ class Evaluation:
         slides: Folder of the slides.
         unit: The unit that is counted: "pixels" or "tiles".
         boundary_um: Tolerance of the boundary F1; None where there is none.
+        centroid_um: Largest distance of paired centroids; None unless objects are separated.
         seed: Seed of the intervals' draws.
         resamples: Number of draws.
         fewest_patients: With fewer patients there are no intervals.
@@ -149,6 +159,7 @@ class Evaluation:
     slides: str
     unit: str
     boundary_um: float | None
+    centroid_um: float | None
     seed: int
     resamples: int
     fewest_patients: int
@@ -215,6 +226,7 @@ def _figure_rows(evaluation: Evaluation) -> Iterable[dict[str, object]]:
             "slide": slide.name,
             "split": slide.split,
             "pixels": slide.pixels,
+            **_all_objects(slide),
             **slide.figures,
             **ends,
         }
@@ -223,11 +235,19 @@ def _figure_rows(evaluation: Evaluation) -> Iterable[dict[str, object]]:
             "slide": "all",
             "split": split.name,
             "pixels": int(split.confusion.sum()),
+            **_all_objects(split),
         }
         row |= {name: figure.value for name, figure in split.figures.items()}
         for name, figure in split.figures.items():
             row |= {f"{name}_low": figure.low, f"{name}_high": figure.high}
         yield row
+
+
+def _all_objects(of: ScoredSlide | ScoredSplit) -> dict[str, int]:
+    if of.objects is None:
+        return {}
+    annotated, predicted = of.objects[0].tolist()
+    return {"annotated_objects": annotated, "predicted_objects": predicted}
 
 
 def _slide_rows(evaluation: Evaluation) -> Iterable[dict[str, object]]:
@@ -244,10 +264,13 @@ def _slide_rows(evaluation: Evaluation) -> Iterable[dict[str, object]]:
                 "dice_mean": slide.figures["dice_mean"],
             }
             row |= {f"dice_{name}": slide.figures[f"dice_{name}"] for name in names}
-            for what, areas in (("annotated", annotated), ("predicted", predicted)):
+            for what, areas in zip(_SIDES, (annotated, predicted), strict=True):
                 row |= {
                     f"{what}_mm2_{n}": f"{area:.9g}" for n, area in zip(names, areas, strict=True)
                 }
+            if slide.objects is not None:
+                for what, numbers in zip(_SIDES, slide.objects[1:].T.tolist(), strict=True):
+                    row |= {f"{what}_objects_{n}": k for n, k in zip(names, numbers, strict=True)}
             yield row
 
 
@@ -279,6 +302,7 @@ def _document(evaluation: Evaluation) -> dict[str, Any]:
         "slides_folder": evaluation.slides,
         "unit": evaluation.unit,
         "boundary_um": evaluation.boundary_um,
+        "centroid_um": evaluation.centroid_um,
         "intervals": {
             "level": 0.95,
             "over": "patients",
@@ -296,6 +320,7 @@ def _document(evaluation: Evaluation) -> dict[str, Any]:
                     name: {"value": figure.value, "low": figure.low, "high": figure.high}
                     for name, figure in split.figures.items()
                 },
+                "objects": _numbers(split, evaluation),
                 "confusion": split.confusion.tolist(),
                 "calibration": [
                     {"pixels": int(pixels), "confidence": sure / pixels, "accuracy": right / pixels}
@@ -314,11 +339,23 @@ def _document(evaluation: Evaluation) -> dict[str, Any]:
                 "mpp": slide.mpp,
                 "pixel_mm2": slide.pixel_mm2,
                 "figures": dict(slide.figures),
+                "objects": _numbers(slide, evaluation),
                 "confusion": slide.confusion.tolist(),
             }
             for split in evaluation.splits
             for slide in split.slides
         ],
+    }
+
+
+def _numbers(of: ScoredSlide | ScoredSplit, evaluation: Evaluation) -> dict[str, Any] | None:
+    """Numbers of objects by class."""
+    if of.objects is None:
+        return None
+    names = ("all", *evaluation.classes.names)
+    return {
+        name: dict(zip(_SIDES, numbers, strict=True))
+        for name, numbers in zip(names, of.objects.tolist(), strict=True)
     }
 
 
@@ -350,6 +387,7 @@ class _Page:
             }
             for at, (name, colour) in enumerate(zip(names, evaluation.classes.colours, strict=True))
         ]
+        self.objects = None if split.objects is None else _object_rows(split, evaluation.classes)
         self.names = _with_background(evaluation.classes)
         self.shares = _row_shares(split.confusion).tolist()
         self.details = [
@@ -364,9 +402,34 @@ class _Page:
         self.slide_columns += [(f"Dice {name}", True) for name in names if len(names) > 1]
         if evaluation.boundary_um is not None:
             self.slide_columns.append(("Boundary F1", True))
+        if evaluation.centroid_um is not None:
+            self.slide_columns += [("AJI", True), ("PQ", True), ("Objects", True)]
         self.slide_columns += [("Annotated mm²", True), ("Predicted mm²", True), ("µm/px", True)]
         ranked = sorted(split.slides, key=lambda slide: _nan_last(slide.figures["dice_mean"]))
         self.slide_rows = [_slide_cells(slide, evaluation) for slide in ranked]
+
+
+_SIDES = "annotated", "predicted"
+_OBJECT_MEASURES = (
+    *("aji", "pq", "sq", "rq", "object_precision", "object_recall", "centroid_f1"),
+    "object_ratio",
+)
+
+
+def _object_rows(split: ScoredSplit, classes: ClassTable) -> list[dict[str, Any]]:
+    """The measures of objects: of all, and of each class where there are several."""
+    assert split.objects is not None
+    rows = list(zip(("all", *classes.names), (None, *classes.colours), split.objects, strict=True))
+    return [
+        {
+            "name": name,
+            "colour": colour,
+            "annotated": int(numbers[0]),
+            "predicted": int(numbers[1]),
+            **{measure: split.figures[f"{measure}_{name}"] for measure in _OBJECT_MEASURES},
+        }
+        for name, colour, numbers in (rows if len(classes.names) > 1 else rows[:1])
+    ]
 
 
 def _slide_cells(slide: ScoredSlide, evaluation: Evaluation) -> list[str]:
@@ -374,7 +437,12 @@ def _slide_cells(slide: ScoredSlide, evaluation: Evaluation) -> list[str]:
     figures = ["dice_mean", *(f"dice_{name}" for name in names if len(names) > 1)]
     if evaluation.boundary_um is not None:
         figures.append("boundary_f1_mean")
+    if slide.objects is not None:
+        figures += ["aji_all", "pq_all"]
     shown = ["–" if math.isnan(slide.figures[f]) else f"{slide.figures[f]:.3f}" for f in figures]
+    if slide.objects is not None:
+        true, found = slide.objects[0].tolist()
+        shown.append(f"{count(found)} / {count(true)}")
     areas = [f"{sum(annotated):.3g}", f"{sum(predicted):.3g}", f"{slide.mpp:.4g}"]
     return [slide.name, slide.patient, *shown, *areas]
 

@@ -233,6 +233,11 @@ class ObjectFinder:
         self._bands = deque[tuple[int, NDArray[np.uint8]]]()
         self._rows = self._done = 0  # rows that came, and rows of finished blocks
 
+    @property
+    def settled(self) -> int:
+        """The row above which no object that is still to come has pixels."""
+        return max(0, self._done - self._options.halo)
+
     def add(self, planes: NDArray[np.uint8]) -> Iterator[FoundObjects]:
         """Take the mask's next rows, and yield the objects of the blocks that they complete.
 

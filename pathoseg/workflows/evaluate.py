@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -14,14 +15,17 @@ from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import IGNORE
 from pathoseg.annotations.annotation_options import AnnotationOptions
+from pathoseg.annotations.object_areas import ObjectAreas, TrueObject
 from pathoseg.config import UNNUMBERED, Config, load_config
 from pathoseg.errors import PathosegError
-from pathoseg.geometry import Box, Frame
+from pathoseg.geometry import Box, Frame, ObjectMask
 from pathoseg.host_memory import share_one_heap
+from pathoseg.inference.publish import object_finder
 from pathoseg.inference.segmenter import Segmenter, load_segmenter
 from pathoseg.interruption import Interruption
 from pathoseg.models.boundary_f1 import BoundaryCounts
-from pathoseg.models.metrics import Calibration, Confusion
+from pathoseg.models.metrics import Calibration, Confusion, Figures
+from pathoseg.models.object_metrics import ObjectCounts
 from pathoseg.models.tally import FEWEST_PATIENTS, RESAMPLES, Tally, pooled_figures
 from pathoseg.outputs.evaluation_report import (
     Evaluation,
@@ -76,6 +80,8 @@ def evaluate(
     config = _configured(bundle.parent / CONFIG, config_file, flags)
     segmenter = load_segmenter(bundle, config, factory)
     config = replace(config, tiles=replace(config.tiles, mpp=segmenter.card.mpp))
+    if segmenter.separates:  # so that labels without objects are refused
+        config = replace(config, model=replace(config.model, task="objects"))
     sources = find_labelled_slides(config, segmenter.classes)
     records = _Records.of(bundle.parent, config, sources.usable)
     chosen = [s for s in sources.usable if split in (None, records.split_of(s))]
@@ -94,7 +100,8 @@ def evaluate(
             one = _compare(segmenter, source, config, records, interruption)
             compared.setdefault(one.slide.split, []).append(one)
             warnings += one.warnings
-            say(_line(one.slide.name, one.slide.split, one.slide.figures))
+            for line in _lines(one.slide.name, one.slide.split, one.slide.figures):
+                say(line)
     evaluation = Evaluation(
         model=str(bundle),
         model_id=segmenter.model_id,
@@ -103,6 +110,7 @@ def evaluate(
         slides=folders,
         unit="tiles" if segmenter.card.model.task == "classify" else "pixels",
         boundary_um=_boundary_um(segmenter, config),
+        centroid_um=config.evaluate.centroid_um if segmenter.separates else None,
         seed=config.seed,
         resamples=RESAMPLES,
         fewest_patients=FEWEST_PATIENTS,
@@ -115,8 +123,9 @@ def evaluate(
     )
     path = write_evaluation(out or bundle.parent, split, evaluation)
     for part in evaluation.splits:
-        say(_line("all", part.name, {name: f.value for name, f in part.figures.items()}))
-        say(_interval_line(part.figures["dice_mean"], part.patients))
+        for line in _lines("all", part.name, {name: f.value for name, f in part.figures.items()}):
+            say(line)
+        say(_interval_line(part.figures, part.patients))
     for warning in warnings:
         say(f"Take care: {warning}")
     for name, reason in sources.left_out.items():
@@ -274,16 +283,21 @@ def _compare(
     if tolerance is not None:
         boundary = BoundaryCounts(classes, tolerance / plan.output.mpp.mean)
     confusion, calibration = Confusion(classes), Calibration()
+    objects = _Objects(plan.output, classes, config) if segmenter.separates else None
     small = [MaskThumbnail(plan.output, thumbnail) for _ in range(2)]
     rows, top, unread = max(1, _STRIP_PIXELS // plan.output.size.width), 0, 0
     with closing(segmenter.bands_with_confidence(plan, interruption)) as bands:
         for band in bands:
             for start in range(0, band.shape[1], rows):
-                predicted, level = band[:, start : start + rows]
+                predicted, level, *height = band[:, start : start + rows]
                 prediction = predicted.astype(np.uint8)
                 box = Box(0, top, prediction.shape[1], prediction.shape[0])
                 truth = source.labels.rasterise(box, plan.output, segmenter.classes)
                 lost = prediction == IGNORE
+                if objects is not None:
+                    colours = source.labels.objects(box, plan.output, segmenter.classes, truth)
+                    colours[lost] = IGNORE
+                    objects.add(prediction, height[0].astype(np.uint8), colours, truth)
                 unread += int(np.count_nonzero(lost & (truth != IGNORE)))
                 truth[lost] = IGNORE
                 confusion.update(prediction, truth)
@@ -298,7 +312,8 @@ def _compare(
     if boundary is not None:
         boundary.close()
     counts = None if boundary is None else boundary.counts
-    tally = Tally(confusion.matrix, calibration.bins, counts)
+    found = None if objects is None else objects.close()
+    tally = Tally(confusion.matrix, calibration.bins, counts, found)
     name = source.name
     scored = ScoredSlide(
         name,
@@ -307,6 +322,7 @@ def _compare(
         mpp,
         plan.output.pixel_area_mm2,
         tally.confusion,
+        tally.object_numbers,
         {key: float(value) for key, value in tally.figures(segmenter.classes.names).items()},
     )
     warnings = [] if plan.warning is None else [f"{name}: {plan.warning}."]
@@ -317,6 +333,78 @@ def _compare(
         )
     packed = [zlib.compress(each.pixels.tobytes()) for each in small]
     return _Compared(source, scored, tally, thumbnail, packed[0], packed[1], tuple(warnings))
+
+
+class _Objects:
+    """Compares the objects of a slide while the strips of its mask arrive.
+
+    Held are the pixels of objects that may still meet others, and of the rows in which predicted
+    ones may still be found whether the truth knows them.
+
+    Args:
+        frame: The mask's.
+        classes: Number of classes with background.
+        config: `infer` says which objects the model finds, `evaluate` which are near each other.
+    """
+
+    def __init__(self, frame: Frame, classes: int, config: Config) -> None:
+        self._counts = ObjectCounts(classes, config.evaluate.centroid_um / frame.mpp.mean)
+        self._finder, self._areas = (
+            object_finder(frame, config.infer),
+            ObjectAreas(frame.size.width),
+        )
+        self._whole, self._top = Box(0, 0, frame.size.width, frame.size.height), 0
+        self._unknown = deque[tuple[Box, NDArray[np.bool_]]]()
+
+    def add(
+        self,
+        prediction: NDArray[np.uint8],
+        height: NDArray[np.uint8],
+        colours: NDArray[np.uint8],
+        truth: NDArray[np.uint8],
+    ) -> None:
+        """Take the next rows, each of shape (rows, width).
+
+        Args:
+            prediction: Predicted class indices.
+            height: The height, see `object_planes`.
+            colours: True objects, see `Labels.objects`.
+            truth: True class indices.
+        """
+        box = replace(self._whole, y=self._top, height=len(truth))
+        self._top = box.bottom
+        unknown = colours == IGNORE
+        if unknown.any():
+            self._unknown.append((box, unknown))
+        self._add_true(self._areas.add(colours, truth))
+        # Of the probability nothing is asked here.
+        for found in self._finder.add(np.stack([prediction, height, np.zeros_like(height)])):
+            masks = found.masks()
+            hidden = [self._unknown_of(each) for each in masks]
+            self._counts.add_predicted(masks, found.class_index.tolist(), hidden)
+        self._counts.settle(min(self._areas.settled, self._finder.settled))
+        while self._unknown and self._unknown[0][0].bottom <= self._finder.settled:
+            self._unknown.popleft()
+
+    def close(self) -> Figures:
+        """Return the slide's counters, see `ObjectCounts.counters`."""
+        self._add_true(self._areas.close())
+        return self._counts.counters()
+
+    def _add_true(self, objects: Sequence[TrueObject]) -> None:
+        masks, classes = [each.mask for each in objects], [each.class_index for each in objects]
+        self._counts.add_true(masks, classes)
+
+    def _unknown_of(self, of: ObjectMask) -> NDArray[np.bool_] | None:
+        """The pixels of an object's box that the truth does not know; None where it knows all."""
+        hidden = None
+        for box, unknown in self._unknown:
+            common = box.intersection(of.box)
+            if common is not None:
+                if hidden is None:
+                    hidden = np.zeros_like(of.pixels)
+                hidden[common.within(of.box)] = unknown[common.within(box)]
+        return hidden
 
 
 def _split(
@@ -349,19 +437,30 @@ def _picture(title: str, of: _Compared, assume_mpp: float | None) -> SlidePictur
     return SlidePicture(title, of.slide, of.thumbnail, image, truth, prediction)
 
 
-def _line(slide: str, split: str, figures: Mapping[str, float]) -> str:
+def _lines(slide: str, split: str, figures: Mapping[str, float]) -> Iterable[str]:
     each = "  ".join(
         f"{key.removeprefix('dice_')} {value:.4f}"
         for key, value in figures.items()
         if key.startswith("dice_") and value == value
     )
-    return f"{slide} ({split})  Dice: {each}"
+    yield f"{slide} ({split})  Dice: {each}"
+    if "aji_all" in figures:
+        aji, pq, sq, rq, near, ratio = (
+            figures[f"{name}_all"]
+            for name in ("aji", "pq", "sq", "rq", "centroid_f1", "object_ratio")
+        )
+        yield (
+            f"  objects: AJI {aji:.4f}  PQ {pq:.4f} (SQ {sq:.4f} × RQ {rq:.4f})  "
+            f"F1 by centroid {near:.4f}  {ratio:.3f} found for each annotated one"
+        )
 
 
-def _interval_line(figure: Figure, patients: int) -> str:
+def _interval_line(figures: Mapping[str, Figure], patients: int) -> str:
+    figure = figures["dice_mean"]
     if figure.low != figure.low:
         found = "1 patient" if patients == 1 else f"{patients} patients"
         return f"  no 95 % interval: {found}, and at least {FEWEST_PATIENTS} are needed"
-    return (
-        f"  95 % interval of the mean over {patients} patients: {figure.low:.4f}–{figure.high:.4f}"
-    )
+    told = {"the mean": figure}
+    told |= {name.upper(): figures[f"{name}_all"] for name in ("aji", "pq") if "aji_all" in figures}
+    each = ", of ".join(f"{name} {of.low:.4f}–{of.high:.4f}" for name, of in told.items())
+    return f"  95 % interval over {patients} patients of {each}"

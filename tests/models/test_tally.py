@@ -22,7 +22,8 @@ def _slide(rng: np.random.Generator, boundary: bool = True) -> Tally:
     calibration.update(rng.random(400), guess == truth)
     counts = rng.integers(0, 50, (2, 4))
     counts[:, 1::2] %= counts[:, ::2] + 1
-    return Tally(confusion.matrix, calibration.bins, counts if boundary else None)
+    objects = np.array([3, 4, 1, 0.75, 2, 2, 1, 2]) * rng.integers(1, 9, (3, 1))
+    return Tally(confusion.matrix, calibration.bins, counts if boundary else None, objects)
 
 
 def test_figures_of_slides_together_are_those_of_their_sums() -> None:
@@ -33,10 +34,12 @@ def test_figures_of_slides_together_are_those_of_their_sums() -> None:
         sum(slide.confusion for slide in slides),
         np.sum([slide.calibration for slide in slides], axis=0),
         np.sum([slide.boundary for slide in slides], axis=0),
+        np.sum([slide.objects for slide in slides], axis=0),
     )
     alone = {name: float(figure) for name, figure in total.figures(NAMES).items()}
     assert {name: figure.value for name, figure in together.items()} == pytest.approx(alone)
     assert alone["dice_stroma"] == dice(total.confusion)[1]
+    assert (alone["aji_all"], alone["pq_stroma"]) == (0.75, 0.375)
     assert list(alone)[:6] == [
         "dice_mean", "iou_mean", "dice_gland", "dice_stroma", "iou_gland", "iou_stroma",
     ]  # fmt: skip

@@ -24,13 +24,17 @@ from pathoseg.outputs.evaluation_report import (
 )
 
 CLASSES = ClassTable(("gland", "never seen"), ((0, 150, 0), (200, 0, 0)))
-TALLY = Tally(np.diag([5, 3, 0]), np.zeros((15, 3)), np.array([[4, 4, 2, 2], [0, 0, 0, 0]]))
+OBJECTS = np.array([[3.0, 4, 1, 0.75, 2, 1, 1, 1]] * 2 + [[0.0] * 8])
+TALLY = Tally(
+    np.diag([5, 3, 0]), np.zeros((15, 3)), np.array([[4, 4, 2, 2], [0, 0, 0, 0]]), OBJECTS
+)
 
 
 def _slide(name: str, dice: float = 1.0) -> ScoredSlide:
     figures = {key: float(value) for key, value in TALLY.figures(CLASSES.names).items()}
     figures["dice_mean"] = dice
-    return ScoredSlide(name, "P", "test", 0.5, 0.25e-6, TALLY.confusion, figures)
+    numbers = TALLY.object_numbers
+    return ScoredSlide(name, "P", "test", 0.5, 0.25e-6, TALLY.confusion, numbers, figures)
 
 
 @given(st.lists(st.floats(0, 1) | st.just(math.nan), max_size=9))
@@ -57,6 +61,7 @@ def test_what_does_not_exist_is_left_open_everywhere(tmp_path: Path) -> None:
         slides="slides",
         unit="pixels",
         boundary_um=2.0,
+        centroid_um=3.0,
         seed=0,
         resamples=2000,
         fewest_patients=3,
@@ -73,7 +78,15 @@ def test_what_does_not_exist_is_left_open_everywhere(tmp_path: Path) -> None:
     with table.open(newline="") as file:
         row = list(csv.DictReader(file))[-1]
     assert (row["slide"], row["split"], row["dice_never seen"]) == ("all", "val", "nan")
+    assert (row["annotated_objects"], row["predicted_objects"]) == (str(2 * 41), str(41))
+    assert (row["pq_gland"], row["aji_all"], row["rq_never seen"]) == ("0.5", "0.75", "nan")
+    with (tmp_path / "evaluation-slides.csv").open(newline="") as file:
+        of_slide = next(csv.DictReader(file))
+    assert (of_slide["annotated_objects_gland"], of_slide["predicted_objects_never seen"]) == (
+        "2", "0",
+    )  # fmt: skip
     told = json.loads((tmp_path / "evaluation.json").read_text())["splits"]["test"]
+    assert told["objects"]["gland"] == {"annotated": 82, "predicted": 41}
     assert told["figures"]["dice_gland"] == {"value": 1.0, "low": None, "high": None}
     assert told["figures"]["ece"]["value"] is None
     page = (tmp_path / "evaluation.html").read_text()

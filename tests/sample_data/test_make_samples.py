@@ -23,13 +23,14 @@ pytestmark = [pytest.mark.usefixtures("generator"), pytest.mark.slow]
 
 def test_the_same_seed_writes_the_same_bytes(tmp_path: Path) -> None:
     make_samples = importlib.import_module("make_samples")
-    small = dataclasses.replace(make_samples.SAMPLES[0], width=1200, height=1000)
+    small = dataclasses.replace(make_samples.SAMPLES[0], width=1600, height=1400)
     written = []
     for folder in (tmp_path / "a", tmp_path / "b"):
         folder.mkdir()
         make_samples.write_sample(small, 7, folder)
-        written.append([path.read_bytes() for path in sorted(folder.iterdir())])
-    assert len(written[0]) == 2
+        files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        written.append([path.read_bytes() for path in files])
+    assert len(written[0]) == 3
     assert written[0] == written[1]
 
 
@@ -40,7 +41,8 @@ def test_the_committed_slides_come_from_the_generator(tmp_path: Path, sample_dat
     make_samples.write_sample(sample, number, tmp_path)
     outlines, images = [], []
     for folder in (sample_data, tmp_path):
-        features = json.loads((folder / f"{sample.name}.geojson").read_text())["features"]
+        files = [place / f"{sample.name}.geojson" for place in (folder, folder / "nuclei")]
+        features = [each for file in files for each in json.loads(file.read_text())["features"]]
         outlines.append([shape(feature["geometry"]) for feature in features])
         with openslide.OpenSlide(folder / f"{sample.name}.svs") as slide:
             region = slide.read_region((0, 0), 0, slide.dimensions).convert("RGB")

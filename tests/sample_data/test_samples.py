@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from rasterio.features import rasterize
 from shapely import STRtree, box
+from shapely.affinity import translate
 from shapely.geometry import shape
 from sklearn.ensemble import HistGradientBoostingClassifier
 from sklearn.metrics import balanced_accuracy_score
@@ -127,3 +128,30 @@ def test_colour_alone_does_not_tell_the_classes_apart(sample_data: Path, factor:
     for names in (NAMES[:4], NAMES[5:]):
         colours, classes = pixels(names)
         assert balanced_accuracy_score(classes, model.predict(colours)) < 0.62
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nuclei_are_outlined_where_they_were_painted(sample_data: Path, name: str) -> None:
+    """Each is darker than what is around it, and in the square of `Region*` none is missed."""
+    collection = json.loads((sample_data / "nuclei" / f"{name}.geojson").read_text())
+    (square, *nuclei) = [shape(feature["geometry"]) for feature in collection["features"]]
+    kinds = [feature["properties"]["classification"] for feature in collection["features"]]
+    assert kinds[0] == "Region*"
+    assert {*kinds[1:]} == {"epithelial", "lymphocyte", "fibroblast"}
+    assert all(nucleus.is_valid and nucleus.intersects(square) for nucleus in nuclei)
+    one, other = STRtree(nuclei).query(nuclei, predicate="intersects")
+    assert len({*one[one != other]}) > 0.25 * len(nuclei), "a quarter touch or overlap"
+    left, top, right, bottom = map(int, square.bounds)
+    red = _image(sample_data / f"{name}.svs")[top:bottom, left:right, 0].astype(float)
+    inside = [translate(nucleus, -left, -top) for nucleus in nuclei]
+
+    def painted(grown: float) -> NDArray[np.uint16]:
+        numbered = [(each.buffer(grown), at) for at, each in enumerate(inside, start=1)]
+        return rasterize(numbered, out_shape=red.shape, dtype=np.uint16)
+
+    core, ring = painted(-1), (painted(1) == 0) & (red < 215)
+    area = np.bincount(core.ravel())
+    shade = np.bincount(core.ravel(), red.ravel()) / np.maximum(area, 1)
+    assert (shade[1:][area[1:] > 20] < np.median(red[ring]) - 15).all()
+    dark = red < np.median(red[core > 0])
+    assert (dark & ring).sum() < 0.005 * dark.sum(), "none is missed"
