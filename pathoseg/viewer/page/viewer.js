@@ -182,6 +182,10 @@ function makeViewer() {
     showNavigator: true,
     navigatorPosition: "TOP_RIGHT",
     navigatorSizeRatio: 0.17,
+    navigatorBackground: "#ffffff",
+    navigatorBorderColor: "#dfe3ea",
+    navigatorDisplayRegionColor: "#7b3f98",
+    navigatorOpacity: 0.95,
     animationTime: 0.35,
     blendTime: 0,
     immediateRender: true,
@@ -302,16 +306,19 @@ function shownClasses() {
   return all.filter((index) => !state.hidden.has(index)).join(",");
 }
 
+// Lines have to be seen where areas let the tissue through.
+const opacityOf = (style) => (style === "filled" ? state.opacity : Math.min(1, 2 * state.opacity));
+
 function wantedLayers() {
   const show = shownClasses();
   const both = state.swipe && slide.difference;
   const wanted = new Map();
   if (slide.prediction && state.prediction && !state.difference) {
-    wanted.set("prediction", { query: `?show=${show}&style=${state.style}`, opacity: state.opacity });
+    wanted.set("prediction", { query: `?show=${show}&style=${state.style}`, opacity: opacityOf(state.style) });
   }
   if (slide.truth && (state.truth || both) && !state.difference) {
     const style = both || !slide.prediction ? state.style : "outlines";
-    wanted.set("truth", { query: `?show=${show}&style=${style}`, opacity: style === "filled" ? state.opacity : 1 });
+    wanted.set("truth", { query: `?show=${show}&style=${style}`, opacity: opacityOf(style) });
   }
   if (slide.difference && state.difference) {
     wanted.set("difference", { query: `?show=${show}`, opacity: Math.max(0.3, state.opacity) });
