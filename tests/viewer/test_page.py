@@ -71,10 +71,11 @@ class Page:
     def settle(self) -> None:
         """Wait until everything that is asked for is drawn and nothing moves."""
         self.until(
-            "osd && osd.isOpen() && osd.isFullyLoaded && osd.isFullyLoaded() && !osd.isAnimating() "
-            "&& [...layers.values()].every((one) => !one.wanted || one.item && "
-            "one.item.getOpacity() === one.wanted.opacity && osd.world.getItemCount() === "
-            "1 + [...layers.values()].filter((each) => each.wanted).length)"
+            "osd && osd.isOpen() && !osd.isAnimating() && "
+            "[...Array(osd.world.getItemCount()).keys()]"
+            ".every((i) => osd.world.getItemAt(i).getFullyLoaded()) && "
+            "[...layers.values()].every((one) => !one.wanted || "
+            "one.item && Math.abs(one.item.getOpacity() - one.wanted.opacity) < 1e-6)"
         )
         time.sleep(0.15)  # a frame or two
 

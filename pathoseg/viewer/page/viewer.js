@@ -207,8 +207,8 @@ function makeViewer() {
     if (event.quick) told(select(imagePoint(event.position)));
   });
   osd.addHandler("canvas-key", (event) => {
-    // Letters are ours; arrows, +, − and 0 are OpenSeadragon's.
-    event.preventDefaultAction = /^[a-z]$/i.test(event.originalEvent.key);
+    // Arrows are OpenSeadragon's; all else is ours, wherever the focus is.
+    event.preventDefaultAction = !event.originalEvent.key.startsWith("Arrow");
   });
   at("stage").addEventListener("mousemove", (event) => showPlace(event));
   at("stage").addEventListener("mouseleave", () => { at("place").textContent = ""; });
@@ -438,6 +438,11 @@ function showPlace(event) {
 
 function zoomTo(times) {
   osd.viewport.zoomTo(level0().imageToViewportZoom(slide.mpp[0] * times / MICRONS_AT_1X));
+  osd.viewport.applyConstraints();
+}
+
+function zoomBy(factor) {
+  osd.viewport.zoomBy(factor);
   osd.viewport.applyConstraints();
 }
 
@@ -726,6 +731,10 @@ function onKey(event) {
     c: () => told(copyLink()),
     "[": () => setOpacity(state.opacity - 0.1),
     "]": () => setOpacity(state.opacity + 0.1),
+    0: () => osd.viewport.goHome(),
+    "+": () => zoomBy(1.5),
+    "=": () => zoomBy(1.5),
+    "-": () => zoomBy(1 / 1.5),
     Escape: () => showSelected(null),
   };
   const one = /^[1-9]$/.test(key) && slide.classes?.[Number(key) - 1];
