@@ -13,7 +13,7 @@ import defusedxml.ElementTree
 import numpy as np
 from defusedxml.common import DefusedXmlException
 from numpy.typing import NDArray
-from tifffile import PHOTOMETRIC, TiffFile, TiffFileError, TiffPage
+from tifffile import PHOTOMETRIC, TiffFile, TiffPage
 
 from pathoseg.annotations.annotation import BACKGROUND, IGNORE, Colour
 from pathoseg.errors import PathosegError
@@ -78,7 +78,7 @@ class MaskReader:
                 self._read_header(tiff)
             self._descriptor = open_for_reading(path)
         # tifffile stumbles over malformed files with whatever they make it do.
-        except (OSError, ValueError, TypeError, LookupError, TiffFileError, RuntimeError) as error:
+        except Exception as error:
             raise PathosegError(
                 f"{path} cannot be read: {str(error).rstrip('.') or type(error).__name__}.",
                 "Segment the slide again.",

@@ -185,9 +185,10 @@ def test_what_a_pathologist_does(
     page.press(Keys.ESCAPE)
     assert not page.element("#card").is_displayed()
 
-    page.press("d")  # the square of 300 to 700 is annotated, the disc at 400, 300 predicted
-    _same(page.colour(690, 590), np.array(PINK) + 0.5 * (np.array([45, 110, 235]) - PINK))
+    page.press("d")  # a square of 300 to 700 across, 200 to 600 down is annotated as gland
+    _same(page.colour(320, 590), np.array(PINK) + 0.5 * (np.array([45, 110, 235]) - PINK))
     _same(page.colour(250, 300), np.array(PINK) + 0.5 * (np.array([230, 60, 50]) - PINK))
+    _same(page.colour(690, 590), np.array(PINK) + 0.5 * (np.array([240, 170, 20]) - PINK))
     _same(page.colour(400, 300), PINK)
     page.press("d", "s")
     page.run("state.swipeAt = 0.5; drawMarks()")
