@@ -83,7 +83,12 @@ def test_several_channels_and_a_palette(tmp_path: Path) -> None:
 def test_what_is_cut_short_is_one_error(mask: Path, tmp_path: Path, keep: int) -> None:
     path = tmp_path / "mask.ome.tiff"
     path.write_bytes(mask.read_bytes()[:keep])
-    with pytest.raises(PathosegError) as refused, MaskReader(path) as reader:
-        for level, size in enumerate(reader.levels):
-            reader.read(level, Box(0, 0, size.width, size.height))
+
+    def read_all() -> None:
+        with MaskReader(path) as reader:
+            for level, size in enumerate(reader.levels):
+                reader.read(level, Box(0, 0, size.width, size.height))
+
+    with pytest.raises(PathosegError) as refused:
+        read_all()
     assert str(path) in refused.value.problem

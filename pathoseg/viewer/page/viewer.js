@@ -175,6 +175,11 @@ function source(kind, query = "") {
 }
 
 function makeViewer() {
+  // OpenSeadragon looks for this element before it adds an inline style, which the page's policy
+  // forbids (the style stands in viewer.css). Of another namespace it is no style to the browser.
+  const mark = document.createElementNS("urn:pathoseg", "style");
+  mark.setAttribute("data-openseadragon-mobile-css", "true");
+  document.head.append(mark);
   osd = OpenSeadragon({
     element: at("view"),
     drawer: "canvas",
