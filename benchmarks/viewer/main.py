@@ -1,4 +1,4 @@
-"""Asks how long the viewer takes to the first picture and to a tile, and how much memory it holds."""
+"""Asks how soon the viewer shows a picture and a tile, and how much memory it holds."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def encoded_tiles() -> list[bytes]:
     rng, tiles = np.random.default_rng(0), []
     for _ in range(8):
         coarse = rng.integers(80, 240, (40, 40, 3)).astype(np.uint8)
-        pixels = cv2.resize(coarse, (TILE, TILE), interpolation=cv2.INTER_CUBIC).astype(int)
-        pixels += rng.normal(0, 6, pixels.shape).astype(int)
+        pixels = np.asarray(cv2.resize(coarse, (TILE, TILE), interpolation=cv2.INTER_CUBIC), int)
+        pixels = pixels + rng.normal(0, 6, (TILE, TILE, 3))
         picture = np.clip(pixels, 0, 255).astype(np.uint8)
         tiles.append(cv2.imencode(".jpg", picture, [cv2.IMWRITE_JPEG_QUALITY, 80])[1].tobytes())
     return tiles

@@ -131,7 +131,8 @@ def _listening(host: str, port: int | None) -> socket.socket:
         )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for number in (port,) if port is not None else (_PORT, 0):
-        listening = socket.socket(family, socket.SOCK_STREAM)
+        # asyncio sends without delay (40 ms a tile) only through sockets that name their protocol.
+        listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         if os.name != "nt":  # there it would let two programs share the port
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

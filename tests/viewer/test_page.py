@@ -218,4 +218,4 @@ def test_what_a_pathologist_does(
     assert server.wait(10) == 130
     assert "Take care" not in server.stdout.read()
     page.press("p")
-    page.until("!at('toast').hidden && at('toast').textContent.includes('has ended')")
+    page.until("at('problems').textContent.includes('has ended')")
