@@ -158,7 +158,8 @@ class NetConfig:
 
     Attributes:
         name: `unet`, `unet64`, `resnet110_v2`, `resnet1001_v2` or `module:factory`.
-        task: "segment" labels pixels, "classify" labels tiles.
+        task: "segment" labels pixels, "classify" labels tiles, "objects" labels pixels and
+            separates objects that touch.
         width: Channels of the first block.
         depth: (U-Net) number of poolings.
         norm: Normalisation layer.
@@ -166,7 +167,7 @@ class NetConfig:
     """
 
     name: str = "unet"
-    task: Literal["segment", "classify"] = "segment"
+    task: Literal["segment", "classify", "objects"] = "segment"
     width: int | None = None
     depth: int | None = None
     norm: Literal["batch", "group", "instance"] = "batch"
@@ -245,7 +246,9 @@ class InferConfig:
         readers: Threads that read tiles ahead; None means as for [train].
         simplify: Tolerance of the outlines in pixels of the mask; 0 keeps pixel edges. Neighbours
             keep their shared edge, so beyond 1.4 pixels nothing more is left out.
-        min_region_um2: Smaller regions are left out of the outlines (the mask keeps them).
+        min_region_um2: Smaller regions and objects are left out (the mask keeps them).
+        object_um: Microns across the largest object that is certain to be found whole, where the
+            model separates objects. Larger ones take more time and memory.
         compress_regions: Write `regions.geojson.gz`.
         region_type: How QuPath shows regions; `detection` draws faster when there are many.
     """
@@ -258,6 +261,7 @@ class InferConfig:
     readers: Count | None = None
     simplify: NotNegative = 0.5
     min_region_um2: NotNegative = 10.0
+    object_um: Positive = 40.0
     compress_regions: bool = False
     region_type: Literal["annotation", "detection"] = "annotation"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -17,6 +17,9 @@ from pathoseg.geometry import Box, Frame
 BACKGROUND = 0
 IGNORE = 255
 UNCLASSIFIED = "annotation"
+TOUCHING = 3.0
+"""Pixels: objects further apart share no pixel, and none of the pixels beside theirs."""
+
 _BACKGROUND_NAME = "background"
 _IGNORED_SUFFIX = "*"  # QuPath's way
 
@@ -130,6 +133,11 @@ class Labels(Protocol):
     @property
     def path(self) -> Path: ...
     @property
+    def files(self) -> Sequence[Path]:
+        """All files that the labels come from: `path`, and what lies beside it."""
+        ...
+
+    @property
     def report(self) -> AnnotationReport:
         """Counts of the objects in use and of those left out."""
         ...
@@ -146,6 +154,53 @@ class Labels(Protocol):
 
         Raises:
             PathosegError: A class is not in `classes`.
+        """
+        ...
+
+    def refuse_without_objects(self) -> None:
+        """Refuse labels that do not tell objects apart.
+
+        Raises:
+            PathosegError: They say which class a pixel has, and not which object.
+        """
+        ...
+
+    def object_counts(self, classes: ClassTable) -> Mapping[str, int]:
+        """Return the number of objects of each class that has any, by its name.
+
+        Raises:
+            PathosegError: As `rasterise` and `refuse_without_objects`.
+        """
+        ...
+
+    def objects(
+        self,
+        box: Box,
+        frame: Frame,
+        classes: ClassTable,
+        mask: NDArray[np.uint8],
+        apart: float = TOUCHING,
+    ) -> NDArray[np.uint8]:
+        """Return the object plane of `box`: each object in a colour, a number from 1 to 254.
+
+        Objects that are no further apart than `apart` have different colours, so that a connected
+        area of one colour is what shows of one object, or a piece of it. Of the objects of its
+        class, a pixel belongs to the one that covers most of it. All boxes of a frame have the
+        same colours where `apart` is the same.
+
+        Args:
+            box: In pixels of `frame`.
+            frame: Their resolution.
+            classes: The classes of the run.
+            mask: What `rasterise` returned for the same box, frame and classes.
+            apart: In pixels of the frame.
+
+        Returns:
+            Array of shape (height, width): 0 and 255 where `mask` is.
+
+        Raises:
+            PathosegError: As `rasterise` and `refuse_without_objects`, or more than 254 objects lie
+                on one spot.
         """
         ...
 

@@ -18,8 +18,12 @@ class AnnotationOptions:
             counts, or of the "full" scan, as ASAP and ImageScope count. "auto" takes the habit of
             the program that wrote the file. Only slides with bounds (MRXS) tell them apart.
         exclude: ASAP groups, in any case, that are cut out of all other regions.
-        mask: What the values of a mask image are: "indices" of classes (255 is ignored), or
-            "binary", where whatever is above 0 is class 1 (a map of instances counts as such).
+        mask: What the values of a mask image are: "indices" of classes (255 is ignored), "binary",
+            where whatever is above 0 is class 1 (a map of instances counts as such), or
+            "instances", numbers of objects: all class 1, or of the class that covers most of each
+            in `X_classes.png` or `.tif`, a mask of indices beside `X_mask.png`.
+        mask_ignore: Values of "instances" that are no object, such as 255 or 65535: what is there
+            is unknown.
         rename: Names of classes in annotation files → names in the run, such as "Tumor" → "tumour".
             Values of masks are called "class 1", "class 2"…. Several classes may get one name;
             one that ends in * is ignored.
@@ -36,12 +40,14 @@ class AnnotationOptions:
             that of its "centre", as runs had it until format 1.
 
     Raises:
-        PathosegError: A class is given no name, or outlines without one are.
+        PathosegError: A class is given no name, or outlines without one are; or values are ignored
+            that cannot be.
     """
 
     frame: Literal["auto", "bounds", "full"] = "auto"
     exclude: tuple[str, ...] = ("exclusion", "_2")
-    mask: Literal["indices", "binary"] = "indices"
+    mask: Literal["indices", "binary", "instances"] = "indices"
+    mask_ignore: tuple[int, ...] = ()
     rename: Mapping[str, str] = field(default_factory=dict)
     roi: tuple[str, ...] = ("Region*", "ROI", "Region")
     unlabelled: Literal["background", "ignore"] = "background"
@@ -53,6 +59,12 @@ class AnnotationOptions:
             raise PathosegError(
                 f'[annotations] unclassified = "{self.unclassified}" is no name of a class.',
                 'Write "ignore", "skip", "refuse", or a class without blanks around it.',
+            )
+        if self.mask_ignore and (self.mask != "instances" or min(self.mask_ignore) < 1):
+            raise PathosegError(
+                f"[annotations] mask_ignore = {list(self.mask_ignore)} ignores no numbers of "
+                "objects.",
+                'Give numbers from 1, with `mask = "instances"`; of "indices", 255 is ignored.',
             )
         for old, new in self.rename.items():
             if not new or new != new.strip():

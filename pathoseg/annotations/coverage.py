@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pathoseg.annotations.annotation import IGNORE
+from pathoseg.annotations.annotation import BACKGROUND, IGNORE
 from pathoseg.geometry import Box, Frame, Size
 
 UNIT = 256
@@ -149,16 +149,86 @@ def most_covered(
     for value, area in covered.items():
         found[(areas[value] >= most) & (area > 0)] = value
         most = np.maximum(most, areas[value])
-    if len(covered) > 1 and steps.order is not None:
-        equal = np.stack([areas[value] == most for value in covered])
-        at = np.flatnonzero((equal.sum(axis=0) > 1) & (most > 0))
-        if len(at):
-            tied = dict(zip(covered, equal[:, at], strict=True))
-            rows, columns = lines.row[at] + top, lines.column[at]
-            last = _painted_last(steps, steps.order, rows, columns, len(widths), tied)
-            found[at] = np.where(last < 0, found[at], last)
+    _settle_ties(found, steps, lines, top, len(widths), {v: areas[v] for v in covered}, most)
     mask[top:bottom] = lines.filled(found.astype(np.uint8))
     return mask
+
+
+def most_covering(steps: Steps, mask: NDArray[np.uint8], widths: Ints) -> NDArray[np.uint8]:
+    """Return the colour of the object that covers most of each pixel, of those of its class.
+
+    Args:
+        steps: All that `most_covered` made `mask` of; the value of a part is `object_value` of its
+            class and colour, 0 where it is no object, or `INTEREST`.
+        mask: Class indices, shape (rows, columns).
+        widths: How much of each column is on the slide, in 1/256, shape (columns,).
+
+    Returns:
+        Colours, 0 where `mask` is background and 255 where it is, shape (rows, columns).
+    """
+    objects: NDArray[np.uint8] = np.where(mask == IGNORE, np.uint8(IGNORE), np.uint8(BACKGROUND))
+    if not len(steps.row):
+        return objects
+    top, bottom = int(steps.row.min()), int(steps.row.max()) + 1
+    lines = _Lines.of(steps, top, bottom, widths)
+    stepping = np.zeros(len(steps.value), np.bool_)
+    stepping[steps.part] = True
+    drawn = np.unique(steps.value[stepping])
+    sums = lines.areas(steps, np.searchsorted(drawn, steps.value)[steps.part], len(drawn))
+    # Classes change where something steps, so all pixels of a piece are of one class.
+    shown = mask[lines.row + top, lines.column.clip(0, len(widths) - 1)]
+    found, most = np.zeros(len(shown), np.int64), np.zeros(len(shown), np.int64)
+    covered = dict[int, Ints]()
+    for value, area in zip(drawn.tolist(), sums, strict=True):
+        if value != INTEREST:
+            # One that is no object has no class that `mask` shows: it is 0.
+            covered[value] = np.where((shown == value // _COLOURS) & (value > 0), area, 0)
+            found[(covered[value] >= most) & (covered[value] > 0)] = value
+            most = np.maximum(most, covered[value])
+    _settle_ties(found, steps, lines, top, len(widths), covered, most)
+    painted = lines.filled((found % _COLOURS).astype(np.uint8))
+    known = mask[top:bottom] != IGNORE
+    objects[top:bottom][known] = painted[known]
+    return objects
+
+
+_COLOURS = 256
+
+
+def object_value(classes: Ints, colours: NDArray[np.uint8]) -> Ints:
+    """Return the value that stands for objects of a class (from 1) and a colour (from 1)."""
+    return classes * _COLOURS + colours
+
+
+def _settle_ties(
+    found: Ints,
+    steps: Steps,
+    lines: _Lines,
+    top: int,
+    width: int,
+    covered: Mapping[int, Ints],
+    most: Ints,
+) -> None:
+    """Give pieces of which several values cover as much to that of the region painted last.
+
+    Args:
+        found: A value for each piece, changed in place.
+        steps: Of all parts.
+        lines: The pieces.
+        top: The row of the first line.
+        width: Of the box.
+        covered: By value, the area that it covers of a pixel of each piece.
+        most: The largest of these and of what nothing covers.
+    """
+    if len(covered) < 2 or steps.order is None:
+        return
+    equal = np.stack([area == most for area in covered.values()])
+    at = np.flatnonzero((equal.sum(axis=0) > 1) & (most > 0))
+    if len(at):
+        tied = dict(zip(covered, equal[:, at], strict=True))
+        rows, columns = lines.row[at] + top, lines.column[at]
+        last = _painted_last(steps, steps.order, rows, columns, width, tied)
+        found[at] = np.where(last < 0, found[at], last)
 
 
 @dataclass(frozen=True, slots=True)

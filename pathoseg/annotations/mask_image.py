@@ -1,12 +1,11 @@
-"""Labels from a mask image, whose pixels are class indices."""
+"""Labels from a mask image, whose pixels are class indices or numbers of objects."""
 
 from __future__ import annotations
 
 import math
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,13 +13,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL.ImageFile import ImageFile
-from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from pathoseg.annotations.annotation import (
     BACKGROUND,
     IGNORE,
+    TOUCHING,
     AnnotationReport,
     ClassTable,
     Colour,
@@ -29,22 +27,33 @@ from pathoseg.annotations.annotation import (
 )
 from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.coverage import (
+    INTEREST,
     UNIT,
+    Ints,
     Steps,
     counted,
     ignore_outside,
     most_covered,
+    most_covering,
+    object_value,
     pixel_centres,
     rows_at_once,
     to_units,
     units_on_slide,
 )
+from pathoseg.annotations.mask_file import (
+    class_mask,
+    decoded,
+    open_mask,
+    refuse_other_images,
+    told,
+)
+from pathoseg.annotations.object_colours import colours, near_numbers, rows_of_cells
+from pathoseg.annotations.object_numbers import ObjectNumbers
 from pathoseg.annotations.tiled_mask import TiledMask
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, Size
 
-_LARGEST = 400_000_000
-_INDEX_MODES = {"1", "L", "P", "I", "I;16", "I;16B", "I;16L", "I;16N"}
 _NUMBERED = re.compile(r"class \d+")
 _BAND = 256
 _MOST_READ = 1 << 24  # values of a mask in memory at a time
@@ -52,7 +61,7 @@ _MOST_LAID = 1 << 19  # of those, values that are laid over pixels at a time: 20
 
 
 class MaskLabels:
-    """A PNG or TIFF of class indices, of any size with the slide's aspect.
+    """A PNG or TIFF of class indices or object numbers, of any size with the slide's aspect.
 
     The header is checked at once. A TIFF of 8 bits in tiles may have any size: its tiles are
     decoded where they are asked for. Other pixels are decoded once and kept compressed. Value k is
@@ -63,12 +72,14 @@ class MaskLabels:
         path: The file.
         slide_size: Level-0 pixels of the slide, all of which the mask covers.
         options: How it is understood. `mask` "indices": 0 background, 1..254 classes, 255 ignored;
-            "binary": class 1 where a value is above 0. Regions of interest are outlines, so `roi`
-            says nothing here.
+            "binary": class 1 where a value is above 0; "instances": numbers of objects, whose
+            classes are in `X_classes.png` or `.tif` beside it, or all class 1. Regions of interest
+            are outlines, so `roi` says nothing here.
 
     Raises:
         PathosegError: The file is no PNG or TIFF of one channel of whole numbers, is above 400
-            megapixels without being such a TIFF, or has another aspect than the slide.
+            megapixels without being such a TIFF, or has another aspect than the slide; or there are
+            several masks of classes.
     """
 
     def __init__(
@@ -84,30 +95,27 @@ class MaskLabels:
         self._rename = options.rename
         self._by_centre = options.labels == "centre"
         self._unlabelled = IGNORE if options.unlabelled == "ignore" else BACKGROUND
-        with self._open() as image:
-            size, mode = Size(*image.size), image.mode
-            self._tiled = TiledMask.of(path, image) if isinstance(image, TiffImageFile) else None
-        if size.pixels > _LARGEST and self._tiled is None:
-            raise PathosegError(
-                f"{path} has {size.width} × {size.height} px; a mask may have {_LARGEST:,} pixels.",
-                "Save it smaller (any size with the slide's aspect will do), or as an 8-bit tiled "
-                "TIFF.",
-            )
-        if mode not in _INDEX_MODES:
-            raise PathosegError(
-                f"{path} holds {mode} pixels, not one class index per pixel.",
-                "Save it as an 8- or 16-bit greyscale or palette image.",
-            )
-        if not _same_aspect(size, slide_size):
-            raise PathosegError(
-                f"{path} has {size.width} × {size.height} px, another shape than its slide "
-                f"({slide_size.width} × {slide_size.height} px).",
-                "Use the mask of this slide, covering all of it.",
-            )
+        self._ignored = options.mask_ignore
+        self._colours = dict[float, NDArray[np.uint8]]()  # by distance
+        numbered = self._values == "instances"
+        self._class_path = class_mask(path) if numbered else None
+        self._tiled: TiledMask | None = None
+        with open_mask(path) as image:
+            if isinstance(image, TiffImageFile) and not numbered:
+                self._tiled = TiledMask.of(path, image)
+            refuse_other_images(path, image, slide_size, self._tiled is not None)
+        if self._class_path is not None:
+            with open_mask(self._class_path) as image:
+                refuse_other_images(self._class_path, image, slide_size, is_tiled=False)
 
     @property
     def path(self) -> Path:
         return self._path
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """The mask, and that of the classes of its objects."""
+        return [self._path, *([self._class_path] if self._class_path else [])]
 
     @property
     def report(self) -> AnnotationReport:
@@ -140,13 +148,117 @@ class MaskLabels:
         Raises:
             PathosegError: A class is not in `classes`, or the mask cannot be decoded.
         """
-        read = self._read_centres if self._by_centre else self._read_majority
-        mask = read(box, frame, self._table(classes))
+        table = self._table(classes)
+        if (objects := self._objects) is not None:
+            table = table[objects.classes]
+        if self._by_centre:
+            mask = self._read_centres(box, frame, table)
+        else:
+            height, rest = self._slide_size.height / frame.scale_y, int(table[0])
+
+            def settle(steps: Steps, part: Box, widths: Ints) -> NDArray[np.uint8]:
+                heights = units_on_slide(part.y, part.bottom, height)
+                return most_covered(steps, heights, widths, rest)
+
+            mask = self._read_majority(box, frame, table, settle)
         ignore_outside(mask, box, frame, self._slide_size)
         return mask
 
-    def _read_majority(self, box: Box, frame: Frame, table: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        pixels, rest = self._pixels, int(table[0])
+    def refuse_without_objects(self) -> None:
+        """Refuse a mask that says which class a pixel has, and not which object.
+
+        Raises:
+            PathosegError: It is no mask of object numbers, or one that cannot be used.
+        """
+        if self._objects is None:
+            raise PathosegError(
+                f'{self._path} is read as `[annotations] mask = "{self._values}"`: it says which '
+                "class a pixel has, and not which object.",
+                'If its values number the objects, set `[annotations] mask = "instances"`; else '
+                "number them, give outlines, or train a model of task `segment`.",
+            )
+
+    def object_counts(self, classes: ClassTable) -> Mapping[str, int]:
+        """Return the number of objects of each class that has any, by its name.
+
+        Raises:
+            PathosegError: It is no mask of object numbers, or a class is not in `classes`.
+        """
+        self.refuse_without_objects()
+        assert self._objects is not None
+        index = self._table(classes)[self._objects.classes]
+        counts = np.bincount(index, minlength=256)[1 : len(classes)].tolist()
+        return {name: count for name, count in zip(classes.names, counts, strict=True) if count}
+
+    def objects(
+        self,
+        box: Box,
+        frame: Frame,
+        classes: ClassTable,
+        mask: NDArray[np.uint8],
+        apart: float = TOUCHING,
+    ) -> NDArray[np.uint8]:
+        """Return the object plane, as `Labels.objects` has it: every number in a colour.
+
+        Raises:
+            PathosegError: It is no mask of object numbers, a class is not in `classes`, or more
+                than 254 objects lie on one spot.
+        """
+        self.refuse_without_objects()
+        assert self._objects is not None
+        size = self._pixels.size
+        sides = (
+            (frame.scale_x, size.width / self._slide_size.width),
+            (frame.scale_y, size.height / self._slide_size.height),
+        )
+        colour = self._coloured(apart * max(scale * per_pixel for scale, per_pixel in sides))
+        index = self._table(classes)[self._objects.classes]
+        learnt = (index != BACKGROUND) & (index != IGNORE)
+        if self._by_centre:
+            painted = self._read_centres(box, frame, np.where(learnt, colour, np.uint8(0)))
+            return np.where((mask == BACKGROUND) | (mask == IGNORE), mask, painted)
+        of = np.where(learnt, object_value(index.astype(np.int64), colour), INTEREST)
+        of[index == index[0]] = 0
+
+        def settle(steps: Steps, part: Box, widths: Ints) -> NDArray[np.uint8]:
+            return most_covering(steps, mask[part.within(box)], widths)
+
+        return self._read_majority(box, frame, of, settle)
+
+    def _coloured(self, distance: float) -> NDArray[np.uint8]:
+        """The colour of each number.
+
+        Args:
+            distance: Pixels of the mask within which two have different colours.
+        """
+        if distance not in self._colours:
+            pixels, found = self._pixels, self._objects
+            assert found is not None
+            size, rows = pixels.size, rows_of_cells(distance)
+            bands = (
+                pixels.read(Box(0, first, size.width, last - first))
+                for first, last in _parts(0, size.height, rows)
+            )
+            pairs = near_numbers(bands, found.boxes, distance)
+            self._colours[distance] = colours(len(found.boxes), pairs, self._path)
+        return self._colours[distance]
+
+    def _read_majority(
+        self,
+        box: Box,
+        frame: Frame,
+        table: NDArray[np.integer],
+        settle: Callable[[Steps, Box, Ints], NDArray[np.uint8]],
+    ) -> NDArray[np.uint8]:
+        """Paint a box some rows at a time.
+
+        Args:
+            box: In pixels of `frame`.
+            frame: Their resolution.
+            table: What each of the mask's values stands for.
+            settle: Makes pixels of the steps in a part of the box and the widths of its columns.
+        """
+        pixels = self._pixels
         across = _Axis(pixels.size.width, self._slide_size.width / frame.scale_x)
         down = _Axis(pixels.size.height, self._slide_size.height / frame.scale_y)
         widths = units_on_slide(box.x, box.right, across.length)
@@ -158,15 +270,14 @@ class MaskLabels:
             rows = down.under(top, bottom)
             if not rows or not columns:
                 continue  # it lies off the slide
-            with self._told(*_DAMAGE):
+            with told(self._path, *_DAMAGE):
                 values = pixels.read(Box(columns[0], rows[0], len(columns), len(rows)))
             for first, last in _parts(top, bottom, most):
                 near = down.under(first, last)
                 lines = values[near.start - rows.start : near.stop - rows.start]
                 part = Box(box.x, first, box.width, last - first)
-                heights = units_on_slide(first, last, down.length)
                 steps = _steps(lines, table, near, columns, down, across, part)
-                mask[first - box.y : last - box.y] = most_covered(steps, heights, widths, rest)
+                mask[first - box.y : last - box.y] = settle(steps, part, widths)
         return mask
 
     def _read_centres(self, box: Box, frame: Frame, table: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -186,14 +297,14 @@ class MaskLabels:
             part = Box(
                 int(columns[0]), int(rows[start]), width, int(rows[end - 1] - rows[start]) + 1
             )
-            with self._told(*_DAMAGE):
+            with told(self._path, *_DAMAGE):
                 values = pixels.read(part)
             mask[start:end] = table[values[(rows[start:end] - part.y)[:, None], columns - part.x]]
             start = end
         return mask
 
     def _table(self, classes: ClassTable) -> NDArray[np.uint8]:
-        """The class index of each value, shape (256,)."""
+        """The class index of each class value, shape (256,)."""
         table = np.full(256, IGNORE, dtype=np.uint8)
         table[0] = self._unlabelled
         if any(map(_NUMBERED.fullmatch, (*self._rename, *classes.names))):
@@ -207,58 +318,65 @@ class MaskLabels:
             raise PathosegError(
                 f"{self._path} holds the value {max(self._pixels.colours)}, but the run has "
                 f"{len(classes) - 1} classes.",
-                "Name as many `classes` in the config as the mask has; 255 means ignored.",
+                "Name as many `classes` in the config as the mask has; 255 means ignored. "
+                + ("" if self._values == "instances" else _IF_NUMBERS),
             )
         table[1 : len(classes)] = np.arange(1, len(classes))
         return table
 
-    @cached_property
+    @property
     def _pixels(self) -> _Pixels | _Tiles:
+        return self._decoded[0]
+
+    @property
+    def _objects(self) -> ObjectNumbers | None:
+        """The objects of a mask of their numbers; None for another mask."""
+        return self._decoded[1]
+
+    @cached_property
+    def _decoded(self) -> tuple[_Pixels | _Tiles, ObjectNumbers | None]:
         binary = self._values == "binary"
         if self._tiled is not None:
-            with self._told(*_DAMAGE):
+            with told(self._path, *_DAMAGE):
                 found = self._tiled.values()
             self._refuse_no_indices(found)
-            return _Tiles(self._tiled, _colours(found, self._tiled.palette, binary), binary)
-        with self._open() as image:
-            with self._told(Exception):  # Pillow's decoders raise nearly everything
-                values, palette = np.asarray(image), image.getpalette() or []
-            found = _values_of(values)
-            self._refuse_no_indices(found)
-            indices = (values > 0).astype(np.uint8) if binary else values.astype(np.uint8)
-            return _Pixels.of(indices, _colours(found, palette, binary))
+            colours = _colours(found, self._tiled.palette, binary)
+            return _Tiles(self._tiled, colours, binary), None
+        values, palette = decoded(self._path)
+        if self._values == "instances":
+            return self._numbered(values)
+        found = _values_of(values)
+        self._refuse_no_indices(found)
+        indices = (values > 0).astype(np.uint8) if binary else values.astype(np.uint8)
+        return _Pixels.of(indices, _colours(found, palette, binary)), None
+
+    def _numbered(self, values: NDArray[Any]) -> tuple[_Pixels, ObjectNumbers]:
+        """The numbers of the objects, and what is known of them."""
+        classes, palette = None, list[int]()
+        if self._class_path is not None:
+            classes, palette = decoded(self._class_path)
+            _refuse_values(self._class_path, _values_of(classes), "Save it with fewer classes.")
+            classes = classes.astype(np.uint8)
+        size = self._slide_size
+        found, numbers = ObjectNumbers.of(self._path, values, self._ignored, classes, size)
+        used = set(np.unique(found.classes).tolist())
+        return _Pixels.of(numbers, _colours(used, palette, False)), found
 
     def _refuse_no_indices(self, values: Set[int]) -> None:
         if self._values == "binary":
             return
-        low, high = min(values), max(values)
-        if low < 0 or high > IGNORE:
-            raise PathosegError(
-                f"{self._path} holds the values {low} to {high}; class indices end at 254.",
-                'If it numbers instances, set `[annotations] mask = "binary"`.',
-            )
-        if high == IGNORE and values <= {BACKGROUND, IGNORE}:
+        _refuse_values(self._path, values, _IF_NUMBERS)
+        if max(values) == IGNORE and values <= {BACKGROUND, IGNORE}:
             raise PathosegError(
                 f"{self._path} holds no class: all of it is 0 or 255, and 255 means ignored.",
                 'If 255 is the foreground, set `[annotations] mask = "binary"`.',
             )
 
-    @contextmanager
-    def _told(self, *errors: type[Exception]) -> Iterator[None]:
-        try:
-            yield
-        except errors as error:
-            raise _unreadable(self._path, error) from error
 
-    def _open(self) -> ImageFile:
-        # Not Image.open: its bound is a global, below ours, and it would try 40 other formats.
-        kind = PngImageFile if self._path.suffix.lower() == ".png" else TiffImageFile
-        try:
-            return kind(self._path)
-        except Exception as error:  # Pillow's parsers raise nearly everything
-            raise _unreadable(self._path, error) from error
-
-
+_IF_NUMBERS = (
+    'If they number objects, set `[annotations] mask = "binary"` to learn where there are any, or '
+    '"instances" to separate them.'
+)
 _DAMAGE = (OSError, ValueError, RuntimeError)  # as `TiledMask` says
 
 
@@ -282,24 +400,27 @@ class _Tiles:
 
 @dataclass(frozen=True, slots=True)
 class _Pixels:
-    """Rows of indices in compressed bands, for many slides' masks are held at a time."""
+    """Rows of indices or numbers in compressed bands, for many slides' masks are held at a time."""
 
     size: Size
     colours: Mapping[int, Colour | None]
+    dtype: np.dtype[Any]
     bands: tuple[bytes, ...]
 
     @classmethod
-    def of(cls, indices: NDArray[np.uint8], colours: Mapping[int, Colour | None]) -> _Pixels:
-        height, width = indices.shape
-        bands = [indices[top : top + _BAND] for top in range(0, height, _BAND)]
+    def of(
+        cls, values: NDArray[np.uint8] | NDArray[np.uint16], colours: Mapping[int, Colour | None]
+    ) -> _Pixels:
+        height, width = values.shape
+        bands = [values[top : top + _BAND] for top in range(0, height, _BAND)]
         packed = tuple(zlib.compress(band.tobytes(), 1) for band in bands)
-        return cls(Size(width, height), colours, packed)
+        return cls(Size(width, height), colours, values.dtype, packed)
 
-    def read(self, box: Box) -> NDArray[np.uint8]:
+    def read(self, box: Box) -> NDArray[Any]:
         """The pixels of a box inside the mask."""
         first, last = box.y // _BAND, (box.bottom - 1) // _BAND
         text = b"".join(map(zlib.decompress, self.bands[first : last + 1]))
-        pixels = np.frombuffer(text, dtype=np.uint8).reshape(-1, self.size.width)
+        pixels = np.frombuffer(text, dtype=self.dtype).reshape(-1, self.size.width)
         top = box.y - first * _BAND
         return pixels[top : top + box.height, box.x : box.right]
 
@@ -330,8 +451,8 @@ class _Axis:
 
 
 def _steps(
-    values: NDArray[np.uint8],
-    table: NDArray[np.uint8],
+    values: NDArray[np.integer],
+    table: NDArray[np.integer],
     rows: range,
     columns: range,
     down: _Axis,
@@ -342,7 +463,7 @@ def _steps(
 
     Args:
         values: Of the mask's pixels where `rows` and `columns` cross.
-        table: The class index of each value; stretches of that of 0 are left out.
+        table: What each value stands for; stretches of what 0 stands for are left out.
         rows: Which rows these are.
         columns: Which columns.
         down: How rows lie over the frame.
@@ -379,7 +500,7 @@ def _steps(
         pixel,
         tall * UNIT - beyond,
         beyond,
-        np.arange(256),
+        np.arange(int(table.max()) + 1),
     )
 
 
@@ -404,20 +525,17 @@ def _colours(values: Set[int], palette: list[int], binary: bool) -> Mapping[int,
     }
 
 
+def _refuse_values(path: Path, values: Set[int], hint: str) -> None:
+    """Refuse values that are no class indices."""
+    low, high = min(values), max(values)
+    if low < 0 or high > IGNORE:
+        raise PathosegError(
+            f"{path} holds the values {low} to {high}; class indices end at 254.", hint
+        )
+
+
 def _palette_colour(palette: list[int], value: int) -> Colour | None:
     match palette[3 * value : 3 * value + 3]:
         case [red, green, blue]:
             return red, green, blue
     return None
-
-
-def _same_aspect(mask: Size, slide: Size) -> bool:
-    """Return True if the mask is the slide at one scale, with sides rounded up or down."""
-    return abs(mask.width * slide.height - mask.height * slide.width) <= slide.width + slide.height
-
-
-def _unreadable(path: Path, error: Exception) -> PathosegError:
-    return PathosegError(
-        f"{path} cannot be read as a mask: {type(error).__name__}: {error}.",
-        "Save it again as PNG or TIFF; values must be kept, so not as JPEG.",
-    )

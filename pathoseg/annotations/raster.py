@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from pathoseg.annotations.annotation import (
     BACKGROUND,
     IGNORE,
+    TOUCHING,
     UNCLASSIFIED,
     Annotation,
     AnnotationReport,
@@ -34,11 +35,14 @@ from pathoseg.annotations.coverage import (
     counted,
     ignore_outside,
     most_covered,
+    most_covering,
+    object_value,
     pixel_centres,
     rows_at_once,
     to_units,
     units_on_slide,
 )
+from pathoseg.annotations.object_colours import colours, near_outlines
 from pathoseg.annotations.outline import areal
 from pathoseg.annotations.scan_conversion import paint_centres
 from pathoseg.geometry import Box, Frame, Size
@@ -102,6 +106,7 @@ class PolygonLabels:
         self._regions: list[shapely.Geometry] = []
         self._of_interest: list[shapely.Geometry] = []
         self._shown: _Parts | None = None
+        self._colours = dict[float, NDArray[np.uint8]]()  # by distance
         self._working_out = Lock()
         self._classes: dict[str, Colour | None] = {}
         for region in regions:
@@ -152,6 +157,11 @@ class PolygonLabels:
         return self._path
 
     @property
+    def files(self) -> Sequence[Path]:
+        """The file of the outlines."""
+        return [self._path]
+
+    @property
     def report(self) -> AnnotationReport:
         """Counts of the objects in use and of those left out."""
         return self._report
@@ -174,22 +184,109 @@ class PolygonLabels:
         Raises:
             PathosegError: A class is not in `classes`.
         """
+        values = self._values(classes)
+        if self._by_centre:
+            mask = self._paint_centres(box, frame, values)
+        else:
+            interest = bool(self._of_interest)
+
+            def settle(steps: Steps, part: Box, widths: Ints) -> NDArray[np.uint8]:
+                height = self._slide_size.height / frame.scale_y
+                heights = units_on_slide(part.y, part.bottom, height)
+                return most_covered(steps, heights, widths, self._unlabelled, interest)
+
+            mask = self._paint_majority(box, frame, values, settle)
+        ignore_outside(mask, box, frame, self._slide_size)
+        return mask
+
+    def refuse_without_objects(self) -> None:
+        """Refuse nothing: every outline is an object."""
+
+    def object_counts(self, classes: ClassTable) -> Mapping[str, int]:
+        """Return the number of outlines in use of each class that is no background."""
+        report, counts = self._report, Counter[str]()
+        for name, count in report.outlines.items():
+            if name in classes.names:
+                counts[name] += count
+        if report.unclassified and report.fallback in classes.names:
+            counts[report.fallback] += report.unclassified
+        return counts
+
+    def objects(
+        self,
+        box: Box,
+        frame: Frame,
+        classes: ClassTable,
+        mask: NDArray[np.uint8],
+        apart: float = TOUCHING,
+    ) -> NDArray[np.uint8]:
+        """Return the object plane, as `Labels.objects` has it: every outline of a learnt class.
+
+        A multi-polygon has one colour: its parts are one object where they touch. What outlines
+        that are painted later cover is not the object's, be they objects, background or ignored.
+
+        Raises:
+            PathosegError: A class is not in `classes`, or more than 254 outlines lie on one spot.
+        """
+        values = self._values(classes)
+        distance = apart * max(frame.scale_x, frame.scale_y)
+        colour = np.append(self._coloured(distance), np.uint8(0))
+        learnt = (values != BACKGROUND) & (values != IGNORE) & (values != INTEREST) & (colour > 0)
+        if self._by_centre:
+            painted = self._paint_centres(box, frame, np.where(learnt, colour, 0))
+            return np.where((mask == BACKGROUND) | (mask == IGNORE), mask, painted)
+        of = np.where(learnt, object_value(values, colour), np.where(values == INTEREST, values, 0))
+
+        def settle(steps: Steps, part: Box, widths: Ints) -> NDArray[np.uint8]:
+            return most_covering(steps, mask[part.within(box)], widths)
+
+        return self._paint_majority(box, frame, of, settle)
+
+    def _values(self, classes: ClassTable) -> Ints:
+        """The class index of each region, and `INTEREST` for the regions of interest."""
         learnt = {name for name in self._names if name is not None and not is_ignored(name)}
         indices = dict(classes.indices(learnt, self._path))
         unnamed = IGNORE
         if self._fallback in classes.names or is_background(self._fallback):
             unnamed = classes.indices([self._fallback], self._path)[self._fallback]
         # -1, the regions of interest, finds the last one.
-        values = np.array(
+        return np.array(
             [unnamed if name is None else indices.get(name, IGNORE) for name in self._names]
             + [INTEREST]
         )
-        paint = self._paint_centres if self._by_centre else self._paint_majority
-        mask = paint(box, frame, values)
-        ignore_outside(mask, box, frame, self._slide_size)
-        return mask
 
-    def _paint_majority(self, box: Box, frame: Frame, values: Ints) -> NDArray[np.uint8]:
+    def _coloured(self, distance: float) -> NDArray[np.uint8]:
+        """The colour of each region, 0 for one of which nothing shows.
+
+        Args:
+            distance: Level-0 pixels within which two have different colours.
+        """
+        parts = self._parts
+        with self._working_out:
+            if distance not in self._colours:
+                shown = np.unique(parts.region[parts.region >= 0])
+                geometry = np.array([self._regions[one] for one in shown], dtype=object)
+                pairs = near_outlines(geometry, distance)
+                found = np.zeros(len(self._regions), np.uint8)
+                found[shown] = colours(len(shown), pairs, self._path)
+                self._colours[distance] = found
+            return self._colours[distance]
+
+    def _paint_majority(
+        self,
+        box: Box,
+        frame: Frame,
+        values: Ints,
+        settle: Callable[[Steps, Box, Ints], NDArray[np.uint8]],
+    ) -> NDArray[np.uint8]:
+        """Paint a box some rows at a time.
+
+        Args:
+            box: In pixels of `frame`.
+            frame: Their resolution.
+            values: Of each region, and last of the regions of interest.
+            settle: Makes pixels of the steps in a part of the box and the widths of its columns.
+        """
         left, top, width, height = frame.to_level0(box)
         near = self._parts.within(left, top, left + width, top + height)
         corners = int(shapely.get_num_coordinates(near.geometry).sum())
@@ -198,20 +295,14 @@ class PolygonLabels:
             middle = box.height // 2
             for top, bottom in ((0, middle), (middle, box.height)):
                 half = Box(box.x, box.y + top, box.width, bottom - top)
-                mask[top:bottom] = self._paint_majority(half, frame, values)
+                mask[top:bottom] = self._paint_majority(half, frame, values, settle)
             return mask
         value, edges = values[near.region], _Edges.of(near, frame)
         widths = units_on_slide(box.x, box.right, self._slide_size.width / frame.scale_x)
         rows = rows_at_once(box.width, len(np.unique(value)))
         for start in range(0, box.height, rows):
             part = Box(box.x, box.y + start, box.width, min(rows, box.height - start))
-            mask[start : start + rows] = most_covered(
-                edges.steps(part, value),
-                units_on_slide(part.y, part.bottom, self._slide_size.height / frame.scale_y),
-                widths,
-                self._unlabelled,
-                bool(self._of_interest),
-            )
+            mask[start : start + rows] = settle(edges.steps(part, value), part, widths)
         return mask
 
     def _paint_centres(self, box: Box, frame: Frame, values: Ints) -> NDArray[np.uint8]:

@@ -25,6 +25,7 @@ from pathoseg.annotations.annotation import (
     quoted,
 )
 from pathoseg.annotations.annotation_options import AnnotationOptions
+from pathoseg.annotations.mask_file import MASK_SUFFIXES
 from pathoseg.annotations.mask_image import MaskLabels
 from pathoseg.annotations.qupath_geojson import read_geojson
 from pathoseg.annotations.raster import PolygonLabels
@@ -34,7 +35,6 @@ from pathoseg.geometry import Size
 
 _GEOJSON = (".geojson", ".geojson.gz")
 _OUTLINES = (".geojson", ".geojson.gz", ".json", ".xml")
-_MASKS = (".png", ".tif", ".tiff")
 
 # More are seldom meant: instances or free-text names look like this.
 _MOST_UNNAMED = 32
@@ -52,9 +52,9 @@ def find_annotation(slide: Path, folder: Path | None) -> Path | None:
         PathosegError: There are several.
     """
     place = folder or slide.parent
-    suffixes = [*_OUTLINES, *(f"_mask{suffix}" for suffix in _MASKS)]
+    suffixes = [*_OUTLINES, *(f"_mask{suffix}" for suffix in MASK_SUFFIXES)]
     if place.resolve() != slide.parent.resolve():
-        suffixes += _MASKS
+        suffixes += MASK_SUFFIXES
     names = dict.fromkeys(stem + suffix for stem in _stems(slide) for suffix in suffixes)
     found = [place / name for name in names if (place / name).is_file()]
     if len(found) > 1:
@@ -116,7 +116,7 @@ def read_labels(
             wholly outside the slide.
     """
     name = path.name.lower()
-    if name.endswith(_MASKS):
+    if name.endswith(MASK_SUFFIXES):
         return MaskLabels(path, slide_size, options)
     if name.endswith(".xml"):
         file, frame = _read_xml(path, options), "full"
@@ -250,8 +250,9 @@ def class_table(labels: Sequence[Labels], wanted: tuple[str, ...] | None) -> Cla
     if wanted is None and len(names) > _MOST_UNNAMED:
         raise PathosegError(
             f"The annotations use {len(names)} classes, {names[0]} to {names[-1]}.",
-            "Name those to learn in the config's `classes`. If the values of masks number "
-            'instances, set `[annotations] mask = "binary"`.',
+            "Name those to learn in the config's `classes`. If the values of masks number objects, "
+            'set `[annotations] mask = "binary"` to learn where there are any, or "instances" to '
+            "separate them.",
         )
     most = IGNORE - 1
     if len(names) > most or len(set(names)) < len(names):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator
-from contextlib import closing
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import numpy as np
 import torch
@@ -21,6 +24,8 @@ from pathoseg.host_memory import give_back_freed_memory
 from pathoseg.inference.result_folder import SUMMARY
 from pathoseg.inference.segmenter import MaskRow, Segmenter, SlidePlan
 from pathoseg.outputs.mask_tiff import write_mask
+from pathoseg.outputs.object_files import ObjectWriter
+from pathoseg.outputs.objects import ObjectFinder, ObjectOptions
 from pathoseg.outputs.overlay import MaskThumbnail, thumbnail_frame, write_overlay
 from pathoseg.outputs.polygons import RegionTracer, write_regions
 from pathoseg.outputs.report import (
@@ -31,13 +36,18 @@ from pathoseg.outputs.report import (
     count_pixels,
     write_summary,
 )
+from pathoseg.outputs.stitch import HEIGHT_LEVELS
 from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide
+from pathoseg.tiles.stain import stain_densities
 from pathoseg.version import __version__
 
 MASK = "mask.ome.tiff"
 REGIONS = "regions.geojson"
 OVERLAY = "overlay.png"
+OBJECTS, OBJECT_TABLE = "objects.geojson", "objects.csv"
+
+_DEPTH = 1.0  # pixels, see `separate`: what docs/objects.md measures
 
 
 @dataclass(frozen=True)
@@ -89,7 +99,7 @@ def publish(
     segmenter: Segmenter,
     options: InferConfig,
 ) -> None:
-    """Write a slide's result into a folder: mask, outlines, overlay, and last the summary.
+    """Write a slide's result into a folder: mask, outlines, objects, overlay, last the summary.
 
     Args:
         name: The slide's name in the batch.
@@ -111,15 +121,20 @@ def publish(
     min_pixels = max(1, round(options.min_region_um2 / plan.output.mpp.mean**2))
     tracer = RegionTracer(options.simplify, min_pixels)
     outlines = f"{REGIONS}.gz" if options.compress_regions else REGIONS
-    with (
-        closing(rows),
-        GeoJsonWriter(folder / outlines, classes, options.region_type) as writer,
-    ):
+    objects: _Objects | None = None
+    with ExitStack() as stack:
+        stack.enter_context(closing(rows))
+        writer = GeoJsonWriter(folder / outlines, classes, options.region_type)
+        stack.enter_context(writer)
+        if segmenter.separates:
+            objects = stack.enter_context(_Objects(folder, plan, segmenter, options, min_pixels))
 
         def seen() -> Iterator[NDArray[np.uint8]]:
             nonlocal unread_tiles
             for row in rows:
                 band, unread_tiles = row.band, unread_tiles + row.unread_tiles
+                if objects is not None:
+                    objects.add(row.planes)
                 pixels.update(count_pixels(band, classes))
                 small.add(band)
                 regions.update(write_regions(writer, tracer.add(band), plan.output))
@@ -137,12 +152,21 @@ def publish(
             f"no region reaches {options.min_region_um2:g} µm² ([infer] min_region_um2), so "
             f"{outlines} is empty"
         )
+    if objects is not None:
+        warnings += objects.warnings()
     summary = Summary(
         slide=name,
         model=segmenter.model_id,
         mpp=plan.output.mpp,
         tissue_mm2=tissue,
-        classes=class_summaries(classes, pixels, regions, plan.output, tissue),
+        classes=class_summaries(
+            classes,
+            pixels,
+            regions,
+            plan.output,
+            tissue,
+            None if objects is None else objects.written,
+        ),
         tiles=TileCounts(len(plan.indices), plan.skipped, unread_tiles),
         unread_pixels=pixels[IGNORE],
         versions={"pathoseg": __version__, "torch": str(torch.__version__)},
@@ -151,3 +175,77 @@ def publish(
         level0=planned.level0,
     )
     write_summary(folder / SUMMARY, summary)
+
+
+class _Objects:
+    """Finds, measures and writes the objects of a slide while its rows arrive.
+
+    Args:
+        folder: Exists.
+        plan: The slide's.
+        segmenter: The model.
+        options: The form of the outputs.
+        min_pixels: The smallest object that is written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        plan: SlidePlan,
+        segmenter: Segmenter,
+        options: InferConfig,
+        min_pixels: int,
+    ) -> None:
+        self._frame, self._options = plan.output, options
+        extent = math.ceil(options.object_um / plan.output.mpp.mean)
+        how = ObjectOptions(round(_DEPTH * HEIGHT_LEVELS), extent, min_pixels, options.simplify)
+        self._finder = ObjectFinder(plan.output.size, how)
+        with ExitStack() as stack:
+            self._slide = stack.enter_context(segmenter.open(plan.slide))
+            table = folder / OBJECT_TABLE
+            self._writer = stack.enter_context(
+                ObjectWriter(folder / OBJECTS, table, segmenter.classes, plan.output)
+            )
+            self._stack = stack.pop_all()
+
+    @property
+    def written(self) -> Mapping[int, int]:
+        """Number of objects by class index."""
+        return self._writer.written
+
+    def add(self, planes: NDArray[np.uint8]) -> None:
+        """Take the next rows of the mask."""
+        for found in self._finder.add(planes):
+            region = read_region(self._slide, self._frame, found.box)
+            inside = found.labels > 0
+            if region.unread is not None:
+                inside &= ~region.unread
+            stains = np.full((*inside.shape, 2), np.nan, np.float32)
+            stains[inside] = stain_densities(region.pixels[inside])
+            self._writer.add(found, stains)
+
+    def warnings(self) -> list[str]:
+        """Return what is to be said of objects that are missing or cut."""
+        told, options = [], self._options
+        if self._writer.left_out:
+            told.append(
+                f"{self._writer.left_out} objects below {options.min_region_um2:g} µm² ([infer] "
+                "min_region_um2) are left out"
+            )
+        if self._writer.cut:
+            told.append(
+                f"{self._writer.cut} objects are larger than [infer] object_um "
+                f"({options.object_um:g}) allows for, and may be cut"
+            )
+        return told
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)

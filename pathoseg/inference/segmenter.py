@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from copy import copy
 from dataclasses import asdict, dataclass, replace
@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import IGNORE, ClassTable
 from pathoseg.config import Config
-from pathoseg.device import Arrival, amp_dtype, answer, memory_told, pick_device, to_inputs
+from pathoseg.device import amp_dtype, pick_device
 from pathoseg.errors import PathosegError
-from pathoseg.geometry import IMAGE, Box, Frame, ModelInput, Size
+from pathoseg.geometry import Box, Frame, ModelInput, Size
 from pathoseg.host_memory import LARGE, keep_freed_memory
+from pathoseg.inference.prediction import Context, predict
 from pathoseg.inference.windows import WindowOptions, Windows, most_pixels
 from pathoseg.interruption import Interruption
 from pathoseg.memory_size import parse_memory
@@ -32,6 +33,7 @@ from pathoseg.outputs.stitch import (
     Prediction,
     argmax,
     argmax_and_confidence,
+    object_planes,
     reach_down,
     stitch,
 )
@@ -40,7 +42,7 @@ from pathoseg.progress import progress_bar, say
 from pathoseg.slides.region import Region, read_region
 from pathoseg.slides.slide import Slide, model_frame, open_slide
 from pathoseg.tiles.grid import TileGrid
-from pathoseg.tiles.prefetch import in_background, prefetch_map
+from pathoseg.tiles.prefetch import in_background
 from pathoseg.tiles.slide_pool import SlidePool
 from pathoseg.tiles.stain import Method, StainNormaliser, fit_stain
 from pathoseg.tiles.tissue import Tissue, find_tissue
@@ -75,143 +77,6 @@ def default_margin(overlap: int, reach: int | None) -> int:
     if reach is not None and 2 * reach <= overlap:
         return reach
     return overlap // 4
-
-
-_Context = Mapping[str, NDArray[np.uint8]]
-_Read = tuple[int, bool, Region, _Context]
-_Group = list[tuple[int, Region, _Context]]
-_Batch = tuple[_Group, torch.Tensor, Arrival]
-
-
-def predict(
-    model: torch.nn.Module,
-    card: Bundle,
-    read: Callable[[int], Region],
-    rows: Iterable[Sequence[int]],
-    batch: int,
-    readers: int,
-    dtype: torch.dtype | None,
-    inside: Callable[[int], Box] | None = None,
-    context: Callable[[int], _Context] | None = None,
-) -> Generator[Prediction]:
-    """Predict the class probabilities of tiles, in their order.
-
-    No batch spans two rows, so that a row's probabilities do not depend on where one begins, and
-    all tiles of a batch have one size.
-
-    Args:
-        model: In eval mode, on its device.
-        card: Its normalisation.
-        read: Returns the pixels of a tile; called from `readers` threads.
-        rows: Numbers of tiles, row by row; pulled when reading gets there, by the thread that
-            predicts.
-        batch: The most tiles of a forward pass.
-        readers: Threads that read ahead.
-        dtype: Autocast precision, or None.
-        inside: Returns the part of a tile that is wanted, in its pixels: a network that has
-            `logits_inside` computes no more of it. None is all of each.
-        context: Reads the network's other inputs of a tile, by name, as `read` does the tile.
-
-    Yields:
-        The tile's number, its probabilities (classes, h, w) or (classes,) as the model's logits
-        are, on the model's device, and which pixels were unread (h, w), or None.
-
-    Raises:
-        PathosegError: The device's memory is too small, or an answer not finite or of wrong size.
-    """
-    device = next(model.parameters()).device
-    layout = _laid_out(model, card, device)
-    logits_inside: Any = getattr(model, "logits_inside", None)
-    if logits_inside is None:
-        inside = None
-    waiting = deque[_Batch]()
-
-    def read_tile(tile: tuple[int, bool]) -> _Read:
-        index, last = tile
-        return index, last, read(index), {} if context is None else context(index)
-
-    def batches(tiles: Iterator[_Read]) -> Iterator[_Group]:
-        group: _Group = []
-        for index, last, region, around in tiles:
-            if group and (
-                group[0][1].pixels.shape != region.pixels.shape
-                or (inside is not None and inside(group[0][0]) != inside(index))
-            ):
-                yield group
-                group = []
-            group.append((index, region, around))
-            if last:
-                yield group
-                group = []
-
-    with closing(prefetch_map(read_tile, _tiles(rows, batch), readers)) as tiles:
-        for group in batches(tiles):
-            images = np.stack([region.pixels for _, region, _ in group])
-            names = group[0][2]
-            others = {name: np.stack([around[name] for *_, around in group]) for name in names}
-            with (
-                torch.inference_mode(),
-                memory_told(
-                    f"A forward pass of {len(group)} tiles",
-                    "Lower [infer] batch or tile, or train with a smaller --tile.",
-                ),
-                torch.autocast(device.type, dtype, enabled=dtype is not None),
-            ):
-                seen = {IMAGE: images, **others} if others else images
-                inputs = to_inputs(seen, card.mean, card.std, device, layout)
-                if inside is None:
-                    logits = answer(model, inputs)
-                else:
-                    part = inside(group[0][0])
-                    logits = logits_inside(inputs, part)
-                    if logits.shape[-2:] != (part.height, part.width):
-                        wrong = f"{type(model).__name__}.logits_inside answers {(*logits.shape,)}"
-                        told = f"{wrong}, not {part.height} rows and {part.width} columns."
-                        raise PathosegError(told, "Let it return the logits of that part alone.")
-                chances = logits.float().contiguous().softmax(1)
-                waiting.append((group, chances, Arrival(chances.sum())))
-            # A batch is looked at while a device computes the next one.
-            while len(waiting) > 1 or (waiting and waiting[0][2].is_here):
-                yield from _checked(*waiting.popleft())
-        while waiting:
-            yield from _checked(*waiting.popleft())
-
-
-def _laid_out(model: torch.nn.Module, card: Bundle, device: torch.device) -> torch.memory_format:
-    """Lays a model's weights out channels-last, twice as fast on CPUs too, where it takes that."""
-    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in its stub
-    if card.model.is_factory:
-        blank = {
-            each.name: np.zeros((1, each.size, each.size, 3), np.uint8) for each in card.inputs
-        }
-        seen = blank if len(blank) > 1 else blank[IMAGE]
-        try:
-            with torch.inference_mode():
-                answer(model, to_inputs(seen, card.mean, card.std, device, torch.channels_last))
-        except RuntimeError:  # it asks for views that only the usual layout has
-            model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # not in its stub
-            return torch.contiguous_format
-    return torch.channels_last
-
-
-def _checked(group: _Group, chances: torch.Tensor, total: Arrival) -> Iterator[Prediction]:
-    """The predictions of a batch, unless the sum of its probabilities is not finite."""
-    if not np.isfinite(total.array()):
-        raise PathosegError(
-            f"The model answers tile {group[0][0]} with numbers that are not finite.",
-            "Its weights are broken or overflow: train again, or set [train] amp to none.",
-        )
-    for (index, region, _), chance in zip(group, chances, strict=True):
-        yield index, chance, region.unread
-
-
-def _tiles(rows: Iterable[Sequence[int]], batch: int) -> Iterator[tuple[int, bool]]:
-    """Every tile, and whether it is the last of its batch."""
-    for row in rows:
-        for start in range(0, len(row), batch):
-            *others, last = row[start : start + batch]
-            yield from ((index, False) for index in others)
-            yield last, True
 
 
 Mask = NDArray[np.uint8]
@@ -267,13 +132,20 @@ class MaskRow:
 
     Attributes:
         number: Number of the row, from 0 at the top.
-        band: Class indices (rows, width): all that no later row of tiles changes.
+        planes: All that no later row of tiles changes, shape (planes, rows, width), uint8: class
+            indices, and where objects are separated what `object_planes` says.
         unread_tiles: Tiles of the row with pixels that could not be read.
     """
 
     number: int
-    band: Mask
+    planes: Mask
     unread_tiles: int
+
+    @property
+    def band(self) -> Mask:
+        """Class indices, shape (rows, width)."""
+        classes: Mask = self.planes[0]
+        return classes
 
 
 def load_segmenter(bundle: Path, config: Config, factory: str | None) -> Segmenter:
@@ -331,6 +203,11 @@ class Segmenter:
         self._dtype = amp_dtype(device, config.train.amp)
         self._context = declared_inputs(model, card.mpp, self._tile[0])[1:]
         self._windows = self._choose_windows()
+
+    @property
+    def separates(self) -> bool:
+        """True if the model separates objects."""
+        return self.card.model.task == "objects"
 
     @property
     def tiling(self) -> Mapping[str, int] | None:
@@ -396,7 +273,12 @@ class Segmenter:
             PathosegError: The device's memory is too small.
             StoppedError: A signal came.
         """
-        with closing(self._rows(plan, interruption, finish=argmax_and_confidence)) as rows:
+        classes = len(self.classes)
+
+        def finish(maps: torch.Tensor) -> torch.Tensor:
+            return argmax_and_confidence(maps[:classes])
+
+        with closing(self._rows(plan, interruption, finish=finish)) as rows:
             for _, band, _ in rows:
                 yield band
 
@@ -422,7 +304,8 @@ class Segmenter:
             PathosegError: The device's memory is too small.
             StoppedError: A signal came.
         """
-        with closing(self._rows(plan, interruption, numbers)) as rows:
+        finish = object_planes if self.separates else _plane
+        with closing(self._rows(plan, interruption, numbers, finish=finish)) as rows:
             for row in rows:
                 yield MaskRow(*row)
 
@@ -431,7 +314,8 @@ class Segmenter:
         plan: SlidePlan,
         interruption: Interruption,
         numbers: Iterable[int] | None = None,
-        finish: Finish = argmax,
+        *,
+        finish: Finish,
     ) -> Generator[tuple[int, NDArray[Any], int]]:
         """As `rows`; bands are what `finish` makes of probabilities."""
         grid = plan.grid
@@ -453,7 +337,7 @@ class Segmenter:
 
         above = bisect_left(plan.indices, grid.first_of(start))
         with (
-            closing(SlidePool(self._open)) as slides,
+            closing(SlidePool(self.open)) as slides,
             closing(in_background(self._predict(plan, slides, wanted()), ahead=2)) as predictions,
             progress_bar(plan.slide.name, len(plan.indices), "tiles", done=above) as bar,
         ):
@@ -493,7 +377,8 @@ class Segmenter:
                 assert isinstance(plan.grid, TileGrid)
                 tiles = np.stack([chances.cpu().numpy() for _, chances, _ in predictions], axis=1)
                 return tiles.reshape(-1, plan.grid.rows, plan.grid.columns)
-            bands = self._joined(plan.grid, predictions, lambda chances: chances)
+            classes = len(self.classes)
+            bands = self._joined(plan.grid, predictions, lambda maps: maps[:classes])
             return np.concatenate(list(bands), axis=1)
 
     @property
@@ -538,11 +423,11 @@ class Segmenter:
         first: int = 0,
     ) -> Iterator[NDArray[Any]]:
         if isinstance(grid, Windows):
-            return grid.join(predictions, len(self.classes), finish, first)
+            return grid.join(predictions, self.card.model.channels, finish, first)
         margin = self._config.infer.margin
         if margin is None:
             margin = default_margin(grid.overlap, edge_reach(self._model))
-        return stitch(grid, predictions, len(self.classes), margin, finish, first)
+        return stitch(grid, predictions, self.card.model.channels, margin, finish, first)
 
     def _predict(
         self, plan: SlidePlan, slides: SlidePool, rows: Iterable[Sequence[int]]
@@ -557,7 +442,7 @@ class Segmenter:
         def read(index: int) -> Region:
             return read_box(plan.frame, plan.grid.box(index))
 
-        def around(index: int) -> _Context:
+        def around(index: int) -> Context:
             box, mpp = plan.grid.box(index), self.card.mpp
             return {
                 each.name: read_box(frame, each.around(box, mpp)).pixels
@@ -577,8 +462,13 @@ class Segmenter:
             around if plan.context else None,
         )
 
-    def _open(self, path: Path) -> Slide:
+    def open(self, path: Path) -> Slide:
+        """Open a slide as the batch's options say."""
         return open_slide(path, self._config.data.assume_mpp)
+
+
+def _plane(probabilities: torch.Tensor) -> torch.Tensor:
+    return argmax(probabilities)[None]
 
 
 def _coarse_rows(

@@ -54,7 +54,7 @@ from pathoseg.interruption import Interruption
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.fingerprint import Fingerprint
 
-_HEAD = struct.Struct("<8sQQQ")  # magic, rows of pixels, width, unread tiles
+_HEAD = struct.Struct("<8sQQQ")  # magic, rows of pixels of all planes, width, unread tiles
 _MAGIC = b"pathrow1"
 _ROW, _ROW_CLAIM = ".row", ".claim"
 
@@ -64,10 +64,11 @@ class SavedRows:
 
     Args:
         folder: Holds them; made by the process that leads.
+        planes: How many each row has.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, planes: int = 1) -> None:
+        self._folder, self._planes = folder, planes
 
     def listed(self) -> tuple[set[int], set[int]]:
         """List the folder.
@@ -101,11 +102,12 @@ class SavedRows:
             OSError: The disk is full or cannot be written.
         """
         draft = self._folder / f".{uuid4().hex[:8]}"
-        head = _HEAD.pack(_MAGIC, *row.band.shape, row.unread_tiles)
+        planes, height, width = row.planes.shape
+        head = _HEAD.pack(_MAGIC, planes * height, width, row.unread_tiles)
         try:
             with draft.open("wb") as file:
                 file.write(head)
-                file.write(zlib.compress(np.ascontiguousarray(row.band).data, level=1))
+                file.write(zlib.compress(np.ascontiguousarray(row.planes).data, level=1))
             draft.replace(self._file(row.number))
         finally:
             with suppress(OSError):
@@ -119,7 +121,8 @@ class SavedRows:
             magic, height, width, unread = _HEAD.unpack_from(data)
             if magic == _MAGIC:
                 pixels = zlib.decompress(data[_HEAD.size :], bufsize=height * width)
-                return MaskRow(row, np.frombuffer(pixels, np.uint8).reshape(height, width), unread)
+                planes = np.frombuffer(pixels, np.uint8).reshape(self._planes, -1, width)
+                return MaskRow(row, planes, unread)
         except FileNotFoundError:
             return None
         except (struct.error, zlib.error, ValueError):
@@ -503,7 +506,7 @@ class SlideJob:
 
     def _shared(self, plan: SlidePlan) -> SharedSlide:
         context = self._context
-        rows = SavedRows(self._rows)
+        rows = SavedRows(self._rows, 3 if context.segmenter.separates else 1)
         return SharedSlide(context.segmenter, plan, rows, context.leases, context.interruption)
 
     def _clear(self, but: tuple[str, ...]) -> None:

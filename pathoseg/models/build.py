@@ -24,11 +24,11 @@ def build_model(config: ModelConfig, factory: str | None = None) -> nn.Module:
         config: What to build.
         factory: The `module:factory` that the user named. Code of that name is imported only when
             it equals `config.name`: a bundle alone makes nothing run. It is called as
-            `factory(in_channels=3, classes=n, **options)`.
+            `factory(in_channels=3, classes=n, **options)`, n being `config.channels`.
 
     Returns:
-        A module whose forward takes images (n, 3, h, w) to logits (n, classes, h, w), or to
-        (n, classes) where the task is "classify". One of several inputs (`declared_inputs`) takes
+        A module whose forward takes images (n, 3, h, w) to logits (n, channels, h, w), or to
+        (n, channels) where the task is "classify". One of several inputs (`declared_inputs`) takes
         each by name.
 
     Raises:
@@ -42,7 +42,7 @@ def build_model(config: ModelConfig, factory: str | None = None) -> nn.Module:
         return _call_factory(config, factory)
     width = config.sizes["width"]
     if config.name in UNET_WIDTHS:
-        return UNet(config.classes, width, config.sizes["depth"], config.norm)
+        return UNet(config.channels, width, config.sizes["depth"], config.norm)
     return ResNetV2(config.classes, config.task, resnet_depth(config.name), width, config.norm)
 
 
@@ -174,7 +174,7 @@ def _call_factory(config: ModelConfig, factory: str | None) -> nn.Module:
             "Check the name, and that its folder is installed or on PYTHONPATH.",
         ) from error
     try:
-        model = make(in_channels=3, classes=config.classes, **config.options)
+        model = make(in_channels=3, classes=config.channels, **config.options)
     except Exception as error:  # as above
         raise PathosegError(
             f"{config.name} failed ({type(error).__name__}: {error}).",
@@ -192,7 +192,8 @@ def _check_logits(model: nn.Module, config: ModelConfig) -> None:
     """Runs one small black tile through a model that is not ours and looks at the shape."""
     multiple = tile_multiple(model)
     side = multiple * max(2, -(-64 // multiple))
-    wanted = (1, config.classes, side, side) if config.task == "segment" else (1, config.classes)
+    channels = config.channels
+    wanted = (1, channels) if config.task == "classify" else (1, channels, side, side)
     was_training = model.training
     try:
         with torch.no_grad():

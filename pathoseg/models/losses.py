@@ -30,15 +30,16 @@ def build_loss(
     """The loss that `config` describes, computed in float32 even of half-precision logits.
 
     Returns:
-        A function of logits and integer targets (255 is ignored) to a tensor of shape (n,). It
-        raises PathosegError where the class weights do not match the logits.
+        A function of logits and integer targets (255 is ignored) to a tensor of shape (n,); for
+        `objects`, of the answer (n, classes + 1, h, w) and targets (n, 2, h, w), the class and the
+        height. It raises PathosegError where the class weights do not match the logits.
 
     Raises:
         PathosegError: A weight is negative or not finite, all are 0, or tile labels meet Dice.
     """
-    dice = config.dice if config.dice is not None else float(task == "segment")
+    dice = config.dice if config.dice is not None else float(task != "classify")
     parts = {"cross_entropy": config.cross_entropy, "focal": config.focal, "dice": dice}
-    numbers = {**parts, "focal_gamma": config.focal_gamma}
+    numbers = {**parts, "focal_gamma": config.focal_gamma, "height": config.height}
     numbers |= {f"class_weights[{i}]": w for i, w in enumerate(config.class_weights or ())}
     for key, number in numbers.items():
         if not 0 <= number < math.inf:
@@ -69,7 +70,27 @@ def build_loss(
             total = total + dice * soft_dice(log_p, flat)
         return total
 
-    return loss
+    def with_height(answer: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        of_classes = loss(answer[:, :-1], targets[:, 0])
+        return of_classes + config.height * height_error(answer[:, -1], targets[:, 1])
+
+    return with_height if task == "objects" else loss
+
+
+def height_error(height: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Huber's loss of a sample's heights, its mean over the pixels where the height is known.
+
+    Args:
+        height: Shape (n, h, w).
+        targets: Likewise; negative where it is not known.
+
+    Returns:
+        (n,); 0 for a sample without known pixels.
+    """
+    known = targets >= 0
+    exact = height.to(torch.promote_types(height.dtype, torch.float32))
+    error = F.smooth_l1_loss(exact, targets.to(exact.dtype), reduction="none") * known
+    return error.flatten(1).sum(dim=1) / known.flatten(1).sum(dim=1).clamp(min=1)
 
 
 def cross_entropy(

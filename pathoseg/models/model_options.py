@@ -10,7 +10,7 @@ from typing import Literal
 
 from pathoseg.errors import PathosegError
 
-Task = Literal["segment", "classify"]
+Task = Literal["segment", "classify", "objects"]
 Norm = Literal["batch", "group", "instance"]
 Scalar = bool | int | float | str
 
@@ -27,7 +27,8 @@ class ModelConfig:
 
     Attributes:
         name: `unet`, `unet64`, `resnet<9n+2>_v2`, or `module:factory` for the user's own code.
-        task: "segment" answers every pixel, "classify" every tile (ResNets and factories).
+        task: "segment" answers every pixel, "classify" every tile (ResNets and factories),
+            "objects" every pixel and how far inside its object it lies (U-Nets and factories).
         classes: Number of classes, background included; 255 means ignored, so at most 255.
         width: Channels of the first block; None means what the name implies (ResNets: 16).
         depth: Poolings of a U-Net; None means 4.
@@ -55,6 +56,8 @@ class ModelConfig:
         self._check_size("depth", self.depth, 8)
         if self.name in UNET_WIDTHS and self.task == "classify":
             self._refuse("cannot classify tiles", "Choose resnet110_v2, or task `segment`.")
+        if resnet_depth(self.name) and self.task == "objects":
+            self._refuse("cannot separate objects", "Choose unet, or task `segment`.")
         if self.name not in UNET_WIDTHS and self.depth is not None:
             self._refuse("takes no depth", "Leave it out: a ResNet's depth stands in its name.")
         if self.is_factory and (self.width is not None or self.norm != "batch"):
@@ -69,6 +72,11 @@ class ModelConfig:
             width = self.width or UNET_WIDTHS[self.name]
             return {"width": width, "depth": self.depth or _UNET_DEPTH}
         return {} if self.is_factory else {"width": self.width or _RESNET_WIDTH}
+
+    @property
+    def channels(self) -> int:
+        """Channels of the answer: a logit of each class, and the height of `objects`."""
+        return self.classes + (self.task == "objects")
 
     @property
     def is_factory(self) -> bool:
@@ -114,6 +122,7 @@ class LossConfig:
         focal_gamma: How strongly the focal loss discounts what is classified well already.
         class_weights: Weight of each class, background first, in cross-entropy and focal loss;
             None means 1.
+        height: Weight of the error of the height where objects are separated.
     """
 
     cross_entropy: float = 1.0
@@ -121,3 +130,4 @@ class LossConfig:
     focal: float = 0.0
     focal_gamma: float = 2.0
     class_weights: tuple[float, ...] | None = None
+    height: float = 0.5

@@ -30,18 +30,18 @@ def class_dimensions(
         factory: As for `build_model`.
 
     Returns:
-        Name of each such parameter and buffer → the dimensions that count the classes; none where
-        its shape follows the classes in another way.
+        Name of each such parameter and buffer → the dimensions that count the channels of the
+        answer; none where its shape follows the classes in another way.
 
     Raises:
         PathosegError: The factory cannot make another number of classes, or names its tensors by
             class.
     """
-    ours = config.classes
-    others = ours + 1 if ours < MOST_CLASSES else ours - 1
+    more = 1 if config.classes < MOST_CLASSES else -1
     # Networks of pathoseg need no memory for their shapes; other code may not build without data.
     with nullcontext() if config.is_factory else torch.device("meta"):
-        twin = build_model(replace(config, classes=others), factory).state_dict()
+        twin = build_model(replace(config, classes=config.classes + more), factory).state_dict()
+    ours, others = config.channels, config.channels + more
     state = model.state_dict()
     if state.keys() != twin.keys():
         names = sorted(state.keys() ^ twin.keys())
@@ -63,7 +63,7 @@ def class_dimensions(
 def transfer(
     model: nn.Module,
     state: State,
-    classes: int,
+    channels: int,
     matches: Sequence[int | None],
     dimensions: Mapping[str, tuple[int, ...]],
 ) -> None:
@@ -72,8 +72,8 @@ def transfer(
     Args:
         model: Its own weights stay only where a class is new.
         state: Parameters and buffers of the earlier model, by name.
-        classes: How many classes the earlier model has.
-        matches: For each class of `model`, its index in the earlier model; None for a new class.
+        channels: Of the earlier model's answer.
+        matches: For each channel of `model`, its index in the earlier model; None for a new class.
         dimensions: What `class_dimensions` found.
 
     Raises:
@@ -89,7 +89,7 @@ def transfer(
         earlier, counted = state[name], dimensions.get(name, ())
         if name in dimensions and not counted:
             continue
-        expected = [classes if at in counted else size for at, size in enumerate(tensor.shape)]
+        expected = [channels if at in counted else size for at, size in enumerate(tensor.shape)]
         if list(earlier.shape) != expected:
             raise PathosegError(
                 f"The tensor {name} would have the shape {tuple(expected)}, but has "

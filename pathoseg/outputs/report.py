@@ -6,7 +6,7 @@ import csv
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from pathoseg.outputs.atomic import write_rows, write_text
 
 @dataclass(frozen=True, slots=True)
 class ClassSummary:
-    """The area and the regions of one class on a slide.
+    """The area, the regions and the objects of one class on a slide.
 
     Attributes:
         name: The class.
@@ -29,6 +29,8 @@ class ClassSummary:
         share_of_tissue: That area over the tissue's, 0 where there is no tissue. Above 1 where
             regions reach past the tissue.
         regions: Traced in regions.geojson.
+        objects: Separated in objects.geojson; None where the model separates none.
+        objects_per_mm2: Their number over the tissue's area.
     """
 
     name: str
@@ -36,6 +38,8 @@ class ClassSummary:
     area_mm2: float
     share_of_tissue: float
     regions: int
+    objects: int | None = None
+    objects_per_mm2: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,12 @@ class Summary:
     level0: Level0 | None = None
 
 
+SUMMARY_COLUMNS = (
+    *("slide", "class", "area_mm2", "share_of_tissue", "regions", "objects", "objects_per_mm2"),
+    *("tissue_mm2", "unread_mm2", "mpp", "model"),
+)
+
+
 def count_pixels(band: NDArray[np.uint8], classes: ClassTable) -> Counter[int]:
     """Count the pixels of a band by class index, 255 included."""
     values = (*range(1, len(classes)), IGNORE)
@@ -103,8 +113,9 @@ def class_summaries(
     regions: Mapping[int, int],
     mask: Frame,
     tissue_mm2: float,
+    objects: Mapping[int, int] | None = None,
 ) -> tuple[ClassSummary, ...]:
-    """Compute the area, share of tissue and number of regions of each class.
+    """Compute the area, share of tissue, and number of regions and objects of each class.
 
     Args:
         classes: Their names.
@@ -112,12 +123,18 @@ def class_summaries(
         regions: By class index, regions traced; likewise.
         mask: The mask's frame.
         tissue_mm2: Area of the tissue.
+        objects: By class index; None where the model separates none.
     """
     found = []
     for index, name in enumerate(classes.names, start=1):
         area = pixels.get(index, 0) * mask.pixel_area_mm2
         share = area / tissue_mm2 if tissue_mm2 > 0 else 0.0
-        found.append(ClassSummary(name, pixels.get(index, 0), area, share, regions.get(index, 0)))
+        one = ClassSummary(name, pixels.get(index, 0), area, share, regions.get(index, 0))
+        if objects is not None:
+            count = objects.get(index, 0)
+            density = count / tissue_mm2 if tissue_mm2 > 0 else 0.0
+            one = replace(one, objects=count, objects_per_mm2=density)
+        found.append(one)
     return tuple(found)
 
 
@@ -153,7 +170,7 @@ def read_summary(path: Path) -> Summary:
 
 
 def write_summary_table(path: Path, summaries: Iterable[Summary]) -> None:
-    """Write summary.csv: a row for each class of each slide.
+    """Write summary.csv: a row for each class of each slide; objects only where there are any.
 
     Raises:
         OSError: The disk is full or cannot be written.
@@ -165,11 +182,17 @@ def write_summary_table(path: Path, summaries: Iterable[Summary]) -> None:
             "area_mm2": f"{of.area_mm2:.9g}",
             "share_of_tissue": f"{of.share_of_tissue:.6g}",
             "regions": of.regions,
+            "objects": "" if of.objects is None else of.objects,
+            "objects_per_mm2": "" if of.objects_per_mm2 is None else f"{of.objects_per_mm2:.6g}",
+            "tissue_mm2": f"{summary.tissue_mm2:.9g}",
+            "unread_mm2": f"{summary.unread_pixels * summary.mpp.x * summary.mpp.y * 1e-6:.9g}",
+            "mpp": f"{summary.mpp.mean:.6g}",
+            "model": summary.model,
         }
         for summary in summaries
         for of in summary.classes
     )
-    write_rows(path, rows, ("slide", "class", "area_mm2", "share_of_tissue", "regions"))
+    write_rows(path, rows, SUMMARY_COLUMNS)
 
 
 def read_failures(path: Path) -> dict[str, PathosegError]:

@@ -40,9 +40,9 @@ def find_slides(folders: Sequence[Path], passed_over: Collection[Path] = ()) -> 
     A slide's name is its path relative to the folder that was given, with `/` between the parts.
 
     Left out are hidden files and folders; runs, bundles, results and caches of pathoseg, known by
-    the files in them; the data of MIRAX and VMS slides; index masks (`X_mask.png` or `.tif` of a
-    slide X); all but the first file of a DICOM series; and whatever is neither named like a slide
-    nor begins like one.
+    the files in them; the data of MIRAX and VMS slides; masks (`X_mask` and
+    `X_classes` `.png` or `.tif` of a slide X); all but the first file of a DICOM series; and
+    whatever is neither named like a slide nor begins like one.
 
     Args:
         folders: Where to look. A slide that two of them hold counts once.
@@ -141,10 +141,11 @@ def _stems(path: Path) -> Iterator[str]:
 
 
 def _is_mask(path: Path, stems: Collection[str]) -> bool:
-    """Return True if a file is the index mask of another: `X_mask.png` of `X.svs`."""
-    if path.suffix.lower() not in _MASK_SUFFIXES or not path.stem.endswith("_mask"):
+    """Return True if a file is a mask of another: `X_mask.png` or `X_classes.png` of `X.svs`."""
+    stem = path.stem.removesuffix("_mask").removesuffix("_classes")
+    if path.suffix.lower() not in _MASK_SUFFIXES or stem == path.stem:
         return False
-    return path.stem.removesuffix("_mask") in stems
+    return stem in stems
 
 
 def _first_of_series(slides: list[Path]) -> list[Path]:

@@ -76,13 +76,15 @@ def count_tiles_once(
         PathosegError: As `count_tiles`, or a file cannot be read or written.
     """
     try:
-        with labels.path.open("rb") as file:
-            content = hashlib.file_digest(file, "sha256").hexdigest()
+        contents = []
+        for each in labels.files:
+            with each.open("rb") as file:
+                contents.append(hashlib.file_digest(file, "sha256").hexdigest())
     except OSError as error:
         raise PathosegError(
             f"{labels.path} cannot be read ({error.strerror}).", "Check the file."
         ) from error
-    what = [content, asdict(options), asdict(frame), asdict(grid), classes.names]
+    what = [*contents, asdict(options), asdict(frame), asdict(grid), classes.names]
     digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
     path = folder / f"classes-{digest}.npy"
     try:

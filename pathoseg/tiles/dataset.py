@@ -8,7 +8,7 @@ from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import cv2
 import numpy as np
@@ -27,8 +27,21 @@ from pathoseg.tiles.transform import Augmentation
 _ORDER, _CHANGES, _PLACE = 0, 1, 2
 _NOTICED = 0.9  # part of a class's even share below which it is held back
 
-# Image, mask, and the network's other inputs by name.
-Sample = tuple[NDArray[np.uint8], NDArray[np.uint8], Mapping[str, NDArray[np.uint8]]]
+
+class Sample(NamedTuple):
+    """A tile of a step, varied.
+
+    Attributes:
+        image: RGB, shape (height, width, 3).
+        mask: Class indices, shape (height, width).
+        context: The network's other inputs by name.
+        objects: Colours of objects, shape (height, width); None where they are not learnt.
+    """
+
+    image: NDArray[np.uint8]
+    mask: NDArray[np.uint8]
+    context: Mapping[str, NDArray[np.uint8]]
+    objects: NDArray[np.uint8] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +68,15 @@ class Batch:
         masks: Class indices, shape (n, height, width), 255 ignored.
         samples: Where they come from.
         context: The network's other inputs by name, RGB, shape (n, size, size, 3).
+        objects: Colours of objects (`Labels.objects`), shape (n, height, width), 0 and 255 where
+            `masks` is; None where objects are not learnt.
     """
 
     images: NDArray[np.uint8]
     masks: NDArray[np.uint8]
     samples: tuple[SampleId, ...]
     context: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
+    objects: NDArray[np.uint8] | None = None
 
     def inputs(self, part: slice) -> Images:
         """Return the input of some samples, or their inputs by name where there are several."""
@@ -68,6 +84,10 @@ class Batch:
         if not self.context:
             return images
         return {IMAGE: images, **{name: seen[part] for name, seen in self.context.items()}}
+
+    def labels(self, part: slice) -> tuple[NDArray[np.uint8], NDArray[np.uint8] | None]:
+        """Return the masks of some samples, and their objects."""
+        return self.masks[part], None if self.objects is None else self.objects[part]
 
 
 def stacked(tiles: Sequence[Tile]) -> Images:
@@ -78,6 +98,15 @@ def stacked(tiles: Sequence[Tile]) -> Images:
         return images
     context = {name: np.stack([tile.context[name] for tile in tiles]) for name in names}
     return {IMAGE: images, **context}
+
+
+def stacked_labels(
+    tiles: Sequence[Tile],
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8] | None]:
+    """Return the masks of tiles (n, height, width), and their objects where they are learnt."""
+    masks = np.stack([tile.mask for tile in tiles])
+    objects = [tile.objects for tile in tiles if tile.objects is not None]
+    return masks, np.stack(objects) if objects else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,10 +264,14 @@ class TrainingSet:
             rng = self._rng(_PLACE, epoch, sample.position)
             tile = slide.read_near(sample.tile, rng, lambda mask: self._holds(mask, wanted))
         if self._augmentation is None:
-            return tile.image, tile.mask, tile.context
+            return Sample(tile.image, tile.mask, tile.context, tile.objects)
         rng = self._rng(_CHANGES, epoch, sample.position)
         context = {name: (seen, slide.ratios[name]) for name, seen in tile.context.items()}
-        return self._augmentation.together(tile.image, tile.mask, context, rng)
+        if tile.objects is None:
+            return Sample(*self._augmentation.together(tile.image, tile.mask, context, rng), None)
+        planes = np.stack([tile.mask, tile.objects], axis=-1)
+        image, planes, around = self._augmentation.together(tile.image, planes, context, rng)
+        return Sample(image, planes[..., 0], around, planes[..., 1])
 
     def batches(
         self, epoch: int, first_step: int = 0, rows: Sequence[int] | None = None
@@ -297,12 +330,16 @@ class TrainingSet:
         tile = self.slides[0].grid.tile
         images = np.empty((len(samples), tile.height, tile.width, 3), dtype=np.uint8)
         masks = np.empty(images.shape[:3], dtype=np.uint8)
+        objects = np.empty_like(masks) if self.slides[0].has_objects else None
         for row, future in enumerate(futures):
-            images[row], masks[row], _ = future.result()
-        others = [future.result()[2] for future in futures]
+            read = future.result()
+            images[row], masks[row] = read.image, read.mask
+            if objects is not None:
+                objects[row] = read.objects
+        others = [future.result().context for future in futures]
         names = others[0] if others else ()
         context = {name: np.stack([seen[name] for seen in others]) for name in names}
-        return Batch(images, masks, samples, context)
+        return Batch(images, masks, samples, context, objects)
 
     def _rng(self, *purpose: int) -> np.random.Generator:
         return np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=purpose))

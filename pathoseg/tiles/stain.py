@@ -129,6 +129,21 @@ def jitter_stains(
     return _map_logs(image, np.column_stack([scale, -_HED.T @ offsets]), np.eye(3), out)
 
 
+def stain_densities(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Return the optical density of hematoxylin and eosin, by Ruifrok and Johnston's unmixing.
+
+    Args:
+        pixels: RGB, shape (..., 3).
+
+    Returns:
+        Shape (..., 2); to base 10, of light relative to white (255).
+    """
+    light = np.maximum(np.arange(256), 1) / 255
+    density = -np.log10(light).astype(np.float32)[pixels]
+    unmixed: NDArray[np.float32] = density @ np.linalg.inv(_HED)[:, :2].astype(np.float32)
+    return unmixed
+
+
 def _map_logs(
     image: NDArray[np.uint8],
     affine: Matrix,

@@ -37,12 +37,15 @@ class Tile:
         unread: Number of pixels that could not be read.
         context: The network's other inputs by name, RGB, shape (size, size, 3), around the tile's
             centre; white outside the slide and where unread.
+        objects: Colours of objects as `Labels.objects` has them, shape (height, width), 0 and 255
+            where `mask` is; None where objects are not learnt.
     """
 
     image: NDArray[np.uint8]
     mask: NDArray[np.uint8]
     unread: int
     context: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
+    objects: NDArray[np.uint8] | None = None
 
 
 class TissueShare(Protocol):
@@ -65,6 +68,8 @@ class TileOptions:
         cache: Folder of the caches of all slides; None reads slides each time.
         codec: The compression of cached tiles.
         context: What the network sees beside the tile, around its centre.
+        apart: Pixels within which two objects differ in colour (`object_distance`); None where
+            objects are not learnt.
     """
 
     tile: int
@@ -74,6 +79,7 @@ class TileOptions:
     cache: Path | None = None
     codec: Codec = "lossless"
     context: tuple[ModelInput, ...] = ()
+    apart: float | None = None
 
 
 # Parts of the stride within which a place is looked for, one after the other.
@@ -164,6 +170,7 @@ class SlideTiles:
         classes: The classes of the masks.
         tissue: Of the grid's tiles; None where tiles are read on the grid alone.
         context: The network's other inputs, and the slide at the resolution of each.
+        apart: As in `TileOptions`.
 
     Attributes:
         ratios: Name of each of these inputs → pixels of the tile that one of its is wide.
@@ -181,6 +188,7 @@ class SlideTiles:
         classes: ClassTable,
         tissue: TissueGrid | None = None,
         context: Sequence[tuple[ModelInput, SlidePixels]] = (),
+        apart: float | None = None,
     ) -> None:
         self.slide, self.frame, self.cache = pixels.slide, pixels.frame, pixels.cache
         self.grid, self.indices, self.class_pixels = grid, indices, class_pixels
@@ -188,12 +196,18 @@ class SlideTiles:
         self.stain: StainNormaliser | None = None
         self.grid_pixels = class_pixels.sum(axis=0)
         self._pixels, self._tissue, self._context = pixels, tissue, context
+        self._apart = apart
         mpp = pixels.frame.mpp.x
         self.ratios = {each.name: each.ratio(mpp) for each, _ in context}
         self._step = math.lcm(*self.ratios.values())  # 1 without context
 
     def __len__(self) -> int:
         return len(self.indices)
+
+    @property
+    def has_objects(self) -> bool:
+        """Return True if tiles have an object plane."""
+        return self._apart is not None
 
     def box(self, position: int) -> Box:
         """Return the place of tile `position` (0 … len - 1) in pixels of the frame."""
@@ -270,11 +284,16 @@ class SlideTiles:
             each.name: self._stained(pixels.read(each.around(box, mpp)))
             for each, pixels in self._context
         }
+        objects = None
+        if self._apart is not None:
+            objects = self.labels.objects(box, self.frame, self.classes, mask, self._apart)
         image = self._stained(region)
         if region.unread is None:
-            return Tile(image, mask, 0, context)
+            return Tile(image, mask, 0, context, objects)
         mask[region.unread] = IGNORE
-        return Tile(image, mask, int(region.unread.sum()), context)
+        if objects is not None:
+            objects[region.unread] = IGNORE
+        return Tile(image, mask, int(region.unread.sum()), context, objects)
 
     def _stained(self, region: Region) -> NDArray[np.uint8]:
         return self.stain.apply(region.pixels) if self.stain else region.pixels
@@ -393,7 +412,15 @@ def cut_tiles(
             size, mpp = opened.size, opened.mpp
         context = [(each, pixels(Frame.at(size, mpp, each.mpp))) for each in options.context]
     tiles = SlideTiles(
-        pixels(frame), grid, indices, counts[indices], labels, classes, around, context
+        pixels(frame),
+        grid,
+        indices,
+        counts[indices],
+        labels,
+        classes,
+        around,
+        context,
+        options.apart,
     )
     tiles.grid_pixels = counts.sum(axis=0)
     return tiles

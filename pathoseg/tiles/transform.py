@@ -20,6 +20,7 @@ from pathoseg.tiles.tile_options import AugmentOptions
 Image = NDArray[np.uint8]
 
 _BEND = 128  # pixels between the knots of elastic displacements
+_ALL_IGNORED = (IGNORE,) * 4  # of up to four planes
 _STRIP = 2**16  # pixels whose source positions are computed at once, to stay in a core's cache
 
 
@@ -87,7 +88,8 @@ class Augmentation:
 
         Args:
             image: As for `__call__`; square where there is context.
-            mask: Likewise.
+            mask: Likewise; or several planes, shape (height, width, planes), such as class indices
+                and colours of objects, which move together.
             context: By name, RGB of shape (size, size, 3), and how many pixels of the tile one of
                 its pixels is wide.
             rng: Draws the same numbers with and without context.
@@ -95,17 +97,18 @@ class Augmentation:
         options = self._options
         changed, labels = np.empty(image.shape, np.uint8), np.empty(mask.shape, np.uint8)
         around = {name: np.empty(seen.shape, np.uint8) for name, (seen, _) in context.items()}
-        turns, mirror = _flip(mask.shape, rng) if options.flip else (0, False)
+        shape = mask.shape[:2]
+        turns, mirror = _flip(shape, rng) if options.flip else (0, False)
         if rng.random() < options.warp:
             turned, turned_labels = self._kept("image", image), self._kept("mask", mask)
             self._turn(image, turns, mirror, turned)
             self._turn(mask, turns, mirror, turned_labels)
-            warp = self._draw_warp(mask.shape, rng)
+            warp = self._draw_warp(shape, rng)
             self._warp(turned, turned_labels, warp, changed, labels)
             for name, (seen, ratio) in context.items():
                 turned = self._kept(f"context {name}", seen)
                 self._turn(seen, turns, mirror, turned)
-                _warp_context(turned, ratio, warp, mask.shape, around[name])
+                _warp_context(turned, ratio, warp, shape, around[name])
         else:
             self._turn(image, turns, mirror, changed)
             self._turn(mask, turns, mirror, labels)
@@ -156,7 +159,7 @@ class Augmentation:
     def _warp(self, image: Image, mask: Image, warp: _Warp, warped: Image, labels: Image) -> None:
         """Scales, rotates, shifts and bends in one interpolation."""
         cos, sin, bend = warp.cos, warp.sin, warp.bend
-        height, width = mask.shape
+        height, width = mask.shape[:2]
         across = np.arange(width, dtype=np.float32) - np.float32((width - 1) / 2)
         down = (np.arange(height, dtype=np.float32) - np.float32((height - 1) / 2))[:, None]
         rows = max(1, _STRIP // width)
@@ -172,7 +175,7 @@ class Augmentation:
             mirrored, nothing = cv2.BORDER_REFLECT_101, cv2.BORDER_CONSTANT
             cv2.remap(image, x, y, cv2.INTER_LINEAR, dst=warped[strip], borderMode=mirrored)
             cv2.remap(
-                mask, x, y, cv2.INTER_NEAREST, labels[strip], borderMode=nothing, borderValue=IGNORE
+                mask, x, y, cv2.INTER_NEAREST, labels[strip], nothing, borderValue=_ALL_IGNORED
             )
 
     def _kept(self, name: str, like: NDArray[Any]) -> NDArray[Any]:
@@ -193,6 +196,34 @@ class Augmentation:
             pipeline = self._own.pipeline = light_pipeline(self._options)
         pipeline.set_random_seed(int(rng.integers(2**31)))
         return np.asarray(pipeline(image=image)["image"], dtype=np.uint8)
+
+
+def object_distance(options: AugmentOptions, tile: int) -> float:
+    """Return the pixels within which two objects need different colours (`Labels.objects`).
+
+    Then no pixels of two objects of one colour touch, neither in a tile nor after augmentation.
+
+        a pixel of A | pixel of the new tile | √2 | its neighbour | a pixel of B
+           √2 / 2   <->  nearest: √2 / 2    <- √2 L ->   √2 / 2  <->  √2 / 2
+
+    Neighbours of the new tile come from places that are √2 L apart: L is the largest stretch from
+    the new tile to the old one, which is that of the scale and of the bend. Each place takes the
+    pixel that it lies in, and that has a point of its object. Displacements are normal, so L is a
+    bound but for bends of five standard deviations.
+
+    Args:
+        options: What is varied and how much.
+        tile: Side of a tile in pixels.
+    """
+    if not options.warp:
+        return 2 * math.sqrt(2) + _ROUNDING
+    spacing = tile / (math.ceil(tile / _BEND) + 1)  # of the knots
+    stretch = 1 / (1 - options.scale) + 5 * _STEEPEST * options.elastic / spacing
+    return math.sqrt(2) * (stretch + 2) + _ROUNDING
+
+
+_STEEPEST = 1.88  # deviation of the slope of a cubic between knots of deviation 1, 1 apart
+_ROUNDING = 0.1  # pixels: corners are taken to 1/256
 
 
 def _warp_context(

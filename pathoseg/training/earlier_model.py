@@ -163,11 +163,13 @@ def set_weights(
         return
     theirs = earlier.card.class_names
     matches = [0, *(theirs.index(name) + 1 if name in theirs else None for name in classes)]
+    channels = earlier.card.model.channels
+    matches += range(len(theirs) + 1, channels)  # what is no class's: the height of objects
     same = tuple(classes) == theirs
     try:
         # With the same classes all is taken, whatever it is in the network that counts them.
         counted = {} if same else class_dimensions(model, config, factory)
-        transfer(model, earlier.state, len(theirs) + 1, matches, counted)
+        transfer(model, earlier.state, channels, matches, counted)
     except PathosegError as error:
         raise PathosegError(f"{earlier.place}: {error.problem}", error.hint) from None
     say(f"From {earlier.place} ({earlier.card.model.name}, {earlier.card.mpp:g} µm per pixel).")

@@ -27,7 +27,7 @@ from pathoseg.tiles.slide_pool import SlidePool
 from pathoseg.tiles.stain import fit_stain
 from pathoseg.tiles.tiles import SlideTiles, TileOptions, cut_tiles
 from pathoseg.tiles.tissue import Tissue, find_tissue
-from pathoseg.tiles.transform import Augmentation
+from pathoseg.tiles.transform import Augmentation, object_distance
 from pathoseg.training.splits import Member
 
 
@@ -110,7 +110,7 @@ def read_slides(
     """Open every slide of the configured folders and read its labels.
 
     Args:
-        config: `data`, `annotations` and `tiles.mpp` are used.
+        config: `data`, `annotations`, `tiles.mpp` and `model.task` are used.
         classes: The classes to use instead of those found (a trained model's).
         skip_bad: Go on after a slide that cannot be used.
         only: Names of the slides to read; None is all.
@@ -158,6 +158,8 @@ def read_slides(
                 with open_slide(path, data.assume_mpp) as slide:
                     frame = model_frame(slide, config.tiles.mpp)
                     labels = read_labels(annotation, slide.size, slide.origin, options)
+                if config.model.task == "objects":
+                    labels.refuse_without_objects()
             except PathosegError as error:
                 if not skip_bad:
                     raise PathosegError(
@@ -356,6 +358,9 @@ def cut_with_tissue(
         cache=Path(config.tiles.cache) if config.tiles.cache else None,
         codec=config.tiles.codec,
         context=context,
+        apart=object_distance(config.augment, config.tiles.side)
+        if config.model.task == "objects"
+        else None,
     )
     with slides.borrow(source.slide) as slide:
         tissue = find_tissue(slide, config.tissue)

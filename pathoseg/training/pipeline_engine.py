@@ -93,7 +93,7 @@ class PipelineEngine:
         microbatches = Microbatches(
             [size] * self.round,
             lambda each: self._inputs(batch.inputs(own[each])),
-            lambda each: torch.from_numpy(self._task.targets(batch.masks[own[each]])).to(
+            lambda each: torch.from_numpy(self._task.targets(*batch.labels(own[each]))).to(
                 self._device
             ),
         )

@@ -45,6 +45,7 @@ class SlideFacts:
         padding: Share of the kept tiles that lies off the slide; nan without tiles.
         tissue_mm2: Tissue; nan where it was not asked.
         on_glass: By class, the share of its pixels off the tissue; empty where it was not asked.
+        objects: By class, how many there are; None where objects are not learnt.
     """
 
     member: Member
@@ -58,6 +59,7 @@ class SlideFacts:
     padding: float
     tissue_mm2: float = math.nan
     on_glass: Mapping[str, float] = field(default_factory=dict)
+    objects: Mapping[str, int] | None = None
 
     @property
     def slide_mm2(self) -> float:
@@ -119,6 +121,7 @@ def slide_facts(
         _padding(tiles, member.split),
         math.nan if tissue is None else tissue.area_mm2,
         on_glass or {},
+        tiles.labels.object_counts(classes) if config.model.task == "objects" else None,
     )
 
 
@@ -170,6 +173,8 @@ def class_lines(facts: Sequence[SlideFacts], classes: ClassTable) -> Iterator[st
             tiles = sum(one.class_tiles[index] for one in with_it)
             area = sum(one.areas_mm2[index] for one in with_it)
             told = "" if math.isnan(area) else f", {area:.3g} mm²"
+            if objects := [one.objects.get(name, 0) for one in with_it if one.objects]:
+                told += f", {sum(objects):,} objects"
             slides = "slide" if len(own) == 1 else "slides"
             parts.append(
                 f"{len(with_it)} of {len(own)} {whose} {slides}, {tiles} {_tiles(tiles)}{told}"

@@ -1,4 +1,4 @@
-"""The tasks of a model, segment or classify: targets, and the judge of predictions."""
+"""The tasks of a model, segment, classify or objects: targets, and the judge of predictions."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
+import cv2
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pathoseg.annotations.annotation import ClassTable
+from pathoseg.annotations.annotation import IGNORE, ClassTable
 from pathoseg.models.metrics import Confusion, TileScores, accuracy_and_auc
 from pathoseg.tiles.class_pixels import class_counts
 from pathoseg.tiles.tiles import tile_labels
@@ -38,22 +39,32 @@ class Judge(Protocol):
 
 
 class Task(Protocol):
-    """The kind of answer that a model gives: a class for each pixel, or one for each tile."""
+    """The kind of answer that a model gives: a class for each pixel or tile, or objects."""
 
     @property
     def columns(self) -> Sequence[str]:
         """The names of the judge's figures beyond the fixed columns of metrics.csv."""
         ...
 
-    def targets(self, masks: NDArray[np.uint8]) -> NDArray[np.integer]:
-        """Return the targets of the loss, from masks (n, h, w) of class indices, 255 ignored."""
+    def targets(self, masks: NDArray[np.uint8], objects: NDArray[np.uint8] | None) -> NDArray[Any]:
+        """Return the targets of the loss.
+
+        Args:
+            masks: Class indices, shape (n, h, w), 255 ignored.
+            objects: Colours of objects, of the same shape, 0 where there is none and 255 where
+                unknown; None but for the task "objects".
+        """
         ...
 
     def judge(self) -> Judge: ...
 
 
-def make_task(kind: Literal["segment", "classify"], classes: ClassTable, min_cover: float) -> Task:
-    return _Segment(classes) if kind == "segment" else _Classify(classes, min_cover)
+def make_task(
+    kind: Literal["segment", "classify", "objects"], classes: ClassTable, min_cover: float
+) -> Task:
+    if kind == "classify":
+        return _Classify(classes, min_cover)
+    return _Segment(classes) if kind == "segment" else _Objects(classes)
 
 
 class _Segment:
@@ -61,7 +72,7 @@ class _Segment:
         self._classes = classes
         self.columns = [f"val_{what}_{name}" for what in ("dice", "iou") for name in classes.names]
 
-    def targets(self, masks: NDArray[np.uint8]) -> NDArray[np.integer]:
+    def targets(self, masks: NDArray[np.uint8], objects: NDArray[np.uint8] | None) -> NDArray[Any]:
         return masks
 
     def judge(self) -> Judge:
@@ -95,12 +106,91 @@ class _SegmentJudge:
         return -math.inf if math.isnan(mean) else mean
 
 
+class _Objects:
+    """Classes as `_Segment`, and of each pixel its depth inside its object, the height."""
+
+    def __init__(self, classes: ClassTable) -> None:
+        self._classes = classes
+        self.columns = [*_Segment(classes).columns, "val_height_error"]
+
+    def targets(self, masks: NDArray[np.uint8], objects: NDArray[np.uint8] | None) -> NDArray[Any]:
+        assert objects is not None
+        heights = [object_height(each) for each in objects]
+        return np.stack([masks.astype(np.float32), np.stack(heights)], axis=1)
+
+    def judge(self) -> Judge:
+        return _ObjectJudge(self._classes)
+
+
+MOST_HEIGHT = 31.0
+"""Pixels from an object's edge from which on its height does not rise."""
+
+
+def object_height(colours: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Return the distance of each pixel's centre from its object's edge, at most `MOST_HEIGHT`.
+
+    Args:
+        colours: Of objects, shape (h, w): 0 is none, 255 unknown, and objects that touch differ.
+
+    Returns:
+        Pixels, shape (h, w), 0 outside objects; -1 where an edge may lie nearer in what is unknown
+        or beyond the tile.
+    """
+    height = np.zeros(colours.shape, np.float32)
+    for colour in np.unique(colours):
+        if 0 < colour < IGNORE:
+            own = colours == colour
+            inside = (own | (colours == IGNORE)).astype(np.uint8)
+            to_edge = cv2.distanceTransform(inside, cv2.DIST_L2, cv2.DIST_MASK_PRECISE) - 0.5
+            np.copyto(height, to_edge.clip(max=MOST_HEIGHT), where=own)
+    known = np.pad((colours != IGNORE).astype(np.uint8), 1)
+    seen = cv2.distanceTransform(known, cv2.DIST_L2, cv2.DIST_MASK_PRECISE)[1:-1, 1:-1] - 0.5
+    height[height > seen] = -1
+    height[colours == IGNORE] = -1
+    return height
+
+
+class _ObjectJudge:
+    """Judges classes as `_SegmentJudge`, and heights by their error inside objects."""
+
+    def __init__(self, classes: ClassTable) -> None:
+        self._segment = _SegmentJudge(classes)
+        self._error, self._pixels = 0.0, 0
+
+    def add(self, logits: torch.Tensor, targets: torch.Tensor) -> None:
+        self._segment.add(logits[:, :-1], targets[:, 0].to(torch.uint8))
+        inside = targets[:, 1] > 0
+        error = (logits[:, -1].float() - targets[:, 1]).abs()[inside]
+        self._error += float(error.double().sum())
+        self._pixels += error.numel()
+
+    def seen(self) -> Seen:
+        return {**self._segment.seen(), "height": [self._error, self._pixels]}
+
+    def merge(self, seen: Seen) -> None:
+        self._segment.merge(seen)
+        error, pixels = seen["height"]
+        self._error, self._pixels = self._error + error, self._pixels + pixels
+
+    def figures(self) -> dict[str, float]:
+        return {**self._segment.figures(), "val_height_error": self._mean_error}
+
+    def score(self) -> float:
+        """Mean Dice less the heights' mean error, of which a tenth of a pixel is 0.01."""
+        error = 0.0 if math.isnan(self._mean_error) else self._mean_error
+        return self._segment.score() - 0.1 * error
+
+    @property
+    def _mean_error(self) -> float:
+        return self._error / self._pixels if self._pixels else math.nan
+
+
 class _Classify:
     def __init__(self, classes: ClassTable, min_cover: float) -> None:
         self._classes, self._min_cover = classes, min_cover
         self.columns = ["val_accuracy", *(f"val_auc_{name}" for name in classes.names)]
 
-    def targets(self, masks: NDArray[np.uint8]) -> NDArray[np.integer]:
+    def targets(self, masks: NDArray[np.uint8], objects: NDArray[np.uint8] | None) -> NDArray[Any]:
         return tile_labels(class_counts(masks, len(self._classes)), self._min_cover)
 
     def judge(self) -> Judge:

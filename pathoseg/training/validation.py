@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import ClassTable
-from pathoseg.tiles.dataset import stacked
+from pathoseg.tiles.dataset import stacked, stacked_labels
 from pathoseg.tiles.prefetch import prefetch_map
 from pathoseg.tiles.tiles import SlideTiles, Tile
 from pathoseg.training.engine import Engine, Loss
@@ -89,14 +89,16 @@ class Validation:
         for firsts, sizes, tiles in self._rounds(engine):
             images = {at: stacked(own) for at, own in tiles.items()}
             for at, logits in engine.predict(sizes, images).items():
-                masks = np.stack([tile.mask for tile in tiles[at]])
-                targets = torch.from_numpy(self._task.targets(masks)).to(logits.device)
+                masks, objects = stacked_labels(tiles[at])
+                targets = torch.from_numpy(self._task.targets(masks, objects)).to(logits.device)
                 with torch.inference_mode():
                     loss_sum += float(loss(logits, targets).sum())
                 judge.add(logits, targets)
                 row = self._shown - firsts[at]
                 if 0 <= row < sizes[at] and logits.ndim == 4:
-                    guess = logits[row].argmax(0).cpu().numpy().astype(np.uint8)
+                    guess = (
+                        logits[row, : len(self._classes)].argmax(0).cpu().numpy().astype(np.uint8)
+                    )
                     shown = comparison(tiles[at][row].image, masks[row], guess, self._classes)
                     picture = to_text(shown)
         whole = self._task.judge()

@@ -416,7 +416,7 @@ class _Check:
         return cells
 
 
-_CELL = "mm² · regions (none are counted in masks) · tiles"
+_CELL = "mm² · regions (none are counted in masks of classes) · tiles"
 _ROUNDING = 0.01  # share of what is of interest: labels end at whole pixels
 _MEASURES = ("Slides", "mm²", "Tiles")
 
@@ -440,7 +440,9 @@ def _parts(seen: _Seen, names: Sequence[str]) -> Iterator[str]:
 
 
 def _regions(facts: SlideFacts | None, name: str) -> int | str:
-    """Return the number of outlines of a class; empty for a mask, which has none."""
+    """Return the number of outlines or objects of a class; empty for a mask of classes."""
+    if facts is not None and facts.objects is not None:
+        return facts.objects.get(name, 0)
     if facts is None or facts.annotation.is_mask:
         return ""
     return facts.annotation.outlines.get(name, 0)

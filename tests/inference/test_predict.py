@@ -13,7 +13,7 @@ from torch import nn
 from pathoseg.device import MEAN, STD, to_input
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box
-from pathoseg.inference.segmenter import predict
+from pathoseg.inference.prediction import predict
 from pathoseg.models.bundle import Bundle
 from pathoseg.models.model_options import ModelConfig
 from pathoseg.outputs.stitch import Prediction

@@ -13,22 +13,24 @@ from hypothesis.extra import numpy as arrays
 from pathoseg.inference.segmenter import MaskRow
 from pathoseg.inference.slide_job import SavedRows
 
-BANDS = arrays.arrays(np.uint8, st.tuples(st.integers(1, 9), st.integers(1, 40)))
+PLANES = arrays.arrays(
+    np.uint8, st.tuples(st.sampled_from([1, 3]), st.integers(1, 9), st.integers(1, 40))
+)
 
 
-@given(BANDS, st.integers(0, 10**7), st.integers(0, 2**40), st.data())
+@given(PLANES, st.integers(0, 10**7), st.integers(0, 2**40), st.data())
 def test_a_row_comes_back_whole_or_not_at_all(
-    band: np.ndarray, number: int, unread: int, data: st.DataObject
+    planes: np.ndarray, number: int, unread: int, data: st.DataObject
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        rows = SavedRows(folder)
+        rows = SavedRows(folder, len(planes))
         assert rows.load(number) is None
-        rows.save(MaskRow(number, band, unread))
+        rows.save(MaskRow(number, planes, unread))
         [file] = folder.iterdir()
         back = rows.load(number)
         assert back is not None
-        np.testing.assert_array_equal(back.band, band)
+        np.testing.assert_array_equal(back.planes, planes)
         assert (back.number, back.unread_tiles) == (number, unread)
         assert rows.has(number)
 
@@ -41,7 +43,7 @@ def test_a_row_comes_back_whole_or_not_at_all(
 def test_what_lies_there_is_listed(tmp_path: Path) -> None:
     rows = SavedRows(tmp_path)
     for number in (3, 1, 1_234_567):
-        rows.save(MaskRow(number, np.zeros((2, 2), np.uint8), 0))
+        rows.save(MaskRow(number, np.zeros((1, 2, 2), np.uint8), 0))
     rows.claim(2).touch()
     (tmp_path / ".draft.row").touch()
     assert rows.listed() == ({1, 3, 1_234_567}, {2})

@@ -228,3 +228,22 @@ def test_tile_labels_have_no_dice() -> None:
     with pytest.raises(PathosegError, match="area"):
         build_loss(LossConfig(dice=1.0), task="classify")
     build_loss(LossConfig(), task="classify")
+
+
+@given(st.integers(1, 4), st.integers(0, 2**16), st.sampled_from([0.0, 0.5, 2.0]))
+def test_heights_count_where_they_are_known(n: int, seed: int, weight: float) -> None:
+    dice = torch.Generator().manual_seed(seed)
+    answer = 4 * torch.randn(n, 3, 5, 6, generator=dice, dtype=torch.double)
+    heights = torch.randint(-2, 6, (n, 5, 6), generator=dice)
+    heights[0] = -1
+    classes = torch.randint(0, 2, (n, 5, 6), generator=dice)
+    targets = torch.stack([classes, heights], dim=1)
+    found = build_loss(LossConfig(height=weight), "objects")(answer, targets)
+    alone = build_loss(LossConfig())(answer[:, :2], classes)
+    assert found[0] == alone[0]
+    for sample in range(1, n):
+        known = heights[sample].numpy() >= 0
+        error = np.abs(answer[sample, 2].numpy() - heights[sample].numpy())[known]
+        huber = np.where(error < 1, error**2 / 2, error - 0.5)
+        expected = float(alone[sample]) + weight * (huber.mean() if huber.size else 0)
+        assert float(found[sample]) == pytest.approx(expected)

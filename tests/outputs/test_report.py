@@ -18,6 +18,7 @@ from pathoseg.annotations.annotation import ClassTable
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Frame, Mpp, Size
 from pathoseg.outputs.report import (
+    SUMMARY_COLUMNS,
     Summary,
     TileCounts,
     class_summaries,
@@ -74,6 +75,8 @@ def test_a_summary_reads_back(tmp_path: Path) -> None:
         "area_mm2": pytest.approx(0.1),
         "share_of_tissue": pytest.approx(0.5),
         "regions": 3,
+        "objects": None,
+        "objects_per_mm2": None,
     }
     assert entries["tiles"] == {"done": 4, "skipped": 2, "unread": 1}
 
@@ -90,13 +93,15 @@ def test_another_file_is_no_summary(tmp_path: Path, text: str) -> None:
 
 def test_the_table_has_a_row_for_each_class_of_each_slide(tmp_path: Path) -> None:
     path = tmp_path / "summary.csv"
-    other = replace(SUMMARY, slide="case,2.svs", classes=SUMMARY.classes[:1])
+    pixels, regions, objects = {1: 400_000}, {1: 3}, {1: 50}
+    counted = class_summaries(CLASSES, pixels, regions, FRAME, 0.2, objects)
+    other = replace(SUMMARY, slide="case,2.svs", classes=counted[:1])
     write_summary_table(path, [SUMMARY, other])
     assert rows_of(path) == [
-        ["slide", "class", "area_mm2", "share_of_tissue", "regions"],
-        ["case 1.svs", "gland", "0.1", "0.5", "3"],
-        ["case 1.svs", 'Tumör, "in situ"', "0", "0", "0"],
-        ["case,2.svs", "gland", "0.1", "0.5", "3"],
+        [*SUMMARY_COLUMNS],
+        ["case 1.svs", "gland", "0.1", "0.5", "3", "", "", "0.2", "1.75e-06", "0.5", "a1b2"],
+        ["case 1.svs", 'Tumör, "in situ"', "0", "0", "0", "", "", "0.2", "1.75e-06", "0.5", "a1b2"],
+        ["case,2.svs", "gland", "0.1", "0.5", "3", "50", "250", "0.2", "1.75e-06", "0.5", "a1b2"],
     ]
     write_summary_table(path, [])
     assert len(rows_of(path)) == 1

@@ -30,6 +30,8 @@ class CountedTiles:
     """As many tiles as given counts, with images that name their tile; of SlideTiles, what a
     training set uses."""
 
+    has_objects = False
+
     def __init__(self, counts: Any, number: int = 0) -> None:
         self.class_pixels = np.array(counts, dtype=np.int64)
         self.grid = type("Grid", (), {"tile": type("Size", (), {"width": 2, "height": 2})})
@@ -205,6 +207,27 @@ def test_an_epoch_goes_on_where_it_stopped(make_bench: MakeBench) -> None:
         rest = list(real(make_bench, threads=1).batches(1, first))
         assert len(rest) == 10 - first
         assert all(map(equal, rest, whole[first:]))
+
+
+def test_objects_come_with_the_same_images_and_masks(make_bench: MakeBench) -> None:
+    """Two boxes a slide, of one object each, in batches and in some rows of them."""
+    training = real(make_bench)
+    cut = [
+        make_bench(f"{name}.svs", s).cut(offsets="random", apart=5.4)
+        for s, name in enumerate("abc")
+    ]
+    usual = {"offsets": "random", "balance": "class", "balance_limit": 4.0}
+    objects = TrainingSet(cut, 6, 7, augmentation=Augmentation(AugmentOptions()), **usual)
+    some = objects.batches(2, 6, [1, 4])
+    for batch, own, part in zip(training.batches(2, 6), objects.batches(2, 6), some, strict=True):
+        assert batch.objects is None
+        assert equal(batch, own)
+        assert own.objects is not None
+        assert part.objects is not None
+        unknown = own.masks == 255
+        assert ((own.objects == 255) == unknown).all()
+        assert (((own.objects == 1) | unknown) == (own.masks > 0)).all(), "they are far apart"
+        assert (part.objects == own.objects[[1, 4]]).all()
 
 
 @pytest.mark.parametrize("rows", [[], [2], [0, 3], [0, 1, 2, 3]])

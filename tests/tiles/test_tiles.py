@@ -127,7 +127,7 @@ def test_the_cache_changes_nothing(
 def test_the_cache_keeps_what_is_unread(make_bench: MakeBench, tmp_path: Path) -> None:
     bench = make_bench()
     bench.broken = Box(20, 20, 10, 10)
-    tiles = bench.cut(cache=tmp_path / "cache")
+    tiles = bench.cut(cache=tmp_path / "cache", apart=5.0)
     list(tiles.fill())
     direct = [bench.cut().read(position) for position in range(len(tiles))]
     assert sum(tile.unread for tile in direct) > 0
@@ -137,6 +137,9 @@ def test_the_cache_keeps_what_is_unread(make_bench: MakeBench, tmp_path: Path) -
         box, lost = tiles.box(position), one.mask == 255
         # What fails is left out by blocks of 256 px, or what a shard or a tile has of them.
         assert lost[plain.mask == 255].all()
+        assert one.objects is not None
+        assert ((one.objects == 255) == lost).all()
+        assert ((one.objects == 0) == (one.mask == 0)).all()
         assert (one.image[~lost] == plain.image[~lost]).all()
         assert (one.mask[~lost] == plain.mask[~lost]).all()
         assert one.unread == lost.sum() - (other.mask == 255).sum()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import cv2
@@ -13,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pathoseg.annotations.object_colours import colours, near_numbers, rows_of_cells
 from pathoseg.errors import PathosegError
 from pathoseg.tiles.tile_options import AugmentOptions
-from pathoseg.tiles.transform import Augmentation
+from pathoseg.tiles.transform import Augmentation, object_distance
 
 NOTHING = {
     "flip": False,
@@ -182,3 +184,51 @@ def test_context_moves_and_colours_as_its_tile(seed: int) -> None:
     ours = around["wide"][64:192, 64:192]
     inside = cv2.resize(labels, (128, 128), interpolation=cv2.INTER_AREA) == 0  # not mirrored
     assert np.abs(ours - theirs)[inside].max() <= 3
+
+
+@settings(max_examples=25)
+@given(
+    seed=st.integers(0, 2**32),
+    side=st.sampled_from([64, 150, 256]),
+    scale=st.sampled_from([0.0, 0.1, 0.5, 0.8]),
+    elastic=st.sampled_from([0.0, 6.0, 12.0]),
+    warp=st.sampled_from([0.0, 1.0]),
+)
+def test_objects_of_one_colour_never_touch_and_the_class_plane_is_as_without(
+    seed: int, side: int, scale: float, elastic: float, warp: float
+) -> None:
+    """Squares of 3 to 6 px, a pixel or more apart, coloured for the distance of the options."""
+    rng = np.random.default_rng(seed)
+    numbers = np.zeros((side, side), np.uint8)
+    for number in range(1, 254):
+        y, x = rng.integers(0, side - 6, 2)
+        size = rng.integers(3, 6)
+        if not numbers[y : y + size, x : x + size].any():
+            numbers[y : y + size, x : x + size] = number
+    options = AugmentOptions(warp=warp, scale=scale, elastic=elastic, blur=0.0, noise=0.0)
+    distance = object_distance(options, side)
+    rows = rows_of_cells(distance)
+    bands = (numbers[top : top + rows] for top in range(0, side, rows))
+    boxes = np.zeros((256, 4), np.int64)
+    for number in range(1, 254):
+        y, x = np.nonzero(numbers == number)
+        if len(y):
+            boxes[number] = x.min(), y.min(), x.max() + 1, y.max() + 1
+    pairs = near_numbers(bands, boxes, distance)
+    colour = np.append(0, colours(254, pairs, Path("x"))[1:]).astype(np.uint8)
+    mask = (numbers > 0).astype(np.uint8)
+    image = rng.integers(0, 256, (side, side, 3), np.uint8)
+    planes = np.stack([mask, colour[numbers], numbers], axis=-1)
+    augmentation = Augmentation(options)
+    alone = augmentation(image, mask, np.random.default_rng(seed))
+    found, planes, _ = augmentation.together(image, planes, {}, np.random.default_rng(seed))
+    assert (found == alone[0]).all()
+    assert (planes[..., 0] == alone[1]).all()
+    mask, painted, number = np.moveaxis(planes, -1, 0)
+    assert ((painted == 255) == (mask == 255)).all()
+    assert ((painted > 0) == (mask > 0)).all()
+    for down, right in ((0, 1), (1, 0), (1, 1), (1, -1)):
+        here = (slice(0, side - down), slice(max(0, -right), side - max(0, right)))
+        there = (slice(down, side), slice(max(0, right), side + min(0, right)))
+        one = (painted[here] == painted[there]) & (painted[here] > 0) & (painted[here] < 255)
+        assert (number[here] == number[there])[one].all()

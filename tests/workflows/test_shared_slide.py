@@ -156,7 +156,7 @@ def test_saved_rows_are_not_computed_again(
     assert isinstance(plan.grid, Windows if overlap is None else TileGrid)
     whole = _all(segmenter, plan)
     rows = SavedRows(tmp_path)
-    marked = {row.number: MaskRow(row.number, row.band ^ np.uint8(1), 5) for row in whole[2:4]}
+    marked = {row.number: MaskRow(row.number, row.planes ^ np.uint8(1), 5) for row in whole[2:4]}
     for row in marked.values():
         rows.save(row)
     (tmp_path / "000006.row").write_bytes(b"cut short")

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pathoseg.models.losses import build_loss
+from pathoseg.models.model_options import LossConfig
 from pathoseg.models.resnet_v2 import ResNetV2
 from pathoseg.models.unet import UNet
 
@@ -86,12 +88,24 @@ MODELS = {
     "resnet-v2": RuntimeModel(lambda: ResNetV2(CLASSES, depth=20, width=2)),
     "branches": RuntimeModel(Branches, "image", keeps_order=False),
     "dropout": RuntimeModel(Dropping),
+    # Separates objects: its last channel is their height (`pathoseg.models.losses`).
+    "objects": RuntimeModel(lambda: UNet(CLASSES + 1, width=4, depth=2)),
 }
 
 
+_OBJECT_LOSS = build_loss(LossConfig(), "objects")
+
+
 def per_sample_loss(returned: Any, targets: Tensor) -> Tensor:
-    """Cross-entropy, averaged over a sample's pixels; later outputs count less."""
+    """Cross-entropy, averaged over a sample's pixels; later outputs count less.
+
+    Where objects are separated it is the product's own loss, and of some pixels the height is not
+    known.
+    """
     outputs = returned if isinstance(returned, tuple) else (returned,)
+    if outputs[0].shape[1] == CLASSES + 1:
+        heights = torch.where(targets == 0, -1, 3 * targets)
+        return _OBJECT_LOSS(outputs[0], torch.stack([targets, heights], dim=1))
     total = torch.zeros(())
     for weight, logits in zip((1.0, 0.4), outputs, strict=False):
         entropy = F.cross_entropy(logits, targets, reduction="none").flatten(1).mean(1)

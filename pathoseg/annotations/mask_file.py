@@ -1,0 +1,110 @@
+"""Opens the PNG and TIFF files of masks, and refuses those that cannot be one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL.ImageFile import ImageFile
+from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import TiffImageFile
+
+from pathoseg.errors import PathosegError
+from pathoseg.geometry import Size
+
+MASK_SUFFIXES = (".png", ".tif", ".tiff")
+
+_LARGEST = 400_000_000
+_INDEX_MODES = {"1", "L", "P", "I", "I;16", "I;16B", "I;16L", "I;16N"}
+
+
+def open_mask(path: Path) -> ImageFile:
+    """Open a mask without decoding it.
+
+    Raises:
+        PathosegError: It is no PNG or TIFF.
+    """
+    # Not Image.open: its bound is a global, below ours, and it would try 40 other formats.
+    kind = PngImageFile if path.suffix.lower() == ".png" else TiffImageFile
+    with told(path, Exception):  # Pillow's parsers raise nearly everything
+        return kind(path)
+
+
+def decoded(path: Path) -> tuple[NDArray[Any], list[int]]:
+    """Return the values of a mask, shape (height, width), and its palette, empty without one.
+
+    Raises:
+        PathosegError: It cannot be decoded.
+    """
+    with open_mask(path) as image, told(path, Exception):  # Pillow's decoders likewise
+        return np.asarray(image), image.getpalette() or []
+
+
+def refuse_other_images(path: Path, image: ImageFile, slide_size: Size, is_tiled: bool) -> None:
+    """Refuse an image that cannot be the mask of a slide.
+
+    Args:
+        path: Its file.
+        image: The opened file.
+        slide_size: Level-0 pixels of the slide.
+        is_tiled: Whether it is read in parts, and may have any size.
+
+    Raises:
+        PathosegError: It is above 400 megapixels, has several channels, or another aspect.
+    """
+    size = Size(*image.size)
+    if size.pixels > _LARGEST and not is_tiled:
+        raise PathosegError(
+            f"{path} has {size.width} × {size.height} px; a mask may have {_LARGEST:,} pixels.",
+            "Save it smaller (any size with the slide's aspect will do), or, if it holds classes, "
+            "as an 8-bit tiled TIFF.",
+        )
+    if image.mode not in _INDEX_MODES:
+        raise PathosegError(
+            f"{path} holds {image.mode} pixels, not one class index or object number per pixel.",
+            "Save it as an 8-, 16- or 32-bit greyscale image of whole numbers, or with a palette.",
+        )
+    if not _same_aspect(size, slide_size):
+        raise PathosegError(
+            f"{path} has {size.width} × {size.height} px, another shape than its slide "
+            f"({slide_size.width} × {slide_size.height} px).",
+            "Use the mask of this slide, covering all of it.",
+        )
+
+
+def class_mask(path: Path) -> Path | None:
+    """Find the mask of the classes beside one of object numbers: `X_classes.png` of `X_mask.png`.
+
+    Raises:
+        PathosegError: There are several.
+    """
+    stem = path.stem.removesuffix("_mask")
+    files = [path.with_name(f"{stem}_classes{suffix}") for suffix in MASK_SUFFIXES]
+    found = [file for file in files if file.is_file()]
+    if len(found) > 1:
+        raise PathosegError(
+            f"{path} has several masks of classes: {', '.join(map(str, found))}.",
+            "Keep the one that counts.",
+        )
+    return found[0] if found else None
+
+
+@contextmanager
+def told(path: Path, *errors: type[Exception]) -> Iterator[None]:
+    """Turn errors of a decoder into that of a mask that cannot be read."""
+    try:
+        yield
+    except errors as error:
+        raise PathosegError(
+            f"{path} cannot be read as a mask: {type(error).__name__}: {error}.",
+            "Save it again as PNG or TIFF; values must be kept, so not as JPEG.",
+        ) from error
+
+
+def _same_aspect(mask: Size, slide: Size) -> bool:
+    """Return True if the mask is the slide at one scale, with sides rounded up or down."""
+    return abs(mask.width * slide.height - mask.height * slide.width) <= slide.width + slide.height
