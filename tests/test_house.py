@@ -65,7 +65,11 @@ WALLS: dict[str, set[str]] = {
     },
     "training": {*FLOWS, "outputs.atomic"},
     "inference": {*FLOWS, "outputs"},
-    "workflows": {*FLOWS, "outputs", "training", "inference", "parallel"},
+    "viewer": {
+        *("slides", "annotations", "outputs", "tiles.slide_pool"),
+        *("inference.result_folder", *GROUND),
+    },
+    "workflows": {*FLOWS, "outputs", "training", "inference", "viewer", "parallel"},
     "cli": {"config", "workflows", "errors", "version"},
     "__main__": {"cli", "errors"},
 }
@@ -80,7 +84,12 @@ ENTER_PARALLEL = {
 DOORS: dict[str, set[str]] = {
     "openslide": {"slides/openslide_reader.py"},
     "zarr": {"tiles/cache.py"},
-    "tifffile": {"slides/tiff_reader.py", "slides/tile_table.py", "outputs/mask_tiff.py"},
+    "tifffile": {
+        *("slides/tiff_reader.py", "slides/tile_table.py"),
+        *("outputs/mask_tiff.py", "outputs/mask_reader.py"),
+    },
+    "starlette": {"viewer/app.py"},
+    "uvicorn": {"workflows/view.py"},
     "imagecodecs": {"slides/tile_codec.py", "annotations/tiled_mask.py", "tiles/cache.py"},
     "simplejpeg": {"slides/jpeg_stream.py"},
     "mpi4py": {"parallel/comm/mpi.py"},

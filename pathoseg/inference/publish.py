@@ -29,6 +29,7 @@ from pathoseg.outputs.objects import ObjectFinder, ObjectOptions
 from pathoseg.outputs.overlay import MaskThumbnail, thumbnail_frame, write_overlay
 from pathoseg.outputs.polygons import RegionTracer, write_regions
 from pathoseg.outputs.report import (
+    Level0,
     Summary,
     TileCounts,
     class_summaries,
@@ -57,12 +58,14 @@ class PlannedSlide:
         plan: Its tiles.
         thumbnail: The frame of the overlay.
         picture: The slide in that frame: RGB, shape (height, width, 3), uint8.
+        level0: Its pixels.
         seconds: The time that this took.
     """
 
     plan: SlidePlan
     thumbnail: Frame
     picture: NDArray[np.uint8]
+    level0: Level0
     seconds: float
 
 
@@ -82,9 +85,10 @@ def plan_slide(slide: Path, segmenter: Segmenter, config: Config) -> PlannedSlid
         plan = segmenter.plan(opened)
         thumbnail = thumbnail_frame(opened.size, opened.mpp)
         size = thumbnail.size
+        level0 = Level0(opened.size, opened.mpp)
         picture = read_region(opened, thumbnail, Box(0, 0, size.width, size.height)).pixels
     give_back_freed_memory()  # finding tissue takes more of it than a row of tiles
-    return PlannedSlide(plan, thumbnail, picture, time.monotonic() - began)
+    return PlannedSlide(plan, thumbnail, picture, level0, time.monotonic() - began)
 
 
 def publish(
@@ -167,6 +171,7 @@ def publish(
         versions={"pathoseg": __version__, "torch": str(torch.__version__)},
         seconds={"plan": round(planned.seconds, 3), "segment": round(ended - began, 3)},
         warnings=tuple(warnings),
+        level0=planned.level0,
     )
     write_summary(folder / SUMMARY, summary)
 

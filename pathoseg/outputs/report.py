@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import IGNORE, ClassTable
 from pathoseg.errors import PathosegError
-from pathoseg.geometry import Frame, Mpp
+from pathoseg.geometry import Frame, Mpp, Size
 from pathoseg.outputs.atomic import write_rows, write_text
 
 
@@ -52,6 +52,19 @@ class TileCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class Level0:
+    """What coordinates of a result count.
+
+    Attributes:
+        size: Pixels of the slide's level 0, within its bounds.
+        mpp: Microns per such pixel.
+    """
+
+    size: Size
+    mpp: Mpp
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """The figures of one slide's result.
 
@@ -66,6 +79,7 @@ class Summary:
         versions: Program or library to version.
         seconds: Step of the work to its duration.
         warnings: Sentences for the user.
+        level0: Of the slide; None in results of earlier versions.
     """
 
     slide: str
@@ -78,6 +92,7 @@ class Summary:
     versions: Mapping[str, str]
     seconds: Mapping[str, float]
     warnings: tuple[str, ...] = ()
+    level0: Level0 | None = None
 
 
 SUMMARY_COLUMNS = (
@@ -144,6 +159,8 @@ def read_summary(path: Path) -> Summary:
         entries["classes"] = tuple(ClassSummary(**entry) for entry in entries["classes"])
         entries["tiles"] = TileCounts(**entries["tiles"])
         entries["warnings"] = tuple(entries.get("warnings", ()))
+        if level0 := entries.get("level0"):
+            entries["level0"] = Level0(Size(**level0["size"]), Mpp(**level0["mpp"]))
         return Summary(**entries)
     except (OSError, ValueError, TypeError, LookupError, RecursionError, PathosegError) as error:
         raise PathosegError(

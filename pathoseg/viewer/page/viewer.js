@@ -1,0 +1,773 @@
+// The viewer's page: a gallery of slides, and one slide with its layers, tables and keys.
+"use strict";
+
+const UNREAD = 255;
+const MAGNIFICATIONS = [1, 2, 5, 10, 20, 40];
+const MICRONS_AT_1X = 10; // a pixel of the screen at 1×, as objectives are named
+const POLL_MS = 2000;
+
+const at = (id) => document.getElementById(id);
+const round = (value, digits) => Number(value).toLocaleString("en", { maximumFractionDigits: digits });
+
+let slides = []; // of the gallery
+let slide = null; // the details of the one that is shown
+let osd = null; // OpenSeadragon's viewer
+let selected = null; // the region or object whose outline is drawn
+let opening = 0; // grows with each slide: answers to an earlier one are dropped
+let poll = null;
+const layers = new Map(); // kind -> { item, wanted }
+
+const state = {
+  prediction: true, opacity: 0.5, style: "filled", hidden: new Set(),
+  truth: false, difference: false, swipe: false, swipeAt: 0.5, probability: -1,
+  table: "regions", sort: "area", order: "desc", className: "", page: 0,
+};
+
+// --- small things ---------------------------------------------------------------------------
+
+function make(tag, properties = {}, ...children) {
+  const element = Object.assign(document.createElement(tag), properties);
+  element.append(...children);
+  return element;
+}
+
+async function get(path) {
+  let answer;
+  try {
+    answer = await fetch(path);
+  } catch {
+    throw new Error("The viewer in the terminal has ended.");
+  }
+  if (answer.status === 403) throw new Error(await answer.text());
+  const found = await answer.json();
+  if (!answer.ok) throw new Error(`${found.problem} ${found.hint}`.trim());
+  return found;
+}
+
+let toastTimer = null;
+function toast(text) {
+  at("toast").textContent = text;
+  at("toast").hidden = false;
+  clearTimeout(toastTimer);
+  toastTimer = setTimeout(() => { at("toast").hidden = true; }, 5000);
+}
+
+function told(promise) {
+  return promise.catch((error) => toast(error.message));
+}
+
+const colourOf = ([red, green, blue]) => `rgb(${red} ${green} ${blue})`;
+
+function dot(colour) {
+  const mark = make("i", { className: "dot" });
+  if (colour) mark.style.background = colourOf(colour); else mark.classList.add("hatch");
+  return mark;
+}
+
+function area(mm2) {
+  if (mm2 === null || mm2 === undefined) return "";
+  return mm2 >= 0.01 || mm2 === 0 ? `${round(mm2, 2)} mm²` : `${round(mm2 * 1e6, 0)} µm²`;
+}
+
+// --- the gallery ----------------------------------------------------------------------------
+
+const STATES = { done: "done", begun: "being segmented", failed: "failed", "cut short": "cut short" };
+
+function card(entry) {
+  const picture = make("div", { className: "picture" });
+  const body = make("div", { className: "body" });
+  if (STATES[entry.status]) {
+    body.append(make("span", { className: `state ${entry.status}`, textContent: STATES[entry.status] }));
+  }
+  body.append(make("div", { className: "name", textContent: entry.name }));
+  const rows = (entry.areas || []).map((one) => make("tr", {},
+    make("td", { textContent: one.name }),
+    make("td", { textContent: area(one.area_mm2) }),
+    make("td", { className: "soft", textContent: `${round(100 * one.share_of_tissue, 1)} %` })));
+  if (entry.unread_mm2 > 0) {
+    rows.push(make("tr", {}, make("td", {}, dot(null), "unread"), make("td", { textContent: area(entry.unread_mm2) }), make("td")));
+  }
+  const table = make("table", {}, ...rows);
+  body.append(table);
+  if (entry.annotated) body.append(make("div", { className: "soft", textContent: "annotated" }));
+  for (const text of [entry.problem, ...(entry.warnings || [])].filter(Boolean)) {
+    body.append(make("div", { className: "told", textContent: text }));
+  }
+  const button = make("button", { className: "slide-card", type: "button" }, picture, body);
+  button.dataset.name = entry.name;
+  button.addEventListener("click", () => told(showSlide(entry.id)));
+  return { button, picture, table, body, entry };
+}
+
+async function fillCard({ picture, table, body, entry }) {
+  const base = `api/slides/${entry.id}`;
+  try {
+    const details = await get(base);
+    picture.append(make("img", { src: `${base}/thumbnail/slide`, alt: "" }));
+    if (details.prediction) picture.append(make("img", { src: `${base}/thumbnail/prediction`, alt: "" }));
+    details.classes.forEach((one, row) => table.rows[row]?.cells[0].prepend(dot(one.colour)));
+    if (!entry.problem) {
+      details.problems.forEach((text) => body.append(make("div", { className: "told", textContent: text })));
+    }
+  } catch (error) {
+    if (!entry.problem) body.append(make("div", { className: "told", textContent: error.message }));
+  }
+}
+
+function drawGallery() {
+  const cards = slides.map(card);
+  // Files are opened for those in sight alone.
+  const watcher = new IntersectionObserver((seen) => {
+    for (const { isIntersecting, target } of seen) {
+      if (!isIntersecting) continue;
+      watcher.unobserve(target);
+      fillCard(cards.find((one) => one.button === target));
+    }
+  }, { root: at("gallery"), rootMargin: "200px" });
+  at("cards").replaceChildren(...cards.map((one) => one.button));
+  cards.forEach((one) => watcher.observe(one.button));
+  filterGallery();
+}
+
+function filterGallery() {
+  const words = at("filter").value.toLowerCase();
+  let shown = 0;
+  for (const button of at("cards").children) {
+    button.hidden = !button.dataset.name.toLowerCase().includes(words);
+    shown += !button.hidden;
+  }
+  at("count").textContent = `${shown} of ${slides.length} slides`;
+}
+
+function showGallery() {
+  opening += 1;
+  clearInterval(poll);
+  slide = null;
+  document.title = "pathoseg";
+  at("title").textContent = "";
+  at("slide").hidden = true;
+  at("gallery").hidden = false;
+  document.querySelectorAll(".of-slide").forEach((one) => { one.hidden = true; });
+  history.replaceState(null, "", location.pathname);
+}
+
+// --- a slide --------------------------------------------------------------------------------
+
+const base = () => `api/slides/${slide.id}`;
+const level0 = () => osd.world.getItemAt(0);
+
+function source(kind, query = "") {
+  const { id, width, height, tile, halvings } = slide;
+  const made = new OpenSeadragon.TileSource({ width, height, tileSize: tile, tileOverlap: 0, minLevel: 0, maxLevel: halvings });
+  const size = (level) => 2 ** (halvings - level);
+  made.getTileUrl = (level, x, y) => `api/slides/${id}/tile/${kind}/${halvings - level}/${x}/${y}${query}`;
+  // The last column and row may stand out by part of a pixel: drawn as large as they are,
+  // they lie where they belong.
+  made.getTileBounds = (level, x, y, isSource) => {
+    const step = size(level);
+    const w = Math.min(tile, Math.ceil(width / step) - x * tile);
+    const h = Math.min(tile, Math.ceil(height / step) - y * tile);
+    if (isSource) return new OpenSeadragon.Rect(0, 0, w, h);
+    const scale = step / width;
+    return new OpenSeadragon.Rect(x * tile * scale, y * tile * scale, w * scale, h * scale);
+  };
+  return made;
+}
+
+function makeViewer() {
+  // OpenSeadragon looks for this element before it adds an inline style, which the page's policy
+  // forbids (the style stands in viewer.css). Of another namespace it is no style to the browser.
+  const mark = document.createElementNS("urn:pathoseg", "style");
+  mark.setAttribute("data-openseadragon-mobile-css", "true");
+  document.head.append(mark);
+  osd = OpenSeadragon({
+    element: at("view"),
+    drawer: "canvas",
+    showNavigationControl: false,
+    showNavigator: true,
+    navigatorPosition: "TOP_RIGHT",
+    navigatorSizeRatio: 0.17,
+    navigatorBackground: "#ffffff",
+    navigatorBorderColor: "#dfe3ea",
+    navigatorDisplayRegionColor: "#7b3f98",
+    navigatorOpacity: 0.95,
+    animationTime: 0.35,
+    blendTime: 0,
+    immediateRender: true,
+    visibilityRatio: 0.25,
+    minZoomImageRatio: 0.7,
+    zoomPerScroll: 1.35,
+    smoothTileEdgesMinZoom: Infinity,
+    subPixelRoundingForTransparency: OpenSeadragon.SUBPIXEL_ROUNDING_OCCURRENCES.ALWAYS,
+    maxImageCacheCount: 300,
+    imageLoaderLimit: 8,
+    gestureSettingsMouse: { clickToZoom: false, dblClickToZoom: true },
+    gestureSettingsTouch: { clickToZoom: false },
+  });
+  osd.addHandler("update-viewport", drawMarks);
+  osd.addHandler("resize", drawMarks);
+  osd.addHandler("animation-finish", keepPlace);
+  osd.addHandler("tile-load-failed", () => askStatus());
+  osd.addHandler("canvas-click", (event) => {
+    if (event.quick) told(select(imagePoint(event.position)));
+  });
+  osd.addHandler("canvas-key", (event) => {
+    // Arrows are OpenSeadragon's; all else is ours, wherever the focus is.
+    event.preventDefaultAction = !event.originalEvent.key.startsWith("Arrow");
+  });
+  at("stage").addEventListener("mousemove", (event) => showPlace(event));
+  at("stage").addEventListener("mouseleave", () => { at("place").textContent = ""; });
+  at("swipe-line").addEventListener("pointerdown", (event) => at("swipe-line").setPointerCapture(event.pointerId));
+  at("swipe-line").addEventListener("pointermove", (event) => {
+    if (!event.buttons) return;
+    const box = at("stage").getBoundingClientRect();
+    state.swipeAt = Math.min(0.98, Math.max(0.02, (event.clientX - box.left) / box.width));
+    drawMarks();
+  });
+  for (const times of MAGNIFICATIONS) {
+    const button = make("button", { type: "button", textContent: `${times}×`, title: `An objective of ${times}×` });
+    button.dataset.times = times;
+    button.addEventListener("click", () => zoomTo(times));
+    at("magnification").append(button);
+  }
+}
+
+async function showSlide(id, place = null) {
+  const turn = ++opening;
+  clearInterval(poll);
+  const details = await get(`api/slides/${id}`).catch((error) => ({ ...slides[id], failed: error.message }));
+  if (turn !== opening) return;
+  slide = details;
+  selected = null;
+  state.hidden.clear();
+  state.page = 0;
+  state.className = "";
+  state.probability = -1;
+  document.title = `${slide.name} · pathoseg`;
+  at("title").textContent = slide.name;
+  at("gallery").hidden = true;
+  at("slide").hidden = false;
+  at("card").hidden = true;
+  document.querySelectorAll(".of-slide").forEach((one) => { one.hidden = false; });
+  layers.clear();
+  if (!osd) makeViewer();
+  if (slide.failed) {
+    osd.close();
+    drawProblems([slide.failed]);
+    at("tabs").replaceChildren();
+    at("tab-layers").replaceChildren();
+    showTab("layers");
+    return;
+  }
+  drawProblems([...(slide.problem ? [slide.problem] : []), ...slide.problems]);
+  drawTabs();
+  drawPanel();
+  showTab("layers");
+  osd.maxZoomPixelRatio = osd.viewport ? Math.max(4, slide.mpp[0] * 8) : 8;
+  osd.addOnceHandler("open", () => {
+    osd.viewport.maxZoomPixelRatio = Math.max(4, slide.mpp[0] * 8);
+    osd.viewport.goHome(true);
+    if (place) moveTo(place.x, place.y, place.times, true);
+    drawLayers();
+    drawMarks();
+    keepPlace();
+  });
+  osd.open(source("slide"));
+  poll = setInterval(askStatus, POLL_MS);
+  if (slide.truth) {
+    // Annotations may be large: the slide is there before them.
+    get(`${base()}/truth`).then((found) => {
+      if (turn !== opening) return;
+      slide.classes = found.classes;
+      if (!slide.prediction) state.truth = true;
+      drawPanel();
+      drawLayers();
+    }).catch((error) => drawProblems([...slide.problems, error.message]));
+  }
+}
+
+async function askStatus() {
+  const turn = opening;
+  try {
+    const found = await get(`${base()}/status`);
+    if (turn !== opening || !slide) return;
+    drawProblems([...(slide.problem ? [slide.problem] : []), ...found.problems]);
+  } catch (error) {
+    if (turn === opening) toast(error.message);
+  }
+}
+
+function drawProblems(problems) {
+  const unlike = [...new Set([...problems, ...(slide.warnings || [])])];
+  const shown = [...at("problems").children].map((one) => one.textContent);
+  if (shown.join("\n") === unlike.join("\n")) return;
+  at("problems").replaceChildren(...unlike.map((text) => make("p", { textContent: text })));
+}
+
+// --- layers ---------------------------------------------------------------------------------
+
+function shownClasses() {
+  const all = [...slide.classes.map((one) => one.index), UNREAD];
+  return all.filter((index) => !state.hidden.has(index)).join(",");
+}
+
+// Lines have to be seen where areas let the tissue through.
+const opacityOf = (style) => (style === "filled" ? state.opacity : Math.min(1, 2 * state.opacity));
+
+function wantedLayers() {
+  const show = shownClasses();
+  const both = state.swipe && slide.difference;
+  const wanted = new Map();
+  if (slide.prediction && state.prediction && !state.difference) {
+    wanted.set("prediction", { query: `?show=${show}&style=${state.style}`, opacity: opacityOf(state.style) });
+  }
+  if (slide.truth && (state.truth || both) && !state.difference) {
+    const style = both || !slide.prediction ? state.style : "outlines";
+    wanted.set("truth", { query: `?show=${show}&style=${style}`, opacity: opacityOf(style) });
+  }
+  if (slide.difference && state.difference) {
+    wanted.set("difference", { query: `?show=${show}`, opacity: Math.max(0.3, state.opacity) });
+  }
+  if (state.probability >= 0) {
+    wanted.set("probability", { query: `?channel=${state.probability}`, opacity: state.opacity });
+  }
+  return wanted;
+}
+
+function drawLayers() {
+  if (!slide || !osd.isOpen()) return;
+  const wanted = wantedLayers();
+  for (const kind of ["probability", "prediction", "truth", "difference"]) setLayer(kind, wanted.get(kind));
+  drawMarks();
+}
+
+function setLayer(kind, wanted) {
+  const layer = layers.get(kind) || { item: null, wanted: null };
+  layers.set(kind, layer);
+  const before = layer.wanted;
+  layer.wanted = wanted || null;
+  if (!wanted) {
+    if (layer.item) osd.world.removeItem(layer.item);
+    layer.item = null;
+    return;
+  }
+  if (before && before.query === wanted.query) {
+    if (layer.item) layer.item.setOpacity(wanted.opacity);
+    return;
+  }
+  const turn = opening;
+  osd.addTiledImage({
+    tileSource: source(kind, wanted.query),
+    opacity: layer.item ? 0 : wanted.opacity,
+    preload: true,
+    success: ({ item }) => {
+      if (turn !== opening || layer.wanted?.query !== wanted.query) {
+        osd.world.removeItem(item);
+        return;
+      }
+      const old = layer.item;
+      layer.item = item;
+      clips.delete(kind);
+      // What was there stays until its successor is complete.
+      const swap = () => {
+        if (layer.item === item) item.setOpacity(layer.wanted.opacity);
+        if (old && turn === opening && osd.world.getIndexOfItem(old) >= 0) osd.world.removeItem(old);
+        drawMarks();
+      };
+      if (!old || item.getFullyLoaded()) swap();
+      else item.whenFullyLoaded(swap);
+    },
+  });
+}
+
+// --- marks on top: scale bar, magnification, swipe line, the outline of what was clicked --------
+
+const clips = new Map(); // kind -> where it was cut last
+
+function cut(kind, left, right) {
+  const item = layers.get(kind)?.item;
+  const told = `${left} ${right}`;
+  if (!item || clips.get(kind) === told) return;
+  clips.set(kind, told);
+  item.setClip(left <= 0 && right >= slide.width ? null : new OpenSeadragon.Rect(left, 0, right - left, slide.height));
+}
+
+function screenMicrons() {
+  return slide.mpp[0] / level0().viewportToImageZoom(osd.viewport.getZoom(true));
+}
+
+function drawMarks() {
+  if (!slide || !osd || !osd.isOpen() || !level0()) return;
+  const microns = screenMicrons();
+  const longest = 150 * microns;
+  const power = 10 ** Math.floor(Math.log10(longest));
+  const length = [5, 2, 1].map((one) => one * power).find((one) => one <= longest);
+  at("scale-line").style.width = `${length / microns}px`;
+  at("scale-text").textContent = length >= 1000 ? `${length / 1000} mm` : `${round(length, 2)} µm`;
+  const times = MICRONS_AT_1X / microns;
+  for (const button of at("magnification").children) {
+    button.setAttribute("aria-pressed", Math.abs(times / button.dataset.times - 1) < 0.01);
+  }
+  const swipes = state.swipe && slide.difference && !state.difference;
+  at("swipe-line").hidden = !swipes;
+  if (swipes) {
+    const x = state.swipeAt * at("stage").clientWidth;
+    at("swipe-line").style.left = `${x}px`;
+    const cutAt = Math.min(slide.width, Math.max(0, imagePoint(new OpenSeadragon.Point(x, 0)).x));
+    cut("prediction", 0, cutAt);
+    cut("truth", cutAt, slide.width);
+  } else {
+    cut("prediction", 0, slide.width);
+    cut("truth", 0, slide.width);
+  }
+  const corner = osd.viewport.pixelFromPoint(level0().imageToViewportCoordinates(0, 0, true), true);
+  const scale = slide.mpp[0] / microns;
+  at("outline").setAttribute("transform", `matrix(${scale} 0 0 ${scale} ${corner.x} ${corner.y})`);
+}
+
+function imagePoint(pixel) {
+  return level0().viewportToImageCoordinates(osd.viewport.pointFromPixel(pixel, true), true);
+}
+
+function showPlace(event) {
+  if (!slide || !osd.isOpen()) return;
+  const box = at("stage").getBoundingClientRect();
+  const point = imagePoint(new OpenSeadragon.Point(event.clientX - box.left, event.clientY - box.top));
+  const inside = point.x >= 0 && point.y >= 0 && point.x < slide.width && point.y < slide.height;
+  const [x, y] = [Math.floor(point.x), Math.floor(point.y)];
+  const microns = `${round(point.x * slide.mpp[0], 1)}, ${round(point.y * slide.mpp[1], 1)} µm`;
+  at("place").textContent = inside ? `${microns}  ·  ${x}, ${y} px` : "";
+}
+
+// --- moving, and links to a place -----------------------------------------------------------
+
+function zoomTo(times) {
+  osd.viewport.zoomTo(level0().imageToViewportZoom(slide.mpp[0] * times / MICRONS_AT_1X));
+  osd.viewport.applyConstraints();
+}
+
+function zoomBy(factor) {
+  osd.viewport.zoomBy(factor);
+  osd.viewport.applyConstraints();
+}
+
+function moveTo(x, y, times, atOnce = false) {
+  osd.viewport.zoomTo(level0().imageToViewportZoom(slide.mpp[0] * times / MICRONS_AT_1X), null, atOnce);
+  osd.viewport.panTo(level0().imageToViewportCoordinates(x, y), atOnce);
+}
+
+function link() {
+  const centre = level0().viewportToImageCoordinates(osd.viewport.getCenter(true), true);
+  const times = MICRONS_AT_1X / screenMicrons();
+  const numbers = [Math.round(centre.x), Math.round(centre.y), Number(times.toPrecision(4))];
+  return `#${[encodeURIComponent(slide.name), ...numbers].join(",")}`;
+}
+
+function keepPlace() {
+  if (slide && osd.isOpen()) history.replaceState(null, "", link());
+}
+
+function linked() {
+  const [name, ...numbers] = location.hash.slice(1).split(",");
+  const found = slides.find((one) => one.name === decodeURIComponent(name));
+  const [x, y, times] = numbers.map(Number);
+  const place = [x, y, times].every(Number.isFinite) && times > 0 ? { x, y, times } : null;
+  return { found, place, given: name !== "" };
+}
+
+async function follow() {
+  const { found, place, given } = linked();
+  if (found && slide && found.id === slide.id && place) moveTo(place.x, place.y, place.times);
+  else if (found) await showSlide(found.id, place);
+  else {
+    if (given) toast("The slide of this link is not among those that are shown.");
+    if (slides.length === 1 && !given) await showSlide(0);
+    else showGallery();
+  }
+}
+
+async function copyLink() {
+  const address = new URL(link(), location.href).href;
+  try {
+    await navigator.clipboard.writeText(address);
+    toast("Copied. It opens here, and for who has the viewer's address with its token.");
+  } catch {
+    toast(address);
+  }
+}
+
+function step(by) {
+  if (slide && slides.length > 1) told(showSlide((slide.id + by + slides.length) % slides.length));
+}
+
+// --- what was clicked -----------------------------------------------------------------------
+
+async function select(point) {
+  const turn = opening;
+  const found = slide.tables.length ? await get(`${base()}/at?x=${point.x}&y=${point.y}`) : null;
+  if (turn !== opening) return;
+  if (found && found.reading !== undefined) {
+    toast(`The outlines are being read (${round(found.reading, 0)} so far): click again soon.`);
+    return;
+  }
+  showSelected(found);
+}
+
+function showSelected(found) {
+  selected = found;
+  at("outline").setAttribute("d", found ? found.rings.map(path).join("") : "");
+  at("card").hidden = !found;
+  document.querySelectorAll("#table tr.chosen").forEach((row) => row.classList.remove("chosen"));
+  if (!found) return;
+  const one = slide.classes.find((each) => each.name === found.class);
+  const rows = [
+    ["Area", `${round(found.area_um2, 1)} µm²`],
+    ["Position", `${round(found.x, 0)}, ${round(found.y, 0)} px`],
+    ...Object.entries(found.measurements).filter(([name]) => name !== "Area µm^2")
+      .map(([name, value]) => [name, round(value, Math.abs(value) < 10 ? 3 : 1)]),
+  ];
+  const close = make("button", { className: "close", textContent: "×", title: "Close (Esc)" });
+  close.addEventListener("click", () => showSelected(null));
+  at("card").replaceChildren(
+    close,
+    make("h3", {}, dot(one ? one.colour : [128, 128, 128]), found.class || "no class"),
+    make("table", {}, ...rows.map(([name, value]) => make("tr", {}, make("td", { textContent: name }), make("td", { textContent: value })))));
+  drawMarks();
+}
+
+function path(ring) {
+  let drawn = "";
+  for (let i = 0; i < ring.length; i += 2) drawn += `${i ? "L" : "M"}${ring[i]} ${ring[i + 1]}`;
+  return `${drawn}Z`;
+}
+
+// --- the panel at the side ------------------------------------------------------------------
+
+function drawTabs() {
+  const names = { layers: "Layers", regions: "Regions", objects: "Objects" };
+  at("tabs").replaceChildren(...["layers", ...slide.tables].map((tab) => {
+    const button = make("button", { type: "button", textContent: names[tab] });
+    button.dataset.tab = tab;
+    button.addEventListener("click", () => showTab(tab));
+    return button;
+  }));
+}
+
+function showTab(tab) {
+  for (const button of at("tabs").children) button.setAttribute("aria-pressed", button.dataset.tab === tab);
+  at("tab-layers").hidden = tab !== "layers";
+  at("tab-table").hidden = tab === "layers";
+  if (tab !== "layers") {
+    state.table = tab;
+    state.page = 0;
+    drawTableHead();
+    told(fillTable());
+  }
+}
+
+function checkbox(text, checked, changed, id) {
+  const box = make("input", { type: "checkbox", checked });
+  if (id) box.id = id;
+  box.addEventListener("change", () => changed(box.checked));
+  return make("label", {}, box, ...[text].flat());
+}
+
+function toggle(key, value = !state[key]) {
+  state[key] = value;
+  drawPanel();
+  drawLayers();
+}
+
+function setClass(index, shown) {
+  if (shown) state.hidden.delete(index); else state.hidden.add(index);
+  drawPanel();
+  drawLayers();
+}
+
+function setOpacity(value) {
+  state.opacity = Math.min(1, Math.max(0, Math.round(value * 20) / 20));
+  const slider = at("opacity");
+  if (slider) slider.value = state.opacity;
+  drawLayers();
+}
+
+function classRow(one, number) {
+  const text = [dot(one.colour), one.name, make("span", { className: "amount", textContent: area(one.area_mm2) })];
+  const row = checkbox(text, !state.hidden.has(one.index), (shown) => setClass(one.index, shown), `class-${one.index}`);
+  if (number < 10) row.title = `Key ${number}`;
+  return row;
+}
+
+function drawPanel() {
+  const parts = [];
+  const head = (text) => parts.push(make("h3", { textContent: text }));
+  if (slide.prediction) {
+    head("Prediction");
+    parts.push(checkbox("Shown", state.prediction, (on) => toggle("prediction", on), "show-prediction"));
+  }
+  if (slide.prediction || slide.truth) {
+    const slider = make("input", { type: "range", id: "opacity", min: 0, max: 1, step: 0.05, value: state.opacity, title: "Opacity ([ and ])" });
+    slider.setAttribute("aria-label", "Opacity");
+    slider.addEventListener("input", () => setOpacity(Number(slider.value)));
+    const choice = make("div", { className: "choice" }, ...["filled", "outlines"].map((style) => {
+      const button = make("button", { type: "button", id: style, textContent: style });
+      button.setAttribute("aria-pressed", state.style === style);
+      button.addEventListener("click", () => toggle("style", style));
+      return button;
+    }));
+    parts.push(slider, choice);
+    head("Classes");
+    parts.push(...slide.classes.map((one, i) => classRow(one, i + 1)));
+    if (slide.unread_mm2 > 0 || (slide.prediction && slide.unread_mm2 === undefined)) {
+      parts.push(classRow({ index: UNREAD, name: "unread", colour: null, area_mm2: slide.unread_mm2 }, 10));
+    }
+  }
+  if (slide.truth) {
+    head("Annotations");
+    parts.push(checkbox("Shown", state.truth, (on) => toggle("truth", on), "show-truth"));
+    if (slide.difference) {
+      parts.push(checkbox("Swipe: predicted left, annotated right", state.swipe, (on) => toggle("swipe", on), "show-swipe"));
+      parts.push(checkbox("Where they differ", state.difference, (on) => toggle("difference", on), "show-difference"));
+      if (state.difference) {
+        parts.push(...slide.differences.map((one) => make("label", {}, dot(one.colour), one.name)));
+      }
+    }
+  }
+  if (slide.probabilities.length) {
+    head("Probability");
+    const choices = ["none", ...slide.probabilities].map((name, i) => make("option", { value: i - 1, textContent: name, selected: i - 1 === state.probability }));
+    const select = make("select", { id: "probability" }, ...choices);
+    select.addEventListener("change", () => toggle("probability", Number(select.value)));
+    parts.push(select);
+  }
+  head("Slide");
+  const facts = [
+    ["File", slide.slide || "not at hand"],
+    ["Size", `${round(slide.width, 0)} × ${round(slide.height, 0)} px`],
+    ["Extent", `${round(slide.width * slide.mpp[0] / 1000, 2)} × ${round(slide.height * slide.mpp[1] / 1000, 2)} mm`],
+    ["Pixel", `${Number(slide.mpp[0].toPrecision(4))} µm`],
+    ...(slide.tissue_mm2 === undefined ? [] : [["Tissue", area(slide.tissue_mm2)], ["Model", slide.model]]),
+  ];
+  parts.push(make("table", { className: "facts" }, ...facts.map(([name, value]) => make("tr", {}, make("td", { className: "soft", textContent: name }), make("td", { textContent: value })))));
+  at("tab-layers").replaceChildren(...parts);
+}
+
+// --- the tables of regions and objects ------------------------------------------------------
+
+function drawTableHead() {
+  const columns = [["class", "Class"], ["area", "Area µm²"], ["x", "x px"], ["y", "y px"]];
+  at("table").tHead.replaceChildren(make("tr", {}, ...columns.map(([key, title]) => {
+    const arrow = state.sort === key ? (state.order === "desc" ? " ↓" : " ↑") : "";
+    const button = make("button", { type: "button", textContent: title + arrow });
+    button.addEventListener("click", () => {
+      state.order = state.sort === key && state.order === "desc" ? "asc" : "desc";
+      state.sort = key;
+      state.page = 0;
+      drawTableHead();
+      told(fillTable());
+    });
+    return make("th", {}, button);
+  })));
+  const all = make("option", { value: "", textContent: "all classes" });
+  at("table-class").replaceChildren(all, ...slide.classes.map((one) => make("option", { value: one.name, textContent: one.name, selected: one.name === state.className })));
+}
+
+async function fillTable() {
+  const turn = opening;
+  const asked = new URLSearchParams({ sort: state.sort, order: state.order, page: state.page });
+  if (state.className) asked.set("class", state.className);
+  const found = await get(`${base()}/table/${state.table}?${asked}`);
+  if (turn !== opening || at("tab-table").hidden) return;
+  if (found.reading !== undefined) {
+    at("table-count").textContent = `reading: ${round(found.reading, 0)}…`;
+    at("table").tBodies[0].replaceChildren();
+    setTimeout(() => { if (turn === opening) told(fillTable()); }, 500);
+    return;
+  }
+  at("table-count").textContent = round(found.total, 0);
+  at("table").tBodies[0].replaceChildren(...found.rows.map((one) => {
+    const known = slide.classes.find((each) => each.name === one.class);
+    const row = make("tr", {},
+      make("td", {}, dot(known ? known.colour : [128, 128, 128]), one.class),
+      make("td", { textContent: round(one.area_um2, 0) }),
+      make("td", { textContent: round(one.x, 0) }),
+      make("td", { textContent: round(one.y, 0) }));
+    row.addEventListener("click", () => told(jump(one, row)));
+    return row;
+  }));
+  const pages = Math.max(1, Math.ceil(found.total / found.rows_a_page));
+  at("page-number").textContent = `${state.page + 1} of ${round(pages, 0)}`;
+  at("page-back").disabled = state.page === 0;
+  at("page-on").disabled = state.page + 1 >= pages;
+}
+
+async function jump(one, row) {
+  const turn = opening;
+  const found = await get(`${base()}/table/${state.table}/${one.id}`);
+  if (turn !== opening) return;
+  showSelected(found);
+  row.classList.add("chosen");
+  const xs = found.rings.flatMap((ring) => ring.filter((_, i) => i % 2 === 0));
+  const ys = found.rings.flatMap((ring) => ring.filter((_, i) => i % 2 === 1));
+  const extent = (values) => values.reduce(([low, high], v) => [Math.min(low, v), Math.max(high, v)], [Infinity, -Infinity]);
+  const [[left, right], [top, bottom]] = [extent(xs), extent(ys)];
+  const view = at("stage");
+  const pixels = Math.max((right - left) / view.clientWidth, (bottom - top) / view.clientHeight);
+  const times = Math.min(20, MICRONS_AT_1X / (3 * pixels * slide.mpp[0]));
+  moveTo((left + right) / 2, (top + bottom) / 2, times);
+}
+
+// --- keys and buttons -----------------------------------------------------------------------
+
+function onKey(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT)$/.test(event.target.tagName) && event.target.type !== "checkbox" && event.target.type !== "range") return;
+  const key = event.key;
+  if (key === "?") at("keys").showModal();
+  if (!slide) return;
+  const can = {
+    n: () => step(1),
+    p: () => step(-1),
+    g: showGallery,
+    h: () => slide.prediction && toggle("prediction"),
+    o: () => toggle("style", state.style === "filled" ? "outlines" : "filled"),
+    t: () => slide.truth && toggle("truth"),
+    d: () => slide.difference && toggle("difference"),
+    s: () => slide.difference && toggle("swipe"),
+    c: () => told(copyLink()),
+    "[": () => setOpacity(state.opacity - 0.1),
+    "]": () => setOpacity(state.opacity + 0.1),
+    0: () => osd.viewport.goHome(),
+    "+": () => zoomBy(1.5),
+    "=": () => zoomBy(1.5),
+    "-": () => zoomBy(1 / 1.5),
+    Escape: () => showSelected(null),
+  };
+  const one = /^[1-9]$/.test(key) && slide.classes?.[Number(key) - 1];
+  if (one) setClass(one.index, state.hidden.has(one.index));
+  else if (can[key]) can[key]();
+  else return;
+  event.preventDefault();
+}
+
+async function start() {
+  at("to-gallery").addEventListener("click", showGallery);
+  at("previous").addEventListener("click", () => step(-1));
+  at("next").addEventListener("click", () => step(1));
+  at("link").addEventListener("click", () => told(copyLink()));
+  at("help").addEventListener("click", () => at("keys").showModal());
+  at("filter").addEventListener("input", filterGallery);
+  at("table-class").addEventListener("change", () => {
+    state.className = at("table-class").value;
+    state.page = 0;
+    told(fillTable());
+  });
+  at("page-back").addEventListener("click", () => { state.page -= 1; told(fillTable()); });
+  at("page-on").addEventListener("click", () => { state.page += 1; told(fillTable()); });
+  document.addEventListener("keydown", onKey);
+  window.addEventListener("hashchange", () => told(follow()));
+  slides = await get("api/slides");
+  drawGallery();
+  await follow();
+}
+
+told(start());

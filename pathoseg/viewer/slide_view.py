@@ -1,0 +1,460 @@
+"""One slide of the gallery: its pixels, its layers, its classes, read when they are asked for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from threading import Lock
+from zlib import error as zlib_error
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pathoseg.annotations.annotation import IGNORE, ClassTable, Colour, Labels
+from pathoseg.annotations.annotation_options import AnnotationOptions
+from pathoseg.annotations.feature_stream import features
+from pathoseg.annotations.reading import class_table, read_labels
+from pathoseg.errors import PathosegError
+from pathoseg.geometry import Box, Frame, Mpp, Size
+from pathoseg.outputs.mask_reader import MaskReader
+from pathoseg.outputs.overlay import thumbnail_frame
+from pathoseg.outputs.report import Summary
+from pathoseg.slides.region import Region, read_region
+from pathoseg.slides.slide import Slide, open_slide
+from pathoseg.tiles.slide_pool import SlidePool
+from pathoseg.viewer import drawing
+from pathoseg.viewer.drawing import MARGIN, Style
+from pathoseg.viewer.feature_index import classification
+
+TILE = 512
+THUMBNAIL = 320
+_FEATURES_FOR_COLOURS = 5_000
+_MOST_PROBLEMS = 20
+_UNKNOWN_MPP = Mpp(1.0, 1.0)
+# Colours of classes for which no file has one.
+_COLOURS: tuple[Colour, ...] = (
+    *((230, 80, 60), (60, 120, 230), (40, 170, 90), (240, 170, 20)),
+    *((150, 80, 200), (20, 180, 190), (220, 80, 160), (130, 130, 40)),
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A slide of the gallery and the files that belong to it.
+
+    Attributes:
+        name: Its name, which no other has.
+        slide: Its file; None where it is not known.
+        result: The folder of its result, if there is one.
+        annotation: Its annotation file, if there is one.
+        status: "done", "begun", "failed" or "cut short" for a result, "" for none.
+        problem: What is wrong with it, and what mends it; empty where nothing is.
+        summary: The figures of its result.
+    """
+
+    name: str
+    slide: Path | None
+    result: Path | None = None
+    annotation: Path | None = None
+    status: str = ""
+    problem: str = ""
+    summary: Summary | None = None
+
+
+@dataclass(frozen=True)
+class Files:
+    """Names of the files of a result's folder."""
+
+    mask: str = "mask.ome.tiff"
+    probability: str = "probability.ome.tiff"
+    uncertainty: str = "uncertainty.ome.tiff"
+    regions: tuple[str, ...] = ("regions.geojson", "regions.geojson.gz")
+    objects: tuple[str, ...] = ("objects.geojson", "objects.geojson.gz")
+
+
+FILES = Files()
+
+
+class Handles:
+    """Lends slides to threads: a plain picture, which is held whole, to one at a time.
+
+    Args:
+        readers: Threads that read at a time.
+    """
+
+    def __init__(self, readers: int) -> None:
+        self._known: dict[Path, Slide] = {}
+        self._pyramids = SlidePool(self._opened, idle=4 * readers)
+        self._pictures = SlidePool(self._opened, idle=1)
+        self._one_picture = Lock()
+
+    def _opened(self, path: Path) -> Slide:
+        return copy.copy(self._known[path])  # opens the file anew, without its header
+
+    @contextmanager
+    def borrow(self, slide: Slide) -> Iterator[Slide]:
+        """Make a context with a copy of a slide that no other thread reads.
+
+        Raises:
+            PathosegError: Its file can no longer be opened.
+        """
+        self._known[slide.path] = slide
+        if slide.vendor != "image":
+            with self._pyramids.borrow(slide.path) as lent:
+                yield lent
+            return
+        with self._one_picture, self._pictures.borrow(slide.path) as lent:
+            yield lent
+
+    def close(self) -> None:
+        """Close what nobody reads now."""
+        self._pyramids.close()
+        self._pictures.close()
+
+
+@dataclass(frozen=True)
+class Channel:
+    """A channel of a probability file.
+
+    Attributes:
+        name: As the page shows it.
+        file: The open file.
+        number: Of the channel in it.
+    """
+
+    name: str
+    file: MaskReader
+    number: int
+
+
+@dataclass
+class _Opened:
+    """The headers of an entry's files.
+
+    Attributes:
+        slide: None where it cannot be opened.
+        size: Pixels of level 0; those of the mask where neither the slide nor its summary tells.
+        mpp: Microns per pixel.
+        mask: None where there is none, or it cannot be read.
+        mask_frame: The mask's frame.
+        classes: Names and colours of what is predicted.
+        channels: Probabilities.
+        has_level0: False where pixels of the mask stand for level 0.
+    """
+
+    slide: Slide | None
+    size: Size
+    mpp: Mpp
+    mask: MaskReader | None
+    mask_frame: Frame | None
+    classes: ClassTable
+    channels: list[Channel]
+    has_level0: bool = True
+
+
+class SlideView:
+    """The pictures of one slide. Any thread may ask.
+
+    Args:
+        entry: Its files.
+        handles: Lends the slide.
+        assume_mpp: Microns per pixel where the file states none.
+        options: How annotations are understood.
+        tell: Told what goes wrong, each problem once.
+    """
+
+    def __init__(
+        self,
+        entry: Entry,
+        handles: Handles,
+        assume_mpp: float | None = None,
+        options: AnnotationOptions | None = None,
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
+        self.entry = entry
+        self._handles = handles
+        self._assume_mpp = assume_mpp
+        self._options = options or AnnotationOptions()
+        self._lock, self._truth_lock = Lock(), Lock()
+        self._headers: _Opened | None = None
+        self._truth: tuple[Labels, ClassTable] | None = None
+        self._tell = tell
+        self._problems = list[str]()
+
+    @property
+    def problems(self) -> list[str]:
+        """What went wrong with its files so far, each once."""
+        return list(self._problems)
+
+    def tell(self, problem: str) -> None:
+        """Note what went wrong, for the page and for the terminal."""
+        if problem in self._problems or len(self._problems) >= _MOST_PROBLEMS:
+            return
+        self._problems.append(problem)
+        if self._tell is not None:
+            self._tell(problem)
+
+    def close(self) -> None:
+        """Close its mask and probabilities."""
+        with self._lock:
+            opened = self._headers
+        if opened is not None:
+            files = {channel.file for channel in opened.channels}
+            for file in (*files, *([opened.mask] if opened.mask is not None else [])):
+                file.close()
+
+    @property
+    def opened(self) -> _Opened:
+        """Its headers, read once.
+
+        Raises:
+            PathosegError: Neither the slide nor a mask can be opened.
+        """
+        with self._lock:
+            if self._headers is None:
+                self._headers = self._open()
+            return self._headers
+
+    def _open(self) -> _Opened:
+        problems = list[str]()
+        slide, mask = None, None
+        refused: PathosegError | None = None
+        if self.entry.slide is not None:
+            try:
+                slide = open_slide(self.entry.slide, self._assume_mpp)
+            except PathosegError as error:
+                refused = error
+                problems.append(str(error))
+        if self.entry.result is not None and (self.entry.result / FILES.mask).exists():
+            try:
+                mask = MaskReader(self.entry.result / FILES.mask)
+            except PathosegError as error:
+                refused = refused or error
+                problems.append(str(error))
+        summary, has_level0 = self.entry.summary, True
+        if slide is not None:
+            size, mpp = slide.size, slide.mpp
+        elif mask is not None and summary is not None and summary.level0 is not None:
+            size, mpp = summary.level0.size, summary.level0.mpp
+        elif mask is not None:
+            size, mpp, has_level0 = mask.size, mask.mpp or _UNKNOWN_MPP, False
+        else:
+            raise refused or PathosegError(
+                f"The file of the slide {self.entry.name} is not known.",
+                "Name the folder that it is in with --slides DIR.",
+            )
+        frame = None if mask is None else _frame_of(mask, size, mpp)
+        if frame is not None and mask is not None and not _covers(frame, size):
+            problems.append(
+                f"{mask.path} has another extent than {self.entry.slide}: it was made of another "
+                "file, or with another --assume-mpp. It is stretched over the slide."
+            )
+            scales = size.width / mask.size.width, size.height / mask.size.height
+            frame = Frame(mask.size, *scales, frame.mpp)
+        for problem in problems:
+            self.tell(problem)
+        classes = ClassTable((), ()) if mask is None else self._predicted_classes(mask)
+        channels = self._channels(classes)
+        return _Opened(slide, size, mpp, mask, frame, classes, channels, has_level0)
+
+    def _predicted_classes(self, mask: MaskReader) -> ClassTable:
+        last = max(mask.names, default=0)
+        names = tuple(mask.names.get(index, f"class {index}") for index in range(1, last + 1))
+        by_name = {name: mask.colours[i] for i, name in mask.names.items() if i in mask.colours}
+        if missing := set(names) - by_name.keys():
+            by_name |= self._colours_of_regions(missing)
+        spare = [colour for colour in _COLOURS if colour not in by_name.values()] or [*_COLOURS]
+        for number, name in enumerate(name for name in names if name not in by_name):
+            by_name[name] = spare[number % len(spare)]
+        return ClassTable(names, tuple(by_name[name] for name in names))
+
+    def _colours_of_regions(self, missing: set[str]) -> dict[str, Colour]:
+        """The colours that the first regions have in GeoJSON."""
+        found = dict[str, Colour]()
+        path = self.file_of(FILES.regions)
+        if path is None:
+            return found
+        with suppress(OSError, EOFError, ValueError, RecursionError, zlib_error):
+            for feature in islice(features(path), _FEATURES_FOR_COLOURS):
+                name, colour = classification(feature)
+                if name is not None and colour is not None:
+                    found.setdefault(name, colour)
+                if missing <= found.keys():
+                    break
+        return found
+
+    def _channels(self, classes: ClassTable) -> list[Channel]:
+        found = list[Channel]()
+        if self.entry.result is None:
+            return found
+        for name in (FILES.probability, FILES.uncertainty):
+            path = self.entry.result / name
+            if not path.exists():
+                continue
+            try:
+                file = MaskReader(path)
+            except PathosegError as error:
+                self.tell(str(error))
+                continue
+            stem = name.partition(".")[0]
+            names = ("background", *classes.names)
+            for number, own in enumerate(file.channels):
+                usual = names[number] if len(file.channels) == len(names) else str(number)
+                word = own or (usual if len(file.channels) > 1 else "")
+                found.append(Channel(f"{stem} {word}".strip(), file, number))
+        return found
+
+    def file_of(self, names: tuple[str, ...]) -> Path | None:
+        """Return the first of these files that its result has."""
+        if self.entry.result is None:
+            return None
+        paths = [self.entry.result / name for name in names]
+        return next((path for path in paths if path.is_file()), None)
+
+    def truth(self) -> tuple[Labels, ClassTable]:
+        """Return its annotations, and the classes: those predicted first, then those only drawn.
+
+        Raises:
+            PathosegError: There are none, they cannot be read, or have too many classes.
+        """
+        with self._truth_lock:
+            if self._truth is None:
+                self._truth = self._read_truth()
+            return self._truth
+
+    def _read_truth(self) -> tuple[Labels, ClassTable]:
+        opened, path = self.opened, self.entry.annotation
+        if path is None or opened.slide is None:
+            raise PathosegError(
+                f"{self.entry.name} has no annotations.", "Name their folder with --annotations."
+            )
+        labels = read_labels(path, opened.size, opened.slide.origin, self._options)
+        if not labels.classes() and not labels.report.unclassified:
+            return labels, opened.classes
+        drawn = class_table([labels], None)
+        more = {
+            name: colour
+            for name, colour in zip(drawn.names, drawn.colours, strict=True)
+            if name not in opened.classes.names
+        }
+        names = (*opened.classes.names, *more)
+        if len(names) >= IGNORE:
+            raise PathosegError(f"{path} has {len(more)} classes.", "254 can be shown.")
+        return labels, ClassTable(names, (*opened.classes.colours, *more.values()))
+
+    def frame(self, halvings: int) -> Frame:
+        """Return the frame of a level of the pyramid that the page sees."""
+        opened, scale = self.opened, float(2**halvings)
+        mpp = opened.mpp
+        size = drawing.halved(opened.size, halvings)
+        return Frame(size, scale, scale, Mpp(mpp.x * scale, mpp.y * scale))
+
+    def tile_box(self, halvings: int, column: int, row: int) -> Box | None:
+        """Return the pixels of a tile, None where the level has no such tile."""
+        size = self.frame(halvings).size
+        tile = Box(column * TILE, row * TILE, TILE, TILE)
+        return tile.intersection(Box(0, 0, size.width, size.height))
+
+    def thumbnail_frame(self) -> Frame:
+        """Return the frame of the picture in the gallery."""
+        opened = self.opened
+        return thumbnail_frame(opened.size, opened.mpp, THUMBNAIL)
+
+    def picture(self, frame: Frame, box: Box) -> bytes:
+        """Return the slide's pixels as JPEG; white where the slide is not at hand.
+
+        Raises:
+            PathosegError: The file can no longer be opened.
+        """
+        slide = self.opened.slide
+        if slide is None:
+            white = np.full((box.height, box.width, 3), 255, np.uint8)
+            return drawing.jpeg(Region(white), box)
+        with self._handles.borrow(slide) as lent:
+            region = read_region(lent, frame, box)
+        if region.unread is not None:
+            x, y, width, height = (round(side) for side in frame.to_level0(box))
+            self.tell(
+                f"{slide.path} cannot be read everywhere ({width} × {height} px at {x}, {y} "
+                "among them): what is missing is hatched. Copy the file again from where it came."
+            )
+        return drawing.jpeg(region, box)
+
+    def prediction(self, frame: Frame, box: Box, shown: Collection[int], style: Style) -> bytes:
+        """Return the predicted classes as PNG.
+
+        Raises:
+            PathosegError: There is no mask, or it is damaged.
+        """
+        return self._drawn(self._predicted(frame, _wider(box)), box, shown, style)
+
+    def annotated(self, frame: Frame, box: Box, shown: Collection[int], style: Style) -> bytes:
+        """Return the annotated classes as PNG; what is not known is left clear.
+
+        Raises:
+            PathosegError: There are no annotations, or they cannot be read.
+        """
+        labels, classes = self.truth()
+        mask = labels.rasterise(_wider(box), frame, classes)
+        return self._drawn(mask, box, set(shown) - {IGNORE}, style)
+
+    def difference(self, frame: Frame, box: Box, shown: Collection[int]) -> bytes:
+        """Return where prediction and annotations differ as PNG.
+
+        Raises:
+            PathosegError: One of them is missing or cannot be read.
+        """
+        labels, classes = self.truth()
+        truth = labels.rasterise(box, frame, classes)
+        found = drawing.differences(self._predicted(frame, box), truth, shown)
+        return drawing.png(found, drawing.difference_palette())
+
+    def probability(self, frame: Frame, box: Box, channel: int) -> bytes:
+        """Return a channel of the probabilities as PNG.
+
+        Raises:
+            PathosegError: There is none of that number, or it is damaged.
+        """
+        channels = self.opened.channels
+        if not 0 <= channel < len(channels):
+            raise PathosegError(f"{self.entry.name} has no such probability.", "Choose another.")
+        one = channels[channel]
+        whole = _frame_of(one.file, self.opened.size, self.opened.mpp)
+        values = drawing.sampled(one.file, whole, frame, box, one.number)
+        return drawing.png(values, drawing.probability_palette())
+
+    def _predicted(self, frame: Frame, box: Box) -> NDArray[np.uint8]:
+        opened = self.opened
+        if opened.mask is None or opened.mask_frame is None:
+            raise PathosegError(f"{self.entry.name} has no mask.", "Segment it first.")
+        return drawing.sampled(opened.mask, opened.mask_frame, frame, box)
+
+    def _drawn(
+        self, mask: NDArray[np.uint8], box: Box, shown: Collection[int], style: Style
+    ) -> bytes:
+        colours = self.opened.classes.colours
+        if self._truth is not None:
+            colours = self._truth[1].colours
+        found = drawing.shown(mask, box, shown, style)
+        return drawing.png(found, drawing.class_palette(colours))
+
+
+def _frame_of(mask: MaskReader, size: Size, mpp: Mpp) -> Frame:
+    """The frame of a mask that covers a slide, by the mask's resolution."""
+    own = mask.mpp or mpp
+    return Frame(mask.size, own.x / mpp.x, own.y / mpp.y, own)
+
+
+def _covers(frame: Frame, size: Size) -> bool:
+    """Return True if a frame ends where a slide of this size does, to within two of its pixels."""
+    across = abs(frame.size.width - size.width / frame.scale_x)
+    down = abs(frame.size.height - size.height / frame.scale_y)
+    return max(across, down) < 2
+
+
+def _wider(box: Box) -> Box:
+    return Box(box.x - MARGIN, box.y - MARGIN, box.width + 2 * MARGIN, box.height + 2 * MARGIN)

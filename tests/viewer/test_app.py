@@ -1,0 +1,349 @@
+"""What the server answers, to whom, and with which pixels."""
+
+from __future__ import annotations
+
+import io
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from PIL import Image
+from starlette.testclient import TestClient
+
+from pathoseg.geometry import Box, Frame
+from pathoseg.slides.region import read_region
+from pathoseg.slides.slide import open_slide
+from pathoseg.viewer.app import make_app
+from pathoseg.viewer.drawing import GREY, differences, hatched
+from pathoseg.viewer.gallery import Gallery, TileCache
+from tests.viewer.conftest import CLASSES, HEIGHT, PORT, TOKEN, WIDTH, Place, Served
+
+TILE = 512
+
+
+def _image(content: bytes, mode: str) -> NDArray[np.uint8]:
+    return np.array(Image.open(io.BytesIO(content)).convert(mode))
+
+
+def _sizes() -> list[tuple[int, int]]:
+    return [(-(-WIDTH // 2**k), -(-HEIGHT // 2**k)) for k in range(3)]
+
+
+@st.composite
+def _tiles(draw: st.DrawFn) -> tuple[int, Box]:
+    """A level of the pyramid and a tile of it."""
+    halvings = draw(st.integers(0, 2))
+    width, height = _sizes()[halvings]
+    column = draw(st.integers(0, (width - 1) // TILE))
+    row = draw(st.integers(0, (height - 1) // TILE))
+    x, y = column * TILE, row * TILE
+    return halvings, Box(x, y, min(TILE, width - x), min(TILE, height - y))
+
+
+def _address(layer: str, halvings: int, box: Box, query: str = "", slide: int = 0) -> str:
+    place = f"{halvings}/{box.x // TILE}/{box.y // TILE}"
+    return f"/api/slides/{slide}/tile/{layer}/{place}{query}"
+
+
+def _table(client: TestClient, address: str) -> dict[str, Any]:
+    """A table, once it is read."""
+    for _ in range(100):
+        found: dict[str, Any] = client.get(address).json()
+        if "reading" not in found:
+            return found
+        time.sleep(0.02)
+    raise AssertionError("the table is never read")
+
+
+# --- who may ask --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stranger(place: Place, served: Served) -> TestClient:
+    """A client without the token."""
+    client = served(place.folder / "results")[0]
+    del client.headers["Authorization"]
+    client.follow_redirects = False
+    return client
+
+
+@pytest.mark.parametrize("path", ["/", "/static/viewer.js", "/api/slides", "/?token=wrong", "/x"])
+def test_without_the_token_nothing_is_answered(stranger: TestClient, path: str) -> None:
+    assert stranger.get(path).status_code == 403
+    cookie = {"Cookie": f"pathoseg-{PORT}=wrong"}
+    assert stranger.get(path, headers=cookie).status_code == 403
+    assert stranger.get(path, headers={"Authorization": "Bearer wrong"}).status_code == 403
+
+
+def test_the_token_becomes_a_cookie_and_leaves_the_address(stranger: TestClient) -> None:
+    answer = stranger.get(f"/?token={TOKEN}")
+    assert (answer.status_code, answer.headers["location"]) == (303, "/")
+    assert "httponly" in answer.headers["set-cookie"].lower()
+    page = stranger.get("/")
+    assert page.status_code == 200
+    assert "frame-ancestors 'none'" in page.headers["content-security-policy"]
+    assert page.headers["cache-control"] == "no-store"
+    assert stranger.get("/api/slides").status_code == 200
+
+
+def test_the_token_on_the_browsers_command_line_opens_once(tmp_path: Path) -> None:
+    app = make_app(Gallery([], tmp_path, 1), TOKEN, PORT, "once")
+    answers = [
+        TestClient(app, f"http://localhost:{PORT}", follow_redirects=False).get("/?token=once")
+        for _ in range(2)
+    ]
+    assert [answer.status_code for answer in answers] == [303, 403]
+
+
+@pytest.mark.parametrize(
+    ("headers", "method"),
+    [
+        ({"Host": "elsewhere.example:8765"}, "GET"),  # a name made to point here
+        ({"Host": "127.0.0.1.elsewhere.example"}, "GET"),
+        ({"Origin": "http://elsewhere.example"}, "GET"),
+        ({"Origin": "http://127.0.0.1:9999"}, "GET"),
+        ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}, "GET"),
+        ({"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "cors"}, "GET"),
+        ({}, "POST"),
+        ({}, "DELETE"),
+    ],
+)
+def test_other_pages_and_names_are_refused(
+    client: TestClient, headers: dict[str, str], method: str
+) -> None:
+    assert client.request(method, "/api/slides", headers=headers).status_code == 403
+    own = {"Origin": f"http://127.0.0.1:{PORT}", "Sec-Fetch-Site": "same-origin"}
+    assert client.get("/api/slides", headers=own).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/static/../app.py",
+        "/static/..%2fapp.py",
+        "/static/%2e%2e/app.py",
+        "/static//etc/passwd",
+        "/static/",
+        "/results",
+        "/api/slides/2",
+        "/api/slides/-1",
+        "/api/slides/0/tile/slide/0/3/0",
+        "/api/slides/0/tile/slide/99/0/0",
+        "/api/slides/0/tile/..%2f..%2f/0/0/0",
+        "/api/slides/0/tile/prediction/0/0/0?show=999",
+        "/api/slides/0/tile/prediction/0/0/0?show=x",
+        "/api/slides/0/tile/prediction/0/0/0?style=x",
+        "/api/slides/0/thumbnail/truth",
+        "/api/slides/0/table/objects",
+        "/api/slides/0/table/secrets",
+        "/api/slides/0/table/regions?sort=rings",
+        "/api/slides/0/at?x=nan&y=0",
+    ],
+)
+def test_nothing_but_what_was_given_is_served(client: TestClient, path: str) -> None:
+    assert client.get(path).status_code == 404
+
+
+# --- pixels -------------------------------------------------------------------------------------
+
+
+@given(tile=_tiles())
+@settings(max_examples=12)
+def test_tiles_have_the_slides_pixels(
+    tile: tuple[int, Box], place: Place, client: TestClient
+) -> None:
+    halvings, box = tile
+    got = _image(client.get(_address("slide", halvings, box)).content, "RGB")
+    with open_slide(place.folder / "slides" / "a.svs") as slide:
+        frame = Frame.at(slide.size, slide.mpp, slide.mpp.x * 2**halvings)
+        expected = read_region(slide, frame, box).pixels
+    assert got.shape == expected.shape
+    assert np.abs(got.astype(int) - expected).mean() < 2.5  # JPEG
+    assert np.abs(got.astype(int).mean((0, 1)) - expected.mean((0, 1))).max() < 1
+
+
+@given(tile=_tiles(), shown=st.sets(st.sampled_from([1, 2, 255])))
+@settings(max_examples=25)
+def test_classes_have_exactly_their_colours(
+    tile: tuple[int, Box], shown: set[int], place: Place, client: TestClient
+) -> None:
+    halvings, box = tile
+    query = f"?show={','.join(map(str, shown))}"
+    got = _image(client.get(_address("prediction", halvings, box, query)).content, "RGBA")
+    # A pixel of the tile is 2**halvings of level 0; one of the mask's levels 2, 4, 8…
+    with tifffile.TiffFile(place.folder / "results" / "a" / "mask.ome.tiff") as tiff:
+        level = min(max(0, halvings - 1), len(tiff.series[0].levels) - 1)
+        mask = tiff.series[0].levels[level].asarray()
+    step = 2**halvings / 2 ** (level + 1)
+    x = np.minimum(((np.arange(box.x, box.right) + 0.5) * step).astype(int), mask.shape[1] - 1)
+    y = np.minimum(((np.arange(box.y, box.bottom) + 0.5) * step).astype(int), mask.shape[0] - 1)
+    values = mask[np.ix_(y, x)]
+    expected = np.zeros((*values.shape, 4), np.uint8)
+    for index, colour in enumerate(CLASSES.colours, start=1):
+        if index in shown:
+            expected[values == index] = (*colour, 255)
+    if 255 in shown:
+        expected[(values == 255) & hatched(box)] = (*GREY, 255)
+    clear = expected[..., 3] == 0
+    assert np.array_equal(got[..., 3], expected[..., 3])
+    assert np.array_equal(got[~clear], expected[~clear])
+
+
+def test_outlines_lie_within_their_class_and_cross_tiles(client: TestClient) -> None:
+    whole = {
+        style: np.concatenate([
+            np.concatenate([
+                _image(
+                    client.get(
+                        f"/api/slides/0/tile/prediction/0/{x}/{y}?show=1,2&style={style}"
+                    ).content,
+                    "RGBA",
+                )
+                for x in range(3)
+            ], axis=1)
+            for y in range(3)
+        ])[..., 3] > 0
+        for style in ("filled", "outlines")
+    }  # fmt: skip
+    filled, lines = whole["filled"], whole["outlines"]
+    assert not (lines & ~filled).any()
+    # Two pixels along the border, no matter where tiles meet.
+    around = np.pad(filled, 2)
+    near = np.zeros_like(filled)
+    for dy in range(5):
+        for dx in range(5):
+            near |= ~around[dy : dy + HEIGHT, dx : dx + WIDTH]
+    inside = np.zeros_like(filled)
+    inside[2:-2, 2:-2] = True
+    assert np.array_equal((filled & near)[inside], lines[inside])
+
+
+def test_truth_and_difference_lie_where_they_were_drawn(place: Place, client: TestClient) -> None:
+    box = Box(0, 0, 512, 512)
+    truth = _image(client.get(_address("truth", 1, box, "?show=1", slide=1)).content, "RGBA")
+    expected = np.zeros(truth.shape[:2], bool)
+    expected[100:300, 150:350] = True
+    assert np.array_equal(truth[..., 3] > 0, expected)
+    assert tuple(truth[200, 200]) == (*CLASSES.colours[0], 255)  # the model's, not the file's
+    got = _image(client.get(_address("difference", 1, box, "?show=1", slide=1)).content, "RGBA")
+    predicted = place.mask[:512, :512] * (place.mask[:512, :512] != 255)
+    kinds = differences(predicted, expected.astype(np.uint8), [1])
+    assert np.array_equal(got[..., 3] > 0, kinds > 0)
+    assert {*np.unique(kinds)} == {0, 1, 2, 3}
+    assert client.get("/api/slides/1/status").json()["problems"] == []
+
+
+@given(
+    sizes=st.lists(st.integers(0, 40), max_size=60),
+    keys=st.lists(st.integers(0, 15), max_size=60),
+)
+def test_the_cache_never_holds_more_than_its_bound(sizes: list[int], keys: list[int]) -> None:
+    cache, made = TileCache(100), dict[int, bytes]()
+    for key, size in zip(keys, sizes, strict=False):
+        tile = made.setdefault(key, bytes([key]) * size)
+        assert cache.get(key, lambda tile=tile: tile) == tile  # type: ignore[misc]
+        assert cache.held <= 100
+    if keys and sizes:
+        last = keys[: len(sizes)][-1]
+        assert cache.get(last, lambda: b"made anew") == made[last]
+
+
+# --- tables -------------------------------------------------------------------------------------
+
+
+def test_regions_are_sorted_counted_and_found(client: TestClient) -> None:
+    found = _table(client, "/api/slides/0/table/regions?sort=area&order=desc")
+    areas = [row["area_um2"] for row in found["rows"]]
+    assert found["total"] == 4
+    assert areas == sorted(areas, reverse=True)
+    assert areas[2] == pytest.approx(np.pi * 80**2 * 0.25, rel=0.01)  # has no measurement
+    only = _table(client, "/api/slides/0/table/regions?class=gland&sort=x&order=asc")
+    assert [row["x"] for row in only["rows"]] == [400, 840]
+    assert _table(client, "/api/slides/0/table/regions?page=1")["rows"] == []
+
+    def hit(x: float, y: float) -> Any:
+        return client.get(f"/api/slides/0/at?x={x}&y={y}").json()
+
+    assert hit(840, 600)["class"] == "gland"  # in the hole of the ring
+    assert hit(840, 430)["class"] == "tumour"
+    assert hit(840, 680) is None
+    assert hit(840, 430)["measurements"] == {"Area µm^2": 37385.0}
+    number = hit(840, 430)["id"]
+    assert client.get(f"/api/slides/0/table/regions/{number}").json()["class"] == "tumour"
+    assert client.get("/api/slides/0/table/regions/77").status_code == 404
+
+
+# --- what is broken -----------------------------------------------------------------------------
+
+
+def test_a_result_without_its_slide_shows_the_mask_alone(own_place: Place, served: Served) -> None:
+    slides = own_place.folder / "slides"
+    slides.rename(own_place.folder / "moved")
+    client, _, _ = served(own_place.folder / "results")
+    details = client.get("/api/slides/0").json()
+    assert "--slides DIR" in details["problem"]
+    assert (details["width"], details["height"], details["mpp"]) == (WIDTH, HEIGHT, [0.5, 0.5])
+    assert _image(client.get("/api/slides/0/tile/slide/0/0/0").content, "RGB").min() > 250
+    tile = client.get("/api/slides/0/tile/prediction/0/0/0?show=1").content
+    assert tuple(_image(tile, "RGBA")[300, 400]) == (*CLASSES.colours[0], 255)
+    there, _, _ = served(own_place.folder / "results", slides=[own_place.folder / "moved"])
+    assert there.get("/api/slides/0").json()["slide"] == "a.svs"
+
+
+def test_a_damaged_mask_is_told_and_the_slide_goes_on(own_place: Place, served: Served) -> None:
+    path = own_place.folder / "results" / "a" / "mask.ome.tiff"
+    client, _, told = served(own_place.folder / "results")
+    assert client.get("/api/slides/0").json()["prediction"]
+    content = path.read_bytes()
+    with path.open("r+b") as file:  # what the header points at is no longer there
+        file.truncate(len(content) // 3)
+    for _ in range(2):
+        answer = client.get("/api/slides/0/tile/prediction/0/0/0?show=1")
+        assert answer.status_code == 422
+        assert str(path) in answer.json()["problem"]
+    assert len(told) == 1
+    assert client.get("/api/slides/0/status").json()["problems"] == told
+    assert client.get("/api/slides/0/tile/slide/0/0/0").status_code == 200
+    # Opened when it is cut short already.
+    again, _, _ = served(own_place.folder / "results")
+    details = again.get("/api/slides/0").json()
+    assert details["status"] == "cut short"
+    assert not details["prediction"] or details["problems"] == []
+
+
+def test_a_slide_that_fails_in_the_middle_is_hatched_and_told(
+    own_place: Place, served: Served
+) -> None:
+    path = own_place.folder / "slides" / "b.svs"
+    with tifffile.TiffFile(path) as tiff:
+        offset, count = tiff.pages[0].dataoffsets[0], tiff.pages[0].databytecounts[0]
+    client, _, told = served(own_place.folder / "results")
+    assert client.get("/api/slides/1").status_code == 200
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(b"\x13\x37" * (count // 2))
+    pixels = _image(client.get("/api/slides/1/tile/slide/0/0/0").content, "RGB").astype(int)
+    assert np.abs(pixels[:200, :200].reshape(-1, 3).min(axis=0) - GREY).max() < 30
+    assert np.abs(pixels[300:, 300:] - (230, 180, 200)).max() < 4
+    assert len(told) == 1
+    assert str(path) in told[0]
+    path.unlink()
+    assert client.get("/api/slides").status_code == 200
+    assert client.get("/api/slides/1/tile/slide/0/1/1").status_code in (200, 422)
+
+
+def test_a_file_that_is_no_slide_is_told(own_place: Place, served: Served) -> None:
+    path = own_place.folder / "slides" / "c.svs"
+    path.write_bytes(b"not a slide")
+    client, _, _ = served(own_place.folder / "slides")
+    names = [entry["name"] for entry in client.get("/api/slides").json()]
+    answer = client.get(f"/api/slides/{names.index('c.svs')}")
+    assert answer.status_code == 422
+    assert str(path) in answer.json()["problem"]
+    assert client.get("/api/slides/0").status_code == 200

@@ -1,0 +1,72 @@
+"""Which slides, results and annotations belong together."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pathoseg.errors import PathosegError
+from pathoseg.inference.result_folder import State, state_file, write_state
+from pathoseg.viewer.finding import find_entries
+from tests.viewer.conftest import Place
+
+
+def test_a_slide_and_its_result_are_one(place: Place) -> None:
+    results, slides = place.folder / "results", place.folder / "slides"
+    entries = find_entries([results, slides])
+    assert [entry.name for entry in entries] == ["a.svs", "b.svs", "c.svs"]
+    assert [entry.result is not None for entry in entries] == [True, True, False]
+    assert [entry.annotation is not None for entry in entries] == [False, True, False]
+    assert [entry.status for entry in entries] == ["done", "done", ""]
+    only = find_entries([results / "b"])  # one result
+    assert [(entry.name, entry.slide) for entry in only] == [("b.svs", slides / "b.svs")]
+    alone = find_entries([slides / "a.svs", results / "b"])
+    assert {entry.name for entry in alone} == {"a.svs", "b.svs"}
+
+
+def test_a_batch_that_is_under_way(own_place: Place) -> None:
+    out, slides = own_place.folder / "results", own_place.folder / "slides"
+    begun = State(str(slides / "c.svs"), "begun", "key", 1, "host")
+    failed = State("gone.svs", "failed", "key", 1, "host", problem="It is bad.", hint="Mend it.")
+    write_state(state_file(out, out / "c"), begun)
+    write_state(state_file(out, out / "gone"), failed)
+    with (out / "a" / "mask.ome.tiff").open("ab") as file:
+        file.write(b"x")  # not as long as its state says
+    (out / "b" / "mask.ome.tiff").unlink()
+    entries = {entry.name: entry for entry in find_entries([out])}
+    assert {name: entry.status for name, entry in entries.items()} == {
+        "a.svs": "cut short", "b.svs": "cut short", "c.svs": "begun", "gone.svs": "failed",
+    }  # fmt: skip
+    assert entries["c.svs"].slide == slides / "c.svs"
+    assert entries["gone.svs"].problem == "It is bad. Mend it."
+    assert "--resume" in entries["a.svs"].problem
+
+
+def test_slides_that_moved_are_found_by_name(own_place: Place) -> None:
+    moved = own_place.folder / "new" / "deeper"
+    shutil.move(own_place.folder / "slides", moved)
+    lost = find_entries([own_place.folder / "results"])
+    assert [entry.slide for entry in lost] == [None, None]
+    assert all("--slides DIR" in entry.problem for entry in lost)
+    found = find_entries([own_place.folder / "results"], [own_place.folder / "new"])
+    assert [entry.slide for entry in found] == [moved / "a.svs", moved / "b.svs"]
+    assert not any(entry.problem for entry in found)
+    assert found[1].annotation == moved / "b.geojson"
+
+
+def test_slides_of_one_name_are_told_apart(own_place: Place) -> None:
+    other = own_place.folder / "other"
+    shutil.copytree(own_place.folder / "slides", other)
+    shutil.copytree(own_place.folder / "results", own_place.folder / "again")
+    entries = find_entries([own_place.folder / "results", own_place.folder / "again"])
+    names = [entry.name for entry in entries]
+    assert len(set(names)) == len(names) == 4
+
+
+def test_what_holds_nothing_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(PathosegError) as refused:
+            find_entries([path])
+        assert str(path) in refused.value.problem

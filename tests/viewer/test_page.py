@@ -1,0 +1,221 @@
+"""The page in a real browser: what is drawn, pixel by pixel, and what keys and clicks do."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+from selenium.webdriver import Chrome, ChromeOptions, Keys
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
+
+from pathoseg.viewer.app import library_is_installed
+from tests.viewer.conftest import CLASSES, PINK, Place
+
+pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.process]
+
+StartPython = Callable[..., subprocess.Popen[str]]
+BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+QUICK = 20  # seconds that anything on the page may take
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Chrome]:
+    """A headless Chromium with a window of 1,200 × 800."""
+    if BROWSER is None or DRIVER is None:
+        pytest.skip("chromium and chromedriver (Debian's chromium-driver) are not installed")
+    if not library_is_installed():
+        pytest.skip("OpenSeadragon is not installed: `make install` where npm's registry is")
+    options = ChromeOptions()
+    options.binary_location = BROWSER
+    for argument in (
+        *("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"),
+        *("--window-size=1200,800", "--force-device-scale-factor=1", "--force-color-profile=srgb"),
+    ):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = Chrome(options, Service(DRIVER))
+    yield driver
+    driver.quit()
+
+
+class Page:
+    """The viewer's page of a slide.
+
+    Args:
+        browser: Shows it.
+    """
+
+    def __init__(self, browser: Chrome) -> None:
+        self.browser = browser
+
+    def run(self, script: str) -> Any:
+        return self.browser.execute_script(script)  # type: ignore[no-untyped-call]
+
+    def until(self, condition: str) -> None:
+        """Wait until a JavaScript expression is true."""
+        WebDriverWait(self.browser, QUICK, 0.05).until(lambda _: self.run(f"return {condition}"))
+
+    def settle(self) -> None:
+        """Wait until everything that is asked for is drawn and nothing moves."""
+        self.until(
+            "osd && osd.isOpen() && !osd.isAnimating() && "
+            "[...Array(osd.world.getItemCount()).keys()]"
+            ".every((i) => osd.world.getItemAt(i).getFullyLoaded()) && "
+            "[...layers.values()].every((one) => !one.wanted || "
+            "one.item && Math.abs(one.item.getOpacity() - one.wanted.opacity) < 1e-6)"
+        )
+        time.sleep(0.15)  # a frame or two
+
+    def press(self, *keys: str) -> None:
+        ActionChains(self.browser).send_keys(*keys).perform()
+
+    def element(self, selector: str) -> Any:
+        return self.browser.find_element(By.CSS_SELECTOR, selector)
+
+    def move(self, x: float, y: float, times: float) -> None:
+        self.run(f"moveTo({x}, {y}, {times}, true)")
+        self.settle()
+
+    def screen(self, x: float, y: float) -> tuple[int, int]:
+        """Return where a point of level 0 lies on the stage."""
+        found = self.run(
+            "const p = osd.viewport.pixelFromPoint("
+            f"level0().imageToViewportCoordinates({x}, {y}, true), true); return [p.x, p.y]"
+        )
+        return round(found[0]), round(found[1])
+
+    def colour(self, x: float, y: float) -> NDArray[np.int64]:
+        """Return the colour on the screen at a point of level 0."""
+        self.settle()
+        shot = self.browser.get_screenshot_as_png()
+        pixels = np.array(Image.open(io.BytesIO(shot)).convert("RGB")).astype(np.int64)
+        box = self.run("const b = at('stage').getBoundingClientRect(); return [b.left, b.top]")
+        across, down = self.screen(x, y)
+        found: NDArray[np.int64] = pixels[down + round(box[1]), across + round(box[0])]
+        return found
+
+    def click(self, x: float, y: float) -> None:
+        stage = self.element("#stage")
+        across, down = self.screen(x, y)
+        left, top = stage.size["width"] / 2, stage.size["height"] / 2
+        ActionChains(self.browser).move_to_element_with_offset(
+            stage, round(across - left), round(down - top)
+        ).click().perform()
+
+
+def _blended(class_index: int, opacity: float) -> NDArray[np.float64]:
+    colour, ground = np.array(CLASSES.colours[class_index - 1]), np.array(PINK)
+    return ground + opacity * (colour - ground)
+
+
+def _same(got: NDArray[np.int64], expected: NDArray[Any] | tuple[int, ...]) -> None:
+    # JPEG gives back a flat colour to 1, and the browser rounds once more.
+    assert np.abs(got - np.asarray(expected)).max() <= 2, (got, expected)
+
+
+def test_what_a_pathologist_does(
+    place: Place, browser: Chrome, start_python: StartPython, tmp_path: Path
+) -> None:
+    folders = place.folder / "results", place.folder / "slides"
+    server = start_python("view", *map(str, folders), "--no-browser", "--port", "0")
+    assert server.stdout is not None
+    address = server.stdout.readline().strip()
+    page = Page(browser)
+
+    browser.get(address.replace("token=", "token=x"))
+    assert "answers only to the address" in page.element("body").text
+    browser.get_log("browser")  # it names the refusal
+
+    browser.get(address)
+    page.until("document.querySelectorAll('#cards img').length === 5")  # 3 slides, 2 masks
+    assert browser.current_url.endswith("/")  # without its token
+    page.until("[...document.images].every((one) => one.complete && one.naturalWidth > 0)")
+    cards = page.element("#cards").text
+    assert "b.svs" in cards
+    assert "gland" in cards
+
+    page.element("[data-name='b.svs']").click()
+    page.settle()
+    _same(page.colour(1100, 150), PINK)
+    _same(page.colour(400, 300), _blended(1, 0.5))
+    _same(page.colour(840, 430), _blended(2, 0.5))
+
+    page.press("1")  # a class off and on
+    _same(page.colour(400, 300), PINK)
+    _same(page.colour(840, 430), _blended(2, 0.5))
+    page.element("#class-1").click()
+    _same(page.colour(400, 300), _blended(1, 0.5))
+    page.press("]", "]")
+    _same(page.colour(400, 300), _blended(1, 0.7))
+    page.press("o")  # outlines leave the middle clear
+    _same(page.colour(400, 300), PINK)
+    page.press("o", "[", "[")
+
+    page.move(1000, 250, 20)  # a pixel of the slide is one of the screen
+    assert page.run("return screenMicrons()") == pytest.approx(0.5)
+    assert page.run("return at('scale-line').offsetWidth * screenMicrons()") == pytest.approx(
+        float(page.element("#scale-text").text.split()[0]), rel=0.03
+    )
+    _same(page.colour(1300, 240), _blended(2, 0.5))
+    _same(page.colour(1100, 240), PINK)
+    place_linked = browser.current_url
+    assert place_linked.endswith("#b.svs,1000,250,20")
+
+    page.press("0")
+    page.settle()
+    page.click(840, 430)
+    page.until("!at('card').hidden")
+    assert "tumour" in page.element("#card").text
+    assert "37,385" in page.element("#card").text
+    page.click(840, 600)  # an object in the other's hole
+    page.until("at('card').textContent.includes('gland')")
+    page.press(Keys.ESCAPE)
+    assert not page.element("#card").is_displayed()
+
+    page.press("d")  # a square of 300 to 700 across, 200 to 600 down is annotated as gland
+    _same(page.colour(320, 590), np.array(PINK) + 0.5 * (np.array([45, 110, 235]) - PINK))
+    _same(page.colour(250, 300), np.array(PINK) + 0.5 * (np.array([230, 60, 50]) - PINK))
+    _same(page.colour(690, 590), np.array(PINK) + 0.5 * (np.array([240, 170, 20]) - PINK))
+    _same(page.colour(400, 300), PINK)
+    page.press("d", "s")
+    page.run("state.swipeAt = 0.5; drawMarks()")
+    page.move(500, 400, 5)
+    _same(page.colour(680, 560), _blended(1, 0.5))  # annotated, right of the line
+    _same(page.colour(320, 560), PINK)  # annotated, left of it
+    page.press("s")
+
+    page.element("#tabs button:nth-child(2)").click()
+    page.until("at('table').tBodies[0].rows.length === 4")
+    areas = [row.split()[1] for row in page.element("#table tbody").text.splitlines()]
+    assert areas[:2] == ["37,385", "25,447"]
+    page.element("#table tbody tr").click()
+    page.until("selected && Math.abs(level0().viewportToImageCoordinates("
+               "osd.viewport.getCenter(true)).x - 840) < 2")  # fmt: skip
+
+    page.press("n")
+    page.until("slide.name === 'c.svs'")
+    page.settle()
+    assert browser.get_log("browser") == []
+    browser.get(place_linked)
+    page.until("slide && slide.name === 'b.svs'")
+    page.settle()
+    assert page.run("return screenMicrons()") == pytest.approx(0.5, rel=1e-3)
+
+    server.send_signal(signal.SIGINT)
+    assert server.wait(10) == 130
+    assert "Take care" not in server.stdout.read()
+    page.press("p")
+    page.until("at('problems').textContent.includes('has ended')")

@@ -1,0 +1,100 @@
+"""The command `view`: what it refuses, and how it ends."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pathoseg.workflows import view as workflow
+from tests.conftest import draw_disc
+from tests.forked import Forked
+
+Command = Callable[..., tuple[int, str]]
+Start = Callable[..., Forked]
+
+OPTIONS = ("--no-browser", "--assume-mpp", "0.5")
+
+
+@pytest.fixture
+def slide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A slide; the page's library counts as installed, wherever this runs."""
+    monkeypatch.setattr(workflow, "library_is_installed", lambda: True)
+    draw_disc(tmp_path / "slide.png", 0)
+    return tmp_path / "slide.png"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.4", "example.org", ""])
+def test_another_host_than_this_one_is_refused(slide: Path, command: Command, host: str) -> None:
+    code, said = command("view", slide, *OPTIONS, "--host", host)
+    assert code == 2
+    assert "ssh -L" in said
+
+
+def test_a_port_that_is_taken_is_told(slide: Path, command: Command) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, said = command("view", slide, *OPTIONS, "--port", port)
+    assert code == 2
+    assert f"Port {port}" in said
+    assert "--port" in said
+
+
+def test_nothing_to_show_and_no_library_are_told(
+    slide: Path, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, said = command("view", *OPTIONS)
+    assert code == 2
+    assert "pathoseg view RESULTS" in said
+    code, said = command("view", "none", *OPTIONS)
+    assert code == 2
+    assert "none does not exist" in said
+    monkeypatch.setattr(workflow, "library_is_installed", lambda: False)
+    code, said = command("view", slide, *OPTIONS)
+    assert code == 2
+    assert "OpenSeadragon" in said
+    assert "make install" in said
+
+
+def _status(port: int) -> int | None:
+    """What a request without the token is answered with; None while nobody answers."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", "/")
+        return connection.getresponse().status
+    except OSError:
+        return None
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_serves_until_a_signal_comes(
+    tmp_path: Path, slide: Path, start: Start, number: signal.Signals
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    program = (
+        "import pathoseg.workflows.view as view; view.library_is_installed = lambda: True;"
+        "import runpy; runpy.run_module('pathoseg', run_name='__main__')"
+    )
+    with Forked(["view", str(slide), *OPTIONS, "--port", str(port)], tmp_path, program) as server:
+        try:
+            deadline = time.monotonic() + 30
+            while _status(port) != 403:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            server.send_signal(number)
+            said, _ = server.communicate(20)
+        finally:
+            server.kill()
+        assert server.returncode == 128 + number
+    assert re.search(rf"^http://127\.0\.0\.1:{port}/\?token=\S{{20,}}$", said, re.MULTILINE)
+    assert "Traceback" not in said
