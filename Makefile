@@ -32,8 +32,9 @@ demo: install
 	@echo "sample_06.svs was in no training step. Look at results/sample_06/overlay.png, or open"
 	@echo "sample_data/sample_06.svs in QuPath and drag results/sample_06/regions.geojson onto it."
 
-# Each worker begins with half of the tests, in their order, and takes others from the end of those
-# that are left to the other: so most of what the tests of a file share is made once.
+# Two workers a core (tests/conftest.py): what one waits for, the other computes.
+# Each worker begins with its share of the tests, in their order, and takes others from the end of those
+# that are left to another: so most of what the tests of a file share is made once.
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 

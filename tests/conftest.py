@@ -13,6 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import settings
@@ -54,6 +55,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.process)
         if item.path.parent == _HERE / "workflows" or _LARGE.search(item.name):
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Two workers a core, where each can have 4 GiB: half of a test's time is spent waiting.
+
+    A world of processes meets, a heartbeat falls silent, an interpreter starts: meanwhile another
+    worker computes.
+    """
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    return max(1, min(2 * cores, psutil.virtual_memory().available >> 32))
 
 
 _start = BaseProcess.start

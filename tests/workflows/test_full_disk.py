@@ -72,9 +72,18 @@ def test_infer_onto_a_full_disk(
 
 
 def test_a_batch_stops_being_written_but_keeps_what_is_whole(
-    toy_slides: Path, command: Command, tiny_bundle: SaveBundle, mount: Mount
+    toy_slides: Path,
+    command: Command,
+    tiny_bundle: SaveBundle,
+    mount: Mount,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And goes on once there is space, to what a disk with space enough would hold."""
+    """And goes on once there is space, to what a disk with space enough would hold.
+
+    A lease for whose text there was no space names no owner, and is waited for until it is old.
+    """
+    monkeypatch.setattr("pathoseg.inference.leases.BEAT", 0.1)
+    monkeypatch.setattr("pathoseg.inference.leases.LEASE", 2.0)
     disk = mount("disk", 96)
     call = ("infer", toy_slides, "--model", tiny_bundle(), *MPP)
     code, said = command(*call, "--out", disk)
