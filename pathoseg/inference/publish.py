@@ -47,7 +47,7 @@ REGIONS = "regions.geojson"
 OVERLAY = "overlay.png"
 OBJECTS, OBJECT_TABLE = "objects.geojson", "objects.csv"
 
-_DEPTH = 1.0  # pixels, see `separate`: what docs/objects.md measures
+_DEPTH = 0.5  # pixels, see `separate`: what docs/objects.md measures
 
 
 @dataclass(frozen=True)
