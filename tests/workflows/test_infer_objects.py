@@ -1,0 +1,82 @@
+"""Objects of a slide are the same however it is cut into windows, rows and processes."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from pathoseg.models.model_options import ModelConfig
+from tests.workflows.test_evaluate_objects import Blobs
+
+Command = Callable[..., tuple[int, str]]
+SaveBundle = Callable[..., Path]
+
+NAME = "tests.workflows.test_infer_objects:make_blobs"
+HEIGHT, WIDTH = 1900, 160  # two bands of windows, two blocks
+CONFIG = """
+[data]
+assume_mpp = 0.5
+[tissue]
+method = "all"
+[infer]
+object_um = 12
+{more}
+"""
+
+
+class NearBlobs(Blobs):
+    """Knows how far it looks, so that windows join to one pass."""
+
+    reach = 4
+    multiple = 2
+
+
+def make_blobs(in_channels: int, classes: int) -> torch.nn.Module:
+    """Return the network, which knows all that it will ever know."""
+    return NearBlobs()
+
+
+def _draw(path: Path) -> None:
+    rng = np.random.default_rng(0)
+    y, x = np.mgrid[:HEIGHT, :WIDTH]
+    image = np.full((HEIGHT, WIDTH, 3), (225, 190, 205), np.uint8)
+    for _ in range(900):
+        radius, (row, column) = rng.uniform(3, 8), rng.uniform((0, 0), (HEIGHT, WIDTH))
+        top, left = max(0, int(row) - 9), max(0, int(column) - 9)
+        near = np.s_[top : top + 19, left : left + 19]
+        inside = (y[near] - row) ** 2 + (x[near] - column) ** 2 < radius**2
+        image[near][inside] = (70, 50, 60) if rng.random() < 0.5 else (60, 40, 130)
+    Image.fromarray(image).save(path)
+
+
+def test_windows_rows_and_processes_change_no_object(
+    tmp_path: Path, command: Command, tiny_bundle: SaveBundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # of the other processes
+    _draw(tmp_path / "slide.png")
+    model = tiny_bundle(network=ModelConfig(NAME, "objects", 3), tile=64, overlap=32)
+    ways = {"whole": ("", ()), "cut": ("tile = 120", ()), "shared": ("", ("--ranks", "2"))}
+    for name, (more, flags) in ways.items():
+        Path(f"{name}.toml").write_text(CONFIG.format(more=more))
+        options = ("--model", model, "--factory", NAME, "--config", f"{name}.toml", *flags)
+        code, said = command("infer", "slide.png", *options, "--out", name)
+        assert code == 0, said
+    for file in ("objects.geojson", "objects.csv"):
+        whole = Path("whole/slide", file).read_bytes()
+        assert Path("cut/slide", file).read_bytes() == whole
+        assert Path("shared/slide", file).read_bytes() == whole
+    classes = [row["class"] for row in _rows("whole/slide/objects.csv")]
+    for line in _rows("whole/summary.csv"):
+        assert int(line["objects"]) == classes.count(line["class"]) > 100
+
+
+def _rows(path: str) -> list[dict[str, str]]:
+    with Path(path).open(encoding="utf-8", newline="") as lines:
+        return list(csv.DictReader(lines))
