@@ -20,6 +20,8 @@ UNCLASSIFIED = "annotation"
 TOUCHING = 3.0
 """Pixels: objects further apart share no pixel, and none of the pixels beside theirs."""
 
+UNREAD_COLOUR = (110, 110, 110)
+
 _BACKGROUND_NAME = "background"
 _IGNORED_SUFFIX = "*"  # QuPath's way
 
@@ -101,6 +103,13 @@ class ClassTable:
 
     def index(self, name: str) -> int:
         return self.names.index(name) + 1
+
+    def palette(self) -> NDArray[np.uint8]:
+        """Return the colour of each index, shape (256, 3): background black, unread grey."""
+        palette = np.zeros((256, 3), np.uint8)
+        palette[1 : len(self)] = self.colours
+        palette[IGNORE] = UNREAD_COLOUR
+        return palette
 
     def indices(self, names: Iterable[str], path: Path) -> dict[str, int]:
         """The index of each of the classes that `path` uses.

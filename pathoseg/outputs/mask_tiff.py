@@ -35,7 +35,8 @@ def write_mask(
     """Writes class indices in tiles of 512 px, each level half as large and a SubIFD.
 
     A pixel of a lower level has the value that most of its four pixels have, the upper left one's
-    where two pairs tie. A map annotation in the OME-XML tells which index is which class. One row
+    where two pairs tie. A map annotation in the OME-XML tells which index is which class, and every
+    level has the classes' colours as its palette, with black background and grey 255. One row
     of tiles is held; the next level waits, compressed, in a nameless file beside `path`.
 
     Args:
@@ -43,7 +44,7 @@ def write_mask(
         size: The mask's extent.
         mpp: Microns per pixel.
         bands: Arrays of shape (any number of rows, width), from top to bottom.
-        classes: Names of the indices.
+        classes: Names and colours of the indices.
         origin: What the mask was made of: the file's UUID follows from it, so that the same mask
             is the same file. None takes a random one.
 
@@ -52,6 +53,7 @@ def write_mask(
         ValueError: The bands have more or fewer rows than `size`.
     """
     levels = _level_sizes(size)
+    colours = classes.palette().T.astype(np.uint16) * 257  # TIFF's palettes have 16 bits
     # Noise grows a little when it is compressed.
     largest = 1.01 * sum(level.rounded_up(_TILE).pixels for level in levels)
     with ExitStack() as stack:
@@ -66,7 +68,8 @@ def write_mask(
                 dtype=np.uint8,
                 tile=(_TILE, _TILE),
                 compression="zlib",
-                photometric="minisblack",
+                photometric="palette",
+                colormap=colours,
                 resolution=(
                     1e4 / mpp.x * level.width / size.width,
                     1e4 / mpp.y * level.height / size.height,

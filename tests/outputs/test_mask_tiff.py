@@ -15,12 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from openslide import OpenSlide
+from PIL import Image
 
 from pathoseg.annotations.annotation import ClassTable
-from pathoseg.geometry import Mpp, Size
+from pathoseg.annotations.annotation_options import AnnotationOptions
+from pathoseg.annotations.reading import read_labels
+from pathoseg.geometry import Box, Frame, Mpp, Size
 from pathoseg.outputs.mask_tiff import _halved, write_mask
 
 CLASSES = ClassTable(("Tumör <&>", "stroma"), ((200, 0, 0), (0, 200, 0)))
+COLOURS = np.zeros((256, 3), np.uint16)
+COLOURS[[1, 2, 255]] = (200, 0, 0), (0, 200, 0), (110, 110, 110)
 MPP = Mpp(0.5, 0.25)
 OME = "{http://www.openmicroscopy.org/Schemas/OME/2016-06}"
 
@@ -69,6 +74,8 @@ def test_every_level_reads_back(tmp_path: Path, shape: tuple[int, int], rows: in
             assert (page.tilewidth, page.tilelength) == (512, 512)
             assert page.compression == tifffile.COMPRESSION.ADOBE_DEFLATE
             assert page.predictor == 1
+            assert page.photometric == tifffile.PHOTOMETRIC.PALETTE
+            np.testing.assert_array_equal(page.colormap, COLOURS.T * 257)
             assert page.subfiletype == (1 if number else 0)
             np.testing.assert_array_equal(level.asarray(), expected)
             expected = mode_of_four(expected)
@@ -104,7 +111,7 @@ def test_the_size_of_a_pixel_and_the_classes_are_told(tmp_path: Path) -> None:
     }
 
 
-def test_openslide_opens_the_full_resolution(tmp_path: Path) -> None:
+def test_openslide_shows_the_colours_of_the_full_resolution(tmp_path: Path) -> None:
     path = tmp_path / "mask.ome.tiff"
     mask = blobs(1500, 2100)
     write(path, mask, 300)
@@ -114,7 +121,27 @@ def test_openslide_opens_the_full_resolution(tmp_path: Path) -> None:
         assert float(slide.properties["openslide.mpp-x"]) == pytest.approx(0.5)
         assert float(slide.properties["openslide.mpp-y"]) == pytest.approx(0.25)
         read = np.asarray(slide.read_region((0, 0), 0, (2100, 1500)))
-    np.testing.assert_array_equal(read[:, :, 0], mask)
+    np.testing.assert_array_equal(read[:, :, :3], COLOURS[mask])
+
+
+def test_pillow_reads_indices_and_colours(tmp_path: Path) -> None:
+    mask = blobs(600, 700)
+    write(tmp_path / "mask.ome.tiff", mask, 300)
+    with Image.open(tmp_path / "mask.ome.tiff") as image:
+        assert image.mode == "P"
+        np.testing.assert_array_equal(np.asarray(image), mask)
+        np.testing.assert_array_equal(np.asarray(image.convert("RGB")), COLOURS[mask])
+
+
+def test_a_mask_is_an_annotation_with_its_classes_and_colours(tmp_path: Path) -> None:
+    """A result that a lab corrects and puts beside its slide, large or small."""
+    mask = blobs(1100, 1200)
+    write(tmp_path / "slide_mask.tif", mask, 300)
+    labels = read_labels(tmp_path / "slide_mask.tif", Size(1200, 1100), (0, 0), AnnotationOptions())
+    assert labels.classes() == {"class 1": (200, 0, 0), "class 2": (0, 200, 0)}
+    frame = Frame(Size(1200, 1100), 1.0, 1.0, MPP)
+    table = ClassTable(("class 1", "class 2"), CLASSES.colours)
+    np.testing.assert_array_equal(labels.rasterise(Box(0, 0, 1200, 1100), frame, table), mask)
 
 
 @pytest.mark.parametrize("rows", [1023, 1025, 1024 + 512])
