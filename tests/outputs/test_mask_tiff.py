@@ -21,7 +21,7 @@ from pathoseg.annotations.annotation import ClassTable
 from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.reading import read_labels
 from pathoseg.geometry import Box, Frame, Mpp, Size
-from pathoseg.outputs.mask_tiff import _halved, write_mask
+from pathoseg.outputs.mask_tiff import _mode_of_four, write_mask
 
 CLASSES = ClassTable(("Tumör <&>", "stroma"), ((200, 0, 0), (0, 200, 0)))
 COLOURS = np.zeros((256, 3), np.uint16)
@@ -85,7 +85,7 @@ def test_every_level_reads_back(tmp_path: Path, shape: tuple[int, int], rows: in
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**32 - 1))
 def test_half_a_mask_is_the_mode_of_four(height: int, width: int, seed: int) -> None:
     mask = np.random.default_rng(seed).integers(0, 4, (height, width), np.uint8)
-    np.testing.assert_array_equal(_halved(mask), mode_of_four(mask))
+    np.testing.assert_array_equal(_mode_of_four(mask), mode_of_four(mask))
 
 
 def test_the_size_of_a_pixel_and_the_classes_are_told(tmp_path: Path) -> None:
