@@ -21,6 +21,7 @@ from pathoseg.annotations.qupath_geojson import GeoJsonWriter
 from pathoseg.config import Config, InferConfig
 from pathoseg.geometry import Box, Frame
 from pathoseg.host_memory import give_back_freed_memory
+from pathoseg.inference.certainty import Certainty, certainty_files
 from pathoseg.inference.result_folder import SUMMARY
 from pathoseg.inference.segmenter import MaskRow, Segmenter, SlidePlan
 from pathoseg.outputs.mask_tiff import write_mask
@@ -99,7 +100,7 @@ def publish(
     segmenter: Segmenter,
     options: InferConfig,
 ) -> None:
-    """Write a slide's result into a folder: mask, outlines, objects, overlay, last the summary.
+    """Write a slide's result into a folder: mask, outlines, what is asked for, last the summary.
 
     Args:
         name: The slide's name in the batch.
@@ -121,25 +122,30 @@ def publish(
     tracer = RegionTracer(options.simplify, _min_pixels(plan.output, options))
     outlines = f"{REGIONS}.gz" if options.compress_regions else REGIONS
     objects: _Objects | None = None
+    certainty: Certainty | None = None
+    origin = f"{name} {segmenter.model_id}"
     with ExitStack() as stack:
         stack.enter_context(closing(rows))
         writer = GeoJsonWriter(folder / outlines, classes, options.region_type)
         stack.enter_context(writer)
         if segmenter.separates:
             objects = stack.enter_context(_Objects(folder, plan, segmenter, options))
+        if segmenter.tells_certainty:
+            certainty = stack.enter_context(certainty_files(folder, plan, classes, origin))
 
         def seen() -> Iterator[NDArray[np.uint8]]:
             nonlocal unread_tiles
             for row in rows:
                 band, unread_tiles = row.band, unread_tiles + row.unread_tiles
                 if objects is not None:
-                    objects.add(row.planes)
+                    objects.add(row.planes[:3])
+                if certainty is not None:
+                    certainty.add(row)
                 pixels.update(count_pixels(band, classes))
                 small.add(band)
                 regions.update(write_regions(writer, tracer.add(band), plan.output))
                 yield band
 
-        origin = f"{name} {segmenter.model_id}"
         write_mask(folder / MASK, plan.output.size, plan.output.mpp, seen(), classes, origin)
         regions.update(write_regions(writer, tracer.close(), plan.output))
     write_overlay(folder / OVERLAY, planned.picture, small.pixels, classes)
@@ -172,6 +178,7 @@ def publish(
         seconds={"plan": round(planned.seconds, 3), "segment": round(ended - began, 3)},
         warnings=tuple(warnings),
         level0=planned.level0,
+        least_certain=None if certainty is None else certainty.least_certain(),
     )
     write_summary(folder / SUMMARY, summary)
 

@@ -7,9 +7,9 @@
       |        (3) its half are the next rows of the level below
     level 1    likewise, until one is small enough
       :
-    the TIFF   (4) a page for each channel of each level, whole before the next: the tiles are copied
+    the TIFF   (4) a page for each channel of each level, whole before the next: tiles are copied
 
-So what is held is a strip of each level, together twice that of level 0, however high the image is.
+So what is held is a strip of each level, together twice that of level 0, whatever the height.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def map_writer(
     path: Path,
     size: Size,
     mpp: Mpp,
-    channels: Mapping[str, Colour],
+    channels: Sequence[tuple[str, Colour]],
     origin: str | None = None,
 ) -> Iterator[Add]:
     """Make a context that yields what takes the next rows of a map; the file appears at its end.
@@ -115,7 +115,10 @@ def map_writer(
     metadata = {
         "axes": "CYX",
         **_metadata(path.name, mpp, origin),
-        "Channel": {"Name": [*channels], "Color": [_rgba(each) for each in channels.values()]},
+        "Channel": {
+            "Name": [name for name, _ in channels],
+            "Color": [_rgba(colour) for _, colour in channels],
+        },
     }
     page = {"photometric": "minisblack"}
     with _pyramid(path, size, mpp, len(channels), _mean_of_four, page, metadata) as add:

@@ -16,6 +16,7 @@ from pathoseg.annotations.annotation import IGNORE, ClassTable
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Frame, Mpp, Size
 from pathoseg.outputs.atomic import write_rows, write_text
+from pathoseg.outputs.uncertain_fields import UncertainField
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,8 @@ class Summary:
         seconds: Step of the work to its duration.
         warnings: Sentences for the user.
         level0: Of the slide; None in results of earlier versions.
+        least_certain: The fields of which the model is least certain, the worst one first; None
+            where probabilities were not asked for.
     """
 
     slide: str
@@ -93,6 +96,7 @@ class Summary:
     seconds: Mapping[str, float]
     warnings: tuple[str, ...] = ()
     level0: Level0 | None = None
+    least_certain: tuple[UncertainField, ...] | None = None
 
 
 SUMMARY_COLUMNS = (
@@ -161,6 +165,8 @@ def read_summary(path: Path) -> Summary:
         entries["warnings"] = tuple(entries.get("warnings", ()))
         if level0 := entries.get("level0"):
             entries["level0"] = Level0(Size(**level0["size"]), Mpp(**level0["mpp"]))
+        if (fields := entries.get("least_certain")) is not None:
+            entries["least_certain"] = tuple(UncertainField(**field) for field in fields)
         return Summary(**entries)
     except (OSError, ValueError, TypeError, LookupError, RecursionError, PathosegError) as error:
         raise PathosegError(
