@@ -1,4 +1,4 @@
-"""A mask that is written in bands opens elsewhere as the same pyramid, from bounded memory."""
+"""What is written in bands opens elsewhere as the same pyramid, from bounded memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from pathoseg.annotations.annotation import ClassTable
 from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.reading import read_labels
 from pathoseg.geometry import Box, Frame, Mpp, Size
-from pathoseg.outputs.mask_tiff import _mode_of_four, write_mask
+from pathoseg.outputs.mask_reader import MaskReader
+from pathoseg.outputs.mask_tiff import _mode_of_four, map_writer, write_mask
 
 CLASSES = ClassTable(("Tumör <&>", "stroma"), ((200, 0, 0), (0, 200, 0)))
 COLOURS = np.zeros((256, 3), np.uint16)
@@ -79,6 +80,67 @@ def test_every_level_reads_back(tmp_path: Path, shape: tuple[int, int], rows: in
             assert page.subfiletype == (1 if number else 0)
             np.testing.assert_array_equal(level.asarray(), expected)
             expected = mode_of_four(expected)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def mean_of_four(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    even = np.pad(values, [(0, 0), *((0, side % 2) for side in values.shape[1:])], mode="edge")
+    four = np.stack([even[:, y::2, x::2] for y in (0, 1) for x in (0, 1)])
+    half: NDArray[np.uint8] = np.floor(four.mean(axis=0) + 0.5).astype(np.uint8)
+    return half
+
+
+CHANNELS = [("background", (255, 255, 255)), ("Tumör <&>", (200, 0, 0)), ("x", (0, 9, 254))]
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 700, 1), (2, 513, 1030), (3, 2300, 2049)])
+@pytest.mark.parametrize("rows", [100, 896])
+def test_a_map_reads_back_at_every_level(
+    tmp_path: Path, shape: tuple[int, int, int], rows: int
+) -> None:
+    path, channels = tmp_path / "map.ome.tiff", CHANNELS[: shape[0]]
+    values = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    values[:, : shape[1] // 2] = 7
+    with map_writer(path, Size(shape[2], shape[1]), MPP, channels) as add:
+        for top in range(0, shape[1], rows):
+            add(values[:, top : top + rows])
+    assert list(tmp_path.iterdir()) == [path]
+    with tifffile.TiffFile(path) as file, MaskReader(path) as reader:
+        assert len(file.series) == 1
+        assert reader.channels == tuple(name for name, _ in channels)
+        assert reader.mpp == MPP
+        assert reader.colours == {}
+        pixels = tifffile.xml2dict(file.ome_metadata)["OME"]["Image"]["Pixels"]
+        assert [pixels[f"Size{axis}"] for axis in "CYX"] == [*shape]
+        told = pixels["Channel"] if shape[0] > 1 else [pixels["Channel"]]
+        expected = values
+        colours = [int.from_bytes(bytes((*each, 255)), "big") for _, each in channels]
+        assert [one["Color"] % 2**32 for one in told] == colours
+        for number, level in enumerate(file.series[0].levels):
+            np.testing.assert_array_equal(level.asarray().reshape(expected.shape), expected)
+            whole = Box(0, 0, expected.shape[2], expected.shape[1])
+            for channel, one in enumerate(expected):
+                np.testing.assert_array_equal(reader.read(number, whole, channel), one)
+            assert level.keyframe.photometric == tifffile.PHOTOMETRIC.MINISBLACK
+            expected = mean_of_four(expected)
+
+
+def test_an_error_while_a_map_is_written_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "map.ome.tiff"
+    path.write_bytes(b"as it was")
+
+    def write_map(rows: int, error: Exception | None = None) -> None:
+        with map_writer(path, Size(64, 1024), MPP, CHANNELS[:2]) as add:
+            add(np.zeros((2, rows, 64), np.uint8))
+            if error is not None:
+                raise error
+
+    for rows in (1023, 1025):
+        with pytest.raises(ValueError, match="1024"):
+            write_map(rows)
+    with pytest.raises(KeyError):
+        write_map(1024, KeyError())
+    assert path.read_bytes() == b"as it was"
     assert list(tmp_path.iterdir()) == [path]
 
 
