@@ -18,6 +18,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 from uuid import NAMESPACE_OID, uuid4, uuid5
@@ -36,7 +37,21 @@ _CLASSIC_TIFF = 2**32 - 2**25
 _ZLIB_LEVEL = 4  # on masks 2 to 4 times as fast as the usual 6, and a third larger
 
 Add = Callable[[NDArray[np.uint8]], None]
-_Halve = Callable[[NDArray[np.uint8]], NDArray[np.uint8]]
+
+
+@dataclass(frozen=True)
+class _Form:
+    """The way in which the pixels of a kind of image are stored.
+
+    Attributes:
+        halve: Makes the rows of the level below out of a strip of a channel.
+        encode: Makes zlib's bytes of a tile, in which TIFF has what `page` says.
+        page: Options of tifffile for each page.
+    """
+
+    halve: Callable[[NDArray[np.uint8]], NDArray[np.uint8]]
+    encode: Callable[[NDArray[np.uint8]], bytes]
+    page: Mapping[str, Any]
 
 
 def write_mask(
@@ -78,8 +93,8 @@ def write_mask(
         },
     }
     colours = classes.palette().T.astype(np.uint16) * 257  # TIFF's palettes have 16 bits
-    page = {"photometric": "palette", "colormap": colours}
-    with _pyramid(path, size, mpp, 1, _mode_of_four, page, metadata) as add:
+    form = _Form(_mode_of_four, _encoded, {"photometric": "palette", "colormap": colours})
+    with _pyramid(path, size, mpp, 1, form, metadata) as add:
         for band in bands:
             add(band[None])
 
@@ -120,8 +135,10 @@ def map_writer(
             "Color": [_rgba(colour) for _, colour in channels],
         },
     }
-    page = {"photometric": "minisblack"}
-    with _pyramid(path, size, mpp, len(channels), _mean_of_four, page, metadata) as add:
+    form = _Form(
+        _mean_of_four, _encoded_differences, {"photometric": "minisblack", "predictor": True}
+    )
+    with _pyramid(path, size, mpp, len(channels), form, metadata) as add:
         yield add
 
 
@@ -148,8 +165,7 @@ def _pyramid(
     size: Size,
     mpp: Mpp,
     channels: int,
-    halve: _Halve,
-    page: Mapping[str, Any],
+    form: _Form,
     metadata: Mapping[str, object],
 ) -> Iterator[Add]:
     """Make a context that yields what takes the next rows; the file appears at its end."""
@@ -160,7 +176,7 @@ def _pyramid(
         below: _Level | None = None
         levels = list[_Level]()
         for each in reversed(sizes):
-            below = _Level(each, channels, waiting, halve, below)
+            below = _Level(each, channels, waiting, form, below)
             levels.insert(0, below)
         yield levels[0].add
         levels[0].finish()
@@ -173,7 +189,7 @@ def _pyramid(
                     dtype=np.uint8,
                     tile=(_TILE, _TILE),
                     compression="zlib",
-                    **page,
+                    **form.page,
                     resolution=(
                         1e4 / mpp.x * width / size.width,
                         1e4 / mpp.y * rows / size.height,
@@ -199,18 +215,18 @@ class _Level:
         size: Its extent.
         channels: How many it has.
         waiting: Where encoded tiles wait, with those of other levels.
-        halve: Makes the rows of the level below out of a strip of a channel.
+        form: The way in which it is stored.
         below: The next level, or None.
     """
 
     def __init__(
-        self, size: Size, channels: int, waiting: IO[bytes], halve: _Halve, below: _Level | None
+        self, size: Size, channels: int, waiting: IO[bytes], form: _Form, below: _Level | None
     ) -> None:
         self.size = size
         self._padded = np.zeros((channels, _TILE, size.rounded_up(_TILE).width), np.uint8)
         self._strip = self._padded[:, :, : size.width]
         self._filled = self._rows = 0  # of the strip, of all
-        self._waiting, self._halve, self._below = waiting, halve, below
+        self._waiting, self._form, self._below = waiting, form, below
         # By channel, where each tile lies in the file, and its bytes.
         self._places: Sequence[list[tuple[int, int]]] = [[] for _ in range(channels)]
 
@@ -255,16 +271,31 @@ class _Level:
         """(2), (3) Encode the strip, and hand its half down."""
         for channel, places in zip(self._padded, self._places, strict=True):
             for x in range(0, channel.shape[1], _TILE):
-                tile = zlib.compress(channel[:, x : x + _TILE].tobytes(), _ZLIB_LEVEL)
+                tile = self._form.encode(channel[:, x : x + _TILE])
                 places.append((self._waiting.tell(), len(tile)))
                 self._waiting.write(tile)
         if self._below is not None:
             rows = self._strip[:, : self._filled]
-            self._below.add(np.stack([self._halve(channel) for channel in rows]))
+            self._below.add(np.stack([self._form.halve(channel) for channel in rows]))
         self._filled = 0
 
     def _wrong_rows(self) -> ValueError:
         return ValueError(f"the bands' rows are not the image's {self.size.height}")
+
+
+def _encoded(tile: NDArray[np.uint8]) -> bytes:
+    return zlib.compress(tile.tobytes(), _ZLIB_LEVEL)
+
+
+def _encoded_differences(tile: NDArray[np.uint8]) -> bytes:
+    """Encode what a pixel differs by from the one on its left (TIFF's predictor 2).
+
+    Of maps, whose pixels are like their neighbours, this makes smaller files, twice as fast.
+    """
+    differences = tile.copy()
+    differences[:, 1:] -= tile[:, :-1]
+    encoder = zlib.compressobj(level=1, strategy=zlib.Z_RLE)
+    return encoder.compress(differences.tobytes()) + encoder.flush()
 
 
 def _quarters(strip: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
