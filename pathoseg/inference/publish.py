@@ -9,8 +9,6 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 import torch
@@ -38,7 +36,7 @@ from pathoseg.outputs.report import (
 )
 from pathoseg.outputs.stitch import HEIGHT_LEVELS
 from pathoseg.slides.region import read_region
-from pathoseg.slides.slide import open_slide
+from pathoseg.slides.slide import Slide, open_slide
 from pathoseg.tiles.stain import stain_densities
 from pathoseg.version import __version__
 
@@ -126,7 +124,14 @@ def publish(
         writer = GeoJsonWriter(folder / outlines, classes, options.region_type)
         stack.enter_context(writer)
         if segmenter.separates:
-            objects = stack.enter_context(_Objects(folder, plan, segmenter, options))
+            objects = _Objects(
+                stack.enter_context(segmenter.open(plan.slide)),
+                plan.output,
+                stack.enter_context(
+                    ObjectWriter(folder / OBJECTS, folder / OBJECT_TABLE, classes, plan.output)
+                ),
+                options,
+            )
 
         def seen() -> Iterator[NDArray[np.uint8]]:
             nonlocal unread_tiles
@@ -197,28 +202,17 @@ class _Objects:
     """Finds, measures and writes the objects of a slide while its rows arrive.
 
     Args:
-        folder: Exists.
-        plan: The slide's.
-        segmenter: The model.
+        slide: Open; stains are measured on it.
+        frame: The mask's.
+        writer: Takes the objects.
         options: The form of the outputs.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        plan: SlidePlan,
-        segmenter: Segmenter,
-        options: InferConfig,
+        self, slide: Slide, frame: Frame, writer: ObjectWriter, options: InferConfig
     ) -> None:
-        self._frame, self._options = plan.output, options
-        self._finder = object_finder(plan.output, options)
-        with ExitStack() as stack:
-            self._slide = stack.enter_context(segmenter.open(plan.slide))
-            table = folder / OBJECT_TABLE
-            self._writer = stack.enter_context(
-                ObjectWriter(folder / OBJECTS, table, segmenter.classes, plan.output)
-            )
-            self._stack = stack.pop_all()
+        self._slide, self._frame, self._writer, self._options = slide, frame, writer, options
+        self._finder = object_finder(frame, options)
 
     @property
     def written(self) -> Mapping[int, int]:
@@ -250,14 +244,3 @@ class _Objects:
                 f"({options.object_um:g}) allows for, and may be cut"
             )
         return told
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)

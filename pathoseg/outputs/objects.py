@@ -112,7 +112,7 @@ def _climb(height: NDArray[np.int16], number: Labels, inside: NDArray[np.int64])
 
 
 def _followed(up: Labels) -> Labels:
-    """Where each chain of pointers ends."""
+    """Return the last pixel (or basin) of each chain of pointers."""
     while True:
         further = up[up]
         if np.array_equal(further, up):
@@ -195,7 +195,7 @@ class FoundObjects:
 
 @dataclass(frozen=True, slots=True)
 class ObjectOptions:
-    """How objects are separated.
+    """Parameters of separating objects.
 
     Attributes:
         depth: See `separate`, in units of the height.
@@ -301,7 +301,7 @@ class ObjectFinder:
         kind: NDArray[np.uint8],
         probability: NDArray[np.uint8],
     ) -> FoundObjects:
-        """Those of the objects that are `kept` and large enough."""
+        """Describe the objects that are `kept` and have at least `min_pixels`."""
         colours = _coloured(labels)
         runs = Runs.of(colours)
         lower, upper = runs.touching()

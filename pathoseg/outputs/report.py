@@ -53,7 +53,7 @@ class TileCounts:
 
 @dataclass(frozen=True, slots=True)
 class Level0:
-    """What coordinates of a result count.
+    """The level-0 frame that the coordinates of a result refer to.
 
     Attributes:
         size: Pixels of the slide's level 0, within its bounds.
