@@ -17,6 +17,7 @@ from pathoseg.config import InferConfig
 from pathoseg.geometry import Box, Frame, Mpp, Size
 from pathoseg.inference.publish import object_finder
 from pathoseg.outputs.object_files import ObjectWriter
+from pathoseg.outputs.objects import FoundObjects
 from pathoseg.tiles.stain import stain_densities
 
 CLASSES = ClassTable(("one", "two"), ((200, 0, 0), (0, 0, 200)))
@@ -46,7 +47,7 @@ def post_process(
     with ObjectWriter(folder / "objects.geojson", folder / "objects.csv", CLASSES, frame) as writer:
         for band in planes:
             began, at = time.perf_counter(), time.process_time()
-            for found in finder.add(band):
+            for found in map(FoundObjects.trimmed, finder.add(band)):
                 times = [at, time.process_time()]
                 inside = found.labels > 0
                 stains = np.full((*inside.shape, 2), np.nan, np.float32)

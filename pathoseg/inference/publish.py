@@ -25,7 +25,7 @@ from pathoseg.inference.result_folder import SUMMARY
 from pathoseg.inference.segmenter import MaskRow, Segmenter, SlidePlan
 from pathoseg.outputs.mask_tiff import write_mask
 from pathoseg.outputs.object_files import ObjectWriter
-from pathoseg.outputs.objects import ObjectFinder, ObjectOptions
+from pathoseg.outputs.objects import FoundObjects, ObjectFinder, ObjectOptions
 from pathoseg.outputs.overlay import MaskThumbnail, thumbnail_frame, write_overlay
 from pathoseg.outputs.polygons import RegionTracer, write_regions
 from pathoseg.outputs.report import (
@@ -227,7 +227,8 @@ class _Objects:
 
     def add(self, planes: NDArray[np.uint8]) -> None:
         """Take the next rows of the mask."""
-        for found in self._finder.add(planes):
+        # Most of what is seen around a block need not be read again.
+        for found in map(FoundObjects.trimmed, self._finder.add(planes)):
             region = read_region(self._slide, self._frame, found.box)
             inside = found.labels > 0
             if region.unread is not None:

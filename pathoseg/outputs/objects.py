@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import shapely
@@ -180,6 +180,15 @@ class FoundObjects:
 
     def __len__(self) -> int:
         return len(self.pixels)
+
+    def trimmed(self) -> FoundObjects:
+        """Return the same objects in the smallest box that holds them; of one pixel for none."""
+        rows = np.flatnonzero(self.labels.any(axis=1)).tolist()
+        columns = np.flatnonzero(self.labels.any(axis=0)).tolist()
+        top, bottom = (rows[0], rows[-1] + 1) if len(rows) else (0, 1)
+        left, right = (columns[0], columns[-1] + 1) if len(columns) else (0, 1)
+        box = Box(self.box.x + left, self.box.y + top, right - left, bottom - top)
+        return replace(self, box=box, labels=self.labels[top:bottom, left:right])
 
     def masks(self) -> list[ObjectMask]:
         """Return the pixels of each object."""
