@@ -131,11 +131,15 @@ class ObjectWriter:
             self._rows.writerow(["class", "Centroid X px", "Centroid Y px", *_MEASUREMENTS])
             self._stack = stack.pop_all()
 
-    def add(self, found: FoundObjects, stains: NDArray[np.float32]) -> None:
-        """Write objects; `stains` as in `measure`."""
+    def add(self, found: FoundObjects, stains: NDArray[np.float32]) -> Numbers:
+        """Write objects; `stains` as in `measure`.
+
+        Returns:
+            Their centroids as the table has them, in level-0 pixels, shape (objects, 2).
+        """
         self.left_out += found.left_out
         if not len(found):
-            return
+            return np.empty((0, 2))
         scale = np.array([self._frame.scale_x, self._frame.scale_y])
         measured = measure(found, self._frame.mpp.mean, stains)
         names, values = list(measured), np.stack([*measured.values()], axis=1)
@@ -146,11 +150,12 @@ class ObjectWriter:
             classes,
             [dict(zip(names, row, strict=True)) for row in values.tolist()],
         )
-        centres = np.round((_centroids(found) + 0.5) * scale, 2)
+        centres: Numbers = np.round((_centroids(found) + 0.5) * scale, 2)
         for index, centre, row in zip(classes, centres.tolist(), values.tolist(), strict=True):
             self._rows.writerow((self._classes.names[index - 1], *centre, *row))
         self.written.update(classes)
         self.cut += int(found.is_cut.sum())
+        return centres
 
     def __enter__(self) -> Self:
         return self
