@@ -14,12 +14,14 @@ from pathoseg.annotations.regions_of_interest import RegionOfInterest
 from pathoseg.geometry import Box, Frame
 from pathoseg.outputs.report import InterestSummary, class_summaries, count_pixels
 
+_STRIP = 128  # rows whose pixels are held at once
+
 
 class InterestCounts:
     """Pixels and objects of each region of interest; regions may overlap.
 
     A pixel is in the regions that hold its centre, an object in those that hold its centroid. Held
-    are the counts, and of a region the pixels of one band.
+    are the counts, and of a region the pixels of a few rows.
 
     Args:
         regions: The slide's.
@@ -43,13 +45,16 @@ class InterestCounts:
 
     def add_band(self, band: NDArray[np.uint8]) -> None:
         """Count the next rows of the mask: class indices, shape (rows, width)."""
-        rows = Box(0, self._row, self._frame.size.width, len(band))
+        width = self._frame.size.width
+        for top in range(0, len(band), _STRIP):
+            strip = band[top : top + _STRIP]
+            rows = Box(0, self._row + top, width, len(strip))
+            for region, pixels in zip(self._regions, self._pixels, strict=True):
+                found = region.pixels(rows, self._frame)
+                if found is not None:
+                    part, inside = found
+                    pixels.update(count_pixels(strip[part.within(rows)][inside], self._classes))
         self._row += len(band)
-        for region, pixels in zip(self._regions, self._pixels, strict=True):
-            found = region.pixels(rows, self._frame)
-            if found is not None:
-                part, inside = found
-                pixels.update(count_pixels(band[part.within(rows)][inside], self._classes))
 
     def add_objects(self, centroids: NDArray[np.float64], class_index: NDArray[np.int64]) -> None:
         """Count objects.

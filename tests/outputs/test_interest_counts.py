@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pathoseg.annotations.annotation import ClassTable
 from pathoseg.annotations.regions_of_interest import RegionOfInterest
 from pathoseg.geometry import Box, Frame, Mpp, Size
+from pathoseg.outputs import interest_counts
 from pathoseg.outputs.interest_counts import InterestCounts
 
 CLASSES = ClassTable(("gland", "stroma"), ((200, 0, 0), (0, 0, 200)))
@@ -30,8 +31,9 @@ def test_figures_are_a_plain_count(boxes: list[Box], seed: int, cuts: list[int])
         for box in boxes
     ]
     counts = InterestCounts(regions, FRAME, CLASSES, with_objects=True)
-    for band in np.split(mask, sorted(cuts)):
-        if len(band):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interest_counts, "_STRIP", 7)
+        for band in np.split(mask, sorted(cuts)):
             counts.add_band(band)
     for part in np.split(np.arange(200), [50, 50, 120]):
         counts.add_objects(centroids[part], kinds[part])
