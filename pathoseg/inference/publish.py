@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +16,17 @@ from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import IGNORE
 from pathoseg.annotations.qupath_geojson import GeoJsonWriter
+from pathoseg.annotations.reading import read_regions_of_interest
+from pathoseg.annotations.regions_of_interest import RegionOfInterest
 from pathoseg.config import Config, InferConfig
 from pathoseg.geometry import Box, Frame
 from pathoseg.host_memory import give_back_freed_memory
 from pathoseg.inference.result_folder import SUMMARY
 from pathoseg.inference.segmenter import MaskRow, Segmenter, SlidePlan
+from pathoseg.outputs.interest_counts import InterestCounts
 from pathoseg.outputs.mask_tiff import write_mask
 from pathoseg.outputs.object_files import ObjectWriter
-from pathoseg.outputs.objects import ObjectFinder, ObjectOptions
+from pathoseg.outputs.objects import FoundObjects, ObjectFinder, ObjectOptions
 from pathoseg.outputs.overlay import MaskThumbnail, thumbnail_frame, write_overlay
 from pathoseg.outputs.polygons import RegionTracer, write_regions
 from pathoseg.outputs.report import (
@@ -58,6 +61,7 @@ class PlannedSlide:
         picture: The slide in that frame: RGB, shape (height, width, 3), uint8.
         level0: Its pixels.
         seconds: The time that this took.
+        interest: The regions of interest whose figures are wanted.
     """
 
     plan: SlidePlan
@@ -65,18 +69,22 @@ class PlannedSlide:
     picture: NDArray[np.uint8]
     level0: Level0
     seconds: float
+    interest: Sequence[RegionOfInterest] = ()
 
 
-def plan_slide(slide: Path, segmenter: Segmenter, config: Config) -> PlannedSlide:
+def plan_slide(
+    slide: Path, segmenter: Segmenter, config: Config, annotation: Path | None
+) -> PlannedSlide:
     """Find a slide's tissue, lay its tiles, and read the picture of its overlay.
 
     Args:
         slide: The file.
         segmenter: Plans it.
-        config: `data.assume_mpp` is used.
+        config: `data.assume_mpp` and `annotations` are used.
+        annotation: The file of its regions of interest, or None.
 
     Raises:
-        PathosegError: The slide cannot be read, or does not fit the model.
+        PathosegError: The slide or the annotation cannot be read, or does not fit the model.
     """
     began = time.monotonic()
     with open_slide(slide, config.data.assume_mpp) as opened:
@@ -85,8 +93,12 @@ def plan_slide(slide: Path, segmenter: Segmenter, config: Config) -> PlannedSlid
         size = thumbnail.size
         level0 = Level0(opened.size, opened.mpp)
         picture = read_region(opened, thumbnail, Box(0, 0, size.width, size.height)).pixels
+        interest = list[RegionOfInterest]()
+        if annotation is not None:
+            options = config.annotations.for_classes(segmenter.classes.names)
+            interest = read_regions_of_interest(annotation, opened.size, opened.origin, options)
     give_back_freed_memory()  # finding tissue takes more of it than a row of tiles
-    return PlannedSlide(plan, thumbnail, picture, level0, time.monotonic() - began)
+    return PlannedSlide(plan, thumbnail, picture, level0, time.monotonic() - began, interest)
 
 
 def publish(
@@ -116,6 +128,7 @@ def publish(
     plan, thumbnail = planned.plan, planned.thumbnail
     small = MaskThumbnail(plan.output, thumbnail)
     pixels, regions, unread_tiles = Counter[int](), Counter[int](), 0
+    interest = InterestCounts(planned.interest, plan.output, classes, segmenter.separates)
     tracer = RegionTracer(options.simplify, _min_pixels(plan.output, options))
     outlines = f"{REGIONS}.gz" if options.compress_regions else REGIONS
     objects: _Objects | None = None
@@ -131,6 +144,7 @@ def publish(
                     ObjectWriter(folder / OBJECTS, folder / OBJECT_TABLE, classes, plan.output)
                 ),
                 options,
+                interest,
             )
 
         def seen() -> Iterator[NDArray[np.uint8]]:
@@ -140,6 +154,7 @@ def publish(
                 if objects is not None:
                     objects.add(row.planes)
                 pixels.update(count_pixels(band, classes))
+                interest.add_band(band)
                 small.add(band)
                 regions.update(write_regions(writer, tracer.add(band), plan.output))
                 yield band
@@ -177,6 +192,7 @@ def publish(
         seconds={"plan": round(planned.seconds, 3), "segment": round(ended - began, 3)},
         warnings=tuple(warnings),
         level0=planned.level0,
+        regions_of_interest=interest.summaries(),
     )
     write_summary(folder / SUMMARY, summary)
 
@@ -206,12 +222,19 @@ class _Objects:
         frame: The mask's.
         writer: Takes the objects.
         options: The form of the outputs.
+        interest: Counts the objects, too.
     """
 
     def __init__(
-        self, slide: Slide, frame: Frame, writer: ObjectWriter, options: InferConfig
+        self,
+        slide: Slide,
+        frame: Frame,
+        writer: ObjectWriter,
+        options: InferConfig,
+        interest: InterestCounts,
     ) -> None:
-        self._slide, self._frame, self._writer, self._options = slide, frame, writer, options
+        self._slide, self._frame, self._writer = slide, frame, writer
+        self._options, self._interest = options, interest
         self._finder = object_finder(frame, options)
 
     @property
@@ -221,14 +244,15 @@ class _Objects:
 
     def add(self, planes: NDArray[np.uint8]) -> None:
         """Take the next rows of the mask."""
-        for found in self._finder.add(planes):
+        # Most of what is seen around a block need not be read again.
+        for found in map(FoundObjects.trimmed, self._finder.add(planes)):
             region = read_region(self._slide, self._frame, found.box)
             inside = found.labels > 0
             if region.unread is not None:
                 inside &= ~region.unread
             stains = np.full((*inside.shape, 2), np.nan, np.float32)
             stains[inside] = stain_densities(region.pixels[inside])
-            self._writer.add(found, stains)
+            self._interest.add_objects(self._writer.add(found, stains), found.class_index)
 
     def warnings(self) -> list[str]:
         """Return what is to be said of objects that are missing or cut."""

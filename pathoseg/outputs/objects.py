@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import shapely
@@ -70,7 +70,7 @@ def separate(height: NDArray[np.int16], depth: int) -> Basins:
     as the higher one.
 
     Args:
-        height: Shape (rows, columns); negative where there is no object.
+        height: Shape (rows, columns), below 2,048; negative where there is no object.
         depth: A basin joins the higher neighbour to which its saddle is highest where its peak
             stands less than this above the saddle.
 
@@ -99,15 +99,13 @@ def separate(height: NDArray[np.int16], depth: int) -> Basins:
 def _climb(height: NDArray[np.int16], number: Labels, inside: NDArray[np.int64]) -> Labels:
     """(1) The number of the peak of each pixel inside, numbered as they are."""
     rows, columns = height.shape
-    padded = np.pad(height, 1, constant_values=-1)
-    best = padded[:-2, :-2].copy()
-    offset = np.full(height.shape, -columns - 1, np.int32)
-    for y, x in _AROUND[1:]:
-        other = padded[1 + y : 1 + y + rows, 1 + x : 1 + x + columns]
-        higher = other >= best
-        np.copyto(best, other, where=higher)
-        np.copyto(offset, y * columns + x, where=higher)
-    up = number.reshape(-1)[inside + offset.reshape(-1)[inside]]
+    # Of the pixels around one, the largest height × 16 + place is that of its highest neighbour.
+    levels = np.pad(height, 1, constant_values=-1) * np.int16(16)
+    best = levels[:-2, :-2].copy()
+    for place, (y, x) in enumerate(_AROUND[1:], start=1):
+        np.maximum(best, levels[1 + y : 1 + y + rows, 1 + x : 1 + x + columns] + place, out=best)
+    offsets = np.array([y * columns + x for y, x in _AROUND])
+    up = number.reshape(-1)[inside + offsets[best.reshape(-1)[inside] & 15]]
     return _followed(up)
 
 
@@ -182,6 +180,15 @@ class FoundObjects:
 
     def __len__(self) -> int:
         return len(self.pixels)
+
+    def trimmed(self) -> FoundObjects:
+        """Return the same objects in the smallest box that holds them; of one pixel for none."""
+        rows = np.flatnonzero(self.labels.any(axis=1)).tolist()
+        columns = np.flatnonzero(self.labels.any(axis=0)).tolist()
+        top, bottom = (rows[0], rows[-1] + 1) if len(rows) else (0, 1)
+        left, right = (columns[0], columns[-1] + 1) if len(columns) else (0, 1)
+        box = Box(self.box.x + left, self.box.y + top, right - left, bottom - top)
+        return replace(self, box=box, labels=self.labels[top:bottom, left:right])
 
     def masks(self) -> list[ObjectMask]:
         """Return the pixels of each object."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
-from pathoseg.geometry import Box, Size
+from pathoseg.geometry import Box, ObjectMask, Size
 from pathoseg.outputs import objects
 from pathoseg.outputs.objects import FoundObjects, ObjectFinder, ObjectOptions, separate
 
@@ -109,6 +109,18 @@ def _described(parts: Sequence[FoundObjects]) -> list[tuple[str, int, int, float
     )
 
 
+def _same(one: ObjectMask, other: ObjectMask) -> bool:
+    return one.box == other.box and np.array_equal(one.pixels, other.pixels)
+
+
+def test_no_objects_are_trimmed_to_a_pixel() -> None:
+    planes = np.zeros((3, 9, 9), np.uint8)
+    planes[:2, 4, 4] = 1
+    [found] = _found(planes, [], ObjectOptions(depth=1, extent=3, min_pixels=2))
+    assert found.left_out == 1
+    assert found.trimmed().labels.tolist() == [[0]]
+
+
 @given(
     st.integers(1, 90),
     st.integers(20, 90),
@@ -136,6 +148,7 @@ def test_objects_do_not_depend_on_bands_and_blocks(
     times, whole_mask = np.zeros((rows, columns), int), Box(0, 0, columns, rows)
     for part in parts:
         masks = part.masks()
+        assert all(map(_same, part.trimmed().masks(), masks))
         assert [mask.area for mask in masks] == part.pixels.tolist()
         assert all(outline.is_valid for outline in part.outlines)
         if not simplify:
