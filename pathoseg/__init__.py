@@ -103,6 +103,7 @@ def infer(
     model: Name | None = None,
     *,
     out: Name = "results",
+    annotations: Name | None = None,
     config: Name | None = None,
     options: Options | None = None,
     resume: bool = False,
@@ -114,6 +115,8 @@ def infer(
         slides: A slide, a folder of slides, or several of either.
         model: Run or bundle; None takes the newest finished run.
         out: Folder of the results.
+        annotations: Folder of annotations, whose regions of interest get rows of their own in
+            `summary.csv`.
         config: TOML file, as for `train`.
         options: As for `train`.
         resume: Skip what is done, and go on in the middle of a slide.
@@ -130,7 +133,10 @@ def infer(
 
     given = [slides] if isinstance(slides, (str, PathLike)) else list(slides)
     inputs = [Path(each) for each in given]
-    run(inputs, _path(model), Path(out), _path(config), _flags(options), resume, factory)
+    run(
+        *(inputs, _path(model), Path(out), _path(config), _flags(options), resume, factory),
+        annotations=_path(annotations),
+    )
     return Path(out)
 
 

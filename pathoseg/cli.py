@@ -242,6 +242,13 @@ def infer(
         "results"
     ),
     ranks: Ranks = None,
+    annotations: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of annotations, whose regions of interest get rows of their own.",
+            metavar="DIR",
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Skip what is done already.")] = False,
     factory: Factory = None,
     config: ConfigFile = None,
@@ -254,7 +261,7 @@ def infer(
     from pathoseg.workflows.infer import infer as run_inference
 
     raise typer.Exit(
-        run_inference(slides, model, out, config, flags, resume, factory, sys.argv[1:])
+        run_inference(slides, model, out, config, flags, resume, factory, sys.argv[1:], annotations)
     )
 
 

@@ -13,8 +13,9 @@ import platform
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -265,6 +266,25 @@ def parent_lives(parent: int) -> bool:
 
 
 KILL: int = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has one way to end a process
+
+
+@contextmanager
+def signals_held() -> Iterator[list[int]]:
+    """Hold back SIGINT and SIGTERM, and yield the list of those that come.
+
+    Only the main thread may do so.
+    """
+    came = list[int]()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def signal_group(group: int, number: int) -> None:

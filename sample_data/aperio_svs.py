@@ -18,7 +18,7 @@ TILE = 256
 """Side of a tile in pixels."""
 
 QUALITY = 80
-"""Of the JPEG tiles."""
+"""Quality of the JPEG tiles."""
 
 
 @dataclass(frozen=True)

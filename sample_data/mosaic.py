@@ -20,7 +20,7 @@ _FACTORS = (1, 4, 16, 64)
 _PIECE = 2  # reach in cells of the noise that gathers cells in pieces of tissue
 
 Layout = NDArray[np.int64]
-"""Which cell lies where, 0 for glass."""
+"""Number of the cell at each place of the grid, 0 for glass."""
 
 
 def write_mosaic(path: Path, side: int, source: Path | None = None, painted: int = 6) -> None:

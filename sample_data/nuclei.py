@@ -15,7 +15,7 @@ SIDE = 384
 """Side of the square in pixels."""
 
 VERTICES = 20
-"""Of an outline: a polygon of an ellipse's own area, off by 0.1 pixels at the most."""
+"""Corners of an outline: a polygon of the ellipse's area whose edge deviates by at most 0.1 px."""
 
 HIDDEN = 0.6
 """One of which a larger share lies under darker nuclei cannot be told from them: no outline."""

@@ -16,7 +16,7 @@ from pathoseg.outputs.mask_tiff import write_mask
 from pathoseg.outputs.polygons import RegionTracer, write_regions
 
 WIDTH = 24_000
-"""Of the mask: 96,000 px of a slide of 0.25 µm, at 1 µm."""
+"""Side of the mask: 96,000 px of a slide of 0.25 µm, at 1 µm."""
 
 _PITCH = 24  # pixels from nucleus to nucleus
 _BAND = 384

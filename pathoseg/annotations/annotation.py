@@ -36,11 +36,13 @@ class Annotation:
         geometry: A valid polygon or multi-polygon; holes count.
         class_name: Its class, or None where the file gives none.
         colour: The class's colour as the file has it.
+        name: The name that was given to it beside its class, in QuPath; or None.
     """
 
     geometry: Polygon | MultiPolygon
     class_name: str | None
     colour: Colour | None = None
+    name: str | None = None
 
 
 class PassedOver(NamedTuple):

@@ -133,12 +133,7 @@ def most_covered(
         return mask
     top, bottom = int(steps.row.min()), int(steps.row.max()) + 1
     lines = _Lines.of(steps, top, bottom, widths)
-    stepping = np.zeros(len(steps.value), np.bool_)
-    stepping[steps.part] = True
-    drawn = np.unique(steps.value[stepping])
-    sums = lines.areas(steps, np.searchsorted(drawn, steps.value)[steps.part], len(drawn))
-    covered = dict(zip(drawn.tolist(), sums, strict=True))
-
+    covered = lines.covered(steps)
     whole = 2 * heights[top:bottom][lines.row] * np.pad(widths, (1, 2))[lines.column + 1]
     known = covered.pop(INTEREST, np.zeros_like(whole)) if interest else whole
     areas = covered | {unlabelled: known - sum(a for v, a in covered.items() if v != unlabelled)}
@@ -172,15 +167,11 @@ def most_covering(steps: Steps, mask: NDArray[np.uint8], widths: Ints) -> NDArra
         return objects
     top, bottom = int(steps.row.min()), int(steps.row.max()) + 1
     lines = _Lines.of(steps, top, bottom, widths)
-    stepping = np.zeros(len(steps.value), np.bool_)
-    stepping[steps.part] = True
-    drawn = np.unique(steps.value[stepping])
-    sums = lines.areas(steps, np.searchsorted(drawn, steps.value)[steps.part], len(drawn))
     # Classes change where something steps, so all pixels of a piece are of one class.
     shown = mask[lines.row + top, lines.column.clip(0, len(widths) - 1)]
     found, most = np.zeros(len(shown), np.int64), np.zeros(len(shown), np.int64)
     covered = dict[int, Ints]()
-    for value, area in zip(drawn.tolist(), sums, strict=True):
+    for value, area in lines.covered(steps).items():
         if value != INTEREST:
             # One that is no object has no class that `mask` shows: it is 0.
             covered[value] = np.where((shown == value // _COLOURS) & (value > 0), area, 0)
@@ -266,27 +257,29 @@ class _Lines:
         number[first] = np.arange(len(first))
         return cls(first, row, first - row * stride - 1, stride, number, at)
 
-    def areas(self, steps: Steps, kind: Ints, kinds: int) -> Ints:
-        """Return the area that each kind of parts covers of a pixel of each piece.
+    def covered(self, steps: Steps) -> dict[int, Ints]:
+        """Return the area of a pixel of each piece that parts of each value cover.
 
         Args:
-            steps: The changes.
-            kind: Kind of each step, from 0, shape (steps,).
-            kinds: Number of kinds.
+            steps: The changes that the pieces were made of.
 
         Returns:
-            Areas in 1/(2 · 256²) of a pixel, shape (kinds, pieces).
+            By value, ascending: areas in 1/(2 · 256²) of a pixel, shape (pieces,).
         """
+        stepping = np.zeros(len(steps.value), np.bool_)
+        stepping[steps.part] = True
+        drawn = np.unique(steps.value[stepping])
+        kind = np.searchsorted(drawn, steps.value)[steps.part]
         count = len(self.first)
-        sums = np.zeros((kinds, count), np.int64)
+        sums = np.zeros((len(drawn), count), np.int64)
         for places, change in ((self.steps, steps.here), (self.steps + 1, steps.beyond)):
             np.add.at(sums.reshape(-1), kind * count + self.number[places], change)
         sums.cumsum(axis=1, out=sums)
         # What a row ends with is not what the next one begins with.
         starts = np.flatnonzero(self.column < 0)
         before = np.pad(sums, ((0, 0), (1, 0)))[:, starts]
-        areas: Ints = sums - before.repeat(np.diff(starts, append=count), axis=1)
-        return areas
+        areas = sums - before.repeat(np.diff(starts, append=count), axis=1)
+        return dict(zip(drawn.tolist(), areas, strict=True))
 
     def filled(self, value: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """The values of the pieces as pixels of the box."""

@@ -119,7 +119,7 @@ class MaskLabels:
 
     @property
     def report(self) -> AnnotationReport:
-        """That it is a mask, and the number of its objects without a class."""
+        """The kind of annotation and the number of objects without a class, for reports."""
         count = self._objects.unclassified if self._values == "instances" and self._objects else 0
         missed = {"objects without a class": count} if count else {}
         return AnnotationReport(self._path, passed_over=missed, is_mask=True)

@@ -27,7 +27,7 @@ _FEW = 3  # areas of a single value that can be one object
 
 @dataclass(frozen=True, slots=True)
 class ObjectNumbers:
-    """What is known of the objects of a mask, numbered from 1 in the order of their values.
+    """Values, classes and boxes of the objects of a mask, numbered from 1 by ascending value.
 
     Attributes:
         values: Of each number, its value in the file, shape (numbers + 1,).

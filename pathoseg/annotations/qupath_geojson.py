@@ -79,7 +79,10 @@ def read_geojson(path: Path) -> AnnotationFile:
     if all(item.class_name is None and item.name for item in objects):
         regions = [Annotation(item.region, item.name, item.colour) for item in objects]
     else:
-        regions = [Annotation(item.region, item.class_name, item.class_colour) for item in objects]
+        regions = [
+            Annotation(item.region, item.class_name, item.class_colour, item.name)
+            for item in objects
+        ]
     return AnnotationFile(regions, passed_over)
 
 

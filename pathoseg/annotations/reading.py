@@ -8,7 +8,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import shapely
 
@@ -29,6 +29,7 @@ from pathoseg.annotations.mask_file import MASK_SUFFIXES
 from pathoseg.annotations.mask_image import MaskLabels
 from pathoseg.annotations.qupath_geojson import read_geojson
 from pathoseg.annotations.raster import PolygonLabels
+from pathoseg.annotations.regions_of_interest import RegionOfInterest, regions_on_slide
 from pathoseg.annotations.xml_file import root_tag
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Size
@@ -63,6 +64,36 @@ def find_annotation(slide: Path, folder: Path | None) -> Path | None:
             "Keep the one that counts, or give a folder of its own to it with --annotations.",
         )
     return found[0] if found else None
+
+
+def annotation_of(
+    name: str, slide: Path, folder: Path | None, used: dict[Path, str]
+) -> Path | None:
+    """Return the annotation file of a slide, or None.
+
+    It lies in the folder of annotations, first in the folder inside it where the slide is in that
+    of slides.
+
+    Args:
+        name: The slide's, with folders between slashes.
+        slide: Its file.
+        folder: That of annotations; None means beside the slide.
+        used: Annotation → the slide whose it is; this one is added.
+
+    Raises:
+        PathosegError: There are several, or it is another slide's.
+    """
+    within, found = PurePosixPath(name).parent, None
+    if folder is not None and within.parts and (folder / within).is_dir():
+        found = find_annotation(slide, folder / within)
+    found = found or find_annotation(slide, folder)
+    if found is not None and (other := used.setdefault(found.resolve(), name)) != name:
+        raise PathosegError(
+            f"{found} would be the annotation of both {other} and {name}.",
+            "Put annotations beside the slides, or into folders that are called like those that "
+            "the slides are in.",
+        )
+    return found
 
 
 def stray_annotations(folder: Path, slides: Sequence[Path]) -> dict[Path, Path | None]:
@@ -115,9 +146,38 @@ def read_labels(
         PathosegError: The file is of no known kind, malformed, a bomb, or most of its regions lie
             wholly outside the slide.
     """
-    name = path.name.lower()
-    if name.endswith(MASK_SUFFIXES):
+    if path.name.lower().endswith(MASK_SUFFIXES):
         return MaskLabels(path, slide_size, options)
+    annotations, passed_over = _read_outlines(path, slide_size, origin, options)
+    return PolygonLabels(path, annotations, slide_size, options, passed_over)
+
+
+def read_regions_of_interest(
+    path: Path, slide_size: Size, origin: tuple[int, int], options: AnnotationOptions
+) -> list[RegionOfInterest]:
+    """Read the regions of interest of an annotation file, in the order of the file.
+
+    Args:
+        path: As for `read_labels`; a mask has none.
+        slide_size: Likewise.
+        origin: Likewise.
+        options: Likewise.
+
+    Raises:
+        PathosegError: As `read_labels`.
+    """
+    if path.name.lower().endswith(MASK_SUFFIXES):
+        return []
+    annotations, _ = _read_outlines(path, slide_size, origin, options)
+    marked = [region for region in annotations if options.is_roi(region.class_name or "")]
+    return regions_on_slide(marked, slide_size)
+
+
+def _read_outlines(
+    path: Path, slide_size: Size, origin: tuple[int, int], options: AnnotationOptions
+) -> tuple[list[Annotation], Counter[str]]:
+    """Return the outlines of a file in the slide's frame, and by kind the number of the rest."""
+    name = path.name.lower()
     if name.endswith(".xml"):
         file, frame = _read_xml(path, options), "full"
     elif name.endswith(_OUTLINES):
@@ -136,7 +196,7 @@ def read_labels(
     passed_over = Counter[str]()
     for kind, count in file.passed_over.items():
         passed_over[kind.what] += count
-    return PolygonLabels(path, annotations, slide_size, options, passed_over)
+    return annotations, passed_over
 
 
 def _understood(
@@ -293,7 +353,7 @@ def what_is_left_out(
             path.name if near is None else f"{path.name} (like {near.name})"
             for path, near in strays.items()
         ]
-        lines.append(f"Annotations without a slide of their name: {_few(named)}.")
+        lines.append(f"Annotations without a slide of their name: {few(named)}.")
     return lines
 
 
@@ -320,10 +380,11 @@ _MOST_NAMED = 3
 
 def _files(paths: Sequence[Path]) -> str:
     count = "1 file" if len(paths) == 1 else f"{len(paths)} files"
-    return f"{count} ({_few([path.name for path in paths])})"
+    return f"{count} ({few([path.name for path in paths])})"
 
 
-def _few(names: Sequence[str]) -> str:
+def few(names: Sequence[str]) -> str:
+    """Return names as they are told: the first three, and how many more there are."""
     more = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
     return ", ".join([*names[:_MOST_NAMED], *more])
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 import torch
@@ -18,15 +16,18 @@ from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import IGNORE
 from pathoseg.annotations.qupath_geojson import GeoJsonWriter
+from pathoseg.annotations.reading import read_regions_of_interest
+from pathoseg.annotations.regions_of_interest import RegionOfInterest
 from pathoseg.config import Config, InferConfig
 from pathoseg.geometry import Box, Frame
 from pathoseg.host_memory import give_back_freed_memory
 from pathoseg.inference.certainty import Certainty, certainty_files
 from pathoseg.inference.result_folder import SUMMARY
 from pathoseg.inference.segmenter import MaskRow, Segmenter, SlidePlan
+from pathoseg.outputs.interest_counts import InterestCounts
 from pathoseg.outputs.mask_tiff import write_mask
 from pathoseg.outputs.object_files import ObjectWriter
-from pathoseg.outputs.objects import ObjectFinder, ObjectOptions
+from pathoseg.outputs.objects import FoundObjects, ObjectFinder, ObjectOptions
 from pathoseg.outputs.overlay import MaskThumbnail, thumbnail_frame, write_overlay
 from pathoseg.outputs.polygons import RegionTracer, write_regions
 from pathoseg.outputs.report import (
@@ -39,7 +40,7 @@ from pathoseg.outputs.report import (
 )
 from pathoseg.outputs.stitch import HEIGHT_LEVELS
 from pathoseg.slides.region import read_region
-from pathoseg.slides.slide import open_slide
+from pathoseg.slides.slide import Slide, open_slide
 from pathoseg.tiles.stain import stain_densities
 from pathoseg.version import __version__
 
@@ -61,6 +62,7 @@ class PlannedSlide:
         picture: The slide in that frame: RGB, shape (height, width, 3), uint8.
         level0: Its pixels.
         seconds: The time that this took.
+        interest: The regions of interest whose figures are wanted.
     """
 
     plan: SlidePlan
@@ -68,18 +70,22 @@ class PlannedSlide:
     picture: NDArray[np.uint8]
     level0: Level0
     seconds: float
+    interest: Sequence[RegionOfInterest] = ()
 
 
-def plan_slide(slide: Path, segmenter: Segmenter, config: Config) -> PlannedSlide:
+def plan_slide(
+    slide: Path, segmenter: Segmenter, config: Config, annotation: Path | None
+) -> PlannedSlide:
     """Find a slide's tissue, lay its tiles, and read the picture of its overlay.
 
     Args:
         slide: The file.
         segmenter: Plans it.
-        config: `data.assume_mpp` is used.
+        config: `data.assume_mpp` and `annotations` are used.
+        annotation: The file of its regions of interest, or None.
 
     Raises:
-        PathosegError: The slide cannot be read, or does not fit the model.
+        PathosegError: The slide or the annotation cannot be read, or does not fit the model.
     """
     began = time.monotonic()
     with open_slide(slide, config.data.assume_mpp) as opened:
@@ -88,8 +94,12 @@ def plan_slide(slide: Path, segmenter: Segmenter, config: Config) -> PlannedSlid
         size = thumbnail.size
         level0 = Level0(opened.size, opened.mpp)
         picture = read_region(opened, thumbnail, Box(0, 0, size.width, size.height)).pixels
+        interest = list[RegionOfInterest]()
+        if annotation is not None:
+            options = config.annotations.for_classes(segmenter.classes.names)
+            interest = read_regions_of_interest(annotation, opened.size, opened.origin, options)
     give_back_freed_memory()  # finding tissue takes more of it than a row of tiles
-    return PlannedSlide(plan, thumbnail, picture, level0, time.monotonic() - began)
+    return PlannedSlide(plan, thumbnail, picture, level0, time.monotonic() - began, interest)
 
 
 def publish(
@@ -119,6 +129,7 @@ def publish(
     plan, thumbnail = planned.plan, planned.thumbnail
     small = MaskThumbnail(plan.output, thumbnail)
     pixels, regions, unread_tiles = Counter[int](), Counter[int](), 0
+    interest = InterestCounts(planned.interest, plan.output, classes, segmenter.separates)
     tracer = RegionTracer(options.simplify, _min_pixels(plan.output, options))
     outlines = f"{REGIONS}.gz" if options.compress_regions else REGIONS
     objects: _Objects | None = None
@@ -129,7 +140,15 @@ def publish(
         writer = GeoJsonWriter(folder / outlines, classes, options.region_type)
         stack.enter_context(writer)
         if segmenter.separates:
-            objects = stack.enter_context(_Objects(folder, plan, segmenter, options))
+            objects = _Objects(
+                stack.enter_context(segmenter.open(plan.slide)),
+                plan.output,
+                stack.enter_context(
+                    ObjectWriter(folder / OBJECTS, folder / OBJECT_TABLE, classes, plan.output)
+                ),
+                options,
+                interest,
+            )
         if segmenter.tells_certainty:
             certainty = stack.enter_context(certainty_files(folder, plan, classes, origin))
 
@@ -142,6 +161,7 @@ def publish(
                 if certainty is not None:
                     certainty.add(row)
                 pixels.update(count_pixels(band, classes))
+                interest.add_band(band)
                 small.add(band)
                 regions.update(write_regions(writer, tracer.add(band), plan.output))
                 yield band
@@ -179,6 +199,7 @@ def publish(
         warnings=tuple(warnings),
         level0=planned.level0,
         least_certain=None if certainty is None else certainty.least_certain(),
+        regions_of_interest=interest.summaries(),
     )
     write_summary(folder / SUMMARY, summary)
 
@@ -204,28 +225,24 @@ class _Objects:
     """Finds, measures and writes the objects of a slide while its rows arrive.
 
     Args:
-        folder: Exists.
-        plan: The slide's.
-        segmenter: The model.
+        slide: Open; stains are measured on it.
+        frame: The mask's.
+        writer: Takes the objects.
         options: The form of the outputs.
+        interest: Counts the objects, too.
     """
 
     def __init__(
         self,
-        folder: Path,
-        plan: SlidePlan,
-        segmenter: Segmenter,
+        slide: Slide,
+        frame: Frame,
+        writer: ObjectWriter,
         options: InferConfig,
+        interest: InterestCounts,
     ) -> None:
-        self._frame, self._options = plan.output, options
-        self._finder = object_finder(plan.output, options)
-        with ExitStack() as stack:
-            self._slide = stack.enter_context(segmenter.open(plan.slide))
-            table = folder / OBJECT_TABLE
-            self._writer = stack.enter_context(
-                ObjectWriter(folder / OBJECTS, table, segmenter.classes, plan.output)
-            )
-            self._stack = stack.pop_all()
+        self._slide, self._frame, self._writer = slide, frame, writer
+        self._options, self._interest = options, interest
+        self._finder = object_finder(frame, options)
 
     @property
     def written(self) -> Mapping[int, int]:
@@ -234,14 +251,15 @@ class _Objects:
 
     def add(self, planes: NDArray[np.uint8]) -> None:
         """Take the next rows of the mask."""
-        for found in self._finder.add(planes):
+        # Most of what is seen around a block need not be read again.
+        for found in map(FoundObjects.trimmed, self._finder.add(planes)):
             region = read_region(self._slide, self._frame, found.box)
             inside = found.labels > 0
             if region.unread is not None:
                 inside &= ~region.unread
             stains = np.full((*inside.shape, 2), np.nan, np.float32)
             stains[inside] = stain_densities(region.pixels[inside])
-            self._writer.add(found, stains)
+            self._interest.add_objects(self._writer.add(found, stains), found.class_index)
 
     def warnings(self) -> list[str]:
         """Return what is to be said of objects that are missing or cut."""
@@ -257,14 +275,3 @@ class _Objects:
                 f"({options.object_um:g}) allows for, and may be cut"
             )
         return told
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)

@@ -310,14 +310,24 @@ class SlideJob:
         slide: Its file.
         folder: The folder of its result, in the output folder.
         context: This process.
+        annotation: The file of the slide's regions of interest, or None. No part of the key: a
+            result that is there keeps the figures that it has.
 
     Attributes:
         slide: As given.
         folder: As given, until another slide turns out to have that folder.
     """
 
-    def __init__(self, name: str, slide: Path, folder: Path, context: WorkerContext) -> None:
+    def __init__(
+        self,
+        name: str,
+        slide: Path,
+        folder: Path,
+        context: WorkerContext,
+        annotation: Path | None = None,
+    ) -> None:
         self.name, self.slide, self.folder, self._context = name, slide, folder, context
+        self._annotation = annotation
         self._out = context.out
         self._outcome: Outcome | None = None
         self._plan: SlidePlan | None = None
@@ -420,7 +430,7 @@ class SlideJob:
             self._rows.mkdir(exist_ok=True)
             with result_folder(self.folder, self._work) as partial:
                 segmenter, config = context.segmenter, context.config
-                planned = plan_slide(self.slide, segmenter, config)
+                planned = plan_slide(self.slide, segmenter, config, self._annotation)
                 rows = self._shared(planned.plan).rows()
                 publish(self.name, planned, rows, partial, segmenter, config.infer)
                 self._refuse_change()

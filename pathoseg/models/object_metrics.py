@@ -34,7 +34,7 @@ COUNTERS = (
     *("intersection", "union", "pairs", "iou", "true", "predicted"),
     *("centroid_pairs", "centroid_predicted"),
 )
-"""What the last axis of `ObjectCounts.counters` holds, see there."""
+"""The counters along the last axis of `ObjectCounts.counters`; defined there."""
 
 OBJECT_NUMBERS = [COUNTERS.index("true"), COUNTERS.index("predicted")]
 
@@ -302,7 +302,7 @@ def _renumbered(numbers: Numbers) -> tuple[int, Numbers]:
 
 
 def _counted(certain: Flags, paired: Numbers) -> int:
-    """How many predicted objects count: the certain ones and those that are paired."""
+    """Return the number of predicted objects that count: the certain and the paired ones."""
     counted = certain.copy()
     counted[paired] = True
     return int(np.count_nonzero(counted))

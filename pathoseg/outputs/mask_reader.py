@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 from xml.etree.ElementTree import ParseError
 
 import defusedxml.ElementTree
@@ -77,8 +76,7 @@ class MaskReader:
             with TiffFile(path) as tiff:
                 self._read_header(tiff)
             self._descriptor = open_for_reading(path)
-        # tifffile stumbles over malformed files with whatever they make it do.
-        except Exception as error:
+        except Exception as error:  # tifffile raises of all kinds over malformed files
             raise PathosegError(
                 f"{path} cannot be read: {str(error).rstrip('.') or type(error).__name__}.",
                 "Segment the slide again.",
@@ -153,8 +151,7 @@ class MaskReader:
         try:
             data = read_at(self._descriptor, count, int(plane.offsets[index]))
             decoded: Any = plane.page.decode(data, index)[0] if len(data) == count else None
-        # Of the codecs each has errors of its own.
-        except Exception as error:
+        except Exception as error:  # each codec has errors of its own
             raise self._damaged() from error
         if decoded is None or decoded.shape[1:3] != (plane.tile.height, plane.tile.width):
             raise self._damaged()
@@ -168,14 +165,3 @@ class MaskReader:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -12,7 +12,6 @@ from typing import Self
 import numpy as np
 import shapely
 from numpy.typing import NDArray
-from scipy import ndimage
 
 from pathoseg.annotations.annotation import ClassTable
 from pathoseg.annotations.qupath_geojson import GeoJsonWriter
@@ -83,6 +82,15 @@ def _perimeters(labels: Labels, count: int) -> Numbers:
     return total[1:] * np.pi / 8
 
 
+def _centroids(found: FoundObjects) -> Numbers:
+    """Return the mean x and y of each object's pixels, shape (objects, 2)."""
+    y, x = np.nonzero(found.labels)
+    owner, size = found.labels[y, x], len(found) + 1
+    places = [found.box.x + x, found.box.y + y]
+    sums = [np.bincount(owner, place, size)[1:] for place in places]
+    return np.stack(sums, axis=1) / found.pixels[:, None]
+
+
 def _calipers(hulls: NDArray[np.object_]) -> tuple[Numbers, Numbers]:
     """The largest and the smallest distance of two parallel lines that touch each hull."""
     corners, owner = shapely.get_coordinates(hulls, return_index=True)
@@ -123,11 +131,15 @@ class ObjectWriter:
             self._rows.writerow(["class", "Centroid X px", "Centroid Y px", *_MEASUREMENTS])
             self._stack = stack.pop_all()
 
-    def add(self, found: FoundObjects, stains: NDArray[np.float32]) -> None:
-        """Write objects; `stains` as in `measure`."""
+    def add(self, found: FoundObjects, stains: NDArray[np.float32]) -> Numbers:
+        """Write objects; `stains` as in `measure`.
+
+        Returns:
+            Their centroids as the table has them, in level-0 pixels, shape (objects, 2).
+        """
         self.left_out += found.left_out
         if not len(found):
-            return
+            return np.empty((0, 2))
         scale = np.array([self._frame.scale_x, self._frame.scale_y])
         measured = measure(found, self._frame.mpp.mean, stains)
         names, values = list(measured), np.stack([*measured.values()], axis=1)
@@ -138,14 +150,12 @@ class ObjectWriter:
             classes,
             [dict(zip(names, row, strict=True)) for row in values.tolist()],
         )
-        numbers = np.arange(1, len(found) + 1)
-        y, x = np.array(ndimage.center_of_mass(found.labels > 0, found.labels, numbers)).T
-        centres = np.stack([found.box.x + x, found.box.y + y], axis=1) + 0.5
-        centres = np.round(centres * scale, 2)
+        centres: Numbers = np.round((_centroids(found) + 0.5) * scale, 2)
         for index, centre, row in zip(classes, centres.tolist(), values.tolist(), strict=True):
             self._rows.writerow((self._classes.names[index - 1], *centre, *row))
         self.written.update(classes)
         self.cut += int(found.is_cut.sum())
+        return centres
 
     def __enter__(self) -> Self:
         return self

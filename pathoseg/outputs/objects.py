@@ -1,4 +1,4 @@
-"""Separates touching objects of a mask by a height that the network predicts.
+"""Separates touching objects of a mask by a height that the network predicts: a watershed.
 
     height along a row      ^          A and B are two objects; C is a ripple of B.
                           .. ..        ^
@@ -8,13 +8,15 @@
     background  ______.           ..          .______
                       a a a a a a a|b b b b|c c     (1) each pixel goes to its highest neighbour,
                                                         and so up to a peak: its basin
-                                   |b b b b b b     (2) a basin whose peak stands less than `depth`
-                                                        above the saddle to a higher basin joins it
+                                   |b b b b b b     (2) from the highest saddle down, two basins
+                                                        merge if the lower peak stands less than
+                                                        `depth` above the saddle
 
-Both steps look at neighbours alone: a pixel at the eight around it, a basin at those it touches. So
-an object is the same wherever it is computed, if all that decides on it is seen: itself, the basins
-around it, and those around these. `ObjectFinder` computes blocks of the mask with a halo of that
-size, and keeps of each the objects whose peak lies in the block:
+Step (2) leaves the peaks whose dynamic (Grimaud, "A new measure of contrast: the dynamics", 1992)
+is at least `depth`. An object up to `extent` pixels across is the same wherever it is computed, if
+all that decides on it is seen: itself, the objects around it, and those around these.
+`ObjectFinder` computes blocks of the mask with a halo of that size, and keeps of each the objects
+whose peak lies in the block:
 
     +-----------------------------+
     |  halo      +----+           |
@@ -24,13 +26,16 @@ size, and keeps of each the objects whose peak lies in the block:
     |    +---------------.x.-+    |
     |                     .       |
     +-----------------------------+
+
+A larger object is cut: further than `extent` from the block of its peak, and where an object of an
+earlier block has its pixels.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import shapely
@@ -70,9 +75,8 @@ def separate(height: NDArray[np.int16], depth: int) -> Basins:
     as the higher one.
 
     Args:
-        height: Shape (rows, columns); negative where there is no object.
-        depth: A basin joins the higher neighbour to which its saddle is highest where its peak
-            stands less than this above the saddle.
+        height: Shape (rows, columns), below 2,048; negative where there is no object.
+        depth: Two basins merge where the lower peak stands less than this above their saddle.
 
     Returns:
         Objects, numbered by their peaks' order.
@@ -89,30 +93,28 @@ def separate(height: NDArray[np.int16], depth: int) -> Basins:
     tops = height.reshape(-1)[inside[peak]]
     rank = np.empty(len(peak), np.int64)
     rank[np.lexsort((peak, tops))] = np.arange(len(peak))
-    joins = _joined(height, number, basin, tops, rank, depth)
-    kept = np.flatnonzero(joins == np.arange(len(peak)))
+    merged = _merged(height, number, basin, tops, rank, depth)
+    kept = np.flatnonzero(merged == np.arange(len(peak)))
     labels = np.zeros(height.shape, np.int32)
-    labels.reshape(-1)[inside] = np.searchsorted(kept, joins)[basin] + 1
+    labels.reshape(-1)[inside] = np.searchsorted(kept, merged)[basin] + 1
     return Basins(labels, np.stack(np.divmod(inside[peak[kept]], columns), axis=1))
 
 
 def _climb(height: NDArray[np.int16], number: Labels, inside: NDArray[np.int64]) -> Labels:
     """(1) The number of the peak of each pixel inside, numbered as they are."""
     rows, columns = height.shape
-    padded = np.pad(height, 1, constant_values=-1)
-    best = padded[:-2, :-2].copy()
-    offset = np.full(height.shape, -columns - 1, np.int32)
-    for y, x in _AROUND[1:]:
-        other = padded[1 + y : 1 + y + rows, 1 + x : 1 + x + columns]
-        higher = other >= best
-        np.copyto(best, other, where=higher)
-        np.copyto(offset, y * columns + x, where=higher)
-    up = number.reshape(-1)[inside + offset.reshape(-1)[inside]]
+    # Of the pixels around one, the largest height × 16 + place is that of its highest neighbour.
+    levels = np.pad(height, 1, constant_values=-1) * np.int16(16)
+    best = levels[:-2, :-2].copy()
+    for place, (y, x) in enumerate(_AROUND[1:], start=1):
+        np.maximum(best, levels[1 + y : 1 + y + rows, 1 + x : 1 + x + columns] + place, out=best)
+    offsets = np.array([y * columns + x for y, x in _AROUND])
+    up = number.reshape(-1)[inside + offsets[best.reshape(-1)[inside] & 15]]
     return _followed(up)
 
 
 def _followed(up: Labels) -> Labels:
-    """Where each chain of pointers ends."""
+    """Return the last pixel (or basin) of each chain of pointers."""
     while True:
         further = up[up]
         if np.array_equal(further, up):
@@ -120,7 +122,7 @@ def _followed(up: Labels) -> Labels:
         up = further
 
 
-def _joined(
+def _merged(
     height: NDArray[np.int16],
     number: Labels,
     basin: Labels,
@@ -128,31 +130,53 @@ def _joined(
     rank: NDArray[np.int64],
     depth: int,
 ) -> Labels:
-    """(2) The basin that each basin becomes part of, in the end; itself, if of none."""
+    """(2) Return for each basin the basin that it is finally merged into, itself if none."""
     count = len(tops)
-    pairs, saddles = [], []
-    of = np.full(height.shape, -1, np.int32)
-    of[number >= 0] = basin
+    one, other, saddle = _saddles(height, number, basin)
+    # Peaks only get higher by merging, so what stands this high above a saddle never crosses it.
+    shallow = np.minimum(tops[one], tops[other]) - saddle < depth
+    one, other, saddle = one[shallow], other[shallow], saddle[shallow]
+    low, high = np.sort(np.stack([rank[one], rank[other]]), axis=0)
+    order = np.lexsort((low, high, saddle))[::-1]
+    parent, top, standing = list(range(count)), tops.tolist(), rank.tolist()
+
+    def root(at: int) -> int:
+        while parent[at] != at:
+            parent[at] = at = parent[parent[at]]
+        return at
+
+    for a, b, level in zip(
+        one[order].tolist(), other[order].tolist(), saddle[order].tolist(), strict=True
+    ):
+        below, above = root(a), root(b)
+        if standing[below] > standing[above]:
+            below, above = above, below
+        if top[below] - level < depth:
+            parent[below] = above
+    return _followed(np.array(parent, np.int32))
+
+
+def _saddles(
+    height: NDArray[np.int16], number: Labels, basin: Labels
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int16]]:
+    """Return pairs of basins that touch, and the height of the highest saddle of each pair."""
+    basin_of = np.full(height.shape, -1, np.int64)
+    basin_of[number >= 0] = basin
     rows, columns = height.shape
+    keys, saddles = [], []
     for y, x in _HALF:
         here = (slice(0, rows - y), slice(max(0, -x), columns - max(0, x)))
         there = (slice(y, rows), slice(max(0, x), columns - max(0, -x)))
-        meet = (of[here] != of[there]) & (of[here] >= 0) & (of[there] >= 0)
-        one, other = of[here][meet], of[there][meet]
+        one, other = basin_of[here], basin_of[there]
+        meet = (one != other) & (one >= 0) & (other >= 0)
+        one, other = one[meet], other[meet]
+        keys.append(np.minimum(one, other) << 32 | np.maximum(one, other))
         saddles.append(np.minimum(height[here][meet], height[there][meet]))
-        higher = rank[other] > rank[one]
-        low, high = np.where(higher, one, other), np.where(higher, other, one)
-        pairs.append(np.stack([low, high]))
-    (low, high), saddle = np.concatenate(pairs, axis=1), np.concatenate(saddles)
-    # Of each lower basin the highest saddle; of equal ones that to the highest peak.
-    order = np.lexsort((rank[high], saddle, low))
-    low, high, saddle = low[order], high[order], saddle[order]
-    last = np.flatnonzero(np.append(low[1:] != low[:-1], True)[: len(low)])
-    low, high, saddle = low[last], high[last], saddle[last]
-    shallow = tops[low].astype(np.int32) - saddle < depth
-    joins = np.arange(count, dtype=np.int32)
-    joins[low[shallow]] = high[shallow]
-    return _followed(joins)
+    key, saddle = np.concatenate(keys), np.concatenate(saddles)
+    order = np.lexsort((saddle, key))
+    key, saddle = key[order], saddle[order]
+    last = np.append(key[1:] != key[:-1], True)[: len(key)]
+    return key[last] >> 32, key[last] & 0xFFFFFFFF, saddle[last]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,7 +190,7 @@ class FoundObjects:
         class_index: The class of most of its pixels, of each object, shape (objects,).
         probability: Mean probability of its pixels' own classes, shape (objects,).
         pixels: Number of its pixels, shape (objects,).
-        is_cut: True where it reaches the box's edge inside the mask, and may go on beyond it.
+        is_cut: True where pixels of it were left away: it is larger than `extent`.
         outlines: Along pixel edges, or nearly so after simplification, in pixels of the mask.
         left_out: Number of objects below `min_pixels` beside these.
     """
@@ -183,6 +207,15 @@ class FoundObjects:
     def __len__(self) -> int:
         return len(self.pixels)
 
+    def trimmed(self) -> FoundObjects:
+        """Return the same objects in the smallest box that holds them; of one pixel for none."""
+        rows = np.flatnonzero(self.labels.any(axis=1)).tolist()
+        columns = np.flatnonzero(self.labels.any(axis=0)).tolist()
+        top, bottom = (rows[0], rows[-1] + 1) if len(rows) else (0, 1)
+        left, right = (columns[0], columns[-1] + 1) if len(columns) else (0, 1)
+        box = Box(self.box.x + left, self.box.y + top, right - left, bottom - top)
+        return replace(self, box=box, labels=self.labels[top:bottom, left:right])
+
     def masks(self) -> list[ObjectMask]:
         """Return the pixels of each object."""
         found = []
@@ -195,7 +228,7 @@ class FoundObjects:
 
 @dataclass(frozen=True, slots=True)
 class ObjectOptions:
-    """How objects are separated.
+    """Parameters of separating objects.
 
     Attributes:
         depth: See `separate`, in units of the height.
@@ -211,7 +244,7 @@ class ObjectOptions:
 
     @property
     def halo(self) -> int:
-        """Pixels around a block that decide on its objects: three in a row."""
+        """Width of the halo in pixels: an object, its neighbours, and their neighbours."""
         return 3 * self.extent
 
 
@@ -219,19 +252,22 @@ _BLOCK = Size(2048, 1024)
 
 
 class ObjectFinder:
-    """Finds the objects of a mask while its bands arrive, in blocks that bands do not shift.
+    """Finds the objects of a mask band by band, in blocks whose places do not depend on the bands.
 
-    Held are the rows of a row of blocks with the halo above and below.
+    Keeps the rows of one row of blocks and its halo: 3 bytes a pixel, and a bit for what is taken.
 
     Args:
         size: The mask's.
-        options: How they are separated.
+        options: See there.
     """
 
     def __init__(self, size: Size, options: ObjectOptions) -> None:
         self._size, self._options = size, options
         self._bands = deque[tuple[int, NDArray[np.uint8]]]()
         self._rows = self._done = 0  # rows that came, and rows of finished blocks
+        # A bit for each pixel of an object that was yielded, from the row `_taken_top` on.
+        self._taken = np.zeros((0, -(-size.width // 8)), np.uint8)
+        self._taken_top = 0
 
     @property
     def settled(self) -> int:
@@ -252,6 +288,7 @@ class ObjectFinder:
             bottom = min(self._done + _BLOCK.height, self._size.height)
             if not whole and self._rows < bottom + self._options.halo:
                 return
+            self._follow(bottom)
             for left in range(0, self._size.width, _BLOCK.width):
                 right = min(left + _BLOCK.width, self._size.width)
                 block = Box(left, self._done, right - left, bottom - self._done)
@@ -265,7 +302,7 @@ class ObjectFinder:
                 self._bands.popleft()
 
     def _find(self, block: Box) -> FoundObjects:
-        around = self._around(block)
+        around = self._around(block, self._options.halo)
         window = np.concatenate([*self._cut(around)], axis=1)
         kind, height, probability = window
         known = (kind != BACKGROUND) & (kind != IGNORE)
@@ -276,11 +313,51 @@ class ObjectFinder:
             for axis, part in enumerate(own)
         ]
         kept = inside[0] & inside[1]
-        return self._described(around, basins.labels, kept, kind, probability)
+        lost = self._cut_off(basins.labels, kept, block, around)
+        return self._described(around, basins.labels, kept, lost, kind, probability)
 
-    def _around(self, block: Box) -> Box:
-        """The block with its halo, as far as there is a mask."""
-        halo, size = self._options.halo, self._size
+    def _follow(self, bottom: int) -> None:
+        """Let the taken pixels begin with the row of blocks that ends at `bottom`, and reach on."""
+        extent = self._options.extent
+        top, end = max(0, self._done - extent), min(bottom + extent, self._size.height)
+        still = self._taken[top - self._taken_top :]
+        more = np.zeros((end - top - len(still), still.shape[1]), np.uint8)
+        self._taken, self._taken_top = np.concatenate([still, more]), top
+
+    def _cut_off(
+        self, labels: Labels, kept: NDArray[np.bool_], block: Box, around: Box
+    ) -> NDArray[np.bool_]:
+        """Remove pixels of kept objects that are far from the block, or taken; take the others.
+
+        Args:
+            labels: Changed in place, shape of `around`.
+            kept: The objects whose peak lies in the block, shape (objects,).
+            block: In pixels of the mask.
+            around: The block and its halo.
+
+        Returns:
+            The objects that lost pixels, shape (objects,).
+        """
+        is_own = np.append(False, kept)[labels]
+        near = self._around(block, self._options.extent)
+        part, first = near.within(around), near.x // 8
+        rows = slice(near.y - self._taken_top, near.bottom - self._taken_top)
+        columns = slice(first, -(-near.right // 8))
+        bits = np.unpackbits(self._taken[rows, columns], axis=1)
+        taken = bits[:, near.x - 8 * first :][:, : near.width]
+        allowed = np.zeros(labels.shape, np.bool_)
+        allowed[part] = taken == 0
+        away = is_own & ~allowed
+        lost = np.zeros(len(kept), np.bool_)
+        lost[labels[away] - 1] = True
+        labels[away] = 0
+        taken |= is_own[part] & allowed[part]
+        self._taken[rows, columns] = np.packbits(bits, axis=1)
+        return lost
+
+    def _around(self, block: Box, halo: int) -> Box:
+        """The block with `halo` pixels around it, as far as there is a mask."""
+        size = self._size
         left, top = max(0, block.x - halo), max(0, block.y - halo)
         right, bottom = min(size.width, block.right + halo), min(size.height, block.bottom + halo)
         return Box(left, top, right - left, bottom - top)
@@ -298,10 +375,11 @@ class ObjectFinder:
         box: Box,
         labels: Labels,
         kept: NDArray[np.bool_],
+        lost: NDArray[np.bool_],
         kind: NDArray[np.uint8],
         probability: NDArray[np.uint8],
     ) -> FoundObjects:
-        """Those of the objects that are `kept` and large enough."""
+        """Describe the objects that are `kept` and have at least `min_pixels`."""
         colours = _coloured(labels)
         runs = Runs.of(colours)
         lower, upper = runs.touching()
@@ -319,7 +397,7 @@ class ObjectFinder:
         large = largest >= self._options.min_pixels
         number = np.zeros(count, np.int32)  # of each part as an object that is returned, from 1
         number[first] = np.where(kept & large, np.cumsum(kept & large), 0)[of[first]]
-        # Objects of other blocks are seen too, where these meet them.
+        # Objects of other blocks stay, so that shared edges are simplified alike from both sides.
         seen = np.zeros(count, np.bool_)
         seen[first] = large[of[first]]
 
@@ -339,20 +417,10 @@ class ObjectFinder:
             votes.argmax(axis=1),
             chance,
             pixels,
-            self._reaches_edge(shown, box, objects),
+            lost[kept & large],
             self._outlines(colours, shown, box),
-            int(kept.sum()) - objects,
+            int((kept & (largest > 0)).sum()) - objects,
         )
-
-    def _reaches_edge(self, shown: Labels, box: Box, objects: int) -> NDArray[np.bool_]:
-        size, found = self._size, np.zeros(objects + 1, np.bool_)
-        inner = [box.y > 0, box.bottom < size.height, box.x > 0, box.right < size.width]
-        for edge, is_inner in zip(
-            (shown[0], shown[-1], shown[:, 0], shown[:, -1]), inner, strict=True
-        ):
-            if is_inner:
-                found[edge] = True
-        return found[1:]
 
     def _outlines(self, colours: NDArray[np.uint8], shown: Labels, box: Box) -> NDArray[np.object_]:
         bordered = np.pad(colours, ((1, 1), (0, 0)))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import csv
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,26 +22,43 @@ from pathoseg.outputs.uncertain_fields import UncertainField
 
 @dataclass(frozen=True, slots=True)
 class ClassSummary:
-    """The area, the regions and the objects of one class on a slide.
+    """The area, the regions and the objects of one class on a slide, or in a region of interest.
 
     Attributes:
         name: The class.
         pixels: In the mask.
         area_mm2: Their area.
         share_of_tissue: That area over the tissue's, 0 where there is no tissue. Above 1 where
-            regions reach past the tissue.
-        regions: Traced in regions.geojson.
+            regions reach past the tissue. In a region of interest, over the region's.
+        regions: Traced in regions.geojson; None in a region of interest.
         objects: Separated in objects.geojson; None where the model separates none.
-        objects_per_mm2: Their number over the tissue's area.
+        objects_per_mm2: Their number over the area of the tissue, or of the region of interest.
     """
 
     name: str
     pixels: int
     area_mm2: float
     share_of_tissue: float
-    regions: int
+    regions: int | None
     objects: int | None = None
     objects_per_mm2: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InterestSummary:
+    """The figures of one region of interest.
+
+    Attributes:
+        name: Its name, or its number.
+        area_mm2: Its area on the slide.
+        classes: One each, in order of the index.
+        unread_pixels: Pixels of the mask in it that no tile could read.
+    """
+
+    name: str
+    area_mm2: float
+    classes: tuple[ClassSummary, ...]
+    unread_pixels: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +72,7 @@ class TileCounts:
 
 @dataclass(frozen=True, slots=True)
 class Level0:
-    """What coordinates of a result count.
+    """The level-0 frame that the coordinates of a result refer to.
 
     Attributes:
         size: Pixels of the slide's level 0, within its bounds.
@@ -83,6 +101,7 @@ class Summary:
         level0: Of the slide; None in results of earlier versions.
         least_certain: The fields of which the model is least certain, the worst one first; None
             where probabilities were not asked for.
+        regions_of_interest: Those that the slide's annotation has, where one was given.
     """
 
     slide: str
@@ -97,11 +116,12 @@ class Summary:
     warnings: tuple[str, ...] = ()
     level0: Level0 | None = None
     least_certain: tuple[UncertainField, ...] | None = None
+    regions_of_interest: tuple[InterestSummary, ...] = ()
 
 
 SUMMARY_COLUMNS = (
     *("slide", "class", "area_mm2", "share_of_tissue", "regions", "objects", "objects_per_mm2"),
-    *("tissue_mm2", "unread_mm2", "mpp", "model"),
+    *("tissue_mm2", "unread_mm2", "mpp", "model", "region_of_interest"),
 )
 
 
@@ -114,29 +134,30 @@ def count_pixels(band: NDArray[np.uint8], classes: ClassTable) -> Counter[int]:
 def class_summaries(
     classes: ClassTable,
     pixels: Mapping[int, int],
-    regions: Mapping[int, int],
+    regions: Mapping[int, int] | None,
     mask: Frame,
-    tissue_mm2: float,
+    within_mm2: float,
     objects: Mapping[int, int] | None = None,
 ) -> tuple[ClassSummary, ...]:
-    """Compute the area, share of tissue, and number of regions and objects of each class.
+    """Compute the area, its share, and the number of regions and objects of each class.
 
     Args:
         classes: Their names.
         pixels: By class index, pixels of the mask; what is missing is none.
-        regions: By class index, regions traced; likewise.
+        regions: By class index, regions traced; likewise. None where none are counted.
         mask: The mask's frame.
-        tissue_mm2: Area of the tissue.
+        within_mm2: Area of the tissue, or of the region of interest.
         objects: By class index; None where the model separates none.
     """
     found = []
     for index, name in enumerate(classes.names, start=1):
         area = pixels.get(index, 0) * mask.pixel_area_mm2
-        share = area / tissue_mm2 if tissue_mm2 > 0 else 0.0
-        one = ClassSummary(name, pixels.get(index, 0), area, share, regions.get(index, 0))
+        share = area / within_mm2 if within_mm2 > 0 else 0.0
+        traced = None if regions is None else regions.get(index, 0)
+        one = ClassSummary(name, pixels.get(index, 0), area, share, traced)
         if objects is not None:
             count = objects.get(index, 0)
-            density = count / tissue_mm2 if tissue_mm2 > 0 else 0.0
+            density = count / within_mm2 if within_mm2 > 0 else 0.0
             one = replace(one, objects=count, objects_per_mm2=density)
         found.append(one)
     return tuple(found)
@@ -160,7 +181,11 @@ def read_summary(path: Path) -> Summary:
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
         entries["mpp"] = Mpp(**entries["mpp"])
-        entries["classes"] = tuple(ClassSummary(**entry) for entry in entries["classes"])
+        entries["classes"] = _read_classes(entries)
+        entries["regions_of_interest"] = tuple(
+            InterestSummary(**{**entry, "classes": _read_classes(entry)})
+            for entry in entries.get("regions_of_interest", ())
+        )
         entries["tiles"] = TileCounts(**entries["tiles"])
         entries["warnings"] = tuple(entries.get("warnings", ()))
         if level0 := entries.get("level0"):
@@ -175,30 +200,44 @@ def read_summary(path: Path) -> Summary:
         ) from error
 
 
+def _read_classes(entry: Mapping[str, Any]) -> tuple[ClassSummary, ...]:
+    return tuple(ClassSummary(**of) for of in entry["classes"])
+
+
 def write_summary_table(path: Path, summaries: Iterable[Summary]) -> None:
-    """Write summary.csv: a row for each class of each slide; objects only where there are any.
+    """Write summary.csv: a row for each class of each slide, and of its regions of interest.
 
     Raises:
         OSError: The disk is full or cannot be written.
     """
-    rows = (
-        {
-            "slide": summary.slide,
-            "class": of.name,
-            "area_mm2": f"{of.area_mm2:.9g}",
-            "share_of_tissue": f"{of.share_of_tissue:.6g}",
-            "regions": of.regions,
-            "objects": "" if of.objects is None else of.objects,
-            "objects_per_mm2": "" if of.objects_per_mm2 is None else f"{of.objects_per_mm2:.6g}",
-            "tissue_mm2": f"{summary.tissue_mm2:.9g}",
-            "unread_mm2": f"{summary.unread_pixels * summary.mpp.x * summary.mpp.y * 1e-6:.9g}",
-            "mpp": f"{summary.mpp.mean:.6g}",
-            "model": summary.model,
-        }
-        for summary in summaries
-        for of in summary.classes
-    )
-    write_rows(path, rows, SUMMARY_COLUMNS)
+    write_rows(path, (row for one in summaries for row in _summary_rows(one)), SUMMARY_COLUMNS)
+
+
+def _summary_rows(summary: Summary) -> Iterator[dict[str, object]]:
+    """The rows of the slide, then those of each region; what is not counted is empty."""
+    tissue = f"{summary.tissue_mm2:.9g}"
+    parts = [("", tissue, summary.unread_pixels, summary.classes)]
+    parts += [
+        (region.name, "", region.unread_pixels, region.classes)
+        for region in summary.regions_of_interest
+    ]
+    for region_name, tissue_mm2, unread_pixels, classes in parts:
+        for of in classes:
+            density = of.objects_per_mm2
+            yield {
+                "slide": summary.slide,
+                "class": of.name,
+                "area_mm2": f"{of.area_mm2:.9g}",
+                "share_of_tissue": f"{of.share_of_tissue:.6g}",
+                "regions": "" if of.regions is None else of.regions,
+                "objects": "" if of.objects is None else of.objects,
+                "objects_per_mm2": "" if density is None else f"{density:.6g}",
+                "tissue_mm2": tissue_mm2,
+                "unread_mm2": f"{unread_pixels * summary.mpp.x * summary.mpp.y * 1e-6:.9g}",
+                "mpp": f"{summary.mpp.mean:.6g}",
+                "model": summary.model,
+                "region_of_interest": region_name,
+            }
 
 
 def read_failures(path: Path) -> dict[str, PathosegError]:

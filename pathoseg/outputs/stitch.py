@@ -84,6 +84,8 @@ def argmax_and_confidence(probabilities: torch.Tensor) -> torch.Tensor:
 HEIGHT_LEVELS = 8
 """Levels of an object's height a pixel."""
 
+_CEILING = 30 * HEIGHT_LEVELS  # below the highest that is learned: large objects are flat inside
+
 
 def object_planes(maps: torch.Tensor) -> torch.Tensor:
     """Return the most probable class of each pixel, its height, and the class's probability.
@@ -92,11 +94,11 @@ def object_planes(maps: torch.Tensor) -> torch.Tensor:
         maps: Probabilities and, last, the height in pixels, shape (classes + 1, height, width).
 
     Returns:
-        Shape (3, height, width), uint8: the class, the height times `HEIGHT_LEVELS`, at most 255,
-        and the probability times 255. The last two are 0 in the background.
+        Shape (3, height, width), uint8: the class, the height times `HEIGHT_LEVELS`, at most
+        that of 30 pixels, and the probability times 255. The last two are 0 in the background.
     """
     classes = argmax(maps[:-1])
-    heights = (maps[-1] * HEIGHT_LEVELS).round_().clamp_(0, 255).to(torch.uint8)
+    heights = (maps[-1] * HEIGHT_LEVELS).round_().clamp_(0, _CEILING).to(torch.uint8)
     levels = (maps[:-1].amax(0) * 255).round_().to(torch.uint8)
     blank = classes == BACKGROUND
     return torch.stack([classes, heights.masked_fill_(blank, 0), levels.masked_fill_(blank, 0)])

@@ -55,8 +55,7 @@ class ImageSlide(SlideFile[Image]):
         except PathosegError:
             image.close()
             raise
-        # PIL's decoders raise whatever a malformed file makes them stumble over.
-        except Exception as error:
+        except Exception as error:  # PIL's decoders raise of all kinds over malformed files
             image.close()
             raise UnreadableError(
                 f"{self.path} cannot be decoded: {reason(error)}.",
@@ -71,8 +70,7 @@ class ImageSlide(SlideFile[Image]):
             if decoder is None:
                 raise ValueError("it begins like none of them")
             return decoder(self.path)
-        # As above: SyntaxError, struct.error, ValueError… for headers.
-        except Exception as error:
+        except Exception as error:  # for headers SyntaxError, struct.error, ValueError…
             raise PathosegError(
                 f"{self.path} is no whole PNG, JPEG or BMP image: {reason(error)}.",
                 "Copy it again from where it came.",

@@ -121,9 +121,7 @@ def tifffile_door(refusal: type[PathosegError], problem: str, hint: str) -> Iter
     log.addFilter(silence)
     try:
         yield
-    # tifffile and its codecs raise whatever a malformed file makes them stumble over: TypeError,
-    # IndexError, struct.error, DeflateError, MemoryError…
-    except Exception as error:
+    except Exception as error:  # TypeError, IndexError, struct.error, DeflateError, MemoryError…
         raise refusal(f"{problem}: {reason(error)}.", hint) from error
     finally:
         log.removeFilter(silence)

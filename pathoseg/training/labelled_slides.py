@@ -8,8 +8,8 @@ from pathlib import Path, PurePosixPath
 
 from pathoseg.annotations.annotation import ClassTable, Labels
 from pathoseg.annotations.reading import (
+    annotation_of,
     class_table,
-    find_annotation,
     read_labels,
     stray_annotations,
     what_is_left_out,
@@ -145,16 +145,10 @@ def read_slides(
                 late.append(name)
                 continue
             try:
-                annotation = _annotation_of(name, path, notes)
+                annotation = annotation_of(name, path, notes, used)
                 if annotation is None:
                     unlabelled.append(name)
                     continue
-                if (other := used.setdefault(annotation.resolve(), name)) != name:
-                    raise PathosegError(
-                        f"{annotation} would be the annotation of both {other} and {name}.",
-                        "Put annotations beside the slides, or into folders that are called like "
-                        "those that the slides are in.",
-                    )
                 with open_slide(path, data.assume_mpp) as slide:
                     frame = model_frame(slide, config.tiles.mpp)
                     labels = read_labels(annotation, slide.size, slide.origin, options)
@@ -171,17 +165,6 @@ def read_slides(
                 usable.append(LabelledSlide(name, path, labels, frame))
     gone = sorted(set(only or ()) - files.keys())
     return ReadSlides(files, tuple(usable), tuple(unlabelled), bad, tuple(late), tuple(gone))
-
-
-def _annotation_of(name: str, slide: Path, folder: Path | None) -> Path | None:
-    """The annotation file of a slide: in the folder of annotations, first where the slide is in
-    that of slides."""
-    within = PurePosixPath(name).parent
-    if folder is not None and within.parts and (folder / within).is_dir():
-        found = find_annotation(slide, folder / within)
-        if found is not None:
-            return found
-    return find_annotation(slide, folder)
 
 
 def find_labelled_slides(

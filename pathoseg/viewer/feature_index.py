@@ -48,7 +48,7 @@ def classification(feature: object) -> tuple[str | None, tuple[int, int, int] | 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far an index is.
+    """The progress of reading a file into an index.
 
     Attributes:
         read: Features so far.
@@ -82,7 +82,7 @@ class FeatureIndex:
 
     @property
     def progress(self) -> Progress:
-        """How far it is."""
+        """The number of features read so far, and the state of reading."""
         return Progress(self._read, self._done.is_set(), self._problem)
 
     def wait(self, seconds: float) -> bool:

@@ -1,4 +1,4 @@
-"""What the page asks for: slides, tiles within a bounded cache, tables, and what lies where."""
+"""Answers the page: slides, tiles through a bounded cache, tables, features at a point."""
 
 from __future__ import annotations
 

@@ -187,11 +187,11 @@ class SlideView:
 
     @property
     def problems(self) -> list[str]:
-        """What went wrong with its files so far, each once."""
+        """The problems met with its files so far, without repeats."""
         return list(self._problems)
 
     def tell(self, problem: str) -> None:
-        """Note what went wrong, for the page and for the terminal."""
+        """Record a problem for the page, and pass it to the terminal."""
         if problem in self._problems or len(self._problems) >= _MOST_PROBLEMS:
             return
         self._problems.append(problem)

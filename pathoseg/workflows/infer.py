@@ -15,6 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from pathoseg.annotations.reading import annotation_of, few
 from pathoseg.config import load_config
 from pathoseg.errors import PathosegError, StoppedError
 from pathoseg.host_memory import share_one_heap
@@ -44,6 +45,10 @@ TABLE = "summary.csv"
 FAILURES = "failures.csv"
 _NAP = 0.5  # seconds
 _HEAD_START = 2.0  # seconds
+_WITHOUT_INTEREST = {
+    "done": "Without regions of interest in their annotations",
+    "skipped": "Kept as they were, without regions of interest",
+}
 _calls = count()  # of `infer` in this process, under a launcher
 
 
@@ -56,6 +61,7 @@ def infer(
     resume: bool,
     factory: str | None,
     arguments: Sequence[str] | None = None,
+    annotations: Path | None = None,
 ) -> int:
     """Segments every slide of `inputs` (slides, or folders of slides) into `out`.
 
@@ -71,12 +77,14 @@ def infer(
         resume: Keep what earlier batches have done, and go on where they stopped.
         factory: The user's own network that may be imported.
         arguments: The command line's, for ranks to be started; None starts none.
+        annotations: Folder of annotations, whose regions of interest get figures of their own.
 
     Returns:
         The exit code: 0, or 1 where slides of several failed; each stands in `out/failures.csv`.
 
     Raises:
-        PathosegError: The model or the only slide cannot be used, or an input is missing.
+        PathosegError: The model or the only slide cannot be used, or an input is missing, or two
+            slides would have one annotation.
         StoppedError: A signal came; what is finished is kept.
     """
     entered = time.monotonic()
@@ -93,7 +101,8 @@ def infer(
         with _one_voice(world) as cores:
             readers = config.infer.readers or cores
             config = replace(config, infer=replace(config.infer, readers=readers))
-            names = _slides(inputs)
+            names = _slides(inputs, annotations)
+            annotated = _annotations(names, annotations)
             folders = result_folders(out, names)
             segmenter = load_segmenter(bundle_of(model), config, factory)
             if len(folders) == 1:  # refused before anything is written
@@ -109,7 +118,8 @@ def infer(
         with leases:
             context = WorkerContext(segmenter, config, out, leases, interruption, resume, since)
             batch = [
-                SlideJob(names[slide], slide, folder, context) for slide, folder in folders.items()
+                SlideJob(names[slide], slide, folder, context, annotated.get(slide))
+                for slide, folder in folders.items()
             ]
             try:
                 _work(batch, interruption)
@@ -121,6 +131,8 @@ def infer(
                 raise
             _write_tables(out, leases)
             sweep(out)
+    if annotations is not None and world.rank == 0:
+        _tell_without_interest(batch)
     return _verdict(batch, out, leads=world.rank == 0)
 
 
@@ -158,14 +170,25 @@ def _stop_with_launcher(interruption: Interruption) -> None:
     threading.Thread(target=watch, name="launcher", daemon=True).start()
 
 
-def _slides(inputs: Sequence[Path]) -> dict[Path, str]:
+def _slides(inputs: Sequence[Path], annotations: Path | None) -> dict[Path, str]:
     """The slides that the arguments name, each once, with their names."""
-    slides = dict[Path, str]()
+    slides, passed_over = dict[Path, str](), () if annotations is None else (annotations,)
     for path in inputs:
-        found = find_slides([path]) if path.is_dir() else {path.name: path}
+        found = find_slides([path], passed_over) if path.is_dir() else {path.name: path}
         for name, slide in found.items():
             slides.setdefault(slide, name)
     return slides
+
+
+def _annotations(names: Mapping[Path, str], folder: Path | None) -> dict[Path, Path]:
+    """The annotation of each slide that has one, where a folder of them was given."""
+    if folder is None:
+        return {}
+    if not folder.is_dir():
+        raise PathosegError(f"{folder} is not a folder.", "Check --annotations.")
+    used = dict[Path, str]()
+    found = {slide: annotation_of(name, slide, folder, used) for slide, name in names.items()}
+    return {slide: path for slide, path in found.items() if path is not None}
 
 
 def _work(batch: Sequence[SlideJob], interruption: Interruption) -> None:
@@ -200,6 +223,19 @@ def _warnings(folder: Path) -> str:
         f". The slide is damaged: {tiles.unread} of {tiles.done} tiles could not be read whole. "
         "What is missing is 255 in the mask and hatched in the overlay."
     )
+
+
+def _tell_without_interest(batch: Sequence[SlideJob]) -> None:
+    """Say which results have no region of interest: nobody drew one, or it was not asked for."""
+    for outcome, told in _WITHOUT_INTEREST.items():
+        names = [
+            slide.name
+            for slide in batch
+            if slide.outcome() == outcome
+            and not read_summary(slide.folder / SUMMARY).regions_of_interest
+        ]
+        if names:
+            say(f"{told}: {few(names)}.")
 
 
 def _write_tables(out: Path, leases: Leases) -> None:

@@ -5,22 +5,20 @@ from __future__ import annotations
 import ipaddress
 import os
 import secrets
-import signal
 import socket
 import sys
 import tempfile
 import webbrowser
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import uvicorn
 
 from pathoseg.config import UNNUMBERED, Config, load_config
 from pathoseg.errors import PathosegError, StoppedError
-from pathoseg.platform_support import cores_to_use, follow_pointer
+from pathoseg.platform_support import cores_to_use, follow_pointer, signals_held
 from pathoseg.progress import say
 from pathoseg.training.run_folder import CONFIG, RUNS, SPLITS
 from pathoseg.viewer.app import library_is_installed, make_app
@@ -170,7 +168,7 @@ def _serve(gallery: Gallery, listening: socket.socket, host: str, browser: bool)
     if browser and not _open_browser(address + once):
         say("No browser is at hand here: copy the address, or from another machine first run")
         say(f"ssh -L {port}:localhost:{port} THIS_MACHINE")
-    with _signals() as came:
+    with signals_held() as came:
         server.run(sockets=[listening])  # ends at a signal, and raises it again
     if came:
         raise StoppedError(came[0], "The viewer's address no longer answers.")
@@ -185,19 +183,3 @@ def _open_browser(address: str) -> bool:
         return has_display and webbrowser.open(address)
     except (webbrowser.Error, OSError):
         return False
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Note the signals that uvicorn raises again when it has ended."""
-    came = list[int]()
-
-    def note(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield came
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

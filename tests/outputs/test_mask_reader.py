@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ def mask(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @given(data=st.data())
 @settings(max_examples=30)
 def test_any_box_of_any_level(data: st.DataObject, mask: Path) -> None:
-    with MaskReader(mask) as reader, tifffile.TiffFile(mask) as tiff:
+    with closing(MaskReader(mask)) as reader, tifffile.TiffFile(mask) as tiff:
         level = data.draw(st.integers(0, len(reader.levels) - 1))
         size = reader.levels[level]
         x = data.draw(st.integers(0, size.width - 1))
@@ -44,7 +45,7 @@ def test_any_box_of_any_level(data: st.DataObject, mask: Path) -> None:
 
 
 def test_what_the_header_tells(mask: Path) -> None:
-    with MaskReader(mask) as reader:
+    with closing(MaskReader(mask)) as reader:
         assert reader.names == {1: "gland", 2: "<odd> & name"}
         assert [reader.colours[index] for index in (1, 2)] == [(1, 2, 3), (4, 5, 6)]
         assert reader.mpp == Mpp(0.5, 0.25)
@@ -60,7 +61,7 @@ def test_several_channels_and_a_palette(tmp_path: Path) -> None:
         how = {"tile": (256, 256), "compression": "zlib", "photometric": "minisblack"}
         tiff.write(values, subifds=1, metadata=metadata, **how)
         tiff.write(values[:, ::2, ::2], subfiletype=1, **how)
-    with MaskReader(path) as reader:
+    with closing(MaskReader(path)) as reader:
         assert reader.channels == ("background", "gland", "tumour")
         for channel in range(3):
             got = reader.read(0, Box(100, 200, 333, 444), channel)
@@ -76,7 +77,7 @@ def test_several_channels_and_a_palette(tmp_path: Path) -> None:
             values[0], photometric="palette", colormap=palette, tile=(256, 256),
             metadata={"axes": "YX"},
         )  # fmt: skip
-    with MaskReader(coloured) as reader:
+    with closing(MaskReader(coloured)) as reader:
         assert reader.colours[2] == (10, 20, 30)
 
 
@@ -86,7 +87,7 @@ def test_what_is_cut_short_is_one_error(mask: Path, tmp_path: Path, keep: int) -
     path.write_bytes(mask.read_bytes()[:keep])
 
     def read_all() -> None:
-        with MaskReader(path) as reader:
+        with closing(MaskReader(path)) as reader:
             for level, size in enumerate(reader.levels):
                 reader.read(level, Box(0, 0, size.width, size.height))
 

@@ -6,6 +6,7 @@ import resource
 import tracemalloc
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -105,7 +106,7 @@ def test_a_map_reads_back_at_every_level(
         for top in range(0, shape[1], rows):
             add(values[:, top : top + rows])
     assert list(tmp_path.iterdir()) == [path]
-    with tifffile.TiffFile(path) as file, MaskReader(path) as reader:
+    with tifffile.TiffFile(path) as file, closing(MaskReader(path)) as reader:
         assert len(file.series) == 1
         assert reader.channels == tuple(name for name, _ in channels)
         assert reader.mpp == MPP
@@ -253,6 +254,23 @@ def test_memory_does_not_grow_with_the_height(tmp_path: Path) -> None:
         lowest = file.series[0].levels[-1].asarray()
         assert lowest.shape == (625, 625)
         assert np.isin(lowest, [0, 1, 2, 255]).all()
+
+
+def test_memory_of_a_map_does_not_grow_with_its_height(tmp_path: Path) -> None:
+    band, peaks = np.tile(np.arange(2000, dtype=np.uint8), (3, 300, 1)), []
+    for bands in (24, 48):  # a level more
+        tracemalloc.start()
+        try:
+            with map_writer(
+                tmp_path / "map.ome.tiff", Size(2000, 300 * bands), MPP, CHANNELS
+            ) as add:
+                for _ in range(bands):
+                    add(band)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    assert peaks[1] < peaks[0] + 1.5 * 3 * 512 * 512, "the strip of that level alone"
+    assert peaks[1] < 4 * 3 * 512 * 2000, "and few of the map's 28 strips"
 
 
 def test_what_may_pass_four_gigabytes_is_bigtiff(

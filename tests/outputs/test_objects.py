@@ -1,4 +1,4 @@
-"""Objects: basins as a slow walk finds them, wherever bands and blocks begin."""
+"""Objects: the peaks that a flood finds, wherever bands and blocks begin."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
-from pathoseg.geometry import Box, Size
+from pathoseg.geometry import Box, ObjectMask, Size
 from pathoseg.outputs import objects
 from pathoseg.outputs.objects import FoundObjects, ObjectFinder, ObjectOptions, separate
 
@@ -31,49 +31,55 @@ def _around(pixel: Pixel, height: NDArray[np.int16]) -> Iterator[Pixel]:
             yield row, column
 
 
-def _slowly(height: NDArray[np.int16], depth: int) -> dict[Pixel, Pixel]:
-    """Each pixel's peak, pixel by pixel and basin by basin."""
+def _flooded(pixel: Pixel, height: NDArray[np.int16], above: int) -> set[Pixel]:
+    """The pixels that can be reached from one through pixels higher than `above`."""
+    found, new = {pixel}, [pixel]
+    while new:
+        reached = {each for each in _around(new.pop(), height) if height[each] > above} - found
+        found |= reached
+        new += reached
+    return found
+
+
+@given(HEIGHTS, st.integers(1, 4))
+def test_basins_are_those_of_the_peaks_of_enough_dynamic(
+    height: NDArray[np.int16], depth: int
+) -> None:
+    """From a peak no higher one can be reached without going down by `depth`."""
 
     def key(pixel: Pixel) -> tuple[int, Pixel]:
         return int(height[pixel]), pixel
 
-    inside = [(int(y), int(x)) for y, x in zip(*np.nonzero(height >= 0), strict=True)]
-    peaks = {}
-    for pixel in inside:
-        at = pixel
-        while (best := max([at, *_around(at, height)], key=key)) != at:
-            at = best
-        peaks[pixel] = at
-    joins = {}
-    for peak in set(peaks.values()):
-        saddles = [
-            (min(key(one)[0], key(other)[0]), key(peaks[other]))
-            for one in inside
-            if peaks[one] == peak
-            for other in _around(one, height)
-            if key(peaks[other]) > key(peak)
-        ]
-        if saddles:
-            saddle, (_, higher) = max(saddles)
-            if height[peak] - saddle < depth:
-                joins[peak] = higher
+    def peak_of(pixel: Pixel) -> Pixel:
+        best = max([pixel, *_around(pixel, height)], key=key)
+        return pixel if best == pixel else peak_of(best)
 
-    def end(peak: Pixel) -> Pixel:
-        return end(joins[peak]) if peak in joins else peak
-
-    return {pixel: end(peak) for pixel, peak in peaks.items()}
-
-
-@given(HEIGHTS, st.integers(0, 4))
-def test_basins_are_those_of_a_slow_walk(height: NDArray[np.int16], depth: int) -> None:
+    peak = {(y, x): peak_of((y, x)) for y, x in np.argwhere(height >= 0).tolist()}
+    around = {top: _flooded(top, height, int(height[top]) - depth) for top in set(peak.values())}
+    standing = {
+        top for top, near in around.items() if all(key(peak[one]) <= key(top) for one in near)
+    }
     found = separate(height, depth)
-    expected = _slowly(height, depth)
-    assert sorted(set(expected.values())) == sorted(map(tuple, found.peaks.tolist()))
+    assert found.peaks.tolist() == sorted(map(list, standing))
     for pixel in np.ndindex(height.shape):
         label = found.labels[pixel]
-        assert (label > 0) == (pixel in expected)
+        assert (label > 0) == (pixel in peak)
         if label:
-            assert tuple(found.peaks[label - 1]) == expected[pixel]
+            top = peak[pixel]
+            own = (int(found.peaks[label - 1][0]), int(found.peaks[label - 1][1]))
+            assert own == top if top in standing else own in around[top]
+
+
+@pytest.mark.parametrize("noise", [0, 1, 2])
+def test_ripples_part_no_large_object(noise: int) -> None:
+    """A disc whose height is at its ceiling but for noise, and a ridge, are an object each."""
+    y, x = np.mgrid[:200, :200].astype(float)
+    disc = 70 - np.hypot(y - 80, x - 80)
+    ridge = 10 - np.hypot(y - 180, np.maximum(np.abs(x - 100) - 70, 0))
+    rise = np.maximum(disc, ridge)
+    ripples = np.random.default_rng(1).integers(-noise, noise + 1, x.shape)
+    height = np.where(rise > 0, np.clip(8 * rise, 8, 240) + ripples, -1)
+    assert len(separate(height.astype(np.int16), 2 * noise + 1).peaks) == 2
 
 
 def _cells(size: Size, count: int, seed: int) -> NDArray[np.uint8]:
@@ -109,6 +115,18 @@ def _described(parts: Sequence[FoundObjects]) -> list[tuple[str, int, int, float
     )
 
 
+def _same(one: ObjectMask, other: ObjectMask) -> bool:
+    return one.box == other.box and np.array_equal(one.pixels, other.pixels)
+
+
+def test_no_objects_are_trimmed_to_a_pixel() -> None:
+    planes = np.zeros((3, 9, 9), np.uint8)
+    planes[:2, 4, 4] = 1
+    [found] = _found(planes, [], ObjectOptions(depth=1, extent=3, min_pixels=2))
+    assert found.left_out == 1
+    assert found.trimmed().labels.tolist() == [[0]]
+
+
 @given(
     st.integers(1, 90),
     st.integers(20, 90),
@@ -136,6 +154,7 @@ def test_objects_do_not_depend_on_bands_and_blocks(
     times, whole_mask = np.zeros((rows, columns), int), Box(0, 0, columns, rows)
     for part in parts:
         masks = part.masks()
+        assert all(map(_same, part.trimmed().masks(), masks))
         assert [mask.area for mask in masks] == part.pixels.tolist()
         assert all(outline.is_valid for outline in part.outlines)
         if not simplify:
@@ -160,5 +179,25 @@ def test_an_object_beyond_the_halo_is_cut_once_and_said() -> None:
     assert sum(map(len, parts)) == 1
     [part] = [part for part in parts if len(part)]
     assert part.is_cut.tolist() == [True]
-    assert part.box.y > 0
-    assert part.pixels[0] == 20 * (390 - part.box.y)
+    assert part.pixels[0] == 20 * (390 - (360 - 20))
+
+
+@given(st.integers(0, 2**16), st.integers(1, 12), st.integers(8, 30))
+def test_no_pixel_is_in_two_objects_however_large_they_are(
+    seed: int, extent: int, block: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    planes = rng.integers(0, 256, (3, 40, 43)).astype(np.uint8)
+    planes[0] = rng.random((40, 43)) < 0.9
+    planes[1] = planes[1] >> int(rng.integers(0, 7))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(objects, "_BLOCK", Size(block, block))
+        parts = _found(
+            planes, [20, 33], ObjectOptions(depth=int(rng.integers(1, 9)), extent=extent)
+        )
+    times, whole = np.zeros((40, 43), int), Box(0, 0, 43, 40)
+    for part in parts:
+        for mask, is_cut in zip(part.masks(), part.is_cut, strict=True):
+            times[mask.box.within(whole)] += mask.pixels
+            assert is_cut or max(mask.box.width, mask.box.height) <= block + 2 * extent
+    assert times.max() <= 1

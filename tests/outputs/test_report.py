@@ -19,6 +19,7 @@ from pathoseg.errors import PathosegError
 from pathoseg.geometry import Frame, Mpp, Size
 from pathoseg.outputs.report import (
     SUMMARY_COLUMNS,
+    InterestSummary,
     Summary,
     TileCounts,
     class_summaries,
@@ -68,6 +69,10 @@ def test_a_summary_reads_back(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     write_summary(path, SUMMARY)
     assert read_summary(path) == SUMMARY
+    region = InterestSummary("core", 0.1, SUMMARY.classes, 2)
+    with_region = replace(SUMMARY, regions_of_interest=(region,))
+    write_summary(tmp_path / "other.json", with_region)
+    assert read_summary(tmp_path / "other.json") == with_region
     entries = json.loads(path.read_text())
     assert entries["classes"][0] == {
         "name": "gland",
@@ -95,13 +100,21 @@ def test_the_table_has_a_row_for_each_class_of_each_slide(tmp_path: Path) -> Non
     path = tmp_path / "summary.csv"
     pixels, regions, objects = {1: 400_000}, {1: 3}, {1: 50}
     counted = class_summaries(CLASSES, pixels, regions, FRAME, 0.2, objects)
-    other = replace(SUMMARY, slide="case,2.svs", classes=counted[:1])
+    core = class_summaries(CLASSES, pixels, None, FRAME, 0.25, {1: 5})
+    other = replace(
+        SUMMARY,
+        slide="case,2.svs",
+        classes=counted[:1],
+        regions_of_interest=(InterestSummary("core", 0.25, core[:1], 2),),
+    )
+    end = ("0.2", "1.75e-06", "0.5", "a1b2")
     write_summary_table(path, [SUMMARY, other])
     assert rows_of(path) == [
         [*SUMMARY_COLUMNS],
-        ["case 1.svs", "gland", "0.1", "0.5", "3", "", "", "0.2", "1.75e-06", "0.5", "a1b2"],
-        ["case 1.svs", 'Tumör, "in situ"', "0", "0", "0", "", "", "0.2", "1.75e-06", "0.5", "a1b2"],
-        ["case,2.svs", "gland", "0.1", "0.5", "3", "50", "250", "0.2", "1.75e-06", "0.5", "a1b2"],
+        ["case 1.svs", "gland", "0.1", "0.5", "3", "", "", *end, ""],
+        ["case 1.svs", 'Tumör, "in situ"', "0", "0", "0", "", "", *end, ""],
+        ["case,2.svs", "gland", "0.1", "0.5", "3", "50", "250", *end, ""],
+        ["case,2.svs", "gland", "0.1", "0.4", "", "5", "20", "", "5e-07", "0.5", "a1b2", "core"],
     ]
     write_summary_table(path, [])
     assert len(rows_of(path)) == 1

@@ -36,7 +36,7 @@ PORT = 8765
 
 @dataclass(frozen=True)
 class Place:
-    """What was made.
+    """The files of a made batch.
 
     Attributes:
         folder: Holds `slides/` with a.svs, b.svs and c.svs, and `results/` with those of a and b.

@@ -1,4 +1,4 @@
-"""What the server answers, to whom, and with which pixels."""
+"""The server's answers: routes, tokens and origins, and the pixels of tiles."""
 
 from __future__ import annotations
 

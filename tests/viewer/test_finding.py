@@ -1,4 +1,4 @@
-"""Which slides, results and annotations belong together."""
+"""Finding slides with their results and annotations."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_nothing_to_show_and_no_library_are_told(
 
 
 def _status(port: int) -> int | None:
-    """What a request without the token is answered with; None while nobody answers."""
+    """Return the status of a request without the token; None while nobody answers."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     try:
         connection.request("GET", "/")

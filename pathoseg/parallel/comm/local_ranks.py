@@ -16,7 +16,7 @@ from types import FrameType
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.comm.launcher import Choice
-from pathoseg.platform_support import KILL, cores_to_use, is_root, signal_group
+from pathoseg.platform_support import KILL, cores_to_use, is_root, signal_group, signals_held
 
 GRACE = 5.0  # seconds that the other ranks have to end by themselves once one has failed
 _LAST_WORDS = 20  # lines
@@ -77,7 +77,7 @@ def start_local(ranks: int, command: Sequence[str], choice: Choice = "auto") -> 
         rank = [str(_SHELL), "-c", _RANK, str(folder), *command]
         start = _start_by_mpirun(mpirun, ranks, rank) if by_mpi else _start_with_store(ranks, rank)
         # Ahead of the ranks: a job in the background ignores Ctrl-C, and they would, too.
-        signals = stack.enter_context(_signals())
+        signals = stack.enter_context(signals_held())
         run = _Run(folder, stack.enter_context(start))
         stack.callback(run.end)
         return run.code(signals)
@@ -196,22 +196,6 @@ def _ended(
             if process.poll() is None:
                 _kill(process.pid, KILL)
             process.wait()
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """The SIGINTs and SIGTERMs that have come, instead of their usual effect."""
-    came: list[int] = []
-
-    def note(number: int, _: FrameType | None) -> None:
-        came.append(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield came
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _kill(group: int, number: int) -> None:

@@ -1,0 +1,216 @@
+"""Measures how well touching nuclei are told apart: task `objects` beside connected components."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from scipy import ndimage
+
+import pathoseg
+from pathoseg.config import Config
+from pathoseg.geometry import Box, ObjectMask, Size
+from pathoseg.inference.segmenter import Segmenter, load_segmenter
+from pathoseg.interruption import Interruption
+from pathoseg.models.object_metrics import ObjectCounts, object_figures
+from pathoseg.outputs.objects import ObjectFinder, ObjectOptions
+from pathoseg.outputs.stitch import HEIGHT_LEVELS
+from pathoseg.slides.slide import open_slide
+
+HERE = Path(__file__).resolve().parent
+DATA = Path(os.environ.get("PATHOSEG_DATA", HERE.parents[2] / "shared" / "data"))
+MPP = 0.25
+RADIUS_UM = 6.0  # of paired centroids
+OBJECT_UM, SMALLEST_UM2 = 40.0, 10.0
+DEPTHS = (0.25, 0.5, 1.0, 1.5, 2.0)  # pixels
+ARMS = ("objects", "components")
+
+Pixels = NDArray[np.uint8]
+Numbers = NDArray[np.int32]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("arms", nargs="*", default=ARMS, help="objects, components; left out: both")
+    parser.add_argument("--data", choices=("monuseg", "dsb"), default="monuseg")
+    parser.add_argument("--work", type=Path, required=True, help="folder of images and runs")
+    parser.add_argument("--minutes", type=float, default=30, help="of a training on two cores")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    options = parser.parse_args()
+    if not DATA.exists():
+        parser.exit(0, f"skipped: no {DATA} (set PATHOSEG_DATA)\n")
+    trained, held_out = split(options.data)
+    figures: dict[str, Any] = {}
+    for arm in options.arms:
+        folder = options.work / f"{options.data}-{arm}"
+        if not (folder / "model").exists():
+            train(arm, trained, folder, 2 * 60 * options.minutes)
+        figures |= scored(arm, folder, trained, held_out)
+        print(json.dumps(figures, indent=2), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(figures) + "\n")
+
+
+def split(data: str) -> tuple[list[tuple[Path, Path]], list[tuple[Path, Path]]]:
+    """Pairs of image and instance mask: to train on, and held out; by a fixed seed.
+
+    Of MoNuSeg each image is a patient. Of DSB's stained images patients are not known.
+    """
+    if data == "monuseg":
+        masks = sorted((DATA / "monuseg-train" / "instances").glob("*.png"))
+        images = DATA / "monuseg-train" / "images"
+        pairs = [(images / f"{mask.stem}.tif", mask) for mask in masks]
+    else:
+        masks = sorted((DATA / "dsb2018-stained" / "labels").iterdir())
+        images = DATA / "dsb2018-stained" / "images"
+        pairs = [(next(images.glob(f"{mask.stem}.*")), mask) for mask in masks]
+    order = np.random.default_rng(0).permutation(len(pairs))
+    held = max(3, len(pairs) // 5)
+    return [pairs[n] for n in order[held:]], [pairs[n] for n in order[:held]]
+
+
+def train(arm: str, pairs: Sequence[tuple[Path, Path]], folder: Path, seconds: float) -> None:
+    """Train for as many whole epochs as take `seconds` of processor time, one measured ahead."""
+    slides, masks = (
+        folder.with_name(f"{folder.name}-slides"),
+        folder.with_name(f"{folder.name}-masks"),
+    )
+    for image, mask in pairs:
+        link(image, slides / image.name)
+        target = masks / f"{image.stem}.png"
+        if arm == "objects":
+            link(mask, target)
+        elif not target.exists():
+            target.parent.mkdir(exist_ok=True)
+            Image.fromarray((255 * (labels_of(mask) > 0)).astype(np.uint8)).save(target)
+    table: dict[str, dict[str, Any]] = {
+        "": {"seed": 0},
+        "data": {"assume_mpp": MPP, "classes": ["nucleus"], "val_share": 0.0},
+        "annotations": {"mask": "instances" if arm == "objects" else "binary"},
+        "tiles": {"mpp": MPP, "tile": 256, "overlap": 128},
+        "model": {"width": 16, "task": "objects" if arm == "objects" else "segment"},
+        "train": {"batch": 4, "lr": 2e-3, "epochs": 1, "validate_every": 1},
+    }
+    probe = folder.with_name(f"{folder.name}-one-epoch")
+    began = time.process_time()
+    pathoseg.train(slides, masks, out=probe, options=table)
+    epoch = time.process_time() - began
+    table["train"]["epochs"] = max(1, round(seconds / epoch))
+    print(
+        f"{arm}: {table['train']['epochs']} epochs of {epoch:.1f} s of processor time", flush=True
+    )
+    pathoseg.train(slides, masks, out=folder, options=table)
+
+
+def link(path: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not target.exists():
+        target.symlink_to(path)
+
+
+def labels_of(mask: Path) -> Numbers:
+    return np.asarray(Image.open(mask)).astype(np.int32)
+
+
+def scored(
+    arm: str,
+    folder: Path,
+    trained: Sequence[tuple[Path, Path]],
+    held_out: Sequence[tuple[Path, Path]],
+) -> dict[str, float]:
+    """Figures of held-out images; the depth is the one of best PQ on the trained images."""
+    config = Config()
+    config = replace(config, data=replace(config.data, assume_mpp=MPP))
+    segmenter = load_segmenter(folder / "model", config, None)
+    with (folder / "metrics.csv").open(newline="") as file:
+        steps = float(list(csv.DictReader(file))[-1]["step"])
+    figures = {f"{arm}_steps": steps}
+    if arm == "components":
+        truth = [labels_of(mask) for _, mask in held_out]
+        found = [components(planes[0]) for planes in predicted(segmenter, held_out)]
+        return figures | named(arm, counted(truth, found))
+    planes = list(predicted(segmenter, trained))
+    truth = [labels_of(mask) for _, mask in trained]
+    quality = {}
+    for depth in DEPTHS:
+        found = [separated(each, depth) for each in planes]
+        quality[depth] = counted(truth, found)["pq"]
+        figures[f"objects_trained_pq_at_{depth:g}"] = quality[depth]
+    best = max(quality, key=lambda depth: quality[depth])
+    truth = [labels_of(mask) for _, mask in held_out]
+    found = [separated(each, best) for each in predicted(segmenter, held_out)]
+    return figures | {"objects_depth": best} | named(arm, counted(truth, found))
+
+
+def named(arm: str, figures: Mapping[str, float]) -> dict[str, float]:
+    return {f"{arm}_{name}": round(value, 4) for name, value in figures.items()}
+
+
+def predicted(segmenter: Segmenter, pairs: Sequence[tuple[Path, Path]]) -> Iterator[Pixels]:
+    """The planes of each image, see `MaskRow`."""
+    for image, _ in pairs:
+        with open_slide(image, MPP) as slide:
+            plan = segmenter.plan(slide)
+        with closing(segmenter.rows(plan, Interruption(""))) as rows:
+            yield np.concatenate([row.planes for row in rows], axis=1)
+
+
+def separated(planes: Pixels, depth: float) -> Numbers:
+    """Numbers of the objects of an image, as `infer` finds them."""
+    height, width = planes.shape[1:]
+    options = ObjectOptions(
+        round(depth * HEIGHT_LEVELS), round(OBJECT_UM / MPP), round(SMALLEST_UM2 / MPP**2)
+    )
+    labels, count = np.zeros((height, width), np.int32), 0
+    for found in ObjectFinder(Size(width, height), options).add(planes):
+        rows, columns = found.box.within(Box(0, 0, width, height))
+        own = found.labels > 0
+        labels[rows, columns][own] = found.labels[own] + count
+        count += len(found)
+    return labels
+
+
+def components(classes: Pixels) -> Numbers:
+    """Connected areas (of eight neighbours) of the nuclei, none smaller than objects may be."""
+    labels, _ = ndimage.label(classes == 1, np.ones((3, 3)))
+    sizes = np.bincount(labels.reshape(-1))
+    small = sizes < round(SMALLEST_UM2 / MPP**2)
+    small[0] = False
+    return np.where(small[labels], 0, labels).astype(np.int32)
+
+
+def counted(truth: Sequence[Numbers], found: Sequence[Numbers]) -> dict[str, float]:
+    """Figures of all images together."""
+    total = np.zeros((2, 8))
+    for true, one in zip(truth, found, strict=True):
+        counts = ObjectCounts(2, RADIUS_UM / MPP)
+        expected, predictions = list(masks(true)), list(masks(one))
+        counts.add_true(expected, [1] * len(expected))
+        counts.add_predicted(predictions, [1] * len(predictions))
+        total += counts.counters()
+    return {name: float(values[0]) for name, values in object_figures(total).items()}
+
+
+def masks(labels: Numbers) -> Iterator[ObjectMask]:
+    for number, place in enumerate(ndimage.find_objects(labels), start=1):
+        if place is not None:
+            rows, columns = place
+            pixels = labels[place] == number
+            yield ObjectMask(
+                Box(columns.start, rows.start, pixels.shape[1], pixels.shape[0]), pixels
+            )
+
+
+if __name__ == "__main__":
+    main()
