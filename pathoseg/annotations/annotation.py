@@ -18,7 +18,7 @@ BACKGROUND = 0
 IGNORE = 255
 UNCLASSIFIED = "annotation"
 TOUCHING = 3.0
-"""Distance in pixels (2√2 rounded up). Objects further apart never cover the same or adjacent pixels."""
+"""Distance in pixels (2√2, up). Objects further apart never cover the same or adjacent pixels."""
 
 _BACKGROUND_NAME = "background"
 _IGNORED_SUFFIX = "*"  # QuPath's way
