@@ -248,8 +248,8 @@ class InferConfig:
             keep their shared edge, so beyond 1.4 pixels nothing more is left out.
         min_region_um2: Smaller regions and objects are left out (the mask keeps them).
         object_um: Microns across the largest object that is certain to be found whole, where the
-            model separates objects. Larger ones take more time and memory.
-        compress_regions: Write `regions.geojson.gz`.
+            model separates objects. A larger value takes more time and memory.
+        compress_regions: Write `regions.geojson.gz`, and `objects.geojson.gz`.
         region_type: How QuPath shows regions; `detection` draws faster when there are many.
     """
 

@@ -71,7 +71,7 @@ def _outlines(scene: Scene, square: Polygon) -> list[tuple[int, Polygon]]:
 
     The darkest comes last, as it is the one that is seen where two overlap.
     """
-    clearings, near = STRtree(scene.clearings), square.buffer(max(scene.nuclei[0, 2:4]) * 3)
+    clearings, near = STRtree(scene.clearings), square.buffer(scene.nuclei[:, 2:4].max() * 3)
     left, top, right, bottom = near.bounds
     x, y = scene.nuclei[:, 0], scene.nuclei[:, 1]
     there = np.flatnonzero((x > left) & (x < right) & (y > top) & (y < bottom))

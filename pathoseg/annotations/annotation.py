@@ -18,7 +18,7 @@ BACKGROUND = 0
 IGNORE = 255
 UNCLASSIFIED = "annotation"
 TOUCHING = 3.0
-"""Pixels: objects further apart share no pixel, and none of the pixels beside theirs."""
+"""Distance in pixels (2√2, up). Objects further apart never cover the same or adjacent pixels."""
 
 UNREAD_COLOUR = (110, 110, 110)
 
@@ -207,7 +207,7 @@ class Labels(Protocol):
             apart: In pixels of the frame.
 
         Returns:
-            Array of shape (height, width): 0 and 255 where `mask` is.
+            Array of shape (height, width): 0 where `mask` is 0, 255 where it is 255.
 
         Raises:
             PathosegError: As `rasterise` and `refuse_without_objects`, or more than 254 objects lie

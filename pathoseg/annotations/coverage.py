@@ -121,7 +121,7 @@ def most_covered(
         heights: How much of each row is on the slide, in 1/256, shape (rows,).
         widths: The same of each column, shape (columns,).
         unlabelled: The class index of what no part covers.
-        interest: Whether it is that in the regions of interest alone. They cover all others, and
+        interest: True if it applies in the regions of interest alone. They cover all others, and
             what they do not cover is ignored.
 
     Returns:
@@ -160,7 +160,7 @@ def most_covering(steps: Steps, mask: NDArray[np.uint8], widths: Ints) -> NDArra
         widths: How much of each column is on the slide, in 1/256, shape (columns,).
 
     Returns:
-        Colours, 0 where `mask` is background and 255 where it is, shape (rows, columns).
+        Colours; 0 where `mask` is background, 255 where it is 255. Shape (rows, columns).
     """
     objects: NDArray[np.uint8] = np.where(mask == IGNORE, np.uint8(IGNORE), np.uint8(BACKGROUND))
     if not len(steps.row):

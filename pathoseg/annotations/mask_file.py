@@ -51,7 +51,7 @@ def refuse_other_images(path: Path, image: ImageFile, slide_size: Size, is_tiled
         path: Its file.
         image: The opened file.
         slide_size: Level-0 pixels of the slide.
-        is_tiled: Whether it is read in parts, and may have any size.
+        is_tiled: True if it is read tile by tile; its size is then not limited.
 
     Raises:
         PathosegError: It is above 400 megapixels, has several channels, or another aspect.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,7 @@ class MaskLabels:
         self._unlabelled = IGNORE if options.unlabelled == "ignore" else BACKGROUND
         self._ignored = options.mask_ignore
         self._colours = dict[float, NDArray[np.uint8]]()  # by distance
+        self._working_out = Lock()
         numbered = self._values == "instances"
         self._class_path = class_mask(path) if numbered else None
         self._tiled: TiledMask | None = None
@@ -228,22 +230,23 @@ class MaskLabels:
         return self._read_majority(box, frame, of, settle)
 
     def _coloured(self, distance: float) -> NDArray[np.uint8]:
-        """The colour of each number.
+        """Return the colour of each number.
 
         Args:
             distance: Pixels of the mask within which two have different colours.
         """
-        if distance not in self._colours:
-            pixels, found = self._pixels, self._objects
-            assert found is not None
-            size, rows = pixels.size, rows_of_cells(distance)
-            bands = (
-                pixels.read(Box(0, first, size.width, last - first))
-                for first, last in _parts(0, size.height, rows)
-            )
-            pairs = near_numbers(bands, found.boxes, distance)
-            self._colours[distance] = colours(len(found.boxes), pairs, self._path)
-        return self._colours[distance]
+        with self._working_out:  # which reads the whole mask
+            if distance not in self._colours:
+                pixels, found = self._pixels, self._objects
+                assert found is not None
+                size, rows = pixels.size, rows_of_cells(distance)
+                bands = (
+                    pixels.read(Box(0, first, size.width, last - first))
+                    for first, last in _parts(0, size.height, rows)
+                )
+                pairs = near_numbers(bands, found.boxes, distance)
+                self._colours[distance] = colours(len(found.boxes), pairs, self._path)
+            return self._colours[distance]
 
     def _read_majority(
         self,
@@ -257,7 +260,7 @@ class MaskLabels:
         Args:
             box: In pixels of `frame`.
             frame: Their resolution.
-            table: What each of the mask's values stands for.
+            table: The meaning of each of the mask's values.
             settle: Makes pixels of the steps in a part of the box and the widths of its columns.
         """
         pixels = self._pixels

@@ -1,6 +1,6 @@
 """Finds the true objects of a slide in its object plane, which arrives in strips.
 
-An object is a connected area of one colour (of eight neighbours). Held are the pixels of areas that
+An object is a connected area of one colour (of eight neighbours). It keeps the pixels of areas that
 reach the last row, and for each colour which area each pixel of that row belongs to:
 
     strip n      | . a a . . b b . |     a and b are open, two areas of one colour

@@ -30,11 +30,11 @@ class ObjectNumbers:
     """Values, classes and boxes of the objects of a mask, numbered from 1 by ascending value.
 
     Attributes:
-        values: Of each number, its value in the file, shape (numbers + 1,).
-        classes: Of each number, the value of its class: from 1, 255 where it is ignored, 0 for
+        values: Value in the file of each number, shape (numbers + 1,).
+        classes: Class value of each number: from 1, 255 where it is ignored, 0 for
             background, shape (numbers + 1,).
-        unclassified: How many have no class in the mask of classes: they are ignored.
-        boxes: Of each number, its left, top, right and bottom in pixels of the mask, shape
+        unclassified: Number of objects without a class in the mask of classes: they are ignored.
+        boxes: Left, top, right and bottom of each number in pixels of the mask, shape
             (numbers + 1, 4).
     """
 
@@ -144,7 +144,7 @@ class _Pieces(NamedTuple):
 
     @classmethod
     def of(cls, numbers: NDArray[np.uint16], number: int, around: Box) -> _Pieces:
-        """Find them in cells so large that a box around them has few; a cell connects all in it."""
+        """Label 8-connected areas on a grid of at most 2,048 cells a side; a cell is one place."""
         cell = -(-max(around.width, around.height) // _WIDEST)
         columns = np.arange(0, around.width, cell)
         held = np.empty((-(-around.height // cell), len(columns)), np.uint8)
@@ -208,7 +208,7 @@ def _refuse_what_is_not_numbered(
     is_compact = areas[objects] >= _COMPACT * held[objects]
     whole, suspects = objects[is_compact], objects[~is_compact].tolist()
     usual = float(np.median(extents[whole].max(axis=1))) if len(whole) else 0.0
-    # What is numbered from 1 again in each part of an image shows at the first.
+    # The largest box first: numbers that begin again in each part of an image show at once.
     for one in sorted(suspects, key=lambda one: -int(held[one])):
         pieces = _Pieces.of(numbers, one, _box(boxes[one]))
         if (found := pieces.far_apart(usual)) is None:

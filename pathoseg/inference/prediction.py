@@ -145,7 +145,7 @@ def _laid_out(model: torch.nn.Module, card: Bundle, device: torch.device) -> tor
 
 
 def _checked(group: _Group, chances: torch.Tensor, total: Arrival) -> Iterator[Prediction]:
-    """The predictions of a batch, unless the sum of its probabilities is not finite."""
+    """The predictions of a batch, unless the sum of its channels is not finite."""
     if not np.isfinite(total.array()):
         raise PathosegError(
             f"The model answers tile {group[0][0]} with numbers that are not finite.",

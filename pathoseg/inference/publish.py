@@ -19,6 +19,7 @@ from pathoseg.annotations.qupath_geojson import GeoJsonWriter
 from pathoseg.annotations.reading import read_regions_of_interest
 from pathoseg.annotations.regions_of_interest import RegionOfInterest
 from pathoseg.config import Config, InferConfig
+from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame
 from pathoseg.host_memory import give_back_freed_memory
 from pathoseg.inference.certainty import Certainty, certainty_files
@@ -49,7 +50,8 @@ REGIONS = "regions.geojson"
 OVERLAY = "overlay.png"
 OBJECTS, OBJECT_TABLE = "objects.geojson", "objects.csv"
 
-_DEPTH = 0.5  # pixels, see `separate`: what docs/objects.md measures
+_DEPTH = 0.5  # pixels, see `separate`; benchmarks/touching-nuclei compares others
+_WIDEST = 800  # pixels of the mask: a block with its halo takes 2 GB then
 
 
 @dataclass(frozen=True)
@@ -131,8 +133,9 @@ def publish(
     pixels, regions, unread_tiles = Counter[int](), Counter[int](), 0
     interest = InterestCounts(planned.interest, plan.output, classes, segmenter.separates)
     tracer = RegionTracer(options.simplify, _min_pixels(plan.output, options))
-    outlines = f"{REGIONS}.gz" if options.compress_regions else REGIONS
-    objects: _Objects | None = None
+    suffix = ".gz" if options.compress_regions else ""
+    outlines = f"{REGIONS}{suffix}"
+    objects: _ObjectOutput | None = None
     certainty: Certainty | None = None
     origin = f"{name} {segmenter.model_id}"
     with ExitStack() as stack:
@@ -140,11 +143,13 @@ def publish(
         writer = GeoJsonWriter(folder / outlines, classes, options.region_type)
         stack.enter_context(writer)
         if segmenter.separates:
-            objects = _Objects(
+            objects = _ObjectOutput(
                 stack.enter_context(segmenter.open(plan.slide)),
                 plan.output,
                 stack.enter_context(
-                    ObjectWriter(folder / OBJECTS, folder / OBJECT_TABLE, classes, plan.output)
+                    ObjectWriter(
+                        folder / f"{OBJECTS}{suffix}", folder / OBJECT_TABLE, classes, plan.output
+                    )
                 ),
                 options,
                 interest,
@@ -177,8 +182,8 @@ def publish(
             f"no region reaches {options.min_region_um2:g} µm² ([infer] min_region_um2), so "
             f"{outlines} is empty"
         )
-    if objects is not None:
-        warnings += objects.warnings()
+    if objects is not None and objects.cut:
+        warnings.append(cut_warning(objects.cut, options))
     summary = Summary(
         slide=name,
         model=segmenter.model_id,
@@ -199,21 +204,40 @@ def publish(
         warnings=tuple(warnings),
         level0=planned.level0,
         least_certain=None if certainty is None else certainty.least_certain(),
+        objects_left_out=None if objects is None else objects.left_out,
+        objects_cut=None if objects is None else objects.cut,
         regions_of_interest=interest.summaries(),
     )
     write_summary(folder / SUMMARY, summary)
 
 
 def object_finder(frame: Frame, options: InferConfig) -> ObjectFinder:
-    """Return what finds the objects of a mask.
+    """Return the ObjectFinder of a mask.
 
     Args:
         frame: The mask's.
         options: `object_um`, `min_region_um2` and `simplify` are used.
+
+    Raises:
+        PathosegError: Objects of that size take too much memory at the mask's resolution.
     """
     extent = math.ceil(options.object_um / frame.mpp.mean)
+    if extent > _WIDEST:
+        raise PathosegError(
+            f"[infer] object_um = {options.object_um:g} is {extent:,} px at {frame.mpp.mean:g} µm; "
+            f"at most {_WIDEST} can be.",
+            f"Set it to {_WIDEST * frame.mpp.mean:g} at most, or train at a larger [tiles] mpp.",
+        )
     depth, smallest = round(_DEPTH * HEIGHT_LEVELS), _min_pixels(frame, options)
     return ObjectFinder(frame.size, ObjectOptions(depth, extent, smallest, options.simplify))
+
+
+def cut_warning(count: int, options: InferConfig) -> str:
+    """Return the sentence that says how many objects are too large to be found whole."""
+    return (
+        f"{count} objects are larger than [infer] object_um ({options.object_um:g}) allows for, "
+        "and are cut"
+    )
 
 
 def _min_pixels(frame: Frame, options: InferConfig) -> int:
@@ -221,7 +245,7 @@ def _min_pixels(frame: Frame, options: InferConfig) -> int:
     return max(1, round(options.min_region_um2 / frame.mpp.mean**2))
 
 
-class _Objects:
+class _ObjectOutput:
     """Finds, measures and writes the objects of a slide while its rows arrive.
 
     Args:
@@ -241,13 +265,23 @@ class _Objects:
         interest: InterestCounts,
     ) -> None:
         self._slide, self._frame, self._writer = slide, frame, writer
-        self._options, self._interest = options, interest
+        self._interest = interest
         self._finder = object_finder(frame, options)
 
     @property
     def written(self) -> Mapping[int, int]:
         """Number of objects by class index."""
         return self._writer.written
+
+    @property
+    def cut(self) -> int:
+        """Number of them that are too large to be found whole."""
+        return self._writer.cut
+
+    @property
+    def left_out(self) -> int:
+        """Number of objects below `min_region_um2`."""
+        return self._writer.left_out
 
     def add(self, planes: NDArray[np.uint8]) -> None:
         """Take the next rows of the mask."""
@@ -260,18 +294,3 @@ class _Objects:
             stains = np.full((*inside.shape, 2), np.nan, np.float32)
             stains[inside] = stain_densities(region.pixels[inside])
             self._interest.add_objects(self._writer.add(found, stains), found.class_index)
-
-    def warnings(self) -> list[str]:
-        """Return what is to be said of objects that are missing or cut."""
-        told, options = [], self._options
-        if self._writer.left_out:
-            told.append(
-                f"{self._writer.left_out} objects below {options.min_region_um2:g} µm² ([infer] "
-                "min_region_um2) are left out"
-            )
-        if self._writer.cut:
-            told.append(
-                f"{self._writer.cut} objects are larger than [infer] object_um "
-                f"({options.object_um:g}) allows for, and may be cut"
-            )
-        return told

@@ -217,17 +217,17 @@ class Windows:
     def join(
         self,
         predictions: Iterable[Prediction],
-        classes: int,
+        channels: int,
         finish: Finish = argmax,
         first: int = 0,
     ) -> Iterator[NDArray[Any]]:
         """Yields the mask of the extent from top to bottom, one band of windows after the other.
 
         Args:
-            predictions: Number of the window, probabilities (classes, height, width) of the
+            predictions: Number of the window, predicted maps (channels, height, width) of the
                 window or of its core alone, and which of the window's pixels could not be read
                 (or None), in order. Windows may be missing.
-            classes: Number of classes with background.
+            channels: Channels of a prediction: the classes, and the height of objects.
             finish: Makes a tensor of shape (..., height, width) out of probabilities.
             first: The band to begin with.
 
@@ -235,7 +235,7 @@ class Windows:
             Bands of shape (..., rows, extent's width): background in cells without tissue, 255
             where unread.
         """
-        blank = finish(torch.zeros(classes, 1, 1)).numpy()
+        blank = finish(torch.zeros(channels, 1, 1)).numpy()
         height = self._cell * self._cells_a_band
         waiting = iter(predictions)
         following: Prediction | None = None

@@ -7,7 +7,7 @@ and centroid stay, and of every pair that overlaps the number of common pixels:
     rows settled  │ numbers alone: some 40 bytes an object, 24 a pair
     rows open     │ pixels, and a tree of boxes (STR-packed R-tree) that finds the pairs
 
-What makes figures, the table of `counters`, adds up over slides.
+The `counters` of slides may be added before figures are computed.
 """
 
 from __future__ import annotations
@@ -239,8 +239,9 @@ def _aggregated(
 
     Args:
         pairs: (pairs, 3), as `ObjectCounts` holds them.
-        areas: Of the true and the predicted objects.
-        counted: Which true objects count, and which predicted ones where none takes them.
+        areas: Areas of the true and of the predicted objects.
+        counted: True for objects, true and predicted, whose area counts where nothing is paired
+            with them.
         places: Centroids (predicted, 2).
     """
     ious = _ious(pairs, areas)
@@ -268,7 +269,7 @@ def _one_to_one(rows: Numbers, columns: Numbers, cost: Figures) -> Flags:
         cost: (pairs,), 0 or more.
 
     Returns:
-        Which pairs are chosen.
+        True for each chosen pair, shape (pairs,).
     """
     chosen = np.ones(len(rows), bool)
     if not len(rows):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +15,7 @@ import shapely
 from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import ClassTable
+from pathoseg.annotations.coverage import counted
 from pathoseg.annotations.qupath_geojson import GeoJsonWriter
 from pathoseg.geometry import Frame
 from pathoseg.outputs.objects import FoundObjects, Labels
@@ -27,8 +29,6 @@ HEMATOXYLIN, EOSIN = "Hematoxylin OD mean", "Eosin OD mean"
 PROBABILITY = "Class probability"
 _MEASUREMENTS = [AREA, PERIMETER, CIRCULARITY, SOLIDITY, LONGEST, SHORTEST]
 _MEASUREMENTS += [HEMATOXYLIN, EOSIN, PROBABILITY]
-
-_DIRECTIONS = 36  # of calipers: the longest is found to cos 2.5°, 0.1 %
 
 
 def measure(found: FoundObjects, mpp: float, stains: NDArray[np.float32]) -> dict[str, Numbers]:
@@ -92,15 +92,27 @@ def _centroids(found: FoundObjects) -> Numbers:
 
 
 def _calipers(hulls: NDArray[np.object_]) -> tuple[Numbers, Numbers]:
-    """The largest and the smallest distance of two parallel lines that touch each hull."""
+    """Return the largest and the smallest distance of two parallel lines that touch each hull.
+
+    The largest is that of two corners; the smallest has a side of the hull on one of its lines.
+    """
     corners, owner = shapely.get_coordinates(hulls, return_index=True)
     if not len(corners):
         return np.zeros(0), np.zeros(0)
-    first = np.flatnonzero(np.diff(owner, prepend=-1))
-    angles = np.pi * np.arange(_DIRECTIONS) / _DIRECTIONS
-    along = corners @ np.stack([np.cos(angles), np.sin(angles)])
-    widths = np.maximum.reduceat(along, first) - np.minimum.reduceat(along, first)
-    return widths.max(axis=1), widths.min(axis=1)
+    begin = np.flatnonzero(np.diff(owner, prepend=-1))
+    count = np.diff(begin, append=len(owner))
+    side = np.flatnonzero(owner[1:] == owner[:-1])  # by its first corner
+    # Each side with each corner of its hull.
+    pairs = count[owner[side]]
+    one = np.repeat(side, pairs)
+    offset = corners[np.repeat(begin[owner[side]], pairs) + counted(pairs)] - corners[one]
+    x, y = (corners[side + 1] - corners[side]).T
+    length = np.repeat(np.hypot(x, y), pairs)
+    across = np.abs(np.repeat(x, pairs) * offset[:, 1] - np.repeat(y, pairs) * offset[:, 0])
+    first_pair, first_side = np.cumsum(pairs) - pairs, begin - np.arange(len(begin))
+    furthest = np.maximum.reduceat(np.hypot(*offset.T), first_pair)
+    width = np.maximum.reduceat(across / length, first_pair)
+    return np.maximum.reduceat(furthest, first_side), np.minimum.reduceat(width, first_side)
 
 
 class ObjectWriter:
@@ -114,8 +126,8 @@ class ObjectWriter:
 
     Attributes:
         written: Number of objects by class index.
-        cut: How many of them may go on beyond what was seen around their block.
-        left_out: How many were too small.
+        cut: Number of them that were larger than `ObjectOptions.extent`, and lost pixels.
+        left_out: Number of those that were too small.
 
     Raises:
         OSError: The disk is full or cannot be written; any method may raise it.
@@ -127,7 +139,7 @@ class ObjectWriter:
         with ExitStack() as stack:
             self._detections = stack.enter_context(GeoJsonWriter(geojson, classes, "detection"))
             file = stack.enter_context(table.open("w", newline="", encoding="utf-8"))
-            self._rows = csv.writer(file)
+            self._rows = csv.writer(file, lineterminator="\n")
             self._rows.writerow(["class", "Centroid X px", "Centroid Y px", *_MEASUREMENTS])
             self._stack = stack.pop_all()
 
@@ -152,7 +164,8 @@ class ObjectWriter:
         )
         centres: Numbers = np.round((_centroids(found) + 0.5) * scale, 2)
         for index, centre, row in zip(classes, centres.tolist(), values.tolist(), strict=True):
-            self._rows.writerow((self._classes.names[index - 1], *centre, *row))
+            known = ["" if math.isnan(value) else value for value in row]
+            self._rows.writerow((self._classes.names[index - 1], *centre, *known))
         self.written.update(classes)
         self.cut += int(found.is_cut.sum())
         return centres

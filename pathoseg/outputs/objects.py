@@ -445,7 +445,9 @@ def _coloured(labels: Labels) -> NDArray[np.uint8]:
         pairs.append(np.stack([one[meet], other[meet]], axis=1))
     meeting = np.concatenate(pairs)
     alike = np.unique(meeting[colour[meeting[:, 0]] == colour[meeting[:, 1]]], axis=0)
-    for number in np.unique(alike.max(axis=1, initial=0)) if len(alike) else ():
+    # The one that meets fewer pixels of others: a vast object may meet more than there are colours.
+    edge = np.bincount(meeting.reshape(-1), minlength=len(colour))
+    for number in np.unique(np.where(edge[alike[:, 0]] < edge[alike[:, 1]], *alike.T)):
         near = meeting[(meeting == number).any(axis=1)]
         colour[number] = np.setdiff1d(np.arange(1, 255), colour[near])[0]
     return colour[labels]

@@ -101,6 +101,8 @@ class Summary:
         level0: Of the slide; None in results of earlier versions.
         least_certain: The fields of which the model is least certain, the worst one first; None
             where probabilities were not asked for.
+        objects_left_out: Number of objects that were too small; None where none are separated.
+        objects_cut: Number of objects that are too large to be found whole.
         regions_of_interest: Those that the slide's annotation has, where one was given.
     """
 
@@ -116,6 +118,8 @@ class Summary:
     warnings: tuple[str, ...] = ()
     level0: Level0 | None = None
     least_certain: tuple[UncertainField, ...] | None = None
+    objects_left_out: int | None = None
+    objects_cut: int | None = None
     regions_of_interest: tuple[InterestSummary, ...] = ()
 
 

@@ -137,7 +137,7 @@ def settle_certainty(mask: NDArray[np.uint8], certainty: NDArray[np.uint8]) -> N
 def stitch(
     grid: TileGrid,
     predictions: Iterable[Prediction],
-    classes: int,
+    channels: int,
     margin: int,
     finish: Finish = argmax,
     first: int = 0,
@@ -153,10 +153,10 @@ def stitch(
 
     Args:
         grid: The tiles' places; any overlap below the tile.
-        predictions: Index in the grid, probabilities of shape (classes, tile height, tile width),
+        predictions: Index in the grid, predicted maps of shape (channels, tile height, tile width),
             and which pixels could not be read (or None), in increasing order of the index. Tiles
             may be missing: what no tile covers is background.
-        classes: Number of classes with background.
+        channels: Channels of a prediction: the classes, and the height of objects.
         margin: Pixels from a tile's edge that its network sees too little around, at most half
             of the overlap.
         finish: Makes a tensor of shape (..., height, width) out of probabilities.
@@ -179,7 +179,7 @@ def stitch(
                 f"of {margin} px.",
                 f"Choose an overlap of at least {2 * margin} px, or a smaller margin.",
             )
-    blank = finish(torch.zeros(classes, 1, 1)).numpy()
+    blank = finish(torch.zeros(channels, 1, 1)).numpy()
     blend = _Blend(rows, columns, margin)
     waiting = iter(predictions)
     following = None

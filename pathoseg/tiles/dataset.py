@@ -68,8 +68,8 @@ class Batch:
         masks: Class indices, shape (n, height, width), 255 ignored.
         samples: Where they come from.
         context: The network's other inputs by name, RGB, shape (n, size, size, 3).
-        objects: Colours of objects (`Labels.objects`), shape (n, height, width), 0 and 255 where
-            `masks` is; None where objects are not learnt.
+        objects: Colours of objects (`Labels.objects`), shape (n, height, width), 0 where
+            `masks` is 0 and 255 where it is 255; None where objects are not learnt.
     """
 
     images: NDArray[np.uint8]

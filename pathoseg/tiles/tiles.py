@@ -37,8 +37,8 @@ class Tile:
         unread: Number of pixels that could not be read.
         context: The network's other inputs by name, RGB, shape (size, size, 3), around the tile's
             centre; white outside the slide and where unread.
-        objects: Colours of objects as `Labels.objects` has them, shape (height, width), 0 and 255
-            where `mask` is; None where objects are not learnt.
+        objects: Colours of objects as `Labels.objects` has them, shape (height, width), 0
+            where `mask` is 0 and 255 where it is 255; None where objects are not learnt.
     """
 
     image: NDArray[np.uint8]

@@ -20,7 +20,7 @@ from pathoseg.config import UNNUMBERED, Config, load_config
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, ObjectMask
 from pathoseg.host_memory import share_one_heap
-from pathoseg.inference.publish import object_finder
+from pathoseg.inference.publish import cut_warning, object_finder
 from pathoseg.inference.segmenter import Segmenter, load_segmenter
 from pathoseg.interruption import Interruption
 from pathoseg.models.boundary_f1 import BoundaryCounts
@@ -283,7 +283,7 @@ def _compare(
     if tolerance is not None:
         boundary = BoundaryCounts(classes, tolerance / plan.output.mpp.mean)
     confusion, calibration = Confusion(classes), Calibration()
-    objects = _Objects(plan.output, classes, config) if segmenter.separates else None
+    objects = _ObjectComparison(plan.output, classes, config) if segmenter.separates else None
     small = [MaskThumbnail(plan.output, thumbnail) for _ in range(2)]
     rows, top, unread = max(1, _STRIP_PIXELS // plan.output.size.width), 0, 0
     with closing(segmenter.bands_with_confidence(plan, interruption)) as bands:
@@ -331,20 +331,25 @@ def _compare(
         warnings.append(
             f"{name}: {100 * share:.2g} % of it could not be read, and is not compared."
         )
+    if objects is not None and objects.cut:
+        warnings.append(f"{name}: {cut_warning(objects.cut, config.infer)}.")
     packed = [zlib.compress(each.pixels.tobytes()) for each in small]
     return _Compared(source, scored, tally, thumbnail, packed[0], packed[1], tuple(warnings))
 
 
-class _Objects:
+class _ObjectComparison:
     """Compares the objects of a slide while the strips of its mask arrive.
 
-    Held are the pixels of objects that may still meet others, and of the rows in which predicted
-    ones may still be found whether the truth knows them.
+    Keeps the pixels of objects that may still meet others, and what the truth does not know of the
+    rows in which predicted objects may still be found.
 
     Args:
         frame: The mask's.
         classes: Number of classes with background.
         config: `infer` says which objects the model finds, `evaluate` which are near each other.
+
+    Attributes:
+        cut: Number of predicted objects that are too large to be found whole.
     """
 
     def __init__(self, frame: Frame, classes: int, config: Config) -> None:
@@ -355,6 +360,7 @@ class _Objects:
         )
         self._whole, self._top = Box(0, 0, frame.size.width, frame.size.height), 0
         self._unknown = deque[tuple[Box, NDArray[np.bool_]]]()
+        self.cut = 0
 
     def add(
         self,
@@ -377,8 +383,9 @@ class _Objects:
         if unknown.any():
             self._unknown.append((box, unknown))
         self._add_true(self._areas.add(colours, truth))
-        # Of the probability nothing is asked here.
+        # The probability plane is not compared.
         for found in self._finder.add(np.stack([prediction, height, np.zeros_like(height)])):
+            self.cut += int(found.is_cut.sum())
             masks = found.masks()
             hidden = [self._unknown_of(each) for each in masks]
             self._counts.add_predicted(masks, found.class_index.tolist(), hidden)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import ClassTable
 from pathoseg.geometry import Frame, Mpp, Size
+from pathoseg.outputs import object_files
 from pathoseg.outputs.object_files import (
     AREA,
     CIRCULARITY,
@@ -70,6 +71,16 @@ def test_ellipses_measure_as_they_are(
     assert 2 * short - 1.4 <= one[SHORTEST] / mpp <= 2 * short + 1.5
 
 
+@given(st.floats(10, 40), st.floats(0.05, 1), st.floats(0, math.pi))
+def test_calipers_are_those_of_a_turned_rectangle(long: float, share: float, angle: float) -> None:
+    upright = shapely.box(0, 0, long, long * share)
+    rectangle = shapely.affinity.rotate(upright, angle, use_radians=True)
+    other = shapely.affinity.rotate(shapely.box(0, 0, 3, 4), 1)
+    longest, shortest = object_files._calipers(np.array([other, rectangle, other], object))
+    np.testing.assert_allclose(longest, [5, math.hypot(long, long * share), 5])
+    np.testing.assert_allclose(shortest, [3, long * share, 3])
+
+
 def test_intensities_are_means_of_what_was_read() -> None:
     kind = np.zeros((20, 30), np.uint8)
     kind[2:6, 3:9], kind[10:18, 12:25] = 1, 2
@@ -105,5 +116,5 @@ def test_files_hold_the_same_objects(tmp_path: Path) -> None:
         assert centre == pytest.approx((shape.centroid.x, shape.centroid.y))
         for name, value in properties["measurements"].items():
             assert float(row[name]) == value
-        assert row[HEMATOXYLIN] == "nan"
+        assert row[HEMATOXYLIN] == ""
         assert HEMATOXYLIN not in properties["measurements"]

@@ -23,6 +23,7 @@ from pathoseg.tiles.stain import (
     StainNormaliser,
     jitter_stains,
     sample_pixels,
+    stain_densities,
 )
 
 METHODS: tuple[Method, ...] = ("macenko", "reinhard")
@@ -165,3 +166,13 @@ def test_an_image_of_several_strips_is_changed_row_by_row() -> None:
     assert (jittered(image) == rows).all()
     jittered(image, out=image)
     assert (image == rows).all()
+
+
+@given(st.floats(0, 1.2), st.floats(0, 1.2))
+def test_densities_are_those_that_were_laid_on(hematoxylin: float, eosin: float) -> None:
+    """Colours as Ruifrok and Johnston give them, laid on white by Lambert and Beer's law."""
+    dyes = np.array([[0.65, 0.70, 0.29], [0.07, 0.99, 0.11]])
+    dyes /= np.linalg.norm(dyes, axis=1, keepdims=True)
+    light = 255 * 10 ** -(np.array([hematoxylin, eosin]) @ dyes)
+    found = stain_densities(np.round(light).astype(np.uint8)[None])
+    np.testing.assert_allclose(found, [[hematoxylin, eosin]], atol=0.03 + 1 / light.min())

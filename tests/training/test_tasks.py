@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -72,3 +73,17 @@ def test_a_height_is_the_distance_to_what_is_another_objects(colours: NDArray[np
         else:
             expected = min(other, MOST_HEIGHT)
         assert found[at] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_heights_that_are_no_numbers_score_least(wrong: float) -> None:
+    task = make_task("objects", CLASSES, 0.5)
+    targets = torch.tensor([1.0, 2.0])[None, :, None, None].expand(1, 2, 4, 4)
+    scores = []
+    for height in (2.0, 9.0, wrong):
+        judge = task.judge()
+        logits = torch.zeros(1, len(CLASSES) + 1, 4, 4)
+        logits[:, 1], logits[:, -1] = 5.0, height
+        judge.add(logits, targets)
+        scores.append(judge.score())
+    assert scores[0] > scores[1] > scores[2] == -math.inf
