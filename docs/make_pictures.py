@@ -25,10 +25,11 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 WIDTH, HEIGHT = 1280, 800
 SECONDS, SETTLED = 60, 3  # that a page may take; for what it loads in the end
-DRAWN = (
-    "return osd && osd.isOpen() && !osd.isAnimating() && "
-    "[...Array(osd.world.getItemCount()).keys()].every((number) => osd.world.getItemAt(number).getFullyLoaded())"
-)
+DRAWN = """
+const places = [...Array(osd.world.getItemCount()).keys()];
+return osd.isOpen() && !osd.isAnimating()
+    && places.every((place) => osd.world.getItemAt(place).getFullyLoaded());
+"""
 
 
 def main() -> None:
