@@ -267,6 +267,18 @@ class InferConfig:
 
 
 @dataclass(frozen=True)
+class OutputsConfig:
+    """Files of a result beside the usual ones.
+
+    Attributes:
+        probability: Write `probability.ome.tiff` and `uncertainty.ome.tiff`, and name the least
+            certain fields of each slide in its `summary.json` (docs/inference.md).
+    """
+
+    probability: bool = False
+
+
+@dataclass(frozen=True)
 class EvaluateConfig:
     """Comparing a model with annotations; docs/evaluation.md says what is measured.
 
@@ -361,6 +373,7 @@ class Config:
     augment: AugmentOptions = field(default_factory=AugmentOptions)
     train: TrainConfig = field(default_factory=TrainConfig)
     infer: InferConfig = field(default_factory=InferConfig)
+    outputs: OutputsConfig = field(default_factory=OutputsConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 

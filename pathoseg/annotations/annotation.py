@@ -20,6 +20,8 @@ UNCLASSIFIED = "annotation"
 TOUCHING = 3.0
 """Distance in pixels (2√2, up). Objects further apart never cover the same or adjacent pixels."""
 
+UNREAD_COLOUR = (110, 110, 110)
+
 _BACKGROUND_NAME = "background"
 _IGNORED_SUFFIX = "*"  # QuPath's way
 
@@ -103,6 +105,13 @@ class ClassTable:
 
     def index(self, name: str) -> int:
         return self.names.index(name) + 1
+
+    def palette(self) -> NDArray[np.uint8]:
+        """Return the colour of each index, shape (256, 3): background black, unread grey."""
+        palette = np.zeros((256, 3), np.uint8)
+        palette[1 : len(self)] = self.colours
+        palette[IGNORE] = UNREAD_COLOUR
+        return palette
 
     def indices(self, names: Iterable[str], path: Path) -> dict[str, int]:
         """The index of each of the classes that `path` uses.

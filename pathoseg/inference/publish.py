@@ -22,6 +22,7 @@ from pathoseg.config import Config, InferConfig
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame
 from pathoseg.host_memory import give_back_freed_memory
+from pathoseg.inference.certainty import Certainty, certainty_files
 from pathoseg.inference.result_folder import SUMMARY
 from pathoseg.inference.segmenter import MaskRow, Segmenter, SlidePlan
 from pathoseg.outputs.interest_counts import InterestCounts
@@ -111,7 +112,7 @@ def publish(
     segmenter: Segmenter,
     options: InferConfig,
 ) -> None:
-    """Write a slide's result into a folder: mask, outlines, objects, overlay, last the summary.
+    """Write a slide's result into a folder: mask, outlines, what is asked for, last the summary.
 
     Args:
         name: The slide's name in the batch.
@@ -135,6 +136,10 @@ def publish(
     suffix = ".gz" if options.compress_regions else ""
     outlines = f"{REGIONS}{suffix}"
     objects: _ObjectOutput | None = None
+    outlines = f"{REGIONS}.gz" if options.compress_regions else REGIONS
+    objects: _Objects | None = None
+    certainty: Certainty | None = None
+    origin = f"{name} {segmenter.model_id}"
     with ExitStack() as stack:
         stack.enter_context(closing(rows))
         writer = GeoJsonWriter(folder / outlines, classes, options.region_type)
@@ -151,20 +156,23 @@ def publish(
                 options,
                 interest,
             )
+        if segmenter.tells_certainty:
+            certainty = stack.enter_context(certainty_files(folder, plan, classes, origin))
 
         def seen() -> Iterator[NDArray[np.uint8]]:
             nonlocal unread_tiles
             for row in rows:
                 band, unread_tiles = row.band, unread_tiles + row.unread_tiles
                 if objects is not None:
-                    objects.add(row.planes)
+                    objects.add(row.planes[:3])
+                if certainty is not None:
+                    certainty.add(row)
                 pixels.update(count_pixels(band, classes))
                 interest.add_band(band)
                 small.add(band)
                 regions.update(write_regions(writer, tracer.add(band), plan.output))
                 yield band
 
-        origin = f"{name} {segmenter.model_id}"
         write_mask(folder / MASK, plan.output.size, plan.output.mpp, seen(), classes, origin)
         regions.update(write_regions(writer, tracer.close(), plan.output))
     write_overlay(folder / OVERLAY, planned.picture, small.pixels, classes)
@@ -199,6 +207,7 @@ def publish(
         level0=planned.level0,
         objects_left_out=None if objects is None else objects.left_out,
         objects_cut=None if objects is None else objects.cut,
+        least_certain=None if certainty is None else certainty.least_certain(),
         regions_of_interest=interest.summaries(),
     )
     write_summary(folder / SUMMARY, summary)

@@ -33,8 +33,10 @@ from pathoseg.outputs.stitch import (
     Prediction,
     argmax,
     argmax_and_confidence,
+    certainty_planes,
     object_planes,
     reach_down,
+    settle_certainty,
     stitch,
 )
 from pathoseg.platform_support import cores_to_use
@@ -133,7 +135,8 @@ class MaskRow:
     Attributes:
         number: Number of the row, from 0 at the top.
         planes: All that no later row of tiles changes, shape (planes, rows, width), uint8: class
-            indices, and where objects are separated what `object_planes` says.
+            indices, where objects are separated what `object_planes` says, and last, where
+            certainty is asked for, what `certainty_planes` and `settle_certainty` say.
         unread_tiles: Tiles of the row with pixels that could not be read.
     """
 
@@ -146,6 +149,10 @@ class MaskRow:
         """Class indices, shape (rows, width)."""
         classes: Mask = self.planes[0]
         return classes
+
+    def certainty(self, classes: int) -> Mask:
+        """Probabilities of so many classes, and last their entropy: (classes + 1, rows, width)."""
+        return self.planes[-classes - 1 :]
 
 
 def load_segmenter(bundle: Path, config: Config, factory: str | None) -> Segmenter:
@@ -182,13 +189,14 @@ class Segmenter:
     Args:
         model: In eval mode, on its device; batch norms of ours, of this version, are folded.
         card: Classes, resolution, tile and normalisation.
-        config: `infer`, `tissue`, `data.assume_mpp` and `train.amp` are used.
+        config: `infer`, `outputs`, `tissue`, `data.assume_mpp` and `train.amp` are used.
         model_id: Identifies the bundle in results.
 
     Attributes:
         card: As given.
         classes: The model's classes and colours.
         model_id: As given.
+        tells_certainty: True if rows have the planes of `MaskRow.certainty`.
     """
 
     def __init__(
@@ -198,6 +206,7 @@ class Segmenter:
             fold_norms(model)
         self._model, self.card, self._config = model, card, config
         self.model_id = model_id
+        self.tells_certainty = config.outputs.probability
         self.classes = class_table_of(card)
         device = next(model.parameters()).device
         self._dtype = amp_dtype(device, config.train.amp)
@@ -208,6 +217,12 @@ class Segmenter:
     def separates(self) -> bool:
         """True if the model separates objects."""
         return self.card.model.task == "objects"
+
+    @property
+    def planes(self) -> int:
+        """The number of planes of a `MaskRow`."""
+        certainty = len(self.classes) + 1 if self.tells_certainty else 0
+        return (3 if self.separates else 1) + certainty
 
     @property
     def tiling(self) -> Mapping[str, int] | None:
@@ -307,10 +322,18 @@ class Segmenter:
             PathosegError: The device's memory is too small.
             StoppedError: A signal came.
         """
-        finish = object_planes if self.separates else _plane
+        classes, certain = len(self.classes), self.tells_certainty
+
+        def finish(maps: torch.Tensor) -> torch.Tensor:
+            planes = object_planes(maps) if self.separates else argmax(maps)[None]
+            return torch.cat([planes, certainty_planes(maps[:classes])]) if certain else planes
+
         with closing(self._rows(plan, interruption, numbers, finish=finish)) as rows:
-            for row in rows:
-                yield MaskRow(*row)
+            for number, planes, unread in rows:
+                row = MaskRow(number, planes, unread)
+                if certain:
+                    settle_certainty(row.band, row.certainty(classes))
+                yield row
 
     def _rows(
         self,
@@ -415,7 +438,7 @@ class Segmenter:
         self, plan: SlidePlan, predictions: Iterator[Prediction], start: int, finish: Finish
     ) -> Iterator[NDArray[Any]]:
         if self.card.model.task == "classify":
-            return _coarse_rows(plan, predictions, start, finish)
+            return _coarse_rows(plan, predictions, start, finish, len(self.classes))
         return self._joined(plan.grid, predictions, finish, start)
 
     def _joined(
@@ -470,16 +493,12 @@ class Segmenter:
         return open_slide(path, self._config.data.assume_mpp)
 
 
-def _plane(probabilities: torch.Tensor) -> torch.Tensor:
-    return argmax(probabilities)[None]
-
-
 def _coarse_rows(
-    plan: SlidePlan, predictions: Iterator[Prediction], start: int, finish: Finish
+    plan: SlidePlan, predictions: Iterator[Prediction], start: int, finish: Finish, classes: int
 ) -> Iterator[NDArray[Any]]:
     """One pixel a tile: what `finish` makes of it, 255 where most of it was unread."""
     assert isinstance(plan.grid, TileGrid)
-    blank = finish(torch.zeros(1, 1, 1)).zero_().numpy()
+    blank = finish(torch.zeros(classes, 1, 1)).zero_().numpy()
     following = next(predictions, None)
     for row in range(start, plan.grid.rows):
         coarse = np.repeat(blank, plan.grid.columns, axis=-1)

@@ -510,13 +510,15 @@ class SlideJob:
             "tissue": _told(config.tissue),
             "infer": _told(config.infer),
         }
+        if outputs := _told(config.outputs):
+            told["outputs"] = outputs
         if tiling is not None:  # rows of earlier versions were all blended, and are still found
             told["tiling"] = dict(tiling)
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
     def _shared(self, plan: SlidePlan) -> SharedSlide:
         context = self._context
-        rows = SavedRows(self._rows, 3 if context.segmenter.separates else 1)
+        rows = SavedRows(self._rows, context.segmenter.planes)
         return SharedSlide(context.segmenter, plan, rows, context.leases, context.interruption)
 
     def _clear(self, but: tuple[str, ...]) -> None:

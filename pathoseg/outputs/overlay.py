@@ -9,14 +9,19 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from pathoseg.annotations.annotation import BACKGROUND, IGNORE, ClassTable, Colour
+from pathoseg.annotations.annotation import (
+    BACKGROUND,
+    IGNORE,
+    UNREAD_COLOUR,
+    ClassTable,
+    Colour,
+)
 from pathoseg.geometry import Frame, Mpp, Size
 from pathoseg.outputs.atomic import replaced
 
 _LONGEST_SIDE = 2000
 _OPACITY = 0.35
 _STRIP = 256
-_GREY: Colour = (110, 110, 110)
 
 
 def thumbnail_frame(slide: Size, native: Mpp, longest_side: int = _LONGEST_SIDE) -> Frame:
@@ -79,7 +84,7 @@ def write_overlay(
     names = [_in_ascii(name) for name in classes.names]
     entries = list(zip(names, classes.colours, strict=True))
     if (mask == IGNORE).any():
-        entries.append(("unread", _GREY))
+        entries.append(("unread", UNREAD_COLOUR))
     picture = Image.fromarray(_blended(image, mask, classes))
     legend = _legend(entries, picture.width)
     size = max(picture.width, legend.width), picture.height + legend.height
@@ -101,13 +106,13 @@ def overlay_layer(mask: NDArray[np.uint8], classes: ClassTable) -> NDArray[np.ui
         RGBA of shape (height, width, 4): outlines opaque, areas faint, 255 hatched.
     """
     alpha = (_opacity(mask) * 255).round().astype(np.uint8)
-    return np.dstack([_palette(classes)[mask], alpha])
+    return np.dstack([classes.palette()[mask], alpha])
 
 
 def _blended(
     image: NDArray[np.uint8], mask: NDArray[np.uint8], classes: ClassTable
 ) -> NDArray[np.uint8]:
-    palette, opacity = _palette(classes), _opacity(mask)
+    palette, opacity = classes.palette(), _opacity(mask)
     blend = np.empty_like(image)
     # In strips: real numbers for all of it would be the largest thing that `infer` ever holds.
     for top in range(0, len(image), _STRIP):
@@ -116,13 +121,6 @@ def _blended(
         shown = image[rows] + opacity[rows, :, None] * (colours - image[rows])
         blend[rows] = shown.round()
     return blend
-
-
-def _palette(classes: ClassTable) -> NDArray[np.uint8]:
-    palette = np.zeros((256, 3), np.uint8)
-    palette[1 : len(classes)] = classes.colours
-    palette[IGNORE] = _GREY
-    return palette
 
 
 def _opacity(mask: NDArray[np.uint8]) -> NDArray[np.float64]:

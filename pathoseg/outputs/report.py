@@ -17,6 +17,7 @@ from pathoseg.annotations.annotation import IGNORE, ClassTable
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Frame, Mpp, Size
 from pathoseg.outputs.atomic import write_rows, write_text
+from pathoseg.outputs.uncertain_fields import UncertainField
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,8 @@ class Summary:
         level0: Of the slide; None in results of earlier versions.
         objects_left_out: Number of objects that were too small; None where none are separated.
         objects_cut: Number of objects that are too large to be found whole.
+        least_certain: The fields of which the model is least certain, the worst one first; None
+            where probabilities were not asked for.
         regions_of_interest: Those that the slide's annotation has, where one was given.
     """
 
@@ -116,6 +119,7 @@ class Summary:
     level0: Level0 | None = None
     objects_left_out: int | None = None
     objects_cut: int | None = None
+    least_certain: tuple[UncertainField, ...] | None = None
     regions_of_interest: tuple[InterestSummary, ...] = ()
 
 
@@ -190,6 +194,8 @@ def read_summary(path: Path) -> Summary:
         entries["warnings"] = tuple(entries.get("warnings", ()))
         if level0 := entries.get("level0"):
             entries["level0"] = Level0(Size(**level0["size"]), Mpp(**level0["mpp"]))
+        if (fields := entries.get("least_certain")) is not None:
+            entries["least_certain"] = tuple(UncertainField(**field) for field in fields)
         return Summary(**entries)
     except (OSError, ValueError, TypeError, LookupError, RecursionError, PathosegError) as error:
         raise PathosegError(

@@ -21,6 +21,7 @@ Each sum has a channel for each class and one of the weights, by which it is div
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -101,6 +102,36 @@ def object_planes(maps: torch.Tensor) -> torch.Tensor:
     levels = (maps[:-1].amax(0) * 255).round_().to(torch.uint8)
     blank = classes == BACKGROUND
     return torch.stack([classes, heights.masked_fill_(blank, 0), levels.masked_fill_(blank, 0)])
+
+
+def certainty_planes(probabilities: torch.Tensor) -> torch.Tensor:
+    """Return the probability of each class, and how evenly they are spread.
+
+    Args:
+        probabilities: Shape (classes, height, width), two classes or more.
+
+    Returns:
+        Shape (classes + 1, height, width), uint8: probabilities times 255, and last their entropy
+        over its largest value, the logarithm of the number of classes, times 255.
+    """
+    entropy = torch.special.entr(probabilities).sum(0).div_(math.log(len(probabilities)))
+    shares = torch.cat([probabilities, entropy[None]])
+    return shares.mul_(255).round_().clamp_(0, 255).to(torch.uint8)
+
+
+def settle_certainty(mask: NDArray[np.uint8], certainty: NDArray[np.uint8]) -> None:
+    """Give a certainty to pixels that were not predicted, in place.
+
+    Bands are joined with 0 where nothing is predicted and with 255 where nothing could be read.
+    The former have no tissue: they are background for certain. Of the latter nothing is known: no
+    class has a share, and there is no entropy.
+
+    Args:
+        mask: Class indices, shape (rows, width).
+        certainty: As of `certainty_planes`, shape (classes + 1, rows, width).
+    """
+    certainty[BACKGROUND][~certainty[:-1].any(axis=0)] = 255
+    certainty[:, mask == IGNORE] = 0
 
 
 def stitch(

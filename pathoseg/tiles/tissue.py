@@ -77,6 +77,21 @@ class Tissue:
         # What is left of sums in the millions where there is no tissue is rounding.
         return _clamped(tissue / area, 1) if tissue > _ROUNDING else 0.0
 
+    def pixels(self, box: Box, frame: Frame) -> Mask:
+        """Return which pixels of a box have their centre in tissue, shape (height, width).
+
+        Args:
+            box: In pixels of `frame`, inside its extent.
+            frame: Any frame of this slide.
+        """
+        rows, columns = self.mask.shape
+        down = frame.scale_y * rows / self.slide_size.height
+        across = frame.scale_x * columns / self.slide_size.width
+        y = ((np.arange(box.y, box.bottom) + 0.5) * down).astype(np.int64)
+        x = ((np.arange(box.x, box.right) + 0.5) * across).astype(np.int64)
+        found: Mask = self.mask[np.minimum(y, rows - 1)][:, np.minimum(x, columns - 1)]
+        return found
+
     @cached_property
     def _sums(self) -> NDArray[np.int32]:
         """Integral image: entry (y, x) counts the tissue pixels above row y, left of column x."""

@@ -305,7 +305,8 @@ class SlideView:
             for number, own in enumerate(file.channels):
                 usual = names[number] if len(file.channels) == len(names) else str(number)
                 word = own or (usual if len(file.channels) > 1 else "")
-                found.append(Channel(f"{stem} {word}".strip(), file, number))
+                shown = stem if word == stem else f"{stem} {word}".strip()
+                found.append(Channel(shown, file, number))
         return found
 
     def file_of(self, names: tuple[str, ...]) -> Path | None:

@@ -47,6 +47,7 @@ def test_any_box_of_any_level(data: st.DataObject, mask: Path) -> None:
 def test_what_the_header_tells(mask: Path) -> None:
     with closing(MaskReader(mask)) as reader:
         assert reader.names == {1: "gland", 2: "<odd> & name"}
+        assert [reader.colours[index] for index in (1, 2)] == [(1, 2, 3), (4, 5, 6)]
         assert reader.mpp == Mpp(0.5, 0.25)
         assert [level.width for level in reader.levels] == [2100, 1050, 525]
         assert reader.channels == ("",)

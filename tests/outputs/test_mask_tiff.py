@@ -1,4 +1,4 @@
-"""A mask that is written in bands opens elsewhere as the same pyramid, from bounded memory."""
+"""What is written in bands opens elsewhere as the same pyramid, from bounded memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import resource
 import tracemalloc
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +16,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from openslide import OpenSlide
+from PIL import Image
 
 from pathoseg.annotations.annotation import ClassTable
-from pathoseg.geometry import Mpp, Size
-from pathoseg.outputs.mask_tiff import _halved, write_mask
+from pathoseg.annotations.annotation_options import AnnotationOptions
+from pathoseg.annotations.reading import read_labels
+from pathoseg.geometry import Box, Frame, Mpp, Size
+from pathoseg.outputs.mask_reader import MaskReader
+from pathoseg.outputs.mask_tiff import _mode_of_four, map_writer, write_mask
 
 CLASSES = ClassTable(("Tumör <&>", "stroma"), ((200, 0, 0), (0, 200, 0)))
+COLOURS = np.zeros((256, 3), np.uint16)
+COLOURS[[1, 2, 255]] = (200, 0, 0), (0, 200, 0), (110, 110, 110)
 MPP = Mpp(0.5, 0.25)
 OME = "{http://www.openmicroscopy.org/Schemas/OME/2016-06}"
 
@@ -69,16 +76,79 @@ def test_every_level_reads_back(tmp_path: Path, shape: tuple[int, int], rows: in
             assert (page.tilewidth, page.tilelength) == (512, 512)
             assert page.compression == tifffile.COMPRESSION.ADOBE_DEFLATE
             assert page.predictor == 1
+            assert page.photometric == tifffile.PHOTOMETRIC.PALETTE
+            np.testing.assert_array_equal(page.colormap, COLOURS.T * 257)
             assert page.subfiletype == (1 if number else 0)
             np.testing.assert_array_equal(level.asarray(), expected)
             expected = mode_of_four(expected)
     assert list(tmp_path.iterdir()) == [path]
 
 
+def mean_of_four(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    even = np.pad(values, [(0, 0), *((0, side % 2) for side in values.shape[1:])], mode="edge")
+    four = np.stack([even[:, y::2, x::2] for y in (0, 1) for x in (0, 1)])
+    half: NDArray[np.uint8] = np.floor(four.mean(axis=0) + 0.5).astype(np.uint8)
+    return half
+
+
+CHANNELS = [("background", (255, 255, 255)), ("Tumör <&>", (200, 0, 0)), ("x", (0, 9, 254))]
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 700, 1), (2, 513, 1030), (3, 2300, 2049)])
+@pytest.mark.parametrize("rows", [100, 896])
+def test_a_map_reads_back_at_every_level(
+    tmp_path: Path, shape: tuple[int, int, int], rows: int
+) -> None:
+    path, channels = tmp_path / "map.ome.tiff", CHANNELS[: shape[0]]
+    values = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    values[:, : shape[1] // 2] = 7
+    with map_writer(path, Size(shape[2], shape[1]), MPP, channels) as add:
+        for top in range(0, shape[1], rows):
+            add(values[:, top : top + rows])
+    assert list(tmp_path.iterdir()) == [path]
+    with tifffile.TiffFile(path) as file, closing(MaskReader(path)) as reader:
+        assert len(file.series) == 1
+        assert reader.channels == tuple(name for name, _ in channels)
+        assert reader.mpp == MPP
+        assert reader.colours == {}
+        pixels = tifffile.xml2dict(file.ome_metadata)["OME"]["Image"]["Pixels"]
+        assert [pixels[f"Size{axis}"] for axis in "CYX"] == [*shape]
+        told = pixels["Channel"] if shape[0] > 1 else [pixels["Channel"]]
+        expected = values
+        colours = [int.from_bytes(bytes((*each, 255)), "big") for _, each in channels]
+        assert [one["Color"] % 2**32 for one in told] == colours
+        for number, level in enumerate(file.series[0].levels):
+            np.testing.assert_array_equal(level.asarray().reshape(expected.shape), expected)
+            whole = Box(0, 0, expected.shape[2], expected.shape[1])
+            for channel, one in enumerate(expected):
+                np.testing.assert_array_equal(reader.read(number, whole, channel), one)
+            assert level.keyframe.photometric == tifffile.PHOTOMETRIC.MINISBLACK
+            expected = mean_of_four(expected)
+
+
+def test_an_error_while_a_map_is_written_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "map.ome.tiff"
+    path.write_bytes(b"as it was")
+
+    def write_map(rows: int, error: Exception | None = None) -> None:
+        with map_writer(path, Size(64, 1024), MPP, CHANNELS[:2]) as add:
+            add(np.zeros((2, rows, 64), np.uint8))
+            if error is not None:
+                raise error
+
+    for rows in (1023, 1025):
+        with pytest.raises(ValueError, match="1024"):
+            write_map(rows)
+    with pytest.raises(KeyError):
+        write_map(1024, KeyError())
+    assert path.read_bytes() == b"as it was"
+    assert list(tmp_path.iterdir()) == [path]
+
+
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**32 - 1))
 def test_half_a_mask_is_the_mode_of_four(height: int, width: int, seed: int) -> None:
     mask = np.random.default_rng(seed).integers(0, 4, (height, width), np.uint8)
-    np.testing.assert_array_equal(_halved(mask), mode_of_four(mask))
+    np.testing.assert_array_equal(_mode_of_four(mask), mode_of_four(mask))
 
 
 def test_the_size_of_a_pixel_and_the_classes_are_told(tmp_path: Path) -> None:
@@ -104,7 +174,7 @@ def test_the_size_of_a_pixel_and_the_classes_are_told(tmp_path: Path) -> None:
     }
 
 
-def test_openslide_opens_the_full_resolution(tmp_path: Path) -> None:
+def test_openslide_shows_the_colours_of_the_full_resolution(tmp_path: Path) -> None:
     path = tmp_path / "mask.ome.tiff"
     mask = blobs(1500, 2100)
     write(path, mask, 300)
@@ -114,7 +184,27 @@ def test_openslide_opens_the_full_resolution(tmp_path: Path) -> None:
         assert float(slide.properties["openslide.mpp-x"]) == pytest.approx(0.5)
         assert float(slide.properties["openslide.mpp-y"]) == pytest.approx(0.25)
         read = np.asarray(slide.read_region((0, 0), 0, (2100, 1500)))
-    np.testing.assert_array_equal(read[:, :, 0], mask)
+    np.testing.assert_array_equal(read[:, :, :3], COLOURS[mask])
+
+
+def test_pillow_reads_indices_and_colours(tmp_path: Path) -> None:
+    mask = blobs(600, 700)
+    write(tmp_path / "mask.ome.tiff", mask, 300)
+    with Image.open(tmp_path / "mask.ome.tiff") as image:
+        assert image.mode == "P"
+        np.testing.assert_array_equal(np.asarray(image), mask)
+        np.testing.assert_array_equal(np.asarray(image.convert("RGB")), COLOURS[mask])
+
+
+def test_a_mask_is_an_annotation_with_its_classes_and_colours(tmp_path: Path) -> None:
+    """A result that a lab corrects and puts beside its slide, large or small."""
+    mask = blobs(1100, 1200)
+    write(tmp_path / "slide_mask.tif", mask, 300)
+    labels = read_labels(tmp_path / "slide_mask.tif", Size(1200, 1100), (0, 0), AnnotationOptions())
+    assert labels.classes() == {"class 1": (200, 0, 0), "class 2": (0, 200, 0)}
+    frame = Frame(Size(1200, 1100), 1.0, 1.0, MPP)
+    table = ClassTable(("class 1", "class 2"), CLASSES.colours)
+    np.testing.assert_array_equal(labels.rasterise(Box(0, 0, 1200, 1100), frame, table), mask)
 
 
 @pytest.mark.parametrize("rows", [1023, 1025, 1024 + 512])
@@ -164,6 +254,23 @@ def test_memory_does_not_grow_with_the_height(tmp_path: Path) -> None:
         lowest = file.series[0].levels[-1].asarray()
         assert lowest.shape == (625, 625)
         assert np.isin(lowest, [0, 1, 2, 255]).all()
+
+
+def test_memory_of_a_map_does_not_grow_with_its_height(tmp_path: Path) -> None:
+    band, peaks = np.tile(np.arange(2000, dtype=np.uint8), (3, 300, 1)), []
+    for bands in (24, 48):  # a level more
+        tracemalloc.start()
+        try:
+            with map_writer(
+                tmp_path / "map.ome.tiff", Size(2000, 300 * bands), MPP, CHANNELS
+            ) as add:
+                for _ in range(bands):
+                    add(band)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    assert peaks[1] < peaks[0] + 1.5 * 3 * 512 * 512, "the strip of that level alone"
+    assert peaks[1] < 4 * 3 * 512 * 2000, "and few of the map's 28 strips"
 
 
 def test_what_may_pass_four_gigabytes_is_bigtiff(

@@ -15,7 +15,13 @@ from torch import nn
 
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Size
-from pathoseg.outputs.stitch import Prediction, argmax, stitch
+from pathoseg.outputs.stitch import (
+    Prediction,
+    argmax,
+    certainty_planes,
+    settle_certainty,
+    stitch,
+)
 from pathoseg.tiles.grid import TileGrid
 
 CLASSES = 3
@@ -117,6 +123,32 @@ def test_bands_equal_the_blend_of_everything(
 def test_argmax_is_that_of_numpy(classes: int, seed: int) -> None:
     ties = np.random.default_rng(seed).integers(0, 3, (classes, 5, 7)).astype(np.float32)
     np.testing.assert_array_equal(argmax(torch.from_numpy(ties)), ties.argmax(axis=0))
+
+
+@given(st.integers(2, 6), st.floats(0, 40), st.integers(0, 2**32 - 1))
+def test_certainty_is_probability_and_entropy(classes: int, contrast: float, seed: int) -> None:
+    logits = np.random.default_rng(seed).normal(0, contrast, (classes, 5, 7))
+    chances = np.exp(logits - logits.max(axis=0))
+    chances /= chances.sum(axis=0)
+    planes = certainty_planes(torch.from_numpy(chances.astype(np.float32))).numpy()
+    assert planes.dtype == np.uint8
+    assert planes.shape == (classes + 1, 5, 7)
+    assert np.abs(planes[:-1] - 255 * chances).max() <= 0.5001
+    entropy = -(chances * np.log(np.maximum(chances, 1e-300))).sum(axis=0) / np.log(classes)
+    assert np.abs(planes[-1] - 255 * entropy).max() <= 0.5001
+
+
+def test_certainty_goes_from_nothing_to_all() -> None:
+    even, sure = torch.full((3, 1, 1), 1 / 3), torch.tensor([0.0, 1.0, 0.0])[:, None, None]
+    assert certainty_planes(even).flatten().tolist() == [85, 85, 85, 255]
+    assert certainty_planes(sure).flatten().tolist() == [0, 255, 0, 0]
+
+
+def test_what_was_not_predicted_is_background_and_what_was_not_read_is_nothing() -> None:
+    mask = np.array([[1, 0, 255]], np.uint8)
+    planes = np.array([[[10, 0, 255]], [[245, 0, 255]], [[60, 0, 255]]], np.uint8)
+    settle_certainty(mask, planes)
+    assert planes[:, 0].T.tolist() == [[10, 245, 60], [255, 0, 0], [0, 0, 0]]
 
 
 @pytest.mark.parametrize(("tile", "overlap"), [(64, 32), (64, 24), (64, 48)])

@@ -238,6 +238,29 @@ def test_share_counts_pixels(
     assert tissue.area_mm2 == pytest.approx(full.sum() * 1e-6)
 
 
+@given(
+    mask=arrays(bool, st.tuples(st.integers(1, 9), st.integers(1, 9))),
+    scale=st.integers(1, 6),
+    mpp=st.floats(0.4, 7),
+    data=st.data(),
+)
+def test_pixels_of_tissue_are_those_whose_centre_is(
+    mask: NDArray[np.bool_], scale: int, mpp: float, data: st.DataObject
+) -> None:
+    rows, columns = mask.shape
+    tissue = Tissue(mask, Size(columns * scale, rows * scale), Mpp(1, 1))
+    frame = Frame.at(tissue.slide_size, tissue.mpp, mpp)
+    x = data.draw(st.integers(0, frame.size.width - 1))
+    y = data.draw(st.integers(0, frame.size.height - 1))
+    box = Box(x, y, frame.size.width - x, frame.size.height - y)
+    found = tissue.pixels(box, frame)
+    assert found.shape == (box.height, box.width)
+    for (down, across), value in np.ndenumerate(found):
+        row = min(int((y + down + 0.5) * mpp / scale), rows - 1)
+        column = min(int((x + across + 0.5) * mpp / scale), columns - 1)
+        assert value == mask[row, column]
+
+
 def test_glass_has_no_share_whatever_the_rounding() -> None:
     mask = np.random.default_rng(0).random((1054, 825)) < 0.5
     mask[500:540, 300:360] = False
