@@ -136,8 +136,6 @@ def publish(
     suffix = ".gz" if options.compress_regions else ""
     outlines = f"{REGIONS}{suffix}"
     objects: _ObjectOutput | None = None
-    outlines = f"{REGIONS}.gz" if options.compress_regions else REGIONS
-    objects: _Objects | None = None
     certainty: Certainty | None = None
     origin = f"{name} {segmenter.model_id}"
     with ExitStack() as stack:
