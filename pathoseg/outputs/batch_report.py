@@ -7,6 +7,7 @@ import io
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -212,11 +213,10 @@ class _Page:
             for one in far
         ]
         self.rows = [_row(at, batch.slides[at], far_of.get(at, []), self.classes) for at in order]
-        self.remarks = [
-            {"id": _id(at), "slide": summaries[at].slide, "told": told}
-            for at in places
-            for told in _remarks(summaries[at])
-        ]
+        self.remarks = dict[str, list[tuple[str, str]]]()  # to the slides that share it
+        for at in places:
+            for told in _remarks(summaries[at]):
+                self.remarks.setdefault(told, []).append((_id(at), summaries[at].slide))
         self.class_rows = [_class_row(name, summaries, far, batch.colours) for name in self.classes]
         self.regions = [
             {"slide": one.slide, "name": region.name, "area": _area(region.area_mm2)}
@@ -366,11 +366,11 @@ def _numbers(values: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _area(mm2: float) -> str:
-    return f"{mm2:,.1f}" if mm2 >= 1000 else f"{mm2:.4g}"
+    return f"{mm2:,.1f}" if mm2 >= 1000 else f"{Decimal(f'{mm2:.4g}'):f}"
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.3g} %"
+    return f"{Decimal(f'{100 * share:.3g}'):f} %"
 
 
 def _plural(number: int, thing: str) -> str:

@@ -73,6 +73,14 @@ def count(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def confusion_shares(confusion: NDArray[Any]) -> NDArray[np.float64]:
+    """Each count over its row's sum; nan in rows without any."""
+    rows = confusion.sum(axis=1, keepdims=True).astype(np.float64)
+    shares = np.full(confusion.shape, math.nan)
+    np.divide(confusion, rows, out=shares, where=rows > 0)
+    return shares
+
+
 def duration(seconds: float) -> str:
     """Format a duration in its two largest units, such as `1 h 5 min`."""
     whole = round(seconds)
