@@ -6,7 +6,7 @@ import difflib
 import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -465,6 +465,22 @@ def given_options(
 def write_config(config: Config, path: Path) -> None:
     """Writes `config` as TOML that `load_config` reads back equal; what is None is left out."""
     path.write_text(tomli_w.dumps(_without_none(asdict(config))), encoding="utf-8")
+
+
+def changed_options(config: Config) -> list[tuple[str, Any, Any]]:
+    """Return the options that are not at their defaults: name as `table.key`, value, default."""
+    return list(_changes(asdict(config), asdict(Config()), ""))
+
+
+def _changes(
+    values: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str
+) -> Iterator[tuple[str, Any, Any]]:
+    for key, value in values.items():
+        default = defaults.get(key)
+        if isinstance(value, dict) and isinstance(default, dict) and default:
+            yield from _changes(value, default, f"{prefix}{key}.")
+        elif value != default:
+            yield f"{prefix}{key}", value, default
 
 
 def _merged(
