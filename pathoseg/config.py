@@ -273,9 +273,11 @@ class OutputsConfig:
     Attributes:
         probability: Write `probability.ome.tiff` and `uncertainty.ome.tiff`, and name the least
             certain fields of each slide in its `summary.json` (docs/inference.md).
+        ngff: Write `mask.ome.zarr`, the mask as OME-NGFF 0.5 labels (docs/formats.md).
     """
 
     probability: bool = False
+    ngff: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The page of a training run: what it learnt from, its curves, what it mistakes, how it was made."""
+"""The page of a training run: what it learnt from, its curves, its mistakes, how it was made."""
 
 from __future__ import annotations
 
