@@ -5,14 +5,16 @@ from __future__ import annotations
 import io
 import shutil
 import signal
+import socket
 import subprocess
-import time
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import uvicorn
 from numpy.typing import NDArray
 from PIL import Image
 from selenium.webdriver import Chrome, ChromeOptions, Keys
@@ -21,8 +23,9 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
-from pathoseg.viewer.app import library_is_installed
-from tests.viewer.conftest import CLASSES, PINK, Place
+from pathoseg.viewer.app import library_is_installed, make_app
+from pathoseg.viewer.gallery import Gallery
+from tests.viewer.conftest import CLASSES, PINK, TOKEN, Place, Served
 
 pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.process]
 
@@ -75,9 +78,11 @@ class Page:
             "[...Array(osd.world.getItemCount()).keys()]"
             ".every((i) => osd.world.getItemAt(i).getFullyLoaded()) && "
             "[...layers.values()].every((one) => !one.wanted || "
-            "one.item && Math.abs(one.item.getOpacity() - one.wanted.opacity) < 1e-6)"
+            "one.item && Math.abs(one.item.getOpacity() - one.wanted.opacity) < 1e-6) && "
+            "osd.viewport.getContainerSize().x === at('view').clientWidth"
         )
-        time.sleep(0.15)  # a frame or two
+        for _ in range(3):  # frames: what is settled is drawn in the next one
+            self.browser.execute_async_script("requestAnimationFrame(arguments[0])")  # type: ignore[no-untyped-call]
 
     def press(self, *keys: str) -> None:
         ActionChains(self.browser).send_keys(*keys).perform()
@@ -124,6 +129,103 @@ def _blended(class_index: int, opacity: float) -> NDArray[np.float64]:
 def _same(got: NDArray[np.int64], expected: NDArray[Any] | tuple[int, ...]) -> None:
     # JPEG gives back a flat colour to 1, and the browser rounds once more.
     assert np.abs(got - np.asarray(expected)).max() <= 2, (got, expected)
+
+
+class Gate:
+    """Holds up the tiles of one layer.
+
+    Args:
+        gallery: Their source.
+        layer: The layer.
+    """
+
+    def __init__(self, gallery: Gallery, layer: str) -> None:
+        self._open, make = threading.Event(), gallery.tile
+
+        def tile(slide: int, asked: str, *arguments: Any) -> bytes:
+            if asked == layer:
+                assert self._open.wait(QUICK)
+            return make(slide, asked, *arguments)
+
+        self.release()
+        gallery.tile = tile  # type: ignore[method-assign]
+
+    def hold(self) -> None:
+        self._open.clear()
+
+    def release(self) -> None:
+        self._open.set()
+
+
+@pytest.fixture(scope="module")
+def shown(place: Place, served: Served, browser: Chrome) -> Iterator[tuple[Page, Gate]]:
+    """A page of a, b and c, served by a thread, and the gate of its predictions."""
+    gallery = served(place.folder / "results", place.folder / "slides")[1]
+    gate = Gate(gallery, "prediction")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        app = make_app(gallery, TOKEN, port)
+        server = uvicorn.Server(
+            uvicorn.Config(app, log_level="critical", lifespan="off", ws="none")
+        )
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        browser.get(f"http://127.0.0.1:{port}/?token={TOKEN}")
+        page = Page(browser)
+        page.until("slides.length > 0")
+        yield page, gate
+        gate.release()
+        server.should_exit = True
+        thread.join()
+
+
+def _open(page: Page, name: str) -> None:
+    page.run(f"told(showSlide(slides.findIndex((one) => one.name === '{name}')))")
+    page.until(f"slide && slide.name === '{name}'")
+    page.settle()
+
+
+def test_a_mask_that_is_switched_off_while_it_loads_is_gone(shown: tuple[Page, Gate]) -> None:
+    page, gate = shown
+    _open(page, "b.svs")
+    gate.hold()
+    page.press("1")
+    page.until("layers.get('prediction').item !== layers.get('prediction').shown")
+    page.press("h")
+    gate.release()
+    assert page.run("return osd.world.getItemCount()") == 1
+    _same(page.colour(400, 300), PINK)
+    page.press("h", "1")
+    page.settle()
+    gate.hold()  # two quick changes: the second one is what stays
+    page.press("1")
+    page.until("layers.get('prediction').item !== layers.get('prediction').shown")
+    first = "osd.world.getItemAt(osd.world.getItemCount() - 1)"
+    page.run(f"window.before = {first}")
+    page.press("2")
+    page.until(f"{first} !== window.before")
+    gate.release()
+    page.settle()
+    page.until("osd.world.getItemCount() === 2")
+    _same(page.colour(400, 300), PINK)
+    _same(page.colour(840, 430), PINK)
+    page.press("1", "2", "t", "o", "o")  # a layer that is drawn anew stays below the next one
+    page.settle()
+    assert page.run(
+        "return osd.world.getIndexOfItem(layers.get('prediction').item)"
+        " < osd.world.getIndexOfItem(layers.get('truth').item)"
+    )
+    page.press("t")
+
+
+def test_an_outline_goes_with_its_slide(shown: tuple[Page, Gate]) -> None:
+    page, _ = shown
+    _open(page, "a.svs")
+    page.run("told(select({x: 840, y: 430}))")
+    page.until("!at('card').hidden")
+    _open(page, "b.svs")
+    assert page.run("return at('outline').getAttribute('d')") == ""
+    assert page.run("return at('card').hidden")
 
 
 def test_what_a_pathologist_does(
@@ -202,7 +304,7 @@ def test_what_a_pathologist_does(
     areas = [row.split()[1] for row in page.element("#table tbody").text.splitlines()]
     assert areas[:2] == ["37,385", "25,447"]
     page.element("#table tbody tr").click()
-    page.until("selected && Math.abs(level0().viewportToImageCoordinates("
+    page.until("!at('card').hidden && Math.abs(level0().viewportToImageCoordinates("
                "osd.viewport.getCenter(true)).x - 840) < 2")  # fmt: skip
 
     page.press("n")

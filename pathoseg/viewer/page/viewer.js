@@ -12,10 +12,10 @@ const round = (value, digits) => Number(value).toLocaleString("en", { maximumFra
 let slides = []; // of the gallery
 let slide = null; // the details of the one that is shown
 let osd = null; // OpenSeadragon's viewer
-let selected = null; // the region or object whose outline is drawn
 let opening = 0; // grows with each slide: answers to an earlier one are dropped
 let poll = null;
-const layers = new Map(); // kind -> { item, wanted }
+const KINDS = ["probability", "prediction", "truth", "difference"]; // the undermost first
+const layers = new Map(); // kind -> { shown, item, wanted }: what is seen, the newest, its query and opacity
 
 const state = {
   prediction: true, opacity: 0.5, style: "filled", hidden: new Set(),
@@ -238,7 +238,7 @@ async function showSlide(id, place = null) {
   const details = await get(`api/slides/${id}`).catch((error) => ({ ...slides[id], failed: error.message }));
   if (turn !== opening) return;
   slide = details;
-  selected = null;
+  showSelected(null);
   state.hidden.clear();
   state.page = 0;
   state.className = "";
@@ -247,7 +247,6 @@ async function showSlide(id, place = null) {
   at("title").textContent = slide.name;
   at("gallery").hidden = true;
   at("slide").hidden = false;
-  at("card").hidden = true;
   document.querySelectorAll(".of-slide").forEach((one) => { one.hidden = false; });
   layers.clear();
   if (!osd) makeViewer();
@@ -337,47 +336,65 @@ function wantedLayers() {
 function drawLayers() {
   if (!slide || !osd.isOpen()) return;
   const wanted = wantedLayers();
-  for (const kind of ["probability", "prediction", "truth", "difference"]) setLayer(kind, wanted.get(kind));
+  for (const kind of KINDS) setLayer(kind, wanted.get(kind));
   drawMarks();
 }
 
+function remove(item) {
+  if (item && osd.world.getIndexOfItem(item) >= 0) osd.world.removeItem(item);
+}
+
 function setLayer(kind, wanted) {
-  const layer = layers.get(kind) || { item: null, wanted: null };
+  const layer = layers.get(kind) || { shown: null, item: null, wanted: null };
   layers.set(kind, layer);
   const before = layer.wanted;
   layer.wanted = wanted || null;
   if (!wanted) {
-    if (layer.item) osd.world.removeItem(layer.item);
-    layer.item = null;
+    remove(layer.shown);
+    remove(layer.item);
+    layer.shown = layer.item = null;
     return;
   }
   if (before && before.query === wanted.query) {
-    if (layer.item) layer.item.setOpacity(wanted.opacity);
+    if (layer.shown) layer.shown.setOpacity(wanted.opacity);
     return;
   }
   const turn = opening;
   osd.addTiledImage({
     tileSource: source(kind, wanted.query),
-    opacity: layer.item ? 0 : wanted.opacity,
+    opacity: layer.shown ? 0 : wanted.opacity,
     preload: true,
     success: ({ item }) => {
       if (turn !== opening || layer.wanted?.query !== wanted.query) {
-        osd.world.removeItem(item);
+        remove(item);
         return;
       }
-      const old = layer.item;
+      if (layer.item !== layer.shown) remove(layer.item);
       layer.item = item;
       clips.delete(kind);
-      // What was there stays until its successor is complete.
+      // Keep the old item until the new one is loaded.
       const swap = () => {
-        if (layer.item === item) item.setOpacity(layer.wanted.opacity);
-        if (old && turn === opening && osd.world.getIndexOfItem(old) >= 0) osd.world.removeItem(old);
+        if (turn !== opening || layer.item !== item) return;
+        if (layer.shown !== item) remove(layer.shown);
+        layer.shown = item;
+        item.setOpacity(layer.wanted.opacity);
+        inOrder();
         drawMarks();
       };
-      if (!old || item.getFullyLoaded()) swap();
+      if (!layer.shown || item.getFullyLoaded()) swap();
       else item.whenFullyLoaded(swap);
     },
   });
+}
+
+function inOrder() {
+  let index = 1; // the slide is 0
+  for (const kind of KINDS) {
+    const { shown, item } = layers.get(kind) || {};
+    for (const one of new Set([shown, item])) {
+      if (one && osd.world.getIndexOfItem(one) >= 0) osd.world.setItemIndex(one, index++);
+    }
+  }
 }
 
 // --- marks on top: scale bar, magnification, swipe line, the outline of what was clicked --------
@@ -514,7 +531,6 @@ async function select(point) {
 }
 
 function showSelected(found) {
-  selected = found;
   at("outline").setAttribute("d", found ? found.rings.map(path).join("") : "");
   at("card").hidden = !found;
   document.querySelectorAll("#table tr.chosen").forEach((row) => row.classList.remove("chosen"));
