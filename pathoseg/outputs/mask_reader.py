@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,8 @@ class _Plane:
 class MaskReader:
     """An open pyramid of 8-bit numbers, as `write_mask` writes it. Any thread may read.
 
+    The file is closed by `close`, or with the last reference to the reader.
+
     Args:
         path: `mask.ome.tiff`, or a file of the same form with several channels.
 
@@ -71,7 +74,6 @@ class MaskReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._descriptor = -1
         try:
             with TiffFile(path) as tiff:
                 self._read_header(tiff)
@@ -81,6 +83,7 @@ class MaskReader:
                 f"{path} cannot be read: {str(error).rstrip('.') or type(error).__name__}.",
                 "Segment the slide again.",
             ) from error
+        self._close = weakref.finalize(self, os.close, self._descriptor)
 
     def _read_header(self, tiff: TiffFile) -> None:
         xml = tiff.ome_metadata
@@ -162,6 +165,6 @@ class MaskReader:
         return PathosegError(f"{self.path} is damaged or cut short.", "Segment the slide again.")
 
     def close(self) -> None:
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        """Close the file. No thread may be reading it."""
+        self._descriptor = -1
+        self._close()

@@ -20,6 +20,7 @@ from pathoseg.viewer.slide_view import FILES, TILE, Entry, Handles, SlideView
 
 LAYERS = ("slide", "prediction", "truth", "difference", "probability")
 _CACHE_BYTES = 128 << 20
+_MOST_OPEN = 16  # slides whose headers and annotations are held
 _PATIENCE = 0.3  # seconds that an answer waits for a table
 _TABLES: Mapping[str, tuple[str, ...]] = {"regions": FILES.regions, "objects": FILES.objects}
 
@@ -78,6 +79,7 @@ class Gallery:
         self._views = [
             SlideView(entry, self._handles, assume_mpp, options, tell) for entry in entries
         ]
+        self._open = OrderedDict[int, SlideView]()  # the one used last at the end
         self._folder = folder
         self._indexes: dict[tuple[int, str], FeatureIndex] = {}
         self._lock = threading.Lock()
@@ -91,14 +93,21 @@ class Gallery:
         self._handles.close()
 
     def view(self, slide: int) -> SlideView:
-        """Return a slide by its number.
+        """Return a slide by its number; the one that nobody asked for the longest is closed.
 
         Raises:
             LookupError: There is none.
         """
         if not 0 <= slide < len(self._views):
             raise LookupError("no such slide")
-        return self._views[slide]
+        view = self._views[slide]
+        with self._lock:
+            self._open[slide] = view
+            self._open.move_to_end(slide)
+            surplus = [self._open.popitem(last=False)[1]] if len(self._open) > _MOST_OPEN else []
+        for old in surplus:
+            old.close()
+        return view
 
     def overview(self) -> list[dict[str, Any]]:
         """Return what is known of all slides without opening their files."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from threading import Lock
@@ -23,6 +23,7 @@ from pathoseg.geometry import Box, Frame, Mpp, Size
 from pathoseg.outputs.mask_reader import MaskReader
 from pathoseg.outputs.overlay import thumbnail_frame
 from pathoseg.outputs.report import Summary
+from pathoseg.slides.image_reader import is_image
 from pathoseg.slides.region import Region, read_region
 from pathoseg.slides.slide import Slide, open_slide
 from pathoseg.tiles.slide_pool import SlidePool
@@ -92,6 +93,17 @@ class Handles:
         self._pictures = SlidePool(self._opened, idle=1)
         self._one_picture = Lock()
 
+    def header(self, path: Path, assume_mpp: float | None) -> Slide:
+        """Open a slide and close its file; what is returned has the header for `borrow`.
+
+        Raises:
+            PathosegError: It cannot be opened.
+        """
+        with self._one_picture if _is_picture(path) else nullcontext():
+            slide = open_slide(path, assume_mpp)
+            slide.close()
+        return slide
+
     def _opened(self, path: Path) -> Slide:
         return copy.copy(self._known[path])  # opens the file anew, without its header
 
@@ -116,6 +128,15 @@ class Handles:
         self._pictures.close()
 
 
+def _is_picture(path: Path) -> bool:
+    """Return True if a file is decoded whole when it is opened."""
+    try:
+        with path.open("rb") as file:
+            return is_image(file.read(16))
+    except OSError:
+        return False
+
+
 @dataclass(frozen=True)
 class Channel:
     """A channel of a probability file.
@@ -133,7 +154,9 @@ class Channel:
 
 @dataclass
 class _Opened:
-    """The headers of an entry's files.
+    """The headers of an entry's files, and its annotations once they are read.
+
+    No thread closes them: the mask and the probabilities are closed with the last reference.
 
     Attributes:
         slide: None where it cannot be opened.
@@ -144,6 +167,8 @@ class _Opened:
         classes: Names and colours of what is predicted.
         channels: Probabilities.
         has_level0: False where pixels of the mask stand for level 0.
+        truth: The annotations and the classes with theirs, or why they cannot be read.
+        reading: Held while the annotations are read.
     """
 
     slide: Slide | None
@@ -154,6 +179,8 @@ class _Opened:
     classes: ClassTable
     channels: list[Channel]
     has_level0: bool = True
+    truth: tuple[Labels, ClassTable] | PathosegError | None = None
+    reading: Lock = field(default_factory=Lock)
 
 
 class SlideView:
@@ -179,9 +206,8 @@ class SlideView:
         self._handles = handles
         self._assume_mpp = assume_mpp
         self._options = options or AnnotationOptions()
-        self._lock, self._truth_lock = Lock(), Lock()
+        self._lock = Lock()
         self._headers: _Opened | None = None
-        self._truth: tuple[Labels, ClassTable] | None = None
         self._tell = tell
         self._problems = list[str]()
 
@@ -199,13 +225,9 @@ class SlideView:
             self._tell(problem)
 
     def close(self) -> None:
-        """Close its mask and probabilities."""
+        """Drop its headers and annotations; readers under way keep theirs."""
         with self._lock:
-            opened = self._headers
-        if opened is not None:
-            files = {channel.file for channel in opened.channels}
-            for file in (*files, *([opened.mask] if opened.mask is not None else [])):
-                file.close()
+            self._headers = None
 
     @property
     def opened(self) -> _Opened:
@@ -225,7 +247,7 @@ class SlideView:
         refused: PathosegError | None = None
         if self.entry.slide is not None:
             try:
-                slide = open_slide(self.entry.slide, self._assume_mpp)
+                slide = self._handles.header(self.entry.slide, self._assume_mpp)
             except PathosegError as error:
                 refused = error
                 problems.append(str(error))
@@ -322,13 +344,20 @@ class SlideView:
         Raises:
             PathosegError: There are none, they cannot be read, or have too many classes.
         """
-        with self._truth_lock:
-            if self._truth is None:
-                self._truth = self._read_truth()
-            return self._truth
+        opened = self.opened
+        with opened.reading:
+            if opened.truth is None:
+                try:
+                    opened.truth = self._read_truth(opened)
+                except PathosegError as error:
+                    self.tell(str(error))
+                    opened.truth = error
+        if isinstance(opened.truth, PathosegError):
+            raise PathosegError(opened.truth.problem, opened.truth.hint)
+        return opened.truth
 
-    def _read_truth(self) -> tuple[Labels, ClassTable]:
-        opened, path = self.opened, self.entry.annotation
+    def _read_truth(self, opened: _Opened) -> tuple[Labels, ClassTable]:
+        path = self.entry.annotation
         if path is None or opened.slide is None:
             raise PathosegError(
                 f"{self.entry.name} has no annotations.", "Name their folder with --annotations."
@@ -391,7 +420,8 @@ class SlideView:
         Raises:
             PathosegError: There is no mask, or it is damaged.
         """
-        return self._drawn(self._predicted(frame, _wider(box)), box, shown, style)
+        found = drawing.shown(self._predicted(frame, _wider(box)), box, shown, style)
+        return drawing.png(found, drawing.class_palette(self.opened.classes.colours))
 
     def annotated(self, frame: Frame, box: Box, shown: Collection[int], style: Style) -> bytes:
         """Return the annotated classes as PNG; what is not known is left clear.
@@ -401,7 +431,8 @@ class SlideView:
         """
         labels, classes = self.truth()
         mask = labels.rasterise(_wider(box), frame, classes)
-        return self._drawn(mask, box, set(shown) - {IGNORE}, style)
+        found = drawing.shown(mask, box, set(shown) - {IGNORE}, style)
+        return drawing.png(found, drawing.class_palette(classes.colours))
 
     def difference(self, frame: Frame, box: Box, shown: Collection[int]) -> bytes:
         """Return where prediction and annotations differ as PNG.
@@ -433,15 +464,6 @@ class SlideView:
         if opened.mask is None or opened.mask_frame is None:
             raise PathosegError(f"{self.entry.name} has no mask.", "Segment it first.")
         return drawing.sampled(opened.mask, opened.mask_frame, frame, box)
-
-    def _drawn(
-        self, mask: NDArray[np.uint8], box: Box, shown: Collection[int], style: Style
-    ) -> bytes:
-        colours = self.opened.classes.colours
-        if self._truth is not None:
-            colours = self._truth[1].colours
-        found = drawing.shown(mask, box, shown, style)
-        return drawing.png(found, drawing.class_palette(colours))
 
 
 def _frame_of(mask: MaskReader, size: Size, mpp: Mpp) -> Frame:

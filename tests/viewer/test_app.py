@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import tifffile
 from hypothesis import given, settings
@@ -17,12 +20,13 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 from pathoseg.geometry import Box, Frame
+from pathoseg.slides.image_reader import ImageSlide
 from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide
 from pathoseg.viewer.app import make_app
 from pathoseg.viewer.drawing import GREY, differences, hatched
 from pathoseg.viewer.gallery import Gallery, TileCache
-from tests.viewer.conftest import CLASSES, HEIGHT, PORT, TOKEN, WIDTH, Place, Served
+from tests.viewer.conftest import CLASSES, HEIGHT, PORT, TOKEN, WIDTH, Place, Served, write_result
 
 TILE = 512
 
@@ -347,3 +351,61 @@ def test_a_file_that_is_no_slide_is_told(own_place: Place, served: Served) -> No
     assert answer.status_code == 422
     assert str(path) in answer.json()["problem"]
     assert client.get("/api/slides/0").status_code == 200
+
+
+# --- what is held -------------------------------------------------------------------------------
+
+
+def _copies(place: Place, count: int) -> Path:
+    """Results of so many slides, all of them copies of b."""
+    out = place.folder / "many"
+    for number in range(count):
+        slide = place.folder / "slides" / f"copy{number}.svs"
+        slide.hardlink_to(place.folder / "slides" / "b.svs")
+        write_result(out, slide, place.mask)
+    return out
+
+
+def test_few_files_stay_open_however_many_slides_are_seen(own_place: Place, served: Served) -> None:
+    client, gallery, _ = served(_copies(own_place, 60))
+    process = psutil.Process()
+    before = process.num_fds()
+    for number in range(60):
+        assert client.get(f"/api/slides/{number}").json()["prediction"]
+        assert client.get(f"/api/slides/{number}/thumbnail/prediction").status_code == 200
+        assert client.get(f"/api/slides/{number}/tile/slide/1/0/0").status_code == 200
+    assert process.num_fds() - before < 40
+    gallery.close()
+    assert process.num_fds() <= before
+
+
+def test_pictures_that_were_seen_are_let_go(
+    tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side, decoded, decode = 600, list[weakref.ref[Any]](), ImageSlide._open
+
+    def recorded(slide: ImageSlide) -> Any:
+        image = decode(slide)
+        decoded.append(weakref.ref(image))
+        return image
+
+    monkeypatch.setattr(ImageSlide, "_open", recorded)
+    for number in range(5):
+        picture = Image.new("RGB", (side, side), (number, 0, 0))
+        picture.save(tmp_path / f"{number}.png", dpi=(50800, 50800))
+    client, _, _ = served(tmp_path)
+    for number in range(5):
+        assert client.get(f"/api/slides/{number}").json()["width"] == side
+        assert client.get(f"/api/slides/{number}/tile/slide/0/0/0").status_code == 200
+    gc.collect()
+    assert len(decoded) >= 5
+    assert sum(one() is not None for one in decoded) <= 1
+
+
+def test_who_reads_a_mask_goes_on_while_it_is_closed(place: Place, served: Served) -> None:
+    _, gallery, _ = served(place.folder / "results")
+    mask = gallery.view(0).opened.mask
+    assert mask is not None
+    gallery.view(0).close()
+    assert mask.read(0, Box(200, 150, 1, 1))[0, 0] == 1
+    assert gallery.view(0).opened.mask is not mask
