@@ -53,8 +53,9 @@ class Entry:
         result: The folder of its result, if there is one.
         annotation: Its annotation file, if there is one.
         status: "done", "begun", "failed" or "cut short" for a result, "" for none.
-        problem: What is wrong with it, and what mends it; empty where nothing is.
+        problem: The problem and a hint; empty if none.
         summary: The figures of its result.
+        batch: The folder of the batch that began it, if it has no result.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Entry:
     status: str = ""
     problem: str = ""
     summary: Summary | None = None
+    batch: Path = Path()
 
 
 @dataclass(frozen=True)
@@ -142,9 +144,9 @@ class Channel:
     """A channel of a probability file.
 
     Attributes:
-        name: As the page shows it.
+        name: The display name.
         file: The open file.
-        number: Of the channel in it.
+        number: Index of the channel in the file.
     """
 
     name: str
@@ -190,8 +192,8 @@ class SlideView:
         entry: Its files.
         handles: Lends the slide.
         assume_mpp: Microns per pixel where the file states none.
-        options: How annotations are understood.
-        tell: Told what goes wrong, each problem once.
+        options: Options for reading annotations.
+        tell: Called once with each problem.
     """
 
     def __init__(
