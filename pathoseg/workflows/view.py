@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import secrets
 import socket
@@ -21,7 +20,7 @@ from pathoseg.errors import PathosegError, StoppedError
 from pathoseg.platform_support import cores_to_use, follow_pointer, signals_held
 from pathoseg.progress import say
 from pathoseg.training.run_folder import CONFIG, RUNS, SPLITS
-from pathoseg.viewer.app import library_is_installed, make_app
+from pathoseg.viewer.app import is_loopback, library_is_installed, make_app
 from pathoseg.viewer.finding import find_entries
 from pathoseg.viewer.gallery import Gallery
 
@@ -117,11 +116,7 @@ def _listening(host: str, port: int | None) -> socket.socket:
     Raises:
         PathosegError: The address is another one, or taken.
     """
-    try:
-        is_own = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_own = False
-    if not is_own:
+    if not is_loopback(host):
         raise PathosegError(
             f"The viewer does not listen at {host}: slides are shown on this machine alone.",
             "Leave --host out. From another machine: ssh -L 8765:localhost:8765 THIS_MACHINE, then "
@@ -153,7 +148,7 @@ def _serve(gallery: Gallery, listening: socket.socket, host: str, browser: bool)
     address = f"http://{shown_host}:{port}/?token="
     server = uvicorn.Server(
         uvicorn.Config(
-            make_app(gallery, token, port, once),
+            make_app(gallery, token, once),
             log_level="critical",
             access_log=False,
             server_header=False,

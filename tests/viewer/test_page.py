@@ -164,7 +164,7 @@ def shown(place: Place, served: Served, browser: Chrome) -> Iterator[tuple[Page,
     gate = Gate(gallery, "prediction")
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-        app = make_app(gallery, TOKEN, port)
+        app = make_app(gallery, TOKEN)
         server = uvicorn.Server(
             uvicorn.Config(app, log_level="critical", lifespan="off", ws="none")
         )
@@ -243,7 +243,7 @@ def test_what_a_pathologist_does(
 
     browser.get(address)
     page.until("document.querySelectorAll('#cards img').length === 5")  # 3 slides, 2 masks
-    assert browser.current_url.endswith("/")  # without its token
+    assert browser.current_url.endswith("/")  # without its token, below a path that nobody knows
     page.until("[...document.images].every((one) => one.complete && one.naturalWidth > 0)")
     cards = page.element("#cards").text
     assert "b.svs" in cards
