@@ -22,6 +22,7 @@ from pathoseg.platform_support import open_for_reading, read_at
 
 _MOST_TILE_PIXELS = 4_194_304
 _MOST_XML = 1 << 22
+_MOST_PIXELS = 4096**2  # of the coarsest level, of which a small picture is made
 _OME = "{http://www.openmicroscopy.org/Schemas/OME/2016-06}"
 
 
@@ -75,7 +76,8 @@ class MaskReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with TiffFile(path) as tiff:
+            # OME-XML may name further files: they are not opened.
+            with TiffFile(path, _multifile=False) as tiff:
                 self._read_header(tiff)
             self._descriptor = open_for_reading(path)
         except Exception as error:  # tifffile raises of all kinds over malformed files
@@ -90,14 +92,17 @@ class MaskReader:
         if xml is None or len(xml) > _MOST_XML:
             raise ValueError("it is no OME-TIFF")
         levels = tiff.series[0].levels
-        self._planes = [
-            [_Plane.of(page.aspage()) for page in level.pages if page is not None]
-            for level in levels
-        ]
+        pages = [[page.aspage() for page in level.pages if page is not None] for level in levels]
+        if any(page.parent is not tiff for level in pages for page in level):
+            raise ValueError("its pixels are in another file")
+        self._planes = [[_Plane.of(page) for page in level] for level in pages]
         whole = len(self._planes[0])
         if not whole or any(len(planes) != whole for planes in self._planes):
             raise ValueError("its levels have different channels")
         self.levels = tuple(planes[0].size for planes in self._planes)
+        halves = [Size(-(-size.width // 2), -(-size.height // 2)) for size in self.levels]
+        if (*self.levels[1:],) != (*halves[:-1],) or self.levels[-1].pixels > _MOST_PIXELS:
+            raise ValueError("it is no pyramid of levels half as large as the one before")
         self._read_metadata(xml, whole)
         first = self._planes[0][0].page
         self.colours: dict[int, Colour] = {}
