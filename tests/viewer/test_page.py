@@ -158,9 +158,13 @@ class Gate:
 
 
 @pytest.fixture(scope="module")
-def shown(place: Place, served: Served, browser: Chrome) -> Iterator[tuple[Page, Gate]]:
-    """A page of a, b and c, served by a thread, and the gate of its predictions."""
-    gallery = served(place.folder / "results", place.folder / "slides")[1]
+def shown(
+    place: Place, served: Served, browser: Chrome, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Page, Gate]]:
+    """A page of a, b, c and d, which is no slide, and the gate of its predictions."""
+    bad = tmp_path_factory.mktemp("bad") / "d.svs"
+    bad.write_bytes(b"not a slide")
+    gallery = served(place.folder / "results", place.folder / "slides", bad)[1]
     gate = Gate(gallery, "prediction")
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
@@ -226,6 +230,67 @@ def test_an_outline_goes_with_its_slide(shown: tuple[Page, Gate]) -> None:
     _open(page, "b.svs")
     assert page.run("return at('outline').getAttribute('d')") == ""
     assert page.run("return at('card').hidden")
+
+
+def test_keys_on_a_slide(shown: tuple[Page, Gate]) -> None:
+    page, _ = shown
+    _open(page, "a.svs")
+    page.move(700, 500, 20)
+    page.press(Keys.ARROW_RIGHT)
+    page.until("level0().viewportToImageCoordinates(osd.viewport.getCenter()).x > 701")
+    page.press("?")
+    page.until("at('keys').open")
+    page.press(Keys.ESCAPE)
+    page.until("!at('keys').open")
+    page.press("2", "n")  # what is hidden stays hidden on the next slide
+    page.until("slide && slide.name === 'b.svs'")
+    page.settle()
+    _same(page.colour(840, 430), PINK)
+    _same(page.colour(400, 300), _blended(1, 0.5))
+    page.press("2")
+    page.browser.back()
+    page.until("slide && slide.name === 'a.svs'")
+    page.settle()
+    page.browser.back()
+    page.until("!slide || slide.name !== 'a.svs'")
+
+
+def test_keys_and_buttons_where_there_is_no_slide(shown: tuple[Page, Gate]) -> None:
+    page, _ = shown
+    _open(page, "b.svs")
+    page.browser.get_log("browser")  # type: ignore[no-untyped-call]
+    page.run("told(showSlide(slides.findIndex((one) => one.name === 'd.svs')))")
+    page.until("slide && slide.failed")
+    page.press(*"12oh[]0+-ctds")
+    assert not page.element("#magnification").is_displayed()
+    assert page.run("return location.hash") == "#d.svs"
+    assert page.run("return at('toast').hidden || at('toast').textContent") in (
+        *(True, "This is the last slide."),
+    )
+    page.press("p")
+    page.until("slide && slide.name === 'c.svs'")
+    page.settle()
+    page.run("at('filter').value = 'b'; filterGallery()")
+    page.press("g")
+    page.until("!slide && !at('gallery').hidden")
+    page.run("location.hash = '#%E0%A4,1,1,1'")
+    page.until("at('toast').textContent.includes('not among')")
+    page.run("at('filter').value = ''; filterGallery()")
+    errors = page.browser.get_log("browser")  # type: ignore[no-untyped-call]
+    assert not [one for one in errors if "422" not in one["message"]]
+
+
+def test_annotations_are_drawn_once_they_are_read(shown: tuple[Page, Gate]) -> None:
+    page, _ = shown
+    _open(page, "a.svs")
+    page.run("state.truth = true")
+    page.run("told(showSlide(slides.findIndex((one) => one.name === 'b.svs')))")
+    page.until("slide && slide.name === 'b.svs' && slide.truthRead")
+    page.settle()
+    page.until("layers.get('truth').item !== null")
+    page.run("slide.truthRead = false; drawLayers()")
+    assert page.run("return layers.get('truth').item") is None
+    page.run("state.truth = false")
 
 
 def test_what_a_pathologist_does(
