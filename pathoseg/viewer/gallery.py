@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ class Gallery:
         self._open = OrderedDict[int, SlideView]()  # the one used last at the end
         self._folder = folder
         self._indexes = OrderedDict[tuple[int, str], FeatureIndex]()  # the one used last at the end
-        self._turns = Turns()
+        self._turns, self._numbers = Turns(), count()
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -141,7 +142,6 @@ class Gallery:
             "tile": TILE,
             "halvings": max(0, math.ceil(math.log2(longest / TILE))),
             "slide": None if opened.slide is None else opened.slide.path.name,
-            "has_level0": opened.has_level0,
             "classes": _classes(opened.classes.names, opened.classes.colours, entry.summary),
             "prediction": opened.mask is not None,
             "truth": has_truth,
@@ -155,19 +155,18 @@ class Gallery:
         }
 
     def status(self, slide: int) -> dict[str, Any]:
-        """Return what changes while a slide is shown: problems so far, and how far its tables are.
+        """Return the problems met so far with a slide and its tables.
 
         Raises:
             NotFoundError: There is no such slide.
         """
         view = self.view(slide)
         with self._lock:
-            indexes = {kind: index for (n, kind), index in self._indexes.items() if n == slide}
-        for index in indexes.values():
-            if index.progress.problem:
+            indexes = [index for (number, _), index in self._indexes.items() if number == slide]
+        for index in indexes:
+            if index.progress.done and index.progress.problem:
                 view.tell(index.progress.problem)
-        tables = {kind: asdict(index.progress) for kind, index in indexes.items()}
-        return {"problems": view.problems, "tables": tables}
+        return {"problems": view.problems}
 
     def truth(self, slide: int) -> dict[str, Any]:
         """Return the classes with those that were only drawn, once the annotations are read.
@@ -245,16 +244,20 @@ class Gallery:
             raise NotFoundError("no such table")
         mpp = view.opened.mpp
         key = slide, kind
+        surplus = list[FeatureIndex]()
         with self._lock:
             if key not in self._indexes:
                 while sum(index.size for index in self._indexes.values()) > MOST_BYTES:
-                    self._indexes.popitem(last=False)[1].remove()
-                database = self._folder / f"{slide}-{kind}.sqlite"
+                    surplus.append(self._indexes.popitem(last=False)[1])
+                database = self._folder / f"{next(self._numbers)}.sqlite"
                 area = mpp.x * mpp.y
                 self._indexes[key] = FeatureIndex(path, database, area, self._turns)
             self._indexes.move_to_end(key)
-            self._indexes[key].hurry()
-            return self._indexes[key]
+            index = self._indexes[key]
+        index.hurry()
+        for old in surplus:
+            old.remove()
+        return index
 
     def at(self, slide: int, x: float, y: float) -> dict[str, Any] | None:
         """Return the object that holds a point of level 0, or else the region, or None.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ TILE = 512
 THUMBNAIL = 320
 _FEATURES_FOR_COLOURS = 5_000
 _MOST_PROBLEMS = 20
+_MOST_KNOWN = 64  # headers of slides that may have to be opened once more: more than threads read
 _UNKNOWN_MPP = Mpp(1.0, 1.0)
 # Colours of classes for which no file has one.
 _COLOURS: tuple[Colour, ...] = (
@@ -90,10 +92,10 @@ class Handles:
     """
 
     def __init__(self, readers: int) -> None:
-        self._known: dict[Path, Slide] = {}
+        self._known = OrderedDict[Path, Slide]()  # the one used last at the end
         self._pyramids = SlidePool(self._opened, idle=4 * readers)
         self._pictures = SlidePool(self._opened, idle=1)
-        self._one_picture = Lock()
+        self._one_picture, self._lock = Lock(), Lock()
 
     def header(self, path: Path, assume_mpp: float | None) -> Slide:
         """Open a slide and close its file; what is returned has the header for `borrow`.
@@ -116,7 +118,11 @@ class Handles:
         Raises:
             PathosegError: Its file can no longer be opened.
         """
-        self._known[slide.path] = slide
+        with self._lock:
+            self._known[slide.path] = slide
+            self._known.move_to_end(slide.path)
+            if len(self._known) > _MOST_KNOWN:
+                self._known.popitem(last=False)
         if slide.vendor != "image":
             with self._pyramids.borrow(slide.path) as lent:
                 yield lent

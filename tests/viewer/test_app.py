@@ -28,6 +28,7 @@ from pathoseg.geometry import Box, Frame
 from pathoseg.slides.image_reader import ImageSlide
 from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide
+from pathoseg.viewer import gallery as gallery_module
 from pathoseg.viewer import slide_view
 from pathoseg.viewer.app import make_app
 from pathoseg.viewer.drawing import GREY, differences, hatched
@@ -352,6 +353,19 @@ def test_regions_are_sorted_counted_and_found(client: TestClient) -> None:
     number = hit(840, 430)["id"]
     assert client.get(f"/api/slides/0/table/regions/{number}").json()["class"] == "tumour"
     assert client.get("/api/slides/0/table/regions/77").status_code == 404
+
+
+def test_tables_together_have_a_bound(
+    place: Place, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gallery_module, "MOST_BYTES", 0)
+    client, gallery, _ = served(place.folder / "results")
+    first = _table(client, "/api/slides/0/table/regions")
+    before = gallery.index(0, "regions")
+    assert before.size > 0
+    assert _table(client, "/api/slides/1/table/regions")["total"] == 4
+    assert before.size == 0
+    assert _table(client, "/api/slides/0/table/regions") == first  # is read again
 
 
 # --- what is broken -----------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,6 @@ class Page:
             "one.item && Math.abs(one.item.getOpacity() - one.wanted.opacity) < 1e-6) && "
             "osd.viewport.getContainerSize().x === at('view').clientWidth"
         )
-        for _ in range(3):  # frames: what is settled is drawn in the next one
-            self.browser.execute_async_script("requestAnimationFrame(arguments[0])")  # type: ignore[no-untyped-call]
 
     def press(self, *keys: str) -> None:
         ActionChains(self.browser).send_keys(*keys).perform()
@@ -112,6 +111,13 @@ class Page:
         found: NDArray[np.int64] = pixels[down + round(box[1]), across + round(box[0])]
         return found
 
+    def shows(self, x: float, y: float, expected: NDArray[Any] | tuple[int, ...]) -> None:
+        """Wait until a point of level 0 has a colour: what is loaded is drawn frames later."""
+        end = time.monotonic() + QUICK
+        # JPEG gives back a flat colour to 1, and the browser rounds once more.
+        while np.abs((got := self.colour(x, y)) - np.asarray(expected)).max() > 2:
+            assert time.monotonic() < end, (got, expected)
+
     def click(self, x: float, y: float) -> None:
         stage = self.element("#stage")
         across, down = self.screen(x, y)
@@ -124,11 +130,6 @@ class Page:
 def _blended(class_index: int, opacity: float) -> NDArray[np.float64]:
     colour, ground = np.array(CLASSES.colours[class_index - 1]), np.array(PINK)
     return ground + opacity * (colour - ground)
-
-
-def _same(got: NDArray[np.int64], expected: NDArray[Any] | tuple[int, ...]) -> None:
-    # JPEG gives back a flat colour to 1, and the browser rounds once more.
-    assert np.abs(got - np.asarray(expected)).max() <= 2, (got, expected)
 
 
 class Gate:
@@ -198,7 +199,7 @@ def test_a_mask_that_is_switched_off_while_it_loads_is_gone(shown: tuple[Page, G
     page.press("h")
     gate.release()
     assert page.run("return osd.world.getItemCount()") == 1
-    _same(page.colour(400, 300), PINK)
+    page.shows(400, 300, PINK)
     page.press("h", "1")
     page.settle()
     gate.hold()  # two quick changes: the second one is what stays
@@ -211,8 +212,8 @@ def test_a_mask_that_is_switched_off_while_it_loads_is_gone(shown: tuple[Page, G
     gate.release()
     page.settle()
     page.until("osd.world.getItemCount() === 2")
-    _same(page.colour(400, 300), PINK)
-    _same(page.colour(840, 430), PINK)
+    page.shows(400, 300, PINK)
+    page.shows(840, 430, PINK)
     page.press("1", "2", "t", "o", "o")  # a layer that is drawn anew stays below the next one
     page.settle()
     assert page.run(
@@ -245,8 +246,8 @@ def test_keys_on_a_slide(shown: tuple[Page, Gate]) -> None:
     page.press("2", "n")  # what is hidden stays hidden on the next slide
     page.until("slide && slide.name === 'b.svs'")
     page.settle()
-    _same(page.colour(840, 430), PINK)
-    _same(page.colour(400, 300), _blended(1, 0.5))
+    page.shows(840, 430, PINK)
+    page.shows(400, 300, _blended(1, 0.5))
     page.press("2")
     page.browser.back()
     page.until("slide && slide.name === 'a.svs'")
@@ -316,19 +317,19 @@ def test_what_a_pathologist_does(
 
     page.element("[data-name='b.svs']").click()
     page.settle()
-    _same(page.colour(1100, 150), PINK)
-    _same(page.colour(400, 300), _blended(1, 0.5))
-    _same(page.colour(840, 430), _blended(2, 0.5))
+    page.shows(1100, 150, PINK)
+    page.shows(400, 300, _blended(1, 0.5))
+    page.shows(840, 430, _blended(2, 0.5))
 
     page.press("1")  # a class off and on
-    _same(page.colour(400, 300), PINK)
-    _same(page.colour(840, 430), _blended(2, 0.5))
+    page.shows(400, 300, PINK)
+    page.shows(840, 430, _blended(2, 0.5))
     page.element("#class-1").click()
-    _same(page.colour(400, 300), _blended(1, 0.5))
+    page.shows(400, 300, _blended(1, 0.5))
     page.press("]", "]")
-    _same(page.colour(400, 300), _blended(1, 0.7))
+    page.shows(400, 300, _blended(1, 0.7))
     page.press("o")  # outlines leave the middle clear
-    _same(page.colour(400, 300), PINK)
+    page.shows(400, 300, PINK)
     page.press("o", "[", "[")
 
     page.move(1000, 250, 20)  # a pixel of the slide is one of the screen
@@ -336,8 +337,8 @@ def test_what_a_pathologist_does(
     assert page.run("return at('scale-line').offsetWidth * screenMicrons()") == pytest.approx(
         float(page.element("#scale-text").text.split()[0]), rel=0.03
     )
-    _same(page.colour(1300, 240), _blended(2, 0.5))
-    _same(page.colour(1100, 240), PINK)
+    page.shows(1300, 240, _blended(2, 0.5))
+    page.shows(1100, 240, PINK)
     place_linked = browser.current_url
     assert place_linked.endswith("#b.svs,1000,250,20")
 
@@ -353,15 +354,15 @@ def test_what_a_pathologist_does(
     assert not page.element("#card").is_displayed()
 
     page.press("d")  # a square of 300 to 700 across, 200 to 600 down is annotated as gland
-    _same(page.colour(320, 590), np.array(PINK) + 0.5 * (np.array([45, 110, 235]) - PINK))
-    _same(page.colour(250, 300), np.array(PINK) + 0.5 * (np.array([230, 60, 50]) - PINK))
-    _same(page.colour(690, 590), np.array(PINK) + 0.5 * (np.array([240, 170, 20]) - PINK))
-    _same(page.colour(400, 300), PINK)
+    page.shows(320, 590, np.array(PINK) + 0.5 * (np.array([45, 110, 235]) - PINK))
+    page.shows(250, 300, np.array(PINK) + 0.5 * (np.array([230, 60, 50]) - PINK))
+    page.shows(690, 590, np.array(PINK) + 0.5 * (np.array([240, 170, 20]) - PINK))
+    page.shows(400, 300, PINK)
     page.press("d", "s")
     page.run("state.swipeAt = 0.5; drawMarks()")
     page.move(500, 400, 5)
-    _same(page.colour(680, 560), _blended(1, 0.5))  # annotated, right of the line
-    _same(page.colour(320, 560), PINK)  # annotated, left of it
+    page.shows(680, 560, _blended(1, 0.5))  # annotated, right of the line
+    page.shows(320, 560, PINK)  # annotated, left of it
     page.press("s")
 
     page.element("#tabs button:nth-child(2)").click()
