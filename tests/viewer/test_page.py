@@ -74,6 +74,8 @@ class Page:
 
     def settle(self) -> None:
         """Wait until everything that is asked for is drawn and nothing moves."""
+        for _ in range(3):  # what a key asked for begins in the next frame
+            self.browser.execute_async_script("requestAnimationFrame(arguments[0])")  # type: ignore[no-untyped-call]
         self.until(
             "osd && osd.isOpen() && !osd.isAnimating() && "
             "[...Array(osd.world.getItemCount()).keys()]"
