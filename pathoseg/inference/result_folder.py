@@ -13,7 +13,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Literal
 from uuid import uuid4
@@ -21,6 +21,7 @@ from uuid import uuid4
 from pathoseg.errors import PathosegError
 from pathoseg.outputs.atomic import write_text
 from pathoseg.outputs.report import Summary, read_summary
+from pathoseg.outputs.typed_json import from_json
 
 STATES, WORK = "states", ".work"
 
@@ -85,10 +86,9 @@ def read_state(path: Path) -> State | None:
     try:
         with path.open(encoding="utf-8") as file:
             entries = json.load(file)
-        entries["seconds"] = tuple(entries["seconds"])
         if "mend" in entries:  # the key's name up to 4b9ee32
             entries["hint"] = entries.pop("mend")
-        return State(**entries, written=path.stat().st_mtime)
+        return replace(from_json(State, entries), written=path.stat().st_mtime)
     except (OSError, ValueError, TypeError, LookupError, RecursionError):
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from pathoseg.platform_support import open_for_reading, read_at
 
 _MOST_TILE_PIXELS = 4_194_304
 _MOST_XML = 1 << 22
+_MOST_PIXELS = 4096**2  # of the coarsest level, of which a small picture is made
 _OME = "{http://www.openmicroscopy.org/Schemas/OME/2016-06}"
 
 
@@ -54,6 +56,8 @@ class _Plane:
 class MaskReader:
     """An open pyramid of 8-bit numbers, as `write_mask` writes it. Any thread may read.
 
+    The file is closed by `close`, or with the last reference to the reader.
+
     Args:
         path: `mask.ome.tiff`, or a file of the same form with several channels.
 
@@ -71,9 +75,9 @@ class MaskReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._descriptor = -1
         try:
-            with TiffFile(path) as tiff:
+            # OME-XML may name further files: they are not opened.
+            with TiffFile(path, _multifile=False) as tiff:
                 self._read_header(tiff)
             self._descriptor = open_for_reading(path)
         except Exception as error:  # tifffile raises of all kinds over malformed files
@@ -81,20 +85,24 @@ class MaskReader:
                 f"{path} cannot be read: {str(error).rstrip('.') or type(error).__name__}.",
                 "Segment the slide again.",
             ) from error
+        self._close = weakref.finalize(self, os.close, self._descriptor)
 
     def _read_header(self, tiff: TiffFile) -> None:
         xml = tiff.ome_metadata
         if xml is None or len(xml) > _MOST_XML:
             raise ValueError("it is no OME-TIFF")
         levels = tiff.series[0].levels
-        self._planes = [
-            [_Plane.of(page.aspage()) for page in level.pages if page is not None]
-            for level in levels
-        ]
+        pages = [[page.aspage() for page in level.pages if page is not None] for level in levels]
+        if any(page.parent is not tiff for level in pages for page in level):
+            raise ValueError("its pixels are in another file")
+        self._planes = [[_Plane.of(page) for page in level] for level in pages]
         whole = len(self._planes[0])
         if not whole or any(len(planes) != whole for planes in self._planes):
             raise ValueError("its levels have different channels")
         self.levels = tuple(planes[0].size for planes in self._planes)
+        halves = [Size(-(-size.width // 2), -(-size.height // 2)) for size in self.levels]
+        if (*self.levels[1:],) != (*halves[:-1],) or self.levels[-1].pixels > _MOST_PIXELS:
+            raise ValueError("it is no pyramid of levels half as large as the one before")
         self._read_metadata(xml, whole)
         first = self._planes[0][0].page
         self.colours: dict[int, Colour] = {}
@@ -162,6 +170,6 @@ class MaskReader:
         return PathosegError(f"{self.path} is damaged or cut short.", "Segment the slide again.")
 
     def close(self) -> None:
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        """Close the file. No thread may be reading it."""
+        self._descriptor = -1
+        self._close()

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +16,7 @@ from pathoseg.annotations.annotation import IGNORE, ClassTable
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Frame, Mpp, Size
 from pathoseg.outputs.atomic import write_rows, write_text
+from pathoseg.outputs.typed_json import from_json
 from pathoseg.outputs.uncertain_fields import UncertainField
 
 
@@ -183,29 +183,12 @@ def read_summary(path: Path) -> Summary:
         PathosegError: It was written by something else, or cannot be read.
     """
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-        entries["mpp"] = Mpp(**entries["mpp"])
-        entries["classes"] = _read_classes(entries)
-        entries["regions_of_interest"] = tuple(
-            InterestSummary(**{**entry, "classes": _read_classes(entry)})
-            for entry in entries.get("regions_of_interest", ())
-        )
-        entries["tiles"] = TileCounts(**entries["tiles"])
-        entries["warnings"] = tuple(entries.get("warnings", ()))
-        if level0 := entries.get("level0"):
-            entries["level0"] = Level0(Size(**level0["size"]), Mpp(**level0["mpp"]))
-        if (fields := entries.get("least_certain")) is not None:
-            entries["least_certain"] = tuple(UncertainField(**field) for field in fields)
-        return Summary(**entries)
-    except (OSError, ValueError, TypeError, LookupError, RecursionError, PathosegError) as error:
+        return from_json(Summary, json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError, PathosegError) as error:
         raise PathosegError(
             f"{path} is no summary of a result ({error}).",
             "Remove its folder and segment the slide again.",
         ) from error
-
-
-def _read_classes(entry: Mapping[str, Any]) -> tuple[ClassSummary, ...]:
-    return tuple(ClassSummary(**of) for of in entry["classes"])
 
 
 def write_summary_table(path: Path, summaries: Iterable[Summary]) -> None:

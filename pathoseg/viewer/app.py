@@ -1,12 +1,13 @@
-"""The viewer's HTTP side: who may ask, what may be asked, and in which form it is answered."""
+"""The viewer's HTTP server: access control, routes and responses."""
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
+import json
 import math
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from typing import Any, Literal, cast
@@ -14,13 +15,15 @@ from urllib.parse import parse_qs, urlsplit
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pathoseg.errors import PathosegError
-from pathoseg.viewer.gallery import Gallery
+from pathoseg.viewer.feature_index import NotFoundError
+from pathoseg.viewer.gallery import DRAWN_OVER, Gallery
 
 LIBRARY = "node_modules/openseadragon/build/openseadragon/openseadragon.min.js"
 # Name in the address -> file in this package, and its type. Nothing else is served from disk.
@@ -43,10 +46,10 @@ _REFUSED = (
     "Copy it from there.\n"
 )
 _CLIENT_GONE = 499
-Answer = Callable[[Request], Awaitable[Response]]
+_COOKIE = "pathoseg"
 
 
-def _is_loopback(name: str) -> bool:
+def is_loopback(name: str) -> bool:
     """Return True if a name or number of a host is that of the loopback interface."""
     try:
         return name == "localhost" or ipaddress.ip_address(name).is_loopback
@@ -63,37 +66,40 @@ class Guard:
     """Lets requests pass that carry the token and come from the viewer's own page.
 
     The first one has the token in its address; it is answered with a cookie, and sent on to the
-    same place without it. Programs may send `Authorization: Bearer <token>` instead. A name in
-    `Host` other than the loopback interface's is refused (a page elsewhere whose name is made to
-    point here), and so is a request that another site's page makes.
+    page, which lies below a random path. The cookie is of that path: browsers send cookies of a
+    host to all its ports, but not to other paths. Programs may send `Authorization: Bearer <token>`
+    instead, with or without the path. A name in `Host` other than the loopback interface's is
+    refused (a page elsewhere whose name is made to point here), and so is a request that another
+    site's page makes.
 
     Args:
-        app: What is guarded.
+        app: The application to guard.
         token: The secret of this start.
-        port: Told in the cookie's name: cookies of one host are shared by its ports.
-        once: A second token, for one address: the browser's command line, which all users see.
+        once: A token that is accepted once; it is passed on the browser's command line, which other
+            users can see.
     """
 
-    def __init__(self, app: ASGIApp, token: str, port: int, once: str | None = None) -> None:
-        self._app, self._token, self._cookie = app, token, f"pathoseg-{port}"
-        self._once = once
+    def __init__(self, app: ASGIApp, token: str, once: str | None = None) -> None:
+        self._app, self._token, self._once = app, token, once
+        self._page = f"/{secrets.token_urlsafe(18)}/"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        headers = Headers(scope=scope)
-        answer: ASGIApp = self._app
-        if not self._is_own(scope, headers):
-            answer = Response(_REFUSED, 403, _HEADERS, "text/plain")
-        elif not self._has_token(headers):
-            if scope["path"] == "/" and self._opens(scope["query_string"].decode("latin-1")):
-                redirect = RedirectResponse("/", 303, _HEADERS)
-                redirect.set_cookie(self._cookie, self._token, httponly=True, samesite="lax")
+        headers, path = Headers(scope=scope), scope["path"]
+        within = path.startswith(self._page)
+        answer: ASGIApp = Response(_REFUSED, 403, _HEADERS, "text/plain")
+        if self._is_own(scope, headers):
+            if (within and self._has_cookie(headers)) or self._has_bearer(headers):
+                answer = self._app
+            elif path == "/" and self._opens(scope["query_string"].decode("latin-1")):
+                redirect = RedirectResponse(self._page, 303, _HEADERS)
+                redirect.set_cookie(
+                    _COOKIE, self._token, path=self._page, httponly=True, samesite="lax"
+                )
                 answer = redirect
-            else:
-                answer = Response(_REFUSED, 403, _HEADERS, "text/plain")
-        elif scope["path"] == "/" and scope["query_string"]:
-            answer = RedirectResponse("/", 303, _HEADERS)
+        if within:
+            scope = {**scope, "root_path": self._page[:-1]}
         await answer(scope, receive, send)
 
     def _is_own(self, scope: Scope, headers: Headers) -> bool:
@@ -102,11 +108,12 @@ class Guard:
             name = urlsplit(f"//{host}").hostname
         except ValueError:
             return False
-        is_loopback = _is_loopback(name or "")
         origin, site = headers.get("origin"), headers.get("sec-fetch-site", "same-origin")
-        follows_link = scope["path"] == "/" and headers.get("sec-fetch-mode") == "navigate"
+        follows_link = (
+            scope["path"] in ("/", self._page) and headers.get("sec-fetch-mode") == "navigate"
+        )
         return (
-            is_loopback
+            is_loopback(name or "")
             and scope["method"] in ("GET", "HEAD")
             and (origin is None or origin == f"http://{host}")
             and (site in ("same-origin", "none") or follows_link)
@@ -120,23 +127,24 @@ class Guard:
             return True
         return secrets.compare_digest(given, self._token.encode())
 
-    def _has_token(self, headers: Headers) -> bool:
+    def _has_bearer(self, headers: Headers) -> bool:
         kind, _, given = headers.get("authorization", "").partition(" ")
-        tokens = [given] if kind.lower() == "bearer" else []
-        for pair in headers.get("cookie", "").split(";"):
-            name, _, value = pair.strip().partition("=")
-            if name == self._cookie:
-                tokens.append(value)
-        return any(secrets.compare_digest(token.encode(), self._token.encode()) for token in tokens)
+        return kind.lower() == "bearer" and self._is_token(given)
+
+    def _has_cookie(self, headers: Headers) -> bool:
+        pairs = (pair.strip().partition("=") for pair in headers.get("cookie", "").split(";"))
+        return any(name == _COOKIE and self._is_token(value) for name, _, value in pairs)
+
+    def _is_token(self, given: str) -> bool:
+        return secrets.compare_digest(given.encode(), self._token.encode())
 
 
-def make_app(gallery: Gallery, token: str, port: int, once: str | None = None) -> ASGIApp:
+def make_app(gallery: Gallery, token: str, once: str | None = None) -> ASGIApp:
     """Make the application that serves a gallery.
 
     Args:
-        gallery: What is served.
-        token: What every request must carry.
-        port: Where it will be served.
+        gallery: The slides to serve.
+        token: The token that every request must carry.
         once: A token that opens it a single time.
     """
     app = _App(gallery)
@@ -154,7 +162,14 @@ def make_app(gallery: Gallery, token: str, port: int, once: str | None = None) -
         Route(f"{slide}/table/{{kind}}/{{number:int}}", app.feature),
         Route(f"{slide}/at", app.at),
     ]
-    return Guard(Starlette(routes=routes), token, port, once)
+    answers: Mapping[Any, Callable[[Request, Any], Response]] = {
+        PathosegError: _refused,
+        OSError: _unread,
+        NotFoundError: _missing,
+        HTTPException: _missing,
+        Exception: app.broken,
+    }
+    return Guard(Starlette(routes=routes, exception_handlers=answers), token, once)
 
 
 class _App:
@@ -164,6 +179,7 @@ class _App:
         self._gallery = gallery
         self._pictures = asyncio.Semaphore(gallery.readers)
         self._threads = ThreadPoolExecutor(gallery.readers, "pictures")
+        self._annotations = dict[int, asyncio.Task[dict[str, Any]]]()
 
     async def page(self, request: Request) -> Response:
         html = files("pathoseg.viewer").joinpath("page/index.html").read_bytes()
@@ -172,38 +188,51 @@ class _App:
     async def static(self, request: Request) -> Response:
         found = _STATIC.get(request.path_params["name"])
         if found is None:
-            return _missing()
+            raise NotFoundError("no such file")
         content = files("pathoseg.viewer").joinpath(found[0]).read_bytes()
         return Response(content, 200, _HEADERS, f"{found[1]}; charset=utf-8")
 
     async def overview(self, request: Request) -> Response:
-        return await _json(self._gallery.overview)
+        return await _made(self._gallery.overview)
 
     async def details(self, request: Request) -> Response:
-        return await _json(self._gallery.details, _slide(request))
+        return await _made(self._gallery.details, _slide(request))
 
     async def status(self, request: Request) -> Response:
-        return await _json(self._gallery.status, _slide(request))
+        return await _made(self._gallery.status, _slide(request))
 
     async def truth(self, request: Request) -> Response:
-        return await _json(self._gallery.truth, _slide(request))
+        return _json(await self._truth(_slide(request)))
+
+    async def _truth(self, slide: int) -> dict[str, Any]:
+        """Return the annotated classes; one thread reads them for all requests of a slide."""
+
+        async def read() -> dict[str, Any]:
+            try:
+                return await asyncio.to_thread(self._gallery.truth, slide)
+            finally:
+                del self._annotations[slide]
+
+        if slide not in self._annotations:
+            self._annotations[slide] = asyncio.create_task(read())
+        return await asyncio.shield(self._annotations[slide])
 
     async def at(self, request: Request) -> Response:
         try:
             x, y = (float(request.query_params[name]) for name in "xy")
-        except (LookupError, ValueError):
-            return _missing()
+        except (LookupError, ValueError) as error:
+            raise NotFoundError("no such place") from error
         if not (math.isfinite(x) and math.isfinite(y)):
-            return _missing()
-        return await _json(self._gallery.at, _slide(request), x, y)
+            raise NotFoundError("no such place")
+        return await _made(self._gallery.at, _slide(request), x, y)
 
     async def table(self, request: Request) -> Response:
         kind = request.path_params["kind"]
-        return await _json(self._gallery.table, _slide(request), kind, request.query_params)
+        return await _made(self._gallery.table, _slide(request), kind, request.query_params)
 
     async def feature(self, request: Request) -> Response:
         kind, number = request.path_params["kind"], request.path_params["number"]
-        return await _json(lambda: self._gallery.index(_slide(request), kind).feature(number))
+        return await _made(self._gallery.feature, _slide(request), kind, number)
 
     async def thumbnail(self, request: Request) -> Response:
         layer = request.path_params["layer"]
@@ -220,11 +249,13 @@ class _App:
                 sorted({int(number) for number in asked.get("show", "").split(",") if number})
             )
             channel = int(asked.get("channel", 0))
-        except ValueError:
-            return _missing()
+        except ValueError as error:
+            raise NotFoundError("no such tile") from error
         if style not in ("filled", "outlines") or any(not 0 <= number < 256 for number in shown):
-            return _missing()
+            raise NotFoundError("no such tile")
         drawn = cast(Literal["filled", "outlines"], style)
+        if layer in DRAWN_OVER:  # reading annotations may take long: no picture waits for it
+            await self._truth(_slide(request))
         return await self._picture(
             request,
             layer,
@@ -232,17 +263,19 @@ class _App:
         )
 
     async def _picture(self, request: Request, layer: str, make: Callable[[], bytes]) -> Response:
-        """Answer with a picture, unless who asked is gone by the time that it is its turn."""
+        """Answer with a picture; skip it if the client has disconnected while it waited."""
         async with self._pictures:
             if await request.is_disconnected():
                 return Response(status_code=_CLIENT_GONE)
-            loop = asyncio.get_running_loop()
-            try:
-                content = await loop.run_in_executor(self._threads, make)
-            except (PathosegError, LookupError, OSError) as error:
-                return _failed(error)
+            content = await asyncio.get_running_loop().run_in_executor(self._threads, make)
         kind = "image/jpeg" if layer == "slide" else "image/png"
         return Response(content, 200, _HEADERS, kind)
+
+    def broken(self, request: Request, error: Exception) -> Response:
+        """Answer where a bug or a file that nobody thought of raised; tell the terminal, too."""
+        told = f"{request.url.path} fails: {type(error).__name__}: {error}."
+        self._gallery.tell(told)
+        return _json({"problem": told, "hint": "Please report it."}, 500)
 
 
 def _slide(request: Request) -> int:
@@ -250,22 +283,25 @@ def _slide(request: Request) -> int:
     return number
 
 
-async def _json(answer: Callable[..., Any], *arguments: Any) -> Response:
-    """Answer with JSON that a thread makes: files may have to be opened for it."""
-    try:
-        return JSONResponse(await asyncio.to_thread(answer, *arguments), 200, _HEADERS)
-    except (PathosegError, LookupError, ValueError, OSError) as error:
-        return _failed(error)
+async def _made(answer: Callable[..., Any], *arguments: Any) -> Response:
+    """Answer with what a thread makes: files may have to be opened for it."""
+    return _json(await asyncio.to_thread(answer, *arguments))
 
 
-def _failed(error: Exception) -> Response:
-    if isinstance(error, PathosegError):
-        told = {"problem": error.problem, "hint": error.hint}
-        return JSONResponse(told, 422, _HEADERS)
-    if isinstance(error, OSError):
-        return JSONResponse({"problem": str(error.strerror), "hint": ""}, 422, _HEADERS)
-    return _missing()
+def _json(content: Any, status: int = 200) -> Response:
+    # Names of files and texts in them may be no Unicode.
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
+    return Response(text, status, _HEADERS, "application/json")
 
 
-def _missing() -> Response:
-    return JSONResponse({"problem": "There is no such thing.", "hint": ""}, 404, _HEADERS)
+def _refused(request: Request, error: PathosegError) -> Response:
+    return _json({"problem": error.problem, "hint": error.hint}, 422)
+
+
+def _unread(request: Request, error: OSError) -> Response:
+    named = f"{error.filename}: " if error.filename else ""
+    return _json({"problem": f"{named}{error.strerror or error}", "hint": ""}, 422)
+
+
+def _missing(request: Request, error: Exception) -> Response:
+    return _json({"problem": "There is no such thing.", "hint": ""}, 404)

@@ -38,7 +38,7 @@ def jpeg(region: Region, box: Box) -> bytes:
 
     Args:
         region: The pixels.
-        box: Where they lie, for hatches that go on from tile to tile.
+        box: Position of the pixels, so that hatches continue across tiles.
     """
     pixels = region.pixels
     if region.unread is not None:
@@ -75,7 +75,7 @@ def png(indices: NDArray[np.uint8], palette: Palette) -> bytes:
 def class_palette(colours: Collection[Colour]) -> Palette:
     """The palette of class indices: background is clear, 255 grey."""
     palette = np.zeros((256, 4), np.uint8)
-    palette[1 : 1 + len(colours), :3] = list(colours)
+    palette[1 : 1 + len(colours), :3] = np.reshape(list(colours), (-1, 3))
     palette[1 : 1 + len(colours), 3] = 255
     palette[IGNORE] = (*GREY, 255)
     return palette
@@ -107,7 +107,7 @@ def sampled(mask: MaskReader, whole: Frame, frame: Frame, box: Box, channel: int
         whole: The frame of its level 0 in the slide.
         frame: The frame of the box.
         box: May reach outside the mask: there the value is that of the nearest pixel.
-        channel: Which of several.
+        channel: Index of the channel.
 
     Returns:
         Shape (height, width).

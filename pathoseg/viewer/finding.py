@@ -24,7 +24,7 @@ class Known:
 
     Attributes:
         by_name: Name in the folder → file.
-        asked: True where the user named the folder for this: then it goes before what results say.
+        asked: True if given by --slides, which takes precedence over the paths in results.
     """
 
     by_name: Mapping[str, Path] = field(default_factory=dict)
@@ -46,7 +46,7 @@ def find_entries(
 
     Args:
         paths: Slides, folders of slides, results of a slide, and folders of results.
-        slide_folders: Where slides of results are looked for, beside where they were.
+        slide_folders: Folders to search for the slides of results.
         annotations: Folder of annotations; None means beside each slide.
 
     Returns:
@@ -88,7 +88,7 @@ def _holds_results(folder: Path) -> bool:
 def _result_folders(out: Path) -> Iterator[Path]:
     """Yield the folders of results in a folder, itself included, whole or not."""
     for place, folders, files in os.walk(out):
-        if FILES.mask in files or (SUMMARY in files and not {"config.toml"} & {*files}):
+        if FILES.mask in files or (SUMMARY in files and "config.toml" not in files):
             yield Path(place)
             folders.clear()
         folders[:] = sorted(name for name in folders if name[0] != "." and name != STATES)
@@ -112,7 +112,8 @@ def _results(out: Path, known: Known) -> Iterator[Entry]:
             name = (within / Path(state.slide).name).as_posix()
             told = f"{state.problem} {state.hint}".strip() if state.status == "failed" else ""
             status = "cut short" if state.status == "done" else state.status
-            yield Entry(name, _slide(out, state.slide, name, known), None, None, status, told)
+            slide = _slide(out, state.slide, name, known)
+            yield Entry(name, slide, None, None, status, told, batch=out)
 
 
 def _result(out: Path, folder: Path, state: State | None, known: Known) -> Entry:
@@ -124,8 +125,8 @@ def _result(out: Path, folder: Path, state: State | None, known: Known) -> Entry
         status, problem = "cut short", str(error)
     whole = {path.name for path in folder.iterdir()} >= _RESULT_FILES
     if not whole or (state is not None and state.status == "done" and not state.is_whole(folder)):
-        status = "cut short"
-        problem = f"{folder} is not whole. Segment the slide again with --resume."
+        not_whole = f"{folder} is not whole. Segment the slide again with --resume."
+        status, problem = "cut short", (whole and problem) or not_whole
     name = summary.slide if summary is not None else folder.name
     given = name if state is None else state.slide
     slide = _slide(out, given, name, known)
@@ -148,11 +149,13 @@ def _slide(out: Path, given: str, name: str, known: Known) -> Path | None:
 
 
 def _named_apart(entries: Iterable[Entry]) -> list[Entry]:
-    """Give entries that share a name the path of their slide or result."""
+    """Give entries that share a name the path of their slide, result or batch."""
     entries = list(entries)
     count = Counter(entry.name for entry in entries)
     return [
-        replace(entry, name=str(entry.result or entry.slide)) if count[entry.name] > 1 else entry
+        replace(entry, name=str(entry.result or entry.slide or entry.batch / entry.name))
+        if count[entry.name] > 1
+        else entry
         for entry in entries
     ]
 

@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame
 from pathoseg.outputs.report import Summary
 from pathoseg.viewer.drawing import DIFFERENCES, Style
-from pathoseg.viewer.feature_index import FeatureIndex
+from pathoseg.viewer.feature_index import MOST_BYTES, FeatureIndex, NotFoundError, Turns
 from pathoseg.viewer.slide_view import FILES, TILE, Entry, Handles, SlideView
 
 LAYERS = ("slide", "prediction", "truth", "difference", "probability")
+DRAWN_OVER = ("truth", "difference")  # the layers for which annotations have to be read
 _CACHE_BYTES = 128 << 20
+_MOST_OPEN = 16  # slides whose headers and annotations are held
 _PATIENCE = 0.3  # seconds that an answer waits for a table
 _TABLES: Mapping[str, tuple[str, ...]] = {"regions": FILES.regions, "objects": FILES.objects}
 
@@ -59,8 +62,8 @@ class Gallery:
         folder: Exists; for the databases of tables.
         readers: Threads that read slides at a time.
         assume_mpp: Microns per pixel of slides that state none.
-        options: How annotations are understood.
-        tell: Told what goes wrong, once.
+        options: Options for reading annotations.
+        tell: Called once with each problem.
     """
 
     def __init__(
@@ -73,13 +76,16 @@ class Gallery:
         tell: Callable[[str], None] | None = None,
     ) -> None:
         self.readers = readers
+        self._tell = tell
         self.cache = TileCache()
         self._handles = Handles(readers)
         self._views = [
             SlideView(entry, self._handles, assume_mpp, options, tell) for entry in entries
         ]
+        self._open = OrderedDict[int, SlideView]()  # the one used last at the end
         self._folder = folder
-        self._indexes: dict[tuple[int, str], FeatureIndex] = {}
+        self._indexes = OrderedDict[tuple[int, str], FeatureIndex]()  # the one used last at the end
+        self._turns, self._numbers = Turns(), count()
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -90,15 +96,27 @@ class Gallery:
             view.close()
         self._handles.close()
 
+    def tell(self, problem: str) -> None:
+        """Pass a problem that belongs to no slide to the terminal."""
+        if self._tell is not None:
+            self._tell(problem)
+
     def view(self, slide: int) -> SlideView:
-        """Return a slide by its number.
+        """Return a slide by its number; the one that nobody asked for the longest is closed.
 
         Raises:
-            LookupError: There is none.
+            NotFoundError: There is none.
         """
         if not 0 <= slide < len(self._views):
-            raise LookupError("no such slide")
-        return self._views[slide]
+            raise NotFoundError("no such slide")
+        view = self._views[slide]
+        with self._lock:
+            self._open[slide] = view
+            self._open.move_to_end(slide)
+            surplus = [self._open.popitem(last=False)[1]] if len(self._open) > _MOST_OPEN else []
+        for old in surplus:
+            old.close()
+        return view
 
     def overview(self) -> list[dict[str, Any]]:
         """Return what is known of all slides without opening their files."""
@@ -108,7 +126,7 @@ class Gallery:
         """Return the extent, the classes and the layers of a slide.
 
         Raises:
-            LookupError: There is no such slide.
+            NotFoundError: There is no such slide.
             PathosegError: Neither it nor its mask can be opened.
         """
         view = self.view(slide)
@@ -124,7 +142,6 @@ class Gallery:
             "tile": TILE,
             "halvings": max(0, math.ceil(math.log2(longest / TILE))),
             "slide": None if opened.slide is None else opened.slide.path.name,
-            "has_level0": opened.has_level0,
             "classes": _classes(opened.classes.names, opened.classes.colours, entry.summary),
             "prediction": opened.mask is not None,
             "truth": has_truth,
@@ -138,25 +155,24 @@ class Gallery:
         }
 
     def status(self, slide: int) -> dict[str, Any]:
-        """Return what changes while a slide is shown: problems so far, and how far its tables are.
+        """Return the problems met so far with a slide and its tables.
 
         Raises:
-            LookupError: There is no such slide.
+            NotFoundError: There is no such slide.
         """
         view = self.view(slide)
         with self._lock:
-            indexes = {kind: index for (n, kind), index in self._indexes.items() if n == slide}
-        for index in indexes.values():
-            if index.progress.problem:
+            indexes = [index for (number, _), index in self._indexes.items() if number == slide]
+        for index in indexes:
+            if index.progress.done and index.progress.problem:
                 view.tell(index.progress.problem)
-        tables = {kind: asdict(index.progress) for kind, index in indexes.items()}
-        return {"problems": view.problems, "tables": tables}
+        return {"problems": view.problems}
 
     def truth(self, slide: int) -> dict[str, Any]:
         """Return the classes with those that were only drawn, once the annotations are read.
 
         Raises:
-            LookupError: There is no such slide.
+            NotFoundError: There is no such slide.
             PathosegError: The annotations cannot be read.
         """
         view = self.view(slide)
@@ -177,34 +193,37 @@ class Gallery:
         Args:
             slide: Its number.
             layer: One of `LAYERS`.
-            place: How often level 0 is halved, column, row.
+            place: (halvings of level 0, column, row).
             shown: Class indices that are drawn, 255 among them for what is unread.
-            style: How.
-            channel: Of the probabilities.
+            style: Filled or outlines.
+            channel: Index of the probability channel.
 
         Raises:
-            LookupError: There is no such slide, layer or tile.
+            NotFoundError: There is no such slide, layer or tile.
             PathosegError: A file cannot be read.
         """
         view = self.view(slide)
         halvings, column, row = place
         box = view.tile_box(halvings, column, row) if 0 <= halvings < 32 else None
         if layer not in LAYERS or box is None:
-            raise LookupError("no such tile")
+            raise NotFoundError("no such tile")
         key = (slide, layer, place, shown, style, channel)
         frame = view.frame(halvings)
-        return self.cache.get(key, lambda: _drawn(view, layer, frame, box, shown, style, channel))
+        with self._turns.picture():
+            return self.cache.get(
+                key, lambda: _drawn(view, layer, frame, box, shown, style, channel)
+            )
 
     def thumbnail(self, slide: int, layer: str) -> bytes:
         """Return a small picture of a whole slide, or of its prediction in all classes.
 
         Raises:
-            LookupError: There is no such slide or layer.
+            NotFoundError: There is no such slide or layer.
             PathosegError: A file cannot be read.
         """
         view = self.view(slide)
         if layer not in ("slide", "prediction"):
-            raise LookupError("no such layer")
+            raise NotFoundError("no such layer")
         frame = view.thumbnail_frame()
         box = Box(0, 0, frame.size.width, frame.size.height)
         shown = tuple(range(1, 256))
@@ -216,19 +235,29 @@ class Gallery:
         """Return the table of a slide's regions or objects, begun if it was not.
 
         Raises:
-            LookupError: There is no such slide or table.
+            NotFoundError: There is no such slide or table.
             PathosegError: Neither the slide nor its mask can be opened.
         """
         view = self.view(slide)
-        path = view.file_of(_TABLES[kind])
+        path = view.file_of(_TABLES.get(kind, ()))
         if path is None or not view.opened.has_level0:
-            raise LookupError("no such table")
+            raise NotFoundError("no such table")
         mpp = view.opened.mpp
+        key = slide, kind
+        surplus = list[FeatureIndex]()
         with self._lock:
-            if (slide, kind) not in self._indexes:
-                database = self._folder / f"{slide}-{kind}.sqlite"
-                self._indexes[slide, kind] = FeatureIndex(path, database, mpp.x * mpp.y)
-            return self._indexes[slide, kind]
+            if key not in self._indexes:
+                while sum(index.size for index in self._indexes.values()) > MOST_BYTES:
+                    surplus.append(self._indexes.popitem(last=False)[1])
+                database = self._folder / f"{next(self._numbers)}.sqlite"
+                area = mpp.x * mpp.y
+                self._indexes[key] = FeatureIndex(path, database, area, self._turns)
+            self._indexes.move_to_end(key)
+            index = self._indexes[key]
+        index.hurry()
+        for old in surplus:
+            old.remove()
+        return index
 
     def at(self, slide: int, x: float, y: float) -> dict[str, Any] | None:
         """Return the object that holds a point of level 0, or else the region, or None.
@@ -236,7 +265,7 @@ class Gallery:
         While a file is being read the answer is how far, as `reading`.
 
         Raises:
-            LookupError: There is no such slide.
+            NotFoundError: There is no such slide.
             PathosegError: Neither the slide nor its mask can be opened.
         """
         view = self.view(slide)
@@ -260,17 +289,27 @@ class Gallery:
             asked: `sort`, `order`, `class`, `page`, see `FeatureIndex.page`.
 
         Raises:
-            LookupError: There is no such slide or table.
-            ValueError: There is no such column or page.
+            NotFoundError: There is no such slide or table.
             PathosegError: Neither the slide nor its mask can be opened.
         """
         index = self.index(slide, kind)
         if not index.wait(_PATIENCE):
             return {"reading": index.progress.read}
+        try:
+            page = int(asked.get("page", 0))
+        except ValueError as error:
+            raise NotFoundError("no such page") from error
         descending = asked.get("order", "desc") == "desc"
-        return index.page(
-            asked.get("sort", "area"), descending, asked.get("class"), int(asked.get("page", 0))
-        )
+        return index.page(asked.get("sort", "area"), descending, asked.get("class"), page)
+
+    def feature(self, slide: int, kind: str, number: int) -> dict[str, Any]:
+        """Return a feature by its number in a table.
+
+        Raises:
+            NotFoundError: There is no such slide, table or feature, or it is not read yet.
+            PathosegError: Neither the slide nor its mask can be opened.
+        """
+        return self.index(slide, kind).feature(number)
 
 
 def _drawn(

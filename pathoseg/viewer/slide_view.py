@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from threading import Lock
@@ -23,6 +24,7 @@ from pathoseg.geometry import Box, Frame, Mpp, Size
 from pathoseg.outputs.mask_reader import MaskReader
 from pathoseg.outputs.overlay import thumbnail_frame
 from pathoseg.outputs.report import Summary
+from pathoseg.slides.image_reader import is_image
 from pathoseg.slides.region import Region, read_region
 from pathoseg.slides.slide import Slide, open_slide
 from pathoseg.tiles.slide_pool import SlidePool
@@ -34,6 +36,7 @@ TILE = 512
 THUMBNAIL = 320
 _FEATURES_FOR_COLOURS = 5_000
 _MOST_PROBLEMS = 20
+_MOST_KNOWN = 64  # headers of slides that may have to be opened once more: more than threads read
 _UNKNOWN_MPP = Mpp(1.0, 1.0)
 # Colours of classes for which no file has one.
 _COLOURS: tuple[Colour, ...] = (
@@ -52,8 +55,9 @@ class Entry:
         result: The folder of its result, if there is one.
         annotation: Its annotation file, if there is one.
         status: "done", "begun", "failed" or "cut short" for a result, "" for none.
-        problem: What is wrong with it, and what mends it; empty where nothing is.
+        problem: The problem and a hint; empty if none.
         summary: The figures of its result.
+        batch: The folder of the batch that began it, if it has no result.
     """
 
     name: str
@@ -63,6 +67,7 @@ class Entry:
     status: str = ""
     problem: str = ""
     summary: Summary | None = None
+    batch: Path = Path()
 
 
 @dataclass(frozen=True)
@@ -87,10 +92,21 @@ class Handles:
     """
 
     def __init__(self, readers: int) -> None:
-        self._known: dict[Path, Slide] = {}
+        self._known = OrderedDict[Path, Slide]()  # the one used last at the end
         self._pyramids = SlidePool(self._opened, idle=4 * readers)
         self._pictures = SlidePool(self._opened, idle=1)
-        self._one_picture = Lock()
+        self._one_picture, self._lock = Lock(), Lock()
+
+    def header(self, path: Path, assume_mpp: float | None) -> Slide:
+        """Open a slide and close its file; what is returned has the header for `borrow`.
+
+        Raises:
+            PathosegError: It cannot be opened.
+        """
+        with self._one_picture if _is_picture(path) else nullcontext():
+            slide = open_slide(path, assume_mpp)
+            slide.close()
+        return slide
 
     def _opened(self, path: Path) -> Slide:
         return copy.copy(self._known[path])  # opens the file anew, without its header
@@ -102,7 +118,11 @@ class Handles:
         Raises:
             PathosegError: Its file can no longer be opened.
         """
-        self._known[slide.path] = slide
+        with self._lock:
+            self._known[slide.path] = slide
+            self._known.move_to_end(slide.path)
+            if len(self._known) > _MOST_KNOWN:
+                self._known.popitem(last=False)
         if slide.vendor != "image":
             with self._pyramids.borrow(slide.path) as lent:
                 yield lent
@@ -116,14 +136,23 @@ class Handles:
         self._pictures.close()
 
 
+def _is_picture(path: Path) -> bool:
+    """Return True if a file is decoded whole when it is opened."""
+    try:
+        with path.open("rb") as file:
+            return is_image(file.read(16))
+    except OSError:
+        return False
+
+
 @dataclass(frozen=True)
 class Channel:
     """A channel of a probability file.
 
     Attributes:
-        name: As the page shows it.
+        name: The display name.
         file: The open file.
-        number: Of the channel in it.
+        number: Index of the channel in the file.
     """
 
     name: str
@@ -133,7 +162,9 @@ class Channel:
 
 @dataclass
 class _Opened:
-    """The headers of an entry's files.
+    """The headers of an entry's files, and its annotations once they are read.
+
+    No thread closes them: the mask and the probabilities are closed with the last reference.
 
     Attributes:
         slide: None where it cannot be opened.
@@ -144,6 +175,8 @@ class _Opened:
         classes: Names and colours of what is predicted.
         channels: Probabilities.
         has_level0: False where pixels of the mask stand for level 0.
+        truth: The annotations and the classes with theirs, or why they cannot be read.
+        reading: Held while the annotations are read.
     """
 
     slide: Slide | None
@@ -154,6 +187,8 @@ class _Opened:
     classes: ClassTable
     channels: list[Channel]
     has_level0: bool = True
+    truth: tuple[Labels, ClassTable] | PathosegError | None = None
+    reading: Lock = field(default_factory=Lock)
 
 
 class SlideView:
@@ -163,8 +198,8 @@ class SlideView:
         entry: Its files.
         handles: Lends the slide.
         assume_mpp: Microns per pixel where the file states none.
-        options: How annotations are understood.
-        tell: Told what goes wrong, each problem once.
+        options: Options for reading annotations.
+        tell: Called once with each problem.
     """
 
     def __init__(
@@ -179,9 +214,8 @@ class SlideView:
         self._handles = handles
         self._assume_mpp = assume_mpp
         self._options = options or AnnotationOptions()
-        self._lock, self._truth_lock = Lock(), Lock()
+        self._lock = Lock()
         self._headers: _Opened | None = None
-        self._truth: tuple[Labels, ClassTable] | None = None
         self._tell = tell
         self._problems = list[str]()
 
@@ -199,13 +233,9 @@ class SlideView:
             self._tell(problem)
 
     def close(self) -> None:
-        """Close its mask and probabilities."""
+        """Drop its headers and annotations; readers under way keep theirs."""
         with self._lock:
-            opened = self._headers
-        if opened is not None:
-            files = {channel.file for channel in opened.channels}
-            for file in (*files, *([opened.mask] if opened.mask is not None else [])):
-                file.close()
+            self._headers = None
 
     @property
     def opened(self) -> _Opened:
@@ -225,7 +255,7 @@ class SlideView:
         refused: PathosegError | None = None
         if self.entry.slide is not None:
             try:
-                slide = open_slide(self.entry.slide, self._assume_mpp)
+                slide = self._handles.header(self.entry.slide, self._assume_mpp)
             except PathosegError as error:
                 refused = error
                 problems.append(str(error))
@@ -322,13 +352,20 @@ class SlideView:
         Raises:
             PathosegError: There are none, they cannot be read, or have too many classes.
         """
-        with self._truth_lock:
-            if self._truth is None:
-                self._truth = self._read_truth()
-            return self._truth
+        opened = self.opened
+        with opened.reading:
+            if opened.truth is None:
+                try:
+                    opened.truth = self._read_truth(opened)
+                except PathosegError as error:
+                    self.tell(str(error))
+                    opened.truth = error
+        if isinstance(opened.truth, PathosegError):
+            raise PathosegError(opened.truth.problem, opened.truth.hint)
+        return opened.truth
 
-    def _read_truth(self) -> tuple[Labels, ClassTable]:
-        opened, path = self.opened, self.entry.annotation
+    def _read_truth(self, opened: _Opened) -> tuple[Labels, ClassTable]:
+        path = self.entry.annotation
         if path is None or opened.slide is None:
             raise PathosegError(
                 f"{self.entry.name} has no annotations.", "Name their folder with --annotations."
@@ -391,7 +428,8 @@ class SlideView:
         Raises:
             PathosegError: There is no mask, or it is damaged.
         """
-        return self._drawn(self._predicted(frame, _wider(box)), box, shown, style)
+        found = drawing.shown(self._predicted(frame, _wider(box)), box, shown, style)
+        return drawing.png(found, drawing.class_palette(self.opened.classes.colours))
 
     def annotated(self, frame: Frame, box: Box, shown: Collection[int], style: Style) -> bytes:
         """Return the annotated classes as PNG; what is not known is left clear.
@@ -401,7 +439,8 @@ class SlideView:
         """
         labels, classes = self.truth()
         mask = labels.rasterise(_wider(box), frame, classes)
-        return self._drawn(mask, box, set(shown) - {IGNORE}, style)
+        found = drawing.shown(mask, box, set(shown) - {IGNORE}, style)
+        return drawing.png(found, drawing.class_palette(classes.colours))
 
     def difference(self, frame: Frame, box: Box, shown: Collection[int]) -> bytes:
         """Return where prediction and annotations differ as PNG.
@@ -433,15 +472,6 @@ class SlideView:
         if opened.mask is None or opened.mask_frame is None:
             raise PathosegError(f"{self.entry.name} has no mask.", "Segment it first.")
         return drawing.sampled(opened.mask, opened.mask_frame, frame, box)
-
-    def _drawn(
-        self, mask: NDArray[np.uint8], box: Box, shown: Collection[int], style: Style
-    ) -> bytes:
-        colours = self.opened.classes.colours
-        if self._truth is not None:
-            colours = self._truth[1].colours
-        found = drawing.shown(mask, box, shown, style)
-        return drawing.png(found, drawing.class_palette(colours))
 
 
 def _frame_of(mask: MaskReader, size: Size, mpp: Mpp) -> Frame:

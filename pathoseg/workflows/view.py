@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import secrets
 import socket
 import sys
 import tempfile
+import threading
+import time
 import webbrowser
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -21,7 +22,7 @@ from pathoseg.errors import PathosegError, StoppedError
 from pathoseg.platform_support import cores_to_use, follow_pointer, signals_held
 from pathoseg.progress import say
 from pathoseg.training.run_folder import CONFIG, RUNS, SPLITS
-from pathoseg.viewer.app import library_is_installed, make_app
+from pathoseg.viewer.app import is_loopback, library_is_installed, make_app
 from pathoseg.viewer.finding import find_entries
 from pathoseg.viewer.gallery import Gallery
 
@@ -44,10 +45,10 @@ def view(
         paths: Slides, results, runs, and folders of them; none means `results/`, or else the newest
             finished run.
         host: An address of the loopback interface.
-        port: Where to listen; None takes 8765, or another where that is taken.
+        port: The port; None takes 8765, or a free one if that is taken.
         browser: Open the browser.
         config_file: TOML file, or None for the options of the run that is given, if one is.
-        flags: `data` is used: `slides` for where slides of results are looked for, `annotations`
+        flags: `data` is used: `slides` (folders to search for the slides of results), `annotations`
             and `assume_mpp`.
 
     Raises:
@@ -105,6 +106,8 @@ def _configured(
             shown.append(path)
             continue
         run = load_config(path / CONFIG, None, UNNUMBERED)
+        if not run.data.slide_folders:
+            raise PathosegError(f"The run {path} names no slides.", "Name the slides to show.")
         shown += run.data.slide_folders
         if config_file is None:
             config = load_config(path / CONFIG, flags, UNNUMBERED)
@@ -117,11 +120,7 @@ def _listening(host: str, port: int | None) -> socket.socket:
     Raises:
         PathosegError: The address is another one, or taken.
     """
-    try:
-        is_own = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_own = False
-    if not is_own:
+    if not is_loopback(host):
         raise PathosegError(
             f"The viewer does not listen at {host}: slides are shown on this machine alone.",
             "Leave --host out. From another machine: ssh -L 8765:localhost:8765 THIS_MACHINE, then "
@@ -135,13 +134,15 @@ def _listening(host: str, port: int | None) -> socket.socket:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind((host, number))
+            listening.listen()
         except (OSError, OverflowError) as error:
             listening.close()
             refused = error
         else:
             return listening
+    asked = f"Port {_PORT if port is None else port}"
     raise PathosegError(
-        f"Port {port} of {host} cannot be used ({getattr(refused, 'strerror', None) or refused}).",
+        f"{asked} of {host} cannot be used ({getattr(refused, 'strerror', None) or refused}).",
         "Choose another --port, or leave it out.",
     )
 
@@ -153,7 +154,7 @@ def _serve(gallery: Gallery, listening: socket.socket, host: str, browser: bool)
     address = f"http://{shown_host}:{port}/?token="
     server = uvicorn.Server(
         uvicorn.Config(
-            make_app(gallery, token, port, once),
+            make_app(gallery, token, once),
             log_level="critical",
             access_log=False,
             server_header=False,
@@ -162,24 +163,29 @@ def _serve(gallery: Gallery, listening: socket.socket, host: str, browser: bool)
             timeout_graceful_shutdown=_SECONDS_TO_FINISH,
         )
     )
-    listening.listen()
     print(f"{address}{token}", flush=True)
     say("Open this address in a browser on this machine; Ctrl-C ends the viewer.")
-    if browser and not _open_browser(address + once):
-        say("No browser is at hand here: copy the address, or from another machine first run")
-        say(f"ssh -L {port}:localhost:{port} THIS_MACHINE")
+    if browser:
+        # A browser may stay in front until it is closed: the server does not wait for it.
+        arguments = server, address + once, port
+        threading.Thread(target=_open_browser, args=arguments, daemon=True).start()
     with signals_held() as came:
         server.run(sockets=[listening])  # ends at a signal, and raises it again
     if came:
         raise StoppedError(came[0], "The viewer's address no longer answers.")
 
 
-def _open_browser(address: str) -> bool:
-    """Open a browser with a window; one for terminals would take this one."""
+def _open_browser(server: uvicorn.Server, address: str, port: int) -> None:
+    """Open a browser with a window once the server answers; one for terminals would take this."""
+    while not server.started:
+        time.sleep(0.05)
     has_display = sys.platform in ("win32", "darwin") or any(
         os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY")
     )
     try:
-        return has_display and webbrowser.open(address)
+        opened = has_display and webbrowser.open(address)
     except (webbrowser.Error, OSError):
-        return False
+        opened = False
+    if not opened:
+        say("No browser is at hand here: copy the address, or from another machine first run")
+        say(f"ssh -L {port}:localhost:{port} THIS_MACHINE")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+import itertools
+from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,3 +96,47 @@ def test_what_is_cut_short_is_one_error(mask: Path, tmp_path: Path, keep: int) -
     with pytest.raises(PathosegError) as refused:
         read_all()
     assert str(path) in refused.value.problem
+
+
+def test_no_other_file_is_opened(tmp_path: Path) -> None:
+    """OME-XML may say that pixels are in another file, of any path."""
+    other, path = tmp_path / "secret.tif", tmp_path / "results" / "mask.ome.tiff"
+    path.parent.mkdir()
+    tifffile.imwrite(other, np.full((512, 512), 7, np.uint8), tile=(256, 256))
+    xml = (
+        '<OME xmlns="http://www.openmicroscopy.org/Schemas/OME/2016-06" UUID="urn:uuid:1">'
+        '<Image ID="Image:0"><Pixels ID="Pixels:0" DimensionOrder="XYZCT" Type="uint8" SizeX="512" '
+        'SizeY="512" SizeZ="1" SizeC="1" SizeT="1"><Channel ID="Channel:0:0" SamplesPerPixel="1"/>'
+        '<TiffData IFD="0" FirstC="0" FirstT="0" FirstZ="0" PlaneCount="1">'
+        '<UUID FileName="../secret.tif">urn:uuid:2</UUID></TiffData></Pixels></Image></OME>'
+    )
+    values = np.full((512, 512), 1, np.uint8)
+    tifffile.imwrite(path, values, tile=(256, 256), description=xml, metadata=None)
+    opened = list[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        read = tifffile.TiffFile.__init__
+
+        def recorded(tiff: tifffile.TiffFile, file: object, *options: Any, **more: Any) -> None:
+            opened.append(str(file))
+            read(tiff, file, *options, **more)
+
+        patch.setattr(tifffile.TiffFile, "__init__", recorded)
+        with suppress(PathosegError), closing(MaskReader(path)) as reader:
+            assert reader.read(0, Box(0, 0, 1, 1))[0, 0] == 1
+    assert opened == [str(path)]
+
+
+@pytest.mark.parametrize("sides", [[(9000, 9000)], [(9000, 9000), (900, 900)]])
+def test_what_would_be_read_whole_for_a_small_picture_is_refused(
+    tmp_path: Path, sides: list[tuple[int, int]]
+) -> None:
+    path = tmp_path / "mask.ome.tiff"
+    with tifffile.TiffWriter(path, ome=True) as tiff:
+        for number, (height, width) in enumerate(sides):
+            tiff.write(
+                itertools.repeat(np.zeros((1024, 1024), np.uint8), (-(-width // 1024)) ** 2),
+                shape=(height, width), dtype=np.uint8, tile=(1024, 1024), compression="zlib",
+                subifds=0 if number else len(sides) - 1, subfiletype=min(number, 1),
+            )  # fmt: skip
+    with pytest.raises(PathosegError, match="pyramid"):
+        MaskReader(path)

@@ -155,7 +155,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         gallery = Gallery(entries, databases, readers=2, tell=told.append)
         galleries.append(gallery)
         client = TestClient(
-            make_app(gallery, TOKEN, PORT),
+            make_app(gallery, TOKEN),
             base_url=f"http://127.0.0.1:{PORT}",
             headers={"Authorization": f"Bearer {TOKEN}"},
         )

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import io
+import os
+import re
+import shutil
+import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import tifffile
 from hypothesis import given, settings
@@ -17,8 +25,11 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 from pathoseg.geometry import Box, Frame
+from pathoseg.slides.image_reader import ImageSlide
 from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide
+from pathoseg.viewer import gallery as gallery_module
+from pathoseg.viewer import slide_view
 from pathoseg.viewer.app import make_app
 from pathoseg.viewer.drawing import GREY, differences, hatched
 from pathoseg.viewer.gallery import Gallery, TileCache
@@ -76,24 +87,35 @@ def stranger(place: Place, served: Served) -> TestClient:
 @pytest.mark.parametrize("path", ["/", "/static/viewer.js", "/api/slides", "/?token=wrong", "/x"])
 def test_without_the_token_nothing_is_answered(stranger: TestClient, path: str) -> None:
     assert stranger.get(path).status_code == 403
-    cookie = {"Cookie": f"pathoseg-{PORT}=wrong"}
+    cookie = {"Cookie": "pathoseg=wrong"}
     assert stranger.get(path, headers=cookie).status_code == 403
     assert stranger.get(path, headers={"Authorization": "Bearer wrong"}).status_code == 403
 
 
-def test_the_token_becomes_a_cookie_and_leaves_the_address(stranger: TestClient) -> None:
+def test_the_token_becomes_a_cookie_of_a_secret_path(stranger: TestClient) -> None:
     answer = stranger.get(f"/?token={TOKEN}")
-    assert (answer.status_code, answer.headers["location"]) == (303, "/")
-    assert "httponly" in answer.headers["set-cookie"].lower()
-    page = stranger.get("/")
-    assert page.status_code == 200
-    assert "frame-ancestors 'none'" in page.headers["content-security-policy"]
-    assert page.headers["cache-control"] == "no-store"
-    assert stranger.get("/api/slides").status_code == 200
+    page = answer.headers["location"]
+    assert answer.status_code == 303
+    assert re.fullmatch(r"/[\w-]{20,}/", page)
+    assert TOKEN not in page
+    cookie = answer.headers["set-cookie"]
+    # Other ports of this host are asked for other paths: they do not get it.
+    assert re.search(rf"; path={page}(;|$)", cookie, re.IGNORECASE)
+    assert "httponly" in cookie.lower()
+    answer = stranger.get(page)
+    assert answer.status_code == 200
+    assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
+    assert answer.headers["cache-control"] == "no-store"
+    assert stranger.get(f"{page}api/slides").status_code == 200
+    assert stranger.get(f"{page}static/viewer.js").status_code == 200
+    for path in ("/", "/api/slides", f"{page[:-2]}/api/slides"):
+        assert stranger.get(path, headers={"Cookie": cookie.partition(";")[0]}).status_code == 403
+    other = make_app(Gallery([], Path(), 1), TOKEN)
+    assert TestClient(other, stranger.base_url).get(page).status_code == 403
 
 
 def test_the_token_on_the_browsers_command_line_opens_once(tmp_path: Path) -> None:
-    app = make_app(Gallery([], tmp_path, 1), TOKEN, PORT, "once")
+    app = make_app(Gallery([], tmp_path, 1), TOKEN, "once")
     answers = [
         TestClient(app, f"http://localhost:{PORT}", follow_redirects=False).get("/?token=once")
         for _ in range(2)
@@ -125,7 +147,6 @@ def test_other_pages_and_names_are_refused(
 @pytest.mark.parametrize(
     "path",
     [
-        "/static/../app.py",
         "/static/..%2fapp.py",
         "/static/%2e%2e/app.py",
         "/static//etc/passwd",
@@ -148,6 +169,30 @@ def test_other_pages_and_names_are_refused(
 )
 def test_nothing_but_what_was_given_is_served(client: TestClient, path: str) -> None:
     assert client.get(path).status_code == 404
+
+
+async def _ask(app: Any, path: str, query: str = "") -> tuple[int, bytes]:
+    """Ask an application as it is written, past what clients make of an address."""
+    scope = {
+        "type": "http", "method": "GET", "path": path, "raw_path": path.encode(),
+        "query_string": query.encode(),
+        "headers": [(b"host", b"127.0.0.1"), (b"authorization", f"Bearer {TOKEN}".encode())],
+    }  # fmt: skip
+    asked, sent = iter([{"type": "http.request", "body": b""}]), list[dict[str, Any]]()
+
+    async def receive() -> dict[str, Any]:
+        return next(asked, None) or await asyncio.Future()
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    await app(scope, receive, send)
+    return sent[0]["status"], b"".join(part.get("body", b"") for part in sent[1:])
+
+
+@pytest.mark.parametrize("path", ["/static/../app.py", "/static/..%2fapp.py", "//etc/passwd"])
+def test_no_path_is_followed(client: TestClient, path: str) -> None:
+    assert asyncio.run(_ask(client.app, path))[0] == 404
 
 
 # --- pixels -------------------------------------------------------------------------------------
@@ -254,6 +299,37 @@ def test_the_cache_never_holds_more_than_its_bound(sizes: list[int], keys: list[
         assert cache.get(last, lambda: b"made anew") == made[last]
 
 
+def test_annotations_that_are_read_hold_up_no_tile(
+    place: Place, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_read, read, reads = threading.Event(), slide_view.read_labels, list[Path]()
+
+    def slow(path: Path, *arguments: Any) -> Any:
+        reads.append(path)
+        assert may_read.wait(30)
+        return read(path, *arguments)
+
+    monkeypatch.setattr(slide_view, "read_labels", slow)
+    app = served(place.folder / "results")[0].app
+
+    async def ask_all() -> list[int]:
+        truth = [
+            asyncio.create_task(_ask(app, f"/api/slides/1/tile/truth/0/{column}/0", "show=1"))
+            for column in range(3)
+        ]
+        try:
+            while not reads:
+                await asyncio.sleep(0.01)
+            status, _ = await asyncio.wait_for(_ask(app, "/api/slides/0/tile/slide/0/0/0"), 10)
+            assert not any(task.done() for task in truth)
+        finally:
+            may_read.set()
+        return [status, *[answer[0] for answer in await asyncio.gather(*truth)]]
+
+    assert asyncio.run(ask_all()) == [200] * 4
+    assert len(reads) == 1
+
+
 # --- tables -------------------------------------------------------------------------------------
 
 
@@ -277,6 +353,19 @@ def test_regions_are_sorted_counted_and_found(client: TestClient) -> None:
     number = hit(840, 430)["id"]
     assert client.get(f"/api/slides/0/table/regions/{number}").json()["class"] == "tumour"
     assert client.get("/api/slides/0/table/regions/77").status_code == 404
+
+
+def test_tables_together_have_a_bound(
+    place: Place, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gallery_module, "MOST_BYTES", 0)
+    client, gallery, _ = served(place.folder / "results")
+    first = _table(client, "/api/slides/0/table/regions")
+    before = gallery.index(0, "regions")
+    assert before.size > 0
+    assert _table(client, "/api/slides/1/table/regions")["total"] == 4
+    assert before.size == 0
+    assert _table(client, "/api/slides/0/table/regions") == first  # is read again
 
 
 # --- what is broken -----------------------------------------------------------------------------
@@ -314,7 +403,8 @@ def test_a_damaged_mask_is_told_and_the_slide_goes_on(own_place: Place, served: 
     again, _, _ = served(own_place.folder / "results")
     details = again.get("/api/slides/0").json()
     assert details["status"] == "cut short"
-    assert not details["prediction"] or details["problems"] == []
+    assert not details["prediction"]
+    assert [problem for problem in details["problems"] if str(path) in problem]
 
 
 def test_a_slide_that_fails_in_the_middle_is_hatched_and_told(
@@ -323,7 +413,7 @@ def test_a_slide_that_fails_in_the_middle_is_hatched_and_told(
     path = own_place.folder / "slides" / "b.svs"
     with tifffile.TiffFile(path) as tiff:
         offset, count = tiff.pages[0].dataoffsets[0], tiff.pages[0].databytecounts[0]
-    client, _, told = served(own_place.folder / "results")
+    client, gallery, told = served(own_place.folder / "results")
     assert client.get("/api/slides/1").status_code == 200
     with path.open("r+b") as file:
         file.seek(offset)
@@ -335,7 +425,74 @@ def test_a_slide_that_fails_in_the_middle_is_hatched_and_told(
     assert str(path) in told[0]
     path.unlink()
     assert client.get("/api/slides").status_code == 200
-    assert client.get("/api/slides/1/tile/slide/0/1/1").status_code in (200, 422)
+    # The handle that is open still reads. Where the file has to be opened anew, the mask is left.
+    assert client.get("/api/slides/1/tile/slide/0/1/1").status_code == 200
+    gallery.close()
+    assert _image(client.get("/api/slides/1/tile/slide/0/2/1").content, "RGB").min() > 250
+    assert len(told) == 2
+    assert client.get("/api/slides/1/status").json()["problems"] == told
+
+
+def test_annotations_that_cannot_be_read_are_told_and_read_once(
+    own_place: Place, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, read, reads = own_place.folder / "slides" / "b.geojson", slide_view.read_labels, [0]
+    path.write_text('{"type": "Feature"')
+
+    def counted(*arguments: Any) -> Any:
+        reads[0] += 1
+        return read(*arguments)
+
+    monkeypatch.setattr(slide_view, "read_labels", counted)
+    client, _, told = served(own_place.folder / "results")
+    for address in ("truth", "tile/truth/0/0/0?show=1", "tile/difference/0/0/0?show=1"):
+        answer = client.get(f"/api/slides/1/{address}")
+        assert answer.status_code == 422
+        assert str(path) in answer.json()["problem"]
+    assert reads == [1]
+    assert len(told) == 1
+    assert client.get("/api/slides/1/status").json()["problems"] == told
+
+
+def test_a_bug_is_answered_in_json_and_told(
+    place: Place, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, gallery, told = served(place.folder / "results")
+
+    def broken(slide: int) -> Any:
+        raise KeyError("what nobody thought of")
+
+    monkeypatch.setattr(gallery, "details", broken)
+    answer = TestClient(
+        client.app, client.base_url, headers=client.headers, raise_server_exceptions=False
+    ).get("/api/slides/0")
+    assert answer.status_code == 500
+    assert "what nobody thought of" in answer.json()["problem"]
+    assert told == [answer.json()["problem"]]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        f"regions?page={'9' * 30}", "regions?page=x", "regions?page=-1",
+        f"regions/{'9' * 30}", "objects/1", "elephants/1",
+    ],
+)  # fmt: skip
+def test_numbers_out_of_bounds_are_no_error_of_the_server(client: TestClient, path: str) -> None:
+    _table(client, "/api/slides/0/table/regions")
+    assert client.get(f"/api/slides/0/table/{path}").status_code == 404
+
+
+def test_a_mask_without_classes_is_shown_where_it_is_unread(
+    own_place: Place, served: Served
+) -> None:
+    path = own_place.folder / "results" / "a" / "mask.ome.tiff"
+    path.unlink()
+    tifffile.imwrite(path, own_place.mask, tile=(256, 256), ome=True)
+    client, _, _ = served(own_place.folder / "results")
+    tile = client.get("/api/slides/0/tile/prediction/1/1/1?show=255")
+    assert tile.status_code == 200
+    assert _image(tile.content, "RGBA")[..., 3].any()
 
 
 def test_a_file_that_is_no_slide_is_told(own_place: Place, served: Served) -> None:
@@ -347,3 +504,54 @@ def test_a_file_that_is_no_slide_is_told(own_place: Place, served: Served) -> No
     assert answer.status_code == 422
     assert str(path) in answer.json()["problem"]
     assert client.get("/api/slides/0").status_code == 200
+
+
+# --- what is held -------------------------------------------------------------------------------
+
+
+def test_few_files_stay_open_however_many_slides_are_seen(own_place: Place, served: Served) -> None:
+    out, result = own_place.folder / "many", own_place.folder / "results" / "b"
+    for number in range(40):  # one result, linked
+        shutil.copytree(result, out / str(number), copy_function=os.link)
+    client, gallery, _ = served(out, slides=[own_place.folder / "slides"])
+    process = psutil.Process()
+    before = process.num_fds()
+    for number in range(40):
+        assert client.get(f"/api/slides/{number}").json()["prediction"]
+        assert client.get(f"/api/slides/{number}/thumbnail/prediction").status_code == 200
+        assert client.get(f"/api/slides/{number}/tile/slide/1/0/0").status_code == 200
+    assert process.num_fds() - before < 30
+    gallery.close()
+    assert process.num_fds() <= before
+
+
+def test_pictures_that_were_seen_are_let_go(
+    tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side, decoded, decode = 600, list[weakref.ref[Any]](), ImageSlide._open
+
+    def recorded(slide: ImageSlide) -> Any:
+        image = decode(slide)
+        decoded.append(weakref.ref(image))
+        return image
+
+    monkeypatch.setattr(ImageSlide, "_open", recorded)
+    for number in range(5):
+        picture = Image.new("RGB", (side, side), (number, 0, 0))
+        picture.save(tmp_path / f"{number}.png", dpi=(50800, 50800))
+    client, _, _ = served(tmp_path)
+    for number in range(5):
+        assert client.get(f"/api/slides/{number}").json()["width"] == side
+        assert client.get(f"/api/slides/{number}/tile/slide/0/0/0").status_code == 200
+    gc.collect()
+    assert len(decoded) >= 5
+    assert sum(one() is not None for one in decoded) <= 1
+
+
+def test_who_reads_a_mask_goes_on_while_it_is_closed(place: Place, served: Served) -> None:
+    _, gallery, _ = served(place.folder / "results")
+    mask = gallery.view(0).opened.mask
+    assert mask is not None
+    gallery.view(0).close()
+    assert mask.read(0, Box(200, 150, 1, 1))[0, 0] == 1
+    assert gallery.view(0).opened.mask is not mask

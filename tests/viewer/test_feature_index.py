@@ -14,7 +14,8 @@ import shapely
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pathoseg.viewer.feature_index import FeatureIndex
+from pathoseg.errors import PathosegError
+from pathoseg.viewer.feature_index import FeatureIndex, NotFoundError, Turns
 
 Open = Callable[[Path], FeatureIndex]
 
@@ -89,7 +90,7 @@ def test_pages_classes_and_both_forms_of_measurements(index: Open, tmp_path: Pat
     assert found is not None
     assert found["measurements"] == {"Solidity": 0.5}
     for wrong in ("rings", "area; drop table feature"):
-        with pytest.raises(ValueError, match="column"):
+        with pytest.raises(NotFoundError):
             made.page(wrong, True, None, 0)
 
 
@@ -109,3 +110,66 @@ def test_a_file_that_is_gone_is_told(index: Open, tmp_path: Path) -> None:
     made = index(tmp_path / "none.geojson")
     assert "none.geojson" in made.progress.problem
     assert made.page("x", False, None, 0)["rows"] == []
+
+
+def test_an_index_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
+    path = tmp_path / "regions.geojson"
+    path.write_text(json.dumps([_feature(shapely.box(0, 0, 9, 9))]))
+    made = FeatureIndex(path, tmp_path / "none" / "0.sqlite", 0.25)
+    assert made.wait(20)
+    for ask in (lambda: made.page("x", False, None, 0), lambda: made.at(1, 1)):
+        with pytest.raises(PathosegError) as refused:
+            ask()
+        assert str(path) in refused.value.problem
+        assert "TMPDIR" in refused.value.hint
+
+
+def test_a_temporary_folder_of_any_name_holds_an_index(tmp_path: Path) -> None:
+    path, folder = tmp_path / "regions.geojson", tmp_path / "odd #1?50%41 name"
+    folder.mkdir()
+    path.write_text(json.dumps([_feature(shapely.box(0, 0, 9, 9))]))
+    made = FeatureIndex(path, folder / "0.sqlite", 0.25)
+    assert made.wait(20)
+    assert made.page("x", False, None, 0)["total"] == 1
+
+
+_WRONG = st.sampled_from(
+    [
+        "x", 7, None, [], {}, {"geometry": 5}, {"geometry": {"type": "Polygon", "coordinates": 5}},
+        _feature(shapely.box(0, 0, 9, 9), "\ud800"),
+        _feature(shapely.box(0, 0, 9, 9), measurements={"n": 10**400}),
+        {"geometry": {"type": "Polygon", "coordinates": [[["a", 0], [9, 0], [9, 9]]]}},
+        {"geometry": {"type": "Polygon", "coordinates": [[[1e60, 0], [9, 0], [9, 9]]]}},
+    ]
+)  # fmt: skip
+
+
+@given(entries=st.lists(st.none() | st.just(1) | _WRONG, max_size=12))
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_malformed_entry_loses_itself_alone(
+    entries: list[Any], index: Open, tmp_path: Path
+) -> None:
+    good = _feature(shapely.box(3, 3, 5, 5), "good")
+    wrong = [entry for entry in entries if entry != 1]
+    path = tmp_path / "objects.geojson"
+    path.write_text(json.dumps([good if entry == 1 else entry for entry in entries]))
+    made = index(path)
+    assert made.page("id", False, "good", 0)["total"] == len(entries) - len(wrong)
+    assert (f"{len(wrong)} entries of {path}" in made.progress.problem) == bool(wrong)
+
+
+def test_the_index_asked_for_last_is_read_first(tmp_path: Path) -> None:
+    large, small = tmp_path / "large.geojson", tmp_path / "small.geojson"
+    large.write_text(json.dumps([_feature(shapely.box(i, 0, i + 1, 1)) for i in range(5000)]))
+    small.write_text(json.dumps([_feature(shapely.box(0, 0, 1, 1))]))
+    turns = Turns()
+    with turns.picture():  # while pictures are drawn, each batch waits
+        first = FeatureIndex(large, tmp_path / "0.sqlite", 1.0, turns)
+        second = FeatureIndex(small, tmp_path / "1.sqlite", 1.0, turns)
+        assert second.wait(20)
+        assert not first.progress.done
+    assert first.wait(20)
+    assert first.page("id", False, None, 0)["total"] == 5000
+    for made in (first, second):
+        made.remove()
+    assert not [*tmp_path.glob("*.sqlite")]

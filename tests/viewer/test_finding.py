@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import shutil
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 from pathoseg.errors import PathosegError
 from pathoseg.inference.result_folder import State, state_file, write_state
 from pathoseg.viewer.finding import find_entries
-from tests.viewer.conftest import Place
+from tests.viewer.conftest import Place, Served
 
 
 def test_a_slide_and_its_result_are_one(place: Place) -> None:
@@ -44,6 +46,37 @@ def test_a_batch_that_is_under_way(own_place: Place) -> None:
     assert "--resume" in entries["a.svs"].problem
 
 
+@pytest.mark.parametrize(
+    ("file", "wrong"),
+    [
+        ("a/summary.json", {"tissue_mm2": math.nan}),
+        ("a/summary.json", {"unread_pixels": "x"}),
+        ("a/summary.json", {"slide": 5}),
+        ("a/summary.json", {"classes": {}}),
+        ("a/summary.json", {"mpp": {"x": 1.0, "y": -1.0}}),
+        ("a/summary.json", {"warnings": [1]}),
+        ("states/a.json", {"slide": 5}),
+        ("states/a.json", {"outputs": []}),
+        ("states/a.json", {"outputs": {"mask.ome.tiff": None}}),
+        ("states/a.json", {"seconds": 5}),
+    ],
+)
+def test_a_file_of_other_types_harms_its_slide_alone(
+    own_place: Place, served: Served, file: str, wrong: dict[str, object]
+) -> None:
+    out = own_place.folder / "results"
+    written = json.loads((out / file).read_text())
+    (out / file).write_text(json.dumps({**written, **wrong}))
+    answer = served(out)[0].get("/api/slides")
+    assert answer.status_code == 200
+    first, second = answer.json()
+    assert (first["name"] in ("a", "a.svs"), second["name"]) == (True, "b.svs")
+    assert second["status"] == "done"
+    if "summary" in file:
+        assert first["status"] == "cut short"
+        assert str(out / file) in first["problem"]
+
+
 def test_slides_that_moved_are_found_by_name(own_place: Place) -> None:
     moved = own_place.folder / "new" / "deeper"
     shutil.move(own_place.folder / "slides", moved)
@@ -63,6 +96,15 @@ def test_slides_of_one_name_are_told_apart(own_place: Place) -> None:
     entries = find_entries([own_place.folder / "results", own_place.folder / "again"])
     names = [entry.name for entry in entries]
     assert len(set(names)) == len(names) == 4
+
+
+def test_slides_that_two_batches_lost_are_told_apart(tmp_path: Path) -> None:
+    for batch in "ab":
+        out = tmp_path / batch
+        failed = State("gone.svs", "failed", "key", 1, "host", problem="It is bad.")
+        write_state(state_file(out, out / "gone"), failed)
+    entries = find_entries([tmp_path / "a", tmp_path / "b"])
+    assert [entry.name for entry in entries] == [str(tmp_path / name / "gone.svs") for name in "ab"]
 
 
 def test_what_holds_nothing_is_refused(tmp_path: Path) -> None:

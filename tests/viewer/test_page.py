@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import shutil
 import signal
+import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import uvicorn
 from numpy.typing import NDArray
 from PIL import Image
 from selenium.webdriver import Chrome, ChromeOptions, Keys
@@ -21,8 +24,9 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
-from pathoseg.viewer.app import library_is_installed
-from tests.viewer.conftest import CLASSES, PINK, Place
+from pathoseg.viewer.app import library_is_installed, make_app
+from pathoseg.viewer.gallery import Gallery
+from tests.viewer.conftest import CLASSES, PINK, TOKEN, Place, Served
 
 pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.process]
 
@@ -70,14 +74,16 @@ class Page:
 
     def settle(self) -> None:
         """Wait until everything that is asked for is drawn and nothing moves."""
+        for _ in range(3):  # what a key asked for begins in the next frame
+            self.browser.execute_async_script("requestAnimationFrame(arguments[0])")  # type: ignore[no-untyped-call]
         self.until(
             "osd && osd.isOpen() && !osd.isAnimating() && "
             "[...Array(osd.world.getItemCount()).keys()]"
             ".every((i) => osd.world.getItemAt(i).getFullyLoaded()) && "
             "[...layers.values()].every((one) => !one.wanted || "
-            "one.item && Math.abs(one.item.getOpacity() - one.wanted.opacity) < 1e-6)"
+            "one.item && Math.abs(one.item.getOpacity() - one.wanted.opacity) < 1e-6) && "
+            "osd.viewport.getContainerSize().x === at('view').clientWidth"
         )
-        time.sleep(0.15)  # a frame or two
 
     def press(self, *keys: str) -> None:
         ActionChains(self.browser).send_keys(*keys).perform()
@@ -107,6 +113,13 @@ class Page:
         found: NDArray[np.int64] = pixels[down + round(box[1]), across + round(box[0])]
         return found
 
+    def shows(self, x: float, y: float, expected: NDArray[Any] | tuple[int, ...]) -> None:
+        """Wait until a point of level 0 has a colour: what is loaded is drawn frames later."""
+        end = time.monotonic() + QUICK
+        # JPEG gives back a flat colour to 1, and the browser rounds once more.
+        while np.abs((got := self.colour(x, y)) - np.asarray(expected)).max() > 2:
+            assert time.monotonic() < end, (got, expected)
+
     def click(self, x: float, y: float) -> None:
         stage = self.element("#stage")
         across, down = self.screen(x, y)
@@ -121,9 +134,166 @@ def _blended(class_index: int, opacity: float) -> NDArray[np.float64]:
     return ground + opacity * (colour - ground)
 
 
-def _same(got: NDArray[np.int64], expected: NDArray[Any] | tuple[int, ...]) -> None:
-    # JPEG gives back a flat colour to 1, and the browser rounds once more.
-    assert np.abs(got - np.asarray(expected)).max() <= 2, (got, expected)
+class Gate:
+    """Holds up the tiles of one layer.
+
+    Args:
+        gallery: Their source.
+        layer: The layer.
+    """
+
+    def __init__(self, gallery: Gallery, layer: str) -> None:
+        self._open, make = threading.Event(), gallery.tile
+
+        def tile(slide: int, asked: str, *arguments: Any) -> bytes:
+            if asked == layer:
+                assert self._open.wait(QUICK)
+            return make(slide, asked, *arguments)
+
+        self.release()
+        gallery.tile = tile  # type: ignore[method-assign]
+
+    def hold(self) -> None:
+        self._open.clear()
+
+    def release(self) -> None:
+        self._open.set()
+
+
+@pytest.fixture(scope="module")
+def shown(
+    place: Place, served: Served, browser: Chrome, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Page, Gate]]:
+    """A page of a, b, c and d, which is no slide, and the gate of its predictions."""
+    bad = tmp_path_factory.mktemp("bad") / "d.svs"
+    bad.write_bytes(b"not a slide")
+    gallery = served(place.folder / "results", place.folder / "slides", bad)[1]
+    gate = Gate(gallery, "prediction")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        app = make_app(gallery, TOKEN)
+        server = uvicorn.Server(
+            uvicorn.Config(app, log_level="critical", lifespan="off", ws="none")
+        )
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        browser.get(f"http://127.0.0.1:{port}/?token={TOKEN}")
+        page = Page(browser)
+        page.until("slides.length > 0")
+        yield page, gate
+        gate.release()
+        server.should_exit = True
+        thread.join()
+
+
+def _open(page: Page, name: str) -> None:
+    page.run(f"told(showSlide(slides.findIndex((one) => one.name === '{name}')))")
+    page.until(f"slide && slide.name === '{name}'")
+    page.settle()
+
+
+def test_a_mask_that_is_switched_off_while_it_loads_is_gone(shown: tuple[Page, Gate]) -> None:
+    page, gate = shown
+    _open(page, "b.svs")
+    gate.hold()
+    page.press("1")
+    page.until("layers.get('prediction').item !== layers.get('prediction').shown")
+    page.press("h")
+    gate.release()
+    assert page.run("return osd.world.getItemCount()") == 1
+    page.shows(400, 300, PINK)
+    page.press("h", "1")
+    page.settle()
+    gate.hold()  # two quick changes: the second one is what stays
+    page.press("1")
+    page.until("layers.get('prediction').item !== layers.get('prediction').shown")
+    first = "osd.world.getItemAt(osd.world.getItemCount() - 1)"
+    page.run(f"window.before = {first}")
+    page.press("2")
+    page.until(f"{first} !== window.before")
+    gate.release()
+    page.settle()
+    page.until("osd.world.getItemCount() === 2")
+    page.shows(400, 300, PINK)
+    page.shows(840, 430, PINK)
+    page.press("1", "2", "t", "o", "o")  # a layer that is drawn anew stays below the next one
+    page.settle()
+    assert page.run(
+        "return osd.world.getIndexOfItem(layers.get('prediction').item)"
+        " < osd.world.getIndexOfItem(layers.get('truth').item)"
+    )
+    page.press("t")
+
+
+def test_an_outline_goes_with_its_slide(shown: tuple[Page, Gate]) -> None:
+    page, _ = shown
+    _open(page, "a.svs")
+    page.run("told(select({x: 840, y: 430}))")
+    page.until("!at('card').hidden")
+    _open(page, "b.svs")
+    assert page.run("return at('outline').getAttribute('d')") == ""
+    assert page.run("return at('card').hidden")
+
+
+def test_keys_on_a_slide(shown: tuple[Page, Gate]) -> None:
+    page, _ = shown
+    _open(page, "a.svs")
+    page.move(700, 500, 20)
+    page.press(Keys.ARROW_RIGHT)
+    page.until("level0().viewportToImageCoordinates(osd.viewport.getCenter()).x > 701")
+    page.press("?")
+    page.until("at('keys').open")
+    page.press(Keys.ESCAPE)
+    page.until("!at('keys').open")
+    page.press("2", "n")  # what is hidden stays hidden on the next slide
+    page.until("slide && slide.name === 'b.svs'")
+    page.settle()
+    page.shows(840, 430, PINK)
+    page.shows(400, 300, _blended(1, 0.5))
+    page.press("2")
+    page.browser.back()
+    page.until("slide && slide.name === 'a.svs'")
+    page.settle()
+    page.browser.back()
+    page.until("!slide || slide.name !== 'a.svs'")
+
+
+def test_keys_and_buttons_where_there_is_no_slide(shown: tuple[Page, Gate]) -> None:
+    page, _ = shown
+    _open(page, "b.svs")
+    page.browser.get_log("browser")  # type: ignore[no-untyped-call]
+    page.run("told(showSlide(slides.findIndex((one) => one.name === 'd.svs')))")
+    page.until("slide && slide.failed")
+    page.press(*"12oh[]0+-ctds")
+    assert not page.element("#magnification").is_displayed()
+    assert page.run("return location.hash") == "#d.svs"
+    assert page.run("return at('toast').hidden || at('toast').textContent") in (
+        *(True, "This is the last slide."),
+    )
+    page.press("p")
+    page.until("slide && slide.name === 'c.svs'")
+    page.settle()
+    page.run("at('filter').value = 'b'; filterGallery()")
+    page.press("g")
+    page.until("!slide && !at('gallery').hidden")
+    page.run("location.hash = '#%E0%A4,1,1,1'")
+    page.until("at('toast').textContent.includes('not among')")
+    page.run("at('filter').value = ''; filterGallery()")
+    errors = page.browser.get_log("browser")  # type: ignore[no-untyped-call]
+    assert not [one for one in errors if "422" not in one["message"]]
+
+
+def test_annotations_are_drawn_once_they_are_read(shown: tuple[Page, Gate]) -> None:
+    page, _ = shown
+    _open(page, "a.svs")
+    page.run("state.truth = true")
+    page.run("told(showSlide(slides.findIndex((one) => one.name === 'b.svs')))")
+    page.until("slide && slide.name === 'b.svs' && slide.truthRead")
+    page.settle()
+    page.until("layers.get('truth').item !== null")
+    page.run("slide.truthRead = false; drawLayers()")
+    assert page.run("return layers.get('truth').item") is None
+    page.run("state.truth = false")
 
 
 def test_what_a_pathologist_does(
@@ -141,7 +311,7 @@ def test_what_a_pathologist_does(
 
     browser.get(address)
     page.until("document.querySelectorAll('#cards img').length === 5")  # 3 slides, 2 masks
-    assert browser.current_url.endswith("/")  # without its token
+    assert browser.current_url.endswith("/")  # without its token, below a path that nobody knows
     page.until("[...document.images].every((one) => one.complete && one.naturalWidth > 0)")
     cards = page.element("#cards").text
     assert "b.svs" in cards
@@ -149,19 +319,19 @@ def test_what_a_pathologist_does(
 
     page.element("[data-name='b.svs']").click()
     page.settle()
-    _same(page.colour(1100, 150), PINK)
-    _same(page.colour(400, 300), _blended(1, 0.5))
-    _same(page.colour(840, 430), _blended(2, 0.5))
+    page.shows(1100, 150, PINK)
+    page.shows(400, 300, _blended(1, 0.5))
+    page.shows(840, 430, _blended(2, 0.5))
 
     page.press("1")  # a class off and on
-    _same(page.colour(400, 300), PINK)
-    _same(page.colour(840, 430), _blended(2, 0.5))
+    page.shows(400, 300, PINK)
+    page.shows(840, 430, _blended(2, 0.5))
     page.element("#class-1").click()
-    _same(page.colour(400, 300), _blended(1, 0.5))
+    page.shows(400, 300, _blended(1, 0.5))
     page.press("]", "]")
-    _same(page.colour(400, 300), _blended(1, 0.7))
+    page.shows(400, 300, _blended(1, 0.7))
     page.press("o")  # outlines leave the middle clear
-    _same(page.colour(400, 300), PINK)
+    page.shows(400, 300, PINK)
     page.press("o", "[", "[")
 
     page.move(1000, 250, 20)  # a pixel of the slide is one of the screen
@@ -169,8 +339,8 @@ def test_what_a_pathologist_does(
     assert page.run("return at('scale-line').offsetWidth * screenMicrons()") == pytest.approx(
         float(page.element("#scale-text").text.split()[0]), rel=0.03
     )
-    _same(page.colour(1300, 240), _blended(2, 0.5))
-    _same(page.colour(1100, 240), PINK)
+    page.shows(1300, 240, _blended(2, 0.5))
+    page.shows(1100, 240, PINK)
     place_linked = browser.current_url
     assert place_linked.endswith("#b.svs,1000,250,20")
 
@@ -186,15 +356,15 @@ def test_what_a_pathologist_does(
     assert not page.element("#card").is_displayed()
 
     page.press("d")  # a square of 300 to 700 across, 200 to 600 down is annotated as gland
-    _same(page.colour(320, 590), np.array(PINK) + 0.5 * (np.array([45, 110, 235]) - PINK))
-    _same(page.colour(250, 300), np.array(PINK) + 0.5 * (np.array([230, 60, 50]) - PINK))
-    _same(page.colour(690, 590), np.array(PINK) + 0.5 * (np.array([240, 170, 20]) - PINK))
-    _same(page.colour(400, 300), PINK)
+    page.shows(320, 590, np.array(PINK) + 0.5 * (np.array([45, 110, 235]) - PINK))
+    page.shows(250, 300, np.array(PINK) + 0.5 * (np.array([230, 60, 50]) - PINK))
+    page.shows(690, 590, np.array(PINK) + 0.5 * (np.array([240, 170, 20]) - PINK))
+    page.shows(400, 300, PINK)
     page.press("d", "s")
     page.run("state.swipeAt = 0.5; drawMarks()")
     page.move(500, 400, 5)
-    _same(page.colour(680, 560), _blended(1, 0.5))  # annotated, right of the line
-    _same(page.colour(320, 560), PINK)  # annotated, left of it
+    page.shows(680, 560, _blended(1, 0.5))  # annotated, right of the line
+    page.shows(320, 560, PINK)  # annotated, left of it
     page.press("s")
 
     page.element("#tabs button:nth-child(2)").click()
@@ -202,7 +372,7 @@ def test_what_a_pathologist_does(
     areas = [row.split()[1] for row in page.element("#table tbody").text.splitlines()]
     assert areas[:2] == ["37,385", "25,447"]
     page.element("#table tbody tr").click()
-    page.until("selected && Math.abs(level0().viewportToImageCoordinates("
+    page.until("!at('card').hidden && Math.abs(level0().viewportToImageCoordinates("
                "osd.viewport.getCenter(true)).x - 840) < 2")  # fmt: skip
 
     page.press("n")

@@ -63,6 +63,16 @@ def test_nothing_to_show_and_no_library_are_told(
     assert "make install" in said
 
 
+def test_a_run_without_slides_is_told(slide: Path, command: Command, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text("")
+    (run / "splits.csv").write_text("slide,split\n")
+    code, said = command("view", run, *OPTIONS)
+    assert code == 2
+    assert "names no slides" in said
+
+
 def _status(port: int) -> int | None:
     """Return the status of a request without the token; None while nobody answers."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
@@ -83,9 +93,13 @@ def test_it_serves_until_a_signal_comes(
         port = free.getsockname()[1]
     program = (
         "import pathoseg.workflows.view as view; view.library_is_installed = lambda: True;"
+        # A browser that stays in front: the server does not wait for it.
+        "import os, time; os.environ['DISPLAY'] = ':0';"
+        "view.webbrowser.open = lambda _: time.sleep(60);"
         "import runpy; runpy.run_module('pathoseg', run_name='__main__')"
     )
-    with Forked(["view", str(slide), *OPTIONS, "--port", str(port)], tmp_path, program) as server:
+    options = (*OPTIONS[1:], "--port", str(port))  # with a browser
+    with Forked(["view", str(slide), *options], tmp_path, program) as server:
         try:
             deadline = time.monotonic() + 30
             while _status(port) != 403:

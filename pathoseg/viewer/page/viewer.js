@@ -12,15 +12,16 @@ const round = (value, digits) => Number(value).toLocaleString("en", { maximumFra
 let slides = []; // of the gallery
 let slide = null; // the details of the one that is shown
 let osd = null; // OpenSeadragon's viewer
-let selected = null; // the region or object whose outline is drawn
 let opening = 0; // grows with each slide: answers to an earlier one are dropped
 let poll = null;
-const layers = new Map(); // kind -> { item, wanted }
+const KINDS = ["probability", "prediction", "truth", "difference"]; // the undermost first
+const layers = new Map(); // kind -> { shown, item, wanted }: what is seen, the newest, its query and opacity
 
 const state = {
-  prediction: true, opacity: 0.5, style: "filled", hidden: new Set(),
+  prediction: true, opacity: 0.5, style: "filled", 
+  hidden: new Set(), // names of classes, which stay hidden on the next slide; UNREAD for what is unread
   truth: false, difference: false, swipe: false, swipeAt: 0.5, probability: -1,
-  table: "regions", sort: "area", order: "desc", className: "", page: 0,
+  tab: "layers", table: "regions", sort: "area", order: "desc", className: "", page: 0,
 };
 
 // --- small things ---------------------------------------------------------------------------
@@ -39,7 +40,7 @@ async function get(path) {
     throw new Error("The viewer in the terminal has ended.");
   }
   if (answer.status === 403) throw new Error(await answer.text());
-  const found = await answer.json();
+  const found = await answer.json().catch(() => ({ problem: `The viewer answers ${answer.status}.`, hint: "" }));
   if (!answer.ok) throw new Error(`${found.problem} ${found.hint}`.trim());
   return found;
 }
@@ -139,7 +140,7 @@ function filterGallery() {
   at("count").textContent = `${shown} of ${slides.length} slides`;
 }
 
-function showGallery() {
+function showGallery(asked) {
   opening += 1;
   clearInterval(poll);
   slide = null;
@@ -148,7 +149,8 @@ function showGallery() {
   at("slide").hidden = true;
   at("gallery").hidden = false;
   document.querySelectorAll(".of-slide").forEach((one) => { one.hidden = true; });
-  history.replaceState(null, "", location.pathname);
+  if (asked) history.pushState(null, "", location.pathname);
+  else history.replaceState(null, "", location.pathname);
 }
 
 // --- a slide --------------------------------------------------------------------------------
@@ -176,7 +178,7 @@ function source(kind, query = "") {
 
 function makeViewer() {
   // OpenSeadragon looks for this element before it adds an inline style, which the page's policy
-  // forbids (the style stands in viewer.css). Of another namespace it is no style to the browser.
+  // forbids (the style stands in viewer.css). In another namespace it is no style to the browser.
   const mark = document.createElementNS("urn:pathoseg", "style");
   mark.setAttribute("data-openseadragon-mobile-css", "true");
   document.head.append(mark);
@@ -232,14 +234,14 @@ function makeViewer() {
   }
 }
 
-async function showSlide(id, place = null) {
+async function showSlide(id, place = null, linked = false) {
   const turn = ++opening;
+  if (!linked) history.pushState(null, "", `#${encodeURIComponent(slides[id].name)}`);
   clearInterval(poll);
   const details = await get(`api/slides/${id}`).catch((error) => ({ ...slides[id], failed: error.message }));
   if (turn !== opening) return;
   slide = details;
-  selected = null;
-  state.hidden.clear();
+  showSelected(null);
   state.page = 0;
   state.className = "";
   state.probability = -1;
@@ -247,12 +249,14 @@ async function showSlide(id, place = null) {
   at("title").textContent = slide.name;
   at("gallery").hidden = true;
   at("slide").hidden = false;
-  at("card").hidden = true;
   document.querySelectorAll(".of-slide").forEach((one) => { one.hidden = false; });
+  for (const id of ["link", "magnification", "foot"]) at(id).hidden = Boolean(slide.failed);
   layers.clear();
   if (!osd) makeViewer();
   if (slide.failed) {
     osd.close();
+    osd.canvas.blur();
+    history.replaceState(null, "", `#${encodeURIComponent(slide.name)}`);
     drawProblems([slide.failed]);
     at("tabs").replaceChildren();
     at("tab-layers").replaceChildren();
@@ -262,23 +266,23 @@ async function showSlide(id, place = null) {
   drawProblems([...(slide.problem ? [slide.problem] : []), ...slide.problems]);
   drawTabs();
   drawPanel();
-  showTab("layers");
-  osd.maxZoomPixelRatio = osd.viewport ? Math.max(4, slide.mpp[0] * 8) : 8;
+  showTab(slide.tables.includes(state.tab) ? state.tab : "layers");
   osd.addOnceHandler("open", () => {
     osd.viewport.maxZoomPixelRatio = Math.max(4, slide.mpp[0] * 8);
     osd.viewport.goHome(true);
     if (place) moveTo(place.x, place.y, place.times, true);
     drawLayers();
-    drawMarks();
     keepPlace();
+    osd.canvas.focus(); // it moves by arrows
   });
   osd.open(source("slide"));
   poll = setInterval(askStatus, POLL_MS);
   if (slide.truth) {
-    // Annotations may be large: the slide is there before them.
+    // Annotations may be large: their layers are asked for once they are read.
     get(`${base()}/truth`).then((found) => {
       if (turn !== opening) return;
       slide.classes = found.classes;
+      slide.truthRead = true;
       if (!slide.prediction) state.truth = true;
       drawPanel();
       drawLayers();
@@ -293,7 +297,9 @@ async function askStatus() {
     if (turn !== opening || !slide) return;
     drawProblems([...(slide.problem ? [slide.problem] : []), ...found.problems]);
   } catch (error) {
-    if (turn === opening) toast(error.message);
+    if (turn !== opening || !slide) return;
+    clearInterval(poll);
+    drawProblems([error.message]);
   }
 }
 
@@ -306,9 +312,11 @@ function drawProblems(problems) {
 
 // --- layers ---------------------------------------------------------------------------------
 
+const keyOf = (one) => (one.index === UNREAD ? UNREAD : one.name);
+
 function shownClasses() {
-  const all = [...slide.classes.map((one) => one.index), UNREAD];
-  return all.filter((index) => !state.hidden.has(index)).join(",");
+  const all = [...slide.classes, { index: UNREAD }];
+  return all.filter((one) => !state.hidden.has(keyOf(one))).map((one) => one.index).join(",");
 }
 
 // Lines have to be seen where areas let the tissue through.
@@ -321,11 +329,11 @@ function wantedLayers() {
   if (slide.prediction && state.prediction && !state.difference) {
     wanted.set("prediction", { query: `?show=${show}&style=${state.style}`, opacity: opacityOf(state.style) });
   }
-  if (slide.truth && (state.truth || both) && !state.difference) {
+  if (slide.truthRead && (state.truth || both) && !state.difference) {
     const style = both || !slide.prediction ? state.style : "outlines";
     wanted.set("truth", { query: `?show=${show}&style=${style}`, opacity: opacityOf(style) });
   }
-  if (slide.difference && state.difference) {
+  if (slide.truthRead && slide.difference && state.difference) {
     wanted.set("difference", { query: `?show=${show}`, opacity: Math.max(0.3, state.opacity) });
   }
   if (state.probability >= 0) {
@@ -337,47 +345,65 @@ function wantedLayers() {
 function drawLayers() {
   if (!slide || !osd.isOpen()) return;
   const wanted = wantedLayers();
-  for (const kind of ["probability", "prediction", "truth", "difference"]) setLayer(kind, wanted.get(kind));
+  for (const kind of KINDS) setLayer(kind, wanted.get(kind));
   drawMarks();
 }
 
+function remove(item) {
+  if (item && osd.world.getIndexOfItem(item) >= 0) osd.world.removeItem(item);
+}
+
 function setLayer(kind, wanted) {
-  const layer = layers.get(kind) || { item: null, wanted: null };
+  const layer = layers.get(kind) || { shown: null, item: null, wanted: null };
   layers.set(kind, layer);
   const before = layer.wanted;
   layer.wanted = wanted || null;
   if (!wanted) {
-    if (layer.item) osd.world.removeItem(layer.item);
-    layer.item = null;
+    remove(layer.shown);
+    remove(layer.item);
+    layer.shown = layer.item = null;
     return;
   }
   if (before && before.query === wanted.query) {
-    if (layer.item) layer.item.setOpacity(wanted.opacity);
+    if (layer.shown) layer.shown.setOpacity(wanted.opacity);
     return;
   }
   const turn = opening;
   osd.addTiledImage({
     tileSource: source(kind, wanted.query),
-    opacity: layer.item ? 0 : wanted.opacity,
+    opacity: layer.shown ? 0 : wanted.opacity,
     preload: true,
     success: ({ item }) => {
       if (turn !== opening || layer.wanted?.query !== wanted.query) {
-        osd.world.removeItem(item);
+        remove(item);
         return;
       }
-      const old = layer.item;
+      if (layer.item !== layer.shown) remove(layer.item);
       layer.item = item;
       clips.delete(kind);
-      // What was there stays until its successor is complete.
+      // Keep the old item until the new one is loaded.
       const swap = () => {
-        if (layer.item === item) item.setOpacity(layer.wanted.opacity);
-        if (old && turn === opening && osd.world.getIndexOfItem(old) >= 0) osd.world.removeItem(old);
+        if (turn !== opening || layer.item !== item) return;
+        if (layer.shown !== item) remove(layer.shown);
+        layer.shown = item;
+        item.setOpacity(layer.wanted.opacity);
+        inOrder();
         drawMarks();
       };
-      if (!old || item.getFullyLoaded()) swap();
+      if (!layer.shown || item.getFullyLoaded()) swap();
       else item.whenFullyLoaded(swap);
     },
   });
+}
+
+function inOrder() {
+  let index = 1; // the slide is 0
+  for (const kind of KINDS) {
+    const { shown, item } = layers.get(kind) || {};
+    for (const one of new Set([shown, item])) {
+      if (one && osd.world.getIndexOfItem(one) >= 0) osd.world.setItemIndex(one, index++);
+    }
+  }
 }
 
 // --- marks on top: scale bar, magnification, swipe line, the outline of what was clicked --------
@@ -469,7 +495,7 @@ function keepPlace() {
 
 function linked() {
   const [name, ...numbers] = location.hash.slice(1).split(",");
-  const found = slides.find((one) => one.name === decodeURIComponent(name));
+  const found = slides.find((one) => encodeURIComponent(one.name) === name || one.name === name);
   const [x, y, times] = numbers.map(Number);
   const place = [x, y, times].every(Number.isFinite) && times > 0 ? { x, y, times } : null;
   return { found, place, given: name !== "" };
@@ -478,11 +504,11 @@ function linked() {
 async function follow() {
   const { found, place, given } = linked();
   if (found && slide && found.id === slide.id && place) moveTo(place.x, place.y, place.times);
-  else if (found) await showSlide(found.id, place);
+  else if (found) await showSlide(found.id, place, true);
   else {
     if (given) toast("The slide of this link is not among those that are shown.");
-    if (slides.length === 1 && !given) await showSlide(0);
-    else showGallery();
+    if (slides.length === 1 && !given) await showSlide(0, null, true);
+    else showGallery(false);
   }
 }
 
@@ -497,7 +523,11 @@ async function copyLink() {
 }
 
 function step(by) {
-  if (slide && slides.length > 1) told(showSlide((slide.id + by + slides.length) % slides.length));
+  const listed = [...at("cards").children].filter((one) => !one.hidden).map((one) => one.dataset.name);
+  const names = listed.includes(slide.name) ? listed : slides.map((one) => one.name);
+  const name = names[names.indexOf(slide.name) + by];
+  if (name === undefined) toast(by > 0 ? "This is the last slide." : "This is the first slide.");
+  else told(showSlide(slides.findIndex((one) => one.name === name)));
 }
 
 // --- what was clicked -----------------------------------------------------------------------
@@ -514,7 +544,6 @@ async function select(point) {
 }
 
 function showSelected(found) {
-  selected = found;
   at("outline").setAttribute("d", found ? found.rings.map(path).join("") : "");
   at("card").hidden = !found;
   document.querySelectorAll("#table tr.chosen").forEach((row) => row.classList.remove("chosen"));
@@ -554,6 +583,7 @@ function drawTabs() {
 }
 
 function showTab(tab) {
+  state.tab = tab;
   for (const button of at("tabs").children) button.setAttribute("aria-pressed", button.dataset.tab === tab);
   at("tab-layers").hidden = tab !== "layers";
   at("tab-table").hidden = tab === "layers";
@@ -578,8 +608,8 @@ function toggle(key, value = !state[key]) {
   drawLayers();
 }
 
-function setClass(index, shown) {
-  if (shown) state.hidden.delete(index); else state.hidden.add(index);
+function setClass(one, shown) {
+  if (shown) state.hidden.delete(keyOf(one)); else state.hidden.add(keyOf(one));
   drawPanel();
   drawLayers();
 }
@@ -593,7 +623,7 @@ function setOpacity(value) {
 
 function classRow(one, number) {
   const text = [dot(one.colour), one.name, make("span", { className: "amount", textContent: area(one.area_mm2) })];
-  const row = checkbox(text, !state.hidden.has(one.index), (shown) => setClass(one.index, shown), `class-${one.index}`);
+  const row = checkbox(text, !state.hidden.has(keyOf(one)), (shown) => setClass(one, shown), `class-${one.index}`);
   if (number < 10) row.title = `Key ${number}`;
   return row;
 }
@@ -672,16 +702,19 @@ function drawTableHead() {
   at("table-class").replaceChildren(all, ...slide.classes.map((one) => make("option", { value: one.name, textContent: one.name, selected: one.name === state.className })));
 }
 
+let filling = 0; // grows with each page that is asked for: answers to an earlier one are dropped
+
 async function fillTable() {
-  const turn = opening;
+  const turn = ++filling;
+  const of = opening;
   const asked = new URLSearchParams({ sort: state.sort, order: state.order, page: state.page });
   if (state.className) asked.set("class", state.className);
   const found = await get(`${base()}/table/${state.table}?${asked}`);
-  if (turn !== opening || at("tab-table").hidden) return;
+  if (turn !== filling || of !== opening || at("tab-table").hidden) return;
   if (found.reading !== undefined) {
     at("table-count").textContent = `reading: ${round(found.reading, 0)}…`;
     at("table").tBodies[0].replaceChildren();
-    setTimeout(() => { if (turn === opening) told(fillTable()); }, 500);
+    setTimeout(() => { if (turn === filling && of === opening) told(fillTable()); }, 500);
     return;
   }
   at("table-count").textContent = round(found.total, 0);
@@ -722,12 +755,12 @@ async function jump(one, row) {
 function onKey(event) {
   if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT)$/.test(event.target.tagName) && event.target.type !== "checkbox" && event.target.type !== "range") return;
   const key = event.key;
+  if (at("keys").open) return; // its own keys
   if (key === "?") at("keys").showModal();
   if (!slide) return;
-  const can = {
-    n: () => step(1),
-    p: () => step(-1),
-    g: showGallery,
+  const moves = { n: () => step(1), p: () => step(-1), g: () => showGallery(true) };
+  const can = slide.failed ? moves : {
+    ...moves,
     h: () => slide.prediction && toggle("prediction"),
     o: () => toggle("style", state.style === "filled" ? "outlines" : "filled"),
     t: () => slide.truth && toggle("truth"),
@@ -742,15 +775,15 @@ function onKey(event) {
     "-": () => zoomBy(1 / 1.5),
     Escape: () => showSelected(null),
   };
-  const one = /^[1-9]$/.test(key) && slide.classes?.[Number(key) - 1];
-  if (one) setClass(one.index, state.hidden.has(one.index));
+  const one = /^[1-9]$/.test(key) && !slide.failed && slide.classes[Number(key) - 1];
+  if (one) setClass(one, state.hidden.has(keyOf(one)));
   else if (can[key]) can[key]();
   else return;
   event.preventDefault();
 }
 
 async function start() {
-  at("to-gallery").addEventListener("click", showGallery);
+  at("to-gallery").addEventListener("click", () => showGallery(true));
   at("previous").addEventListener("click", () => step(-1));
   at("next").addEventListener("click", () => step(1));
   at("link").addEventListener("click", () => told(copyLink()));
