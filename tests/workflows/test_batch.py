@@ -24,6 +24,7 @@ from PIL import Image
 
 from tests.conftest import save_tiny_bundle
 from tests.forked import Forked
+from tests.outputs.test_batch_report import parsed
 from tests.workflows.slow_disk import slow_disk
 
 RESULT = {"mask.ome.tiff", "regions.geojson", "overlay.png", "summary.json"}
@@ -213,8 +214,19 @@ def test_a_stopped_writer_goes_on_from_its_rows(
     if number == signal.SIGTERM:
         assert "--resume" in said
         assert "Traceback" not in said
+        parsed(out / "report.html")
+        page = (out / "report.html").read_text()
+        assert "stopped before its end" in page
+        assert "<li>tall.png</li>" in page, "it is begun"
+        assert "<li>torn.tif</li>" in page, "it is not"
+        assert "small.png<small>small</small>" in page, "it is done"
     place.resumed(out)
     assert _states(out)["tall"]["attempts"] == 2
+    if number == signal.SIGTERM:
+        page = (out / "report.html").read_text()
+        assert "stopped before its end" not in page
+        assert all(f"{name}<small>" in page for name in ("small.png", "tall.png", "torn.tif"))
+        assert "mm² could not be read" in page, "of torn.tif"
     assert _states(out)["small"]["attempts"] == 1
 
 
