@@ -162,6 +162,9 @@ def test_a_signal_saves_and_says_how_to_go_on(
     assert "--resume" in output
     assert "Traceback" not in output
     assert list(Path("runs").glob("*/checkpoints/last.pt"))
+    [page] = Path("runs").glob("*/report.html")
+    parsed(page)
+    assert "stopped before its end. It goes on with: pathoseg train" in page.read_text()
 
 
 def test_a_time_limit_ends_in_order_and_is_laid_over_the_schedule(
