@@ -200,11 +200,11 @@ def test_ranks_end_with_their_launcher(place: Place, tmp_path: Path) -> None:
 def test_a_stopped_writer_goes_on_from_its_rows(
     place: Place, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """In the middle of the mask's TIFF."""
+    """In the middle of the mask, whose TIFF waits for all of its tiles."""
     out = tmp_path / "out"
     process = place.start(out=out)
     _until(lambda: len(_rows(out, "tall")) > 5, process)
-    assert list(out.glob(".work/tall/new-*/*mask.ome.tiff"))
+    assert list(out.glob(".work/tall/new-*/*regions.geojson"))
     process.send_signal(number)
     said, _ = process.communicate()
     assert process.returncode == (143 if number == signal.SIGTERM else -9), said
