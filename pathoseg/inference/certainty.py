@@ -9,7 +9,8 @@ from pathlib import Path
 from pathoseg.annotations.annotation import IGNORE, ClassTable, Colour
 from pathoseg.geometry import Box
 from pathoseg.inference.segmenter import MaskRow, SlidePlan
-from pathoseg.outputs.mask_tiff import Add, map_writer
+from pathoseg.outputs.mask_tiff import map_writer
+from pathoseg.outputs.pyramid import Add
 from pathoseg.outputs.uncertain_fields import FieldRanking, UncertainField
 
 PROBABILITY = "probability.ome.tiff"

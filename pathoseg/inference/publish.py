@@ -31,6 +31,7 @@ from pathoseg.outputs.object_files import ObjectWriter
 from pathoseg.outputs.objects import FoundObjects, ObjectFinder, ObjectOptions
 from pathoseg.outputs.overlay import MaskThumbnail, thumbnail_frame, write_overlay
 from pathoseg.outputs.polygons import RegionTracer, write_regions
+from pathoseg.outputs.pyramid import Add
 from pathoseg.outputs.report import (
     Level0,
     Summary,
@@ -45,7 +46,7 @@ from pathoseg.slides.slide import Slide, open_slide
 from pathoseg.tiles.stain import stain_densities
 from pathoseg.version import __version__
 
-MASK = "mask.ome.tiff"
+MASK, ZARR_MASK = "mask.ome.tiff", "mask.ome.zarr"
 REGIONS = "regions.geojson"
 OVERLAY = "overlay.png"
 OBJECTS, OBJECT_TABLE = "objects.geojson", "objects.csv"
@@ -110,7 +111,7 @@ def publish(
     rows: Generator[MaskRow],
     folder: Path,
     segmenter: Segmenter,
-    options: InferConfig,
+    config: Config,
 ) -> None:
     """Write a slide's result into a folder: mask, outlines, what is asked for, last the summary.
 
@@ -120,14 +121,14 @@ def publish(
         rows: All rows of its mask from top to bottom, pulled one by one and closed in the end.
         folder: Exists.
         segmenter: The model that predicts them.
-        options: The form of the outputs.
+        config: `infer` and `outputs` are used.
 
     Raises:
         PathosegError: The slide or the device cannot do it.
         StoppedError: A signal came.
         OSError: The disk is full or cannot be written.
     """
-    began, classes = time.monotonic(), segmenter.classes
+    began, classes, options = time.monotonic(), segmenter.classes, config.infer
     plan, thumbnail = planned.plan, planned.thumbnail
     small = MaskThumbnail(plan.output, thumbnail)
     pixels, regions, unread_tiles = Counter[int](), Counter[int](), 0
@@ -137,6 +138,7 @@ def publish(
     outlines = f"{REGIONS}{suffix}"
     objects: _ObjectOutput | None = None
     certainty: Certainty | None = None
+    add_to_zarr: Add | None = None
     origin = f"{name} {segmenter.model_id}"
     with ExitStack() as stack:
         stack.enter_context(closing(rows))
@@ -156,6 +158,13 @@ def publish(
             )
         if segmenter.tells_certainty:
             certainty = stack.enter_context(certainty_files(folder, plan, classes, origin))
+        if config.outputs.ngff:
+            from pathoseg.outputs.mask_zarr import zarr_mask_writer  # a second to import
+
+            size, mpp = plan.output.size, plan.output.mpp
+            add_to_zarr = stack.enter_context(
+                zarr_mask_writer(folder / ZARR_MASK, size, mpp, classes)
+            )
 
         def seen() -> Iterator[NDArray[np.uint8]]:
             nonlocal unread_tiles
@@ -165,6 +174,8 @@ def publish(
                     objects.add(row.planes[:3])
                 if certainty is not None:
                     certainty.add(row)
+                if add_to_zarr is not None:
+                    add_to_zarr(band)
                 pixels.update(count_pixels(band, classes))
                 interest.add_band(band)
                 small.add(band)
@@ -203,9 +214,9 @@ def publish(
         seconds={"plan": round(planned.seconds, 3), "segment": round(ended - began, 3)},
         warnings=tuple(warnings),
         level0=planned.level0,
+        least_certain=None if certainty is None else certainty.least_certain(),
         objects_left_out=None if objects is None else objects.left_out,
         objects_cut=None if objects is None else objects.cut,
-        least_certain=None if certainty is None else certainty.least_certain(),
         regions_of_interest=interest.summaries(),
     )
     write_summary(folder / SUMMARY, summary)

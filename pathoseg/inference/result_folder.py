@@ -36,7 +36,7 @@ class State:
         attempts: Number of times that it was begun.
         host: The host of the last attempt.
         seconds: Duration of each attempt that came to an end, the last one last.
-        outputs: Files of the whole result to their bytes.
+        outputs: Files and folders of the whole result to their bytes (`stored_bytes`).
         problem: Why it failed.
         hint: The hint that mends it.
         written: When, in seconds of the file system's clock; 0 before it is read back.
@@ -57,10 +57,21 @@ class State:
         """Return True if all outputs are in `folder`, none of them cut short."""
         try:
             return self.status == "done" and all(
-                (folder / name).stat().st_size == size for name, size in self.outputs.items()
+                stored_bytes(folder / name) == size for name, size in self.outputs.items()
             )
         except OSError:
             return False
+
+
+def stored_bytes(path: Path) -> int:
+    """Return the size of a file, or the sum over the files in a folder and the folders inside it.
+
+    Raises:
+        OSError: There is no such file or folder.
+    """
+    if not path.is_dir():
+        return path.stat().st_size
+    return sum(each.stat().st_size for each in path.rglob("*") if not each.is_dir())
 
 
 def state_file(out: Path, folder: Path) -> Path:

@@ -47,6 +47,7 @@ from pathoseg.inference.result_folder import (
     read_state,
     result_folder,
     state_file,
+    stored_bytes,
     write_state,
 )
 from pathoseg.inference.segmenter import MaskRow, Segmenter, SlidePlan
@@ -432,9 +433,9 @@ class SlideJob:
                 segmenter, config = context.segmenter, context.config
                 planned = plan_slide(self.slide, segmenter, config, self._annotation)
                 rows = self._shared(planned.plan).rows()
-                publish(self.name, planned, rows, partial, segmenter, config.infer)
+                publish(self.name, planned, rows, partial, segmenter, config)
                 self._refuse_change()
-                outputs = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
+                outputs = {path.name: stored_bytes(path) for path in sorted(partial.iterdir())}
         except PathosegError as error:
             if self._settled() is None:  # else another took over, and has done it
                 seconds = (*begun.seconds, round(time.monotonic() - began, 3))

@@ -1,10 +1,11 @@
-"""Replaces a file whole or not at all."""
+"""Replaces a file, or makes a folder, whole or not at all."""
 
 from __future__ import annotations
 
 import csv
 import errno
 import io
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,28 @@ def replaced(path: Path) -> Iterator[Path]:
             sync_folder(path.parent)
         finally:
             draft.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Make a context that yields a new path beside `path`; its folder is called `path` at the end.
+
+    Its files are on disk (fsync) before that. An error in the block leaves nothing behind.
+
+    Raises:
+        OSError: There is a folder `path`, its place cannot be written, or the disk is full.
+    """
+    draft = path.with_name(f".{uuid4().hex[:8]}-{path.name}")
+    with naming(path):
+        try:
+            yield draft
+            for each in draft.rglob("*"):
+                sync_folder(each) if each.is_dir() else sync_file(each)
+            sync_folder(draft)
+            draft.rename(path)
+            sync_folder(path.parent)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
 
 
 @contextmanager

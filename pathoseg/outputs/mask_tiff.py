@@ -1,15 +1,8 @@
 """Writes masks and maps as pyramidal OME-TIFFs while their bands arrive.
 
-    bands      (channels, any number of rows, width)
-      |
-    level 0    (1) a strip of 512 rows is filled, and then
-      |        (2) its tiles wait, encoded, in a nameless file beside the result
-      |        (3) its half are the next rows of the level below
-    level 1    likewise, until one is small enough
-      :
-    the TIFF   (4) a page for each channel of each level, whole before the next: tiles are copied
-
-So what is held is a strip of each level, together twice that of level 0, whatever the height.
+strips     of all levels, as they are finished (pyramid.py)
+  |        (1) their tiles wait, encoded, in a nameless file beside the result
+the TIFF   (2) a page for each channel of each level, whole before the next: tiles are copied
 """
 
 from __future__ import annotations
@@ -30,13 +23,10 @@ from tifffile import TiffWriter
 from pathoseg.annotations.annotation import BACKGROUND, IGNORE, ClassTable, Colour
 from pathoseg.geometry import Mpp, Size
 from pathoseg.outputs.atomic import replaced
+from pathoseg.outputs.pyramid import TILE, Add, Halve, Pyramid, Strip, mean_of_four, mode_of_four
 
-_TILE = 512
-_SMALLEST_LEVEL = 1024
 _CLASSIC_TIFF = 2**32 - 2**25
 _ZLIB_LEVEL = 4  # on masks 2 to 4 times as fast as the usual 6, and a third larger
-
-Add = Callable[[NDArray[np.uint8]], None]
 
 
 @dataclass(frozen=True)
@@ -49,7 +39,7 @@ class _Form:
         page: Options of tifffile for each page.
     """
 
-    halve: Callable[[NDArray[np.uint8]], NDArray[np.uint8]]
+    halve: Halve
     encode: Callable[[NDArray[np.uint8]], bytes]
     page: Mapping[str, Any]
 
@@ -93,7 +83,7 @@ def write_mask(
         },
     }
     colours = classes.palette().T.astype(np.uint16) * 257  # TIFF's palettes have 16 bits
-    form = _Form(_mode_of_four, _encoded, {"photometric": "palette", "colormap": colours})
+    form = _Form(mode_of_four, _encoded, {"photometric": "palette", "colormap": colours})
     with _pyramid(path, size, mpp, 1, form, metadata) as add:
         for band in bands:
             add(band[None])
@@ -136,7 +126,7 @@ def map_writer(
         },
     }
     form = _Form(
-        _mean_of_four, _encoded_differences, {"photometric": "minisblack", "predictor": True}
+        mean_of_four, _encoded_differences, {"photometric": "minisblack", "predictor": True}
     )
     with _pyramid(path, size, mpp, len(channels), form, metadata) as add:
         yield add
@@ -169,25 +159,27 @@ def _pyramid(
     metadata: Mapping[str, object],
 ) -> Iterator[Add]:
     """Make a context that yields what takes the next rows; the file appears at its end."""
-    sizes = _level_sizes(size)
+    pyramid = Pyramid(size, channels, form.halve)
     # Noise grows a little when it is compressed.
-    largest = 1.01 * channels * sum(level.rounded_up(_TILE).pixels for level in sizes)
+    largest = 1.01 * channels * sum(level.rounded_up(TILE).pixels for level in pyramid.sizes)
     with replaced(path) as draft, tempfile.TemporaryFile(dir=path.parent) as waiting:
-        below: _Level | None = None
-        levels = list[_Level]()
-        for each in reversed(sizes):
-            below = _Level(each, channels, waiting, form, below)
-            levels.insert(0, below)
-        yield levels[0].add
-        levels[0].finish()
+        levels = [_EncodedTiles(channels, waiting, form.encode) for _ in pyramid.sizes]
+
+        def add(band: NDArray[np.uint8]) -> None:
+            for strip in pyramid.add(band):
+                levels[strip.level].add(strip)
+
+        yield add
+        for strip in pyramid.finish():
+            levels[strip.level].add(strip)
         with TiffWriter(draft, bigtiff=largest > _CLASSIC_TIFF, ome=True) as tiff:
-            for number, level in enumerate(levels):
-                rows, width = level.size.height, level.size.width
+            for number, (level, tiles) in enumerate(zip(pyramid.sizes, levels, strict=True)):
+                rows, width = level.height, level.width
                 tiff.write(
-                    level.tiles(),
+                    tiles.read(),
                     shape=(rows, width) if metadata["axes"] == "YX" else (channels, rows, width),
                     dtype=np.uint8,
-                    tile=(_TILE, _TILE),
+                    tile=(TILE, TILE),
                     compression="zlib",
                     **form.page,
                     resolution=(
@@ -201,86 +193,36 @@ def _pyramid(
                 )
 
 
-def _level_sizes(size: Size) -> list[Size]:
-    sizes = [size]
-    while max(sizes[-1].width, sizes[-1].height) > _SMALLEST_LEVEL:
-        sizes.append(Size(-(-sizes[-1].width // 2), -(-sizes[-1].height // 2)))
-    return sizes
-
-
-class _Level:
-    """A level while its rows arrive.
+class _EncodedTiles:
+    """The tiles of a level, which wait in a file.
 
     Args:
-        size: Its extent.
-        channels: How many it has.
-        waiting: Where encoded tiles wait, with those of other levels.
-        form: The way in which it is stored.
-        below: The next level, or None.
+        channels: How many the level has.
+        waiting: The file, with those of other levels.
+        encode: See `_Form`.
     """
 
     def __init__(
-        self, size: Size, channels: int, waiting: IO[bytes], form: _Form, below: _Level | None
+        self, channels: int, waiting: IO[bytes], encode: Callable[[NDArray[np.uint8]], bytes]
     ) -> None:
-        self.size = size
-        self._padded = np.zeros((channels, _TILE, size.rounded_up(_TILE).width), np.uint8)
-        self._strip = self._padded[:, :, : size.width]
-        self._filled = self._rows = 0  # of the strip, of all
-        self._waiting, self._form, self._below = waiting, form, below
+        self._waiting, self._encode = waiting, encode
         # By channel, where each tile lies in the file, and its bytes.
         self._places: Sequence[list[tuple[int, int]]] = [[] for _ in range(channels)]
 
-    def add(self, band: NDArray[np.uint8]) -> None:
-        """(1) Take the next rows, shape (channels, rows, width).
+    def add(self, strip: Strip) -> None:
+        """(1) Take the next strip of the level."""
+        for channel, places in zip(strip.padded, self._places, strict=True):
+            for x in range(0, channel.shape[1], TILE):
+                tile = self._encode(channel[:, x : x + TILE])
+                places.append((self._waiting.tell(), len(tile)))
+                self._waiting.write(tile)
 
-        Raises:
-            ValueError: They are more than the level has.
-        """
-        self._rows += band.shape[1]
-        if self._rows > self.size.height:
-            raise self._wrong_rows()
-        while band.shape[1]:
-            taken, band = np.split(band, [_TILE - self._filled], axis=1)
-            self._strip[:, self._filled : self._filled + taken.shape[1]] = taken
-            self._filled += taken.shape[1]
-            if self._filled == _TILE:
-                self._encode()
-
-    def finish(self) -> None:
-        """Take what has been added for all rows, here and below.
-
-        Raises:
-            ValueError: They are fewer than the level has.
-        """
-        if self._rows != self.size.height:
-            raise self._wrong_rows()
-        if self._filled:
-            self._strip[:, self._filled :] = 0
-            self._encode()
-        if self._below is not None:
-            self._below.finish()
-
-    def tiles(self) -> Iterator[bytes]:
-        """(4) Yield the encoded tiles of each channel, row by row."""
+    def read(self) -> Iterator[bytes]:
+        """(2) Yield the encoded tiles of each channel, row by row."""
         for places in self._places:
             for start, length in places:
                 self._waiting.seek(start)
                 yield self._waiting.read(length)
-
-    def _encode(self) -> None:
-        """(2), (3) Encode the strip, and hand its half down."""
-        for channel, places in zip(self._padded, self._places, strict=True):
-            for x in range(0, channel.shape[1], _TILE):
-                tile = self._form.encode(channel[:, x : x + _TILE])
-                places.append((self._waiting.tell(), len(tile)))
-                self._waiting.write(tile)
-        if self._below is not None:
-            rows = self._strip[:, : self._filled]
-            self._below.add(np.stack([self._form.halve(channel) for channel in rows]))
-        self._filled = 0
-
-    def _wrong_rows(self) -> ValueError:
-        return ValueError(f"the bands' rows are not the image's {self.size.height}")
 
 
 def _encoded(tile: NDArray[np.uint8]) -> bytes:
@@ -296,29 +238,3 @@ def _encoded_differences(tile: NDArray[np.uint8]) -> bytes:
     differences[:, 1:] -= tile[:, :-1]
     encoder = zlib.compressobj(level=1, strategy=zlib.Z_RLE)
     return encoder.compress(differences.tobytes()) + encoder.flush()
-
-
-def _quarters(strip: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
-    """The four pixels of each pixel of the next level; an odd last row or column counts twice."""
-    height, width = strip.shape
-    even = strip
-    if height % 2 or width % 2:
-        even = np.pad(strip, ((0, height % 2), (0, width % 2)), mode="edge")
-    return [even[::2, ::2], even[::2, 1::2], even[1::2, ::2], even[1::2, 1::2]]
-
-
-def _mode_of_four(strip: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The mode of every 2 × 2 pixels, the upper left one's value where two pairs tie."""
-    a, b, c, d = _quarters(strip)
-    without_a = np.where((b == c) | (b == d), b, np.where(c == d, c, a))
-    return np.where((a == b) | (a == c) | (a == d), a, without_a)
-
-
-def _mean_of_four(strip: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The mean of every 2 × 2 pixels, half a level rounded up."""
-    a, b, c, d = _quarters(strip)
-    total = np.add(a, b, dtype=np.uint16)
-    total += c
-    total += d
-    total += 2
-    return (total >> 2).astype(np.uint8)

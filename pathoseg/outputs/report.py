@@ -99,10 +99,10 @@ class Summary:
         seconds: Step of the work to its duration.
         warnings: Sentences for the user.
         level0: Of the slide; None in results of earlier versions.
-        objects_left_out: Number of objects that were too small; None where none are separated.
-        objects_cut: Number of objects that are too large to be found whole.
         least_certain: The fields of which the model is least certain, the worst one first; None
             where probabilities were not asked for.
+        objects_left_out: Number of objects that were too small; None where none are separated.
+        objects_cut: Number of objects that are too large to be found whole.
         regions_of_interest: Those that the slide's annotation has, where one was given.
     """
 
@@ -117,9 +117,9 @@ class Summary:
     seconds: Mapping[str, float]
     warnings: tuple[str, ...] = ()
     level0: Level0 | None = None
+    least_certain: tuple[UncertainField, ...] | None = None
     objects_left_out: int | None = None
     objects_cut: int | None = None
-    least_certain: tuple[UncertainField, ...] | None = None
     regions_of_interest: tuple[InterestSummary, ...] = ()
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pathoseg.inference.result_folder import sweep
+import pytest
+
+from pathoseg.inference.result_folder import State, stored_bytes, sweep
 
 
 def test_a_sweep_takes_empty_folders_and_leaves_those_of_slides_in_use(tmp_path: Path) -> None:
@@ -22,3 +24,16 @@ def test_a_sweep_takes_empty_folders_and_leaves_those_of_slides_in_use(tmp_path:
     sweep(tmp_path)
     assert not work.exists()
     sweep(tmp_path)
+
+
+def test_the_bytes_of_a_folder_are_those_of_all_files_in_it(tmp_path: Path) -> None:
+    (tmp_path / "m" / "c" / "0").mkdir(parents=True)
+    (tmp_path / "m" / "c" / "0" / "0").write_bytes(b"123")
+    (tmp_path / "m" / ".hidden").write_bytes(b"4567")
+    state = State("s", "done", "", 1, "", outputs={"m": 7})
+    assert state.is_whole(tmp_path)
+    (tmp_path / "m" / "c" / "0" / "0").unlink()
+    assert not state.is_whole(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        stored_bytes(tmp_path / "none")
+    assert not State("s", "done", "", 1, "", outputs={"none": 0}).is_whole(tmp_path)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pathoseg.outputs.atomic import replaced, write_text
+from pathoseg.outputs.atomic import new_folder, replaced, write_text
 
 
 def test_the_new_text_takes_the_place_of_the_old(tmp_path: Path) -> None:
@@ -58,3 +58,18 @@ def test_permissions_are_those_of_any_new_file(tmp_path: Path) -> None:
     plain.write_text("")
     write_text(tmp_path / "replaced", "")
     assert (tmp_path / "replaced").stat().st_mode == plain.stat().st_mode
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "mask.ome.zarr"
+    with pytest.raises(KeyError), new_folder(path) as draft:  # noqa: PT012 the block is what fails
+        (draft / "0").mkdir(parents=True)
+        (draft / "0" / "file").write_text("half")
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
+    with new_folder(path) as draft:
+        (draft / "0").mkdir(parents=True)
+        (draft / "0" / "file").write_text("whole")
+        assert not path.exists()
+    assert (path / "0" / "file").read_text() == "whole"
+    assert list(tmp_path.iterdir()) == [path]

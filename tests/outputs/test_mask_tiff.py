@@ -23,7 +23,8 @@ from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.reading import read_labels
 from pathoseg.geometry import Box, Frame, Mpp, Size
 from pathoseg.outputs.mask_reader import MaskReader
-from pathoseg.outputs.mask_tiff import _mode_of_four, map_writer, write_mask
+from pathoseg.outputs.mask_tiff import map_writer, write_mask
+from pathoseg.outputs.pyramid import mode_of_four
 
 CLASSES = ClassTable(("Tumör <&>", "stroma"), ((200, 0, 0), (0, 200, 0)))
 COLOURS = np.zeros((256, 3), np.uint16)
@@ -47,7 +48,7 @@ def write(path: Path, mask: NDArray[np.uint8], rows: int, mpp: Mpp = MPP) -> Non
     write_mask(path, Size(mask.shape[1], mask.shape[0]), mpp, in_bands(mask, rows), CLASSES)
 
 
-def mode_of_four(mask: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def half_by_counting(mask: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Half the mask by counting; the first of equals is the one nearest the upper left."""
     even = np.pad(mask, [(0, side % 2) for side in mask.shape], mode="edge")
     four = np.stack([even[y::2, x::2] for y in (0, 1) for x in (0, 1)])
@@ -80,7 +81,7 @@ def test_every_level_reads_back(tmp_path: Path, shape: tuple[int, int], rows: in
             np.testing.assert_array_equal(page.colormap, COLOURS.T * 257)
             assert page.subfiletype == (1 if number else 0)
             np.testing.assert_array_equal(level.asarray(), expected)
-            expected = mode_of_four(expected)
+            expected = half_by_counting(expected)
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -148,7 +149,7 @@ def test_an_error_while_a_map_is_written_leaves_nothing(tmp_path: Path) -> None:
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**32 - 1))
 def test_half_a_mask_is_the_mode_of_four(height: int, width: int, seed: int) -> None:
     mask = np.random.default_rng(seed).integers(0, 4, (height, width), np.uint8)
-    np.testing.assert_array_equal(_mode_of_four(mask), mode_of_four(mask))
+    np.testing.assert_array_equal(mode_of_four(mask), half_by_counting(mask))
 
 
 def test_the_size_of_a_pixel_and_the_classes_are_told(tmp_path: Path) -> None:
