@@ -156,7 +156,7 @@ def axis(label: str, values: Iterable[float], low: float | None = None) -> Axis:
     """
     shown = [*values, *([] if low is None else [low])]
     start, end = min(shown), max(shown)
-    if start == end:
+    if end - start < 1e-9 * max(1, abs(start), abs(end)):  # as good as one value
         start, end = start - 0.5, end + 0.5
     step = 10.0 ** math.floor(math.log10((end - start) / 2))
     step = max(step * of for of in (1, 2, 5) if of == 1 or (end - start) / (step * of) >= 3)

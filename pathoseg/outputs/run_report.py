@@ -120,8 +120,8 @@ class _Page:
         self.evaluations = sorted(path.name for path in run.folder.glob("evaluation*.html"))
         self.names = ["background", *run.classes.names]
         self.epoch, self.confusion, self.tiles = None, None, list[dict[str, Any]]()
-        known = _known(run.folder / VALIDATION)
-        if known is None or len(known["confusion"]) != len(self.names):
+        known = _known(run.folder / VALIDATION, len(self.names))
+        if known is None:
             return
         self.epoch = known["epoch"]
         counts = np.array(known["confusion"], np.int64)
@@ -144,11 +144,12 @@ def _metrics(path: Path) -> list[dict[str, float]]:
         ]
 
 
-def _known(path: Path) -> dict[str, Any] | None:
-    """validation.json; None where no epoch has been validated."""
-    with suppress(OSError, ValueError):
+def _known(path: Path, classes: int) -> dict[str, Any] | None:
+    """validation.json; None where no epoch has been validated, or it is of other classes."""
+    with suppress(OSError, ValueError, TypeError, LookupError):
         known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return known
+        if np.shape(known["confusion"]) == (classes, classes):
+            return known
     return None
 
 
@@ -165,7 +166,7 @@ def _charts(rows: Sequence[Mapping[str, float]], run: Run) -> Iterator[Chart]:
     ]
     for measure, title in (("dice", "Dice"), ("auc", "Area under the curve")):
         own = [_line(rows, f"val_{measure}_{name}", name, of) for name, of in colours.items()]
-        together = mean[:1] if measure == "dice" else []
+        together = mean[:1] if measure == "dice" and len(own) > 1 else []
         yield from _chart(f"{title}, validation", [*own, *together], run, 0.0)
     yield from _chart("Accuracy, validation", mean[1:], run, 0.0)
 

@@ -335,6 +335,7 @@ def _report(
             cells = slide_cells(by_name[name], classes.names)
         cells["Patient"] = member.patient
         slide_rows.append([cells.get(title, "") for title in (*titles, *classes.names)])
+    has_score = progress.best_epoch and any(one.member.split == "val" for one in facts)
     device, ranks = pick_device(), 1 if plan is None else plan.ranks
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
     order = "" if plan is None or ranks == 1 else f": {plan.order}, {plan.stages} stages"
@@ -345,7 +346,7 @@ def _report(
         unit="tiles" if config.model.task == "classify" else "pixels",
         state="It is finished." if is_finished else f"It was stopped before its end. {going_on}",
         best_epoch=progress.best_epoch,
-        best_score=progress.best if any(one.member.split == "val" for one in facts) else None,
+        best_score=progress.best if has_score else None,
         epochs=progress.epoch,
         steps=progress.step,
         skipped_steps=progress.skipped_steps,

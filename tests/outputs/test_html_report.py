@@ -11,6 +11,8 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from pathoseg.outputs.html_report import (
@@ -19,7 +21,9 @@ from pathoseg.outputs.html_report import (
     Chart,
     Line,
     _environment,
+    axis,
     count,
+    duration,
     number,
     percent,
     picture,
@@ -85,6 +89,24 @@ def test_tables_show_what_they_are_given_and_no_more() -> None:
 )
 def test_counts_are_short(value: float, shown: str) -> None:
     assert count(value) == shown
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=9), st.none() | st.just(-1e6))
+def test_an_axis_holds_its_values_with_few_ticks(values: list[float], low: float | None) -> None:
+    found = axis("loss", values, low)
+    near = 1e-6 * (found.high - found.low)
+    assert found.low <= min(values) + near
+    assert found.high >= max(values) - near
+    assert 2 <= len(found.ticks) <= 13
+    assert low is None or found.low == low
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.25, "0.25 s"), (59.6, "1 min"), (75, "1 min 15 s"), (3900, "1 h 5 min"), (9e4, "1 d 1 h")],
+)
+def test_durations_have_two_units(seconds: float, shown: str) -> None:
+    assert duration(seconds) == shown
 
 
 def test_what_does_not_exist_is_a_dash() -> None:

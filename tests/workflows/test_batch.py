@@ -24,6 +24,7 @@ from PIL import Image
 
 from tests.conftest import save_tiny_bundle
 from tests.forked import Forked
+from tests.outputs.test_batch_report import parsed
 from tests.workflows.slow_disk import slow_disk
 
 RESULT = {"mask.ome.tiff", "regions.geojson", "overlay.png", "summary.json"}
@@ -199,11 +200,11 @@ def test_ranks_end_with_their_launcher(place: Place, tmp_path: Path) -> None:
 def test_a_stopped_writer_goes_on_from_its_rows(
     place: Place, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """In the middle of the mask's TIFF."""
+    """In the middle of the mask, whose TIFF waits for all of its tiles."""
     out = tmp_path / "out"
     process = place.start(out=out)
     _until(lambda: len(_rows(out, "tall")) > 5, process)
-    assert list(out.glob(".work/tall/new-*/*mask.ome.tiff"))
+    assert list(out.glob(".work/tall/new-*/*regions.geojson"))
     process.send_signal(number)
     said, _ = process.communicate()
     assert process.returncode == (143 if number == signal.SIGTERM else -9), said
@@ -213,8 +214,19 @@ def test_a_stopped_writer_goes_on_from_its_rows(
     if number == signal.SIGTERM:
         assert "--resume" in said
         assert "Traceback" not in said
+        parsed(out / "report.html")
+        page = (out / "report.html").read_text()
+        assert "stopped before its end" in page
+        assert "<li>tall.png</li>" in page, "it is begun"
+        assert "<li>torn.tif</li>" in page, "it is not"
+        assert "small.png<small>small</small>" in page, "it is done"
     place.resumed(out)
     assert _states(out)["tall"]["attempts"] == 2
+    if number == signal.SIGTERM:
+        page = (out / "report.html").read_text()
+        assert "stopped before its end" not in page
+        assert all(f"{name}<small>" in page for name in ("small.png", "tall.png", "torn.tif"))
+        assert "mm² could not be read" in page, "of torn.tif"
     assert _states(out)["small"]["attempts"] == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 import random
 import re
@@ -27,6 +28,7 @@ from pathoseg.training.run_folder import bundle_of
 from pathoseg.workflows.train import train
 from tests.conftest import draw_disc
 from tests.forked import Forked
+from tests.outputs.test_batch_report import parsed
 
 Start = Callable[..., Forked]
 
@@ -91,6 +93,19 @@ def test_a_run_leaves_what_the_contract_says_and_learns(toy_slides: Path) -> Non
     ]
     assert float(rows[-1]["val_dice_disc"]) > 0.9
     assert float(rows[-1]["train_loss"]) < float(rows[0]["train_loss"])
+    parsed(run / "report.html")
+    page = (run / "report.html").read_text()
+    assert "It is finished." in page
+    best = max(rows, key=lambda row: float(row["val_dice_mean"]))
+    assert f"{float(best['val_dice_mean']):.3f}" in page
+    known = json.loads((run / "validation.json").read_text())
+    assert str(known["epoch"]) == best["epoch"]
+    (_, wrong), (missed, right) = known["confusion"]
+    dice = 2 * right / (2 * right + wrong + missed)
+    assert float(best["val_dice_disc"]) == pytest.approx(dice, abs=1e-6)
+    assert sum(map(sum, known["confusion"])) == 96**2, "the pixels of a validation slide"
+    assert known["tiles"]["best"]["loss"] <= known["tiles"]["worst"]["loss"]
+    assert re.search(r"<code>train.epochs</code></td><td class=\"text\">12<", page)
     _, card = load_bundle(run / "model")
     assert (card.class_names, card.mpp, card.tile) == (("disc",), 0.5, 32)
 
@@ -147,6 +162,9 @@ def test_a_signal_saves_and_says_how_to_go_on(
     assert "--resume" in output
     assert "Traceback" not in output
     assert list(Path("runs").glob("*/checkpoints/last.pt"))
+    [page] = Path("runs").glob("*/report.html")
+    parsed(page)
+    assert "stopped before its end. It goes on with: pathoseg train" in page.read_text()
 
 
 def test_a_time_limit_ends_in_order_and_is_laid_over_the_schedule(
