@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import struct
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
@@ -13,13 +14,16 @@ import numpy as np
 import zarr
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
+from zarr.abc.store import ByteRequest, SuffixByteRequest
+from zarr.core.buffer import Buffer, BufferPrototype
+from zarr.storage import LocalStore
 
 from pathoseg.errors import PathosegError, UnreadableError
 from pathoseg.geometry import Box, Mpp, Size
 from pathoseg.slides.levels import exact_levels
 from pathoseg.slides.resolution import MICRONS_PER_UNIT, slide_mpp, stated_mpp
 from pathoseg.slides.slide_file import SlideFile, reason
-from pathoseg.slides.zarr_folder import LAYOUT, is_zarr, ome_attributes, read_json
+from pathoseg.slides.zarr_folder import LAYOUT, METADATA, is_zarr, ome_attributes, read_json
 
 # NGFF writes units in full.
 _MICRONS_PER_UNIT = {
@@ -31,10 +35,9 @@ _MICRONS_PER_UNIT = {
     "picometer": 1e-6,
 }
 # Others can run code of the file's choice (pickle), or are not installed everywhere.
-_CODECS = {
-    *("blosc", "zstd", "gzip", "zlib", "lz4", "bz2", "lzma", "crc32c"),
-    *("bytes", "transpose", "sharding_indexed"),
-}
+_CODECS = {"blosc", "zstd", "gzip", "zlib", "lz4", "bz2", "lzma", "crc32c", "bytes", "transpose"}
+_CHECKSUM = 4  # bytes
+_LEFT_OUT = 2**64 - 1
 _WHITE = 255
 _MOST_CHUNK_PIXELS = 64_000_000
 _MOST_LEVELS = 100
@@ -79,17 +82,129 @@ class _Multiscale:
         return None if unit is None or not scales else unit * prod(scales)
 
 
+class _ChunkStore(LocalStore):
+    """The files of an array; refuses chunks that are missing or cut short.
+
+    Args:
+        folder: The array's.
+        metadata: The array's, as its file has it.
+
+    Raises:
+        ValueError: It has codecs that are not read here.
+        LookupError, TypeError: It is damaged.
+    """
+
+    def __init__(self, folder: Path, metadata: Mapping[str, Any]) -> None:
+        super().__init__(folder, read_only=True)
+        self._may_miss = metadata.get("fill_value") == _WHITE
+        self._blosc = _Blosc.of(metadata)
+
+    async def get(
+        self,
+        key: str,
+        prototype: BufferPrototype | None = None,
+        byte_range: ByteRequest | None = None,
+    ) -> Buffer | None:
+        """Return a file, or part of it; None for one that may be missing.
+
+        Raises:
+            ValueError: It is missing, or cut short.
+        """
+        found = await super().get(key, prototype, byte_range)
+        if key in METADATA:
+            return found
+        if found is None and not self._may_miss:
+            raise ValueError(f"the chunk {key} is missing")
+        # From the end of a shard its index is read.
+        if found is not None and self._blosc and not isinstance(byte_range, SuffixByteRequest):
+            self._blosc.check(found.to_bytes(), is_part=byte_range is not None)
+        return found
+
+
+@dataclass(frozen=True)
+class _Blosc:
+    """The place of Blosc's streams in the files of an array.
+
+    Blosc believes the length that a stream states, and reads past the end of one that is cut short.
+
+    Attributes:
+        pixels: Bytes of a chunk, decoded.
+        after: Bytes that follow a stream in its chunk, a checksum's.
+        in_shard: Chunks of a shard; 0 without shards.
+        after_index: Bytes that follow the index in its shard, a checksum's.
+    """
+
+    pixels: int
+    after: int
+    in_shard: int
+    after_index: int
+
+    @classmethod
+    def of(cls, metadata: Mapping[str, Any]) -> _Blosc | None:
+        """Return it for an array; None where Blosc is not used.
+
+        Raises:
+            ValueError: There are codecs that are not read here.
+            LookupError, TypeError: The metadata is damaged.
+        """
+        index, inside = list[str](), dict[str, Any]()
+        if metadata.get("zarr_format") == 2:
+            used = [*(metadata.get("filters") or ()), metadata.get("compressor")]
+            chain = [str(each["id"]) for each in used if each is not None]
+            chunk = shard = metadata["chunks"]
+        else:
+            chain = _names(metadata["codecs"])
+            chunk = shard = metadata["chunk_grid"]["configuration"]["chunk_shape"]
+            if chain == ["sharding_indexed"]:
+                inside = metadata["codecs"][0]["configuration"]
+                chain, index = _names(inside["codecs"]), _names(inside["index_codecs"])
+                chunk = inside["chunk_shape"]
+        after = chain[chain.index("blosc") + 1 :] if "blosc" in chain else []
+        is_known = {*chain, *index} <= _CODECS and after in ([], ["crc32c"])
+        if inside:
+            is_known &= index in (["bytes"], ["bytes", "crc32c"])
+            is_known &= inside.get("index_location", "end") == "end"
+        if not is_known:
+            raise ValueError(f"its codecs {', '.join(chain + index)} are not read here")
+        if "blosc" not in chain:
+            return None
+        in_shard = prod(shard) // prod(chunk) if inside else 0
+        return cls(prod(chunk), _CHECKSUM * len(after), in_shard, _CHECKSUM * (len(index) - 1))
+
+    def check(self, data: bytes, is_part: bool) -> None:
+        """Refuse streams that state other lengths than they have.
+
+        Args:
+            data: A chunk, or a shard.
+            is_part: True for a chunk of a shard.
+
+        Raises:
+            ValueError, struct.error: There are some.
+        """
+        chunks = [data]
+        if self.in_shard and not is_part:
+            end = len(data) - self.after_index
+            index = struct.iter_unpack("<QQ", data[end - 16 * self.in_shard : end])
+            chunks = [data[at : at + length] for at, length in index if at != _LEFT_OUT]
+        for chunk in chunks:
+            decoded, _, encoded = struct.unpack_from("<III", chunk, 4)
+            if (decoded, encoded) != (self.pixels, len(chunk) - self.after):
+                raise ValueError("a chunk is cut short")
+
+
+def _names(codecs: Sequence[Any]) -> list[str]:
+    return [each if isinstance(each, str) else str(each["name"]) for each in codecs]
+
+
 @dataclass(frozen=True, eq=False)
 class _ZarrLevel:
     """An array of a pyramid.
 
     Attributes:
-        folder: The array's.
         array: Open.
         axes: Names of its axes.
     """
 
-    folder: Path
     array: zarr.Array[Any]
     axes: Sequence[str]
 
@@ -109,7 +224,7 @@ class _ZarrLevel:
         """Decode a chunk in all channels, shape (height, width, 3), less at the far edges.
 
         Raises:
-            ValueError: A file of it is missing, and what is missing is not white.
+            Exception: It is damaged, or a file of it is missing, and what is missing is not white.
         """
         side = self.chunk
         places = {
@@ -117,20 +232,9 @@ class _ZarrLevel:
             "x": slice(column * side.width, min((column + 1) * side.width, self.size.width)),
             "c": slice(0, 3),
         }
-        if self.array.fill_value != _WHITE:
-            self._refuse_missing(places)
         pixels = np.asarray(self.array[tuple(places.get(axis, 0) for axis in self.axes)])
         left = [axis for axis in self.axes if axis in places]
         return np.ascontiguousarray(pixels.transpose([left.index(axis) for axis in "yxc"]))
-
-    def _refuse_missing(self, places: dict[str, slice]) -> None:
-        stored = dict(zip(self.axes, self.array.shards or self.array.chunks, strict=True))
-        for channel in range(0, 3, stored["c"]):
-            first = {"y": places["y"].start, "x": places["x"].start, "c": channel}
-            numbers = tuple(first.get(axis, 0) // stored[axis] for axis in self.axes)
-            key = self.array.metadata.encode_chunk_key(numbers)
-            if not (self.folder / key).is_file():
-                raise ValueError(f"{self.folder.name}/{key} is missing")
 
 
 class _OpenZarr:
@@ -271,10 +375,8 @@ def _level(group: Path, name: str, axes: Sequence[str]) -> _ZarrLevel:
     folder = _inside(group, name)
     is_zarr_3 = (folder / "zarr.json").is_file()
     metadata = read_json(folder / ("zarr.json" if is_zarr_3 else ".zarray"))
-    unknown = _codecs(metadata) - _CODECS
-    if unknown:
-        raise ValueError(f"its codec {', '.join(sorted(unknown))} is not read here")
-    array = zarr.open_array(folder, mode="r", zarr_format=3 if is_zarr_3 else 2)
+    store = _ChunkStore(folder, metadata)
+    array = zarr.open_array(store, mode="r", zarr_format=3 if is_zarr_3 else 2)
     if array.dtype != np.uint8:
         raise ValueError(f"its pixels are {array.dtype}, not uint8")
     lengths = dict(zip(axes, array.shape, strict=True))
@@ -282,24 +384,7 @@ def _level(group: Path, name: str, axes: Sequence[str]) -> _ZarrLevel:
     if lengths["c"] != 3 or wrong or not all(array.shape):
         told = ", ".join(f"{axis} {length}" for axis, length in lengths.items())
         raise ValueError(f"its axes have the lengths {told}")
-    level = _ZarrLevel(folder, array, axes)
+    level = _ZarrLevel(array, axes)
     if level.chunk.pixels > _MOST_CHUNK_PIXELS:
         raise ValueError(f"its chunks have {level.chunk.width} × {level.chunk.height} px")
     return level
-
-
-def _codecs(metadata: Any) -> set[str]:
-    """Return the names of all codecs in an array's metadata, those inside of shards included."""
-    if metadata.get("zarr_format") == 2:
-        used = [metadata.get("compressor"), *(metadata.get("filters") or ())]
-        return {str(codec["id"]) for codec in used if codec is not None}
-    found = set[str]()
-    waiting = list(metadata["codecs"])
-    while waiting:
-        codec = waiting.pop()
-        if isinstance(codec, str):
-            codec = {"name": codec}
-        found.add(str(codec["name"]))
-        inside = codec.get("configuration") or {}
-        waiting += [*inside.get("codecs", ()), *inside.get("index_codecs", ())]
-    return found

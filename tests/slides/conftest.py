@@ -119,7 +119,9 @@ def write_zarr() -> Writer:
             )
             options = {"chunks": tuple({"y": 192, "x": 256}.get(axis, 1) for axis in axes), **how}
             array = group.create_array(str(number), shape=shape, dtype=level.dtype, **options)
-            order = [axis for axis in axes if axis in "cyx"]
+            order = [axis for axis in axes if axis in "cyx"] + [
+                axis for axis in "c" if axis not in axes
+            ]
             array[:] = level.transpose(["yxc".index(axis) for axis in order]).reshape(shape)
         return path
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numcodecs
 import numpy as np
 import pytest
 import tifffile
@@ -115,7 +114,7 @@ def written(
                 )
                 return Sample(path, levels[:1], TiffSlide, "tiff")
             case "zarr":
-                path = write_zarr(folder / "a.ome.zarr", levels)
+                path = write_zarr(folder / "a.ome.zarr", levels, chunks=(3, 192, 256))
                 return Sample(path, levels, ZarrSlide, "ome-zarr")
             case "sharded":
                 path = folder / "sharded.ome.zarr"
@@ -128,15 +127,28 @@ def written(
                 )
                 return Sample(path, levels, ZarrSlide, "ome-zarr")
             case "zarr-0.4":
-                blosc = numcodecs.Blosc("lz4", 5)
-                path = write_zarr(folder / "b.zarr", levels, "0.4", "czyx", compressors=blosc)
+                path = write_zarr(
+                    folder / "b.zarr",
+                    levels,
+                    "0.4",
+                    "czyx",
+                    chunks=(3, 1, 300, 400),
+                    compressors=blosc,
+                )
                 return Sample(path, levels, ZarrSlide, "ome-zarr")
             case "bioformats2raw":
                 path = folder / "c.ome.zarr"
                 zarr.create_group(path, attributes={"bioformats2raw.layout": 3}, zarr_format=2)
                 zarr.create_group(path / "OME", attributes={"series": ["0", "1"]}, zarr_format=2)
                 separator = {"name": "v2", "separator": "/"}
-                write_zarr(path / "0", levels, "0.4", "tczyx", chunk_key_encoding=separator)
+                write_zarr(
+                    path / "0",
+                    levels,
+                    "0.4",
+                    "tczyx",
+                    chunks=(1, 1, 1, 300, 400),
+                    chunk_key_encoding=separator,
+                )
                 write_zarr(path / "1", levels[2:], "0.4", "tczyx")
                 return Sample(path, levels, ZarrSlide, "ome-zarr")
             case name:
