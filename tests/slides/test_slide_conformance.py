@@ -133,7 +133,7 @@ def written(
                     "0.4",
                     "czyx",
                     chunks=(3, 1, 300, 400),
-                    compressors=blosc,
+                    compressors=numcodecs.Blosc("lz4", 5),
                 )
                 return Sample(path, levels, ZarrSlide, "ome-zarr")
             case "bioformats2raw":

@@ -86,7 +86,7 @@ def as_zarr(image: Path, path: Path) -> Path:
     }
     ome = {"version": "0.5", "multiscales": [multiscale]}
     group = zarr.create_group(path, attributes={"ome": ome})
-    group.create_array("0", data=pixels, chunks=(3, 128, 128))
+    group.create_array("0", data=pixels, chunks=(3, 128, 128), dimension_names=tuple("cyx"))
     yaozarrs.validate_zarr_store(path)
     return path
 
