@@ -53,7 +53,7 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/mypy --platform win32 --cache-dir .mypy_cache/win32
-	MYPYPATH=sample_data $(BIN)/mypy sample_data docs/make_configuration.py
+	MYPYPATH=sample_data $(BIN)/mypy sample_data docs/make_configuration.py docs/make_pictures.py
 	for main in benchmarks/*/main.py; do $(BIN)/mypy $$main || exit 1; done
 	$(BIN)/python -m pytest tests/test_house.py
 

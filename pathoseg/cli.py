@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
+import re
 import sys
 import threading
 import traceback
@@ -11,7 +13,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, cast, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperOption
@@ -23,17 +25,29 @@ app = typer.Typer(
     name="pathoseg",
     help="Whole-slide-image segmentation: train on outlined slides, segment the next one.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
+# Of all that a parser refuses; where typer has it depends on its version.
+_UsageError = cast(type[Exception], typer.BadParameter.__base__)
+
+
 class _Command(TyperCommand):
-    """A command that refuses an option given twice of which the last one alone would count."""
+    """A command that says in our words what is wrong with its arguments."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        _, _, given = self.make_parser(ctx).parse_args(list(args))
+        try:
+            _, bare, given = self.make_parser(ctx).parse_args(list(args))
+            self._refuse_twice(given)
+            self._refuse_bare(bare)
+            return super().parse_args(ctx, args)
+        except _UsageError as error:
+            raise self._refusal(error) from None
+
+    def _refuse_twice(self, given: list[Any]) -> None:
+        """Refuse an option given twice of which the last one alone would count."""
         for option in self.params:
             once = isinstance(option, TyperOption) and not option.multiple and not option.is_flag
             if once and given.count(option) > 1:
@@ -41,7 +55,58 @@ class _Command(TyperCommand):
                     f"{option.opts[0]} is given {given.count(option)} times, and takes one value.",
                     "Leave out the others.",
                 )
-        return super().parse_args(ctx, args)
+
+    def _refuse_bare(self, bare: list[str]) -> None:
+        """Refuse an argument of a command that has options alone: a folder without its option."""
+        if not bare or not all(isinstance(each, TyperOption) for each in self.params):
+            return
+        option = next((name for name in ("--slides", "--out") if name in self._names()), "--help")
+        raise PathosegError(
+            f"{bare[0]} stands alone, and pathoseg {self.name} takes options.",
+            f"Did you mean: pathoseg {self.name} {option} {bare[0]}",
+        )
+
+    def _refusal(self, error: Exception) -> PathosegError:
+        """Return what is told of a wrong option, a wrong value, or a missing argument."""
+        option: str | None = getattr(error, "option_name", None)
+        parameter: Any = getattr(error, "param", None)
+        how = f"pathoseg {self.name} --help lists its options."
+        if parameter is not None:
+            name = parameter.opts[0] if isinstance(parameter, TyperOption) else parameter.metavar
+            what = _asked(str(getattr(error, "message", "")))
+            return PathosegError(f"{name} {what}", getattr(parameter, "help", "") or how)
+        if option is None:
+            return PathosegError(f"{getattr(error, 'message', error)}", how)
+        if option in self._names():
+            return PathosegError(f"{option} needs a value.", how)
+        if near := difflib.get_close_matches(option, self._names(), n=1, cutoff=0.75):
+            how = f"Did you mean {near[0]}?"
+        elif tables := _tables_with(option.lstrip("-").replace("-", "_")):
+            how = f"Set it in {' or '.join(tables)} of a file that --config names."
+        return PathosegError(f"pathoseg {self.name} has no option {option}.", how)
+
+    def _names(self) -> list[str]:
+        return [name for each in self.params for name in each.opts if name.startswith("--")]
+
+
+def _asked(told: str) -> str:
+    """Return what a parameter takes, of the parser's message, which is empty for a missing one."""
+    if not told:
+        return "is missing."
+    if found := re.search(r"(greater|less) than or equal to (\S+)", told):
+        return f"must be {found[2]} or {'more' if found[1] == 'greater' else 'less'}."
+    for kind, words in (("integer", "a whole number"), ("number", "a number")):
+        if f"valid {kind}" in told:
+            return f"takes {words}."
+    return f"does not fit: {told}"
+
+
+def _tables_with(key: str) -> list[str]:
+    """Return the tables of the configuration that have a key, as `[train]`."""
+    from pathoseg.config import Config
+
+    hints = get_type_hints(Config)
+    return [f"[{name}]" for name, table in hints.items() if hasattr(table, key)]
 
 
 ConfigFile = Annotated[
@@ -93,6 +158,17 @@ ModelFolder = Annotated[
 Ranks = Annotated[
     int | None,
     typer.Option(help="Start so many ranks on this machine. [default: 1]", min=1),
+]
+Batch = Annotated[int | None, typer.Option(help="Tiles a step. [default: 4]")]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        help="What a rank may take, such as 16GiB; more than that is recomputed or offloaded."
+    ),
+]
+Readers = Annotated[
+    int | None,
+    typer.Option(help="Threads that read tiles. [default: the cores it may use]"),
 ]
 SkipBadSlides = Annotated[
     bool, typer.Option("--skip-bad-slides", help="Leave out slides that cannot be read.")
@@ -195,6 +271,9 @@ def train(
             metavar="DURATION",
         ),
     ] = None,
+    batch: Batch = None,
+    memory: Memory = None,
+    readers: Readers = None,
     ranks: Ranks = None,
     order: Order = None,
     trace: Annotated[
@@ -221,8 +300,14 @@ def train(
         | {"skip_bad_slides": skip_bad_slides or None},
         "tiles": {"mpp": mpp, "tile": tile},
         "model": {"name": model},
-        "train": {"start_from": start_from, "epochs": epochs, "time_limit": time_limit},
-        "parallel": {"ranks": ranks, "order": order},
+        "train": {
+            "start_from": start_from,
+            "epochs": epochs,
+            "time_limit": time_limit,
+            "batch": batch,
+            "readers": readers,
+        },
+        "parallel": {"ranks": ranks, "memory": memory, "order": order},
     }
     _refuse_wrong_options(config, flags)
     from pathoseg.workflows.train import launch
@@ -241,6 +326,11 @@ def infer(
     out: Annotated[Path, typer.Option(help="Folder of the results.", metavar="DIR")] = Path(
         "results"
     ),
+    batch: Annotated[int | None, typer.Option(help="Tiles a forward pass. [default: 1]")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="What a forward pass may take, such as 4GiB.")
+    ] = None,
+    readers: Readers = None,
     ranks: Ranks = None,
     annotations: Annotated[
         Path | None,
@@ -256,7 +346,11 @@ def infer(
     debug: Debug = False,
 ) -> None:
     """Segment slides: mask, outlines for QuPath, overlay and areas."""
-    flags: dict[str, Any] = {"data": {"assume_mpp": assume_mpp}, "parallel": {"ranks": ranks}}
+    flags: dict[str, Any] = {
+        "data": {"assume_mpp": assume_mpp},
+        "infer": {"batch": batch, "memory": memory, "readers": readers},
+        "parallel": {"ranks": ranks},
+    }
     _refuse_wrong_options(config, flags)
     from pathoseg.workflows.infer import infer as run_inference
 
@@ -370,7 +464,7 @@ def plan(
     ] = None,
     ranks: Annotated[int | None, typer.Option(help="Ranks that share a step. [default: 1]")] = None,
     memory: Annotated[str | None, typer.Option(help="Of a rank. [default: the hardware's]")] = None,
-    batch: Annotated[int | None, typer.Option(help="Tiles a step. [default: 4]")] = None,
+    batch: Batch = None,
     hardware: Annotated[
         str | None,
         typer.Option(

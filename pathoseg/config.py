@@ -6,7 +6,7 @@ import difflib
 import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -408,7 +408,7 @@ def load_config(
     except ValidationError as wrong:
         first = wrong.errors()[0]
         *within, key = (str(part) for part in first["loc"])
-        why = first["msg"].removeprefix("Value error, ")
+        why = _asked(first, within, key)
         if (flags or {}).get(".".join(within), {}).get(key) is not None:
             raise PathosegError(
                 f"--{key.replace('_', '-')} {first['input']} does not fit ({why}).",
@@ -418,6 +418,32 @@ def load_config(
             f"{where}: {'.'.join((*within, key))} = {first['input']!r} does not fit ({why}).",
             "See docs/configuration.md for the values it takes.",
         ) from None
+
+
+def _asked(wrong: Mapping[str, Any], within: Sequence[str], key: str) -> str:
+    """Return what a key takes, of an error of pydantic, and its default."""
+    bounds = wrong.get("ctx", {})
+    said = {
+        "greater_than_equal": "it is {ge} or more",
+        "greater_than": "it is more than {gt}",
+        "less_than_equal": "it is {le} or less",
+        "less_than": "it is less than {lt}",
+        "literal_error": "it is {expected}",
+        "int_parsing": "it is a whole number",
+        "int_type": "it is a whole number",
+        "int_from_float": "it is a whole number",
+        "float_parsing": "it is a number",
+        "float_type": "it is a number",
+        "finite_number": "it is a finite number",
+        "bool_parsing": "it is true or false",
+        "bool_type": "it is true or false",
+    }.get(wrong["type"])
+    why = said.format(**bounds) if said else str(wrong["msg"]).removeprefix("Value error, ")
+    table: Any = Config()
+    for name in within:
+        table = getattr(table, name, None)
+    default = getattr(table, key, None)
+    return f"{why}; the default is {default}" if default is not None else why
 
 
 def given_options(
@@ -441,6 +467,22 @@ def given_options(
 def write_config(config: Config, path: Path) -> None:
     """Writes `config` as TOML that `load_config` reads back equal; what is None is left out."""
     path.write_text(tomli_w.dumps(_without_none(asdict(config))), encoding="utf-8")
+
+
+def changed_options(config: Config) -> list[tuple[str, Any, Any]]:
+    """Return the options that are not at their defaults: name as `table.key`, value, default."""
+    return list(_changes(asdict(config), asdict(Config()), ""))
+
+
+def _changes(
+    values: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str
+) -> Iterator[tuple[str, Any, Any]]:
+    for key, value in values.items():
+        default = defaults.get(key)
+        if isinstance(value, dict) and isinstance(default, dict) and default:
+            yield from _changes(value, default, f"{prefix}{key}.")
+        elif value != default:
+            yield f"{prefix}{key}", value, default
 
 
 def _merged(

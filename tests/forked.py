@@ -26,7 +26,8 @@ import torch
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [f"pathoseg.workflows.{name}" for name in ("train", "infer", "evaluate", "plan")]
-    + ["pathoseg.cli", "torch.utils.tensorboard", "albumentations"]
+    # The last is what an optimizer and a trace import: 2 s of processor time in each process.
+    + ["pathoseg.cli", "torch.utils.tensorboard", "albumentations", "torch._dynamo"]
 )
 
 

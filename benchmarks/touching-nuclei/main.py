@@ -35,6 +35,7 @@ RADIUS_UM = 6.0  # of paired centroids
 OBJECT_UM, SMALLEST_UM2 = 40.0, 10.0
 DEPTHS = (0.25, 0.5, 1.0, 1.5, 2.0)  # pixels
 ARMS = ("objects", "components")
+CROWDED, SHOWN = 30, 256  # objects of an image that is drawn; pixels of it
 
 Pixels = NDArray[np.uint8]
 Numbers = NDArray[np.int32]
@@ -47,6 +48,9 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder of images and runs")
     parser.add_argument("--minutes", type=float, default=30, help="of a training on two cores")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="draw objects found in images of DSB"
+    )
     options = parser.parse_args()
     if not DATA.exists():
         parser.exit(0, f"skipped: no {DATA} (set PATHOSEG_DATA)\n")
@@ -56,7 +60,7 @@ def main() -> None:
         folder = options.work / f"{options.data}-{arm}"
         if not (folder / "model").exists():
             train(arm, trained, folder, 2 * 60 * options.minutes)
-        figures |= scored(arm, folder, trained, held_out)
+        figures |= scored(arm, folder, trained, held_out, options.picture)
         print(json.dumps(figures, indent=2), flush=True)
     if options.json:
         options.json.write_text(json.dumps(figures) + "\n")
@@ -128,29 +132,60 @@ def scored(
     folder: Path,
     trained: Sequence[tuple[Path, Path]],
     held_out: Sequence[tuple[Path, Path]],
+    picture: Path | None,
 ) -> dict[str, float]:
-    """Figures of held-out images; the depth is the one of best PQ on the trained images."""
+    """Figures of held-out images, and of all of DSB where it was not trained on.
+
+    The depth of objects is the one of best PQ on the trained images.
+    """
     config = Config()
     config = replace(config, data=replace(config.data, assume_mpp=MPP))
     segmenter = load_segmenter(folder / "model", config, None)
     with (folder / "metrics.csv").open(newline="") as file:
         steps = float(list(csv.DictReader(file))[-1]["step"])
     figures = {f"{arm}_steps": steps}
-    if arm == "components":
-        truth = [labels_of(mask) for _, mask in held_out]
-        found = [components(planes[0]) for planes in predicted(segmenter, held_out)]
-        return figures | named(arm, counted(truth, found))
-    planes = list(predicted(segmenter, trained))
-    truth = [labels_of(mask) for _, mask in trained]
-    quality = {}
-    for depth in DEPTHS:
-        found = [separated(each, depth) for each in planes]
-        quality[depth] = counted(truth, found)["pq"]
-        figures[f"objects_trained_pq_at_{depth:g}"] = quality[depth]
-    best = max(quality, key=lambda depth: quality[depth])
-    truth = [labels_of(mask) for _, mask in held_out]
-    found = [separated(each, best) for each in predicted(segmenter, held_out)]
-    return figures | {"objects_depth": best} | named(arm, counted(truth, found))
+    best = 0.0
+    if arm == "objects":
+        planes = list(predicted(segmenter, trained))
+        truth = [labels_of(mask) for _, mask in trained]
+        for depth in DEPTHS:
+            found = [separated(each, depth) for each in planes]
+            figures[f"objects_trained_pq_at_{depth:g}"] = counted(truth, found)["pq"]
+        best = max(DEPTHS, key=lambda depth: figures[f"objects_trained_pq_at_{depth:g}"])
+        figures["objects_depth"] = best
+    places = {arm: held_out}
+    if "monuseg" in folder.name:
+        places[f"{arm}_dsb"] = [pair for part in split("dsb") for pair in part]
+    for name, pairs in places.items():
+        found = [
+            separated(each, best) if arm == "objects" else components(each[0])
+            for each in predicted(segmenter, pairs)
+        ]
+        figures |= named(name, counted([labels_of(mask) for _, mask in pairs], found))
+        if picture is not None and name == "objects_dsb":
+            draw(pairs, found, picture)
+    return figures
+
+
+def draw(
+    pairs: Sequence[tuple[Path, Path]], found: Sequence[Numbers], picture: Path, count: int = 4
+) -> None:
+    """Draw outlines of the first images with many nuclei: found above, annotated below."""
+    crowded = [at for at, each in enumerate(found) if each.max() >= CROWDED][:count]
+    columns = []
+    for at in crowded:
+        image = np.asarray(Image.open(pairs[at][0]).convert("RGB"))[:SHOWN, :SHOWN]
+        rows = [outlined(image, each) for each in (found[at], labels_of(pairs[at][1]))]
+        columns.append(np.concatenate([rows[0], np.full_like(image[:4], 255), rows[1]]))
+    Image.fromarray(np.concatenate(columns, axis=1)).quantize(128).save(picture, optimize=True)
+
+
+def outlined(image: Pixels, labels: Numbers) -> Pixels:
+    own = labels[: len(image), : image.shape[1]]
+    inner = ndimage.minimum_filter(own, 3) == ndimage.maximum_filter(own, 3)
+    shown = image.copy()
+    shown[(own > 0) & ~inner] = (20, 240, 60)
+    return shown
 
 
 def named(arm: str, figures: Mapping[str, float]) -> dict[str, float]:

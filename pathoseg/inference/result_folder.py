@@ -163,8 +163,12 @@ def _refuse_shared(folders: Mapping[Path, Path], out: Path) -> None:
             )
 
 
-def summaries(out: Path) -> list[Summary]:
-    """Read the summaries of all results in `out`, at any depth, without those of batches inside."""
+def results(out: Path) -> dict[Path, Summary]:
+    """Read the summaries of all results in `out`, at any depth, without those of batches inside.
+
+    Returns:
+        By the result's folder, in order.
+    """
     paths = list[Path]()
     for place, folders, files in os.walk(out):
         if SUMMARY in files:
@@ -172,23 +176,30 @@ def summaries(out: Path) -> list[Summary]:
         if SUMMARY in files or (STATES in folders and Path(place) != out):
             folders.clear()
         folders[:] = [name for name in folders if name[0] != "." and name != STATES]
-    found = []
+    found = dict[Path, Summary]()
     for path in sorted(paths):
         with suppress(PathosegError):  # a folder of something else
-            found.append(read_summary(path))
+            found[path.parent] = read_summary(path)
     return found
 
 
-def failures(out: Path) -> dict[str, PathosegError]:
-    """Read why slides failed from their state files in `out`, by the slides' names."""
-    found = dict[str, PathosegError]()
+def states(out: Path) -> dict[str, State]:
+    """Read all state files in `out`, by the slides' names."""
+    found = dict[str, State]()
     for path in sorted((out / STATES).glob("**/[!.]*.json")):
-        state = read_state(path)
-        if state is not None and state.status == "failed":
+        if (state := read_state(path)) is not None:
             within = path.parent.relative_to(out / STATES)
-            name = (within / Path(state.slide).name).as_posix()
-            found[name] = PathosegError(state.problem, state.hint)
+            found[(within / Path(state.slide).name).as_posix()] = state
     return found
+
+
+def failures(states: Mapping[str, State]) -> dict[str, PathosegError]:
+    """Return why slides failed, by the slides' names."""
+    return {
+        name: PathosegError(state.problem, state.hint)
+        for name, state in states.items()
+        if state.status == "failed"
+    }
 
 
 def sweep(out: Path) -> None:

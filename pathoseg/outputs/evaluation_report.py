@@ -21,6 +21,7 @@ from pathoseg.outputs.html_report import (
     Bar,
     Chart,
     Line,
+    confusion_shares,
     count,
     picture,
     scale_bar,
@@ -277,7 +278,7 @@ def _slide_rows(evaluation: Evaluation) -> Iterable[dict[str, object]]:
 def _confusion_rows(evaluation: Evaluation) -> Iterable[dict[str, object]]:
     names = _with_background(evaluation.classes)
     for split in evaluation.splits:
-        shares = _row_shares(split.confusion)
+        shares = confusion_shares(split.confusion)
         for row, truth in enumerate(names):
             for column, prediction in enumerate(names):
                 yield {
@@ -389,7 +390,7 @@ class _Page:
         ]
         self.objects = None if split.objects is None else _object_rows(split, evaluation.classes)
         self.names = _with_background(evaluation.classes)
-        self.shares = _row_shares(split.confusion).tolist()
+        self.shares = confusion_shares(split.confusion).tolist()
         self.details = [
             [f"{count(n)} {evaluation.unit}" for n in row] for row in split.confusion.tolist()
         ]
@@ -502,14 +503,6 @@ def _shown(at: int, shown: SlidePicture, classes: ClassTable) -> dict[str, Any]:
 
 def _areas(areas: NDArray[np.float64]) -> tuple[list[float], list[float]]:
     return areas.sum(axis=1)[1:].tolist(), areas.sum(axis=0)[1:].tolist()
-
-
-def _row_shares(confusion: NDArray[Any]) -> NDArray[np.float64]:
-    """Each count over its row's sum; nan in rows without any."""
-    rows = confusion.sum(axis=1, keepdims=True).astype(np.float64)
-    shares = np.full(confusion.shape, math.nan)
-    np.divide(confusion, rows, out=shares, where=rows > 0)
-    return shares
 
 
 def _with_background(classes: ClassTable) -> list[str]:

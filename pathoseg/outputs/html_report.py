@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -50,6 +51,7 @@ def _environment() -> Environment:
     environment.filters["number"] = number
     environment.filters["percent"] = percent
     environment.filters["count"] = count
+    environment.filters["duration"] = duration
     return environment
 
 
@@ -71,6 +73,28 @@ def count(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def confusion_shares(confusion: NDArray[Any]) -> NDArray[np.float64]:
+    """Each count over its row's sum; nan in rows without any."""
+    rows = confusion.sum(axis=1, keepdims=True).astype(np.float64)
+    shares = np.full(confusion.shape, math.nan)
+    np.divide(confusion, rows, out=shares, where=rows > 0)
+    return shares
+
+
+def duration(seconds: float) -> str:
+    """Format a duration in its two largest units, such as `1 h 5 min`."""
+    whole = round(seconds)
+    days, hours = divmod(whole // 3600, 24)
+    for large, small, names in (
+        (days, hours, ("d", "h")),
+        (hours, whole // 60 % 60, ("h", "min")),
+        (whole // 60, whole % 60, ("min", "s")),
+    ):
+        if large:
+            return f"{large} {names[0]} {small} {names[1]}" if small else f"{large} {names[0]}"
+    return f"{seconds:.2g} s" if seconds < 10 else f"{whole} s"
+
+
 def picture(pixels: NDArray[np.uint8]) -> str:
     """Encode pixels as a small PNG in a data URI.
 
@@ -84,6 +108,11 @@ def picture(pixels: NDArray[np.uint8]) -> str:
     data = io.BytesIO()
     image.save(data, "PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
+
+
+def photograph(data: bytes) -> str:
+    """Return a JPEG file as a data URI."""
+    return "data:image/jpeg;base64," + base64.b64encode(data).decode()
 
 
 def scale_bar(width: int, mpp: float) -> tuple[float, str]:
@@ -117,6 +146,25 @@ class Axis:
     ticks: tuple[tuple[float, str], ...]
 
 
+def axis(label: str, values: Iterable[float], low: float | None = None) -> Axis:
+    """Return an axis that holds some values, with round ticks.
+
+    Args:
+        label: Its title.
+        values: At least one, all finite.
+        low: Its start; None has it at the smallest value or below.
+    """
+    shown = [*values, *([] if low is None else [low])]
+    start, end = min(shown), max(shown)
+    if start == end:
+        start, end = start - 0.5, end + 0.5
+    step = 10.0 ** math.floor(math.log10((end - start) / 2))
+    step = max(step * of for of in (1, 2, 5) if of == 1 or (end - start) / (step * of) >= 3)
+    first, last = math.floor(start / step + 1e-9), math.ceil(end / step - 1e-9)
+    ticks = tuple((at * step, f"{at * step:g}") for at in range(first, last + 1))
+    return Axis(label, first * step if low is None else low, last * step, ticks)
+
+
 @dataclass(frozen=True)
 class Bar:
     """A bar of a chart, from the x axis up to a value.
@@ -141,10 +189,14 @@ class Line:
     Attributes:
         points: Pairs (x, y) in values of the axes.
         dashed: Whether it is there to compare with.
+        name: What the chart's legend says of it; empty where there is no need.
+        colour: RGB; None is the page's own.
     """
 
     points: tuple[tuple[float, float], ...]
     dashed: bool = False
+    name: str = ""
+    colour: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import csv
 import io
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,9 @@ from PIL import Image
 from torch.utils.tensorboard import SummaryWriter
 
 from pathoseg.annotations.annotation import IGNORE, ClassTable
-from pathoseg.outputs.atomic import naming, replaced
+from pathoseg.outputs.atomic import naming, replaced, write_text
 
+VALIDATION = "validation.json"
 COLUMNS = (
     "epoch",
     "step",
@@ -79,6 +81,28 @@ class RunLog:
             Image.fromarray(image).save(partial)
         with naming(self._folder):
             self._events.add_image("image_truth_prediction", image, step, dataformats="HWC")
+
+    def validation(
+        self,
+        epoch: int,
+        confusion: NDArray[np.int64],
+        shown: Mapping[str, tuple[str, float, NDArray[np.uint8]]],
+    ) -> None:
+        """Write what is known of the best epoch: validation.json, and pictures of two tiles.
+
+        Args:
+            epoch: From 1.
+            confusion: By truth and prediction, in the order of the model's classes.
+            shown: "best" and "worst" → slide, loss and picture of a tile, which is written as
+                `predictions/best-tile.png` and so on.
+        """
+        self._pictures.mkdir(exist_ok=True)
+        for name, (_, _, image) in shown.items():
+            with replaced(self._pictures / f"{name}-tile.png") as partial:
+                Image.fromarray(image).save(partial)
+        tiles = {name: {"slide": slide, "loss": loss} for name, (slide, loss, _) in shown.items()}
+        known = {"epoch": epoch, "confusion": confusion.tolist(), "tiles": tiles}
+        write_text(self._csv.with_name(VALIDATION), json.dumps(known, indent=2) + "\n")
 
     def close(self) -> None:
         with naming(self._folder):

@@ -76,6 +76,12 @@ class SlideFacts:
         """Area of interest without a label: ignored classes, and 255 in masks."""
         return max(0.0, self.interest_mm2 - sum(self.areas_mm2))
 
+    def regions(self, name: str) -> int | None:
+        """Return the number of outlines or objects of a class; None for a mask of classes."""
+        if self.objects is not None:
+            return self.objects.get(name, 0)
+        return None if self.annotation.is_mask else self.annotation.outlines.get(name, 0)
+
 
 def slide_facts(
     member: Member,
@@ -160,6 +166,56 @@ def shares_on_glass(
     return shares
 
 
+Columns = Sequence[tuple[str, bool]]
+"""Title of each column of a table, and whether its cells are numbers."""
+
+
+def class_table(
+    facts: Sequence[SlideFacts], classes: ClassTable
+) -> tuple[Columns, list[list[str]]]:
+    """Return columns and rows: of each class, how much there is to learn and to validate from."""
+    parts, measures = ("train", "val"), ("Slides", "mm²", "Tiles")
+    rows = []
+    for index, name in enumerate(classes.names, start=1):
+        cells = [name]
+        for part in parts:
+            own = [one for one in facts if one.member.split == part and one.class_tiles[index]]
+            area = sum(one.areas_mm2[index] for one in own)
+            tiles = sum(one.class_tiles[index] for one in own)
+            cells += [str(len(own)), area_text(area), str(tiles)]
+        rows.append(cells)
+    titles = [f"{what}, {part}" for part in parts for what in measures]
+    return [("Class", False), *((title, True) for title in titles)], rows
+
+
+def slide_cells(facts: SlideFacts, classes: Sequence[str]) -> dict[str, str]:
+    """Return the cells of a slide's row by column; a class has mm², regions or objects, and tiles.
+
+    Args:
+        facts: Of the slide.
+        classes: Their names.
+    """
+    cells = {
+        "Slide": facts.member.slide,
+        "Split": facts.member.split,
+        "µm/px": f"{facts.mpp.mean:.4g}",
+        "Pixels": f"{facts.size.width}×{facts.size.height}",
+        "Of interest": f"{facts.interest_mm2:.3g}",
+        "Tiles": str(facts.tiles),
+    }
+    for index, name in enumerate(classes, start=1):
+        area, tiles = facts.areas_mm2[index], facts.class_tiles[index]
+        regions = facts.regions(name)
+        parts = [area_text(area), *([] if regions is None else [str(regions)]), str(tiles)]
+        cells[name] = " · ".join(parts) if tiles or area > 0 else "–"
+    return cells
+
+
+def area_text(mm2: float) -> str:
+    """An area in three digits; a dash where overlapping tiles do not tell."""
+    return "–" if math.isnan(mm2) else f"{mm2:.3g}"
+
+
 def class_lines(facts: Sequence[SlideFacts], classes: ClassTable) -> Iterator[str]:
     """Yield a line for each class: how much of it there is to learn from, and to validate."""
     for index, name in enumerate(classes.names, start=1):
@@ -182,13 +238,13 @@ def class_lines(facts: Sequence[SlideFacts], classes: ClassTable) -> Iterator[st
         yield f"{name}: on {'; on '.join(parts)}"
 
 
-def short_form(
+def facts_of_training(
     config: Config,
     sources: LabelledSlides,
     members: Mapping[str, Member],
     tiles: Iterable[SlideTiles],
-) -> Iterator[str]:
-    """Yield what a training has found out of its slides anyway, without another look at them.
+) -> list[SlideFacts]:
+    """Return what a training has found out of its slides anyway, without another look at them.
 
     Args:
         config: Of the run.
@@ -204,9 +260,7 @@ def short_form(
         level0 = Size(round(size.width * frame.scale_x), round(size.height * frame.scale_y))
         found = slide_facts(members[source.name], own, config, level0)
         facts.append(replace(found, padding=math.nan))  # `with_tile` has said it
-    yield from class_lines(facts, sources.classes)
-    for warning in warnings_of(facts, sources.classes, config, ()):
-        yield f"Take care: {warning}"
+    return facts
 
 
 def warnings_of(

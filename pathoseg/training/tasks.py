@@ -33,6 +33,10 @@ class Judge(Protocol):
         ...
 
     def figures(self) -> dict[str, float]: ...
+    def confusion(self) -> NDArray[np.int64]:
+        """Numbers of pixels, or tiles, by truth and prediction, shape (classes, classes)."""
+        ...
+
     def score(self) -> float:
         """The score by which epochs are compared; higher is better."""
         ...
@@ -100,6 +104,9 @@ class _SegmentJudge:
             figures[f"val_dice_{name}"] = float(dice)
             figures[f"val_iou_{name}"] = float(iou)
         return figures
+
+    def confusion(self) -> NDArray[np.int64]:
+        return self._confusion.matrix
 
     def score(self) -> float:
         mean = self._confusion.mean_dice
@@ -176,6 +183,9 @@ class _ObjectJudge:
     def figures(self) -> dict[str, float]:
         return {**self._segment.figures(), "val_height_error": self._mean_error}
 
+    def confusion(self) -> NDArray[np.int64]:
+        return self._segment.confusion()
+
     def score(self) -> float:
         """Mean Dice minus 0.1 times the mean error of the heights in pixels."""
         if not self._pixels:
@@ -227,6 +237,13 @@ class _ClassifyJudge:
         for name, auc in zip(self._classes.names, scores.auc[1:], strict=True):
             figures[f"val_auc_{name}"] = float(auc)
         return figures
+
+    def confusion(self) -> NDArray[np.int64]:
+        matrix = np.zeros((len(self._classes), len(self._classes)), np.int64)
+        for labels, chances in zip(self._labels, self._chances, strict=True):
+            known = labels != IGNORE
+            np.add.at(matrix, (labels[known], chances[known].argmax(axis=1)), 1)
+        return matrix
 
     def score(self) -> float:
         accuracy = self._scores().accuracy

@@ -274,6 +274,10 @@ class Trainer:
         self._validation_seconds = 0.0
         self._lay()
 
+    @property
+    def progress(self) -> Progress:
+        return self._progress
+
     def _lay(self) -> None:
         """Lays the learning rate over the limits, or sets the clock that a time limit waits for."""
         at, config = self._progress, self._config
@@ -412,6 +416,12 @@ class Trainer:
             if verdict.score > at.best or not (at.best_epoch and self._validation.batches):
                 at.best, at.best_epoch = verdict.score, at.epoch
                 self._save(BEST, publish=True)
+                if records and verdict.confusion is not None:
+                    shown = {
+                        name: (tile.slide, tile.loss, tile.picture)
+                        for name, tile in verdict.shown.items()
+                    }
+                    records.validation(at.epoch, verdict.confusion, shown)
         at.rows.append(row)
         if records:
             records.epoch(at.rows)

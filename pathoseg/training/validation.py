@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pathoseg.annotations.annotation import ClassTable
+from pathoseg.annotations.annotation import IGNORE, ClassTable
 from pathoseg.tiles.dataset import stacked, stacked_labels
 from pathoseg.tiles.prefetch import prefetch_map
 from pathoseg.tiles.tiles import SlideTiles, Tile
 from pathoseg.training.engine import Engine, Loss
 from pathoseg.training.run_log import comparison, from_text, to_text
 from pathoseg.training.tasks import Task
+
+
+@dataclass(frozen=True)
+class ShownTile:
+    """A held-out tile that is shown because of its loss.
+
+    Attributes:
+        slide: The file's name.
+        loss: Its loss.
+        picture: The tile, its truth and its prediction: RGB, shape (height, 3 width, 3), uint8.
+    """
+
+    slide: str
+    loss: float
+    picture: NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -30,11 +47,16 @@ class Verdict:
         score: The score by which epochs are compared; higher is better.
         picture: Tiles with truth and prediction: RGB, shape (height, width, 3), uint8; None without
             tiles.
+        confusion: Numbers of pixels, or tiles, by truth and prediction; None without tiles.
+        shown: The tile with the least loss of those with a class but the background, as "best", and
+            the one with the most loss, as "worst"; empty for models that classify tiles.
     """
 
     figures: dict[str, float]
     score: float
     picture: NDArray[np.uint8] | None
+    confusion: NDArray[np.int64] | None = None
+    shown: Mapping[str, ShownTile] = field(default_factory=dict)
 
 
 class Validation:
@@ -86,30 +108,60 @@ class Validation:
         if not self._tiles:
             return Verdict({}, 0.0, None)
         judge, loss_sum, picture = self._task.judge(), 0.0, ""
+        extremes = dict[str, dict[str, Any]]()
         for firsts, sizes, tiles in self._rounds(engine):
             images = {at: stacked(own) for at, own in tiles.items()}
             for at, logits in engine.predict(sizes, images).items():
                 masks, objects = stacked_labels(tiles[at])
                 targets = torch.from_numpy(self._task.targets(masks, objects)).to(logits.device)
                 with torch.inference_mode():
-                    loss_sum += float(loss(logits, targets).sum())
+                    losses = loss(logits, targets)
+                    loss_sum += float(losses.sum())
                 judge.add(logits, targets)
+                if logits.ndim != 4:
+                    continue
                 row = self._shown - firsts[at]
-                if 0 <= row < sizes[at] and logits.ndim == 4:
-                    guess = (
-                        logits[row, : len(self._classes)].argmax(0).cpu().numpy().astype(np.uint8)
-                    )
-                    shown = comparison(tiles[at][row].image, masks[row], guess, self._classes)
-                    picture = to_text(shown)
+                if 0 <= row < sizes[at]:
+                    picture = to_text(self._compared(tiles[at][row].image, masks[row], logits[row]))
+                for row, value in enumerate(losses.tolist()):
+                    for name in _extremes_of(value, firsts[at] + row, masks[row], extremes):
+                        image, mask = tiles[at][row].image, masks[row]
+                        step = -(-max(mask.shape) // _EXTREME_SIDE)
+                        extremes[name] = {
+                            "rank": (value, firsts[at] + row),
+                            "picture": self._compared(image, mask, logits[row])[::step, ::step],
+                        }
         whole = self._task.judge()
-        found = {"loss": loss_sum, "seen": judge.seen(), "picture": picture}
+        told = {
+            name: {**each, "picture": to_text(each["picture"])} for name, each in extremes.items()
+        }
+        found = {"loss": loss_sum, "seen": judge.seen(), "picture": picture, "extremes": told}
         parts = [json.loads(part) for part in engine.gather(json.dumps(found))]
         for part in parts:
             whole.merge(part["seen"])
         mean = sum(part["loss"] for part in parts) / len(self._tiles)
         pictures = [from_text(part["picture"]) for part in parts if part["picture"]]
         figures = {"val_loss": mean, **whole.figures()}
-        return Verdict(figures, whole.score(), pictures[0] if pictures else None)
+        return Verdict(
+            figures,
+            whole.score(),
+            pictures[0] if pictures else None,
+            whole.confusion(),
+            {name: self._shown_tile(name, parts) for name in _EXTREMES if _held(name, parts)},
+        )
+
+    def _compared(
+        self, image: NDArray[np.uint8], mask: NDArray[np.uint8], logits: torch.Tensor
+    ) -> NDArray[np.uint8]:
+        guess = logits[: len(self._classes)].argmax(0).cpu().numpy().astype(np.uint8)
+        return comparison(image, mask, guess, self._classes)
+
+    def _shown_tile(self, name: str, parts: Sequence[Mapping[str, Any]]) -> ShownTile:
+        """The tile that is the best, or the worst, of those that each rank found to be so."""
+        of_ranks = _held(name, parts)
+        chosen = _EXTREMES[name](of_ranks, key=lambda each: tuple(each["rank"]))
+        loss, number = chosen["rank"]
+        return ShownTile(self._tiles[number][0].slide.name, loss, from_text(chosen["picture"]))
 
     def _rounds(self, engine: Engine) -> Iterator[tuple[range, list[int], dict[int, list[Tile]]]]:
         """The batches that are predicted together: the number of the first tile of each, their
@@ -130,6 +182,26 @@ class Validation:
                 sizes = [max(0, min(size, count - first)) for first in firsts]
                 own = {at: list(islice(tiles, sizes[at])) for at in needed if sizes[at]}
                 yield firsts, sizes, own
+
+
+_EXTREMES: Mapping[str, Callable[..., Any]] = {"best": min, "worst": max}
+_EXTREME_SIDE = 512  # pixels of a tile that is shown
+
+
+def _extremes_of(
+    loss: float, number: int, mask: NDArray[np.uint8], so_far: Mapping[str, Mapping[str, Any]]
+) -> Iterator[str]:
+    """Yield "best" or "worst" where a tile is so, of those so far."""
+    for name, choose in _EXTREMES.items():
+        before = so_far.get(name)
+        if before is None or choose((loss, number), before["rank"]) != before["rank"]:
+            known = mask != IGNORE
+            if math.isfinite(loss) and (known & (mask > 0) if name == "best" else known).any():
+                yield name
+
+
+def _held(name: str, parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [part["extremes"][name] for part in parts if name in part["extremes"]]
 
 
 def _most_varied(slides: Sequence[SlideTiles]) -> int:

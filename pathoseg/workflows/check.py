@@ -48,7 +48,9 @@ from pathoseg.training.labelled_slides import (
 from pathoseg.training.slide_facts import (
     SlideFacts,
     class_lines,
+    class_table,
     shares_on_glass,
+    slide_cells,
     slide_facts,
     some,
     warnings_of,
@@ -296,7 +298,8 @@ class _Check:
         names = ("background", *(self.classes.names if self.classes else ()))
         for index, name in enumerate(names):
             row[f"mm2_{name}"] = _csv(facts.areas_mm2[index]) if facts else ""
-            row[f"regions_{name}"] = _regions(facts, name)
+            regions = facts and facts.regions(name)
+            row[f"regions_{name}"] = "" if regions is None else regions
             row[f"tiles_{name}"] = facts.class_tiles[index] if facts else ""
         return row
 
@@ -328,6 +331,7 @@ class _Check:
             sum(one.member.split == part for one in facts) for part in ("train", "val", "test")
         ]
         columns, rows = self._table(is_page=True)
+        class_columns, class_rows = class_table(facts, self.classes or ClassTable((), ()))
         return CheckPage(
             folders=self.config.data.told_folders,
             classes=list(zip(names, self.classes.colours, strict=True)) if self.classes else [],
@@ -337,11 +341,8 @@ class _Check:
                 ("Tiles", str(sum(one.tiles for one in facts)), f"of {self.config.tiles.side} px"),
                 ("Labelled mm²", f"{labelled:.3g}", f"of {tissue:.3g} mm² of tissue"),
             ],
-            class_columns=[
-                ("Class", False),
-                *((f"{what}, {part}", True) for part in ("train", "val") for what in _MEASURES),
-            ],
-            class_rows=[self._class_row(index, name) for index, name in enumerate(names, start=1)],
+            class_columns=class_columns,
+            class_rows=class_rows,
             columns=columns,
             rows=rows,
             refusals=self.refusals,
@@ -352,17 +353,6 @@ class _Check:
             ],
             version=__version__,
         )
-
-    def _class_row(self, index: int, name: str) -> list[str]:
-        cells = [name]
-        for part in ("train", "val"):
-            own = [
-                one for one in self._facts if one.member.split == part and one.class_tiles[index]
-            ]
-            area = sum(one.areas_mm2[index] for one in own)
-            tiles = sum(one.class_tiles[index] for one in own)
-            cells += [str(len(own)), f"{area:.3g}", str(tiles)]
-        return cells
 
     def _table(self, is_page: bool) -> tuple[list[tuple[str, bool]], list[list[str]]]:
         """Columns and rows of the table of slides: all of them, or what a terminal has room for."""
@@ -398,27 +388,20 @@ class _Check:
             cells["Split"] = "refused" if seen.refused else "left out"
             return cells
         held = sum(count > 0 for count in facts.class_tiles[1:])
-        cells |= {
+        return {
+            **cells,
+            **slide_cells(facts, names),
             "Split": facts.member.split if self.members else "?",
             "Tissue mm²": f"{facts.tissue_mm2:.3g}",
-            "Of interest": f"{facts.interest_mm2:.3g}",
             "Ignored": f"{facts.ignored_mm2:.3g}" if _ignores(facts) else "0",
-            "Tiles": str(facts.tiles),
             "Padding": "" if math.isnan(facts.padding) else f"{facts.padding:.0%}",
             "Labelled mm²": f"{sum(facts.areas_mm2[1:]):.3g}",
             "Classes": f"{held} of {len(names)}",
         }
-        for index, name in enumerate(names, start=1):
-            area, tiles = facts.areas_mm2[index], facts.class_tiles[index]
-            regions = _regions(facts, name)
-            parts = [f"{area:.3g}", *([str(regions)] if regions != "" else []), str(tiles)]
-            cells[name] = " · ".join(parts) if area or tiles else "–"
-        return cells
 
 
 _CELL = "mm² · regions (none are counted in masks of classes) · tiles"
 _ROUNDING = 0.01  # share of what is of interest: labels end at whole pixels
-_MEASURES = ("Slides", "mm²", "Tiles")
 
 
 def _told(seen: _Seen, names: Sequence[str]) -> str:
@@ -437,15 +420,6 @@ def _parts(seen: _Seen, names: Sequence[str]) -> Iterator[str]:
     for name, area in zip(names, seen.facts.areas_mm2[1:], strict=True):
         if area:
             yield f"{name} {area:.3g} mm²"
-
-
-def _regions(facts: SlideFacts | None, name: str) -> int | str:
-    """Return the number of outlines or objects of a class; empty for a mask of classes."""
-    if facts is not None and facts.objects is not None:
-        return facts.objects.get(name, 0)
-    if facts is None or facts.annotation.is_mask:
-        return ""
-    return facts.annotation.outlines.get(name, 0)
 
 
 def _ignores(facts: SlideFacts) -> bool:

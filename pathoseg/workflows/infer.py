@@ -20,18 +20,29 @@ from pathoseg.config import load_config
 from pathoseg.errors import PathosegError, StoppedError
 from pathoseg.host_memory import share_one_heap
 from pathoseg.inference.leases import Leases
+from pathoseg.inference.publish import OVERLAY
 from pathoseg.inference.result_folder import (
     STATES,
     SUMMARY,
     failures,
+    read_state,
     result_folders,
-    summaries,
+    results,
+    state_file,
+    states,
     sweep,
 )
 from pathoseg.inference.segmenter import load_segmenter
 from pathoseg.inference.slide_job import SlideJob, WorkerContext
 from pathoseg.interruption import Interruption
-from pathoseg.outputs.report import read_summary, write_failures, write_summary_table
+from pathoseg.outputs.batch_report import (
+    PAGE,
+    Batch,
+    BatchSlide,
+    overlay_picture,
+    write_batch_report,
+)
+from pathoseg.outputs.report import Summary, read_summary, write_failures, write_summary_table
 from pathoseg.parallel.comm.launcher import World, find_host_share, find_world, use_host_share
 from pathoseg.parallel.comm.local_ranks import start_workers
 from pathoseg.platform_support import cores_to_use, parent_lives, process_age
@@ -41,6 +52,7 @@ from pathoseg.slides.slide import model_frame, open_slide
 from pathoseg.slides.zarr_folder import is_zarr
 from pathoseg.training.distributed import errors_left_to_rank_0, silent
 from pathoseg.training.run_folder import bundle_of
+from pathoseg.version import __version__
 
 TABLE = "summary.csv"
 FAILURES = "failures.csv"
@@ -105,7 +117,8 @@ def infer(
             names = _slides(inputs, annotations)
             annotated = _annotations(names, annotations)
             folders = result_folders(out, names)
-            segmenter = load_segmenter(bundle_of(model), config, factory)
+            bundle = bundle_of(model)
+            segmenter = load_segmenter(bundle, config, factory)
             if len(folders) == 1:  # refused before anything is written
                 with open_slide(next(iter(folders)), config.data.assume_mpp) as opened:
                     model_frame(opened, segmenter.card.mpp)
@@ -123,14 +136,14 @@ def infer(
                 for slide, folder in folders.items()
             ]
             try:
-                _work(batch, interruption)
+                _work(batch, out, interruption)
             except (PathosegError, StoppedError) as end:
                 with suppress(OSError):  # told already
-                    _write_tables(out, leases)
+                    _write_tables(context, batch, bundle, is_stopped=True)
                 if world.rank and isinstance(end, StoppedError):  # rank 0 tells it for all
                     raise SystemExit(end.exit_code) from None
                 raise
-            _write_tables(out, leases)
+            _write_tables(context, batch, bundle, is_stopped=False)
             sweep(out)
     if annotations is not None and world.rank == 0:
         _tell_without_interest(batch)
@@ -193,14 +206,16 @@ def _annotations(names: Mapping[Path, str], folder: Path | None) -> dict[Path, P
     return {slide: path for slide, path in found.items() if path is not None}
 
 
-def _work(batch: Sequence[SlideJob], interruption: Interruption) -> None:
+def _work(batch: Sequence[SlideJob], out: Path, interruption: Interruption) -> None:
     """Leads each slide that nobody is at, then helps with those that are left, until none is."""
 
     def lead(slide: SlideJob) -> None:
         interruption.raise_if_asked()
         if slide.lead():
             if slide.outcome() == "done":
-                say(f"{slide.name}: done, in {slide.folder}{_warnings(slide.folder)}")
+                summary = read_summary(slide.folder / SUMMARY)
+                _picture(out, slide.folder, summary)  # so that a stopped batch ends at once
+                say(f"{slide.name}: done, in {slide.folder}{_warnings(summary)}")
             elif len(batch) > 1 and (state := slide.state):
                 say(f"{slide.name}: failed. {state.problem} {state.hint}")
 
@@ -214,9 +229,8 @@ def _work(batch: Sequence[SlideJob], interruption: Interruption) -> None:
             time.sleep(_NAP)
 
 
-def _warnings(folder: Path) -> str:
+def _warnings(summary: Summary) -> str:
     """Return warnings about a result: an unseen resolution, a damaged slide."""
-    summary = read_summary(folder / SUMMARY)
     told = "".join(f". Take care: {warning}" for warning in summary.warnings)
     tiles = summary.tiles
     if not tiles.unread:
@@ -240,16 +254,48 @@ def _tell_without_interest(batch: Sequence[SlideJob]) -> None:
             say(f"{told}: {few(names)}.")
 
 
-def _write_tables(out: Path, leases: Leases) -> None:
-    """Tables of all that lies in `out`; one process at a time, so that the last one saw all."""
+def _write_tables(
+    context: WorkerContext, batch: Sequence[SlideJob], bundle: Path, *, is_stopped: bool
+) -> None:
+    """Tables and a page of all that lies in the folder; one process at a time, so that the last one
+    saw all."""
+    out, leases = context.out, context.leases
     claim = out / STATES / ".tables"
     while not leases.take(claim):
         time.sleep(0.1)
     try:
-        write_summary_table(out / TABLE, summaries(out))
-        write_failures(out / FAILURES, failures(out))
+        found, known = results(out), states(out)
+        failed = failures(known)
+        write_summary_table(out / TABLE, found.values())
+        write_failures(out / FAILURES, failed)
+        classes = context.segmenter.classes
+        report = Batch(
+            folder=str(out),
+            model=str(bundle),
+            colours=dict(zip(classes.names, classes.colours, strict=True)),
+            slides=[_reported(out, folder, summary) for folder, summary in found.items()],
+            failures=failed,
+            begun=[name for name, state in known.items() if state.status == "begun"],
+            waiting=[slide.name for slide in batch if slide.state is None],
+            is_stopped=is_stopped,
+            version=__version__,
+        )
+        write_batch_report(out / PAGE, report)
     finally:
         leases.release(claim)
+
+
+def _reported(out: Path, folder: Path, summary: Summary) -> BatchSlide:
+    state = read_state(state_file(out, folder))
+    seconds = state.seconds[-1] if state is not None and state.seconds else None
+    name = folder.relative_to(out).as_posix()
+    return BatchSlide(summary, name, seconds, _picture(out, folder, summary))
+
+
+def _picture(out: Path, folder: Path, summary: Summary) -> bytes | None:
+    """The small overlay of a result, kept beside the slide's state."""
+    kept = state_file(out, folder)
+    return overlay_picture(folder / OVERLAY, kept.with_name(f".{kept.stem}.jpg"), summary)
 
 
 def _verdict(batch: Sequence[SlideJob], out: Path, *, leads: bool) -> int:
@@ -271,7 +317,7 @@ def _verdict(batch: Sequence[SlideJob], out: Path, *, leads: bool) -> int:
                 say(f"{slide.name}: already done, in {slide.folder}")
         say(
             f"{counts['done']} of {len(batch)} slides done, {counts['skipped']} skipped as done "
-            f"before, {counts['failed']} failed. Areas: {out / TABLE}"
+            f"before, {counts['failed']} failed. Areas: {out / TABLE}; to read: {out / PAGE}"
         )
         for name, state in failed.items():
             say(f"Failed: {name}: {state.problem}")

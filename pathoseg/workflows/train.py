@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import platform
+import socket
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -20,12 +22,13 @@ from pathoseg.config import (
     UNNUMBERED,
     Config,
     ParallelConfig,
+    changed_options,
     given_options,
     load_config,
     write_config,
 )
 from pathoseg.device import MEAN, STD, pick_device
-from pathoseg.errors import PathosegError
+from pathoseg.errors import PathosegError, StoppedError
 from pathoseg.inference.segmenter import class_table_of, default_overlap
 from pathoseg.interruption import Interruption
 from pathoseg.memory_size import memory_text
@@ -39,6 +42,7 @@ from pathoseg.models.build import (
 from pathoseg.models.bundle import CARD, Bundle, load_bundle, load_card, save_bundle
 from pathoseg.models.losses import build_loss
 from pathoseg.outputs.atomic import replaced, write_text
+from pathoseg.outputs.run_report import PAGE, Run, write_run_report
 from pathoseg.parallel.comm.launcher import find_world, share_of_cores
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.graph.traced import Traced
@@ -46,7 +50,7 @@ from pathoseg.parallel.planning.orders import AUTO, find_order
 from pathoseg.parallel.planning.plan import Plan
 from pathoseg.parallel.runtime.rng import WholeModel
 from pathoseg.parallel.schedule.event import Event
-from pathoseg.platform_support import follow_pointer
+from pathoseg.platform_support import cores_to_use, follow_pointer, processor_name
 from pathoseg.progress import say
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.slide_pool import SlidePool
@@ -80,7 +84,14 @@ from pathoseg.training.run_folder import (
     reopen_run,
     run_to_resume,
 )
-from pathoseg.training.slide_facts import short_form
+from pathoseg.training.slide_facts import (
+    SlideFacts,
+    class_lines,
+    class_table,
+    facts_of_training,
+    slide_cells,
+    warnings_of,
+)
 from pathoseg.training.splits import (
     TABLE,
     Member,
@@ -91,8 +102,9 @@ from pathoseg.training.splits import (
 )
 from pathoseg.training.step_plan import agreed_plan, check_host, read_model
 from pathoseg.training.tasks import make_task
-from pathoseg.training.trainer import LIMITS, Trainer, check_limits, limits_text
+from pathoseg.training.trainer import LIMITS, Progress, Trainer, check_limits, limits_text
 from pathoseg.training.validation import Validation
+from pathoseg.version import __version__
 from pathoseg.workflows.plan import PLAN
 
 
@@ -240,8 +252,11 @@ def _train(
         closing(pool),
     ):
         tiles = cut_labelled_slides(config, sources, members, pool, interruption, card.context)
-        for line in short_form(config, sources, members, [*tiles.train, *tiles.val]):
+        facts = facts_of_training(config, sources, members, [*tiles.train, *tiles.val])
+        for line in class_lines(facts, sources.classes):
             say(line)
+        for warning in warnings_of(facts, sources.classes, config, ()):
+            say(f"Take care: {warning}")
         if transport is None or transport.rank == 0:
             _begin(run, config, members, plan, model, card)
         interruption.advice = f"Continue with: pathoseg train --resume --out {run}"
@@ -271,7 +286,14 @@ def _train(
             loop.prolong()
             if engine.leads:
                 _prolong(run, config)
-        progress = loop.fit(interruption)
+        report = partial(_report, run, config, sources, members, facts, plan)
+        try:
+            progress = loop.fit(interruption)
+        except StoppedError:
+            if engine.leads:
+                with suppress(OSError):  # the stop is what is to be told
+                    write_run_report(report(loop.progress, is_finished=False))
+            raise
     summary = {
         "epochs": progress.epoch,
         "steps": progress.step,
@@ -282,12 +304,70 @@ def _train(
         "left_out": sources.left_out,
     }
     if engine.leads:
+        write_run_report(report(progress, is_finished=True))
         finish_run(run, summary)
     if trace and not (run / TIMELINE).exists():
         say("No step is drawn: the run had too few, as the first ones warm up.")
     kept = f"{'Best' if tiles.val else 'Last'} epoch: {progress.best_epoch}"
-    say(f"{kept}. Model: {run / 'model'}. Figures: {run / 'metrics.csv'}")
+    say(f"{kept}. Model: {run / 'model'}. Figures: {run / 'metrics.csv'}; to read: {run / PAGE}")
     return run
+
+
+def _report(
+    run: Path,
+    config: Config,
+    sources: LabelledSlides,
+    members: Mapping[str, Member],
+    facts: Sequence[SlideFacts],
+    plan: Plan | None,
+    progress: Progress,
+    *,
+    is_finished: bool,
+) -> Run:
+    """Return what the page of the run tells beside what is in the run's folder."""
+    classes, by_name = sources.classes, {one.member.slide: one for one in facts}
+    class_columns, class_rows = class_table(facts, classes)
+    titles = ["Slide", "Split", "Patient", "µm/px", "Pixels", "Of interest", "Tiles"]
+    slide_rows = []
+    for name, member in sorted(members.items(), key=lambda item: (item[1].split, item[0])):
+        cells = {"Slide": name, "Split": member.split}
+        if name in by_name:
+            cells = slide_cells(by_name[name], classes.names)
+        cells["Patient"] = member.patient
+        slide_rows.append([cells.get(title, "") for title in (*titles, *classes.names)])
+    device, ranks = pick_device(), 1 if plan is None else plan.ranks
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
+    order = "" if plan is None or ranks == 1 else f": {plan.order}, {plan.stages} stages"
+    going_on = f"It goes on with: pathoseg train --resume --out {run}"
+    return Run(
+        folder=run,
+        classes=classes,
+        unit="tiles" if config.model.task == "classify" else "pixels",
+        state="It is finished." if is_finished else f"It was stopped before its end. {going_on}",
+        best_epoch=progress.best_epoch,
+        best_score=progress.best if any(one.member.split == "val" for one in facts) else None,
+        epochs=progress.epoch,
+        steps=progress.step,
+        skipped_steps=progress.skipped_steps,
+        seconds=progress.seconds,
+        class_columns=class_columns,
+        class_rows=class_rows,
+        slide_columns=[(title, at > 2) for at, title in enumerate((*titles, *classes.names))],
+        slide_rows=slide_rows,
+        warnings=warnings_of(facts, classes, config, ()),
+        left_out=sources.left_out,
+        options=changed_options(load_config(run / CONFIG, unnumbered=UNNUMBERED)),
+        made=[
+            ("Machine", socket.gethostname()),
+            ("Device", f"{name}; {cores_to_use()} processor cores"),
+            ("Ranks", f"{ranks}{order}"),
+            ("pathoseg", __version__),
+            ("PyTorch", str(torch.__version__)),
+            ("Python", platform.python_version()),
+            ("Model", str(run / "model")),
+        ],
+        version=__version__,
+    )
 
 
 def _start(

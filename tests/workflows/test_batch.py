@@ -326,7 +326,7 @@ def test_separate_batches_keep_equal_stems_apart(
         code, said = command("infer", tmp_path / name, *model)
         assert code == 0, said
     assert {path.name for path in out.iterdir()} == {
-        "a", "a.bmp", "states.png", "states", "summary.csv", "failures.csv",
+        "a", "a.bmp", "states.png", "states", "summary.csv", "failures.csv", "report.html",
     }  # fmt: skip
     assert json.loads((out / "a" / "summary.json").read_text())["slide"] == "a.png"
     assert _states(out)["a"]["attempts"] == 1

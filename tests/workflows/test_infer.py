@@ -97,7 +97,7 @@ def test_all_outputs_of_a_slide_agree(
     folder = tmp_path / "out" / "case 1.b"
     assert {path.name for path in folder.iterdir()} == FILES
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        folder.name, "summary.csv", "failures.csv", "states",
+        folder.name, "summary.csv", "failures.csv", "report.html", "states",
     }  # fmt: skip
 
     mask = _mask(folder)
@@ -285,7 +285,7 @@ def test_a_batch_goes_on_after_a_bad_slide(
     code, said = command("infer", folder, "--model", tiny_bundle(), "--out", out, *MPP)
     assert code == 1
     assert {path.name for path in out.iterdir()} == {
-        "a.png", "a.bmp", "c", "summary.csv", "failures.csv", "states",
+        "a.png", "a.bmp", "c", "summary.csv", "failures.csv", "report.html", "states",
     }  # fmt: skip
     [failure] = _table(out / "failures.csv")
     assert failure["slide"] == "b.svs"
@@ -354,7 +354,7 @@ def test_results_lie_in_folders_like_those_of_the_slides(
     for name in ("s", "x/s", "x/y/s", "x/y.png"):
         assert {path.name for path in (out / name).iterdir()} >= FILES
     assert {path.name for path in out.iterdir()} == {
-        *("s", "x", "states", "summary.csv", "failures.csv")
+        *("s", "x", "states", "summary.csv", "failures.csv", "report.html")
     }
     assert {row["slide"] for row in _table(out / "summary.csv")} == set(names)
     assert [row["slide"] for row in _table(out / "failures.csv")] == ["x/bad.png"]

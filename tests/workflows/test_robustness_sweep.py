@@ -15,7 +15,7 @@ Command = Callable[..., tuple[int, str]]
 SaveBundle = Callable[..., Path]
 Start = Callable[..., Forked]
 
-BATCH = {"summary.csv", "failures.csv", "states"}
+BATCH = {"summary.csv", "failures.csv", "report.html", "states"}
 RESULT = {"mask.ome.tiff", "regions.geojson", "overlay.png", "summary.json"}
 ONE_STEP = """
 [data]

@@ -180,20 +180,20 @@ def test_a_choice_holds_what_it_says_and_is_made_again(
         assert chooser.seconds(choice, in_flight) >= 0.999 * chooser.bound(cap, in_flight)
 
 
+# Skip connections are held long. Of ResNet-v2, `test_no_mixture_is_much_faster` asks the same.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["unet", "resnet"])
-@pytest.mark.parametrize("in_flight", [1, 3])
-def test_a_network_can_do_with_about_half(name: str, in_flight: int) -> None:
-    facts, chooser = _facts(name, 256), _chooser(name, AllowedPolicies(), 256)
-    for share in (0.8, 0.55):
-        cap = int(share * _whole(facts, in_flight))
-        choice = chooser.choose(cap, in_flight)
-        assert choice is not None
-        _holds_what_it_says(facts, choice, cap, in_flight)
+@pytest.mark.parametrize(("share", "in_flight"), [(0.8, 1), (0.55, 3)])
+def test_a_network_can_do_with_about_half(share: float, in_flight: int) -> None:
+    facts, chooser = _facts("unet", 256), _chooser("unet", AllowedPolicies(), 256)
+    cap = int(share * _whole(facts, in_flight))
+    choice = chooser.choose(cap, in_flight)
+    assert choice is not None
+    _holds_what_it_says(facts, choice, cap, in_flight)
 
 
 @pytest.mark.slow
 def test_the_same_choice_is_made_again() -> None:
+    """Test with more options than are solved for at once."""
     cap = int(0.7 * retain(_facts("unet", 256), ActivationPolicy()).peak)
     first, second = (
         Chooser(_facts("unet", 256), DEVICE.host, AllowedPolicies()).choose(cap) for _ in range(2)
@@ -244,7 +244,9 @@ def test_equal_blocks_are_found() -> None:
 @pytest.mark.parametrize(
     ("ways", "share", "in_flight"),
     [
-        *((AllowedPolicies(), share, count) for share in (0.75, 0.5, 0.4) for count in (1, 4)),
+        (AllowedPolicies(), 0.5, 1),  # 12 s of HiGHS; with more in flight it is done sooner
+        (AllowedPolicies(), 0.75, 4),
+        (AllowedPolicies(), 0.4, 4),
         (ONLY_RECOMPUTE, 0.5, 1),
         (ONLY_RECOMPUTE, 0.25, 1),
     ],
