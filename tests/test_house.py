@@ -83,7 +83,7 @@ ENTER_PARALLEL = {
 # library -> the files that are its door
 DOORS: dict[str, set[str]] = {
     "openslide": {"slides/openslide_reader.py"},
-    "zarr": {"tiles/cache.py", "outputs/mask_zarr.py"},
+    "zarr": {"tiles/cache.py", "slides/zarr_reader.py", "outputs/mask_zarr.py"},
     "yaozarrs": {"outputs/mask_zarr.py"},
     "tifffile": {
         *("slides/tiff_reader.py", "slides/tile_table.py"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from pathoseg.errors import PathosegError
 from pathoseg.slides.image_reader import is_image
 from pathoseg.slides.tiff_reader import is_tiff
+from pathoseg.slides.zarr_folder import METADATA, is_zarr_slide
 
 # By these names a file is meant as a slide, whatever is in it: a damaged one must be told of.
 _SUFFIXES = {
@@ -28,7 +29,7 @@ _MARKS: tuple[frozenset[str], ...] = (
     frozenset({"summary.json", "mask.ome.tiff"}),  # the result of a slide
     frozenset({"cache.json", "pixels"}),  # tiles of a slide
     frozenset({"Slidedat.ini"}),  # the data of a MIRAX slide
-    *(frozenset({name}) for name in ("zarr.json", ".zarray", ".zgroup")),
+    *(frozenset({name}) for name in METADATA),
 )
 
 _log = logging.getLogger(__name__)
@@ -42,7 +43,8 @@ def find_slides(folders: Sequence[Path], passed_over: Collection[Path] = ()) -> 
     Left out are hidden files and folders; runs, bundles, results and caches of pathoseg, known by
     the files in them; the data of MIRAX and VMS slides; masks (`X_mask` and
     `X_classes` `.png` or `.tif` of a slide X); all but the first file of a DICOM series; and
-    whatever is neither named like a slide nor begins like one.
+    whatever is neither named like a slide nor begins like one. An OME-Zarr slide is a folder, in
+    which nothing is searched.
 
     Args:
         folders: Where to look. A slide that two of them hold counts once.
@@ -78,6 +80,8 @@ def find_slides(folders: Sequence[Path], passed_over: Collection[Path] = ()) -> 
 
 
 def _slides_below(root: Path, passed_over: Collection[Path]) -> list[Path]:
+    if is_zarr_slide(root):
+        raise PathosegError(f"{root} is a slide, not a folder of slides.", "Give its folder.")
     meant = list[Path]()
     for files in _files_below(root, passed_over):
         named = {path.name for path in files}
@@ -90,7 +94,10 @@ def _slides_below(root: Path, passed_over: Collection[Path]) -> list[Path]:
 
 
 def _files_below(root: Path, passed_over: Collection[Path]) -> Iterator[list[Path]]:
-    """The files of each folder, without hidden ones; links are followed, each folder once."""
+    """The files and OME-Zarr slides of each folder, without hidden ones.
+
+    Links are followed, each folder once.
+    """
     waiting, seen = [root], set[Path]()
     while waiting:
         folder = waiting.pop()
@@ -112,8 +119,10 @@ def _files_below(root: Path, passed_over: Collection[Path]) -> Iterator[list[Pat
         if folder != root and any(mark <= names for mark in _MARKS):
             continue
         shown = [path for path in entries if not path.name.startswith(".")]
-        yield [path for path in shown if path.is_file()]
-        waiting += [path for path in reversed(shown) if path.is_dir()]
+        inside = [path for path in shown if path.is_dir()]
+        whole = {path for path in inside if is_zarr_slide(path)}
+        yield [path for path in shown if path.is_file() or path in whole]
+        waiting += [path for path in reversed(inside) if path not in whole]
 
 
 def _parts(path: Path) -> set[str]:
@@ -129,7 +138,7 @@ def _parts(path: Path) -> set[str]:
 
 
 def _is_slide(path: Path) -> bool:
-    if path.suffix.lower() in _SUFFIXES:
+    if path.suffix.lower() in _SUFFIXES or path.is_dir():
         return True
     head = _head(path)
     return is_tiff(head) or is_image(head) or _is_dicom(head)

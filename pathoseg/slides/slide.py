@@ -16,6 +16,7 @@ from pathoseg.slides.direct_reader import directly
 from pathoseg.slides.image_reader import ImageSlide, is_image
 from pathoseg.slides.openslide_reader import OpenSlideSlide, scanner_format
 from pathoseg.slides.tiff_reader import TiffSlide, is_tiff
+from pathoseg.slides.zarr_folder import is_zarr
 
 
 class Slide(Protocol):
@@ -78,13 +79,30 @@ def open_slide(path: Path, assume_mpp: float | None = None) -> Slide:
     """Opens a slide with the reader that its content asks for, whatever its name.
 
     Args:
-        path: The file.
+        path: The file, or the folder of an OME-Zarr slide.
         assume_mpp: Microns per level-0 pixel where the file states none; never overrules it.
 
     Raises:
         PathosegError: There is no such file, no reader fits, the file is damaged beyond reading
             anything, or its resolution is unknown.
     """
+    slide: Slide
+    if is_zarr(path):
+        # A second to import, and few slides need it.
+        from pathoseg.slides.zarr_reader import ZarrSlide
+
+        slide = ZarrSlide(path, assume_mpp)
+    else:
+        slide = _open_file(path, assume_mpp)
+    try:
+        _read_somewhere(slide)
+    except UnreadableError:
+        slide.close()
+        raise
+    return slide
+
+
+def _open_file(path: Path, assume_mpp: float | None) -> Slide:
     head = _head(path)
     slide: Slide
     if scanner_format(path) is not None:
@@ -96,13 +114,9 @@ def open_slide(path: Path, assume_mpp: float | None = None) -> Slide:
     else:
         raise PathosegError(
             f"{path} is in no format that pathoseg reads.",
-            "Give a scanner's file (svs, ndpi, mrxs, scn, bif, DICOM…), a TIFF, PNG, JPEG or BMP.",
+            "Give a scanner's file (svs, ndpi, mrxs, scn, bif, DICOM…), a TIFF, PNG, JPEG or BMP, "
+            "or a folder that is OME-Zarr.",
         )
-    try:
-        _read_somewhere(slide)
-    except UnreadableError:
-        slide.close()
-        raise
     return slide
 
 

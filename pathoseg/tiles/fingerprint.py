@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -30,15 +32,18 @@ class Fingerprint:
     def of(cls, path: Path) -> Fingerprint:
         """Take the fingerprint of a slide's file; for MRXS also that of its folder of pixels.
 
+        Of a slide that is a folder (OME-Zarr) it is that of all files in it but labels, which
+        other programs add; the digest is that of the first, its metadata.
+
         Raises:
             PathosegError: The file cannot be read.
         """
         try:
-            files = [path]
+            files = _files_below(path) if path.is_dir() else [path]
             if path.suffix.lower() == ".mrxs":
                 files.extend(path.with_suffix("").iterdir())
             states = [file.stat() for file in files]
-            with path.open("rb") as file:
+            with files[0].open("rb") as file:
                 digest = _quick_hash(file, states[0].st_size)
         except OSError as error:
             raise PathosegError(
@@ -49,6 +54,21 @@ class Fingerprint:
             max(state.st_mtime_ns for state in states),
             digest,
         )
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """The files of an OME-Zarr slide, those of the folder itself (its metadata) first.
+
+    Raises:
+        FileNotFoundError: There are none.
+    """
+    found = list[Path]()
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name != "labels")
+        found += [Path(place, name) for name in sorted(names)]
+    if not found:
+        raise FileNotFoundError(errno.ENOENT, "it is an empty folder")
+    return found
 
 
 def _quick_hash(file: BinaryIO, size: int) -> str:

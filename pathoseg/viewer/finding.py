@@ -13,6 +13,7 @@ from pathoseg.errors import PathosegError
 from pathoseg.inference.result_folder import STATES, SUMMARY, State, read_state, state_file
 from pathoseg.outputs.report import Summary, read_summary
 from pathoseg.slides.folder import find_slides
+from pathoseg.slides.zarr_folder import is_zarr_slide
 from pathoseg.viewer.slide_view import FILES, Entry
 
 _RESULT_FILES = {FILES.mask, SUMMARY}
@@ -61,7 +62,7 @@ def find_entries(
     for path in paths:
         if not path.exists():
             raise PathosegError(f"{path} does not exist.", "Check the path.")
-        if path.is_file():
+        if path.is_file() or is_zarr_slide(path):
             slides[path.name if path.name not in slides else str(path)] = path
         elif _holds_results(path):
             outs.append(path)
@@ -145,7 +146,7 @@ def _slide(out: Path, given: str, name: str, known: Known) -> Path | None:
         return found
     # The path is as it was given to infer, most likely in the folder in which `out` was made.
     places = [Path(given), *(folder / given for folder in out.resolve().parents[:2])]
-    return next((path for path in places if path.is_file()), found)
+    return next((path for path in places if path.is_file() or is_zarr_slide(path)), found)
 
 
 def _named_apart(entries: Iterable[Entry]) -> list[Entry]:

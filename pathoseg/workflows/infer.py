@@ -49,6 +49,7 @@ from pathoseg.platform_support import cores_to_use, parent_lives, process_age
 from pathoseg.progress import say
 from pathoseg.slides.folder import find_slides
 from pathoseg.slides.slide import model_frame, open_slide
+from pathoseg.slides.zarr_folder import is_zarr
 from pathoseg.training.distributed import errors_left_to_rank_0, silent
 from pathoseg.training.run_folder import bundle_of
 from pathoseg.version import __version__
@@ -187,7 +188,8 @@ def _slides(inputs: Sequence[Path], annotations: Path | None) -> dict[Path, str]
     """The slides that the arguments name, each once, with their names."""
     slides, passed_over = dict[Path, str](), () if annotations is None else (annotations,)
     for path in inputs:
-        found = find_slides([path], passed_over) if path.is_dir() else {path.name: path}
+        is_folder = path.is_dir() and not is_zarr(path)
+        found = find_slides([path], passed_over) if is_folder else {path.name: path}
         for name, slide in found.items():
             slides.setdefault(slide, name)
     return slides

@@ -10,6 +10,7 @@ from typing import Any, Self
 import numpy as np
 import pytest
 import tifffile
+import zarr
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -67,6 +68,61 @@ def write_svs() -> Writer:
                 tiff.write(
                     pixels, photometric="rgb", description=f"{size}|{says}", metadata=None, **how
                 )
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def write_zarr() -> Writer:
+    """write_zarr(path, levels, version, axes=…, unit=…, says=…, **zarr's): an OME-Zarr image."""
+
+    def write(
+        path: Path,
+        levels: list[Pixels],
+        version: str = "0.5",
+        axes: str = "cyx",
+        unit: str | None = "micrometer",
+        says: dict[str, Any] | None = None,
+        **how: Any,
+    ) -> Path:
+        space = {"type": "space"} if unit is None else {"type": "space", "unit": unit}
+        kinds = {"t": {"type": "time"}, "c": {"type": "channel"}}
+        downsamples = [round(levels[0].shape[1] / level.shape[1]) for level in levels]
+        multiscale = {
+            "axes": [{"name": axis, **kinds.get(axis, space)} for axis in axes],
+            "datasets": [
+                {
+                    "path": str(number),
+                    "coordinateTransformations": [
+                        {
+                            "type": "scale",
+                            "scale": [0.5 * downsample if axis in "yx" else 1 for axis in axes],
+                        }
+                    ],
+                }
+                for number, downsample in enumerate(downsamples)
+            ],
+            **({} if version == "0.5" else {"version": version}),
+            **(says or {}),
+        }
+        multiscales = {"multiscales": [multiscale]}
+        attributes = (
+            {"ome": {"version": version, **multiscales}} if version == "0.5" else multiscales
+        )
+        zarr_format = 3 if version == "0.5" else 2
+        group = zarr.create_group(path, attributes=attributes, zarr_format=zarr_format)
+        for number, level in enumerate(levels):
+            shape = tuple(
+                {"y": level.shape[0], "x": level.shape[1], "c": level.shape[2]}.get(axis, 1)
+                for axis in axes
+            )
+            options = {"chunks": tuple({"y": 192, "x": 256}.get(axis, 1) for axis in axes), **how}
+            array = group.create_array(str(number), shape=shape, dtype=level.dtype, **options)
+            order = [axis for axis in axes if axis in "cyx"] + [
+                axis for axis in "c" if axis not in axes
+            ]
+            array[:] = level.transpose(["yxc".index(axis) for axis in order]).reshape(shape)
         return path
 
     return write

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zarr
 from PIL import Image
 
 from pathoseg.errors import PathosegError
@@ -137,3 +138,20 @@ def test_real_folder(shared_data: Path, tmp_path: Path) -> None:
     shutil.copy(source, tmp_path / "a.dcm")
     shutil.copy(source, tmp_path / "b")
     assert _names(tmp_path) == ["a.dcm"]
+
+
+def test_an_ome_zarr_is_one_slide_in_which_nothing_is_searched(
+    tmp_path: Path, image: Any, write_zarr: Any, picture: Any
+) -> None:
+    image("a.png")
+    for name in ("b.ome.zarr", "in/c.zarr"):
+        path = write_zarr(tmp_path / name, [picture(64, 64)])
+        (path / "preview").mkdir()
+        shutil.copy(tmp_path / "a.png", path / "preview")
+    (tmp_path / "damaged.ome.zarr").mkdir()
+    (tmp_path / "damaged.ome.zarr" / "zarr.json").write_text('{"attri')
+    zarr.create_group(tmp_path / "labels.ome.zarr", attributes={"ome": {"labels": ["mask"]}})
+    image("labels.ome.zarr/mask.png")
+    assert _names(tmp_path) == ["a.png", "b.ome.zarr", "damaged.ome.zarr", "in/c.zarr"]
+    with pytest.raises(PathosegError, match="is a slide, not a folder"):
+        find_slides([tmp_path / "b.ome.zarr"])

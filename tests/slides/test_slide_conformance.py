@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import pickle
+import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numcodecs
 import numpy as np
 import pytest
 import tifffile
+import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -25,6 +28,7 @@ from pathoseg.slides.openslide_reader import OpenSlideSlide
 from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import Slide, open_slide
 from pathoseg.slides.tiff_reader import TiffSlide
+from pathoseg.slides.zarr_reader import ZarrSlide
 
 WIDTH, HEIGHT = 704, 520  # divisible by 4 and 8, by no tile
 
@@ -53,6 +57,7 @@ def _write_tiled(path: Path, levels: list[Any]) -> None:
 
 
 FORMATS = ["aperio", "leica", "ome", "tiles", "strips", "planes", "png", "bmp", "jpeg"]
+FORMATS += ["zarr", "sharded", "zarr-0.4", "bioformats2raw"]
 NOT_DIRECTLY = {"aperio by OpenSlide": OpenSlideSlide, "ome by tifffile": TiffSlide}
 
 
@@ -74,6 +79,7 @@ def written(
     write_svs: Callable[..., Path],
     write_ome: Callable[..., Path],
     write_scn: Callable[..., Path],
+    write_zarr: Callable[..., Path],
 ) -> Callable[[str], Sample]:
     folder = tmp_path_factory.mktemp("samples")
     levels = pyramid(WIDTH, HEIGHT, (4, 8))
@@ -108,6 +114,44 @@ def written(
                     **dots,
                 )
                 return Sample(path, levels[:1], TiffSlide, "tiff")
+            case "zarr":
+                path = write_zarr(folder / "a.ome.zarr", levels, chunks=(3, 192, 256))
+                return Sample(path, levels, ZarrSlide, "ome-zarr")
+            case "sharded":
+                path = folder / "sharded.ome.zarr"
+                write_zarr(
+                    path,
+                    levels,
+                    axes="tczyx",
+                    chunks=(1, 3, 1, 128, 64),
+                    shards=(1, 3, 1, 256, 512),
+                )
+                return Sample(path, levels, ZarrSlide, "ome-zarr")
+            case "zarr-0.4":
+                path = write_zarr(
+                    folder / "b.zarr",
+                    levels,
+                    "0.4",
+                    "czyx",
+                    chunks=(3, 1, 300, 400),
+                    compressors=numcodecs.Blosc("lz4", 5),
+                )
+                return Sample(path, levels, ZarrSlide, "ome-zarr")
+            case "bioformats2raw":
+                path = folder / "c.ome.zarr"
+                zarr.create_group(path, attributes={"bioformats2raw.layout": 3}, zarr_format=2)
+                zarr.create_group(path / "OME", attributes={"series": ["0", "1"]}, zarr_format=2)
+                separator = {"name": "v2", "separator": "/"}
+                write_zarr(
+                    path / "0",
+                    levels,
+                    "0.4",
+                    "tczyx",
+                    chunks=(1, 1, 1, 300, 400),
+                    chunk_key_encoding=separator,
+                )
+                write_zarr(path / "1", levels[2:], "0.4", "tczyx")
+                return Sample(path, levels, ZarrSlide, "ome-zarr")
             case name:
                 path = folder / f"a.{name}"
                 Image.fromarray(levels[0]).save(path, dpi=(50_800, 50_800), quality=95)
@@ -212,38 +256,53 @@ def test_what_the_file_states_is_not_overruled(sample: Sample) -> None:
 def test_a_truncated_file_reads_or_is_refused_by_name(
     sample: Sample, share: float, tmp_path: Path
 ) -> None:
-    path = tmp_path / sample.path.name
-    whole = sample.path.read_bytes()
-    path.write_bytes(whole[: int(len(whole) * share)])
-    refusal, read = None, None
-    try:
-        with open_slide(path, assume_mpp=0.5) as slide:
-            read = slide.read_level(0, Box(0, 0, 8, 8))
-    except PathosegError as error:
-        refusal = error
-    if read is None:
-        assert refusal is not None
-        assert str(path) in refusal.problem
-        assert refusal.hint
-    else:
-        np.testing.assert_array_equal(read, sample.levels[0][:8, :8])
+    path = _copied(sample.path, tmp_path)
+    for part in _parts(path):
+        whole = part.read_bytes()
+        part.write_bytes(whole[: int(len(whole) * share)])
+        refusal, read = None, None
+        try:
+            with open_slide(path, assume_mpp=0.5) as slide:
+                read = slide.read_level(0, Box(0, 0, 8, 8))
+        except PathosegError as error:
+            refusal = error
+        if read is None:
+            assert refusal is not None
+            assert str(path) in refusal.problem
+            assert refusal.hint
+        else:
+            np.testing.assert_array_equal(read, sample.levels[0][:8, :8])
+        part.write_bytes(whole)
+
+
+def _copied(path: Path, folder: Path) -> Path:
+    return Path((shutil.copytree if path.is_dir() else shutil.copy)(path, folder / path.name))
+
+
+def _parts(path: Path) -> list[Path]:
+    """The files of a slide."""
+    return sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
 
 
 places = st.integers(0, 600) | st.integers(-3000, -1) | st.integers(0, 10**9)
 
 
 def test_flipped_bytes_are_read_or_refused_by_name(sample: Sample, tmp_path: Path) -> None:
-    whole = sample.path.read_bytes()
-    path = tmp_path / sample.path.name
+    path = _copied(sample.path, tmp_path)
+    parts = _parts(path)
+    every = [part.read_bytes() for part in parts]
 
     # the same examples in every run: a new one that made OpenSlide abort would end pytest
     @settings(derandomize=True, max_examples=60, database=None)
-    @given(st.lists(st.tuples(places, st.integers(0, 255)), min_size=1, max_size=9))
-    def check(flips: list[tuple[int, int]]) -> None:
-        data = bytearray(whole)
+    @given(
+        st.lists(st.tuples(places, st.integers(0, 255)), min_size=1, max_size=9),
+        st.integers(0, len(parts) - 1),
+    )
+    def check(flips: list[tuple[int, int]], number: int) -> None:
+        data = bytearray(every[number])
         for place, value in flips:
             data[place % len(data)] = value
-        path.write_bytes(data)
+        parts[number].write_bytes(data)
         refusal = None
         try:
             with open_slide(path, assume_mpp=0.5) as slide:
@@ -251,5 +310,6 @@ def test_flipped_bytes_are_read_or_refused_by_name(sample: Sample, tmp_path: Pat
         except PathosegError as error:
             refusal = error
         assert refusal is None or str(path) in refusal.problem
+        parts[number].write_bytes(every[number])
 
     check()

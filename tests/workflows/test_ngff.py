@@ -1,4 +1,4 @@
-"""`[outputs] ngff`: the mask as OME-NGFF in a result, and what --resume makes of it."""
+"""OME-NGFF from end to end: as a slide, and with `[outputs] ngff` as a mask."""
 
 from __future__ import annotations
 
@@ -72,3 +72,42 @@ def test_it_is_not_there_unless_asked_for(
     assert command("infer", slide, "--model", tiny_bundle(), "--out", out, *MPP)[0] == 0
     assert not (out / "slide" / "mask.ome.zarr").exists()
     assert (out / "slide" / "mask.ome.tiff").exists()
+
+
+def as_zarr(image: Path, path: Path) -> Path:
+    """Convert a picture to an OME-Zarr slide of 0.5 µm."""
+    pixels = np.asarray(Image.open(image)).transpose(2, 0, 1)
+    transformation = {"type": "scale", "scale": [1, 0.5, 0.5]}
+    kinds = {"c": {"type": "channel"}}
+    space = {"type": "space", "unit": "micrometer"}
+    multiscale = {
+        "axes": [{"name": axis, **kinds.get(axis, space)} for axis in "cyx"],
+        "datasets": [{"path": "0", "coordinateTransformations": [transformation]}],
+    }
+    ome = {"version": "0.5", "multiscales": [multiscale]}
+    group = zarr.create_group(path, attributes={"ome": ome})
+    group.create_array("0", data=pixels, chunks=(3, 128, 128), dimension_names=tuple("cyx"))
+    yaozarrs.validate_zarr_store(path)
+    return path
+
+
+def test_an_ome_zarr_slide_is_segmented_like_any_other(
+    tmp_path: Path, command: Command, tiny_bundle: SaveBundle, slide: Path
+) -> None:
+    own = as_zarr(slide, tmp_path / "slides" / "own.ome.zarr")
+    model = ("--model", tiny_bundle(), "--config", tmp_path / "c.toml")
+    code, said = command("infer", slide.parent, *model, "--out", tmp_path / "all", *MPP)
+    assert (code, "2 of 2 slides done" in said) == (0, True), said
+    code, said = command("infer", own, *model, "--out", tmp_path / "one")
+    assert code == 0, said
+    masks = [
+        tifffile.imread(tmp_path / result / "mask.ome.tiff")
+        for result in ("all/slide", "all/own.ome", "one/own.ome")
+    ]
+    for mask in masks[1:]:
+        np.testing.assert_array_equal(mask, masks[0])
+    assert [entry.slide for entry in find_entries([own])] == [own]
+    by_name = {entry.name: entry.slide for entry in find_entries([tmp_path / "all"])}
+    assert by_name == {"slide.png": slide, "own.ome.zarr": own}
+    code, said = command("infer", own, *model, "--out", tmp_path / "one", "--resume")
+    assert (code, "1 skipped" in said) == (0, True), said
