@@ -35,8 +35,9 @@ demo: install
 # Two workers a core (tests/conftest.py): what one waits for, the other computes.
 # Each worker begins with its share of the tests, in their order, and takes others from the end of those
 # that are left to another: so most of what the tests of a file share is made once.
+# Ranks are interpreters of their own: they read the bytecode that the first of them has written.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal
 
 # Style, types, walls, and the tests that start no process and take less than a second. Types are
 # checked beside the tests, for both cores to be at work.

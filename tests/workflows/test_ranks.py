@@ -155,7 +155,6 @@ def _sample_config(path: Path, network: str, epochs: int, more: str = "") -> Non
         ("dropping", "1f1b", "gloo", 2, 0.0),
         ("unet", "gems-mast", "mpi", 1, 1e-6),
         pytest.param("unet", "data-parallel", "gloo", 1, 1e-6, marks=pytest.mark.slow),
-        pytest.param("unet", "gems-mast", "gloo", 2, None, marks=pytest.mark.slow),
         pytest.param("unet", "data-parallel", "gloo", 2, None, marks=pytest.mark.slow),
     ],
 )

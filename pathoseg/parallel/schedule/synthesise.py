@@ -81,7 +81,9 @@ def synthesise(
 def _best(works: Sequence[Workload]) -> _Attempt:
     visits = len(works[0])
     starts = sorted(islice(_starts(works), max(12, _PLACED // visits)), key=_end)
-    swung = sorted(map(_swing, starts[: max(8, _PLACED // (2 * _SWINGS * visits))]), key=_end)
+    hopeful = starts[: max(8, _PLACED // (2 * _SWINGS * visits))]
+    known: _Swings = {}
+    swung = sorted((_swing(each, known) for each in hopeful), key=_end)
     distinct = {(_end(each), each.work.replica_of): each for each in swung}
     polished = [
         each._replace(timetable=polish(each.work, each.timetable, _REPLAYED // visits))
@@ -169,14 +171,22 @@ def _paced(work: Workload, pace: float, together: bool) -> list[float]:
     return priority
 
 
-def _swing(attempt: _Attempt) -> _Attempt:
+# By all that a swing depends on: how microbatches are dealt, whether it goes forwards in time, its
+# priorities, caution and patience. Most swings of a small step come again from other starts.
+_Swings = dict[tuple[tuple[int, ...], bool, tuple[float, ...], bool, float], Timetable]
+
+
+def _swing(attempt: _Attempt, known: _Swings) -> _Attempt:
     """The best of the timetables that follow from scheduling to and fro in time."""
     work, cautious, patience, best = attempt
     current, mirror = best, work.mirrored
     for _ in range(_SWINGS):
         for ahead, back in ((work, mirror), (mirror, work)):
-            turned = current.mirrored(ahead)
-            current = list_schedule(back, turned.starts, cautious, patience)
+            priority = current.mirrored(ahead).starts
+            key = work.replica_of, back is work, tuple(priority), cautious, patience
+            if key not in known:
+                known[key] = list_schedule(back, priority, cautious, patience)
+            current = known[key]
             if current.end < best.end:
                 best = current if back is work else current.mirrored(mirror)
     return attempt._replace(timetable=best)
