@@ -153,7 +153,7 @@ def _compared(tiny: Result, before: Result, whole: Result, after: Result) -> dic
         "seconds_per_tissue_tile_ratio": whole.seconds_a_tile / small_seconds,
         "cpu_seconds_per_tissue_tile": of_large,
         "cpu_seconds_per_tissue_tile_ratio": of_large / of_small,
-        "regions": sum(entry.regions for entry in whole.summary.classes),
+        "regions": sum(entry.regions or 0 for entry in whole.summary.classes),
         "regions_geojson_mib": whole.files["regions.geojson"] / 2**20,
         "mask_mib": whole.files["mask.ome.tiff"] / 2**20,
     }

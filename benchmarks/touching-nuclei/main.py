@@ -58,7 +58,7 @@ def main() -> None:
     figures: dict[str, Any] = {}
     for arm in options.arms:
         folder = options.work / f"{options.data}-{arm}"
-        if not (folder / "model").exists():
+        if not (folder / "summary.json").exists():  # written last
             train(arm, trained, folder, 2 * 60 * options.minutes)
         figures |= scored(arm, folder, trained, held_out, options.picture)
         print(json.dumps(figures, indent=2), flush=True)
