@@ -103,7 +103,7 @@ def resnet_depth(name: str) -> int:
 def _nearest(name: str) -> str:
     match = re.fullmatch(r"resnet(\d{1,4})_v2", name)
     names = [*UNET_WIDTHS, *(f"resnet{depth}_v2" for depth in _RESNET_DEPTHS)]
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.85)
+    near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.85)
     if match:
         depth = min(_RESNET_DEPTHS, key=lambda depth: abs(depth - int(match[1])))
         near = [f"resnet{depth}_v2"]

@@ -88,11 +88,11 @@ class Lab:
 
     def results(self, out: str) -> dict[str, str]:
         """The digest of each file but those that say how long it took and who did it."""
-        folder = self.folder / out
+        folder, own = self.folder / out, ("summary.json", "report.html")
         return {
             str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
             for path in sorted(folder.rglob("*"))
-            if path.is_file() and path.name != "summary.json" and path.parent.name != "states"
+            if path.is_file() and path.name not in own and path.parent.name != "states"
         }
 
     @staticmethod
