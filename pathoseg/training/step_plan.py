@@ -116,7 +116,7 @@ def price_one(
     profile: bool = False,
 ) -> StageCosts:
     if profile:
-        lay_out(model, config.model)  # as it will be trained
+        lay_out(model, config.model.with_classes(2))  # as it will be trained
     traced = Traced(model, torch.empty(size, 3, side, side, device="meta"))
     costs = cost_model(hardware)
     if profile:
