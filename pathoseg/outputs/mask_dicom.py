@@ -18,7 +18,7 @@ import shutil
 import uuid
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
 from io import BytesIO
@@ -163,6 +163,7 @@ def dicom_mask_writer(
         writer = _FrameWriter(frame.size, len(classes), place, items, frames)
         yield writer.add
         writer.finish()
+        # (4)
         digest.update(writer.digest.digest())
         header.NumberOfFrames = writer.count
         _set_uids(header, digest.hexdigest())
@@ -193,20 +194,23 @@ def _refused(path: Path) -> Iterator[None]:
 def _level0_file(slide: Path, size: Size) -> Path:
     series = _read_until(slide, _HEAD_ENDS).get("SeriesInstanceUID")
     for path in (slide, *sorted(slide.parent.iterdir())):
-        if path.is_file() and is_dicom(path):
-            head = _read_until(path, _HEAD_ENDS)
-            found = head.get("TotalPixelMatrixColumns"), head.get("TotalPixelMatrixRows")
-            if (
-                head.get("SeriesInstanceUID") == series
-                and head.get("SOPClassUID") == VLWholeSlideMicroscopyImageStorage
-                and "VOLUME" in head.get("ImageType", ())
-                and found == (size.width, size.height)
-            ):
+        with suppress(Exception):  # a damaged file beside the slide is none of its own
+            if is_dicom(path) and _is_level0(_read_until(path, _HEAD_ENDS), series, size):
                 return path
     raise PathosegError(
         f"{slide} and the files beside it have no DICOM whole-slide image of {size.width} × "
         f"{size.height} px in tiles, which mask.dcm would refer to.",
         _HINT,
+    )
+
+
+def _is_level0(head: Dataset, series: str | None, size: Size) -> bool:
+    return (
+        head.get("SOPClassUID") == VLWholeSlideMicroscopyImageStorage
+        and head.get("SeriesInstanceUID") == series
+        and "VOLUME" in head.get("ImageType", ())  # no label, and no overview
+        and head.get("TotalPixelMatrixColumns") == size.width
+        and head.get("TotalPixelMatrixRows") == size.height
     )
 
 
@@ -223,7 +227,11 @@ def _is_valid(header: Dataset, name: str) -> bool:
 def _header(
     source: Dataset, frame: Frame, classes: ClassTable, model: str, place: _Place
 ) -> Dataset:
-    """(1) Return the header of a segmentation, but for its number of frames and its UIDs."""
+    """(1) Return the header of a segmentation, but for its number of frames and its UIDs.
+
+    Raises:
+        Exception: Whatever highdicom meets in the source.
+    """
     source = copy(source)
     source.TotalPixelMatrixColumns = source.TotalPixelMatrixRows = TILE  # as the blank tile has
     for name in _MAY_BE_EMPTY:
@@ -270,10 +278,8 @@ def _header(
     # Frames are in the order of their dimensions: by row, by column, by segment.
     segment, row, column = header.DimensionIndexSequence
     header["DimensionIndexSequence"].value = Sequence([row, column, segment])
-    header.TotalPixelMatrixColumns, header.TotalPixelMatrixRows = (
-        frame.size.width,
-        frame.size.height,
-    )
+    size = frame.size
+    header.TotalPixelMatrixColumns, header.TotalPixelMatrixRows = size.width, size.height
     _set_uids(header, "")
     return header
 
@@ -288,7 +294,7 @@ def _thickness(source: Dataset) -> float:
 
 
 def _shared_groups(source: Dataset, spacing: hd.PixelMeasuresSequence) -> Dataset:
-    """Return what holds for all frames: their resolution, and the image that they come from."""
+    """Return the functional groups that all frames share: resolution and source image."""
     image = Dataset()
     image.ReferencedSOPClassUID = source.SOPClassUID
     image.ReferencedSOPInstanceUID = source.SOPInstanceUID
@@ -305,7 +311,7 @@ def _shared_groups(source: Dataset, spacing: hd.PixelMeasuresSequence) -> Datase
 
 
 def _segments(classes: ClassTable, model: str) -> list[hd.seg.SegmentDescription]:
-    """Return what is told of each class."""
+    """Return the description of each class's segment."""
     algorithm = hd.AlgorithmIdentificationSequence(
         "pathoseg", codes.DCM.ArtificialIntelligence, __version__, parameters={"model": model}
     )
@@ -358,8 +364,8 @@ class _Place:
 
     Attributes:
         origin: The centre of the first pixel: x, y and z.
-        across: From a pixel to its right neighbour.
-        down: From a pixel to the one below.
+        across: The vector from a pixel to its right neighbour.
+        down: The vector from a pixel to the one below.
     """
 
     origin: NDArray[np.float64]
@@ -368,7 +374,7 @@ class _Place:
 
     @classmethod
     def of(cls, source: Dataset, frame: Frame) -> _Place:
-        """Return that of a frame of a slide, whose upper left corner is the slide's.
+        """Return the position of a frame: its upper left corner is the slide's.
 
         Raises:
             AttributeError, TypeError, ValueError: The source does not tell its own.
@@ -420,7 +426,7 @@ class _FrameWriter:
         self._size, self._classes, self._place = size, classes, place
         self._items, self._frames = items, frames
         self._strip = np.zeros((TILE, size.rounded_up(TILE).width), np.uint8)
-        self._rows = 0
+        self._rows = 0  # taken so far
 
     def add(self, band: NDArray[np.uint8]) -> None:
         """(2) Take the next rows.

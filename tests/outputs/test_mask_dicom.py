@@ -22,6 +22,7 @@ from pydicom.sr.codedict import codes
 from pathoseg.annotations.annotation import IGNORE, ClassTable
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Frame, Mpp, Size
+from pathoseg.outputs import mask_dicom
 from pathoseg.outputs.mask_dicom import DicomSource, dicom_mask_writer, read_source
 from tests.dicom_slide import ORIGIN, ROOT, write_dicom_slide
 
@@ -272,6 +273,17 @@ def test_memory_does_not_grow_with_the_height(tmp_path: Path, source: DicomSourc
     assert peaks[1] < 8 * strip, "a tile is counted in 8 bytes a pixel, and the copy is buffered"
 
 
+def test_more_pixels_than_a_file_can_hold_are_refused(
+    tmp_path: Path, source: DicomSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frame_bytes = 512 * 512 // 8
+    monkeypatch.setattr(mask_dicom, "_MOST_BYTES", 2 * frame_bytes)
+    write(tmp_path / "mask.dcm", source, np.ones((512, 1024), np.uint8))
+    with pytest.raises(PathosegError, match="4 GiB"):
+        write(tmp_path / "none.dcm", source, np.ones((512, 1025), np.uint8))
+    assert [path.name for path in tmp_path.iterdir()] == ["mask.dcm"]
+
+
 def drop(name: str) -> Callable[[Dataset], None]:
     return lambda dataset: delattr(dataset, name)
 
@@ -340,9 +352,25 @@ def test_level_0_is_found_among_the_files_of_its_series(tmp_path: Path) -> None:
     write_dicom_slide(tmp_path / "c.dcm", large, change=label, number=3)
     write_dicom_slide(tmp_path / "d.dcm", large, number=4)
     (tmp_path / "notes.txt").write_text("DICM")
+    (tmp_path / "bad.dcm").write_bytes(first.read_bytes()[:700] + b"\xff" * 700)
+    (tmp_path / "aa").mkdir()
     source = read_source(first, SLIDE)
     assert source is not None
     assert source.path.name == "d.dcm"
+
+
+def test_a_file_of_another_program(tmp_path: Path, shared_data: Path) -> None:
+    """Its frames have no thickness: it is 0, which DICOM forbids."""
+    real = shared_data / "robustness" / "openslide-python" / "boxes_0.dcm"
+    head = pydicom.dcmread(real, stop_before_pixels=True)
+    size = Size(head.TotalPixelMatrixColumns, head.TotalPixelMatrixRows)
+    source = read_source(real, size)
+    assert source is not None
+    mask = blobs(size.height, size.width)
+    path = write(tmp_path / "mask.dcm", source, mask)
+    np.testing.assert_array_equal(read_back(path), seen(mask))
+    (measures,) = pydicom.dcmread(path).SharedFunctionalGroupsSequence[0].PixelMeasuresSequence
+    assert measures.SliceThickness > 0
 
 
 def test_what_is_no_dicom_has_no_source(tmp_path: Path) -> None:

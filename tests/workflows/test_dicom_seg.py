@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from pydicom import Dataset
 from pathoseg.errors import StoppedError
 from pathoseg.inference.segmenter import MaskRow
 from pathoseg.inference.slide_job import SavedRows
+from pathoseg.slides.folder import find_slides
 from tests.dicom_slide import write_dicom_slide
 
 Command = Callable[..., tuple[int, str]]
@@ -73,6 +76,10 @@ def test_a_mixed_batch(
 
     assert "c.dcm lacks FrameOfReferenceUID" in (out / "failures.csv").read_text()
     assert not (out / "other" / "c").exists()
+
+    # Beside the slides it is none of them.
+    shutil.copy(out / "a" / "mask.dcm", slides)
+    assert list(find_slides([slides])) == ["a.dcm", "b.png", "other/c.dcm"]
 
     # A result without it is not whole.
     (out / "a" / "mask.dcm").unlink()
@@ -133,3 +140,17 @@ def test_a_single_slide_that_lacks_what_is_needed_is_refused_before_its_inferenc
     assert "lacks ContainerIdentifier" in said
     assert "dicom_seg" in said
     assert not saved
+
+
+def test_without_the_library_the_option_is_refused(
+    tmp_path: Path,
+    command: Command,
+    tiny_bundle: SaveBundle,
+    slides: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "highdicom", None)
+    model = ("--model", tiny_bundle(), "--config", tmp_path / "c.toml")
+    code, said = command("infer", slides, *model, "--out", tmp_path / "out")
+    assert (code, "pip install highdicom" in said) == (2, True), said
+    assert not (tmp_path / "out").exists()
