@@ -51,7 +51,7 @@ REGIONS = "regions.geojson"
 OVERLAY = "overlay.png"
 OBJECTS, OBJECT_TABLE = "objects.geojson", "objects.csv"
 
-_DEPTH = 0.5  # pixels, see `separate`; benchmarks/touching-nuclei compares others
+_DEPTH = 1.0  # pixels, see `separate`; benchmarks/touching-nuclei compares others
 _WIDEST = 800  # pixels of the mask: a block with its halo takes 2 GB then
 
 
