@@ -157,13 +157,15 @@ class NetConfig:
     """The network; sizes left out take the values its name implies.
 
     Attributes:
-        name: `unet`, `unet64`, `resnet110_v2`, `resnet1001_v2` or `module:factory`.
+        name: `unet`, `unet64`, `unet_resnet18` (34, 50), `vit_seg`, `resnet110_v2`,
+            `resnet1001_v2` or `module:factory`.
         task: "segment" labels pixels, "classify" labels tiles, "objects" labels pixels and
             separates objects that touch.
         width: Channels of the first block.
         depth: (U-Net) number of poolings.
-        norm: Normalisation layer.
-        options: Keyword arguments of a `module:factory`.
+        norm: Normalisation layer; of networks with an encoder, that of the decoder.
+        options: Keyword arguments of a `module:factory`. Of `vit_seg`: `size` ("S", "B", "L", "H",
+            "H2", "g"), `patch`, `registers`, `mlp`, `layer_scale`, `positions` (docs/encoders.md).
     """
 
     name: str = "unet"

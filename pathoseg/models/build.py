@@ -12,9 +12,18 @@ from torch import nn
 from pathoseg.device import answer
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import IMAGE, ModelInput
-from pathoseg.models.model_options import UNET_WIDTHS, ModelConfig, resnet_depth
+from pathoseg.models.model_options import (
+    UNET_RESNETS,
+    UNET_WIDTHS,
+    VIT_SEG,
+    ModelConfig,
+    resnet_depth,
+    vit_shape,
+)
 from pathoseg.models.resnet_v2 import ResNetV2
 from pathoseg.models.unet import UNet
+from pathoseg.models.unet_resnet import RESNETS, ResNetUNet
+from pathoseg.models.vit_seg import ViTSeg
 
 
 def build_model(config: ModelConfig, factory: str | None = None) -> nn.Module:
@@ -40,6 +49,10 @@ def build_model(config: ModelConfig, factory: str | None = None) -> nn.Module:
         )
     if config.is_factory:
         return _call_factory(config, factory)
+    if config.name in UNET_RESNETS:
+        return ResNetUNet(config.channels, *RESNETS[UNET_RESNETS[config.name]], config.norm)
+    if config.name == VIT_SEG:
+        return ViTSeg(config.channels, vit_shape(config.options), config.norm)
     width = config.sizes["width"]
     if config.name in UNET_WIDTHS:
         return UNet(config.channels, width, config.sizes["depth"], config.norm)

@@ -36,11 +36,11 @@ class UNet(nn.Module):
     def __init__(self, classes: int, width: int = 32, depth: int = 4, norm: Norm = "batch") -> None:
         super().__init__()
         channels = [width * 2**level for level in range(depth + 1)]
-        self.encoder = nn.ModuleList([_block(3, width, norm)])
+        self.encoder = nn.ModuleList([two_convolutions(3, width, norm)])
         self.decoder = nn.ModuleList()
         for above, below in pairwise(channels):
-            self.encoder.append(_block(above, below, norm, pool=True))
-            self.decoder.insert(0, _Up(below, above, norm))
+            self.encoder.append(two_convolutions(above, below, norm, pool=True))
+            self.decoder.insert(0, Up(below, above, norm, skip=above))
         self.head = nn.Conv2d(width, classes, 1)
         self.multiple = 2**depth
         self.reach = _reach(depth) if norm == "batch" else None
@@ -94,13 +94,20 @@ def _cut(features: torch.Tensor, box: Box, x: int, y: int) -> torch.Tensor:
     return features[..., box.y - y : box.bottom - y, box.x - x : box.right - x]
 
 
-class _Up(nn.Module):
-    """Doubles the resolution, joins the skip, convolves."""
+class Up(nn.Module):
+    """Doubles the resolution, joins the skip, convolves.
 
-    def __init__(self, below: int, here: int, norm: Norm) -> None:
+    Args:
+        below: Channels at half the resolution.
+        here: Channels that go out.
+        norm: Normalisation layer.
+        skip: Channels of the skip.
+    """
+
+    def __init__(self, below: int, here: int, norm: Norm, skip: int) -> None:
         super().__init__()
         self.up = nn.ConvTranspose2d(below, here, 2, stride=2)
-        self.convolve = _block(2 * here, here, norm)
+        self.convolve = two_convolutions(skip + here, here, norm)
 
     def forward(self, below: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
         joined = torch.cat([skip, self.up(below)], 1)
@@ -108,7 +115,8 @@ class _Up(nn.Module):
         return convolved
 
 
-def _block(inputs: int, outputs: int, norm: Norm, pool: bool = False) -> nn.Sequential:
+def two_convolutions(inputs: int, outputs: int, norm: Norm, pool: bool = False) -> nn.Sequential:
+    """Two 3×3 convolutions, each before its norm and ReLU; behind a 2×2 pooling if asked for."""
     layers = OrderedDict[str, nn.Module](pool=nn.MaxPool2d(2)) if pool else OrderedDict()
     # In-place ReLU is safe: no norm needs its own output for its backward.
     layers.update(

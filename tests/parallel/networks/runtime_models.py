@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pathoseg.models.losses import build_loss
-from pathoseg.models.model_options import LossConfig
+from pathoseg.models.model_options import LossConfig, ViTShape
 from pathoseg.models.resnet_v2 import ResNetV2
 from pathoseg.models.unet import UNet
+from pathoseg.models.unet_resnet import ResNetUNet
+from pathoseg.models.vit_seg import ViTSeg
 
 CLASSES = 3
 SIDE = 16
@@ -88,6 +90,9 @@ MODELS = {
     "resnet-v2": RuntimeModel(lambda: ResNetV2(CLASSES, depth=20, width=2)),
     "branches": RuntimeModel(Branches, "image", keeps_order=False),
     "dropout": RuntimeModel(Dropping),
+    "unet-resnet": RuntimeModel(lambda: ResNetUNet(CLASSES, (1, 1), bottleneck=True, width=4)),
+    # Sides that no patch divides are padded.
+    "vit": RuntimeModel(lambda: ViTSeg(CLASSES, ViTShape(8, 4, 2, registers=1, mlp="swiglu"))),
     # Separates objects: its last channel is their height (`pathoseg.models.losses`).
     "objects": RuntimeModel(lambda: UNet(CLASSES + 1, width=4, depth=2)),
 }

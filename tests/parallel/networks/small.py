@@ -14,14 +14,19 @@ from benchmarks.networks.inception import InceptionV3
 from benchmarks.networks.resnet import resnet50
 from benchmarks.networks.transformer import transformer
 from benchmarks.networks.vgg import vgg19
+from pathoseg.models.model_options import ViTShape
 from pathoseg.models.resnet_v2 import ResNetV2
 from pathoseg.models.unet import UNet
+from pathoseg.models.unet_resnet import ResNetUNet
+from pathoseg.models.vit_seg import ViTSeg
 from pathoseg.parallel.graph.layer_graph import LayerGraph
 from pathoseg.parallel.graph.traced import trace
 
 SMALL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "unet": (lambda: UNet(3, width=8, depth=3), (2, 3, 64, 64)),
     "unet-group-norm": (lambda: UNet(3, width=8, depth=3, norm="group"), (1, 3, 64, 64)),
+    "unet-resnet": (lambda: ResNetUNet(3, (1, 1), bottleneck=True, width=4), (2, 3, 16, 32)),
+    "vit": (lambda: ViTSeg(3, ViTShape(8, 4, 2, registers=1)), (1, 3, 20, 33)),
     "resnet20-v2": (lambda: ResNetV2(3, depth=20, width=4), (2, 3, 32, 32)),
     "resnet20-v2-tiles": (lambda: ResNetV2(3, "classify", depth=20, width=4), (2, 3, 32, 32)),
     "vgg19": (lambda: vgg19(width=1 / 32), (1, 3, 224, 224)),
