@@ -109,8 +109,8 @@ class VisionTransformer(nn.Module):
                 nn.init.trunc_normal_(module.weight, std=std)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        for name, parameter in self.named_parameters(recurse=False):
-            nn.init.trunc_normal_(parameter, std=1e-6 if name == "cls_token" else 0.02)
+        for parameter in self.parameters(recurse=False):
+            nn.init.trunc_normal_(parameter, std=0.02)
 
 
 _EPSILON = 1e-6
@@ -219,8 +219,9 @@ class _Pyramid(nn.Module):
         # Sizes are taken from the images, which all stages have, so that none is sent.
         height, width = images.shape[-2], images.shape[-1]
         rows, columns = (height - 1) // self.patch + 1, (width - 1) // self.patch + 1
+        # Without gaps between samples, so that layers sum in one order wherever the model is cut.
         maps = [
-            each[:, self.prefix :].transpose(1, 2).unflatten(2, (rows, columns))
+            each[:, self.prefix :].transpose(1, 2).unflatten(2, (rows, columns)).contiguous()
             for each in (*normed, tokens[3])
         ]
         features = torch.cat([self.coarse(maps[2]), self.coarsest(maps[3])], 1)
