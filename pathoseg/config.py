@@ -44,9 +44,9 @@ def seconds(given: object) -> object:
 
 Duration = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(seconds)]
 
-
 Count = Annotated[int, Field(ge=1)]
 NaturalNumber = Annotated[int, Field(ge=0)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -166,6 +166,11 @@ class NetConfig:
         norm: Normalisation layer; of networks with an encoder, that of the decoder.
         options: Keyword arguments of a `module:factory`. Of `vit_seg`: `size` ("S", "B", "L", "H",
             "H2", "g"), `patch`, `registers`, `mlp`, `layer_scale`, `positions` (docs/encoders.md).
+        encoder_weights: (`unet_resnet…`, `vit_seg`) .safetensors, .pth or .bin file that the
+            encoder starts from; options left out follow from it (docs/encoders.md).
+        licence: Of `encoder_weights`; None takes that in timm's `config.json` beside the file.
+        mean: Of each channel of pixels in 0…1; None takes the config's, else ImageNet's.
+        std: Standard deviation of each channel, likewise.
     """
 
     name: str = "unet"
@@ -174,13 +179,23 @@ class NetConfig:
     depth: int | None = None
     norm: Literal["batch", "group", "instance"] = "batch"
     options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+    encoder_weights: str | None = None
+    licence: str | None = None
+    mean: tuple[Finite, Finite, Finite] | None = None
+    std: tuple[Positive, Positive, Positive] | None = None
 
     def __post_init__(self) -> None:
-        self.with_classes(2)  # refuses what no network can be
+        network = self.with_classes(2)  # refuses what no network can be
+        if self.encoder_weights is not None and not network.has_encoder:
+            raise PathosegError(
+                f"[model] encoder_weights is given, and the model {self.name} has no encoder.",
+                "Choose unet_resnet50 or vit_seg (docs/encoders.md), or leave it out.",
+            )
 
     def with_classes(self, classes: int) -> ModelConfig:
         """The network for `classes` classes, background included."""
-        return ModelConfig(classes=classes, **{f.name: getattr(self, f.name) for f in fields(self)})
+        own = {f.name: getattr(self, f.name) for f in fields(ModelConfig) if f.name != "classes"}
+        return ModelConfig(classes=classes, **own)
 
 
 @dataclass(frozen=True)

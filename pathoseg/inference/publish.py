@@ -139,7 +139,8 @@ def publish(
     objects: _ObjectOutput | None = None
     certainty: Certainty | None = None
     others = list[Add]()  # other files that take the mask
-    warnings = [] if plan.warning is None else [plan.warning]
+    told = (plan.warning, segmenter.card.licence_warning())
+    warnings = [warning for warning in told if warning is not None]
     origin = f"{name} {segmenter.model_id}"
     with ExitStack() as stack:
         stack.enter_context(closing(rows))

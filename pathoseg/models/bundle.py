@@ -30,6 +30,8 @@ Colour = tuple[int, int, int]
 Channels = tuple[float, float, float]
 
 _LARGEST_TILE = 2**16
+# In the names and texts of licences, such as CC-BY-NC-4.0.
+_NON_COMMERCIAL = re.compile(r"(?i)\bnc\b|non.?commercial|research|academic")
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,13 @@ class Bundle:
     def inputs(self) -> tuple[ModelInput, ...]:
         """All that the network sees: the tile, named `image`, and its context."""
         return (ModelInput(IMAGE, self.mpp, self.tile), *self.context)
+
+    def licence_warning(self) -> str | None:
+        """Return a warning where the encoder's licence forbids commercial use, None for nothing."""
+        licence = self.training.get("encoder_licence")
+        if not isinstance(licence, str) or not _NON_COMMERCIAL.search(licence):
+            return None
+        return f"the model's encoder has the licence {licence}: not for commercial use"
 
     def unseen_resolution(self, mpp: float) -> str | None:
         """Return a warning for a slide of `mpp` microns per level-0 pixel, None for nothing.

@@ -156,13 +156,13 @@ def fitting_options(config: ModelConfig, weights: EncoderWeights) -> Mapping[str
             "Only the sizes of docs/encoders.md are known.",
         )
     registers = tensors.get("reg_token")
-    gated = "blocks.0.mlp.fc1.weight", "blocks.0.mlp.fc2.weight"
-    one, two = (tensors[name].shape for name in gated) if set(gated) <= tensors.keys() else (0, 0)
+    one, two = (tensors.get(f"blocks.0.mlp.fc{layer}.weight") for layer in (1, 2))
+    gated = one is not None and two is not None and one.shape[0] == 2 * two.shape[1]
     found: dict[str, Scalar] = {
         "size": size,
         "patch": patch,
         "registers": 0 if registers is None else registers.shape[1],
-        "mlp": "swiglu" if one and two and one[0] == 2 * two[1] else "gelu",
+        "mlp": "swiglu" if gated else "gelu",
         "layer_scale": "blocks.0.ls1.gamma" in tensors,
         "positions": math.isqrt(tensors["pos_embed"].shape[1]),
     }

@@ -51,6 +51,11 @@ class EarlierModel:
         }
         if self.card is not None:
             told |= {"from_model": self.card.model.name, "from_classes": self.card.class_names}
+            told |= {
+                key: value
+                for key, value in self.card.training.items()
+                if key.startswith("encoder") and isinstance(value, str | None)
+            }
         return told
 
 
@@ -104,6 +109,8 @@ def take_options(
         "model.width": (ours.width, sizes.get("width")),
         "model.depth": (ours.depth, sizes.get("depth")),
         "model.norm": (ours.norm, theirs.norm),
+        "model.mean": (ours.mean, card.mean),
+        "model.std": (ours.std, card.std),
         "tiles.mpp": (config.tiles.mpp, card.mpp),
     }
     stated = {f"{table}.{key}" for table, values in given.items() for key in values}
@@ -123,6 +130,7 @@ def take_options(
             "Leave them out to take those of the earlier model, or train without --from.",
         )
     taken = {key: getattr(theirs, key) for key in ("name", "task", "width", "depth", "norm")}
+    taken |= {"mean": card.mean, "std": card.std}
     if "model.options" not in stated:
         taken["options"] = theirs.options
     cut: dict[str, Any] = {"mpp": card.mpp}
@@ -158,7 +166,7 @@ def set_weights(
         except PathosegError as error:
             raise PathosegError(f"{earlier.place}: {error.problem}", error.hint) from None
         total = len(model.state_dict())
-        told = f" Drawn at random: {_some(left)}." if left else ""
+        told = f" Drawn at random: {some(left)}." if left else ""
         say(f"From {earlier.place}: {total - len(left)} of the network's {total} tensors.{told}")
         return
     theirs = earlier.card.class_names
@@ -191,10 +199,11 @@ def warn_of_seen(earlier: EarlierModel, members: Mapping[str, Member]) -> None:
     seen = [m.slide for m in members.values() if m.split != "train" and m.slide in trained]
     if seen:
         say(
-            f"The earlier model was trained on slides that are held out now ({_some(seen)}): "
+            f"The earlier model was trained on slides that are held out now ({some(seen)}): "
             f"figures on them are too good. {TABLE} can hold out others."
         )
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first few names, as they are told."""
     return ", ".join([*names[:_TOLD], *["…"] * (len(names) > _TOLD)])

@@ -27,6 +27,7 @@ from pathoseg.parallel.planning.stage_costs import StageCosts
 from pathoseg.parallel.schedule import timeline
 from pathoseg.parallel.schedule.simulate import simulate
 from pathoseg.progress import progress_bar, say
+from pathoseg.training.first_weights import take_encoder
 from pathoseg.training.step_plan import find_hardware, plan_request, price, price_one
 
 PLAN, TIMELINE = "plan.json", "timeline.svg"
@@ -59,6 +60,8 @@ def plan(
         OSError: A file cannot be written.
     """
     config = load_config(config_file, flags)
+    if config.model.encoder_weights is not None:
+        _, config = take_encoder(config)
     for folder in (out, *([] if draw is None else [draw.parent])):
         folder.mkdir(parents=True, exist_ok=True)
     hardware = find_hardware(config.parallel.hardware)

@@ -33,13 +33,13 @@ from pathoseg.inference.segmenter import class_table_of, default_overlap
 from pathoseg.interruption import Interruption
 from pathoseg.memory_size import memory_text
 from pathoseg.models.build import (
-    build_model,
     check_tile,
     declared_inputs,
     edge_reach,
     tile_multiple,
 )
-from pathoseg.models.bundle import CARD, Bundle, load_bundle, load_card, save_bundle
+from pathoseg.models.bundle import CARD, Bundle, load_card, save_bundle
+from pathoseg.models.encoder_weights import EncoderWeights
 from pathoseg.models.losses import build_loss
 from pathoseg.outputs.atomic import replaced, write_text
 from pathoseg.outputs.run_report import PAGE, Run, write_run_report
@@ -58,11 +58,16 @@ from pathoseg.training.distributed import joined, start_ranks, stopped_together
 from pathoseg.training.earlier_model import (
     EarlierModel,
     read_earlier,
-    set_weights,
     take_options,
     warn_of_seen,
 )
 from pathoseg.training.engine import Engine
+from pathoseg.training.first_weights import (
+    factory_of,
+    first_network,
+    take_encoder,
+    takes_weights,
+)
 from pathoseg.training.labelled_slides import (
     LabelledSlides,
     classes_held,
@@ -220,8 +225,8 @@ def _train(
     table = find_table(config.data) if recorded is None else recorded
     held = classes_held(sources)
     members = split_slides([*held], table, config.seed, config.data.val_share, held)
-    model, origin = _network(run, config, sources.classes, earlier)
-    if earlier is not None:
+    model, origin = first_network(run, config, sources.classes, earlier)
+    if isinstance(earlier, EarlierModel):
         warn_of_seen(earlier, members)
     del earlier  # its weights are in the network, and need no memory twice
     config = with_tile(config, sources, tile_multiple(model))
@@ -377,7 +382,7 @@ def _start(
     out: Path | None,
     resume: bool,
     transport: Transport | None,
-) -> tuple[Path, Config, EarlierModel | None, bool]:
+) -> tuple[Path, Config, EarlierModel | EncoderWeights | None, bool]:
     """Find the folder of a new run, not made yet, or of the run to go on with; rank 0 does.
 
     A run that never began is begun by `--resume` too.
@@ -400,14 +405,22 @@ def _start(
     given = given_options(config_file, flags)
     if not going_on:
         config, earlier = load_config(config_file, flags), None
+        if config.model.encoder_weights is not None:
+            encoder, config = take_encoder(config)
+            _agree_on(encoder.path, encoder.digest, transport)
+            return out, config, encoder, False
         if config.train.start_from is not None:
-            earlier = read_earlier(config.train.start_from, _factory(config))
-            _agree_on(earlier, transport)
+            earlier = read_earlier(config.train.start_from, factory_of(config))
+            _agree_on(earlier.place, earlier.identity, transport)
             config = take_options(config, given, earlier)
         return out, config, earlier, False
     recorded = load_config(out / CONFIG, unnumbered=UNNUMBERED)
     # What is left out goes on as it was, also where the earlier model had decided it.
     asked = load_config(out / CONFIG, given, UNNUMBERED)
+    if asked.model.name == recorded.model.name:
+        # Options that the encoder's weights had decided.
+        options = {**recorded.model.options, **asked.model.options}
+        asked = replace(asked, model=replace(asked.model, options=options))
     limits = {limit: getattr(asked.train, limit) for limit in LIMITS}
     train = replace(recorded.train, **limits)
     _refuse_changes(out, replace(recorded, train=train), asked)
@@ -422,42 +435,14 @@ def _start(
     return out, replace(recorded, train=train, parallel=parallel), None, longer
 
 
-def _agree_on(earlier: EarlierModel, transport: Transport | None) -> None:
-    """Refuses weights that another training replaced while the ranks were reading them."""
+def _agree_on(place: Path, identity: str, transport: Transport | None) -> None:
+    """Refuses weights that were replaced while the ranks were reading them."""
     if transport is not None:
-        seen = {json.loads(text) for text in transport.gather(json.dumps(earlier.identity))}
+        seen = {json.loads(text) for text in transport.gather(json.dumps(identity))}
         if len(seen) > 1:
             raise PathosegError(
-                f"{earlier.place} changed while it was read.", "Start the same command again."
+                f"{place} changed while it was read.", "Start the same command again."
             )
-
-
-def _network(
-    run: Path, config: Config, classes: ClassTable, earlier: EarlierModel | None
-) -> tuple[torch.nn.Module, Mapping[str, Any]]:
-    """Build the network with the weights that the run begins with.
-
-    Returns:
-        The network, and what the bundle says of where its weights are from; that is empty where
-        they are drawn.
-    """
-    sizes, factory = config.model.with_classes(len(classes)), _factory(config)
-    torch.manual_seed(config.seed)
-    if earlier is None and config.train.start_from is not None:
-        # Of its own, so that the run goes on whatever became of the earlier model.
-        model, card = load_bundle(run / START, factory)
-        if card.class_names != classes.names:
-            raise PathosegError(
-                f"{run} began with the classes {', '.join(card.class_names)}, and the annotations "
-                f"have {', '.join(classes.names)} now.",
-                f"To learn these, start a new run with --from {run}.",
-            )
-        return model.train(), card.training
-    model = build_model(sizes, factory)
-    if earlier is None:
-        return model, {}
-    set_weights(model, sizes, factory, classes.names, earlier)
-    return model, earlier.record
 
 
 def _begin(
@@ -477,7 +462,7 @@ def _begin(
     )
     if recorded is None:
         make_run(run)
-        if config.train.start_from is not None:
+        if takes_weights(config):
             save_bundle(run / START, model.state_dict(), card)
     elif before != now:
         say(
@@ -535,11 +520,6 @@ def _refuse_changes(run: Path, recorded: Config, asked: Config) -> None:
             )
 
 
-def _factory(config: Config) -> str | None:
-    """The user's own code, which naming it in the command or the configuration permits."""
-    return config.model.name if ":" in config.model.name else None
-
-
 def _card(
     config: Config,
     sources: LabelledSlides,
@@ -561,8 +541,8 @@ def _card(
         mpp=config.tiles.mpp,
         tile=config.tiles.side,
         overlap=overlap,
-        mean=MEAN,
-        std=STD,
+        mean=config.model.mean or MEAN,
+        std=config.model.std or STD,
         multiple=multiple,
         context=declared_inputs(model, config.tiles.mpp, config.tiles.side)[1:],
         stain=None if config.tiles.stain == "none" else {"method": config.tiles.stain},

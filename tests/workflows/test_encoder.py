@@ -1,0 +1,124 @@
+"""Training from the weights of a published encoder, and what is recorded of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from pathoseg.models.bundle import load_bundle
+from pathoseg.models.unet_resnet import RESNETS, ResNetEncoder
+
+Command = Callable[..., tuple[int, str]]
+
+OPTIONS = """
+[data]
+assume_mpp = 0.5
+[tiles]
+tile = 64
+[model]
+name = "unet_resnet18"
+encoder_weights = "resnet/model.safetensors"
+[train]
+epochs = 1
+batch = 2
+samples_per_epoch = 2
+"""
+CONFIG = {
+    "architecture": "resnet18",
+    "pretrained_cfg": {"mean": [0.7, 0.5, 0.7], "std": [0.2, 0.25, 0.2], "license": "cc-by-nc-4.0"},
+}
+
+
+@pytest.fixture
+def published(toy_slides: Path) -> dict[str, torch.Tensor]:
+    """The encoder of `resnet/model.safetensors`, beside `encoder.toml`, which trains from it."""
+    state = ResNetEncoder(*RESNETS[18]).state_dict()
+    Path("resnet").mkdir()
+    safetensors.torch.save_file({**state, "fc.bias": torch.zeros(9)}, "resnet/model.safetensors")
+    Path("resnet/config.json").write_text(json.dumps(CONFIG))
+    Path("encoder.toml").write_text(OPTIONS)
+    return state
+
+
+def test_a_run_starts_from_an_encoder_and_records_it(
+    published: dict[str, torch.Tensor], command: Command
+) -> None:
+    arguments = ("train", "--slides", "slides", "--config", "encoder.toml", "--out", "run")
+    code, said = command(*arguments)
+    assert code == 0, said
+    assert "Encoder resnet18 (cc-by-nc-4.0) from resnet/model.safetensors" in said
+    assert "In the file alone: fc.bias." in said
+    begun = load_bundle(Path("run/start"))[0].state_dict()
+    for name, tensor in published.items():
+        assert torch.equal(begun[f"encoder.{name}"], tensor), name
+    model, card = load_bundle(Path("run/model"))
+    assert (card.mean, card.std) == ((0.7, 0.5, 0.7), (0.2, 0.25, 0.2))
+    digest = hashlib.sha256(Path("resnet/model.safetensors").read_bytes()).hexdigest()
+    recorded = {key: value for key, value in card.training.items() if key.startswith("encoder")}
+    assert recorded == {
+        "encoder": "resnet18",
+        "encoder_file": "resnet/model.safetensors",
+        "encoder_sha256": digest,
+        "encoder_licence": "cc-by-nc-4.0",
+    }
+    trained = model.state_dict()
+
+    # Killed before its first checkpoint, it begins with the same weights, whatever became of the
+    # file.
+    shutil.rmtree("resnet")
+    for folder in ("run/checkpoints", "run/model"):
+        shutil.rmtree(folder)
+    Path("run/summary.json").unlink()
+    code, said = command(*arguments, "--resume")
+    assert code == 0, said
+    model, card = load_bundle(Path("run/model"))
+    torch.testing.assert_close(model.state_dict(), trained, rtol=0, atol=0)
+    assert card.training["encoder_licence"] == "cc-by-nc-4.0"
+
+    code, said = command("infer", "slides/slide0.png", "--model", "run", "--assume-mpp", "0.5")
+    assert code == 0, said
+    [warning] = json.loads(Path("results/slide0/summary.json").read_text())["warnings"]
+    assert warning == "the model's encoder has the licence cc-by-nc-4.0: not for commercial use"
+
+    # What is trained from that model has its encoder, licence, mean and standard deviation.
+    Path("further.toml").write_text(
+        OPTIONS.replace('encoder_weights = "resnet', 'norm = "batch" #')
+    )
+    command_line = ("train", "--slides", "slides", "--config", "further.toml", "--from", "run")
+    code, said = command(*command_line, "--out", "further")
+    assert code == 0, said
+    card = load_bundle(Path("further/model"))[1]
+    assert card.mean == (0.7, 0.5, 0.7)
+    assert card.training["encoder_licence"] == "cc-by-nc-4.0"
+
+
+@pytest.mark.parametrize(
+    ("line", "instead", "told"),
+    [
+        ("", "", "Nothing states the licence of resnet/model.safetensors"),
+        ('name = "unet_resnet18"', 'name = "unet_resnet50"', "has the shape"),
+        ('name = "unet_resnet18"', 'name = "vit_seg"', "holds a ResNet"),
+        ('name = "unet_resnet18"', 'name = "unet"', "the model unet has no encoder"),
+        ("epochs = 1", 'start_from = "run"', "both say what the encoder starts from"),
+    ],
+)
+def test_an_encoder_that_cannot_be_is_refused_at_once(
+    published: dict[str, torch.Tensor], command: Command, line: str, instead: str, told: str
+) -> None:
+    Path("resnet/config.json").unlink()
+    licence = 'encoder_weights = "resnet/model.safetensors"\nlicence = "MIT"' if line else None
+    text = OPTIONS.replace(line, instead, 1) if line else OPTIONS
+    if licence:
+        text = text.replace('encoder_weights = "resnet/model.safetensors"', licence)
+    Path("encoder.toml").write_text(text)
+    code, said = command("train", "--slides", "slides", "--config", "encoder.toml", "--out", "run")
+    assert code == 2, said
+    assert told in " ".join(said.split())
+    assert not Path("run").exists()
