@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
@@ -16,31 +15,12 @@ import tomli_w
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from pathoseg.annotations.annotation_options import AnnotationOptions
+from pathoseg.duration import seconds
 from pathoseg.errors import PathosegError
 from pathoseg.memory_size import parse_memory
 from pathoseg.models.model_options import LossConfig, ModelConfig
 from pathoseg.progress import say
 from pathoseg.tiles.tile_options import AugmentOptions, TissueOptions
-
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-
-
-def seconds(given: object) -> object:
-    """Seconds of `90s`, `30m`, `1.5h` or `1h30m`; in a text, a bare number counts minutes.
-
-    What is no text is left as it is.
-
-    Raises:
-        ValueError: The text is no duration.
-    """
-    if not isinstance(given, str):
-        return given
-    text = re.sub(r"\s", "", given.lower())
-    parts = re.findall(r"(\d+(?:\.\d+)?)([smhd]?)", text)
-    if not parts or "".join(number + unit for number, unit in parts) != text:
-        raise ValueError("no duration; write for example 30m or 1h30m")
-    return sum(float(number) * _UNITS[unit or "m"] for number, unit in parts)
-
 
 Duration = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(seconds)]
 
@@ -215,6 +195,10 @@ class TrainConfig:
             model has batch norm, whose statistics are those of a microbatch, else what is fastest.
         optimizer: AdamW, or SGD with Nesterov momentum 0.9.
         lr: Highest learning rate.
+        encoder: (`unet_resnet…`, `vit_seg`) it is "tuned" with the rest, or "frozen", its norms
+            included; "lora" (`vit_seg`) trains low-rank additions to its attention alone.
+        encoder_lr: Learning rate of the encoder over that of the decoder.
+        layer_decay: That of each block of the encoder over that of the block above.
         weight_decay: Decoupled (adamw) or L2 (sgd); never on norms and biases.
         schedule: Shape of the learning rate after the warm-up, over all steps; a run that is given
             other limits goes on as one that had them from its start.
@@ -236,6 +220,9 @@ class TrainConfig:
     microbatch: Count | None = None
     optimizer: Literal["adamw", "sgd"] = "adamw"
     lr: Positive = 1e-3
+    encoder: Literal["tuned", "frozen", "lora"] = "tuned"
+    encoder_lr: Positive = 1.0
+    layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
     weight_decay: NotNegative = 1e-2
     schedule: Literal["cosine", "poly", "constant"] = "cosine"
     warmup: Share = 0.05

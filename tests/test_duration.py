@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pathoseg.config import seconds
+from pathoseg.duration import seconds
 
 
 @given(st.integers(0, 99), st.integers(0, 59), st.integers(0, 59))

@@ -28,6 +28,7 @@ WALLS: dict[str, set[str]] = {
     "geometry": {"errors"},
     "host_memory": {"platform_support"},
     "memory_size": {"errors"},
+    "duration": set(),
     "platform_support": set(),
     "version": set(),
     "device": {"errors"},
@@ -39,7 +40,7 @@ WALLS: dict[str, set[str]] = {
     "tiles": {"slides", "annotations", *GROUND},
     "models": GROUND,
     "outputs": {"tiles.grid", "annotations", *GROUND},
-    "config": {"annotations", "tiles", "models", "progress", *GROUND},
+    "config": {"annotations", "tiles", "models", "progress", "duration", *GROUND},
     "parallel": {
         *("parallel.comm", "parallel.cost", "parallel.fitting", "parallel.planning"),
         "parallel.runtime",

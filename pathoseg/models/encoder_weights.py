@@ -191,15 +191,16 @@ def set_encoder(encoder: nn.Module, weights: EncoderWeights) -> tuple[str, ...]:
                 "Leave out [model] options, which then follow from the file, or choose the network "
                 "that the weights are of.",
             )
+    ours = ("num_batches_tracked", ".lora_a", ".lora_b")  # which published weights need not have
     for name in sorted(own.keys() ^ given.keys()):
-        if _UNIT.match(name) and not name.endswith("num_batches_tracked"):
+        if _UNIT.match(name) and not name.endswith(ours):
             where = "the network, but not in the file" if name in own else "the file alone"
             raise PathosegError(
                 f"{weights.path} holds another encoder: {name} is in {where}.",
                 "Choose the network that the weights are of.",
             )
     encoder.load_state_dict(own | {name: given[name] for name in given if name in own})
-    return tuple(n for n in own if n not in given and not n.endswith("num_batches_tracked"))
+    return tuple(name for name in own if name not in given and not name.endswith(ours))
 
 
 def _read_tensors(path: Path) -> tuple[Tensors, str]:

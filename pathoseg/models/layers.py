@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from itertools import pairwise
+from typing import Self
 
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
@@ -39,6 +41,28 @@ def he_initialise(model: nn.Module) -> None:
             nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
+
+
+class Encoder(nn.Module):
+    """A part of a network that published weights fit, and that may be held as they are.
+
+    Attributes:
+        blocks_above: By the beginning of a parameter's name, how many blocks lie between it and
+            the encoder's end.
+    """
+
+    blocks_above: Mapping[str, int]
+    _is_frozen = False
+
+    def freeze(self) -> None:
+        """Train nothing of it from now on; norms keep their statistics and apply them."""
+        self.requires_grad_(False)
+        self._is_frozen = True
+        self.train(self.training)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training or eval mode; a frozen encoder stays in eval mode."""
+        return super().train(mode and not self._is_frozen)
 
 
 def fold_norms(model: nn.Module) -> None:

@@ -51,6 +51,7 @@ class ViTShape:
         mlp: "gelu", or "swiglu" of two thirds of its width with a gate.
         layer_scale: Whether each branch of a block is scaled by channel.
         positions: Patches along the square grid whose positions were learnt.
+        lora: Rank of the additions to the matrices of attention; 0 makes none.
     """
 
     dim: int
@@ -61,6 +62,7 @@ class ViTShape:
     mlp: Literal["gelu", "swiglu"] = "gelu"
     layer_scale: bool = True
     positions: int = 16
+    lora: int = 0
 
     @property
     def hidden(self) -> int:
@@ -91,6 +93,7 @@ def vit_shape(options: Mapping[str, Scalar]) -> ViTShape:
         "mlp": ("gelu or swiglu", lambda value: value in ("gelu", "swiglu")),
         "layer_scale": ("true or false", lambda value: isinstance(value, bool)),
         "positions": ("1 to 256", lambda value: type(value) is int and 1 <= value <= 256),
+        "lora": ("0 to 256", lambda value: type(value) is int and 0 <= value <= 256),
     }
     for key, value in known.items():
         if key not in takes:

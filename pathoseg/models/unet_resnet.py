@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from pathoseg.models.layers import he_initialise
+from pathoseg.models.layers import Encoder, he_initialise
 from pathoseg.models.model_options import Norm
 from pathoseg.models.unet import Up
 
@@ -69,7 +69,7 @@ class ResNetUNet(nn.Module):
         return logits
 
 
-class ResNetEncoder(nn.Module):
+class ResNetEncoder(Encoder):
     """The convolutions of a ResNet.
 
     Args:
@@ -100,6 +100,9 @@ class ResNetEncoder(nn.Module):
                 inputs = outputs
             self.add_module(f"layer{level + 1}", group)
             self.channels.append(outputs)
+        above = len(units)
+        self.blocks_above = {"conv1.": above, "bn1.": above}
+        self.blocks_above |= {f"layer{level}.": above - level for level in range(1, above + 1)}
 
     def forward(self, images: torch.Tensor) -> list[torch.Tensor]:
         """Features at strides 2, 4, 8… of images (n, 3, h, w)."""

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pathoseg.models.layers import he_initialise
+from pathoseg.models.layers import Encoder, he_initialise
 from pathoseg.models.model_options import Norm, ViTShape
 from pathoseg.models.unet import Up, two_convolutions
 
@@ -49,7 +49,7 @@ class ViTSeg(nn.Module):
         return logits
 
 
-class VisionTransformer(nn.Module):
+class VisionTransformer(Encoder):
     """The encoder alone; its tokens are class, registers, patches row by row.
 
     Args:
@@ -72,6 +72,9 @@ class VisionTransformer(nn.Module):
         self.blocks = nn.ModuleList(_Block(shape) for _ in range(shape.depth))
         self.norm = nn.LayerNorm(dim, _EPSILON)
         self.has_registers = shape.registers > 0
+        first = ("cls_token", "reg_token", "pos_embed", "patch_embed.")
+        self.blocks_above = dict.fromkeys(first, shape.depth) | {"norm.": 0}
+        self.blocks_above |= {f"blocks.{at}.": shape.depth - 1 - at for at in range(shape.depth)}
         self._initialise()
 
     def forward(self, images: torch.Tensor) -> list[torch.Tensor]:
@@ -121,7 +124,7 @@ class _Block(nn.Module):
     def __init__(self, shape: ViTShape) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(shape.dim, _EPSILON)
-        self.attn = _Attention(shape.dim, shape.heads)
+        self.attn = _Attention(shape)
         self.ls1 = _LayerScale(shape.dim) if shape.layer_scale else nn.Identity()
         self.norm2 = nn.LayerNorm(shape.dim, _EPSILON)
         make_mlp = _GatedMLP if shape.mlp == "swiglu" else _MLP
@@ -135,11 +138,12 @@ class _Block(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, dim: int, heads: int) -> None:
+    def __init__(self, shape: ViTShape) -> None:
         super().__init__()
-        self.heads, self.each = heads, dim // heads
-        self.qkv = nn.Linear(dim, 3 * dim)
-        self.proj = nn.Linear(dim, dim)
+        dim = shape.dim
+        self.heads, self.each = shape.heads, dim // shape.heads
+        self.qkv = _linear(dim, 3 * dim, shape.lora)
+        self.proj = _linear(dim, dim, shape.lora)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         parts = self.qkv(tokens).unflatten(-1, (3, self.heads, self.each)).transpose(1, 3)
@@ -147,6 +151,27 @@ class _Attention(nn.Module):
         found = F.scaled_dot_product_attention(queries, keys, values)
         joined: torch.Tensor = self.proj(found.transpose(1, 2).flatten(2))
         return joined
+
+
+def _linear(inputs: int, outputs: int, rank: int) -> nn.Linear:
+    return _LowRank(inputs, outputs, rank) if rank else nn.Linear(inputs, outputs)
+
+
+class _LowRank(nn.Linear):
+    """A matrix and the product of two narrow ones beside it.
+
+    That of Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2022). It begins
+    as zero.
+    """
+
+    def __init__(self, inputs: int, outputs: int, rank: int) -> None:
+        super().__init__(inputs, outputs)
+        self.lora_a = nn.Parameter(torch.empty(rank, inputs))
+        self.lora_b = nn.Parameter(torch.zeros(outputs, rank))
+        nn.init.normal_(self.lora_a, std=1 / rank)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) + F.linear(F.linear(tokens, self.lora_a), self.lora_b)
 
 
 class _MLP(nn.Module):

@@ -177,7 +177,9 @@ def set_weights(
     try:
         # With the same classes all is taken, whatever it is in the network that counts them.
         counted = {} if same else class_dimensions(model, config, factory)
-        transfer(model, earlier.state, channels, matches, counted)
+        # Low-rank additions may be new; they begin as nothing.
+        added = {name: own for name, own in model.state_dict().items() if ".lora_" in name}
+        transfer(model, {**added, **earlier.state}, channels, matches, counted)
     except PathosegError as error:
         raise PathosegError(f"{earlier.place}: {error.problem}", error.hint) from None
     say(f"From {earlier.place} ({earlier.card.model.name}, {earlier.card.mpp:g} µm per pixel).")

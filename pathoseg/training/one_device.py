@@ -20,8 +20,15 @@ from pathoseg.gradient_step import (
 from pathoseg.models.build import lay_out
 from pathoseg.models.bundle import Bundle
 from pathoseg.tiles.dataset import Batch
+from pathoseg.training.encoder_training import rate_factors
 from pathoseg.training.engine import Loss, StepResult
-from pathoseg.training.optimizer import load_by_name, make_optimizer, state_by_name
+from pathoseg.training.optimizer import (
+    load_by_name,
+    make_optimizer,
+    scale_rates,
+    set_rate,
+    state_by_name,
+)
 from pathoseg.training.tasks import Task
 
 # Number of a microbatch in its step, and its inputs (n, 3, h, w), to what the model makes of them.
@@ -116,11 +123,12 @@ class OneDevice:
         self._device = next(model.parameters()).device
         self._dtype = amp_dtype(self._device, config.amp)
         self._optimizer = make_optimizer(model.parameters(), config)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        scale_rates(self._optimizer, names, rate_factors(model, config))
         self._scale = LossScale(self._dtype is torch.float16)
 
     def step(self, number: int, batch: Batch, rate: float) -> StepResult:
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
+        set_rate(self._optimizer, rate)
         samples = len(batch.images)
         self._model.train()
         with memory_told(

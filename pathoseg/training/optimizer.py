@@ -32,6 +32,33 @@ def make_optimizer(
     return torch.optim.AdamW(groups, lr=config.lr)
 
 
+def scale_rates(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[Any, str],
+    factors: Mapping[str, float],
+) -> None:
+    """Split the groups of a new optimizer, so that `set_rate` gives parameters rates of their own.
+
+    Args:
+        optimizer: Of some or all parameters.
+        names: Of these, by parameter.
+        factors: By name, the learning rate over that of the others; 1 where a name is missing.
+    """
+    groups = []
+    for group in optimizer.param_groups:
+        parts: dict[float, list[torch.Tensor]] = {}
+        for parameter in group["params"]:
+            parts.setdefault(factors.get(names[parameter], 1.0), []).append(parameter)
+        groups += [{**group, "params": part, "factor": factor} for factor, part in parts.items()]
+    optimizer.param_groups = groups
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate of every group, times the factor of `scale_rates`."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("factor", 1.0)
+
+
 def learning_rate(config: TrainConfig, step: int, total: int) -> float:
     """Return the rate of step `step` (from 0) of `total`: linear warm-up, then the schedule.
 

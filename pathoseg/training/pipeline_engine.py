@@ -26,8 +26,9 @@ from pathoseg.parallel.schedule.event import Event, from_json, to_json
 from pathoseg.progress import say
 from pathoseg.tiles.dataset import Batch
 from pathoseg.training.distributed import own_device
+from pathoseg.training.encoder_training import rate_factors
 from pathoseg.training.engine import Loss, StepResult
-from pathoseg.training.optimizer import make_optimizer
+from pathoseg.training.optimizer import make_optimizer, scale_rates, set_rate
 from pathoseg.training.tasks import Task
 
 # Is given what all ranks did when.
@@ -77,6 +78,9 @@ class PipelineEngine:
         parked = frozenset(Park(each) for each in config.parallel.parked)
         fit = split(model, example, plan, training, transport, self._device, form, parked)
         self._runner, self._input = fit.runner, fit.input
+        if self._runner.optimizer is not None:
+            names = {parameter: name for name, parameter in self._runner.own.items()}
+            scale_rates(self._runner.optimizer, names, rate_factors(model, config.train))
         self.leads = transport.rank == 0
         self.round = plan.schedule.microbatches
         self.reads: Collection[int] = sorted(self._runner.reads_inputs | self._runner.reads_targets)
@@ -88,8 +92,7 @@ class PipelineEngine:
 
     def step(self, number: int, batch: Batch, rate: float) -> StepResult:
         if self._runner.optimizer is not None:
-            for group in self._runner.optimizer.param_groups:
-                group["lr"] = rate
+            set_rate(self._runner.optimizer, rate)
         size = self._plan.microbatch
         own = {each: slice(at * size, (at + 1) * size) for at, each in enumerate(self.reads)}
         microbatches = Microbatches(

@@ -27,6 +27,7 @@ from pathoseg.parallel.planning.stage_costs import StageCosts
 from pathoseg.parallel.schedule import timeline
 from pathoseg.parallel.schedule.simulate import simulate
 from pathoseg.progress import progress_bar, say
+from pathoseg.training.encoder_training import prepare_encoder, with_low_rank
 from pathoseg.training.first_weights import take_encoder
 from pathoseg.training.step_plan import find_hardware, plan_request, price, price_one
 
@@ -59,7 +60,7 @@ def plan(
         PathosegError: Anything that cannot be planned, and what could.
         OSError: A file cannot be written.
     """
-    config = load_config(config_file, flags)
+    config = with_low_rank(load_config(config_file, flags))
     if config.model.encoder_weights is not None:
         _, config = take_encoder(config)
     for folder in (out, *([] if draw is None else [draw.parent])):
@@ -67,6 +68,7 @@ def plan(
     hardware = find_hardware(config.parallel.hardware)
     request = plan_request(config, hardware)
     model = _build(config)
+    prepare_encoder(model, config.train)
     graphs = price(model, config, hardware)
     with progress_bar("planning", None, "plans"):
         plans = find_plans(graphs, request)

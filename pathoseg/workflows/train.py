@@ -61,6 +61,7 @@ from pathoseg.training.earlier_model import (
     take_options,
     warn_of_seen,
 )
+from pathoseg.training.encoder_training import prepare_encoder, with_low_rank
 from pathoseg.training.engine import Engine
 from pathoseg.training.first_weights import (
     factory_of,
@@ -228,6 +229,7 @@ def _train(
     model, origin = first_network(run, config, sources.classes, earlier)
     if isinstance(earlier, EarlierModel):
         warn_of_seen(earlier, members)
+    prepare_encoder(model, config.train)
     del earlier  # its weights are in the network, and need no memory twice
     config = with_tile(config, sources, tile_multiple(model))
     check_tile(model, config.tiles.side)
@@ -404,7 +406,7 @@ def _start(
     assert out is not None
     given = given_options(config_file, flags)
     if not going_on:
-        config, earlier = load_config(config_file, flags), None
+        config, earlier = with_low_rank(load_config(config_file, flags)), None
         if config.model.encoder_weights is not None:
             encoder, config = take_encoder(config)
             _agree_on(encoder.path, encoder.digest, transport)
@@ -412,7 +414,7 @@ def _start(
         if config.train.start_from is not None:
             earlier = read_earlier(config.train.start_from, factory_of(config))
             _agree_on(earlier.place, earlier.identity, transport)
-            config = take_options(config, given, earlier)
+            config = with_low_rank(take_options(config, given, earlier))
         return out, config, earlier, False
     recorded = load_config(out / CONFIG, unnumbered=UNNUMBERED)
     # What is left out goes on as it was, also where the earlier model had decided it.

@@ -122,3 +122,42 @@ def test_an_encoder_that_cannot_be_is_refused_at_once(
     assert code == 2, said
     assert told in " ".join(said.split())
     assert not Path("run").exists()
+
+
+@pytest.mark.process
+def test_a_frozen_encoder_stays_on_ranks_and_under_a_memory_limit(
+    published: dict[str, torch.Tensor], start: Callable[..., Forked]
+) -> None:
+    for run, more in (("alone", ("--memory", "2GiB")), ("ranks", ("--ranks", "2"))):
+        text = OPTIONS.replace("[train]", '[train]\nencoder = "frozen"\noptimizer = "sgd"')
+        Path("frozen.toml").write_text(text)
+        arguments = ("--slides", "slides", "--config", "frozen.toml", "--out", run, *more)
+        process = start("train", *arguments)
+        said, _ = process.communicate(timeout=200)
+        assert process.returncode == 0, said
+        state = load_bundle(Path(run) / "model")[0].state_dict()
+        begun = load_bundle(Path(run) / "start")[0].state_dict()
+        for name, tensor in published.items():
+            assert torch.equal(state[f"encoder.{name}"], tensor), name
+        assert not torch.equal(state["head.weight"], begun["head.weight"])
+
+
+def test_low_rank_additions_are_trained_resumed_and_taken_further(
+    toy_slides: Path, command: Command
+) -> None:
+    network = '[model]\nname = "vit_seg"\noptions = { patch = 16 }\n'
+    Path("vit.toml").write_text(
+        "[data]\nassume_mpp = 0.5\n[tiles]\ntile = 40\n[train]\nepochs = 1\nbatch = 1\n"
+        f'samples_per_epoch = 1\nencoder = "lora"\nencoder_lr = 0.5\nlayer_decay = 0.9\n{network}'
+    )
+    arguments = ("train", "--slides", "slides", "--config", "vit.toml")
+    code, said = command(*arguments, "--out", "run")
+    assert code == 0, said
+    code, said = command(*arguments, "--out", "run", "--resume", "--epochs", "2")
+    assert code == 0, said
+    assert "goes on to 2 epochs" in said
+    model, card = load_bundle(Path("run/model"))
+    assert card.model.options == {"patch": 16, "lora": 8}
+    assert model.encoder.blocks[0].attn.qkv.lora_b.abs().sum() > 0
+    code, said = command("infer", "slides/slide0.png", "--model", "run", "--assume-mpp", "0.5")
+    assert code == 0, said

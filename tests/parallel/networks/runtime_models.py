@@ -10,12 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pathoseg.config import TrainConfig
 from pathoseg.models.losses import build_loss
 from pathoseg.models.model_options import LossConfig, ViTShape
 from pathoseg.models.resnet_v2 import ResNetV2
 from pathoseg.models.unet import UNet
 from pathoseg.models.unet_resnet import ResNetUNet
 from pathoseg.models.vit_seg import ViTSeg
+from pathoseg.training.encoder_training import prepare_encoder
 
 CLASSES = 3
 SIDE = 16
@@ -84,6 +86,12 @@ class RuntimeModel:
     keeps_order: bool = True
 
 
+def _frozen(model: nn.Module) -> nn.Module:
+    """A network whose encoder trains low-rank additions alone, where it has them."""
+    prepare_encoder(model, TrainConfig(encoder="lora"))
+    return model
+
+
 MODELS = {
     "unet": RuntimeModel(lambda: UNet(CLASSES, width=4, depth=2)),
     "unet-group-norm": RuntimeModel(lambda: UNet(CLASSES, width=4, depth=2, norm="group")),
@@ -93,6 +101,9 @@ MODELS = {
     "unet-resnet": RuntimeModel(lambda: ResNetUNet(CLASSES, (1, 1), bottleneck=True, width=4)),
     # Sides that no patch divides are padded.
     "vit": RuntimeModel(lambda: ViTSeg(CLASSES, ViTShape(8, 4, 2, registers=1, mlp="swiglu"))),
+    # Stages without anything to train.
+    "frozen": RuntimeModel(lambda: _frozen(ResNetUNet(CLASSES, (1, 1), bottleneck=True, width=4))),
+    "low-rank": RuntimeModel(lambda: _frozen(ViTSeg(CLASSES, ViTShape(8, 4, 2, lora=2)))),
     # Separates objects: its last channel is their height (`pathoseg.models.losses`).
     "objects": RuntimeModel(lambda: UNet(CLASSES + 1, width=4, depth=2)),
 }

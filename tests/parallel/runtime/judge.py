@@ -56,7 +56,9 @@ def judge(kind: RuntimeModel, traced: Traced, sizes: Sequence[int], clip: float)
         if clip:
             _clip([p.grad for p in model.parameters()], clip)
         if step == 0:
-            verdict.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+            verdict.gradients = {
+                name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad
+            }
         steps.step()
         verdict.losses.append(total)
     verdict.state = deepcopy(model.state_dict())

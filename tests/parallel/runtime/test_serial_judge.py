@@ -28,8 +28,9 @@ pytestmark = pytest.mark.slow  # many seconds in all
 
 # Objects are a U-Net with another loss, which every plan computes on its last stage alike.
 NETWORKS = [model for model in MODELS if model != "objects"]
+ENCODERS = ("unet-resnet", "vit", "frozen", "low-rank")
 # What groups and double precision change is no matter of these, which have many layers.
-PLAIN = [model for model in NETWORKS if model not in ("unet-resnet", "vit")]
+PLAIN = [model for model in NETWORKS if model not in ENCODERS]
 # Branches, and a network of one, are cut into every number of stages. Of the others each plan has
 # one number, in turn: every network and every plan meets all three.
 CUT_IN_ALL = ("unet", "branches")
