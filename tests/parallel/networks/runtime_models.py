@@ -89,6 +89,9 @@ class RuntimeModel:
 def _frozen(model: nn.Module) -> nn.Module:
     """A network whose encoder trains low-rank additions alone, where it has them."""
     prepare_encoder(model, TrainConfig(encoder="lora"))
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_b"):  # zeros would leave nothing but their gradients to compare
+            nn.init.normal_(parameter, std=0.1)
     return model
 
 
