@@ -142,22 +142,31 @@ def test_a_frozen_encoder_stays_on_ranks_and_under_a_memory_limit(
     assert not torch.equal(state["head.weight"], begun["head.weight"])
 
 
-def test_low_rank_additions_are_trained_resumed_and_taken_further(
+def test_low_rank_additions_are_new_to_an_earlier_model_trained_and_resumed(
     toy_slides: Path, command: Command
 ) -> None:
-    network = '[model]\nname = "vit_seg"\noptions = { patch = 16 }\n'
-    Path("vit.toml").write_text(
+    options = (
         "[data]\nassume_mpp = 0.5\n[tiles]\ntile = 40\n[train]\nepochs = 1\nbatch = 1\n"
-        f'samples_per_epoch = 1\nencoder = "lora"\nencoder_lr = 0.5\nlayer_decay = 0.9\n{network}'
+        "samples_per_epoch = 1\nencoder_lr = 0.5\nlayer_decay = 0.9\n{}"
+        '[model]\nname = "vit_seg"\noptions = {{ patch = 16 }}\n'
     )
-    arguments = ("train", "--slides", "slides", "--config", "vit.toml")
-    code, said = command(*arguments, "--out", "run")
+    Path("frozen.toml").write_text(options.format('encoder = "frozen"\n'))
+    Path("lora.toml").write_text(options.format('encoder = "lora"\n'))
+    arguments = ("train", "--slides", "slides", "--config")
+    code, said = command(*arguments, "frozen.toml", "--out", "frozen")
     assert code == 0, said
-    code, said = command(*arguments, "--out", "run", "--resume", "--epochs", "2")
+    further = (*arguments, "lora.toml", "--out", "run", "--from", "frozen")
+    code, said = command(*further)
+    assert code == 0, said
+    code, said = command(*further, "--resume", "--epochs", "2")
     assert code == 0, said
     assert "goes on to 2 epochs" in said
+    frozen = load_bundle(Path("frozen/model"))[0].state_dict()
     model, card = load_bundle(Path("run/model"))
     assert card.model.options == {"patch": 16, "lora": 8}
+    for name, tensor in model.encoder.state_dict().items():
+        if ".lora_" not in name:
+            assert torch.equal(tensor, frozen[f"encoder.{name}"]), name
     assert model.encoder.blocks[0].attn.qkv.lora_b.abs().sum() > 0
     code, said = command("infer", "slides/slide0.png", "--model", "run", "--assume-mpp", "0.5")
     assert code == 0, said
