@@ -287,6 +287,9 @@ def train(
             "--time-limit, a finished run trains longer.",
         ),
     ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the run that --out holds.")
+    ] = False,
     skip_bad_slides: SkipBadSlides = False,
     config: ConfigFile = None,
     seed: Seed = None,
@@ -312,7 +315,7 @@ def train(
     _refuse_wrong_options(config, flags)
     from pathoseg.workflows.train import launch
 
-    raise typer.Exit(launch(config, flags, out, resume, trace, sys.argv[1:]))
+    raise typer.Exit(launch(config, flags, out, resume, trace, sys.argv[1:], overwrite))
 
 
 @app.command(
@@ -340,6 +343,12 @@ def infer(
         ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Skip what is done already.")] = False,
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            "--overwrite", help="Replace results of another model or of other options in --out."
+        ),
+    ] = False,
     factory: Factory = None,
     config: ConfigFile = None,
     assume_mpp: AssumeMpp = None,
@@ -355,7 +364,10 @@ def infer(
     from pathoseg.workflows.infer import infer as run_inference
 
     raise typer.Exit(
-        run_inference(slides, model, out, config, flags, resume, factory, sys.argv[1:], annotations)
+        run_inference(
+            *(slides, model, out, config, flags, resume, factory, sys.argv[1:]),
+            *(annotations, overwrite),
+        )
     )
 
 

@@ -14,7 +14,8 @@ from pathoseg.config import Config
 from pathoseg.device import pick_device
 from pathoseg.errors import PathosegError
 from pathoseg.inference.segmenter import Segmenter
-from pathoseg.models.bundle import Bundle, bundle_id, load_bundle
+from pathoseg.models.bundle import Bundle, load_bundle
+from pathoseg.models.bundle_identity import bundle_id
 from pathoseg.slides.image_reader import ArraySlide
 from pathoseg.tiles.tile_options import TissueOptions
 

@@ -26,7 +26,8 @@ from pathoseg.inference.windows import WindowOptions, Windows, most_pixels
 from pathoseg.interruption import Interruption
 from pathoseg.memory_size import parse_memory
 from pathoseg.models.build import declared_inputs, edge_reach
-from pathoseg.models.bundle import Bundle, bundle_id, load_bundle
+from pathoseg.models.bundle import Bundle, load_bundle
+from pathoseg.models.bundle_identity import bundle_id
 from pathoseg.models.layers import fold_norms
 from pathoseg.outputs.stitch import (
     Finish,

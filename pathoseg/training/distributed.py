@@ -10,15 +10,18 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from pathoseg.errors import PathosegError, StoppedError
 from pathoseg.interruption import Interruption
 from pathoseg.parallel.comm.launcher import Choice, World, connect, find_world
 from pathoseg.parallel.comm.local_ranks import start_local
-from pathoseg.parallel.comm.transport import Transport
 from pathoseg.platform_support import physical_memory
+
+if TYPE_CHECKING:  # torch, which a command that is refused does not wait for
+    import torch
+
+    from pathoseg.parallel.comm.transport import Transport
 
 
 def start_ranks(ranks: int, arguments: Sequence[str], choice: Choice) -> int | None:
@@ -126,6 +129,8 @@ def own_device(transport: Transport) -> tuple[torch.device, int]:
     Returns:
         The device, and the bytes of memory that this rank may fill.
     """
+    import torch
+
     hosts = [json.loads(text) for text in transport.gather(json.dumps(socket.gethostname()))]
     mine = hosts[transport.rank]
     if torch.cuda.is_available():
