@@ -182,20 +182,24 @@ def evaluate(
     return run(_path(model), _path(out), _path(config), flags, split, factory)
 
 
-def load_model(model: Name | None = None, *, factory: str | None = None) -> LoadedModel:
-    """Load a trained model that predicts pictures in memory, on the GPU where there is one.
+def load_model(
+    model: Name | None = None, *, factory: str | None = None, device: str | None = None
+) -> LoadedModel:
+    """Load a trained model that predicts pictures in memory.
 
     Args:
         model: Run or bundle; None takes the newest finished run.
         factory: As for `infer`.
+        device: What computes, such as "cpu", "cuda:1" or "mps"; None takes the accelerator where
+            there is one, else the CPU.
 
     Raises:
-        PathosegError: There is no such model, or its bundle is damaged.
+        PathosegError: There is no such model or device, or the bundle is damaged.
     """
     from pathoseg.inference.loaded_model import LoadedModel
     from pathoseg.training.run_folder import bundle_of
 
-    return LoadedModel.load(bundle_of(_path(model)), factory)
+    return LoadedModel.load(bundle_of(_path(model)), factory, device)
 
 
 def open_slide(path: Name, assume_mpp: float | None = None) -> Slide:

@@ -181,7 +181,7 @@ def load_segmenter(bundle: Path, config: Config, factory: str | None) -> Segment
             f"A model of an earlier version: tiles of {card.tile} px are blended as then. [infer] "
             "tile = 2048 predicts what one pass over the slide would, and often sooner."
         )
-    return Segmenter(model.to(pick_device()), card, config, bundle_id(bundle))
+    return Segmenter(model.to(pick_device(config.parallel.device)), card, config, bundle_id(bundle))
 
 
 class Segmenter:

@@ -27,7 +27,7 @@ from pathoseg.config import (
     load_config,
     write_config,
 )
-from pathoseg.device import MEAN, STD, pick_device
+from pathoseg.device import MEAN, STD, device_name, pick_device
 from pathoseg.errors import PathosegError, StoppedError
 from pathoseg.inference.segmenter import class_table_of, default_overlap
 from pathoseg.interruption import Interruption
@@ -253,7 +253,7 @@ def _train(
         config = replace(config, train=replace(config.train, microbatch=plan.microbatch))
     else:
         traced = read_model(model, config)
-        if traced is not None and pick_device().type == "cpu":
+        if traced is not None and pick_device(config.parallel.device).type == "cpu":
             check_host(traced.graph, config)
     readers = config.train.readers or share_of_cores(transport)
     card = _card(config, sources, members, model, origin)
@@ -281,7 +281,7 @@ def _train(
         batch = config.train.microbatch or config.train.batch
         engine: Engine
         if transport is None or plan is None:
-            device = pick_device()
+            device = pick_device(config.parallel.device)
             whole = WholeModel(model.to(device), traced, config.seed, device)
             engine = OneDevice(model, whole.forward, loss, task, card, config.train)
         else:
@@ -352,8 +352,8 @@ def _report(
         cells["Patient"] = member.patient
         slide_rows.append([cells.get(title, "") for title in (*titles, *classes.names)])
     has_score = progress.best_epoch and any(one.member.split == "val" for one in facts)
-    device, ranks = pick_device(), 1 if plan is None else plan.ranks
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
+    device, ranks = pick_device(config.parallel.device), 1 if plan is None else plan.ranks
+    name = processor_name() if device.type == "cpu" else device_name(device)
     order = "" if plan is None or ranks == 1 else f": {plan.order}, {plan.stages} stages"
     going_on = f"It goes on with: pathoseg train --resume --out {run}"
     return Run(

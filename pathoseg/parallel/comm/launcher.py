@@ -164,12 +164,14 @@ def use_host_share(share: HostShare) -> int:
     """Compute with this process's part of its host, as `connect` has it without any message.
 
     PyTorch's threads are its share of the cores (`cores_to_use`); a set `OMP_NUM_THREADS` is left
-    as it is. GPUs are dealt out to the ranks in turn.
+    as it is. Accelerators are dealt out to the ranks in turn.
 
     Returns:
         The number of cores that this process may keep busy.
     """
     import torch
+
+    from pathoseg.device import pick_device, share_devices
 
     # A launcher that binds leaves each rank its cores, one that does not leaves it all.
     whole = share.cores or len(usable_cores(os.getppid()))
@@ -177,8 +179,7 @@ def use_host_share(share: HostShare) -> int:
     cores = cores_to_use(whole, share.ranks, share.in_task)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(share.rank % torch.cuda.device_count())
+    share_devices(pick_device(), share.rank)
     return cores
 
 
