@@ -16,7 +16,7 @@ LONGEST_FILE = 600
 
 GROUND = {
     *("errors", "geometry", "memory_size", "host_memory", "platform_support", "device"),
-    *("gradient_step", "version"),
+    *("giving_up", "gradient_step", "version"),
 }
 PATHOLOGY = {"slides", "annotations", "tiles", "models", *GROUND}
 FLOWS = {"config", "progress", "interruption", *PATHOLOGY}  # what training and inference share
@@ -31,6 +31,7 @@ WALLS: dict[str, set[str]] = {
     "platform_support": set(),
     "version": set(),
     "device": {"errors"},
+    "giving_up": set(),
     "gradient_step": {"errors"},
     "progress": set(),
     "interruption": {"errors"},

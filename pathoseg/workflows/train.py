@@ -267,7 +267,9 @@ def _train(
         if transport is None or plan is None:
             device = pick_device()
             whole = WholeModel(model.to(device), traced, config.seed, device)
-            engine = OneDevice(model, whole.forward, loss, task, card, config.train)
+            engine = OneDevice(
+                model, whole.forward, loss, task, card, config.train, interruption.is_asked
+            )
         else:
             drawing = partial(draw_step, run, planned) if trace else None
             engine = PipelineEngine(transport, plan, model, loss, task, card, config, drawing)

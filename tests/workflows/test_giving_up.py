@@ -1,0 +1,116 @@
+"""Runs that are stopped in the middle of a step or validation go on to the digits of a calm one."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from pathoseg.errors import StoppedError
+from pathoseg.interruption import Interruption
+from pathoseg.workflows.train import train
+from tests.conftest import draw_toy_slides
+from tests.forked import Forked
+
+Start = Callable[..., Forked]
+
+DROPPING = """
+import torch
+from pathoseg.models.unet import UNet
+
+class Net(torch.nn.Module):
+    def __init__(self, in_channels, classes):
+        super().__init__()
+        self.drop, self.body = torch.nn.Dropout2d(0.2), UNet(classes, width=4, depth=2)
+
+    def forward(self, images):
+        return torch.nn.functional.dropout(self.body(self.drop(images)), 0.1, self.training)
+"""
+
+
+class _At(Interruption):
+    """Has the signal come at the n-th question.
+
+    Attributes:
+        questions: How many have been asked.
+    """
+
+    when = 0
+    questions = 0
+
+    def is_asked(self) -> bool:
+        _At.questions += 1
+        if _At.questions == self.when:
+            self.number = signal.SIGTERM
+        return super().is_asked()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with slides, a network with batch norm and dropout, and its configuration."""
+    folder = tmp_path_factory.mktemp("dropping")
+    draw_toy_slides(folder)
+    text = (folder / "tiny.toml").read_text()
+    text = text.replace("width = 4\ndepth = 2", 'name = "dropping_4:Net"')
+    text = text.replace("epochs = 4", "epochs = 2\nmicrobatch = 1\nsamples_per_epoch = 4")
+    (folder / "dropping.toml").write_text(text)
+    (folder / "dropping_4.py").write_text(DROPPING)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(str(folder))
+        patch.setattr("pathoseg.workflows.train.Interruption", _At)
+        yield folder
+
+
+def _part(run: str, when: int) -> bool:
+    """Trains one part of a run, until its `when`-th question; says whether it has finished."""
+    _At.when, _At.questions = when, 0
+    flags = {"data": {"slides": "slides"}}
+    try:
+        train(Path("dropping.toml"), flags, Path(run), resume=True)
+    except StoppedError as stopped:
+        assert stopped.exit_code == 128 + signal.SIGTERM
+        return False
+    return True
+
+
+def _figures(run: str) -> list[dict[str, str]]:
+    with (Path(run) / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert all(float(row.pop("tiles_per_s")) > 0 for row in rows)
+    return rows
+
+
+def _weights(run: str) -> dict[str, torch.Tensor]:
+    return dict(load_file(Path(run) / "model" / "weights.safetensors"))
+
+
+@pytest.fixture(scope="module")
+def questions(place: Path) -> int:
+    """How often the undisturbed run asks."""
+    assert _part("calm", 0)
+    return _At.questions
+
+
+@settings(max_examples=5)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=3))
+def test_stopped_anywhere_a_run_goes_on_to_the_same_digits(
+    place: Path, questions: int, shares: list[float]
+) -> None:
+    shutil.rmtree("stopped", ignore_errors=True)
+    for share in shares:
+        if _part("stopped", 1 + round(share * (questions - 1))):
+            break
+    else:
+        assert _part("stopped", 0)
+    assert _figures("stopped") == _figures("calm")
+    torch.testing.assert_close(_weights("stopped"), _weights("calm"), rtol=0, atol=0)
