@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -77,8 +76,7 @@ def _part(run: str, when: int) -> bool:
     flags = {"data": {"slides": "slides"}}
     try:
         train(Path("dropping.toml"), flags, Path(run), resume=True)
-    except StoppedError as stopped:
-        assert stopped.exit_code == 128 + signal.SIGTERM
+    except StoppedError:
         return False
     return True
 
