@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from pathoseg.device import Arrival, answer, memory_told, to_inputs
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import IMAGE, Box
+from pathoseg.giving_up import IsGivenUp, asking, never
 from pathoseg.models.bundle import Bundle
 from pathoseg.outputs.stitch import Prediction
 from pathoseg.slides.region import Region
@@ -35,6 +36,7 @@ def predict(
     dtype: torch.dtype | None,
     inside: Callable[[int], Box] | None = None,
     context: Callable[[int], Context] | None = None,
+    is_given_up: IsGivenUp = never,
 ) -> Generator[Prediction]:
     """Predict the class probabilities of tiles, in their order.
 
@@ -53,6 +55,7 @@ def predict(
         inside: Returns the part of a tile that is wanted, in its pixels: a network that has
             `logits_inside` computes no more of it. None is all of each.
         context: Reads the network's other inputs of a tile, by name, as `read` does the tile.
+        is_given_up: Asked between layers, by the thread that predicts.
 
     Yields:
         The tile's number, its probabilities (classes, h, w) or (classes,) as the model's logits
@@ -61,6 +64,7 @@ def predict(
 
     Raises:
         PathosegError: The device's memory is too small, or an answer not finite or of wrong size.
+        GivenUpError: `is_given_up` says so.
     """
     device = next(model.parameters()).device
     layout = _laid_out(model, card, device)
@@ -94,6 +98,7 @@ def predict(
             others = {name: np.stack([around[name] for *_, around in group]) for name in names}
             with (
                 torch.inference_mode(),
+                asking(model, device, is_given_up),
                 memory_told(
                     f"A forward pass of {len(group)} tiles",
                     "Lower [infer] batch or tile, or train with a smaller --tile.",

@@ -20,6 +20,7 @@ from pathoseg.config import Config
 from pathoseg.device import amp_dtype, pick_device
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, ModelInput, Size
+from pathoseg.giving_up import GivenUpError, IsGivenUp, never
 from pathoseg.host_memory import LARGE, keep_freed_memory
 from pathoseg.inference.prediction import Context, predict
 from pathoseg.inference.windows import WindowOptions, Windows, most_pixels
@@ -277,7 +278,7 @@ class Segmenter:
 
         Args:
             plan: The slide's tiles.
-            interruption: Asked after every tile.
+            interruption: Asked after every tile, and between the network's layers.
 
         Yields:
             (2, rows, width of `plan.output`), int16: class indices, 0 off the tissue, 255 where
@@ -310,7 +311,7 @@ class Segmenter:
 
         Args:
             plan: The slide's tiles.
-            interruption: Asked after every tile.
+            interruption: Asked after every tile, and between the network's layers.
             numbers: Consecutive rows of tiles; None is all. Each is pulled when its reading begins,
                 by the thread that predicts. Tiles above the first one that reach into it are
                 predicted again.
@@ -364,16 +365,22 @@ class Segmenter:
         above = bisect_left(plan.indices, grid.first_of(start))
         with (
             closing(SlidePool(self.open)) as slides,
-            closing(in_background(self._predict(plan, slides, wanted()), ahead=2)) as predictions,
+            closing(
+                in_background(self._predict(plan, slides, wanted(), interruption.is_asked), ahead=2)
+            ) as predictions,
             progress_bar(plan.slide.name, len(plan.indices), "tiles", done=above) as bar,
         ):
 
             def watched() -> Iterator[Prediction]:
-                for prediction in predictions:
-                    unread[grid.row_of(prediction[0])] += prediction[2] is not None
+                try:
+                    for prediction in predictions:
+                        unread[grid.row_of(prediction[0])] += prediction[2] is not None
+                        interruption.raise_if_asked()
+                        yield prediction
+                        bar.advance()
+                except GivenUpError:
                     interruption.raise_if_asked()
-                    yield prediction
-                    bar.advance()
+                    raise
 
             for row, band in enumerate(self._bands(plan, watched(), start, finish), start):
                 # When a band comes, its row has been pulled if it is wanted: the prediction behind
@@ -456,7 +463,11 @@ class Segmenter:
         return stitch(grid, predictions, self.card.model.channels, margin, finish, first)
 
     def _predict(
-        self, plan: SlidePlan, slides: SlidePool, rows: Iterable[Sequence[int]]
+        self,
+        plan: SlidePlan,
+        slides: SlidePool,
+        rows: Iterable[Sequence[int]],
+        is_given_up: IsGivenUp = never,
     ) -> Generator[Prediction]:
         def read_box(frame: Frame, box: Box) -> Region:
             with slides.borrow(plan.slide) as slide:
@@ -486,6 +497,7 @@ class Segmenter:
             self._dtype,
             grid.inside if isinstance(grid, Windows) else None,
             around if plan.context else None,
+            is_given_up,
         )
 
     def open(self, path: Path) -> Slide:

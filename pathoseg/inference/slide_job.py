@@ -146,7 +146,7 @@ class SharedSlide:
         plan: The slide's tiles; the same ones in every process.
         saved: The rows' files.
         leases: Those of this process.
-        interruption: Asked after every tile.
+        interruption: Asked after every tile, and between the network's layers.
     """
 
     def __init__(
@@ -289,7 +289,7 @@ class WorkerContext:
         config: The options.
         out: The folder of the batch.
         leases: Those of this process.
-        interruption: Asked after every tile.
+        interruption: Asked after every tile, and between the network's layers.
         resume: Whether results and rows of earlier batches are taken over.
         since: The batch's start, by the clock of `leases`.
     """

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from pathoseg.errors import StoppedError
 from pathoseg.interruption import Interruption
+from pathoseg.workflows.infer import infer
 from pathoseg.workflows.train import train
 from tests.conftest import draw_toy_slides
 from tests.forked import Forked
@@ -66,7 +67,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(str(folder))
-        patch.setattr("pathoseg.workflows.train.Interruption", _At)
+        for command in ("train", "infer"):
+            patch.setattr(f"pathoseg.workflows.{command}.Interruption", _At)
         yield folder
 
 
@@ -112,3 +114,22 @@ def test_stopped_anywhere_a_run_goes_on_to_the_same_digits(
         assert _part("stopped", 0)
     assert _figures("stopped") == _figures("calm")
     torch.testing.assert_close(_weights("stopped"), _weights("calm"), rtol=0, atol=0)
+
+
+def test_a_slide_is_left_within_a_tile_and_taken_up_again(place: Path, questions: int) -> None:
+    def predict(out: str, when: int) -> bytes:
+        _At.when, _At.questions = when, 0
+        slide = [Path("slides/slide0.png")]
+        assert infer(slide, Path("calm"), Path(out), None, data, when == 0, "dropping_4:Net") == 0
+        return (Path(out) / "slide0" / "mask.ome.tiff").read_bytes()
+
+    data = {"data": {"assume_mpp": 0.5}}
+    whole = predict("whole", 0)
+    asked = _At.questions
+    assert asked > 20, "a layer each"
+    for when in (1, asked // 2, asked):
+        with pytest.raises(StoppedError):
+            predict("left", when)
+        assert not Path("left/slide0").exists()
+        assert _At.questions == when, "nothing more was computed"
+    assert predict("left", 0) == whole
