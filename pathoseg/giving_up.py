@@ -11,7 +11,7 @@ the node of autograd by which the backward comes back to this place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -67,12 +67,12 @@ def asking(model: nn.Module, device: torch.device, is_given_up: IsGivenUp) -> It
 
 
 @contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Make a context that, where it is given up, leaves the model's buffers as they were before.
+def buffers_kept(buffers: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Make a context that, where it is given up, leaves a model's buffers as they were before.
 
     They are all that a forward in training mode changes of a model: running statistics of norms.
     """
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    before = [(buffer, buffer.clone()) for buffer in buffers]
     try:
         yield
     except GivenUpError:

@@ -69,8 +69,6 @@ class Engine(Protocol):
             PathosegError: The device's memory is too small, or another rank failed.
             GivenUpError: The run is asked to stop, in the middle of the step: the engine's state is
                 that before it, on every rank.
-            StoppedError: Likewise, but ranks no longer hear each other: what they did since the
-                last checkpoint, which is nothing, is lost.
         """
         ...
 

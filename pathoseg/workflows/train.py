@@ -272,7 +272,10 @@ def _train(
             )
         else:
             drawing = partial(draw_step, run, planned) if trace else None
-            engine = PipelineEngine(transport, plan, model, loss, task, card, config, drawing)
+            asked = interruption.is_asked
+            engine = PipelineEngine(
+                transport, plan, model, loss, task, card, config, drawing, asked
+            )
         loop = Trainer(
             run,
             config.train,
