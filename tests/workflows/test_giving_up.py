@@ -37,6 +37,32 @@ class Net(torch.nn.Module):
 """
 
 
+# Sends its own process SIGTERM in the n-th forward, in the midst of a step. What it branches on is
+# known in the forward alone, so that graphs of layers call it as one.
+ALARM = """
+import os, signal, torch
+from pathoseg.models.unet import UNet
+
+class Alarm(torch.nn.Module):
+    calls = 0
+
+    def forward(self, images):
+        if float(images.sum()) != 0.5 and self.training and type(images) is torch.Tensor:
+            Alarm.calls += 1
+            if Alarm.calls == int(os.environ.get("ALARM", 0)):
+                os.kill(os.getpid(), signal.SIGTERM)
+        return images * 1
+
+class Net(torch.nn.Module):
+    def __init__(self, in_channels, classes):
+        super().__init__()
+        self.alarm, self.body = Alarm(), UNet(classes, width=4, depth=2)
+
+    def forward(self, images):
+        return self.body(self.alarm(images))
+"""
+
+
 class _At(Interruption):
     """Has the signal come at the n-th question.
 
@@ -63,7 +89,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     text = text.replace("width = 4\ndepth = 2", 'name = "dropping_4:Net"')
     text = text.replace("epochs = 4", "epochs = 2\nmicrobatch = 1\nsamples_per_epoch = 4")
     (folder / "dropping.toml").write_text(text)
+    (folder / "alarmed.toml").write_text(text.replace("dropping_4:Net", "alarm_4:Net"))
     (folder / "dropping_4.py").write_text(DROPPING)
+    (folder / "alarm_4.py").write_text(ALARM)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(str(folder))
@@ -72,12 +100,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-def _part(run: str, when: int) -> bool:
+def _part(run: str, when: int, config: str = "dropping.toml") -> bool:
     """Trains one part of a run, until its `when`-th question; says whether it has finished."""
     _At.when, _At.questions = when, 0
-    flags = {"data": {"slides": "slides"}}
+    flags = {"data": {"slides": "slides"}, "parallel": {"ranks": 1}}
     try:
-        train(Path("dropping.toml"), flags, Path(run), resume=True)
+        train(Path(config), flags, Path(run), resume=True)
     except StoppedError:
         return False
     return True
@@ -114,6 +142,29 @@ def test_stopped_anywhere_a_run_goes_on_to_the_same_digits(
         assert _part("stopped", 0)
     assert _figures("stopped") == _figures("calm")
     torch.testing.assert_close(_weights("stopped"), _weights("calm"), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_process_that_gets_sigterm_within_a_step_leaves_it(
+    place: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """Of two ranks, the one with the first layers gets it alone."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    out, calm = f"alarmed-{ranks}", f"quiet-{ranks}"
+    command = ["train", "--slides", "slides", "--config", "alarmed.toml", "--out", out]
+    monkeypatch.setenv("ALARM", "4")  # the second microbatch of the second step
+    with Forked([*command, "--ranks", str(ranks), "--order", "1f1b"], place) as process:
+        said, _ = process.communicate()
+    assert process.returncode == 143, said
+    assert "What follows step 1 is given up" in said
+    assert "Traceback" not in said
+    state = torch.load(Path(out) / "checkpoints" / "last.pt", weights_only=True)
+    assert state["progress"]["step"] == 1
+    monkeypatch.delenv("ALARM")
+    assert _part(out, 0, "alarmed.toml")
+    assert _part(calm, 0, "alarmed.toml")
+    assert _figures(out) == _figures(calm)
+    torch.testing.assert_close(_weights(out), _weights(calm), rtol=0, atol=0)
 
 
 def test_a_slide_is_left_within_a_tile_and_taken_up_again(place: Path, questions: int) -> None:

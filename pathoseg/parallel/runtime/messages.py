@@ -345,7 +345,7 @@ _HEADER = 2 + 2 * _MOST_DIMENSIONS
 _NONE, _GIVEN_UP = -1, -2
 
 
-def _header(layout: Layout | None, given_up: bool) -> Tensor:
+def _header(layout: Layout | None, given_up: bool = False) -> Tensor:
     """A layout as a message: the number of the dtype or why there is none, dimensions, sizes,
     order."""
     header = torch.full((_HEADER,), _GIVEN_UP if given_up else _NONE, dtype=torch.int64)
