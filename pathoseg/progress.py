@@ -68,6 +68,14 @@ class _TerminalBar:
         self._progress.update(self._task, total=amount)
 
 
+class _NoBar:
+    """Shows nothing."""
+
+    def advance(self, amount: float = 1) -> None: ...
+    def note(self, text: str) -> None: ...
+    def total(self, amount: float) -> None: ...
+
+
 class _LogBar:
     """Lines of a log: title, units done, rate since the start, time left, note.
 
@@ -135,6 +143,7 @@ def progress_bar(
     unit: str,
     done: float = 0,
     clock: Callable[[], float] = time.monotonic,
+    is_shown: bool = True,
 ) -> Iterator[Bar]:
     """Make a context that shows `total` units of work, `done` of which lie behind.
 
@@ -148,7 +157,11 @@ def progress_bar(
         unit: The plural name of a unit, for the rate.
         done: Units finished before (a resumed run).
         clock: Seconds since any moment, for the lines of a log.
+        is_shown: False on the ranks that leave it to another.
     """
+    if not is_shown:
+        yield _NoBar()
+        return
     if not console.is_terminal:
         yield _LogBar(title, total, unit, done, clock)
         return

@@ -19,7 +19,13 @@ GROUND = {
     *("giving_up", "gradient_step", "version"),
 }
 PATHOLOGY = {"slides", "annotations", "tiles", "models", *GROUND}
-FLOWS = {"config", "progress", "interruption", *PATHOLOGY}  # what training and inference share
+FLOWS = {
+    "config",
+    "progress",
+    "interruption",
+    "time_spent",
+    *PATHOLOGY,
+}  # what training and inference share
 
 # part -> the parts it may import; `.` is the package's own __init__ (its version and its face)
 WALLS: dict[str, set[str]] = {
@@ -35,6 +41,7 @@ WALLS: dict[str, set[str]] = {
     "gradient_step": {"errors"},
     "progress": set(),
     "interruption": {"errors"},
+    "time_spent": {"errors", "progress"},
     "slides": GROUND,
     "annotations": GROUND,
     "tiles": {"slides", "annotations", *GROUND},

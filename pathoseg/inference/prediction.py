@@ -19,6 +19,7 @@ from pathoseg.models.bundle import Bundle
 from pathoseg.outputs.stitch import Prediction
 from pathoseg.slides.region import Region
 from pathoseg.tiles.prefetch import prefetch_map
+from pathoseg.time_spent import TimeSpent
 
 Context = Mapping[str, NDArray[np.uint8]]
 _Read = tuple[int, bool, Region, Context]
@@ -37,6 +38,7 @@ def predict(
     inside: Callable[[int], Box] | None = None,
     context: Callable[[int], Context] | None = None,
     is_given_up: IsGivenUp = never,
+    spent: TimeSpent | None = None,
 ) -> Generator[Prediction]:
     """Predict the class probabilities of tiles, in their order.
 
@@ -56,6 +58,7 @@ def predict(
             `logits_inside` computes no more of it. None is all of each.
         context: Reads the network's other inputs of a tile, by name, as `read` does the tile.
         is_given_up: Asked between layers, by the thread that predicts.
+        spent: Counts where this thread's time goes.
 
     Yields:
         The tile's number, its probabilities (classes, h, w) or (classes,) as the model's logits
@@ -71,7 +74,7 @@ def predict(
     logits_inside: Any = getattr(model, "logits_inside", None)
     if logits_inside is None:
         inside = None
-    waiting = deque[_Batch]()
+    waiting, spent = deque[_Batch](), spent or TimeSpent()
 
     def read_tile(tile: tuple[int, bool]) -> _Read:
         index, last = tile
@@ -92,11 +95,12 @@ def predict(
                 group = []
 
     with closing(prefetch_map(read_tile, _tiles(rows, batch), readers)) as tiles:
-        for group in batches(tiles):
+        for group in spent.waiting(batches(tiles), "waiting for tiles"):
             images = np.stack([region.pixels for _, region, _ in group])
             names = group[0][2]
             others = {name: np.stack([around[name] for *_, around in group]) for name in names}
             with (
+                spent.on("computing"),
                 torch.inference_mode(),
                 asking(model, device, is_given_up),
                 memory_told(

@@ -49,6 +49,7 @@ from pathoseg.tiles.prefetch import in_background
 from pathoseg.tiles.slide_pool import SlidePool
 from pathoseg.tiles.stain import Method, StainNormaliser, fit_stain
 from pathoseg.tiles.tissue import Tissue, find_tissue
+from pathoseg.time_spent import TimeSpent
 
 
 def default_overlap(tile: int, multiple: int, reach: int | None) -> int:
@@ -156,13 +157,21 @@ class MaskRow:
         return self.planes[-classes - 1 :]
 
 
-def load_segmenter(bundle: Path, config: Config, factory: str | None) -> Segmenter:
+def load_segmenter(
+    bundle: Path,
+    config: Config,
+    factory: str | None,
+    spent: TimeSpent | None = None,
+    shows_progress: bool = True,
+) -> Segmenter:
     """Load a bundle onto the device, and tell the user which model it is.
 
     Args:
         bundle: The bundle's folder.
         config: The options of the batch.
         factory: The user's own network that may be imported, as `module:factory`; or None.
+        spent: As for `Segmenter`.
+        shows_progress: As for `Segmenter`.
 
     Raises:
         PathosegError: The bundle cannot be used, or knows other classes than `data.classes`.
@@ -181,7 +190,8 @@ def load_segmenter(bundle: Path, config: Config, factory: str | None) -> Segment
             f"A model of an earlier version: tiles of {card.tile} px are blended as then. [infer] "
             "tile = 2048 predicts what one pass over the slide would, and often sooner."
         )
-    return Segmenter(model.to(pick_device()), card, config, bundle_id(bundle))
+    model, known = model.to(pick_device()), bundle_id(bundle)
+    return Segmenter(model, card, config, known, spent, shows_progress)
 
 
 class Segmenter:
@@ -192,8 +202,11 @@ class Segmenter:
         card: Classes, resolution, tile and normalisation.
         config: `infer`, `outputs`, `tissue`, `data.assume_mpp` and `train.amp` are used.
         model_id: Identifies the bundle in results.
+        spent: Counts where the time goes; None makes a count of its own.
+        shows_progress: False on the ranks that leave the progress bar to another.
 
     Attributes:
+        spent: As given.
         card: As given.
         classes: The model's classes and colours.
         model_id: As given.
@@ -201,8 +214,15 @@ class Segmenter:
     """
 
     def __init__(
-        self, model: torch.nn.Module, card: Bundle, config: Config, model_id: str = ""
+        self,
+        model: torch.nn.Module,
+        card: Bundle,
+        config: Config,
+        model_id: str = "",
+        spent: TimeSpent | None = None,
+        shows_progress: bool = True,
     ) -> None:
+        self.spent, self._shows_progress = spent or TimeSpent(), shows_progress
         if not card.model.is_factory and card.tiling != "blended":  # which answers as it did
             fold_norms(model)
         self._model, self.card, self._config = model, card, config
@@ -368,12 +388,15 @@ class Segmenter:
             closing(
                 in_background(self._predict(plan, slides, wanted(), interruption.is_asked), ahead=2)
             ) as predictions,
-            progress_bar(plan.slide.name, len(plan.indices), "tiles", done=above) as bar,
+            progress_bar(
+                *(plan.slide.name, len(plan.indices), "tiles", above),
+                is_shown=self._shows_progress,
+            ) as bar,
         ):
 
             def watched() -> Iterator[Prediction]:
                 try:
-                    for prediction in predictions:
+                    for prediction in self.spent.waiting(predictions, "waiting for predictions"):
                         unread[grid.row_of(prediction[0])] += prediction[2] is not None
                         interruption.raise_if_asked()
                         yield prediction
@@ -498,6 +521,7 @@ class Segmenter:
             grid.inside if isinstance(grid, Windows) else None,
             around if plan.context else None,
             is_given_up,
+            self.spent,
         )
 
     def open(self, path: Path) -> Slide:

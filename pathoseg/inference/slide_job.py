@@ -431,9 +431,11 @@ class SlideJob:
             self._rows.mkdir(exist_ok=True)
             with result_folder(self.folder, self._work) as partial:
                 segmenter, config = context.segmenter, context.config
-                planned = plan_slide(self.slide, segmenter, config, self._annotation)
+                with segmenter.spent.on("finding tissue"):
+                    planned = plan_slide(self.slide, segmenter, config, self._annotation)
                 rows = self._shared(planned.plan).rows()
-                publish(self.name, planned, rows, partial, segmenter, config)
+                with segmenter.spent.on("joining and writing"):
+                    publish(self.name, planned, rows, partial, segmenter, config)
                 self._refuse_change()
                 outputs = {path.name: stored_bytes(path) for path in sorted(partial.iterdir())}
         except PathosegError as error:

@@ -23,6 +23,7 @@ from pathoseg.models.bundle import Bundle, save_bundle
 from pathoseg.outputs.atomic import replaced
 from pathoseg.progress import Bar, progress_bar, say
 from pathoseg.tiles.dataset import Batch, TrainingSet
+from pathoseg.time_spent import TimeSpent
 from pathoseg.training.engine import Engine, Loss
 from pathoseg.training.optimizer import learning_rate
 from pathoseg.training.run_folder import is_finished
@@ -253,6 +254,7 @@ class Trainer:
         training: Seeded batches.
         validation: Held-out tiles.
         started: `time.monotonic()` when this part of the run began.
+        spent: Counts where the time goes.
     """
 
     def __init__(
@@ -265,7 +267,9 @@ class Trainer:
         training: TrainingSet,
         validation: Validation,
         started: float,
+        spent: TimeSpent,
     ) -> None:
+        self._spent = spent
         self._run, self._config, self._engine = run, config, engine
         self._card, self._loss = card, loss
         self._training, self._validation = training, validation
@@ -359,8 +363,9 @@ class Trainer:
         at, since = self._progress, self._elapsed
         rows = self._engine.rows
         with closing(self._training.batches(at.epoch, at.epoch_step, rows)) as batches:
-            while not self._finished() and (batch := next(batches, None)) is not None:
-                self._step(batch, records, interruption)
+            for batch in self._spent.waiting(self._until_finished(batches), "waiting for tiles"):
+                with self._spent.on("steps"):
+                    self._step(batch, records, interruption)
                 at.timed_steps += 1
                 at.timed_seconds, since = at.timed_seconds + self._elapsed - since, self._elapsed
                 bar.note(f"{self._title(at.epoch + 1)}  loss {at.loss_sum / at.samples:.4f}")
@@ -372,6 +377,10 @@ class Trainer:
                     interruption.raise_if_asked()
                 if self._elapsed - self._saved_at > self._config.checkpoint_minutes * 60:
                     self._save()
+
+    def _until_finished(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        while not self._finished() and (batch := next(batches, None)) is not None:
+            yield batch
 
     def _step(self, batch: Batch, records: RunLog | None, interruption: Interruption) -> None:
         at, began = self._progress, self._elapsed
@@ -427,7 +436,8 @@ class Trainer:
         if not whole or at.epoch % self._config.validate_every == 0 or self._finished():
             began = self._elapsed
             try:
-                verdict = self._validation.run(self._engine, self._loss)
+                with self._spent.on("validation"):
+                    verdict = self._validation.run(self._engine, self._loss)
             except GivenUpError:
                 self._progress = before
                 raise
@@ -475,11 +485,12 @@ class Trainer:
 
     def _save(self, name: str = LAST, publish: bool = False) -> None:
         self._progress.seconds = self._elapsed
-        state = self._engine.state()
-        if self._engine.leads:
-            save_checkpoint(self._run / "checkpoints" / name, self._progress, state)
-            if publish:
-                save_bundle(self._run / "model", state["model"], self._card)
+        with self._spent.on("writing checkpoints"):
+            state = self._engine.state()
+            if self._engine.leads:
+                save_checkpoint(self._run / "checkpoints" / name, self._progress, state)
+                if publish:
+                    save_bundle(self._run / "model", state["model"], self._card)
         self._saved_at = self._elapsed
 
 
