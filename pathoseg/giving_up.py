@@ -61,7 +61,8 @@ def asking(model: nn.Module, device: torch.device, is_given_up: IsGivenUp) -> It
 
     with ExitStack() as stack:
         for module in model.modules():
-            if next(module.children(), None) is None:
+            is_compiled = isinstance(module, torch.jit.ScriptModule)  # takes no hooks
+            if next(module.children(), None) is None and not is_compiled:
                 stack.callback(module.register_forward_hook(after).remove)
         yield
 

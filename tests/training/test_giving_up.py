@@ -119,6 +119,16 @@ def test_a_prediction_is_given_up_between_two_layers() -> None:
     assert signal.questions == 5
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_part_that_is_compiled_runs_without_questions() -> None:
+    signal = _Signal()
+    compiled = torch.jit.trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.ones(1, 2))
+    model = nn.Sequential(compiled, nn.Linear(2, 2))
+    with asking(model, _CPU, signal):
+        model(torch.ones(1, 2)).sum().backward()
+    assert signal.questions == 2
+
+
 def test_outside_the_context_nothing_asks() -> None:
     signal, model = _Signal(), nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     with asking(model, _CPU, signal):
