@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from pathoseg.annotations.reading import annotation_of, few
-from pathoseg.config import load_config
+from pathoseg.config import Config, load_config
 from pathoseg.errors import PathosegError, StoppedError
 from pathoseg.host_memory import share_one_heap
 from pathoseg.inference.leases import Leases
@@ -99,13 +100,14 @@ def infer(
         The exit code: 0, or 1 where slides of several failed; each stands in `out/failures.csv`.
 
     Raises:
-        PathosegError: The model or the only slide cannot be used, or an input is missing, or two
-            slides would have one annotation.
+        PathosegError: The model, the only slide or an option cannot be used, or an input is
+            missing, or two slides would have one annotation.
         StoppedError: A signal came; what is finished is kept.
     """
     entered = time.monotonic()
     share_one_heap()
     config = load_config(config_file, flags)
+    _refuse_without_library(config)
     world = find_world()
     if arguments is not None and config.parallel.ranks > 1 and world.launcher is None:
         command = [sys.executable, "-m", "pathoseg", *arguments]
@@ -152,6 +154,16 @@ def infer(
     if annotations is not None and leads:
         _tell_without_interest(batch)
     return _verdict(batch, out, leads=leads)
+
+
+def _refuse_without_library(config: Config) -> None:
+    """Refuse what every slide would fail at. All other libraries are there on every Python."""
+    if config.outputs.dicom_seg and find_spec("highdicom") is None:
+        raise PathosegError(
+            "[outputs] dicom_seg needs the library highdicom, which is not installed.",
+            "Install it (pip install highdicom; on Python 3.14 that takes a C++ compiler), or set "
+            "dicom_seg to false.",
+        )
 
 
 @contextmanager
