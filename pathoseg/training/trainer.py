@@ -281,6 +281,7 @@ class Trainer:
         self._elapsed = self._saved_at = self._spent_before
         self._clock: StepBudget | None = None
         self._validation_seconds = 0.0
+        self._is_stopping = False  # as all ranks know; a signal may come to one of them at any time
         self._lay()
 
     @property
@@ -339,6 +340,7 @@ class Trainer:
         everyone = [json.loads(text) for text in self._engine.gather(json.dumps(own))]
         self._elapsed = self._spent_before + everyone[0]["spent"]
         signals = [rank["signal"] for rank in everyone if rank["signal"] is not None]
+        self._is_stopping = bool(signals)
         if signals:
             interruption.number = signals[0]
 
@@ -356,7 +358,8 @@ class Trainer:
             self._agree(interruption)  # a rank that heard no signal learns of it
             say(f"What follows step {self._progress.step} is given up, and done anew by --resume.")
             self._save()
-        interruption.raise_if_asked()
+        if self._is_stopping:
+            interruption.raise_if_asked()
 
     def _steps(self, records: RunLog | None, bar: Bar, interruption: Interruption) -> None:
         """Makes the steps that are left of an epoch."""
@@ -372,7 +375,7 @@ class Trainer:
                 bar.advance(self._training.batch)
                 if self._clock is not None:
                     self._lay_schedule(bar)
-                if interruption.is_asked():
+                if self._is_stopping:
                     self._save()
                     interruption.raise_if_asked()
                 if self._elapsed - self._saved_at > self._config.checkpoint_minutes * 60:
