@@ -107,3 +107,14 @@ def test_on_no_terminal_nothing_is_drawn(capsys: pytest.CaptureFixture[str]) -> 
     assert said.count("\n") == 2
     assert "\x1b" not in said
     assert "\r" not in said
+
+
+def test_a_rank_that_leaves_it_to_another_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    now = 0.0
+    with progress_bar("reading", 9, "slides", clock=lambda: now, is_shown=False) as bar:
+        for _ in range(9):
+            now += 100
+            bar.note("loss")
+            bar.advance()
+        bar.total(10)
+    assert capsys.readouterr().err == ""
