@@ -68,6 +68,14 @@ def _one_alone(given: object) -> object:
     return given[0] if isinstance(given, (list, tuple)) and len(given) == 1 else given
 
 
+def _device_name(given: object) -> object:
+    if not isinstance(given, str) or not re.fullmatch(r"[a-z][a-z0-9_]*(:[0-9]+)?", given):
+        raise ValueError("it is a name such as cpu, cuda or cuda:1")
+    return given
+
+
+DeviceName = Annotated[str, BeforeValidator(_device_name)]
+
 Names = Annotated[str | tuple[str, ...], BeforeValidator(_one_alone)]
 
 
@@ -203,7 +211,8 @@ class TrainConfig:
             other limits goes on as one that had them from its start.
         warmup: Share of all steps over which the learning rate rises.
         clip: Largest global gradient norm; 0 leaves gradients alone.
-        amp: Arithmetic on CUDA; "auto" means bf16 where the device has it. CPUs use float32.
+        amp: Arithmetic on an accelerator; "auto" means bf16 where the device computes in it, else
+            fp16, and float32 on MPS. CPUs use float32.
         patience: Epochs without a better validation Dice before stopping; 0 never stops.
         validate_every: Epochs between validations.
         checkpoint_minutes: Minutes between checkpoints within an epoch.
@@ -303,6 +312,9 @@ class ParallelConfig:
     """The ranks of a run and their shares of a step; docs/planning.md says how a plan is found.
 
     Attributes:
+        device: What computes: `cpu`, `cuda`, `cuda:1`, `xpu`, `mps`…; None means the accelerator
+            where there is one, else the CPU. Without a number ranks take the devices of their host
+            in turn.
         ranks: How many ranks there are; a launcher such as mpirun overrules it.
         order: In which order the microbatches go through the stages: a name that
             docs/planning.md lists, or "auto" for the fastest that fits.
@@ -325,6 +337,7 @@ class ParallelConfig:
             "nccl" takes a GPU for each rank, and has never been run on one.
     """
 
+    device: DeviceName | None = None
     ranks: Count = 1
     order: str = "auto"
     stages: Count | None = None
