@@ -117,9 +117,7 @@ AssumeMpp = Annotated[
     typer.Option(help="Microns per pixel of slides that state none.", metavar="MPP"),
 ]
 Seed = Annotated[int | None, typer.Option(help="Seed of all randomness. [default: 0]")]
-Verbose = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Tell in the end where the time went.")
-]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Tell where the time went.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 Slides = Annotated[
     list[Path] | None,

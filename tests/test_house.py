@@ -20,13 +20,8 @@ GROUND = {
     *("giving_up", "gradient_step", "version"),
 }
 PATHOLOGY = {"slides", "annotations", "tiles", "models", *GROUND}
-FLOWS = {
-    "config",
-    "progress",
-    "interruption",
-    "time_spent",
-    *PATHOLOGY,
-}  # what training and inference share
+# What training and inference share.
+FLOWS = {*("config", "progress", "interruption", "time_spent"), *PATHOLOGY}
 
 # part -> the parts it may import; `.` is the package's own __init__ (its version and its face)
 WALLS: dict[str, set[str]] = {
