@@ -31,6 +31,7 @@ demo: install
 	@echo
 	@echo "sample_06.svs was in no training step. Look at results/sample_06/overlay.png, or open"
 	@echo "sample_data/sample_06.svs in QuPath and drag results/sample_06/regions.geojson onto it."
+	@echo "Here in the browser: $(BIN)/pathoseg view results"
 
 # Two workers a core (tests/conftest.py): what one waits for, the other computes.
 # Each worker begins with its share of the tests, in their order, and takes others from the end of those

@@ -36,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", type=Path, nargs="+", help="results, slides or report pages")
     parser.add_argument("--out", type=Path, required=True, help="folder of the pictures")
-    parser.add_argument("--slide", default="", metavar="NAME", help="the slide to show")
+    parser.add_argument("--slide", default="", metavar="NAME", help="the file to show")
     parser.add_argument("--at", default="", metavar="X,Y,MAGNIFICATION", help="the place to show")
     options = parser.parse_args()
     pages = [path for path in options.results if path.suffix == ".html"]

@@ -283,10 +283,13 @@ class OutputsConfig:
         probability: Write `probability.ome.tiff` and `uncertainty.ome.tiff`, and name the least
             certain fields of each slide in its `summary.json` (docs/inference.md).
         ngff: Write `mask.ome.zarr`, the mask as OME-NGFF 0.5 labels (docs/formats.md).
+        dicom_seg: Write `mask.dcm`, the mask as DICOM SEG, of slides that are DICOM
+            (docs/formats.md).
     """
 
     probability: bool = False
     ngff: bool = False
+    dicom_seg: bool = False
 
 
 @dataclass(frozen=True)

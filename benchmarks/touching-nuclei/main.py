@@ -33,7 +33,7 @@ DATA = Path(os.environ.get("PATHOSEG_DATA", HERE.parents[2] / "shared" / "data")
 MPP = 0.25
 RADIUS_UM = 6.0  # of paired centroids
 OBJECT_UM, SMALLEST_UM2 = 40.0, 10.0
-DEPTHS = (0.25, 0.5, 1.0, 1.5, 2.0)  # pixels
+DEPTHS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)  # pixels
 ARMS = ("objects", "components")
 CROWDED, SHOWN = 30, 256  # objects of an image that is drawn; pixels of it
 
@@ -162,8 +162,8 @@ def scored(
             for each in predicted(segmenter, pairs)
         ]
         figures |= named(name, counted([labels_of(mask) for _, mask in pairs], found))
-        if picture is not None and name == "objects_dsb":
-            draw(pairs, found, picture)
+    if picture is not None and arm == "objects":
+        draw(pairs, found, picture)  # the last ones, which are of DSB
     return figures
 
 
@@ -226,15 +226,21 @@ def components(classes: Pixels) -> Numbers:
 
 
 def counted(truth: Sequence[Numbers], found: Sequence[Numbers]) -> dict[str, float]:
-    """Figures of all images together."""
-    total = np.zeros((2, 8))
+    """Figures of all images together, and means over images of AJI and PQ, as published."""
+    of_images = []
     for true, one in zip(truth, found, strict=True):
         counts = ObjectCounts(2, RADIUS_UM / MPP)
         expected, predictions = list(masks(true)), list(masks(one))
         counts.add_true(expected, [1] * len(expected))
         counts.add_predicted(predictions, [1] * len(predictions))
-        total += counts.counters()
-    return {name: float(values[0]) for name, values in object_figures(total).items()}
+        of_images.append(counts.counters())
+    counters = np.stack(of_images)
+    together = object_figures(counters.sum(axis=0))
+    figures = {name: float(values[0]) for name, values in together.items()}
+    each = object_figures(counters)
+    for name in ("aji", "pq"):
+        figures[f"mean_{name}"] = float(each[name][:, 0].mean())
+    return figures
 
 
 def masks(labels: Numbers) -> Iterator[ObjectMask]:

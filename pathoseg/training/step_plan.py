@@ -14,7 +14,7 @@ from pathoseg.device import device_name, pick_device
 from pathoseg.errors import PathosegError
 from pathoseg.host_memory import LARGE, keep_freed_memory
 from pathoseg.memory_size import parse_memory
-from pathoseg.models.build import check_tile, declared_inputs
+from pathoseg.models.build import check_tile, declared_inputs, lay_out
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.cost.cost_model import cost_model
 from pathoseg.parallel.cost.hardware import Hardware, known_hardware, load_hardware
@@ -116,6 +116,8 @@ def price_one(
     hardware: Hardware,
     profile: bool = False,
 ) -> StageCosts:
+    if profile:
+        lay_out(model, config.model.with_classes(2))  # as it will be trained
     traced = Traced(model, torch.empty(size, 3, side, side, device="meta"))
     costs = cost_model(hardware)
     if profile:
