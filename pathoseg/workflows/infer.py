@@ -129,6 +129,9 @@ def infer(
             readers = config.infer.readers or cores
             config = replace(config, infer=replace(config.infer, readers=readers))
             request = _find_request(inputs, annotations, model, out, config, overwrite)
+            from pathoseg.device import pick_device
+
+            pick_device(config.parallel.device)  # refused a second before the rest is imported
             from pathoseg.inference.segmenter import load_segmenter
             from pathoseg.inference.slide_job import SlideJob, WorkerContext
 
