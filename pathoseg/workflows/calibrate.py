@@ -146,7 +146,7 @@ def _known(device: torch.device, name: str, links: Mapping[str, Link]) -> Hardwa
         base = roofline_of(device) or base
     for link in ("inside", "between"):
         if link not in links:
-            say(f"The link {link} is not measured (it takes mpirun): it is that of `{like}`.")
+            say(f"The link {link} is not measured (it takes mpirun): it is that of `{base.name}`.")
     return replace(
         base,
         name=name,

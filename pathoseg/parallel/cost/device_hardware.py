@@ -1,4 +1,4 @@
-"""The hardware figures of a device at hand: those that are shipped, or a roofline of its properties.
+"""The figures of the device at hand: those that are shipped, or a roofline of its properties.
 
 A CUDA device tells its multiprocessors, clock and memory bus; what a multiprocessor does in a clock
 follows from its compute capability (NVIDIA's architecture white papers). T4 for example: 40 × 512
