@@ -57,8 +57,8 @@ def find_hardware(config: ParallelConfig) -> Hardware:
         return load_hardware(known)
     if (roofline := roofline_of(device)) is not None:
         say(
-            f"{title} is priced by its clock, cores and memory bus. `pathoseg calibrate --out FILE` "
-            "measures it, which is better; name that file with --hardware."
+            f"{title} is priced by its clock, cores and memory bus. `pathoseg calibrate --out "
+            "FILE` measures it, which is better; name that file with --hardware."
         )
         return roofline
     raise PathosegError(
