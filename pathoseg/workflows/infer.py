@@ -55,6 +55,7 @@ from pathoseg.progress import say
 from pathoseg.slides.folder import find_slides
 from pathoseg.slides.slide import model_frame, open_slide
 from pathoseg.slides.zarr_folder import is_zarr
+from pathoseg.time_spent import time_told
 from pathoseg.training.distributed import errors_left_to_rank_0, silent
 from pathoseg.training.run_folder import bundle_of
 from pathoseg.version import __version__
@@ -84,6 +85,7 @@ def infer(
     arguments: Sequence[str] | None = None,
     annotations: Path | None = None,
     overwrite: bool = False,
+    verbose: bool = False,
 ) -> int:
     """Segments every slide of `inputs` (slides, or folders of slides) into `out`.
 
@@ -101,6 +103,7 @@ def infer(
         arguments: The command line's, for ranks to be started; None starts none.
         annotations: Folder of annotations, whose regions of interest get figures of their own.
         overwrite: Use `out` also where it holds results of another model or of other options.
+        verbose: Tell in the end where the time went, of ranks that of rank 0.
 
     Returns:
         The exit code: 0, or 1 where slides of several failed; each stands in `out/failures.csv`.
@@ -122,7 +125,8 @@ def infer(
         command = [sys.executable, "-m", "pathoseg", *arguments]
         return start_workers(config.parallel.ranks, command)
     advice = f"What is done is in {out}. Go on with the same command and --resume."
-    with Interruption(advice) as interruption:
+    leads = world.rank == 0
+    with time_told(verbose and leads) as spent, Interruption(advice) as interruption:
         if world.launcher is not None:
             _stop_with_launcher(interruption)
         with _one_voice(world) as cores:
@@ -135,7 +139,7 @@ def infer(
             from pathoseg.inference.segmenter import load_segmenter
             from pathoseg.inference.slide_job import SlideJob, WorkerContext
 
-            segmenter = load_segmenter(request.bundle, config, factory)
+            segmenter = load_segmenter(request.bundle, config, factory, spent, leads)
             if request.only is not None:  # refused before anything is written
                 with open_slide(request.only, config.data.assume_mpp) as opened:
                     model_frame(opened, segmenter.card.mpp)
@@ -165,9 +169,9 @@ def infer(
                 raise
             _write_tables(context, batch, request.bundle, is_stopped=False)
             sweep(out)
-    if annotations is not None and world.rank == 0:
+    if annotations is not None and leads:
         _tell_without_interest(batch)
-    return _verdict(batch, out, leads=world.rank == 0)
+    return _verdict(batch, out, leads=leads)
 
 
 @dataclass(frozen=True)
