@@ -117,6 +117,7 @@ AssumeMpp = Annotated[
     typer.Option(help="Microns per pixel of slides that state none.", metavar="MPP"),
 ]
 Seed = Annotated[int | None, typer.Option(help="Seed of all randomness. [default: 0]")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Tell where the time went.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 Slides = Annotated[
     list[Path] | None,
@@ -165,6 +166,13 @@ Memory = Annotated[
     typer.Option(
         help="What a rank may take, such as 16GiB; more than that is recomputed or offloaded."
     ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(help="What computes: cpu, cuda:1, xpu… [default: the GPU if any]", metavar="NAME"),
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace another run, or other results, in --out.")
 ]
 Readers = Annotated[
     int | None,
@@ -274,6 +282,7 @@ def train(
     batch: Batch = None,
     memory: Memory = None,
     readers: Readers = None,
+    device: Device = None,
     ranks: Ranks = None,
     order: Order = None,
     trace: Annotated[
@@ -287,10 +296,12 @@ def train(
             "--time-limit, a finished run trains longer.",
         ),
     ] = False,
+    overwrite: Overwrite = False,
     skip_bad_slides: SkipBadSlides = False,
     config: ConfigFile = None,
     seed: Seed = None,
     assume_mpp: AssumeMpp = None,
+    verbose: Verbose = False,
     debug: Debug = False,
 ) -> None:
     """Train a model from slides and their annotations."""
@@ -307,12 +318,12 @@ def train(
             "batch": batch,
             "readers": readers,
         },
-        "parallel": {"ranks": ranks, "memory": memory, "order": order},
+        "parallel": {"device": device, "ranks": ranks, "memory": memory, "order": order},
     }
     _refuse_wrong_options(config, flags)
     from pathoseg.workflows.train import launch
 
-    raise typer.Exit(launch(config, flags, out, resume, trace, sys.argv[1:]))
+    raise typer.Exit(launch(config, flags, out, resume, trace, sys.argv[1:], overwrite, verbose))
 
 
 @app.command(
@@ -331,6 +342,7 @@ def infer(
         str | None, typer.Option(help="What a forward pass may take, such as 4GiB.")
     ] = None,
     readers: Readers = None,
+    device: Device = None,
     ranks: Ranks = None,
     annotations: Annotated[
         Path | None,
@@ -340,22 +352,27 @@ def infer(
         ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Skip what is done already.")] = False,
+    overwrite: Overwrite = False,
     factory: Factory = None,
     config: ConfigFile = None,
     assume_mpp: AssumeMpp = None,
+    verbose: Verbose = False,
     debug: Debug = False,
 ) -> None:
     """Segment slides: mask, outlines for QuPath, overlay and areas."""
     flags: dict[str, Any] = {
         "data": {"assume_mpp": assume_mpp},
         "infer": {"batch": batch, "memory": memory, "readers": readers},
-        "parallel": {"ranks": ranks},
+        "parallel": {"device": device, "ranks": ranks},
     }
     _refuse_wrong_options(config, flags)
     from pathoseg.workflows.infer import infer as run_inference
 
     raise typer.Exit(
-        run_inference(slides, model, out, config, flags, resume, factory, sys.argv[1:], annotations)
+        run_inference(
+            *(slides, model, out, config, flags, resume, factory, sys.argv[1:]),
+            *(annotations, overwrite, verbose),
+        )
     )
 
 
@@ -371,17 +388,20 @@ def evaluate(
     split: Annotated[
         str | None, typer.Option(help="Only slides of this split: train, val, test or unseen.")
     ] = None,
+    device: Device = None,
     factory: Factory = None,
     config: ConfigFile = None,
     assume_mpp: AssumeMpp = None,
+    verbose: Verbose = False,
     debug: Debug = False,
 ) -> None:
     """Compare a model's segmentation of whole slides with their annotations."""
     flags: dict[str, Any] = {"data": _data(slides, annotations, assume_mpp)}
+    flags["parallel"] = {"device": device}
     _refuse_wrong_options(config, flags)
     from pathoseg.workflows.evaluate import evaluate as run_evaluation
 
-    run_evaluation(model, out, config, flags, split, factory)
+    run_evaluation(model, out, config, flags, split, factory, verbose)
 
 
 @app.command(cls=_Command, epilog="Example: pathoseg view results/ --slides slides/")
@@ -440,6 +460,7 @@ def cache(
     tile: TileOption = None,
     config: ConfigFile = None,
     assume_mpp: AssumeMpp = None,
+    verbose: Verbose = False,
     debug: Debug = False,
 ) -> None:
     """Fill the tile cache ahead of training."""
@@ -450,7 +471,7 @@ def cache(
     _refuse_wrong_options(config, flags)
     from pathoseg.workflows.cache import fill_cache
 
-    fill_cache(config, flags)
+    fill_cache(config, flags, verbose)
 
 
 @app.command(
@@ -468,7 +489,7 @@ def plan(
     hardware: Annotated[
         str | None,
         typer.Option(
-            help="v100, a100, h200, cpu, or a file of `pathoseg calibrate`. "
+            help="A GPU such as a100 or l40s, cpu, or a file of `pathoseg calibrate`. "
             "[default: this machine's]",
             metavar="NAME|FILE",
         ),
@@ -519,12 +540,13 @@ def plan(
 def calibrate(
     out: Annotated[Path, typer.Option(metavar="FILE")] = Path("hardware.json"),
     quick: Annotated[bool, typer.Option("--quick", help="A rougher fit, sooner.")] = False,
+    device: Device = None,
     debug: Debug = False,
 ) -> None:
     """Measure what layers take on this device, and write it to a file for `plan`."""
     from pathoseg.workflows.calibrate import calibrate as run_calibration
 
-    run_calibration(out, quick)
+    run_calibration(out, quick, device)
 
 
 def main() -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
@@ -23,7 +24,6 @@ from pathoseg.progress import say
 from pathoseg.tiles.tile_options import AugmentOptions, TissueOptions
 
 Duration = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(seconds)]
-
 Count = Annotated[int, Field(ge=1)]
 NaturalNumber = Annotated[int, Field(ge=0)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -48,6 +48,13 @@ def _one_alone(given: object) -> object:
     return given[0] if isinstance(given, (list, tuple)) and len(given) == 1 else given
 
 
+def _device_name(given: object) -> object:
+    if not isinstance(given, str) or not re.fullmatch(r"[a-z][a-z0-9_]*(:[0-9]+)?", given):
+        raise ValueError("it is a name such as cpu, cuda or cuda:1")
+    return given
+
+
+DeviceName = Annotated[str, BeforeValidator(_device_name)]
 Names = Annotated[str | tuple[str, ...], BeforeValidator(_one_alone)]
 
 
@@ -146,8 +153,7 @@ class NetConfig:
         norm: Normalisation layer; of networks with an encoder, that of the decoder.
         options: Keyword arguments of a `module:factory`. Of `vit_seg`: `size` ("S", "B", "L", "H",
             "H2", "g"), `patch`, `registers`, `mlp`, `layer_scale`, `positions` (docs/encoders.md).
-        encoder_weights: (`unet_resnet…`, `vit_seg`) .safetensors, .pth or .bin file that the
-            encoder starts from; options left out follow from it (docs/encoders.md).
+        encoder_weights: File that the encoder starts from; options left out follow from it.
         licence: Of `encoder_weights`; None takes that in timm's `config.json` beside the file.
         mean: Of each channel of pixels in 0…1; None takes the config's, else ImageNet's.
         std: Standard deviation of each channel, likewise.
@@ -204,7 +210,8 @@ class TrainConfig:
             other limits goes on as one that had them from its start.
         warmup: Share of all steps over which the learning rate rises.
         clip: Largest global gradient norm; 0 leaves gradients alone.
-        amp: Arithmetic on CUDA; "auto" means bf16 where the device has it. CPUs use float32.
+        amp: Arithmetic on an accelerator; "auto" means bf16 where the device computes in it, else
+            fp16, and float32 on MPS. CPUs use float32.
         patience: Epochs without a better validation Dice before stopping; 0 never stops.
         validate_every: Epochs between validations.
         checkpoint_minutes: Minutes between checkpoints within an epoch.
@@ -307,13 +314,17 @@ class ParallelConfig:
     """The ranks of a run and their shares of a step; docs/planning.md says how a plan is found.
 
     Attributes:
+        device: What computes: `cpu`, `cuda`, `cuda:1`, `xpu`, `mps`…; None means the accelerator
+            where there is one, else the CPU. Without a number ranks take the devices of their host
+            in turn.
         ranks: How many ranks there are; a launcher such as mpirun overrules it.
         order: In which order the microbatches go through the stages: a name that
             docs/planning.md lists, or "auto" for the fastest that fits.
         stages: Into how many stages the model is cut; None lets the planner choose.
         cut: Layers or modules before which the model is cut, instead of the planner's cuts.
         memory: What a rank has, such as "16GiB"; None means what the hardware has.
-        hardware: `v100`, `a100`, `h200`, `cpu` or a file of `pathoseg calibrate`; None means this
+        hardware: `v100`, `a100`, `h100`, `h200`, `b200`, `l40s`, `a40`, `a10`, `t4`, `rtx-4090`,
+            `rtx-6000-ada`, `cpu` or a file of `pathoseg calibrate`; None means this
             machine's device.
         profile: Times each distinct layer of the model on this machine, instead of pricing it by
             the hardware; memory and links stay the hardware's.
@@ -329,6 +340,7 @@ class ParallelConfig:
             "nccl" takes a GPU for each rank, and has never been run on one.
     """
 
+    device: DeviceName | None = None
     ranks: Count = 1
     order: str = "auto"
     stages: Count | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -16,10 +17,11 @@ LONGEST_FILE = 600
 
 GROUND = {
     *("errors", "geometry", "memory_size", "host_memory", "platform_support", "device"),
-    *("gradient_step", "version"),
+    *("giving_up", "gradient_step", "version"),
 }
 PATHOLOGY = {"slides", "annotations", "tiles", "models", *GROUND}
-FLOWS = {"config", "progress", "interruption", *PATHOLOGY}  # what training and inference share
+# What training and inference share.
+FLOWS = {*("config", "progress", "interruption", "time_spent"), *PATHOLOGY}
 
 # part -> the parts it may import; `.` is the package's own __init__ (its version and its face)
 WALLS: dict[str, set[str]] = {
@@ -31,10 +33,12 @@ WALLS: dict[str, set[str]] = {
     "duration": set(),
     "platform_support": set(),
     "version": set(),
-    "device": {"errors"},
-    "gradient_step": {"errors"},
+    "device": {"errors", "memory_size"},
+    "giving_up": set(),
+    "gradient_step": {"device", "errors"},
     "progress": set(),
     "interruption": {"errors"},
+    "time_spent": {"errors", "progress"},
     "slides": GROUND,
     "annotations": GROUND,
     "tiles": {"slides", "annotations", *GROUND},
@@ -172,6 +176,18 @@ def test_libraries_enter_by_their_door(path: Path) -> None:
         if relative.startswith(("parallel/schedule/", "parallel/graph/")):
             allowed = relative == "parallel/graph/fx_tracer.py"
             assert allowed or name.split(".")[0] != "torch", f"{relative} imports torch"
+
+
+# What is of one kind of accelerator alone; every other file serves all kinds through device.py.
+_ONE_KIND = re.compile(r"""torch\.cuda\b|\bis_cuda\b|\.type [!=]= ["'](cuda|xpu|mps|hip)\b""")
+_ONE_KIND_HERE = {"device.py", "parallel/comm/nccl.py"}
+
+
+@pytest.mark.parametrize("path", _files(), ids=_module)
+def test_code_serves_any_device(path: Path) -> None:
+    if path.relative_to(PACKAGE).as_posix() not in _ONE_KIND_HERE:
+        found = _ONE_KIND.search(path.read_text())
+        assert found is None, f"{found[0] if found else ''}: ask pathoseg.device"
 
 
 def test_no_circles_between_files_or_rooms() -> None:

@@ -9,15 +9,16 @@ from socket import gethostname
 import torch
 from torch import nn
 
-from pathoseg.config import Config
-from pathoseg.device import pick_device
+from pathoseg.config import Config, ParallelConfig
+from pathoseg.device import device_name, pick_device
 from pathoseg.errors import PathosegError
 from pathoseg.host_memory import LARGE, keep_freed_memory
 from pathoseg.memory_size import parse_memory
 from pathoseg.models.build import check_tile, declared_inputs, lay_out
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.cost.cost_model import cost_model
-from pathoseg.parallel.cost.hardware import Hardware, known_hardware, load_hardware
+from pathoseg.parallel.cost.device_hardware import roofline_of, shipped_name
+from pathoseg.parallel.cost.hardware import Hardware, load_hardware
 from pathoseg.parallel.cost.timing import Profiled
 from pathoseg.parallel.fitting import agree, best
 from pathoseg.parallel.graph.layer_graph import LayerGraph
@@ -31,7 +32,7 @@ from pathoseg.parallel.runtime.memory_check import too_small
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.simulate import simulate
 from pathoseg.platform_support import available_memory
-from pathoseg.progress import progress_bar
+from pathoseg.progress import progress_bar, say
 from pathoseg.training.distributed import own_device
 
 # Sizes of microbatches that are tried where the model's norm does not forbid it.
@@ -40,20 +41,26 @@ _SLOTS = {"adamw": 2, "sgd": 1}
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def find_hardware(name: str | None) -> Hardware:
-    """Load the hardware of this name or file; of this machine's device where it is None.
+def find_hardware(config: ParallelConfig) -> Hardware:
+    """Load the hardware that is named, or that of this machine's device where none is.
 
     Raises:
-        PathosegError: There is none, or nothing is known of this machine's GPU.
+        PathosegError: There is none, or nothing is known of this machine's accelerator.
     """
-    if name is not None:
-        return load_hardware(name)
-    if pick_device().type == "cpu":
+    if config.hardware is not None:
+        return load_hardware(config.hardware)
+    device = pick_device(config.device)
+    if device.type == "cpu":
         return load_hardware("cpu")
-    title = torch.cuda.get_device_name()
-    for known in known_hardware():
-        if known in title.lower():
-            return load_hardware(known)
+    title = device_name(device)
+    if (known := shipped_name(title)) is not None:
+        return load_hardware(known)
+    if (roofline := roofline_of(device)) is not None:
+        say(
+            f"{title} is priced by its clock, cores and memory bus. `pathoseg calibrate --out "
+            "FILE` measures it, which is better; name that file with --hardware."
+        )
+        return roofline
     raise PathosegError(
         f"Nothing is known of this machine's {title}.",
         "Measure it with `pathoseg calibrate --out FILE`, and name that file with --hardware.",
@@ -175,12 +182,12 @@ def agreed_plan(
     Raises:
         PathosegError: Nothing fits; it says what would.
     """
-    _, memory = own_device(transport)
+    _, memory = own_device(transport, config.parallel.device)
 
     planned: list[Event] = []
 
     def choose() -> Plan:
-        hardware = find_hardware(config.parallel.hardware)
+        hardware = find_hardware(config.parallel)
         request = replace(plan_request(config, hardware), ranks=transport.ranks, all_ranks=True)
         if config.parallel.memory is None:
             request = replace(request, memory=memory)
