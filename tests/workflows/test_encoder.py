@@ -132,7 +132,8 @@ def test_a_frozen_encoder_stays_on_ranks_and_under_a_memory_limit(
     text = OPTIONS.replace("[train]", '[train]\nencoder = "frozen"\noptimizer = "sgd"')
     Path("frozen.toml").write_text(text)
     arguments = ("--slides", "slides", "--config", "frozen.toml", "--out", "run")
-    process = start("train", *arguments, "--ranks", "2", "--memory", "2GiB")
+    more = ("--ranks", "2", "--order", "gpipe", "--memory", "1GiB")
+    process = start("train", *arguments, *more)
     said, _ = process.communicate(timeout=200)
     assert process.returncode == 0, said
     state = load_bundle(Path("run/model"))[0].state_dict()
