@@ -140,7 +140,7 @@ ModelName = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="unet, unet64, resnet110_v2, resnet1001_v2 or module:factory. [default: unet]",
+        help="unet, unet_resnet50, vit_seg, resnet110_v2… or module:factory. [default: unet]",
         metavar="NAME",
     ),
 ]

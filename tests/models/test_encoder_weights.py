@@ -13,8 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pathoseg.device import MEAN, STD
 from pathoseg.errors import PathosegError
 from pathoseg.models import encoder_weights, model_options
+from pathoseg.models.bundle import Bundle
 from pathoseg.models.encoder_weights import (
     EncoderWeights,
     fitting_options,
@@ -289,3 +291,31 @@ def test_the_other_kind_and_unknown_sizes_are_refused(tmp_path: Path) -> None:
     odd = _saved(tmp_path / "odd.safetensors", _state(VisionTransformer(ViTShape(8, 5, 2))))
     with pytest.raises(PathosegError, match="5 blocks with tokens of 8 numbers"):
         fitting_options(VIT, odd)
+
+
+@pytest.mark.parametrize(
+    ("licence", "warned"),
+    [
+        ("CC-BY-NC-ND-4.0", True),
+        ("cc by-nc 4.0", True),
+        ("Non-commercial research only", True),
+        ("Apache-2.0", False),
+        ("MIT", False),
+        ("BSD-3-Clause, see ncbi.nlm.nih.gov", False),
+        (None, False),
+    ],
+)
+def test_licences_without_commercial_use_are_warned_of(licence: str | None, warned: bool) -> None:
+    card = Bundle(
+        model=RESNET,
+        class_names=("gland",),
+        class_colours=((200, 0, 0),),
+        mpp=0.5,
+        tile=64,
+        overlap=0,
+        mean=MEAN,
+        std=STD,
+        multiple=32,
+        training={"encoder_licence": licence},
+    )
+    assert (card.licence_warning() is not None) == warned

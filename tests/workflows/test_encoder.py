@@ -100,6 +100,21 @@ def test_a_run_starts_from_an_encoder_and_records_it(
     assert card.training["encoder_licence"] == "cc-by-nc-4.0"
 
 
+def test_a_plan_takes_the_encoders_file_and_knows_what_is_frozen(
+    published: dict[str, torch.Tensor], command: Command
+) -> None:
+    memory = {}
+    for encoder in ("tuned", "frozen"):
+        Path("plan.toml").write_text(OPTIONS.replace("[train]", f'[train]\nencoder = "{encoder}"'))
+        options = ("--config", "plan.toml", "--hardware", "v100", "--ranks", "1", "--out", encoder)
+        code, said = command("plan", *options)
+        assert code == 0, said
+        [memory[encoder]] = json.loads((Path(encoder) / "plan.json").read_text())["memory"]
+    # Beside activations, gradients and AdamW's two moments: 12 bytes a number.
+    size = 4 * sum(tensor.numel() for tensor in published.values())
+    assert memory["tuned"] - memory["frozen"] > 2 * size
+
+
 @pytest.mark.parametrize(
     ("line", "instead", "told"),
     [
