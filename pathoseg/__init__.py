@@ -69,6 +69,7 @@ def train(
     config: Name | None = None,
     options: Options | None = None,
     resume: bool = False,
+    overwrite: bool = False,
 ) -> Path:
     """Train a model in this process; under mpirun, srun or torchrun on all ranks of the job.
 
@@ -82,6 +83,7 @@ def train(
         options: Keys of that file, by table; they overrule it.
         resume: Go on with `out`, or with the newest unfinished run; with more `epochs` or a longer
             `time_limit` among the options, a finished run trains longer.
+        overwrite: Replace the run that `out` holds, once all input is read.
 
     Returns:
         The folder of the run; `model/` in it is the bundle.
@@ -95,7 +97,7 @@ def train(
     flags = _flags(options, slides, annotations)
     if start_from is not None:
         flags["train"] = flags.get("train", {}) | {"start_from": str(start_from)}
-    return run(_path(config), flags, _path(out), resume)
+    return run(_path(config), flags, _path(out), resume, overwrite=overwrite)
 
 
 def infer(
@@ -107,6 +109,7 @@ def infer(
     config: Name | None = None,
     options: Options | None = None,
     resume: bool = False,
+    overwrite: bool = False,
     factory: str | None = None,
 ) -> Path:
     """Segment slides into files: mask, outlines for QuPath, overlay and areas.
@@ -120,13 +123,16 @@ def infer(
         config: TOML file, as for `train`.
         options: As for `train`.
         resume: Skip what is done, and go on in the middle of a slide.
+        overwrite: Use `out` also where it holds results of another model or of other options; each
+            is replaced when the new one is whole.
         factory: The `module:factory` of a network of your own that the bundle may import.
 
     Returns:
         `out`, with a folder for each slide, `summary.csv`, and `failures.csv` where slides failed.
 
     Raises:
-        PathosegError: The model or the only slide cannot be used.
+        PathosegError: The model or the only slide cannot be used, or `out` holds results of
+            another model or of other options.
         StoppedError: Ctrl-C or SIGTERM; `resume=True` goes on.
     """
     from pathoseg.workflows.infer import infer as run
@@ -136,6 +142,7 @@ def infer(
     run(
         *(inputs, _path(model), Path(out), _path(config), _flags(options), resume, factory),
         annotations=_path(annotations),
+        overwrite=overwrite,
     )
     return Path(out)
 
@@ -175,20 +182,24 @@ def evaluate(
     return run(_path(model), _path(out), _path(config), flags, split, factory)
 
 
-def load_model(model: Name | None = None, *, factory: str | None = None) -> LoadedModel:
-    """Load a trained model that predicts pictures in memory, on the GPU where there is one.
+def load_model(
+    model: Name | None = None, *, factory: str | None = None, device: str | None = None
+) -> LoadedModel:
+    """Load a trained model that predicts pictures in memory.
 
     Args:
         model: Run or bundle; None takes the newest finished run.
         factory: As for `infer`.
+        device: What computes, such as "cpu", "cuda:1" or "mps"; None takes the accelerator where
+            there is one, else the CPU.
 
     Raises:
-        PathosegError: There is no such model, or its bundle is damaged.
+        PathosegError: There is no such model or device, or the bundle is damaged.
     """
     from pathoseg.inference.loaded_model import LoadedModel
     from pathoseg.training.run_folder import bundle_of
 
-    return LoadedModel.load(bundle_of(_path(model)), factory)
+    return LoadedModel.load(bundle_of(_path(model)), factory, device)
 
 
 def open_slide(path: Name, assume_mpp: float | None = None) -> Slide:

@@ -166,6 +166,13 @@ Memory = Annotated[
         help="What a rank may take, such as 16GiB; more than that is recomputed or offloaded."
     ),
 ]
+Device = Annotated[
+    str | None,
+    typer.Option(help="What computes: cpu, cuda:1, xpu… [default: the GPU if any]", metavar="NAME"),
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace another run, or other results, in --out.")
+]
 Readers = Annotated[
     int | None,
     typer.Option(help="Threads that read tiles. [default: the cores it may use]"),
@@ -274,6 +281,7 @@ def train(
     batch: Batch = None,
     memory: Memory = None,
     readers: Readers = None,
+    device: Device = None,
     ranks: Ranks = None,
     order: Order = None,
     trace: Annotated[
@@ -287,6 +295,7 @@ def train(
             "--time-limit, a finished run trains longer.",
         ),
     ] = False,
+    overwrite: Overwrite = False,
     skip_bad_slides: SkipBadSlides = False,
     config: ConfigFile = None,
     seed: Seed = None,
@@ -307,12 +316,12 @@ def train(
             "batch": batch,
             "readers": readers,
         },
-        "parallel": {"ranks": ranks, "memory": memory, "order": order},
+        "parallel": {"device": device, "ranks": ranks, "memory": memory, "order": order},
     }
     _refuse_wrong_options(config, flags)
     from pathoseg.workflows.train import launch
 
-    raise typer.Exit(launch(config, flags, out, resume, trace, sys.argv[1:]))
+    raise typer.Exit(launch(config, flags, out, resume, trace, sys.argv[1:], overwrite))
 
 
 @app.command(
@@ -331,6 +340,7 @@ def infer(
         str | None, typer.Option(help="What a forward pass may take, such as 4GiB.")
     ] = None,
     readers: Readers = None,
+    device: Device = None,
     ranks: Ranks = None,
     annotations: Annotated[
         Path | None,
@@ -340,6 +350,7 @@ def infer(
         ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Skip what is done already.")] = False,
+    overwrite: Overwrite = False,
     factory: Factory = None,
     config: ConfigFile = None,
     assume_mpp: AssumeMpp = None,
@@ -349,13 +360,16 @@ def infer(
     flags: dict[str, Any] = {
         "data": {"assume_mpp": assume_mpp},
         "infer": {"batch": batch, "memory": memory, "readers": readers},
-        "parallel": {"ranks": ranks},
+        "parallel": {"device": device, "ranks": ranks},
     }
     _refuse_wrong_options(config, flags)
     from pathoseg.workflows.infer import infer as run_inference
 
     raise typer.Exit(
-        run_inference(slides, model, out, config, flags, resume, factory, sys.argv[1:], annotations)
+        run_inference(
+            *(slides, model, out, config, flags, resume, factory, sys.argv[1:]),
+            *(annotations, overwrite),
+        )
     )
 
 
@@ -371,6 +385,7 @@ def evaluate(
     split: Annotated[
         str | None, typer.Option(help="Only slides of this split: train, val, test or unseen.")
     ] = None,
+    device: Device = None,
     factory: Factory = None,
     config: ConfigFile = None,
     assume_mpp: AssumeMpp = None,
@@ -378,6 +393,7 @@ def evaluate(
 ) -> None:
     """Compare a model's segmentation of whole slides with their annotations."""
     flags: dict[str, Any] = {"data": _data(slides, annotations, assume_mpp)}
+    flags["parallel"] = {"device": device}
     _refuse_wrong_options(config, flags)
     from pathoseg.workflows.evaluate import evaluate as run_evaluation
 
@@ -519,12 +535,13 @@ def plan(
 def calibrate(
     out: Annotated[Path, typer.Option(metavar="FILE")] = Path("hardware.json"),
     quick: Annotated[bool, typer.Option("--quick", help="A rougher fit, sooner.")] = False,
+    device: Device = None,
     debug: Debug = False,
 ) -> None:
     """Measure what layers take on this device, and write it to a file for `plan`."""
     from pathoseg.workflows.calibrate import calibrate as run_calibration
 
-    run_calibration(out, quick)
+    run_calibration(out, quick, device)
 
 
 def main() -> NoReturn:

@@ -68,6 +68,8 @@ def _one_alone(given: object) -> object:
     return given[0] if isinstance(given, (list, tuple)) and len(given) == 1 else given
 
 
+DeviceName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*(:[0-9]+)?$")]
+
 Names = Annotated[str | tuple[str, ...], BeforeValidator(_one_alone)]
 
 
@@ -300,6 +302,9 @@ class ParallelConfig:
     """The ranks of a run and their shares of a step; docs/planning.md says how a plan is found.
 
     Attributes:
+        device: What computes: `cpu`, `cuda`, `cuda:1`, `xpu`, `mps`…; None means the accelerator
+            where there is one, else the CPU. Without a number ranks take the devices of their host
+            in turn.
         ranks: How many ranks there are; a launcher such as mpirun overrules it.
         order: In which order the microbatches go through the stages: a name that
             docs/planning.md lists, or "auto" for the fastest that fits.
@@ -322,6 +327,7 @@ class ParallelConfig:
             "nccl" takes a GPU for each rank, and has never been run on one.
     """
 
+    device: DeviceName | None = None
     ranks: Count = 1
     order: str = "auto"
     stages: Count | None = None

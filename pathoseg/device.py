@@ -1,9 +1,16 @@
-"""The device that computes: choosing it, its arithmetic, and bringing uint8 pixels onto it."""
+"""The device that computes: which there are, its arithmetic, memory, streams and random numbers.
+
+An accelerator is any device of which torch knows how to have streams, events and memory: CUDA,
+ROCm (which torch calls `cuda`), XPU, MPS, or one that registers itself as PrivateUse1. torch has
+one kind of accelerator in a process (`torch.accelerator`). What only one kind has stands here, so
+that no other file asks which kind it is; NCCL alone (parallel/comm/nccl.py) is of CUDA.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import numpy as np
@@ -11,28 +18,245 @@ import torch
 from numpy.typing import NDArray
 
 from pathoseg.errors import PathosegError, is_out_of_memory
+from pathoseg.memory_size import memory_text
 
 # ImageNet's channel statistics: what most published pathology models are scaled by.
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 
 
-def pick_device() -> torch.device:
-    """The first CUDA device where there is one, else the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CPU = torch.device("cpu")
+# One queue of work, in memory that is the host's, too: nothing to copy beside it, nothing to pin.
+_UNIFIED = "mps"
+
+
+def pick_device(name: str | None = None) -> torch.device:
+    """Return the device of this name; None is the accelerator where there is one, else the CPU.
+
+    Args:
+        name: Such as `cpu`, `cuda`, `cuda:1`, `xpu`, `mps` or that of a registered PrivateUse1
+            device; without a number it is the current device of its kind.
+
+    Raises:
+        PathosegError: There is none of this name; the hint names those that there are.
+    """
+    accelerator = _accelerator()
+    if name is None:
+        return CPU if accelerator is None else torch.device(accelerator)
+    kind, _, number = name.partition(":")
+    here = _names()
+    if name in here or (kind == accelerator and not number):
+        return torch.device(name)
+    raise PathosegError(
+        f"There is no device {name} here.",
+        f"Name one of {', '.join(here)}, or none to take {accelerator or 'cpu'}.",
+    )
+
+
+def _accelerator() -> str | None:
+    """Return the kind of accelerator of this machine, None without one."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None or not torch.accelerator.device_count() else found.type
+
+
+def _names() -> list[str]:
+    """Return the names of all devices here, the CPU first."""
+    kind = _accelerator()
+    return ["cpu", *(f"{kind}:{at}" for at in range(device_count()) if kind is not None)]
+
+
+def device_count() -> int:
+    """Return the number of accelerators that this process sees; 0 where the CPU computes."""
+    return 0 if _accelerator() is None else torch.accelerator.device_count()
+
+
+def share_devices(device: torch.device, rank: int) -> torch.device:
+    """Give one of a host's ranks its device, and make it the current one.
+
+    Args:
+        device: As picked: a number says that all ranks take this one.
+        rank: Number of this rank among those of its host; devices are dealt out in turn.
+    """
+    if device.type == "cpu":
+        return device
+    if str(device) == device.type:
+        device = torch.device(device.type, rank % device_count())
+    torch.accelerator.set_device_index(device)
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """Return the product's name of an accelerator, or its name in torch where it tells none."""
+    with suppress(AttributeError, NotImplementedError):
+        return str(_module(device).get_device_name(device))
+    return str(device)
+
+
+def _module(device: torch.device) -> Any:
+    """Return the module of torch that has what only this kind of device has."""
+    return torch.get_device_module(device)
 
 
 def amp_dtype(
     device: torch.device, wanted: Literal["auto", "none", "bf16", "fp16"]
 ) -> torch.dtype | None:
-    """The reduced precision to compute in, or None for float32 (always on CPUs)."""
-    if device.type != "cuda" or wanted == "none":
+    """Return the reduced precision to compute in, or None for float32 (always on CPUs).
+
+    By "auto" it is bfloat16 where the device computes in it, else float16. On MPS it is float32, as
+    neither what float16 saves there nor what it does to a training has been measured.
+    """
+    if device.type == "cpu" or wanted == "none" or (wanted == "auto" and device.type == _UNIFIED):
         return None
-    if wanted == "fp16":
-        return torch.float16
-    if wanted == "auto" and not torch.cuda.is_bf16_supported():
-        return torch.float16
-    return torch.bfloat16
+    if wanted == "auto":
+        return torch.bfloat16 if _has_bfloat16(device) else torch.float16
+    return torch.float16 if wanted == "fp16" else torch.bfloat16
+
+
+def _has_bfloat16(device: torch.device) -> bool:
+    module = _module(device)
+    if hasattr(module, "is_bf16_supported"):
+        # What imitates bfloat16 (a V100, a T4) does so several times slower than it has float16.
+        return bool(module.is_bf16_supported(including_emulation=False))
+    return torch.bfloat16 in module.get_amp_supported_dtype()  # of PrivateUse1
+
+
+def autocast_types() -> set[str]:
+    """Return the types of devices for which a network may switch autocast on or off."""
+    accelerator = torch.accelerator.current_accelerator()
+    return {"cpu", "cuda", "xpu", "mps", *([accelerator.type] if accelerator else [])}
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """Return the dtype in which sums are taken: float64, or float32 on MPS, which has no other."""
+    return torch.float32 if device.type == _UNIFIED else torch.float64
+
+
+# ---- memory
+
+
+def memory_of(device: torch.device) -> tuple[int, int] | None:
+    """Return the free and all bytes of an accelerator's memory; None where it does not tell."""
+    for source in (torch.accelerator, _module(device)):
+        ask = getattr(source, "get_memory_info", None) or getattr(source, "mem_get_info", None)
+        if ask is not None:
+            with suppress(RuntimeError, NotImplementedError):
+                free, total = ask(device)
+                return int(free), int(total)
+    with suppress(AttributeError):
+        limit = int(_module(device).recommended_max_memory())  # of MPS
+        return max(0, limit - int(_module(device).driver_allocated_memory())), limit
+    return None
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Return the most bytes that tensors took on an accelerator; None where it does not tell."""
+    for source in (_module(device), torch.accelerator):
+        with suppress(AttributeError, RuntimeError, NotImplementedError):
+            return int(source.max_memory_allocated(device))
+    return None
+
+
+def is_pinned_for(device: torch.device) -> bool:
+    """Return True if copies between the host and this device are best from pinned memory."""
+    return device.type not in ("cpu", _UNIFIED)
+
+
+class PinnedMemory:
+    """Host memory that an accelerator copies from and to; it is pinned until the object goes.
+
+    On CUDA it is pinned as it is, where torch's own pinned memory would be rounded up to a power of
+    two.
+
+    Args:
+        size: In bytes.
+        device: The accelerator.
+
+    Attributes:
+        bytes: The memory, uint8.
+
+    Raises:
+        PathosegError: The host has not as much memory to pin.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        if device.type != "cuda":
+            try:
+                self.bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError as error:
+                raise _cannot_pin(size, device, str(error).splitlines()[0]) from error
+            return
+        self.bytes = torch.empty(size, dtype=torch.uint8)
+        failed = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), size, 0)  # type: ignore[no-untyped-call]  # untyped in torch
+        if int(failed):
+            raise _cannot_pin(size, device, f"error {int(failed)}")
+        # The process's end unpins by itself.
+        weakref.finalize(self, _unpin, self.bytes).atexit = False
+
+
+def _cannot_pin(size: int, device: torch.device, why: str) -> PathosegError:
+    return PathosegError(
+        f"The device {device} cannot pin {memory_text(size)} of host memory ({why}).",
+        "Give the job more host memory, or raise its limit of locked memory (ulimit -l).",
+    )
+
+
+def _unpin(memory: torch.Tensor) -> None:
+    torch.cuda.synchronize()  # a copy may be on its way
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]  # untyped in torch
+
+
+# ---- streams and events
+
+
+def has_streams(device: torch.device) -> bool:
+    """Return True if a device has queues of work that run beside each other."""
+    return device.type not in ("cpu", _UNIFIED)
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """Return the stream that this thread computes on."""
+    return torch.accelerator.current_stream(device)
+
+
+def record(device: torch.device, *, is_timed: bool = False) -> torch.Event:
+    """Return an event at the present end of the stream that this thread computes on."""
+    event = torch.Event(device, enable_timing=is_timed)
+    event.record(current_stream(device))
+    return event
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until an accelerator has done all work that it was given."""
+    torch.accelerator.synchronize(device)
+
+
+# ---- random numbers
+
+
+def random_states(device: torch.device) -> list[torch.Tensor]:
+    """Return the states of torch's generators: that of the CPU, and of an accelerator its own."""
+    states = [torch.default_generator.get_state()]
+    if device.type != "cpu":
+        states.append(_module(device).get_rng_state(device))
+    return states
+
+
+def set_random_states(device: torch.device, states: Sequence[torch.Tensor]) -> None:
+    """Set the generators to what `random_states` returned."""
+    torch.default_generator.set_state(states[0])
+    if device.type != "cpu":
+        _module(device).set_rng_state(states[1], device)
+
+
+def seed_random(device: torch.device, seed: int) -> None:
+    """Seed the generators of the CPU and of an accelerator."""
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        with torch.accelerator.device_index(device.index):
+            _module(device).manual_seed(seed)
+
+
+# ---- pixels, there and back
 
 
 def to_input(
@@ -57,7 +281,7 @@ def to_input(
     count, height, width, _ = images.shape
     # Whole rows: three channels are too few for vector instructions.
     pixels = torch.from_numpy(images).view(count * height, width * 3)
-    if device.type == "cuda":
+    if is_pinned_for(device):
         pixels = pixels.pin_memory()
     pixels = pixels.to(device, non_blocking=True)
     shift, scale = (torch.tensor(each, device=device).repeat(width) * 255 for each in (mean, std))
@@ -98,8 +322,10 @@ def memory_told(what: str, hint: str) -> Iterator[None]:
             raise
         where = "into memory"
         if isinstance(error, torch.OutOfMemoryError):
-            free, total = torch.cuda.mem_get_info()
-            where = f"on the GPU ({free / 2**30:.1f} of {total / 2**30:.1f} GiB are free)"
+            where = "on the GPU"
+            if (memory := memory_of(pick_device())) is not None:
+                free, total = (size / 2**30 for size in memory)
+                where += f" ({free:.1f} of {total:.1f} GiB are free)"
         said = (str(error) or type(error).__name__).splitlines()[0]
         raise PathosegError(f"{what} does not fit {where}: {said}.", hint) from None
 
@@ -112,18 +338,19 @@ class Arrival:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._copied: torch.cuda.Event | None = None
+        self._copied: torch.Event | None = None
         self._host = tensor
-        if tensor.device.type == "cuda":
+        if has_streams(tensor.device):
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
-            self._copied.record()
+            self._copied = record(tensor.device)
+        elif tensor.device.type != "cpu":
+            self._host = tensor.cpu()
 
     @property
     def is_here(self) -> bool:
         """Return True if `array` would not wait."""
-        return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]  # untyped in torch
+        return self._copied is None or self._copied.query()
 
     def array(self) -> NDArray[Any]:
         """The tensor on the host."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pathoseg.device import widest
 from pathoseg.errors import PathosegError
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -43,8 +44,8 @@ def loss_sum(losses: Any, samples: int) -> Tensor:
 
 
 def gradient_norms(gradients: list[Tensor]) -> Sequence[Tensor]:
-    """Return the L2 norm of each gradient, in float64 and on its device, by one call for all."""
-    return torch._foreach_norm(gradients, 2, torch.float64) if gradients else ()
+    """Return the L2 norm of each gradient, in float64 (`widest`) and on its device, by one call."""
+    return torch._foreach_norm(gradients, 2, widest(gradients[0].device)) if gradients else ()
 
 
 class StepVerdict(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -30,8 +31,8 @@ WALLS: dict[str, set[str]] = {
     "memory_size": {"errors"},
     "platform_support": set(),
     "version": set(),
-    "device": {"errors"},
-    "gradient_step": {"errors"},
+    "device": {"errors", "memory_size"},
+    "gradient_step": {"device", "errors"},
     "progress": set(),
     "interruption": {"errors"},
     "slides": GROUND,
@@ -169,6 +170,18 @@ def test_libraries_enter_by_their_door(path: Path) -> None:
         if relative.startswith(("parallel/schedule/", "parallel/graph/")):
             allowed = relative == "parallel/graph/fx_tracer.py"
             assert allowed or name.split(".")[0] != "torch", f"{relative} imports torch"
+
+
+# What is of one kind of accelerator alone; every other file serves all kinds through device.py.
+_ONE_KIND = re.compile(r"""torch\.cuda\b|\bis_cuda\b|\.type [!=]= ["'](cuda|xpu|mps|hip)\b""")
+_ONE_KIND_HERE = {"device.py", "parallel/comm/nccl.py"}
+
+
+@pytest.mark.parametrize("path", _files(), ids=_module)
+def test_code_serves_any_device(path: Path) -> None:
+    if path.relative_to(PACKAGE).as_posix() not in _ONE_KIND_HERE:
+        found = _ONE_KIND.search(path.read_text())
+        assert found is None, f"{found[0] if found else ''}: ask pathoseg.device"
 
 
 def test_no_circles_between_files_or_rooms() -> None:

@@ -14,7 +14,8 @@ from pathoseg.config import Config
 from pathoseg.device import pick_device
 from pathoseg.errors import PathosegError
 from pathoseg.inference.segmenter import Segmenter
-from pathoseg.models.bundle import Bundle, bundle_id, load_bundle
+from pathoseg.models.bundle import Bundle, load_bundle
+from pathoseg.models.bundle_identity import bundle_id
 from pathoseg.slides.image_reader import ArraySlide
 from pathoseg.tiles.tile_options import TissueOptions
 
@@ -49,15 +50,20 @@ class LoadedModel:
         self.mpp = segmenter.card.mpp
 
     @classmethod
-    def load(cls, bundle: Path, factory: str | None = None) -> Self:
-        """Load a bundle onto the GPU where there is one, else the CPU.
+    def load(cls, bundle: Path, factory: str | None = None, device: str | None = None) -> Self:
+        """Load a bundle onto a device.
+
+        Args:
+            bundle: Its folder.
+            factory: The user's own network that may be imported, as `module:factory`; or None.
+            device: As for `pick_device`.
 
         Raises:
-            PathosegError: The bundle cannot be used.
+            PathosegError: The bundle cannot be used, or there is no such device.
         """
         model, card = load_bundle(bundle, factory)
         config = replace(Config(), tissue=TissueOptions(method="all"))
-        return cls(Segmenter(model.to(pick_device()), card, config, bundle_id(bundle)))
+        return cls(Segmenter(model.to(pick_device(device)), card, config, bundle_id(bundle)))
 
     @property
     def card(self) -> Bundle:

@@ -23,7 +23,7 @@ from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame
 from pathoseg.host_memory import give_back_freed_memory
 from pathoseg.inference.certainty import Certainty, certainty_files
-from pathoseg.inference.result_folder import SUMMARY
+from pathoseg.inference.result_folder import OVERLAY, SUMMARY
 from pathoseg.inference.segmenter import MaskRow, Segmenter, SlidePlan
 from pathoseg.outputs.interest_counts import InterestCounts
 from pathoseg.outputs.mask_tiff import write_mask
@@ -48,7 +48,6 @@ from pathoseg.version import __version__
 
 MASK, ZARR_MASK = "mask.ome.tiff", "mask.ome.zarr"
 REGIONS = "regions.geojson"
-OVERLAY = "overlay.png"
 OBJECTS, OBJECT_TABLE = "objects.geojson", "objects.csv"
 
 _DEPTH = 1.0  # pixels, see `separate`; benchmarks/touching-nuclei compares others

@@ -24,6 +24,22 @@ from pathoseg.outputs.report import Summary, read_summary
 from pathoseg.outputs.typed_json import from_json
 
 STATES, WORK = "states", ".work"
+OVERLAY = "overlay.png"
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """The model and the options that results of a batch are made with.
+
+    Attributes:
+        model: Identity of the bundle (`bundle_id`).
+        bundle: Its folder, as it was given.
+        options: Option as `table.key` to its value as JSON; what changes no result is left out.
+    """
+
+    model: str
+    bundle: str
+    options: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -40,6 +56,7 @@ class State:
         outputs: Files and folders of the whole result to their bytes (`stored_bytes`).
         problem: Why it failed.
         hint: The hint that mends it.
+        provenance: Of the last attempt; None in states of earlier versions.
         written: When, in seconds of the file system's clock; 0 before it is read back.
     """
 
@@ -52,6 +69,7 @@ class State:
     outputs: Mapping[str, int] = field(default_factory=dict)
     problem: str = ""
     hint: str = ""
+    provenance: Provenance | None = None
     written: float = 0.0
 
     def is_whole(self, folder: Path) -> bool:

@@ -26,7 +26,8 @@ from pathoseg.inference.windows import WindowOptions, Windows, most_pixels
 from pathoseg.interruption import Interruption
 from pathoseg.memory_size import parse_memory
 from pathoseg.models.build import declared_inputs, edge_reach
-from pathoseg.models.bundle import Bundle, bundle_id, load_bundle
+from pathoseg.models.bundle import Bundle, load_bundle
+from pathoseg.models.bundle_identity import bundle_id
 from pathoseg.models.layers import fold_norms
 from pathoseg.outputs.stitch import (
     Finish,
@@ -180,7 +181,7 @@ def load_segmenter(bundle: Path, config: Config, factory: str | None) -> Segment
             f"A model of an earlier version: tiles of {card.tile} px are blended as then. [infer] "
             "tile = 2048 predicts what one pass over the slide would, and often sooner."
         )
-    return Segmenter(model.to(pick_device()), card, config, bundle_id(bundle))
+    return Segmenter(model.to(pick_device(config.parallel.device)), card, config, bundle_id(bundle))
 
 
 class Segmenter:

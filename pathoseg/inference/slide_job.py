@@ -29,10 +29,10 @@ import time
 import zlib
 from collections.abc import Generator, Iterator
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from uuid import uuid4
 
 import numpy as np
@@ -40,9 +40,11 @@ import numpy as np
 from pathoseg.config import Config
 from pathoseg.errors import PathosegError
 from pathoseg.inference.leases import Leases
+from pathoseg.inference.provenance import key_options, refuse_difference
 from pathoseg.inference.publish import plan_slide, publish
 from pathoseg.inference.result_folder import (
     WORK,
+    Provenance,
     State,
     read_state,
     result_folder,
@@ -253,28 +255,6 @@ class SharedSlide:
         return best
 
 
-# Options of [infer] and [tissue] that have been in a slide's key from the first.
-_ALWAYS_TOLD = {
-    *("overlap", "margin", "batch", "simplify", "min_region_um2", "compress_regions"),
-    *("region_type", "method", "threshold"),
-}
-_NEVER_TOLD = {"readers"}  # changes no result
-
-
-def _told(options: Any) -> dict[str, object]:
-    """Return what a slide's key says of a table of options.
-
-    An option that came later is told only where it is not at its default, so that rows and
-    results of the time before it are still found.
-    """
-    told = dict[str, object]()
-    for option in fields(options):
-        value, is_late = getattr(options, option.name), option.name not in _ALWAYS_TOLD
-        if option.name not in _NEVER_TOLD and not (is_late and value == option.default):
-            told[option.name] = value
-    return told
-
-
 _SLIDE_CLAIM = "claim"
 
 Outcome = Literal["done", "failed", "skipped"]
@@ -292,6 +272,8 @@ class WorkerContext:
         interruption: Asked after every tile.
         resume: Whether results and rows of earlier batches are taken over.
         since: The batch's start, by the clock of `leases`.
+        provenance: The model and the options of `segmenter` and `config`.
+        overwrite: Whether results of another provenance are replaced.
     """
 
     segmenter: Segmenter
@@ -301,6 +283,8 @@ class WorkerContext:
     interruption: Interruption
     resume: bool
     since: float
+    provenance: Provenance
+    overwrite: bool = False
 
 
 class SlideJob:
@@ -356,7 +340,8 @@ class SlideJob:
             Whether this process has settled the slide: it is done, or failed.
 
         Raises:
-            PathosegError: Not even the state can be written.
+            PathosegError: Not even the state can be written, or a call beside this one makes the
+                same result with another model or other options.
             StoppedError: A signal came.
         """
         if self.outcome() is not None:
@@ -364,6 +349,8 @@ class SlideJob:
         try:
             self._work.mkdir(parents=True, exist_ok=True)
             with self._context.leases.held(self._work / _SLIDE_CLAIM) as mine:
+                if not self._context.overwrite:
+                    self._refuse_others(mine)
                 if not (mine and self._is_apart() and self._settled() is None):
                     return False
                 try:
@@ -422,7 +409,7 @@ class SlideJob:
             hint="",
         )
         try:
-            begun = replace(begun, key=self._key)
+            begun = replace(begun, key=self._key, provenance=context.provenance)
             self._write(begun)
             going_on = context.resume or (
                 before.status == "begun" and before.written >= context.since
@@ -450,6 +437,18 @@ class SlideJob:
             seconds = (*begun.seconds, round(time.monotonic() - began, 3))
             self._write(replace(begun, status="done", seconds=seconds, outputs=outputs))
             shutil.rmtree(self._work, ignore_errors=True)
+
+    def _refuse_others(self, mine: bool) -> None:
+        """Refuse to replace what a process with another provenance makes, or has made meanwhile.
+
+        What was there when the batch began has been compared (`refuse_other_results`).
+        """
+        context, state = self._context, self.state
+        if state is None or state.provenance is None or state.written < context.since:
+            return
+        if state.status == "done" or (state.status == "begun" and not mine):
+            place = state_file(self._out, self.folder)
+            refuse_difference(self._out, place, state.provenance, context.provenance)
 
     def _refuse_change(self) -> None:
         """Fail if the slide file changed while it was being read; saved rows are dropped too.
@@ -507,12 +506,8 @@ class SlideJob:
         told: dict[str, object] = {
             "slide": asdict(self._fingerprint),
             "model": self._context.segmenter.model_id,
-            "assume_mpp": config.data.assume_mpp,
-            "tissue": _told(config.tissue),
-            "infer": _told(config.infer),
+            **key_options(config),
         }
-        if outputs := _told(config.outputs):
-            told["outputs"] = outputs
         if tiling is not None:  # rows of earlier versions were all blended, and are still found
             told["tiling"] = dict(tiling)
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]

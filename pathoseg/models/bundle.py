@@ -22,6 +22,7 @@ from torch import nn
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import IMAGE, ModelInput
 from pathoseg.models.build import build_model, check_inputs, declared_inputs, tile_multiple
+from pathoseg.models.bundle_identity import CARD, COPY_AGAIN, WEIGHTS, read_bundle_file
 from pathoseg.models.model_options import ModelConfig, Scalar
 from pathoseg.platform_support import sync_folder
 from pathoseg.version import __version__
@@ -216,14 +217,8 @@ def _require(holds: bool, problem: str) -> None:
         raise PathosegError(f"{problem}.", _CARD_HINT)
 
 
-__all__ = ["Bundle", "bundle_id", "load_bundle", "save_bundle"]
-
-WEIGHTS = "weights.safetensors"
-CARD = "model.json"
-
 _SCHEMA = 1
 _LARGEST_CARD = 2**20
-_HINT = "Copy the whole folder again from where it was trained, or train again."
 
 
 def save_bundle(folder: Path, state: Mapping[str, Any], card: Bundle) -> None:
@@ -259,15 +254,6 @@ def save_bundle(folder: Path, state: Mapping[str, Any], card: Bundle) -> None:
         ) from error
 
 
-def bundle_id(folder: Path) -> str:
-    """Return the identity of a bundle: a hash of its card, which holds the hash of its weights.
-
-    Raises:
-        PathosegError: The card is missing.
-    """
-    return hashlib.sha256(_read(folder / CARD)).hexdigest()[:16]
-
-
 def load_card(folder: Path) -> Bundle:
     """The card of a bundle, without its weights.
 
@@ -295,13 +281,14 @@ def load_bundle(folder: Path, factory: str | None = None) -> tuple[nn.Module, Bu
     wrong = _first_difference(model, tensors)
     if wrong:
         raise PathosegError(
-            f"{folder / WEIGHTS} holds another model than {folder / CARD} says: {wrong}.", _HINT
+            f"{folder / WEIGHTS} holds another model than {folder / CARD} says: {wrong}.",
+            COPY_AGAIN,
         )
     if tile_multiple(model) != card.multiple:
         raise PathosegError(
             f"{folder / CARD}: multiple is {card.multiple}, but the model {card.model.name} "
             f"needs {tile_multiple(model)}.",
-            _HINT,
+            COPY_AGAIN,
         )
     declared = declared_inputs(model, card.mpp, card.tile)
     if declared != card.inputs:
@@ -325,7 +312,7 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], str]:
     Raises:
         PathosegError: It cannot be read, or is cut short or of another format.
     """
-    data = _read(path)
+    data = read_bundle_file(path)
     hint = (
         "Nothing is unpickled: convert a checkpoint of PyTorch in its own program, by "
         "safetensors.torch.save_file(state_dict, 'weights.safetensors')."
@@ -378,27 +365,15 @@ def _rename(source: Path, target: Path) -> None:
     sync_folder(target.parent)
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise PathosegError(
-            f"{path} is missing, so {path.parent} is no whole model bundle.",
-            f"Give a folder with {CARD} and {WEIGHTS}, as a finished run has in `model/`.",
-        ) from None
-    except OSError as error:
-        raise PathosegError(f"{path} cannot be read ({error.strerror}).", _HINT) from error
-
-
 def _read_card(path: Path) -> tuple[Bundle, str]:
     """The card and the hash of the weights that belong to it."""
-    text = _read(path)
+    text = read_bundle_file(path)
     try:
         if len(text) > _LARGEST_CARD:
             raise ValueError(f"it is larger than {_LARGEST_CARD} bytes")
         document: Any = parse_json(text)
     except ValueError as error:
-        raise PathosegError(f"{path} is no JSON of a model ({error}).", _HINT) from None
+        raise PathosegError(f"{path} is no JSON of a model ({error}).", COPY_AGAIN) from None
     schema = document.pop("schema", None) if isinstance(document, dict) else None
     if schema != _SCHEMA:
         raise PathosegError(
@@ -407,7 +382,7 @@ def _read_card(path: Path) -> tuple[Bundle, str]:
         )
     digest = document.pop("weights_sha256", None)
     if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
-        raise PathosegError(f"{path} states no hash of its weights (weights_sha256).", _HINT)
+        raise PathosegError(f"{path} states no hash of its weights (weights_sha256).", COPY_AGAIN)
     document.setdefault("tiling", "blended")
     if "inputs" not in document and "mpp" in document and "tile" in document:
         only = {"name": IMAGE, "mpp": document["mpp"], "size": document["tile"]}
@@ -421,12 +396,12 @@ def _read_card(path: Path) -> tuple[Bundle, str]:
 def _read_weights(folder: Path, digest: str) -> dict[str, torch.Tensor]:
     unfinished = folder / _hashed_name(digest)
     path = unfinished if unfinished.exists() else folder / WEIGHTS
-    data = _read(path)
+    data = read_bundle_file(path)
     if hashlib.sha256(data).hexdigest() != digest:
         raise PathosegError(
-            f"{path} is cut short, or not the file that {CARD} was written with.", _HINT
+            f"{path} is cut short, or not the file that {CARD} was written with.", COPY_AGAIN
         )
-    return _parse_tensors(path, data, _HINT)
+    return _parse_tensors(path, data, COPY_AGAIN)
 
 
 def _parse_tensors(path: Path, data: bytes, hint: str) -> dict[str, torch.Tensor]:

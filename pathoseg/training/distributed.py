@@ -10,15 +10,18 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from pathoseg.errors import PathosegError, StoppedError
 from pathoseg.interruption import Interruption
 from pathoseg.parallel.comm.launcher import Choice, World, connect, find_world
 from pathoseg.parallel.comm.local_ranks import start_local
-from pathoseg.parallel.comm.transport import Transport
 from pathoseg.platform_support import physical_memory
+
+if TYPE_CHECKING:  # torch, which a command that is refused does not wait for
+    import torch
+
+    from pathoseg.parallel.comm.transport import Transport
 
 
 def start_ranks(ranks: int, arguments: Sequence[str], choice: Choice) -> int | None:
@@ -118,22 +121,38 @@ def errors_left_to_rank_0(head_start: float = 0.0) -> Iterator[None]:
         raise SystemExit(stopped.exit_code) from None
 
 
-def own_device(transport: Transport) -> tuple[torch.device, int]:
+def own_device(transport: Transport, name: str | None = None) -> tuple[torch.device, int]:
     """Choose this rank's device; all ranks call it.
 
-    The GPUs of a host are dealt out to its ranks in turn; without one they share the host's memory.
+    The accelerators of a host are dealt out to its ranks in turn; on CPUs they share the host's
+    memory.
+
+    Args:
+        transport: Joins the ranks.
+        name: As for `pick_device`; with a number all ranks take that device.
 
     Returns:
         The device, and the bytes of memory that this rank may fill.
+
+    Raises:
+        PathosegError: There is no such device, or several ranks would share one without streams.
     """
+    from pathoseg.device import device_count, has_streams, memory_of, pick_device, share_devices
+
     hosts = [json.loads(text) for text in transport.gather(json.dumps(socket.gethostname()))]
     mine = hosts[transport.rank]
-    if torch.cuda.is_available():
-        index = hosts[: transport.rank].count(mine) % torch.cuda.device_count()
-        device = torch.device("cuda", index)
-        torch.cuda.set_device(device)
-        sharing = -(-hosts.count(mine) // torch.cuda.device_count())
-        free, _ = torch.cuda.mem_get_info()  # without what this process's context takes
-        return device, free // sharing
-    memory = physical_memory()
-    return torch.device("cpu"), memory // hosts.count(mine)
+    wanted = pick_device(name)
+    if wanted.type == "cpu":
+        return wanted, physical_memory() // hosts.count(mine)
+    if transport.ranks > 1 and not has_streams(wanted):
+        raise PathosegError(
+            f"{wanted} is for one rank: its messages would wait for what it computes.",
+            "Train with one rank, or add --device cpu.",
+        )
+    device = share_devices(wanted, hosts[: transport.rank].count(mine))
+    here = 1 if device == wanted else device_count()
+    sharing = -(-hosts.count(mine) // here)
+    memory = memory_of(device)  # without what this process's context takes
+    if memory is None:
+        return device, physical_memory() // hosts.count(mine)
+    return device, memory[0] // sharing

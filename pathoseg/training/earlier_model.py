@@ -14,7 +14,8 @@ from torch import nn
 
 from pathoseg.config import Config
 from pathoseg.errors import PathosegError
-from pathoseg.models.bundle import Bundle, bundle_id, load_bundle, read_tensors
+from pathoseg.models.bundle import Bundle, load_bundle, read_tensors
+from pathoseg.models.bundle_identity import bundle_id
 from pathoseg.models.model_options import ModelConfig, Scalar
 from pathoseg.models.transfer import class_dimensions, transfer, transfer_fitting
 from pathoseg.platform_support import follow_pointer, relative_path

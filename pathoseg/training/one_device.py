@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pathoseg.config import TrainConfig
-from pathoseg.device import Images, Inputs, amp_dtype, answer, memory_told, to_inputs
+from pathoseg.device import Images, Inputs, amp_dtype, answer, memory_told, to_inputs, widest
 from pathoseg.gradient_step import (
     LossScale,
     clip_gradients,
@@ -64,7 +64,7 @@ def train_step(
             each = loss(forward(number, inputs), targets)
         total = loss_sum(each, len(targets))
         (total / samples * scale.scale).backward()  # type: ignore[no-untyped-call]  # torch's
-        losses.append(total.detach().double())
+        losses.append(total.detach().to(widest(total.device)))
     gradients = {
         name: parameter.grad
         for name, parameter in model.named_parameters()

@@ -62,7 +62,7 @@ class PipelineEngine:
     ) -> None:
         self._transport, self._plan, self._drawing = transport, plan, drawing
         self._task, self._card = task, card
-        self._device, _ = own_device(transport)
+        self._device, _ = own_device(transport, config.parallel.device)
         training = Training(
             loss,
             partial(make_optimizer, config=config.train),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from pathoseg.config import Config
 from pathoseg.errors import PathosegError
 from pathoseg.outputs.atomic import replaced
 from pathoseg.platform_support import follow_pointer, make_pointer, relative_path
@@ -19,21 +22,30 @@ CONFIG = "config.toml"
 SPLITS = "splits.csv"
 START = "start"  # the bundle of the weights that a run from an earlier model begins with
 _FINISHED = "summary.json"
+# What else commands write into a run's folder; files of a user's own are none of it.
+_WRITTEN = (
+    *("plan.json", "metrics.csv", "validation.json", "report.html", "trace.json", "timeline.svg"),
+    *("evaluation*.csv", "evaluation*.json", "evaluation*.html", "confusion*.csv"),
+    *("checkpoints", "model", "predictions", "tensorboard"),
+)
 
 
-def new_run(out: Path | None) -> Path:
+def new_run(out: Path | None, overwrite: bool = False) -> Path:
     """Choose the folder of a new run; `make_run` makes it.
 
     Args:
         out: The folder that the user names, or None for `runs/<date>-<time>`.
+        overwrite: Whether it may hold a run, for `clear_run` to remove.
 
     Raises:
         PathosegError: It already holds a run, or its disk cannot be written.
     """
     run = out or _free(RUNS / _now())
-    if (run / CONFIG).exists():
+    if (run / CONFIG).exists() and not overwrite:
         raise PathosegError(
-            f"{run} already holds a run.", "Continue it with --resume, or choose another --out."
+            f"{run} already holds a run, {'finished' if is_finished(run) else 'unfinished'}, by "
+            f"{run / CONFIG}.",
+            "Continue it with --resume, choose another --out, or replace it with --overwrite.",
         )
     place = next(folder for folder in (run, *run.absolute().parents) if folder.exists())
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
@@ -42,6 +54,21 @@ def new_run(out: Path | None) -> Path:
             "Give --out a folder on a disk that can be written.",
         )
     return run
+
+
+def refuse_overwriting(out: Path | None, resume: bool, overwrite: bool) -> None:
+    """Refuse --overwrite where it says nothing, or the opposite of --resume.
+
+    Raises:
+        PathosegError: It does.
+    """
+    if overwrite and (resume or out is None):
+        raise PathosegError(
+            "--overwrite begins a run anew, and --resume goes on with it."
+            if resume
+            else "--overwrite replaces the run in --out, which is not given.",
+            "Leave out one of them." if resume else "Add --out RUN, or leave out --overwrite.",
+        )
 
 
 def make_run(run: Path) -> None:
@@ -54,6 +81,20 @@ def make_run(run: Path) -> None:
     if run.resolve().parent != RUNS.resolve():
         RUNS.mkdir(exist_ok=True)
         make_pointer(_free(RUNS / _now()), _from_runs(run))
+
+
+def clear_run(run: Path) -> None:
+    """Remove a run from its folder; killed at any moment, what is left is a run or none.
+
+    Raises:
+        OSError: The disk cannot be written.
+    """
+    reopen_run(run)
+    for path in (path for name in (*_WRITTEN, START, SPLITS, CONFIG) for path in run.glob(name)):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def finish_run(run: Path, summary: Mapping[str, Any]) -> None:
@@ -83,6 +124,27 @@ def reopen_run(run: Path) -> None:
         others = [other for other in _known() if is_finished(other)]
         if others:
             _point_latest(max(others, key=lambda other: (other / _FINISHED).stat().st_mtime))
+
+
+def refuse_changes(run: Path, recorded: Config, asked: Config) -> None:
+    """Refuse other options for a run that goes on, but for its ranks and its microbatches.
+
+    Raises:
+        PathosegError: It names the options that differ.
+    """
+    train = replace(asked.train, microbatch=recorded.train.microbatch)
+    before, now = asdict(recorded), asdict(replace(asked, parallel=recorded.parallel, train=train))
+    for section, values in now.items():
+        if values != before[section]:
+            changed = (
+                [f"{section}.{key}" for key in values if values[key] != before[section][key]]
+                if isinstance(values, dict)
+                else [section]
+            )
+            raise PathosegError(
+                f"{run} was begun with other values of {', '.join(changed)}.",
+                "Leave these options out to go on, or start a new run without --resume.",
+            )
 
 
 def run_to_resume(longer: bool) -> Path:

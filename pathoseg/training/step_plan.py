@@ -9,8 +9,8 @@ from socket import gethostname
 import torch
 from torch import nn
 
-from pathoseg.config import Config
-from pathoseg.device import pick_device
+from pathoseg.config import Config, ParallelConfig
+from pathoseg.device import device_name, pick_device
 from pathoseg.errors import PathosegError
 from pathoseg.host_memory import LARGE, keep_freed_memory
 from pathoseg.memory_size import parse_memory
@@ -40,17 +40,18 @@ _SLOTS = {"adamw": 2, "sgd": 1}
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def find_hardware(name: str | None) -> Hardware:
-    """Load the hardware of this name or file; of this machine's device where it is None.
+def find_hardware(config: ParallelConfig) -> Hardware:
+    """Load the hardware that is named, or that of this machine's device where none is.
 
     Raises:
-        PathosegError: There is none, or nothing is known of this machine's GPU.
+        PathosegError: There is none, or nothing is known of this machine's accelerator.
     """
-    if name is not None:
-        return load_hardware(name)
-    if pick_device().type == "cpu":
+    if config.hardware is not None:
+        return load_hardware(config.hardware)
+    device = pick_device(config.device)
+    if device.type == "cpu":
         return load_hardware("cpu")
-    title = torch.cuda.get_device_name()
+    title = device_name(device)
     for known in known_hardware():
         if known in title.lower():
             return load_hardware(known)
@@ -173,12 +174,12 @@ def agreed_plan(
     Raises:
         PathosegError: Nothing fits; it says what would.
     """
-    _, memory = own_device(transport)
+    _, memory = own_device(transport, config.parallel.device)
 
     planned: list[Event] = []
 
     def choose() -> Plan:
-        hardware = find_hardware(config.parallel.hardware)
+        hardware = find_hardware(config.parallel)
         request = replace(plan_request(config, hardware), ranks=transport.ranks, all_ranks=True)
         if config.parallel.memory is None:
             request = replace(request, memory=memory)

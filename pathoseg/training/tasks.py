@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import IGNORE, ClassTable
+from pathoseg.device import widest
 from pathoseg.models.metrics import Confusion, TileScores, accuracy_and_auc
 from pathoseg.tiles.class_pixels import class_counts
 from pathoseg.tiles.tiles import tile_labels
@@ -169,7 +170,7 @@ class _ObjectJudge:
         inside = targets[:, 1] > 0
         error = (logits[:, -1].float() - targets[:, 1]).abs()[inside]
         # In 1/65,536 pixel, so that the sum is exact, whoever adds it in whichever order.
-        self._error += float((error.double() * 2**16).round_().sum()) / 2**16
+        self._error += float((error.to(widest(error.device)) * 2**16).round_().sum()) / 2**16
         self._pixels += error.numel()
 
     def seen(self) -> Seen:

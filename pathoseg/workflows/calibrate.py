@@ -14,7 +14,13 @@ from pathlib import Path
 
 import torch
 
-from pathoseg.device import memory_told, pick_device
+from pathoseg.device import (
+    device_count,
+    device_name,
+    memory_of,
+    memory_told,
+    pick_device,
+)
 from pathoseg.errors import PathosegError
 from pathoseg.interruption import Interruption
 from pathoseg.outputs.atomic import write_text
@@ -35,7 +41,7 @@ _QUICK_SCALE = 0.15
 _UNKNOWN_GPU = "a100"
 
 
-def calibrate(out: Path, quick: bool = False) -> Path:
+def calibrate(out: Path, quick: bool = False, device: str | None = None) -> Path:
     """Times layers of many kinds and sizes, fits them, and writes what was learnt.
 
     Under mpirun, srun or torchrun it times the links between ranks too; rank 0 times the layers.
@@ -43,30 +49,32 @@ def calibrate(out: Path, quick: bool = False) -> Path:
     Args:
         out: The hardware file; the timings go beside it, as `.csv`.
         quick: Fewer layers and rounds, for a rougher fit.
+        device: As for `pick_device`.
 
     Returns:
         The hardware file.
 
     Raises:
-        PathosegError: The file cannot be written, or the device has too little memory.
+        PathosegError: The file cannot be written, or there is no such device, or it has too little
+            memory.
         OSError: The disk is full.
         StoppedError: A signal came; nothing was written.
     """
     _check(out)
     with joined("auto") as transport:
-        links = {} if transport is None else _links(transport)
+        links = {} if transport is None else _links(transport, device)
         if transport is not None and transport.rank:
             transport.barrier()  # until rank 0 is done
             return out
-        _calibrate(out, quick, links)
+        _calibrate(out, quick, pick_device(device), links)
         if transport is not None:
             transport.barrier()
     return out
 
 
-def _links(transport: Transport) -> dict[str, Link]:
+def _links(transport: Transport, name: str | None) -> dict[str, Link]:
     """Times the link of two ranks of one host (`inside`), and of two hosts (`between`)."""
-    device, _ = own_device(transport)
+    device, _ = own_device(transport, name)
     hosts = transport.gather(socket.gethostname())
     pairs = {
         "inside": next((at for at in range(1, len(hosts)) if hosts[at] in hosts[:at]), None),
@@ -82,8 +90,7 @@ def _links(transport: Transport) -> dict[str, Link]:
     return found
 
 
-def _calibrate(out: Path, quick: bool, links: Mapping[str, Link]) -> None:
-    device = pick_device()
+def _calibrate(out: Path, quick: bool, device: torch.device, links: Mapping[str, Link]) -> None:
     rounds = _QUICK_ROUNDS if quick else _ROUNDS
     torch.manual_seed(0)
     cases = draw_cases(_QUICK_SCALE if quick else 1.0)
@@ -121,11 +128,12 @@ def _check(out: Path) -> None:
 
 def _known(device: torch.device, name: str, links: Mapping[str, Link]) -> Hardware:
     """Describe the device before its layers are timed: its memory and links."""
-    if device.type == "cuda":
-        title = torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        title = device_name(device)
         like = next((item for item in known_hardware() if item in title.lower()), _UNKNOWN_GPU)
-        memory = torch.cuda.get_device_properties(device).total_memory
-        count, threads = torch.cuda.device_count(), None
+        count, threads = device_count(), None
+        told = memory_of(device)
+        memory = physical_memory() // count if told is None else told[1]
     else:
         like, threads = "cpu", torch.get_num_threads()
         cores = len(usable_cores())
@@ -139,6 +147,7 @@ def _known(device: torch.device, name: str, links: Mapping[str, Link]) -> Hardwa
     return replace(
         base,
         name=name,
+        device=device.type,
         memory=memory,
         per_node=count,
         host=time_copies(device),

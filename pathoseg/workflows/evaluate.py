@@ -152,6 +152,8 @@ def _configured(
         data = replace(config.data, assume_mpp=assume_mpp)
         return replace(config, annotations=annotations, data=data)
     config = load_config(recorded, flags, UNNUMBERED)
+    device = flags.get("parallel", {}).get("device")  # another machine's may be the run's
+    config = replace(config, parallel=replace(config.parallel, device=device))
     if config.data.slides != run.data.slides:
         # Where the run's annotations lie says nothing of other slides'.
         annotations_folder = flags.get("data", {}).get("annotations")

@@ -1,4 +1,8 @@
-"""Segments many slides with however many processes: each takes what no other is at."""
+"""Segments many slides with however many processes: each takes what no other is at.
+
+What is refused is refused before torch is imported: the modules that import it are imported where
+the work begins.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +14,22 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pathoseg.annotations.reading import annotation_of, few
-from pathoseg.config import load_config
+from pathoseg.config import Config, load_config
 from pathoseg.errors import PathosegError, StoppedError
 from pathoseg.host_memory import share_one_heap
 from pathoseg.inference.leases import Leases
-from pathoseg.inference.publish import OVERLAY
+from pathoseg.inference.provenance import provenance_of, refuse_other_results
 from pathoseg.inference.result_folder import (
+    OVERLAY,
     STATES,
     SUMMARY,
+    Provenance,
     failures,
     read_state,
     result_folders,
@@ -32,8 +38,6 @@ from pathoseg.inference.result_folder import (
     states,
     sweep,
 )
-from pathoseg.inference.segmenter import load_segmenter
-from pathoseg.inference.slide_job import SlideJob, WorkerContext
 from pathoseg.interruption import Interruption
 from pathoseg.outputs.batch_report import (
     PAGE,
@@ -53,6 +57,9 @@ from pathoseg.slides.zarr_folder import is_zarr
 from pathoseg.training.distributed import errors_left_to_rank_0, silent
 from pathoseg.training.run_folder import bundle_of
 from pathoseg.version import __version__
+
+if TYPE_CHECKING:
+    from pathoseg.inference.slide_job import SlideJob, WorkerContext
 
 TABLE = "summary.csv"
 FAILURES = "failures.csv"
@@ -75,6 +82,7 @@ def infer(
     factory: str | None,
     arguments: Sequence[str] | None = None,
     annotations: Path | None = None,
+    overwrite: bool = False,
 ) -> int:
     """Segments every slide of `inputs` (slides, or folders of slides) into `out`.
 
@@ -91,13 +99,14 @@ def infer(
         factory: The user's own network that may be imported.
         arguments: The command line's, for ranks to be started; None starts none.
         annotations: Folder of annotations, whose regions of interest get figures of their own.
+        overwrite: Use `out` also where it holds results of another model or of other options.
 
     Returns:
         The exit code: 0, or 1 where slides of several failed; each stands in `out/failures.csv`.
 
     Raises:
         PathosegError: The model or the only slide cannot be used, or an input is missing, or two
-            slides would have one annotation.
+            slides would have one annotation, or `out` holds results of another model or options.
         StoppedError: A signal came; what is finished is kept.
     """
     entered = time.monotonic()
@@ -105,6 +114,8 @@ def infer(
     config = load_config(config_file, flags)
     world = find_world()
     if arguments is not None and config.parallel.ranks > 1 and world.launcher is None:
+        with silent():  # rank 0 tells it
+            _find_request(inputs, annotations, model, out, config, overwrite)
         command = [sys.executable, "-m", "pathoseg", *arguments]
         return start_workers(config.parallel.ranks, command)
     advice = f"What is done is in {out}. Go on with the same command and --resume."
@@ -114,13 +125,13 @@ def infer(
         with _one_voice(world) as cores:
             readers = config.infer.readers or cores
             config = replace(config, infer=replace(config.infer, readers=readers))
-            names = _slides(inputs, annotations)
-            annotated = _annotations(names, annotations)
-            folders = result_folders(out, names)
-            bundle = bundle_of(model)
-            segmenter = load_segmenter(bundle, config, factory)
-            if len(folders) == 1:  # refused before anything is written
-                with open_slide(next(iter(folders)), config.data.assume_mpp) as opened:
+            request = _find_request(inputs, annotations, model, out, config, overwrite)
+            from pathoseg.inference.segmenter import load_segmenter
+            from pathoseg.inference.slide_job import SlideJob, WorkerContext
+
+            segmenter = load_segmenter(request.bundle, config, factory)
+            if request.only is not None:  # refused before anything is written
+                with open_slide(request.only, config.data.assume_mpp) as opened:
                     model_frame(opened, segmenter.card.mpp)
             interruption.raise_if_asked()
             leases = Leases(out / STATES)
@@ -130,24 +141,76 @@ def infer(
                 # done, or failed at, is none of theirs.
                 since -= time.monotonic() - entered if next(_calls) else process_age()
         with leases:
-            context = WorkerContext(segmenter, config, out, leases, interruption, resume, since)
+            context = WorkerContext(
+                *(segmenter, config, out, leases, interruption, resume, since),
+                *(request.provenance, overwrite),
+            )
             batch = [
-                SlideJob(names[slide], slide, folder, context, annotated.get(slide))
-                for slide, folder in folders.items()
+                SlideJob(request.names[slide], slide, folder, context, request.annotated.get(slide))
+                for slide, folder in request.folders.items()
             ]
             try:
                 _work(batch, out, interruption)
             except (PathosegError, StoppedError) as end:
                 with suppress(OSError):  # told already
-                    _write_tables(context, batch, bundle, is_stopped=True)
+                    _write_tables(context, batch, request.bundle, is_stopped=True)
                 if world.rank and isinstance(end, StoppedError):  # rank 0 tells it for all
                     raise SystemExit(end.exit_code) from None
                 raise
-            _write_tables(context, batch, bundle, is_stopped=False)
+            _write_tables(context, batch, request.bundle, is_stopped=False)
             sweep(out)
     if annotations is not None and world.rank == 0:
         _tell_without_interest(batch)
     return _verdict(batch, out, leads=world.rank == 0)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A call's slides and model, and where the results go.
+
+    Attributes:
+        names: The slides, by file.
+        annotated: The annotation of each slide that has one.
+        folders: The folder of each slide's result.
+        bundle: The model's folder.
+        provenance: Of all results.
+    """
+
+    names: Mapping[Path, str]
+    annotated: Mapping[Path, Path]
+    folders: Mapping[Path, Path]
+    bundle: Path
+    provenance: Provenance
+
+    @property
+    def only(self) -> Path | None:
+        """The slide, where it is the only one."""
+        return next(iter(self.folders)) if len(self.folders) == 1 else None
+
+
+def _find_request(
+    inputs: Sequence[Path],
+    annotations: Path | None,
+    model: Path | None,
+    out: Path,
+    config: Config,
+    overwrite: bool,
+) -> _Request:
+    """Find the slides and the model, and refuse what can be refused before the model is loaded.
+
+    Raises:
+        PathosegError: As `infer`.
+    """
+    names = _slides(inputs, annotations)
+    annotated = _annotations(names, annotations)
+    folders = result_folders(out, names)
+    bundle = bundle_of(model)
+    request = _Request(names, annotated, folders, bundle, provenance_of(bundle, config))
+    if not overwrite:
+        refuse_other_results(out, request.provenance, folders.values())
+    if request.only is not None:
+        open_slide(request.only, config.data.assume_mpp).close()
+    return request
 
 
 @contextmanager

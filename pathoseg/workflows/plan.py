@@ -61,7 +61,7 @@ def plan(
     config = load_config(config_file, flags)
     for folder in (out, *([] if draw is None else [draw.parent])):
         folder.mkdir(parents=True, exist_ok=True)
-    hardware = find_hardware(config.parallel.hardware)
+    hardware = find_hardware(config.parallel)
     request = plan_request(config, hardware)
     model = _build(config)
     graphs = price(model, config, hardware)
@@ -142,7 +142,7 @@ def _build(config: Config) -> nn.Module:
     torch.manual_seed(config.seed)
     if wanted.is_factory:
         return build_model(wanted, wanted.name)
-    with torch.device(pick_device() if config.parallel.profile else "meta"):
+    with torch.device(pick_device(config.parallel.device) if config.parallel.profile else "meta"):
         return build_model(wanted)
 
 

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from pathoseg.config import (
     load_config,
     write_config,
 )
-from pathoseg.device import MEAN, STD, pick_device
+from pathoseg.device import MEAN, STD, device_name, pick_device
 from pathoseg.errors import PathosegError, StoppedError
 from pathoseg.inference.segmenter import class_table_of, default_overlap
 from pathoseg.interruption import Interruption
@@ -39,7 +39,8 @@ from pathoseg.models.build import (
     edge_reach,
     tile_multiple,
 )
-from pathoseg.models.bundle import CARD, Bundle, load_bundle, load_card, save_bundle
+from pathoseg.models.bundle import Bundle, load_bundle, load_card, save_bundle
+from pathoseg.models.bundle_identity import CARD
 from pathoseg.models.losses import build_loss
 from pathoseg.outputs.atomic import replaced, write_text
 from pathoseg.outputs.run_report import PAGE, Run, write_run_report
@@ -77,10 +78,13 @@ from pathoseg.training.run_folder import (
     CONFIG,
     SPLITS,
     START,
+    clear_run,
     finish_run,
     is_finished,
     make_run,
     new_run,
+    refuse_changes,
+    refuse_overwriting,
     reopen_run,
     run_to_resume,
 )
@@ -115,6 +119,7 @@ def launch(
     resume: bool,
     trace: bool,
     arguments: Sequence[str],
+    overwrite: bool = False,
 ) -> int:
     """Train here, or on several ranks of this machine where so many are asked for.
 
@@ -125,14 +130,16 @@ def launch(
         resume: As for `train`.
         trace: As for `train`.
         arguments: The command line's, for ranks to be started.
+        overwrite: As for `train`.
 
     Returns:
         The exit code.
     """
     wanted = ranks_to_start(config_file, flags, out, resume)
+    refuse_overwriting(out, resume, overwrite)
     code = start_ranks(wanted.ranks, arguments, wanted.transport)
     if code is None:
-        train(config_file, flags, out, resume, trace)
+        train(config_file, flags, out, resume, trace, overwrite)
     return code or 0
 
 
@@ -142,6 +149,7 @@ def train(
     out: Path | None,
     resume: bool,
     trace: bool = False,
+    overwrite: bool = False,
 ) -> Path:
     """Trains until the epochs, the time limit or the patience end; returns the run's folder.
 
@@ -151,12 +159,14 @@ def train(
         out: The run's folder; None takes a new one, or the newest unfinished one.
         resume: Go on with a run.
         trace: On several ranks, draw what they do in one step.
+        overwrite: Replace the run that `out` holds, once all input is read.
 
     Raises:
         PathosegError: Anything that keeps the run from starting or going on.
         StoppedError: A signal came; `--resume` goes on.
     """
     wanted = ranks_to_start(config_file, flags, out, resume)
+    refuse_overwriting(out, resume, overwrite)
     if wanted.ranks > 1 and find_world().launcher is None:
         raise PathosegError(
             f"[parallel] ranks = {wanted.ranks} asks for ranks, and this program is one process.",
@@ -164,7 +174,7 @@ def train(
         )
     # Where memory is limited a plan says what is kept of it, on one rank too.
     with joined(wanted.transport, alone=wanted.memory is not None) as transport:
-        return _train(config_file, flags, out, resume, trace, transport)
+        return _train(config_file, flags, out, resume, trace, overwrite, transport)
 
 
 def ranks_to_start(
@@ -199,6 +209,7 @@ def _train(
     out: Path | None,
     resume: bool,
     trace: bool,
+    overwrite: bool,
     transport: Transport | None,
 ) -> Path:
     started = time.monotonic()
@@ -207,16 +218,19 @@ def _train(
             "--trace draws how ranks take turns, and this run has one rank.",
             "Add --ranks N or [parallel] memory, or leave out --trace.",
         )
-    run, config, earlier, longer = _start(config_file, flags, out, resume, transport)
+    run, config, earlier, going_on, longer = _start(
+        config_file, flags, out, resume, overwrite, transport
+    )
     if transport is None and config.parallel.order != AUTO:
         say(f"One process: the order {config.parallel.order} is for several ranks (--ranks).")
-    if is_finished(run) and not longer:
+    if going_on and is_finished(run) and not longer:
         say(f"{run} is finished; its model is in {run / 'model'}.")
         return run
     # A run goes on with the slides and splits that it began with.
-    recorded = run / SPLITS if (run / SPLITS).is_file() else None
+    recorded = run / SPLITS if going_on and (run / SPLITS).is_file() else None
     own = None if recorded is None else read_rows(recorded).keys()
-    sources = find_labelled_slides(config, _recorded_classes(run), own)
+    known = _recorded_classes(run) if going_on else None
+    sources = find_labelled_slides(config, known, own)
     table = find_table(config.data) if recorded is None else recorded
     held = classes_held(sources)
     members = split_slides([*held], table, config.seed, config.data.val_share, held)
@@ -239,7 +253,7 @@ def _train(
         config = replace(config, train=replace(config.train, microbatch=plan.microbatch))
     else:
         traced = read_model(model, config)
-        if traced is not None and pick_device().type == "cpu":
+        if traced is not None and pick_device(config.parallel.device).type == "cpu":
             check_host(traced.graph, config)
     readers = config.train.readers or share_of_cores(transport)
     card = _card(config, sources, members, model, origin)
@@ -258,6 +272,8 @@ def _train(
         for warning in warnings_of(facts, sources.classes, config, ()):
             say(f"Take care: {warning}")
         if transport is None or transport.rank == 0:
+            if not going_on and (run / CONFIG).exists():
+                clear_run(run)
             _begin(run, config, members, plan, model, card)
         interruption.advice = f"Continue with: pathoseg train --resume --out {run}"
         task = make_task(config.model.task, sources.classes, config.tiles.min_cover)
@@ -265,7 +281,7 @@ def _train(
         batch = config.train.microbatch or config.train.batch
         engine: Engine
         if transport is None or plan is None:
-            device = pick_device()
+            device = pick_device(config.parallel.device)
             whole = WholeModel(model.to(device), traced, config.seed, device)
             engine = OneDevice(model, whole.forward, loss, task, card, config.train)
         else:
@@ -336,8 +352,8 @@ def _report(
         cells["Patient"] = member.patient
         slide_rows.append([cells.get(title, "") for title in (*titles, *classes.names)])
     has_score = progress.best_epoch and any(one.member.split == "val" for one in facts)
-    device, ranks = pick_device(), 1 if plan is None else plan.ranks
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
+    device, ranks = pick_device(config.parallel.device), 1 if plan is None else plan.ranks
+    name = processor_name() if device.type == "cpu" else device_name(device)
     order = "" if plan is None or ranks == 1 else f": {plan.order}, {plan.stages} stages"
     going_on = f"It goes on with: pathoseg train --resume --out {run}"
     return Run(
@@ -376,15 +392,16 @@ def _start(
     flags: Mapping[str, Mapping[str, Any]],
     out: Path | None,
     resume: bool,
+    overwrite: bool,
     transport: Transport | None,
-) -> tuple[Path, Config, EarlierModel | None, bool]:
+) -> tuple[Path, Config, EarlierModel | None, bool, bool]:
     """Find the folder of a new run, not made yet, or of the run to go on with; rank 0 does.
 
     A run that never began is begun by `--resume` too.
 
     Returns:
-        The folder; the options; what a new run starts from, if anything; whether a run that goes
-        on is given other limits.
+        The folder; the options; what a new run starts from, if anything; whether a run goes on,
+        and whether one that does is given other limits.
     """
     going_on = False
     if transport is None or transport.rank == 0:
@@ -392,7 +409,7 @@ def _start(
             out = follow_pointer(out) if out else _resumed(flags)
         going_on = resume and out is not None and (out / CONFIG).is_file()
         if not going_on:
-            out = new_run(out)
+            out = new_run(out, overwrite)
     if transport is not None:
         told = json.loads(transport.gather(json.dumps([going_on, str(out)]))[0])
         going_on, out = told[0], Path(told[1])
@@ -404,13 +421,13 @@ def _start(
             earlier = read_earlier(config.train.start_from, _factory(config))
             _agree_on(earlier, transport)
             config = take_options(config, given, earlier)
-        return out, config, earlier, False
+        return out, config, earlier, False, False
     recorded = load_config(out / CONFIG, unnumbered=UNNUMBERED)
     # What is left out goes on as it was, also where the earlier model had decided it.
     asked = load_config(out / CONFIG, given, UNNUMBERED)
     limits = {limit: getattr(asked.train, limit) for limit in LIMITS}
     train = replace(recorded.train, **limits)
-    _refuse_changes(out, replace(recorded, train=train), asked)
+    refuse_changes(out, replace(recorded, train=train), asked)
     longer = train != recorded.train
     if longer:
         check_limits(out, recorded.train, train)
@@ -419,7 +436,7 @@ def _start(
     microbatch = asked.train.microbatch or recorded.train.microbatch or recorded.train.batch
     train = replace(train, microbatch=microbatch)
     parallel = load_config(config_file or out / CONFIG, flags, recorded.format).parallel
-    return out, replace(recorded, train=train, parallel=parallel), None, longer
+    return out, replace(recorded, train=train, parallel=parallel), None, True, longer
 
 
 def _agree_on(earlier: EarlierModel, transport: Transport | None) -> None:
@@ -515,24 +532,6 @@ def _prolong(run: Path, config: Config) -> None:
     reopen_run(run)
     with replaced(run / CONFIG) as draft:
         write_config(replace(recorded, train=replace(recorded.train, **limits)), draft)
-
-
-def _refuse_changes(run: Path, recorded: Config, asked: Config) -> None:
-    """A resumed run goes on as it began: another would be another run. But it may do so on other
-    ranks, and in other microbatches."""
-    train = replace(asked.train, microbatch=recorded.train.microbatch)
-    before, now = asdict(recorded), asdict(replace(asked, parallel=recorded.parallel, train=train))
-    for section, values in now.items():
-        if values != before[section]:
-            changed = (
-                [f"{section}.{key}" for key in values if values[key] != before[section][key]]
-                if isinstance(values, dict)
-                else [section]
-            )
-            raise PathosegError(
-                f"{run} was begun with other values of {', '.join(changed)}.",
-                "Leave these options out to go on, or start a new run without --resume.",
-            )
 
 
 def _factory(config: Config) -> str | None:

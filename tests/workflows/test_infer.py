@@ -508,19 +508,3 @@ def test_a_network_of_ones_own_runs_only_when_it_is_named(
     code, said = command(*arguments, "--factory", "ownnet:make")
     assert code == 0, said
     assert set(np.unique(_mask(Path("out/slide0")))) <= {0, 1}
-
-
-def test_another_models_result_is_made_again(
-    tmp_path: Path, command: Command, tiny_bundle: SaveBundle
-) -> None:
-    slide, model, out = _draw(tmp_path / "a.png"), tiny_bundle(), tmp_path / "out"
-    call = ("infer", slide, "--model", model, "--out", out, *MPP, "--resume")
-    assert command(*call)[0] == 0
-    assert "already done" in command(*call)[1]
-    card = json.loads((model / "model.json").read_text())
-    card["training"] = {"note": "another run"}
-    (model / "model.json").write_text(json.dumps(card))
-    assert "already done" not in command(*call)[1]
-    other = _draw(tmp_path / "b.png", seed=1)
-    assert command("infer", other, "--model", model, "--out", out, *MPP)[0] == 0
-    assert {row["slide"] for row in _table(out / "summary.csv")} == {"a.png", "b.png"}

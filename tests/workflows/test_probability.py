@@ -185,7 +185,7 @@ def test_a_result_is_made_again_where_certainty_is_asked_for(
     slide, out = draw(tmp_path / "s.png", 96, 96), tmp_path / "out"
     (tmp_path / "c.toml").write_text(ALL)
     call = ("infer", slide, "--model", tiny_bundle(), "--out", out, *MPP)
-    asked = ("--config", tmp_path / "c.toml", "--resume")
+    asked = ("--config", tmp_path / "c.toml", "--resume", "--overwrite")
     assert command(*call)[0] == 0
     assert not {path.name for path in (out / "s").iterdir()} & CERTAINTY
     assert summary(out / "s")["least_certain"] is None
@@ -195,5 +195,7 @@ def test_a_result_is_made_again_where_certainty_is_asked_for(
     (out / "s" / "uncertainty.ome.tiff").write_bytes(b"cut short")
     assert "already done" not in command(*call, *asked)[1]
     assert read(out / "s")[2].shape == (96, 96)
-    assert command(*call)[0] == 0  # without: the new result takes the place of the whole folder
+    assert (
+        command(*call, "--overwrite")[0] == 0
+    )  # without: the new result takes the place of the whole folder
     assert not {path.name for path in (out / "s").iterdir()} & CERTAINTY

@@ -225,8 +225,33 @@ def test_a_finished_run_is_not_trained_again(toy_slides: Path) -> None:
     before = (run / "metrics.csv").stat().st_mtime_ns
     train(None, {}, run, resume=True)
     assert (run / "metrics.csv").stat().st_mtime_ns == before
-    with pytest.raises(PathosegError, match="already holds a run"):
+    with pytest.raises(PathosegError, match=r"already holds a run, finished, by .*config\.toml"):
         train(Path("tiny.toml"), flags, run, resume=False)
+
+
+def test_a_run_is_replaced_once_all_input_is_read(toy_slides: Path) -> None:
+    flags: dict[str, dict[str, Any]] = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 2}}
+    run = train(Path("tiny.toml"), flags, Path("run"), resume=False)
+    calm = _rows(run)
+    (run / "notes.txt").write_text("mine")
+    (run / "evaluation.csv").touch()
+    (run / "splits.csv").write_text("slide,patient,split\n")  # of no slide any more
+    latest = Path("runs/latest").resolve()
+    assert latest == run.resolve()
+    for options, out, resume, words in (
+        ({"start_from": "nothing"}, run, False, "nothing"),
+        ({}, run, True, "--resume goes on"),
+        ({}, None, False, "is not given"),
+    ):
+        with pytest.raises(PathosegError, match=words):
+            train(Path("tiny.toml"), flags | {"train": options}, out, resume, overwrite=True)
+        assert _rows(run) == calm, "nothing is touched by what is refused"
+        assert (run / "summary.json").exists()
+    assert train(Path("tiny.toml"), flags, run, resume=False, overwrite=True) == run
+    assert _rows(run) == calm, "it begins anew"
+    assert not (run / "evaluation.csv").exists()
+    assert (run / "notes.txt").read_text() == "mine"
+    assert bundle_of(None).resolve() == (run / "model").resolve()
 
 
 def test_slides_that_came_later_stay_out_of_a_run_that_goes_on(toy_slides: Path) -> None:

@@ -16,7 +16,8 @@ import torch
 
 from pathoseg.config import load_config
 from pathoseg.errors import PathosegError
-from pathoseg.models.bundle import bundle_id, load_bundle
+from pathoseg.models.bundle import load_bundle
+from pathoseg.models.bundle_identity import bundle_id
 from pathoseg.training import trainer
 from pathoseg.training.run_folder import bundle_of, is_finished
 from pathoseg.training.trainer import LAST, Progress, check_limits, read_progress, save_checkpoint

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from pathoseg.device import is_pinned_for
 from pathoseg.parallel.activations.pinned_arena import Arena, Room
 from pathoseg.parallel.activations.streams import Lane, Streams
 
@@ -304,7 +305,7 @@ class Direct:
         self.peak = 0
         self._held = 0
         self._streams, self._device = streams, device
-        self._pins = form.pins and device.type == "cuda"
+        self._pins = form.pins and is_pinned_for(device)
         self._goes_on = form in (OffloadMode.NON_BLOCKING, OffloadMode.PINNED_NON_BLOCKING)
 
     def leave(self, source: Tensor, label: Label, lasting: bool = False) -> _Away:
@@ -363,6 +364,6 @@ def copies_of(
     if form is OffloadMode.NONE:
         return None
     if form is OffloadMode.OVERLAPPED:
-        arena = Arena(host_bytes, pinned=device.type == "cuda")
+        arena = Arena(host_bytes, device)
         return Overlapped(streams, device, arena, window, turns)
     return Direct(streams, device, form)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pathoseg.errors import PathosegError
-from pathoseg.memory_size import memory_text
+from pathoseg.device import PinnedMemory, is_pinned_for
 
 _ALIGNMENT = 512  # bytes
 
@@ -36,8 +34,7 @@ class Arena:
 
     Args:
         size: Bytes of the first slab; another is added where that is not enough.
-        pinned: Whether a CUDA device copies from and to it: slabs are then pinned as they are,
-            where torch's own pinned memory would be rounded up to a power of two.
+        device: Copies from and to it; slabs are pinned where that serves it.
 
     Attributes:
         held: Bytes that are taken now.
@@ -47,15 +44,13 @@ class Arena:
         PathosegError: The host has not as much memory to pin; so does `take`.
     """
 
-    def __init__(self, size: int, pinned: bool) -> None:
+    def __init__(self, size: int, device: torch.device) -> None:
         self.held = self.peak = 0
-        self._pinned = pinned
+        self._device = device
         self._slabs: list[Tensor] = []
+        self._pinned: list[PinnedMemory] = []
         self._free: list[Room] = []
         self._marks: dict[Room, Any] = {}
-        if pinned:
-            # The process's end unpins by itself.
-            weakref.finalize(self, _unpin, self._slabs).atexit = False
         if size:
             self._grow(_aligned(size))
 
@@ -114,23 +109,12 @@ class Arena:
         return self._slabs[room.slab][room.start : room.start + size]
 
     def _grow(self, size: int) -> None:
-        slab = torch.empty(size, dtype=torch.uint8)
-        if self._pinned:
-            failed = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), size, 0)  # type: ignore[no-untyped-call]  # untyped in torch
-            if int(failed):
-                raise PathosegError(
-                    f"CUDA cannot pin {memory_text(size)} of host memory (error {int(failed)}).",
-                    "Give the job more host memory, or raise its limit of locked memory "
-                    "(ulimit -l).",
-                )
-        self._slabs.append(slab)
+        if is_pinned_for(self._device):
+            self._pinned.append(PinnedMemory(size, self._device))
+            self._slabs.append(self._pinned[-1].bytes)
+        else:
+            self._slabs.append(torch.empty(size, dtype=torch.uint8))
         self._free.append(Room(len(self._slabs) - 1, 0, size))
-
-
-def _unpin(slabs: list[Tensor]) -> None:
-    torch.cuda.synchronize()
-    for slab in slabs:
-        torch.cuda.cudart().cudaHostUnregister(slab.data_ptr())  # type: ignore[no-untyped-call]  # untyped in torch
 
 
 def _aligned(size: int) -> int:

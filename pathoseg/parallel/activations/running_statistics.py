@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+from pathoseg.device import widest
 from pathoseg.parallel.graph.layer_graph import LayerGraph
 
 _Call = tuple[int, Any]  # position of the layer, norm
@@ -183,7 +184,7 @@ def _apply(norms: Sequence[Any], rows: Sequence[Tensor]) -> None:
     widths = torch.tensor([len(buffer) for buffer in buffers], device=running.device)
     for row in rows:
         momenta = [momentum for norm in norms for momentum in [_momentum(norm)] * 2]
-        share = torch.tensor(momenta, dtype=torch.float64, device=running.device)
+        share = torch.tensor(momenta, dtype=widest(running.device), device=running.device)
         share = share.repeat_interleave(widths)
         running = (1 - share).to(running.dtype) * running + share.to(running.dtype) * row
     values = torch.split(running, [len(buffer) for buffer in buffers])

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pathoseg.device import current_stream, has_streams, synchronize
+
 
 class Lane(Enum):
     """A queue of work on the device, run in order; the three lanes run beside each other."""
@@ -44,7 +46,7 @@ class Streams(Protocol):
 
 
 class HostStreams:
-    """The streams of a CPU, where work is done when it is issued; a mark is a time."""
+    """The streams of a device whose copies are done when they are issued; a mark is a time."""
 
     def copy(self, lane: Lane, into: Tensor, source: Tensor) -> None:
         into.copy_(source)
@@ -68,8 +70,8 @@ class HostStreams:
         return float(mark)
 
 
-class CudaStreams:
-    """The streams of a CUDA device; a mark is an event.
+class DeviceStreams:
+    """The streams of an accelerator; a mark is an event.
 
     Args:
         device: The device.
@@ -77,16 +79,16 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._timed = device, False
-        self._side = {lane: torch.cuda.Stream(device) for lane in (Lane.OUT, Lane.BACK)}  # type: ignore[no-untyped-call]  # untyped in torch
+        self._side = {lane: torch.Stream(device) for lane in (Lane.OUT, Lane.BACK)}
         self._zero: Any = None
         self._zero_seconds = 0.0
 
     def copy(self, lane: Lane, into: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(self._stream(lane)):
+        with self._stream(lane):
             into.copy_(source, non_blocking=True)
 
     def mark(self, lane: Lane) -> Any:
-        event = torch.cuda.Event(enable_timing=self._timed)  # type: ignore[no-untyped-call]  # untyped in torch
+        event = torch.Event(self._device, enable_timing=self._timed)
         event.record(self._stream(lane))
         return event
 
@@ -97,25 +99,29 @@ class CudaStreams:
         return bool(mark.query())
 
     def start_clock(self) -> None:
-        torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         self._timed = True
         self._zero = self.mark(Lane.COMPUTE)
-        torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         self._zero_seconds = time.perf_counter()
 
     def settle(self) -> None:
-        torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         self._timed = False
 
     def seconds(self, mark: Any) -> float:
         return self._zero_seconds + float(self._zero.elapsed_time(mark)) / 1e3
 
-    def _stream(self, lane: Lane) -> Any:
+    def _stream(self, lane: Lane) -> torch.Stream:
         if lane is Lane.COMPUTE:
-            return torch.cuda.current_stream(self._device)
+            return current_stream(self._device)
         return self._side[lane]
 
 
 def streams_of(device: torch.device) -> Streams:
-    """Return the lanes of a device: CUDA streams, or none beside the process itself on a CPU."""
-    return CudaStreams(device) if device.type == "cuda" else HostStreams()
+    """Return the lanes of a device: its streams, or where it has none beside its one queue, none.
+
+    A copy between the host and a device with one queue (MPS) is done when it is issued, as on a
+    CPU.
+    """
+    return DeviceStreams(device) if has_streams(device) else HostStreams()

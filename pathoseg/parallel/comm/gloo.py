@@ -102,7 +102,7 @@ class GlooWire:
         host: The address of this rank.
     """
 
-    reads_cuda = False
+    reads = frozenset[str]()
 
     def __init__(self, store: Store, rank: int, ranks: int, host: str) -> None:
         self.rank = rank

@@ -15,15 +15,15 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pathoseg.errors import PathosegError
 from pathoseg.host_memory import keep_freed_memory
-from pathoseg.parallel.comm.process_transport import ProcessTransport
-from pathoseg.parallel.comm.transport import Transport
 from pathoseg.platform_support import cores_to_use, usable_cores
+
+if TYPE_CHECKING:  # torch, which a command that is refused does not wait for
+    from pathoseg.parallel.comm.process_transport import ProcessTransport
+    from pathoseg.parallel.comm.transport import Transport
 
 Choice = Literal["auto", "mpi", "gloo", "nccl"]
 
@@ -164,19 +164,22 @@ def use_host_share(share: HostShare) -> int:
     """Compute with this process's part of its host, as `connect` has it without any message.
 
     PyTorch's threads are its share of the cores (`cores_to_use`); a set `OMP_NUM_THREADS` is left
-    as it is. GPUs are dealt out to the ranks in turn.
+    as it is. Accelerators are dealt out to the ranks in turn.
 
     Returns:
         The number of cores that this process may keep busy.
     """
+    import torch
+
+    from pathoseg.device import pick_device, share_devices
+
     # A launcher that binds leaves each rank its cores, one that does not leaves it all.
     whole = share.cores or len(usable_cores(os.getppid()))
     whole = min(whole, len(usable_cores()) * share.ranks)
     cores = cores_to_use(whole, share.ranks, share.in_task)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(share.rank % torch.cuda.device_count())
+    share_devices(pick_device(), share.rank)
     return cores
 
 
@@ -204,6 +207,8 @@ def connect(choice: Choice = "auto", world: World | None = None) -> ProcessTrans
     Raises:
         PathosegError: The ranks cannot meet, or not by this transport.
     """
+    import torch
+
     world = find_world() if world is None else world
     if choice == "mpi" or (choice == "auto" and world.launcher == "mpirun"):
         from pathoseg.parallel.comm.mpi import connect_mpi

@@ -73,7 +73,7 @@ class MpiWire:
         local = node.Get_size() == self.ranks
         node.Free()
         self.host = "127.0.0.1" if local else os.environ.get("MASTER_ADDR") or self._address()
-        self.reads_cuda = _reads_cuda(self._mpi)
+        self.reads = frozenset({"cuda"} if _reads_cuda(self._mpi) else ())
 
     def announce(self, text: str) -> str:
         """Return rank 0's text on every rank; the other ranks' own are ignored."""

@@ -82,7 +82,7 @@ class OrderedWire:
         channels: Carry the others.
     """
 
-    reads_cuda = True
+    reads = frozenset({"cuda"})
 
     def __init__(self, words: Wire, channels: Channels) -> None:
         self.rank = words.rank

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pathoseg.device import current_stream, record
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.comm.heartbeat import Heartbeat
 from pathoseg.platform_support import yield_core
@@ -66,7 +67,7 @@ class Request(Protocol):
 
 
 class CopyEvent(Protocol):
-    """A point in a device's work; torch.cuda.Event is one."""
+    """A point in a device's work; torch.Event is one."""
 
     def query(self) -> bool:
         """Return True if the device has passed the event."""
@@ -80,12 +81,12 @@ class Wire(Protocol):
     Attributes:
         rank: This rank.
         ranks: The number of ranks.
-        reads_cuda: Whether it sends and receives CUDA memory.
+        reads: Types of accelerators whose memory it sends and receives.
     """
 
     rank: int
     ranks: int
-    reads_cuda: bool
+    reads: frozenset[str]
 
     def send(self, data: Tensor, to: int, tag: int) -> Request:
         """Begin to send a tensor: uint8, one dimension; it must not change until that is done."""
@@ -171,11 +172,11 @@ class ProcessTransport:
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Operation:
         what = f"rank {to} to take message {tag}"
-        return self._begin(what, self._send(tensor, to, tag), tensor.is_cuda)
+        return self._begin(what, self._send(tensor, to, tag), not tensor.is_cpu)
 
     def receive(self, into: Tensor, source: int, tag: int) -> Operation:
         what = f"message {tag} of rank {source}"
-        return self._begin(what, self._receive(into, source, tag), into.is_cuda)
+        return self._begin(what, self._receive(into, source, tag), not into.is_cpu)
 
     def sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Operation:
         return self._begin(f"the sum over ranks {ranks}", self._sum(tensor, ranks), True)
@@ -242,26 +243,26 @@ class ProcessTransport:
 
     def _send(self, tensor: Tensor, to: int, tag: int) -> _Steps:
         data = _bytes(tensor)
-        if tensor.is_cuda:
-            if not self._wire.reads_cuda:
+        if not tensor.is_cpu:
+            if tensor.device.type not in self._wire.reads:
                 data = torch.empty_like(data, device="cpu", pin_memory=True)
                 data.copy_(_bytes(tensor), non_blocking=True)
-            yield [Turn(_come_so_far(tensor.device), self._turns)]
+            yield [Turn(record(tensor.device), self._turns)]
         yield [self._wire.send(data, to, tag)]
 
     def _receive(self, into: Tensor, source: int, tag: int) -> _Steps:
         data = _bytes(into)
-        if not into.is_cuda:
+        if into.is_cpu:
             yield [self._wire.receive(data, source, tag)]
-        elif self._wire.reads_cuda:
+        elif into.device.type in self._wire.reads:
             # Work that was enqueued earlier may still use this memory.
-            yield [Turn(_come_so_far(into.device), self._turns)]
+            yield [Turn(record(into.device), self._turns)]
             yield [self._wire.receive(data, source, tag)]
         else:
-            stream = torch.cuda.current_stream(into.device)
+            stream = current_stream(into.device)
             pinned = torch.empty_like(data, device="cpu", pin_memory=True)
             yield [self._wire.receive(pinned, source, tag)]
-            with torch.cuda.stream(stream):
+            with stream:
                 data.copy_(pinned, non_blocking=True)
 
     def _sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> _Steps:
@@ -339,11 +340,6 @@ class Turn:
             return False
         self._turns.popleft()
         return True
-
-
-def _come_so_far(device: torch.device) -> CopyEvent:
-    event: CopyEvent = torch.cuda.current_stream(device).record_event()
-    return event
 
 
 def look_again(turns: int) -> None:

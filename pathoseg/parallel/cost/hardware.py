@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import resources
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 from uuid import uuid4
 
 from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
@@ -115,7 +115,7 @@ class Hardware:
 
     Attributes:
         name: Its name for the user.
-        device: `cpu` or `cuda`.
+        device: `cpu`, or the type of an accelerator by torch's name, such as `cuda`.
         memory: Bytes that a rank has.
         flops: Peak floating-point operations a second, by torch's name of the dtype.
         bandwidth: Peak bytes a second between the device and its memory.
@@ -130,7 +130,7 @@ class Hardware:
     """
 
     name: str
-    device: Literal["cpu", "cuda"]
+    device: Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$")]
     memory: _Count
     flops: Mapping[str, _Positive]
     bandwidth: _Positive

@@ -15,6 +15,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
+from pathoseg.device import has_streams, is_pinned_for, record, synchronize
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.cost.calibration_layers import reference_networks
 from pathoseg.parallel.cost.cost_model import CostModel, LayerTime
@@ -225,7 +226,8 @@ class Whole:
 
 
 def time_copies(device: torch.device, rounds: int = 5) -> Link:
-    """Measure the link of a device to its host's memory by copies of two sizes, pinned for CUDA.
+    """Measure the link of a device to its host's memory by copies of two sizes, pinned where
+    that serves it.
 
     Args:
         device: The device.
@@ -234,7 +236,7 @@ def time_copies(device: torch.device, rounds: int = 5) -> Link:
     clock = _clock(device)
     seconds = []
     for size in (_SHORT, _LONG):
-        source = torch.ones(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        source = torch.ones(size, dtype=torch.uint8, pin_memory=is_pinned_for(device))
         target = torch.ones(size, dtype=torch.uint8, device=device)
         taken = []
         for _ in range(rounds):
@@ -275,21 +277,37 @@ class _HostClock:
         return host_seconds() - begin
 
 
-class _CudaClock:
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # untyped in torch
-        event.record()
-        return event
+class _StreamClock:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
-    def since(self, begin: torch.cuda.Event) -> float:
+    def mark(self) -> torch.Event:
+        return record(self._device, is_timed=True)
+
+    def since(self, begin: torch.Event) -> float:
         end = self.mark()
         end.synchronize()
-        milliseconds: float = begin.elapsed_time(end)
-        return milliseconds / 1e3
+        return float(begin.elapsed_time(end)) / 1e3
+
+
+class _QueueClock:
+    """The clock of a device with one queue, which is waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> float:
+        synchronize(self._device)
+        return perf_counter()
+
+    def since(self, begin: float) -> float:
+        return self.mark() - begin
 
 
 def _clock(device: torch.device) -> _Clock:
-    return _CudaClock() if device.type == "cuda" else _HostClock()
+    if device.type == "cpu":
+        return _HostClock()
+    return _StreamClock(device) if has_streams(device) else _QueueClock(device)
 
 
 def _dtype(value: Value) -> torch.dtype:

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
+from pathoseg.device import autocast_types
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.graph.memory_profile import Recorder
 
@@ -471,7 +472,7 @@ class Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped i
 
 
 def _contexts() -> tuple[bool, ...]:
-    return torch.is_grad_enabled(), *map(torch.is_autocast_enabled, ("cpu", "cuda"))
+    return torch.is_grad_enabled(), *map(torch.is_autocast_enabled, autocast_types())
 
 
 def _dice() -> tuple[Any, Any, torch.Tensor]:

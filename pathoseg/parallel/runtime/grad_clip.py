@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from pathoseg.device import widest
 from pathoseg.gradient_step import (
     LossScale,
     StepVerdict,
@@ -45,7 +46,7 @@ class GradientNorm:
         index = {name: number for number, name in enumerate(parameters)}
         self._counted = {id(parameters[name]): index[name] for name in counted}
         self._transport, self._device, self._parking = transport, device, parking
-        self._absent = torch.tensor(_ABSENT, dtype=torch.float64, device=device)
+        self._absent = torch.tensor(_ABSENT, dtype=widest(device), device=device)
 
     def agree(
         self, losses: Mapping[int, Tensor], microbatches: int, scale: LossScale
@@ -60,7 +61,7 @@ class GradientNorm:
             scale: The factor by which the losses were multiplied.
         """
         size = len(self._names)
-        told = torch.zeros(size + microbatches, dtype=torch.float64, device=self._device)
+        told = torch.zeros(size + microbatches, dtype=widest(self._device), device=self._device)
         found = {size + each: loss.to(told) for each, loss in losses.items()}
         changed = () if scale.scale == 1.0 else (Park.GRADIENTS,)
         for parameters in self._parking.in_turn(Park.GRADIENTS, changed=changed):

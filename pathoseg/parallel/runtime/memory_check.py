@@ -10,6 +10,7 @@ from socket import gethostname
 
 import torch
 
+from pathoseg.device import peak_memory
 from pathoseg.errors import PathosegError
 from pathoseg.memory_size import memory_text
 from pathoseg.parallel.activations.offload import OffloadMode
@@ -119,8 +120,7 @@ class Memory:
         figures = []
         if self.device_bytes:
             figures.append(f"{memory_text(self.on_device(rank))} were planned")
-        if device.type == "cuda":
-            taken = torch.cuda.max_memory_allocated(device)
+        if device.type != "cpu" and (taken := peak_memory(device)) is not None:
             figures.append(f"{memory_text(taken)} were taken at the peak")
         problem = f"Rank {rank} ran out of device memory {doing}"
         hint = (

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pathoseg.device import Inputs, answer
+from pathoseg.device import Inputs, answer, random_states, seed_random, set_random_states
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.graph.layer_graph import LayerGraph
 from pathoseg.parallel.graph.segment import Segment
@@ -183,31 +183,19 @@ class _Throws:
         _GENERATORS.release()
 
 
-def _generators(device: torch.device) -> list[torch.Generator]:
-    found = [torch.default_generator]
-    if device.type == "cuda":
-        torch.cuda.init()  # type: ignore[no-untyped-call]  # untyped in torch
-        index = torch.cuda.current_device() if device.index is None else device.index
-        found.append(torch.cuda.default_generators[index])
-    return found
-
-
 def _seed(seed: int, device: torch.device) -> None:
-    for generator in _generators(device):
-        generator.manual_seed(seed)
+    seed_random(device, seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
 def _state(device: torch.device) -> tuple[list[torch.Tensor], Any, Any]:
-    torchs = [generator.get_state() for generator in _generators(device)]
-    return torchs, random.getstate(), np.random.get_state(legacy=False)
+    return random_states(device), random.getstate(), np.random.get_state(legacy=False)
 
 
 def _restore(state: tuple[list[torch.Tensor], Any, Any], device: torch.device) -> None:
     torchs, python, numpys = state
-    for generator, kept in zip(_generators(device), torchs, strict=True):
-        generator.set_state(kept)
+    set_random_states(device, torchs)
     random.setstate(python)
     np.random.set_state(numpys)
 

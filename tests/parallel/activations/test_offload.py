@@ -117,7 +117,7 @@ def test_no_two_lanes_ever_race_and_the_bytes_are_those_that_left(
 ) -> None:
     streams = RacingStreams()
     device = Device(streams)
-    copies = Overlapped(streams, CPU, Arena(host, pinned=False), window, turns)
+    copies = Overlapped(streams, CPU, Arena(host, CPU), window, turns)
     empty = torch.empty
     held: deque[list[tuple[int, Any]]] = deque()
     value = 0
@@ -170,7 +170,7 @@ def test_no_two_lanes_ever_race_and_the_bytes_are_those_that_left(
 
 def test_no_more_than_a_window_waits_to_leave_or_is_back_early() -> None:
     streams = RacingStreams()
-    copies = Overlapped(streams, CPU, Arena(10_000, pinned=False), window=25)
+    copies = Overlapped(streams, CPU, Arena(10_000, CPU), window=25)
     tickets = [copies.leave(torch.full((10,), at, dtype=torch.uint8), LABEL) for at in range(6)]
     # The compute was told to wait for the four oldest copies, and goes on beside the latest two.
     assert [ticket.source is None for ticket in tickets] == [True] * 4 + [False] * 2
@@ -185,7 +185,7 @@ def test_no_more_than_a_window_waits_to_leave_or_is_back_early() -> None:
 
 def test_one_window_serves_directions_that_take_turns() -> None:
     streams = RacingStreams()
-    copies = Overlapped(streams, CPU, Arena(10_000, pinned=False), window=25, turns=True)
+    copies = Overlapped(streams, CPU, Arena(10_000, CPU), window=25, turns=True)
     tickets = [copies.leave(torch.full((10,), at, dtype=torch.uint8), LABEL) for at in range(6)]
     assert [ticket.source is None for ticket in tickets] == [True] * 4 + [False] * 2
     copies.ask(tickets[::-1])
@@ -197,7 +197,7 @@ def test_one_window_serves_directions_that_take_turns() -> None:
 
 def test_a_copy_is_not_waited_for_where_the_device_is_done() -> None:
     streams = RacingStreams()
-    copies = Overlapped(streams, CPU, Arena(10_000, pinned=False), window=10)
+    copies = Overlapped(streams, CPU, Arena(10_000, CPU), window=10)
     first = copies.leave(torch.zeros(10, dtype=torch.uint8), LABEL)
     streams.settle()
     copies.let_go()
@@ -209,7 +209,7 @@ def test_a_copy_is_not_waited_for_where_the_device_is_done() -> None:
 
 
 def test_an_arena_gives_the_same_memory_out_again() -> None:
-    arena = Arena(4_096, pinned=False)
+    arena = Arena(4_096, CPU)
     rooms = [arena.take(1_000)[0] for _ in range(4)]
     assert arena.bytes == 4_096
     assert arena.held == arena.peak == 4_096
@@ -225,7 +225,7 @@ def test_an_arena_gives_the_same_memory_out_again() -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 3_000)), max_size=60))
 def test_parts_of_an_arena_never_overlap(steps: list[tuple[bool, int]]) -> None:
-    arena = Arena(8_192, pinned=False)
+    arena = Arena(8_192, CPU)
     taken: list[tuple[Any, int]] = []
     for takes, size in steps:
         if takes or not taken:

@@ -67,7 +67,7 @@ class Library:
 class Tagged:
     """One rank's end of a library that knows tags: implements Wire."""
 
-    reads_cuda = False
+    reads = frozenset[str]()
 
     def __init__(self, library: Library, rank: int, ranks: int) -> None:
         self._library, self.rank, self.ranks = library, rank, ranks

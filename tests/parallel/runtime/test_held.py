@@ -77,7 +77,7 @@ def test_forwards_hold_what_their_retention_says(name: str, choice: str) -> None
     away = [size for size in _saved(graph, offloaded) if size >= SMALL]
     lost = sum(_saved(graph, recomputed))
     kept = sum(_saved(graph, names)) - sum(away) - lost
-    arena = Arena(2 * VISITS * sum(away), pinned=False)
+    arena = Arena(2 * VISITS * sum(away), CPU)
     stage = Stage(
         traced,
         partition,
