@@ -1,0 +1,12 @@
+"""The device on which the runtime's tests compute: the CPU, or the simulated one where it is loaded.
+
+The judge computes on the CPU in either case: the numbers of both are equal to the bit.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tests.simulated_device.device import NAME, is_loaded
+
+DEVICE = torch.device(NAME if is_loaded() else "cpu")
