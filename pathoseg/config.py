@@ -68,7 +68,13 @@ def _one_alone(given: object) -> object:
     return given[0] if isinstance(given, (list, tuple)) and len(given) == 1 else given
 
 
-DeviceName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*(:[0-9]+)?$")]
+def _device_name(given: object) -> object:
+    if not isinstance(given, str) or not re.fullmatch(r"[a-z][a-z0-9_]*(:[0-9]+)?", given):
+        raise ValueError("it is a name such as cpu, cuda or cuda:1")
+    return given
+
+
+DeviceName = Annotated[str, BeforeValidator(_device_name)]
 
 Names = Annotated[str | tuple[str, ...], BeforeValidator(_one_alone)]
 

@@ -102,22 +102,28 @@ def amp_dtype(
 ) -> torch.dtype | None:
     """Return the reduced precision to compute in, or None for float32 (always on CPUs).
 
-    By "auto" it is bfloat16 where the device computes in it, else float16. On MPS it is float32, as
-    neither what float16 saves there nor what it does to a training has been measured.
+    By "auto" it is bfloat16 where the device computes in it, else float16 if it has that. On MPS it
+    is float32, as neither what float16 saves there nor what it does to a training has been
+    measured.
     """
     if device.type == "cpu" or wanted == "none" or (wanted == "auto" and device.type == _UNIFIED):
         return None
     if wanted == "auto":
-        return torch.bfloat16 if _has_bfloat16(device) else torch.float16
+        return next(iter(_reduced_dtypes(device)), None)
     return torch.float16 if wanted == "fp16" else torch.bfloat16
 
 
-def _has_bfloat16(device: torch.device) -> bool:
+def _reduced_dtypes(device: torch.device) -> Sequence[torch.dtype]:
+    """Return the reduced precisions that an accelerator has, the better one first."""
     module = _module(device)
     if hasattr(module, "is_bf16_supported"):
         # What imitates bfloat16 (a V100, a T4) does so several times slower than it has float16.
-        return bool(module.is_bf16_supported(including_emulation=False))
-    return torch.bfloat16 in module.get_amp_supported_dtype()  # of PrivateUse1
+        has_bfloat16 = module.is_bf16_supported(including_emulation=False)
+        return (torch.bfloat16, torch.float16) if has_bfloat16 else (torch.float16,)
+    with suppress(AttributeError):  # that of a PrivateUse1 device, where it has autocast
+        had = module.get_amp_supported_dtype()
+        return [dtype for dtype in (torch.bfloat16, torch.float16) if dtype in had]
+    return ()
 
 
 def autocast_types() -> set[str]:

@@ -167,6 +167,7 @@ def train(
     """
     wanted = ranks_to_start(config_file, flags, out, resume)
     refuse_overwriting(out, resume, overwrite)
+    pick_device(wanted.device)  # before slides are read
     if wanted.ranks > 1 and find_world().launcher is None:
         raise PathosegError(
             f"[parallel] ranks = {wanted.ranks} asks for ranks, and this program is one process.",

@@ -246,3 +246,24 @@ def test_an_image_that_is_cut_short_is_named_in_a_batch(
     assert {path.parent.name for path in Path("results").glob("*/summary.json")} == {
         "slide0", "slide2", "slide3",
     }  # fmt: skip
+
+
+def test_a_device_that_is_not_there(
+    toy_slides: Path, command: Command, tiny_bundle: SaveBundle
+) -> None:
+    for arguments in (
+        ("infer", toy_slides / "slide0.png", "--model", tiny_bundle(), "--assume-mpp", "0.5"),
+        ("evaluate", "--slides", toy_slides, "--model", "model"),
+        ("train", "--slides", toy_slides, "--config", "tiny.toml", "--out", "run"),
+        ("calibrate", "--quick", "--out", "mine.json"),
+    ):
+        code, said = command(*arguments, "--device", "nothing:3")
+        assert code == 2, said
+        assert "There is no device nothing:3 here." in said
+        assert "Name one of cpu" in said
+    for place in ("results", "run", "mine.json"):
+        assert not Path(place).exists()
+    code, said = command("infer", toy_slides, "--device", "CUDA 1")
+    assert code == 2
+    assert "--device CUDA 1 does not fit" in said
+    assert "a name such as cpu, cuda or cuda:1" in " ".join(said.split())

@@ -34,7 +34,7 @@ def _few_cases() -> list[Case]:
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some layers of a small draw, on the CPU, once."""
     monkeypatch.setattr(workflow, "draw_cases", lambda scale: _few_cases())
-    monkeypatch.setattr(workflow, "pick_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(workflow, "pick_device", lambda name: torch.device("cpu"))
     monkeypatch.setattr(workflow, "_QUICK_ROUNDS", 1)
 
 
