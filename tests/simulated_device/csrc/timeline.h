@@ -30,9 +30,17 @@
 #include <random>
 #include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <c10/util/Exception.h>
+
+// Of Python, which has loaded this library.
+extern "C" {
+int PyGILState_Check();
+void* PyEval_SaveThread();
+void PyEval_RestoreThread(void*);
+}
 
 namespace sim {
 
@@ -430,6 +438,25 @@ inline Timeline& timeline() {
   return *found;
 }
 
-using Lock = std::lock_guard<std::recursive_mutex>;
+// Holds the timeline. Who holds Python's lock gives that away while it waits, as whoever has the
+// timeline may need it: to hold a tensor once more that Python knows takes Python's lock.
+class Lock {
+ public:
+  explicit Lock(std::recursive_mutex& mutex) : mutex_(mutex) {
+    while (!mutex_.try_lock()) {
+      void* const state = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+      std::this_thread::yield();
+      if (state) {
+        PyEval_RestoreThread(state);
+      }
+    }
+  }
+  ~Lock() { mutex_.unlock(); }
+  Lock(const Lock&) = delete;
+  Lock& operator=(const Lock&) = delete;
+
+ private:
+  std::recursive_mutex& mutex_;
+};
 
 }  // namespace sim
