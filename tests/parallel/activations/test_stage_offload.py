@@ -159,7 +159,7 @@ def _on_ranks(case: Case, memory: Memory, work: Callable[[Runner, Microbatches],
     parts = Microbatches(
         [SAMPLES] * schedule.microbatches,
         lambda at: {name: images[at]},
-        lambda at: images[at].mean((2, 3))[:, :2],
+        lambda at: images[at].mean((2, 3))[:, :2].to(DEVICE),
     )
 
     def rank(transport: Transport) -> Any:

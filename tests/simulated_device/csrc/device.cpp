@@ -15,6 +15,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/InferSize.h>
 #include <ATen/TensorUtils.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -645,7 +646,7 @@ at::Scalar local_scalar_dense(const Tensor& tensor) {
   return at::_local_scalar_dense(on_cpu(tensor));
 }
 
-Tensor as_strided(
+Tensor strided_view(
     const Tensor& tensor, IntArrayRef size, IntArrayRef stride, std::optional<int64_t> offset) {
   auto view = at::detail::make_tensor<c10::TensorImpl>(
       c10::TensorImpl::VIEW, c10::Storage(tensor.storage()), tensor.key_set(), tensor.dtype());
@@ -660,11 +661,11 @@ Tensor view(const Tensor& tensor, IntArrayRef size) {
   TORCH_CHECK(
       strides.has_value(), "view size is not compatible with input tensor's size and stride (at ",
       "least one dimension spans across two contiguous subspaces). Use .reshape(...) instead.");
-  return as_strided(tensor, sizes, *strides, tensor.storage_offset());
+  return strided_view(tensor, sizes, *strides, tensor.storage_offset());
 }
 
 Tensor reshape_alias(const Tensor& tensor, IntArrayRef size, IntArrayRef stride) {
-  return as_strided(tensor, size, stride, tensor.storage_offset());
+  return strided_view(tensor, size, stride, tensor.storage_offset());
 }
 
 Tensor& set_to_part(
@@ -723,7 +724,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_copy_from", copy_from);
   library.impl("_copy_from_and_resize", copy_from_and_resize);
   library.impl("_local_scalar_dense", local_scalar_dense);
-  library.impl("as_strided", as_strided);
+  library.impl("as_strided", strided_view);
   library.impl("view", view);
   library.impl("_reshape_alias", reshape_alias);
   library.impl("set_.source_Storage", set_to_storage);
@@ -760,6 +761,24 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
 }
 
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, library) { library.impl("dropout", dropout); }
+
+// ---- autocast, which chooses the precision of operators as it does on CUDA
+
+#define LOWER_PRECISION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+#define FULL_PRECISION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+#define FULL_PRECISION_RESULT(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
+#define WIDEST_PRECISION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, library) {
+  library.fallback(torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {  // `m` by the macros
+  AT_FORALL_LOWER_PRECISION_FP(LOWER_PRECISION)
+  AT_FORALL_FP32(FULL_PRECISION)
+  AT_FORALL_FP32_SET_OPT_DTYPE(FULL_PRECISION_RESULT)
+  AT_FORALL_PROMOTE(WIDEST_PRECISION)
+}
 
 // ---- what tests ask of the device
 
