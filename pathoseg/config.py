@@ -211,7 +211,8 @@ class TrainConfig:
             other limits goes on as one that had them from its start.
         warmup: Share of all steps over which the learning rate rises.
         clip: Largest global gradient norm; 0 leaves gradients alone.
-        amp: Arithmetic on CUDA; "auto" means bf16 where the device has it. CPUs use float32.
+        amp: Arithmetic on an accelerator; "auto" means bf16 where the device computes in it, else
+            fp16, and float32 on MPS. CPUs use float32.
         patience: Epochs without a better validation Dice before stopping; 0 never stops.
         validate_every: Epochs between validations.
         checkpoint_minutes: Minutes between checkpoints within an epoch.
