@@ -10,3 +10,9 @@ import torch
 from tests.simulated_device.device import NAME, is_loaded
 
 DEVICE = torch.device(NAME if is_loaded() else "cpu")
+
+
+def finish() -> None:
+    """Wait for all work of `DEVICE`: copies of a runner that is dropped would use freed memory."""
+    if DEVICE.type != "cpu":
+        torch.accelerator.synchronize(DEVICE)

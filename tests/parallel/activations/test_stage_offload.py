@@ -30,7 +30,7 @@ from pathoseg.parallel.schedule.gpipe import gpipe
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.schedule import Placement, Schedule, folded
 from tests.parallel.comm.thread_ranks import run_ranks
-from tests.parallel.computing_device import DEVICE
+from tests.parallel.computing_device import DEVICE, finish
 
 SAMPLES, STEPS = 2, 3
 ALL = frozenset(Park)
@@ -166,7 +166,9 @@ def _on_ranks(case: Case, memory: Memory, work: Callable[[Runner, Microbatches],
         runner = Runner(
             traced[transport.rank], partition, schedule, transport, DEVICE, training, memory
         )
-        return work(runner, parts)
+        result = work(runner, parts)
+        finish()
+        return result
 
     return run_ranks(whole.ranks, rank)
 
@@ -390,6 +392,8 @@ def _on_wide(form: OffloadMode, work: Callable[[Runner, Microbatches], None]) ->
     def rank(transport: Transport) -> None:
         memory = Memory(form=form, parked=ALL)
         partition = even(traced.graph, 4)
-        work(Runner(traced, partition, schedule, transport, DEVICE, training, memory), parts)
+        runner = Runner(traced, partition, schedule, transport, DEVICE, training, memory)
+        work(runner, parts)
+        finish()
 
     run_ranks(1, rank)
