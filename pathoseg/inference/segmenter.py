@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import IGNORE, ClassTable
 from pathoseg.config import Config
-from pathoseg.device import amp_dtype, pick_device
+from pathoseg.device import amp_dtype, memory_told, pick_device
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, ModelInput, Size
 from pathoseg.host_memory import LARGE, keep_freed_memory
@@ -181,7 +181,9 @@ def load_segmenter(bundle: Path, config: Config, factory: str | None) -> Segment
             f"A model of an earlier version: tiles of {card.tile} px are blended as then. [infer] "
             "tile = 2048 predicts what one pass over the slide would, and often sooner."
         )
-    return Segmenter(model.to(pick_device(config.parallel.device)), card, config, bundle_id(bundle))
+    device = pick_device(config.parallel.device)
+    with memory_told(f"The model {bundle}", "Lower [infer] batch, or choose another --device."):
+        return Segmenter(model.to(device), card, config, bundle_id(bundle))
 
 
 class Segmenter:

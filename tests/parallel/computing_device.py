@@ -1,4 +1,4 @@
-"""The device on which the runtime's tests compute: the CPU, or the simulated one where it is loaded.
+"""The device of the runtime's tests: the CPU, or the simulated one where that is loaded.
 
 The judge computes on the CPU in either case: the numbers of both are equal to the bit.
 """

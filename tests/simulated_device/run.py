@@ -29,8 +29,8 @@ def command(arguments: Sequence[str]) -> list[str]:
     """Return the command that runs pytest on files of `inside/`, or on all, with its options."""
     files = [str(HERE / "inside" / each) for each in arguments if each.startswith("test_")]
     options = [each for each in arguments if not each.startswith("test_")]
-    pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n0"]
-    return [*pytest, *(files or [str(HERE / "inside")]), *options]
+    plugins = ["-p", "no:cacheprovider", "-p", "tests.simulated_device.clean_device", "-n0"]
+    return [sys.executable, "-m", "pytest", *plugins, *(files or [str(HERE / "inside")]), *options]
 
 
 if __name__ == "__main__":

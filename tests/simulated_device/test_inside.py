@@ -11,14 +11,18 @@ import subprocess
 import pytest
 
 from tests.simulated_device.build import built_library, compiler
+from tests.simulated_device.mutate import SURVIVORS, TABLE, mutants, row_of, try_all
 from tests.simulated_device.run import HERE, ROOT, command, environment
 
 PARTS = sorted(path.name for path in (HERE / "inside").glob("test_*.py"))
+needs_compiler = pytest.mark.skipif(
+    compiler() is None, reason="no C++ compiler to build the device: install g++"
+)
 
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.skipif(compiler() is None, reason="no C++ compiler to build the device: install g++")
+@needs_compiler
 @pytest.mark.parametrize("part", PARTS)
 def test_on_the_simulated_device(part: str) -> None:
     built_library()
@@ -26,3 +30,22 @@ def test_on_the_simulated_device(part: str) -> None:
     done = subprocess.run(run, cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)
+
+
+def test_each_wait_of_the_product_was_taken_out_once() -> None:
+    """`make mutate` writes the table anew; here three of them are tried."""
+    table = TABLE.read_text().splitlines()
+    for mutant in mutants():
+        rows = [row for row in table if row.startswith(row_of(mutant))]
+        assert rows, f"{mutant} is not in {TABLE}: make mutate"
+        assert all("survives: None" not in row for row in rows), rows
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@needs_compiler
+def test_a_wait_that_is_taken_out_makes_a_test_fail() -> None:
+    built_library()
+    known = [each for each in mutants() if (each.function, each.code) not in SURVIVORS]
+    for mutant, fate in try_all(known[:: len(known) // 3 + 1]):
+        assert fate.killed, mutant

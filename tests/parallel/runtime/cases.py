@@ -193,7 +193,9 @@ def microbatches(case: Case, step: int) -> Microbatches:
     def part(index: int) -> tuple[Tensor, Tensor]:
         return samples(step, index, sizes[index], case.dtype)
 
-    return Microbatches(sizes, lambda index: {name: part(index)[0]}, lambda index: part(index)[1].to(DEVICE))
+    return Microbatches(
+        sizes, lambda index: {name: part(index)[0]}, lambda index: part(index)[1].to(DEVICE)
+    )
 
 
 def start(

@@ -23,6 +23,7 @@
 #include <ATen/ops/empty_like.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
@@ -301,8 +302,10 @@ Tensor made_of(c10::Storage storage, c10::DispatchKeySet keys, const Tensor& lik
   return made;
 }
 
-// A CPU tensor on the memory of another tensor, which owns nothing.
+// A CPU tensor on the memory of another tensor, which owns nothing. Late work may write to it when
+// inference mode has ended.
 Tensor borrowed(const Tensor& tensor) {
+  const c10::InferenceMode as_usual(false);
   const c10::Storage& storage = tensor.storage();
   c10::DataPtr data(const_cast<void*>(storage.data()), c10::Device(c10::kCPU));
   c10::Storage same(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pathoseg.device import MEAN, STD, Arrival, PinnedMemory, record, synchronize, to_input
 from pathoseg.parallel.activations.offload import Copies, Label, OffloadMode, copies_of
-from pathoseg.parallel.activations.streams import Lane, streams_of
+from pathoseg.parallel.activations.streams import DeviceStreams, Lane, streams_of
 from tests.simulated_device import device as sim
 
 SIM = torch.device("sim")
@@ -121,13 +121,16 @@ def test_only_modes_that_go_on_let_the_process_go_on(form: OffloadMode) -> None:
 
 def test_a_clock_begins_when_all_is_done_and_tells_when_marks_were_passed() -> None:
     sim.set_passes(0.0)
-    streams = streams_of(SIM)
+    streams = DeviceStreams(SIM)
     host = torch.zeros(8, dtype=torch.uint8, pin_memory=True)
     source = _bytes(8, 1)
     streams.wait(Lane.OUT, streams.mark(Lane.COMPUTE))
     streams.copy(Lane.OUT, host, source)
+    earlier = torch.Event(SIM, enable_timing=True)
+    earlier.record(streams._stream(Lane.OUT))
     streams.start_clock()
     assert host.all(), "all lanes are empty"
+    assert earlier.elapsed_time(streams._zero) >= 0, "they were so when the clock began"
     began = time.perf_counter()
     streams.copy(Lane.OUT, host, source)
     mark = streams.mark(Lane.OUT)

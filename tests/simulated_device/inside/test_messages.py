@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict, deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,12 @@ def test_sums_are_equal_on_both_ranks(size: int, passes: float) -> None:
     _finish(*(rank.sum(part, (0, 1)) for rank, part in zip(ranks, parts, strict=True)))
     for part in parts:
         assert part.tolist() == [3.0 * at for at in range(size)]
+
+
+def test_texts_of_both_ranks_are_awaited() -> None:
+    with ThreadPoolExecutor(2) as pool:
+        found = [*pool.map(lambda rank: rank.gather(f"of {rank.rank}"), _ranks())]
+    assert found == [["of 0", "of 1"]] * 2
 
 
 def test_what_is_received_is_ready_in_the_stream_that_asked_for_it() -> None:
