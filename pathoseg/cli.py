@@ -484,7 +484,7 @@ def plan(
     hardware: Annotated[
         str | None,
         typer.Option(
-            help="v100, a100, h200, cpu, or a file of `pathoseg calibrate`. "
+            help="A GPU such as a100 or l40s, cpu, or a file of `pathoseg calibrate`. "
             "[default: this machine's]",
             metavar="NAME|FILE",
         ),

@@ -283,10 +283,13 @@ class OutputsConfig:
         probability: Write `probability.ome.tiff` and `uncertainty.ome.tiff`, and name the least
             certain fields of each slide in its `summary.json` (docs/inference.md).
         ngff: Write `mask.ome.zarr`, the mask as OME-NGFF 0.5 labels (docs/formats.md).
+        dicom_seg: Write `mask.dcm`, the mask as DICOM SEG, of slides that are DICOM
+            (docs/formats.md).
     """
 
     probability: bool = False
     ngff: bool = False
+    dicom_seg: bool = False
 
 
 @dataclass(frozen=True)
@@ -318,7 +321,8 @@ class ParallelConfig:
         stages: Into how many stages the model is cut; None lets the planner choose.
         cut: Layers or modules before which the model is cut, instead of the planner's cuts.
         memory: What a rank has, such as "16GiB"; None means what the hardware has.
-        hardware: `v100`, `a100`, `h200`, `cpu` or a file of `pathoseg calibrate`; None means this
+        hardware: `v100`, `a100`, `h100`, `h200`, `b200`, `l40s`, `a40`, `a10`, `t4`, `rtx-4090`,
+            `rtx-6000-ada`, `cpu` or a file of `pathoseg calibrate`; None means this
             machine's device.
         profile: Times each distinct layer of the model on this machine, instead of pricing it by
             the hardware; memory and links stay the hardware's.

@@ -92,6 +92,13 @@ def device_name(device: torch.device) -> str:
     return str(device)
 
 
+def cuda_properties(device: torch.device) -> Any | None:
+    """Return what NVIDIA's driver tells of a CUDA device; None for any other, ROCm's too."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    return torch.cuda.get_device_properties(device)
+
+
 def _module(device: torch.device) -> Any:
     """Return the module of torch that has what only this kind of device has."""
     return torch.get_device_module(device)

@@ -188,6 +188,7 @@ def main() -> None:
                 ours, theirs = list[float](), list[float]()
                 for turn in range(3):  # alternating
                     places = random_places(side, count // 3, turn)
+                    client = Client(address)  # the server closes a connection that idles
                     ours += [client.tile(place) for place in places]
                     theirs += deepzoom_times(slide, places)
                 peak = peak_while_zooming(address, psutil.Process(server.pid), side, seconds)

@@ -46,7 +46,7 @@ from pathoseg.slides.slide import Slide, open_slide
 from pathoseg.tiles.stain import stain_densities
 from pathoseg.version import __version__
 
-MASK, ZARR_MASK = "mask.ome.tiff", "mask.ome.zarr"
+MASK, ZARR_MASK, DICOM_MASK = "mask.ome.tiff", "mask.ome.zarr", "mask.dcm"
 REGIONS = "regions.geojson"
 OBJECTS, OBJECT_TABLE = "objects.geojson", "objects.csv"
 
@@ -137,7 +137,8 @@ def publish(
     outlines = f"{REGIONS}{suffix}"
     objects: _ObjectOutput | None = None
     certainty: Certainty | None = None
-    add_to_zarr: Add | None = None
+    others = list[Add]()  # other files that take the mask
+    warnings = [] if plan.warning is None else [plan.warning]
     origin = f"{name} {segmenter.model_id}"
     with ExitStack() as stack:
         stack.enter_context(closing(rows))
@@ -161,9 +162,18 @@ def publish(
             from pathoseg.outputs.mask_zarr import zarr_mask_writer  # a second to import
 
             size, mpp = plan.output.size, plan.output.mpp
-            add_to_zarr = stack.enter_context(
-                zarr_mask_writer(folder / ZARR_MASK, size, mpp, classes)
-            )
+            path = folder / ZARR_MASK
+            others.append(stack.enter_context(zarr_mask_writer(path, size, mpp, classes)))
+        if config.outputs.dicom_seg:
+            from pathoseg.outputs.mask_dicom import dicom_mask_writer, read_source  # likewise
+
+            source = read_source(plan.slide, planned.level0.size)
+            if source is None:
+                warnings.append(f"{DICOM_MASK} is not written: the slide is no DICOM")
+            else:
+                path, model = folder / DICOM_MASK, segmenter.model_id
+                seg = dicom_mask_writer(path, source, plan.output, classes, model)
+                others.append(stack.enter_context(seg))
 
         def seen() -> Iterator[NDArray[np.uint8]]:
             nonlocal unread_tiles
@@ -173,8 +183,8 @@ def publish(
                     objects.add(row.planes[:3])
                 if certainty is not None:
                     certainty.add(row)
-                if add_to_zarr is not None:
-                    add_to_zarr(band)
+                for add in others:
+                    add(band)
                 pixels.update(count_pixels(band, classes))
                 interest.add_band(band)
                 small.add(band)
@@ -186,7 +196,6 @@ def publish(
     write_overlay(folder / OVERLAY, planned.picture, small.pixels, classes)
     ended = time.monotonic()
     tissue = plan.tissue.area_mm2
-    warnings = [] if plan.warning is None else [plan.warning]
     if not regions.total() and any(pixels[index] for index in range(1, len(classes))):
         warnings.append(
             f"no region reaches {options.min_region_um2:g} µm² ([infer] min_region_um2), so "

@@ -18,8 +18,10 @@ _SUFFIXES = {
 }  # fmt: skip
 _MASK_SUFFIXES = {".png", ".tif", ".tiff"}
 _INDEX_SUFFIXES = {".vms", ".vmu"}  # text files that name the images of a Hamamatsu slide
-_DICOM_MAGIC, _DICOM_MAGIC_AT = b"DICM", 128
+_DICOM_SUFFIX, _DICOM_MAGIC, _DICOM_MAGIC_AT = ".dcm", b"DICM", 128
 _SERIES_TAG = b"\x20\x00\x0e\x00UI"  # SeriesInstanceUID, explicit little endian
+# Segmentations and other DICOM that refers to images, by the class that the head of a file names.
+_DICOM_ABOUT_IMAGES = b"1.2.840.10008.5.1.4.1.1.66."
 _HEAD_BYTES, _SERIES_BYTES = 256, 65_536
 
 # What folders that hold no slides are known by: all entries of one of these sets are in them.
@@ -42,9 +44,9 @@ def find_slides(folders: Sequence[Path], passed_over: Collection[Path] = ()) -> 
 
     Left out are hidden files and folders; runs, bundles, results and caches of pathoseg, known by
     the files in them; the data of MIRAX and VMS slides; masks (`X_mask` and
-    `X_classes` `.png` or `.tif` of a slide X); all but the first file of a DICOM series; and
-    whatever is neither named like a slide nor begins like one. An OME-Zarr slide is a folder, in
-    which nothing is searched.
+    `X_classes` `.png` or `.tif` of a slide X); all but the first file of a DICOM series, and
+    DICOM segmentations; and whatever is neither named like a slide nor begins like one. An
+    OME-Zarr slide is a folder, in which nothing is searched.
 
     Args:
         folders: Where to look. A slide that two of them hold counts once.
@@ -138,10 +140,13 @@ def _parts(path: Path) -> set[str]:
 
 
 def _is_slide(path: Path) -> bool:
-    if path.suffix.lower() in _SUFFIXES or path.is_dir():
+    suffix = path.suffix.lower()
+    if suffix != _DICOM_SUFFIX and (suffix in _SUFFIXES or path.is_dir()):
         return True
     head = _head(path)
-    return is_tiff(head) or is_image(head) or _is_dicom(head)
+    if _is_dicom(head):
+        return _DICOM_ABOUT_IMAGES not in head
+    return suffix == _DICOM_SUFFIX or is_tiff(head) or is_image(head)
 
 
 def _stems(path: Path) -> Iterator[str]:

@@ -17,6 +17,7 @@ from pathoseg.gradient_step import (
     judge_step,
     loss_sum,
 )
+from pathoseg.models.build import lay_out
 from pathoseg.models.bundle import Bundle
 from pathoseg.tiles.dataset import Batch
 from pathoseg.training.engine import Loss, StepResult
@@ -109,6 +110,7 @@ class OneDevice:
         config: TrainConfig,
     ) -> None:
         self._model, self._forward, self._loss = model, forward, loss
+        self._layout = lay_out(model, card.model)
         self._task, self._card, self._config = task, card, config
         self.rows: Sequence[int] = range(config.batch)
         self._device = next(model.parameters()).device
@@ -171,7 +173,7 @@ class OneDevice:
         return {parameter: name for name, parameter in self._model.named_parameters()}
 
     def _input(self, images: Images) -> Inputs:
-        return to_inputs(images, self._card.mean, self._card.std, self._device)
+        return to_inputs(images, self._card.mean, self._card.std, self._device, self._layout)
 
     def _microbatches(self, batch: Batch) -> Iterator[tuple[Inputs, torch.Tensor]]:
         size = self._config.microbatch or len(batch.images)

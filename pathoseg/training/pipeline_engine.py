@@ -11,6 +11,7 @@ import torch
 
 from pathoseg.config import Config
 from pathoseg.device import Images, amp_dtype, to_input
+from pathoseg.models.build import lay_out
 from pathoseg.models.bundle import Bundle
 from pathoseg.outputs.atomic import write_text
 from pathoseg.parallel.activations.offload import OffloadMode
@@ -70,6 +71,7 @@ class PipelineEngine:
             amp_dtype(self._device, config.train.amp),
             config.train.clip,
         )
+        self._layout = lay_out(model, card.model)
         example = torch.empty(plan.input, device="meta")
         form = OffloadMode(config.parallel.offload)
         parked = frozenset(Park(each) for each in config.parallel.parked)
@@ -124,7 +126,9 @@ class PipelineEngine:
 
     def _inputs(self, images: Images) -> dict[str, torch.Tensor]:
         assert not isinstance(images, Mapping), "a network of several inputs has no plan"
-        return {self._input: to_input(images, self._card.mean, self._card.std, self._device)}
+        card = self._card
+        pixels = to_input(images, card.mean, card.std, self._device, self._layout)
+        return {self._input: pixels}
 
     def _draw(self, events: Sequence[Event]) -> None:
         """Hands what all ranks did in a step to whoever draws it."""

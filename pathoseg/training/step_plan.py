@@ -14,10 +14,11 @@ from pathoseg.device import device_name, pick_device
 from pathoseg.errors import PathosegError
 from pathoseg.host_memory import LARGE, keep_freed_memory
 from pathoseg.memory_size import parse_memory
-from pathoseg.models.build import check_tile, declared_inputs
+from pathoseg.models.build import check_tile, declared_inputs, lay_out
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.cost.cost_model import cost_model
-from pathoseg.parallel.cost.hardware import Hardware, known_hardware, load_hardware
+from pathoseg.parallel.cost.device_hardware import roofline_of, shipped_name
+from pathoseg.parallel.cost.hardware import Hardware, load_hardware
 from pathoseg.parallel.cost.timing import Profiled
 from pathoseg.parallel.fitting import agree, best
 from pathoseg.parallel.graph.layer_graph import LayerGraph
@@ -31,7 +32,7 @@ from pathoseg.parallel.runtime.memory_check import too_small
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.simulate import simulate
 from pathoseg.platform_support import available_memory
-from pathoseg.progress import progress_bar
+from pathoseg.progress import progress_bar, say
 from pathoseg.training.distributed import own_device
 
 # Sizes of microbatches that are tried where the model's norm does not forbid it.
@@ -52,9 +53,14 @@ def find_hardware(config: ParallelConfig) -> Hardware:
     if device.type == "cpu":
         return load_hardware("cpu")
     title = device_name(device)
-    for known in known_hardware():
-        if known in title.lower():
-            return load_hardware(known)
+    if (known := shipped_name(title)) is not None:
+        return load_hardware(known)
+    if (roofline := roofline_of(device)) is not None:
+        say(
+            f"{title} is priced by its clock, cores and memory bus. `pathoseg calibrate --out "
+            "FILE` measures it, which is better; name that file with --hardware."
+        )
+        return roofline
     raise PathosegError(
         f"Nothing is known of this machine's {title}.",
         "Measure it with `pathoseg calibrate --out FILE`, and name that file with --hardware.",
@@ -116,6 +122,8 @@ def price_one(
     hardware: Hardware,
     profile: bool = False,
 ) -> StageCosts:
+    if profile:
+        lay_out(model, config.model.with_classes(2))  # as it will be trained
     traced = Traced(model, torch.empty(size, 3, side, side, device="meta"))
     costs = cost_model(hardware)
     if profile:

@@ -27,8 +27,9 @@ from pathoseg.outputs.atomic import write_text
 from pathoseg.parallel.comm.link_benchmark import measure_links
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.cost.calibration_layers import draw_cases
+from pathoseg.parallel.cost.device_hardware import roofline_of, shipped_name
 from pathoseg.parallel.cost.features import family
-from pathoseg.parallel.cost.hardware import Hardware, known_hardware, load_hardware, save_hardware
+from pathoseg.parallel.cost.hardware import Hardware, load_hardware, save_hardware
 from pathoseg.parallel.cost.regression import TimedCase, calibrated, time_cases
 from pathoseg.parallel.cost.timing import time_copies
 from pathoseg.parallel.schedule.costs import Link
@@ -130,7 +131,7 @@ def _known(device: torch.device, name: str, links: Mapping[str, Link]) -> Hardwa
     """Describe the device before its layers are timed: its memory and links."""
     if device.type != "cpu":
         title = device_name(device)
-        like = next((item for item in known_hardware() if item in title.lower()), _UNKNOWN_GPU)
+        like = shipped_name(title) or _UNKNOWN_GPU
         count, threads = device_count(), None
         told = memory_of(device)
         memory = physical_memory() // count if told is None else told[1]
@@ -141,9 +142,11 @@ def _known(device: torch.device, name: str, links: Mapping[str, Link]) -> Hardwa
         memory = physical_memory() // count
         title = f"{processor_name()}, {threads} of {cores} cores"
     base = load_hardware(like)
+    if device.type != "cpu" and shipped_name(title) is None:
+        base = roofline_of(device) or base
     for link in ("inside", "between"):
         if link not in links:
-            say(f"The link {link} is not measured (it takes mpirun): it is that of `{like}`.")
+            say(f"The link {link} is not measured (it takes mpirun): it is that of `{base.name}`.")
     return replace(
         base,
         name=name,

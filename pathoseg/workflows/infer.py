@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,13 +106,15 @@ def infer(
         The exit code: 0, or 1 where slides of several failed; each stands in `out/failures.csv`.
 
     Raises:
-        PathosegError: The model or the only slide cannot be used, or an input is missing, or two
-            slides would have one annotation, or `out` holds results of another model or options.
+        PathosegError: The model, the only slide or an option cannot be used, or an input is
+            missing, or two slides would have one annotation, or `out` holds results of another
+            model or of other options.
         StoppedError: A signal came; what is finished is kept.
     """
     entered = time.monotonic()
     share_one_heap()
     config = load_config(config_file, flags)
+    _refuse_without_library(config)
     world = find_world()
     if arguments is not None and config.parallel.ranks > 1 and world.launcher is None:
         with silent():  # rank 0 tells it
@@ -126,6 +129,9 @@ def infer(
             readers = config.infer.readers or cores
             config = replace(config, infer=replace(config.infer, readers=readers))
             request = _find_request(inputs, annotations, model, out, config, overwrite)
+            from pathoseg.device import pick_device
+
+            pick_device(config.parallel.device)  # refused a second before the rest is imported
             from pathoseg.inference.segmenter import load_segmenter
             from pathoseg.inference.slide_job import SlideJob, WorkerContext
 
@@ -211,6 +217,16 @@ def _find_request(
     if request.only is not None:
         open_slide(request.only, config.data.assume_mpp).close()
     return request
+
+
+def _refuse_without_library(config: Config) -> None:
+    """Refuse what every slide would fail at. All other libraries are there on every Python."""
+    if config.outputs.dicom_seg and find_spec("highdicom") is None:
+        raise PathosegError(
+            "[outputs] dicom_seg needs the library highdicom, which is not installed.",
+            "Install it (pip install highdicom; on Python 3.14 that takes a C++ compiler), or set "
+            "dicom_seg to false.",
+        )
 
 
 @contextmanager

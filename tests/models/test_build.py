@@ -17,6 +17,7 @@ from pathoseg.models.build import (
     check_tile,
     declared_inputs,
     edge_reach,
+    lay_out,
     tile_multiple,
 )
 from pathoseg.models.model_options import ModelConfig
@@ -239,3 +240,29 @@ def test_inputs_that_have_no_common_centre_are_refused(inputs: Any, said: str) -
 
 def test_a_network_that_declares_nothing_sees_the_tile() -> None:
     assert declared_inputs(nn.Conv2d(3, 2, 1), 0.5, 64) == (ModelInput("image", 0.5, 64),)
+
+
+@pytest.mark.parametrize("name", ["unet", "resnet11_v2"])
+def test_a_network_laid_out_anew_learns_the_same(name: str) -> None:
+    images = torch.randn(2, 3, 32, 32)
+    made = []
+    for anew in (False, True):
+        torch.manual_seed(0)
+        config = ModelConfig(name, "segment", 2, width=4)
+        model = build_model(config)
+        layout = lay_out(model, config) if anew else torch.contiguous_format
+        inputs = images.contiguous(memory_format=layout)
+        model(inputs).square().mean().backward()
+        made.append([parameter.grad for parameter in model.parameters()])
+        large = [each for each in model.parameters() if each.dim() == 4 and each[0, 0].numel() > 1]
+        assert all(each.is_contiguous(memory_format=layout) for each in large)
+    torch.testing.assert_close(made[0], made[1], rtol=1e-4, atol=1e-6)
+
+
+def test_a_factorys_network_keeps_its_layout(factory_file: Path) -> None:
+    name = "labs_network:make"
+    config = ModelConfig(name, "segment", 2)
+    model = build_model(config, factory=name)
+    before = [parameter.stride() for parameter in model.parameters()]
+    assert lay_out(model, config) is torch.contiguous_format
+    assert [parameter.stride() for parameter in model.parameters()] == before

@@ -69,6 +69,16 @@ def test_a_dicom_series_is_one_slide(tmp_path: Path) -> None:
     assert _names(tmp_path) == ["0.dcm", "1.dcm", "2.dcm", "4.dcm"]
 
 
+def test_a_dicom_segmentation_is_no_slide(tmp_path: Path) -> None:
+    image, mask = "1.2.840.10008.5.1.4.1.1.77.1.6", "1.2.840.10008.5.1.4.1.1.66.4"
+    for name, kind in (("a.dcm", image), ("b.dcm", mask), ("c", mask), ("d", image)):
+        uid = kind.encode() + b"\0" * (len(kind) % 2)
+        meta = b"\x02\0\x02\0UI" + len(uid).to_bytes(2, "little") + uid
+        (tmp_path / name).write_bytes(bytes(128) + b"DICM" + meta)
+    (tmp_path / "text.dcm").write_text("no slide")
+    assert _names(tmp_path) == ["a.dcm", "d", "text.dcm"]
+
+
 @pytest.mark.parametrize(
     ("marks", "inside"),
     [

@@ -76,7 +76,7 @@ def drawn_mask() -> NDArray[np.uint8]:
 def write_result(out: Path, slide: Path, mask: NDArray[np.uint8]) -> Path:
     """Write the result of a slide with the shapes of `drawn_mask` as its regions."""
     folder = out / slide.stem
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     height, width = mask.shape
     frame = Frame(Size(width, height), 2.0, 2.0, Mpp(MASK_MPP, MASK_MPP))
     write_mask(folder / "mask.ome.tiff", frame.size, frame.mpp, [mask], CLASSES, "test")
@@ -107,6 +107,15 @@ def write_result(out: Path, slide: Path, mask: NDArray[np.uint8]) -> Path:
     return folder
 
 
+def write_objects(folder: Path) -> None:
+    """Write two detections that touch, which the mask's first disc has in it."""
+    folder.mkdir(parents=True)
+    with GeoJsonWriter(folder / "objects.geojson", CLASSES, "detection") as writer:
+        for across, circularity in ((360, 0.875), (440, 0.75)):
+            measured = {"Area µm^2": 1256.6, "Circularity": circularity}
+            writer.add(shapely.Point(across, 300).buffer(40), 1, measured)
+
+
 def make_place(folder: Path) -> Place:
     slides, mask = folder / "slides", drawn_mask()
     slides.mkdir()
@@ -123,6 +132,7 @@ def make_place(folder: Path) -> Place:
         "properties": {"classification": {"name": "gland", "color": [1, 2, 3]}},
     }
     (slides / "b.geojson").write_text(json.dumps(feature))
+    write_objects(folder / "results" / "a")
     for name in "ab":
         write_result(folder / "results", slides / f"{name}.svs", mask)
     return Place(folder, mask)

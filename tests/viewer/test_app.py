@@ -161,7 +161,7 @@ def test_other_pages_and_names_are_refused(
         "/api/slides/0/tile/prediction/0/0/0?show=x",
         "/api/slides/0/tile/prediction/0/0/0?style=x",
         "/api/slides/0/thumbnail/truth",
-        "/api/slides/0/table/objects",
+        "/api/slides/1/table/objects",
         "/api/slides/0/table/secrets",
         "/api/slides/0/table/regions?sort=rings",
         "/api/slides/0/at?x=nan&y=0",
@@ -475,7 +475,7 @@ def test_a_bug_is_answered_in_json_and_told(
     "path",
     [
         f"regions?page={'9' * 30}", "regions?page=x", "regions?page=-1",
-        f"regions/{'9' * 30}", "objects/1", "elephants/1",
+        f"regions/{'9' * 30}", "objects/2", "elephants/1",
     ],
 )  # fmt: skip
 def test_numbers_out_of_bounds_are_no_error_of_the_server(client: TestClient, path: str) -> None:

@@ -384,6 +384,15 @@ def test_what_a_pathologist_does(
     page.settle()
     assert page.run("return screenMicrons()") == pytest.approx(0.5, rel=1e-3)
 
+    browser.get(place_linked.split("#")[0] + "#a.svs,400,300,10")
+    page.until("slide && slide.name === 'a.svs'")
+    page.settle()
+    page.until("[...at('tabs').children].some((one) => one.textContent === 'Objects')")
+    for across, circularity in ((360, "0.875"), (440, "0.75")):  # neighbours, of one region
+        page.click(across, 300)
+        page.until(f"!at('card').hidden && at('card').textContent.includes('{circularity}')")
+        assert "Circularity" in page.element("#card").text
+
     server.send_signal(signal.SIGINT)
     assert server.wait(10) == 130
     assert "Take care" not in server.stdout.read()

@@ -137,16 +137,26 @@ class Alone:
         known = dict(traced.model.named_parameters())
         self._parameters = [known[name] for name in layer.parameters if known[name].requires_grad]
         self._device = device_of(traced.model)
+        self._layout = _layout_of(traced.model)
         self._clock = _clock(self._device)
         self._has_gaps = layer.attributes.get("has_gaps") is True
         self._gradient_has_gaps = layer.attributes.get("gradient_has_gaps") is True
 
     def visit(self) -> Run:
         sources = {
-            name: _made_up(value.shape, _dtype(value), self._device, self._gapped(name))
+            name: self._made_up(value.shape, _dtype(value), self._gapped(name))
             for name, value in self._values.items()
         }
         return partial(self._run, sources, {}, {})
+
+    def _made_up(self, shape: Sequence[int], dtype: torch.dtype, gaps: bool) -> torch.Tensor:
+        """A tensor of numbers around 0; with gaps, one longer in the dimension that has them."""
+        sizes = list(shape)
+        if gaps:
+            sizes[_gap_dimension(shape)] += 1
+        numbers = torch.rand(_NUMBERS, device=self._device, dtype=dtype).sub_(0.5)
+        made = numbers.repeat(-(-prod(sizes) // _NUMBERS))[: prod(sizes)].view(sizes)
+        return made.contiguous(memory_format=self._layout) if made.dim() == 4 else made
 
     def _gapped(self, name: str) -> bool:
         return self._has_gaps and name == next(iter(self._values))
@@ -179,7 +189,7 @@ class Alone:
             return forward, 0.0
         for index, root in enumerate(roots):
             if index not in gradients:
-                gradient = _made_up(root.shape, root.dtype, self._device, self._gradient_has_gaps)
+                gradient = self._made_up(root.shape, root.dtype, self._gradient_has_gaps)
                 gradients[index] = _without_last(gradient) if self._gradient_has_gaps else gradient
         for name in self._joined - others.keys():
             others[name] = torch.ones_like(inputs[name])
@@ -315,15 +325,12 @@ def _dtype(value: Value) -> torch.dtype:
     return dtype
 
 
-def _made_up(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device, gaps: bool
-) -> torch.Tensor:
-    """A tensor of numbers around 0; with gaps, one longer in the dimension that has them."""
-    sizes = list(shape)
-    if gaps:
-        sizes[_gap_dimension(shape)] += 1
-    numbers = torch.rand(_NUMBERS, device=device, dtype=dtype).sub_(0.5)
-    return numbers.repeat(-(-prod(sizes) // _NUMBERS))[: prod(sizes)].view(sizes)
+def _layout_of(model: torch.nn.Module) -> torch.memory_format:
+    """Return the layout of a model's convolutions: channels-last if any weight is."""
+    for parameter in model.parameters():
+        if parameter.dim() == 4 and not parameter.is_contiguous():
+            return torch.channels_last
+    return torch.contiguous_format
 
 
 def _without_last(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,10 @@ TOY = Hardware(
 
 
 def test_what_is_shipped_loads() -> None:
-    assert known_hardware() == ["a100", "cpu", "h200", "v100"]
+    assert known_hardware() == [
+        *("a10", "a100", "a40", "b200", "cpu", "h100", "h200", "l40s", "rtx-4090"),
+        *("rtx-6000-ada", "t4", "v100"),
+    ]
     for name in known_hardware():
         assert load_hardware(name).name == name
 

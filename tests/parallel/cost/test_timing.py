@@ -121,6 +121,25 @@ def test_the_backward_really_runs() -> None:
     assert _Spy.ran == ["backward"]
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_layer_is_timed_in_the_networks_layout(
+    layout: torch.memory_format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)).to(memory_format=layout)  # type: ignore[call-overload]  # not in its stub
+    seen: list[torch.Tensor] = []
+    grad = torch.autograd.grad
+
+    def spy(
+        roots: list[torch.Tensor], edges: object, given: list[torch.Tensor], **more: bool
+    ) -> object:
+        seen.extend([*roots, *given])
+        return grad(roots, edges, given, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch.autograd, "grad", spy)
+    Alone(Traced(model, torch.zeros(1, 3, 8, 8)), 1).visit()()
+    assert [each.is_contiguous(memory_format=layout) for each in seen] == [True, True]
+
+
 def test_the_backward_of_a_layer_in_place_really_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Conv2d(3, 3, 1), _InPlace())
     traced = Traced(model, torch.zeros(1, 3, 4, 4))
