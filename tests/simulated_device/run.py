@@ -26,11 +26,17 @@ def environment(overlay: Path | None = None) -> dict[str, str]:
 
 
 def command(arguments: Sequence[str]) -> list[str]:
-    """Return the command that runs pytest on files of `inside/`, or on all, with its options."""
+    """Return the command that runs pytest on files, or on all of `inside/`.
+
+    Args:
+        arguments: Files of `inside/`, other test files from the repository's root on, and options.
+    """
     files = [str(HERE / "inside" / each) for each in arguments if each.startswith("test_")]
-    options = [each for each in arguments if not each.startswith("test_")]
+    files += [str(ROOT / each) for each in arguments if each.startswith("tests/")]
+    options = [each for each in arguments if not each.startswith(("test_", "tests/"))]
     plugins = ["-p", "no:cacheprovider", "-p", "tests.simulated_device.clean_device", "-n0"]
-    return [sys.executable, "-m", "pytest", *plugins, *(files or [str(HERE / "inside")]), *options]
+    pytest = [sys.executable, "-m", "pytest", *plugins]
+    return [*pytest, *(files or [str(HERE / "inside")]), *options]
 
 
 if __name__ == "__main__":

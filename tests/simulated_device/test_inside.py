@@ -14,7 +14,22 @@ from tests.simulated_device.build import built_library, compiler
 from tests.simulated_device.mutate import SURVIVORS, TABLE, mutants, row_of, try_all
 from tests.simulated_device.run import HERE, ROOT, command, environment
 
-PARTS = sorted(path.name for path in (HERE / "inside").glob("test_*.py"))
+_ACTIVATIONS = "tests/parallel/activations"
+_MIXED = "mixture and (gems or 1f1b) and not recomputed"
+_PARKED = "(training_is_the_same and gems and adamw-parked0) or (it_goes_with and overlapped)"
+_KEPT = "two_stages or (done_again and views) or trace_has"
+_JUDGED = "branches and (recomputed or hybrid-gems or bidirectional)"
+_SUMMED = "group-norm and (data-parallel or synthesised-mirrored) and not 8"
+# The runtime's own tests compute on the device where it is loaded: some of each, in one process.
+RUNTIME = [
+    f"{_ACTIVATIONS}/test_saved_tensor_hooks.py",
+    f"{_ACTIVATIONS}/test_stage_offload.py",
+    f"{_ACTIVATIONS}/test_retention.py",
+    "tests/parallel/runtime/test_serial_judge.py",
+    "-k",
+    f"({_MIXED}) or {_PARKED} or {_KEPT} or (train_as and (({_JUDGED}) or ({_SUMMED})))",
+]
+PARTS = [["test_commands.py"], ["test_device.py", "test_copies.py", "test_messages.py"], RUNTIME]
 needs_compiler = pytest.mark.skipif(
     compiler() is None, reason="no C++ compiler to build the device: install g++"
 )
@@ -23,13 +38,12 @@ needs_compiler = pytest.mark.skipif(
 @pytest.mark.process
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("part", PARTS)
-def test_on_the_simulated_device(part: str) -> None:
+@pytest.mark.parametrize("part", PARTS, ids=["commands", "device", "runtime"])
+def test_on_the_simulated_device(part: list[str]) -> None:
     built_library()
-    run = [*command([part]), "--durations=5"]
+    run = command(part)
     done = subprocess.run(run, cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    print(done.stdout)
 
 
 def test_each_wait_of_the_product_was_taken_out_once() -> None:
