@@ -12,7 +12,7 @@ import pytest
 
 from tests.simulated_device.build import built_library, compiler
 from tests.simulated_device.mutate import SURVIVORS, TABLE, mutants, row_of, try_all
-from tests.simulated_device.run import HERE, ROOT, command, environment
+from tests.simulated_device.run import ROOT, command, environment
 
 _ACTIVATIONS = "tests/parallel/activations"
 _MIXED = "mixture and (gems or 1f1b) and not recomputed"
