@@ -26,7 +26,7 @@ $(LIBRARY): $(INSTALLED) $(PAGE)/package.json $(PAGE)/package-lock.json
 
 demo: install
 	$(BIN)/pathoseg train --slides sample_data --config sample_data/demo.toml --time-limit 150s
-	$(BIN)/pathoseg infer sample_data/sample_06.svs
+	$(BIN)/pathoseg infer sample_data/sample_06.svs --overwrite
 	$(BIN)/pathoseg evaluate --slides sample_data --split test
 	@echo
 	@echo "sample_06.svs was in no training step. Look at results/sample_06/overlay.png, or open"

@@ -117,6 +117,7 @@ AssumeMpp = Annotated[
     typer.Option(help="Microns per pixel of slides that state none.", metavar="MPP"),
 ]
 Seed = Annotated[int | None, typer.Option(help="Seed of all randomness. [default: 0]")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Tell where the time went.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 Slides = Annotated[
     list[Path] | None,
@@ -300,6 +301,7 @@ def train(
     config: ConfigFile = None,
     seed: Seed = None,
     assume_mpp: AssumeMpp = None,
+    verbose: Verbose = False,
     debug: Debug = False,
 ) -> None:
     """Train a model from slides and their annotations."""
@@ -321,7 +323,7 @@ def train(
     _refuse_wrong_options(config, flags)
     from pathoseg.workflows.train import launch
 
-    raise typer.Exit(launch(config, flags, out, resume, trace, sys.argv[1:], overwrite))
+    raise typer.Exit(launch(config, flags, out, resume, trace, sys.argv[1:], overwrite, verbose))
 
 
 @app.command(
@@ -354,6 +356,7 @@ def infer(
     factory: Factory = None,
     config: ConfigFile = None,
     assume_mpp: AssumeMpp = None,
+    verbose: Verbose = False,
     debug: Debug = False,
 ) -> None:
     """Segment slides: mask, outlines for QuPath, overlay and areas."""
@@ -368,7 +371,7 @@ def infer(
     raise typer.Exit(
         run_inference(
             *(slides, model, out, config, flags, resume, factory, sys.argv[1:]),
-            *(annotations, overwrite),
+            *(annotations, overwrite, verbose),
         )
     )
 
@@ -389,6 +392,7 @@ def evaluate(
     factory: Factory = None,
     config: ConfigFile = None,
     assume_mpp: AssumeMpp = None,
+    verbose: Verbose = False,
     debug: Debug = False,
 ) -> None:
     """Compare a model's segmentation of whole slides with their annotations."""
@@ -397,7 +401,7 @@ def evaluate(
     _refuse_wrong_options(config, flags)
     from pathoseg.workflows.evaluate import evaluate as run_evaluation
 
-    run_evaluation(model, out, config, flags, split, factory)
+    run_evaluation(model, out, config, flags, split, factory, verbose)
 
 
 @app.command(cls=_Command, epilog="Example: pathoseg view results/ --slides slides/")
@@ -456,6 +460,7 @@ def cache(
     tile: TileOption = None,
     config: ConfigFile = None,
     assume_mpp: AssumeMpp = None,
+    verbose: Verbose = False,
     debug: Debug = False,
 ) -> None:
     """Fill the tile cache ahead of training."""
@@ -466,7 +471,7 @@ def cache(
     _refuse_wrong_options(config, flags)
     from pathoseg.workflows.cache import fill_cache
 
-    fill_cache(config, flags)
+    fill_cache(config, flags, verbose)
 
 
 @app.command(

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a question that long work asks itself between two steps."""
+"""Ctrl-C and SIGTERM as a question that long work asks itself between two parts of it."""
 
 from __future__ import annotations
 
@@ -44,6 +44,10 @@ class Interruption:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def is_asked(self) -> bool:
+        """Return True once a signal has come; what takes long asks this within itself."""
+        return self.number is not None
 
     def raise_if_asked(self) -> None:
         """Ends the work if a signal came.

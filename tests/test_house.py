@@ -17,10 +17,11 @@ LONGEST_FILE = 600
 
 GROUND = {
     *("errors", "geometry", "memory_size", "host_memory", "platform_support", "device"),
-    *("gradient_step", "version"),
+    *("giving_up", "gradient_step", "version"),
 }
 PATHOLOGY = {"slides", "annotations", "tiles", "models", *GROUND}
-FLOWS = {"config", "progress", "interruption", *PATHOLOGY}  # what training and inference share
+# What training and inference share.
+FLOWS = {*("config", "progress", "interruption", "time_spent"), *PATHOLOGY}
 
 # part -> the parts it may import; `.` is the package's own __init__ (its version and its face)
 WALLS: dict[str, set[str]] = {
@@ -32,9 +33,11 @@ WALLS: dict[str, set[str]] = {
     "platform_support": set(),
     "version": set(),
     "device": {"errors", "memory_size"},
+    "giving_up": set(),
     "gradient_step": {"device", "errors"},
     "progress": set(),
     "interruption": {"errors"},
+    "time_spent": {"errors", "progress"},
     "slides": GROUND,
     "annotations": GROUND,
     "tiles": {"slides", "annotations", *GROUND},

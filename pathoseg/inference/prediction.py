@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 from pathoseg.device import Arrival, answer, memory_told, to_inputs
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import IMAGE, Box
+from pathoseg.giving_up import IsGivenUp, asking, never
 from pathoseg.models.bundle import Bundle
 from pathoseg.outputs.stitch import Prediction
 from pathoseg.slides.region import Region
 from pathoseg.tiles.prefetch import prefetch_map
+from pathoseg.time_spent import TimeSpent
 
 Context = Mapping[str, NDArray[np.uint8]]
 _Read = tuple[int, bool, Region, Context]
@@ -35,6 +37,8 @@ def predict(
     dtype: torch.dtype | None,
     inside: Callable[[int], Box] | None = None,
     context: Callable[[int], Context] | None = None,
+    is_given_up: IsGivenUp = never,
+    spent: TimeSpent | None = None,
 ) -> Generator[Prediction]:
     """Predict the class probabilities of tiles, in their order.
 
@@ -53,6 +57,8 @@ def predict(
         inside: Returns the part of a tile that is wanted, in its pixels: a network that has
             `logits_inside` computes no more of it. None is all of each.
         context: Reads the network's other inputs of a tile, by name, as `read` does the tile.
+        is_given_up: Asked between layers, by the thread that predicts.
+        spent: Counts where this thread's time goes.
 
     Yields:
         The tile's number, its probabilities (classes, h, w) or (classes,) as the model's logits
@@ -61,13 +67,14 @@ def predict(
 
     Raises:
         PathosegError: The device's memory is too small, or an answer not finite or of wrong size.
+        GivenUpError: `is_given_up` says so.
     """
     device = next(model.parameters()).device
     layout = _laid_out(model, card, device)
     logits_inside: Any = getattr(model, "logits_inside", None)
     if logits_inside is None:
         inside = None
-    waiting = deque[_Batch]()
+    waiting, spent = deque[_Batch](), spent or TimeSpent()
 
     def read_tile(tile: tuple[int, bool]) -> _Read:
         index, last = tile
@@ -88,12 +95,14 @@ def predict(
                 group = []
 
     with closing(prefetch_map(read_tile, _tiles(rows, batch), readers)) as tiles:
-        for group in batches(tiles):
+        for group in spent.waiting(batches(tiles), "waiting for tiles"):
             images = np.stack([region.pixels for _, region, _ in group])
             names = group[0][2]
             others = {name: np.stack([around[name] for *_, around in group]) for name in names}
             with (
+                spent.on("computing"),
                 torch.inference_mode(),
+                asking(model, device, is_given_up),
                 memory_told(
                     f"A forward pass of {len(group)} tiles",
                     "Lower [infer] batch or tile, or train with a smaller --tile.",

@@ -20,6 +20,7 @@ from pathoseg.config import Config
 from pathoseg.device import amp_dtype, memory_told, pick_device
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, ModelInput, Size
+from pathoseg.giving_up import GivenUpError, IsGivenUp, never
 from pathoseg.host_memory import LARGE, keep_freed_memory
 from pathoseg.inference.prediction import Context, predict
 from pathoseg.inference.windows import WindowOptions, Windows, most_pixels
@@ -49,6 +50,7 @@ from pathoseg.tiles.prefetch import in_background
 from pathoseg.tiles.slide_pool import SlidePool
 from pathoseg.tiles.stain import Method, StainNormaliser, fit_stain
 from pathoseg.tiles.tissue import Tissue, find_tissue
+from pathoseg.time_spent import TimeSpent
 
 
 def default_overlap(tile: int, multiple: int, reach: int | None) -> int:
@@ -156,13 +158,21 @@ class MaskRow:
         return self.planes[-classes - 1 :]
 
 
-def load_segmenter(bundle: Path, config: Config, factory: str | None) -> Segmenter:
+def load_segmenter(
+    bundle: Path,
+    config: Config,
+    factory: str | None,
+    spent: TimeSpent | None = None,
+    shows_progress: bool = True,
+) -> Segmenter:
     """Load a bundle onto the device, and tell the user which model it is.
 
     Args:
         bundle: The bundle's folder.
         config: The options of the batch.
         factory: The user's own network that may be imported, as `module:factory`; or None.
+        spent: As for `Segmenter`.
+        shows_progress: As for `Segmenter`.
 
     Raises:
         PathosegError: The bundle cannot be used, or knows other classes than `data.classes`.
@@ -181,9 +191,9 @@ def load_segmenter(bundle: Path, config: Config, factory: str | None) -> Segment
             f"A model of an earlier version: tiles of {card.tile} px are blended as then. [infer] "
             "tile = 2048 predicts what one pass over the slide would, and often sooner."
         )
-    device = pick_device(config.parallel.device)
+    device, known = pick_device(config.parallel.device), bundle_id(bundle)
     with memory_told(f"The model {bundle}", "Lower [infer] batch, or choose another --device."):
-        return Segmenter(model.to(device), card, config, bundle_id(bundle))
+        return Segmenter(model.to(device), card, config, known, spent, shows_progress)
 
 
 class Segmenter:
@@ -194,8 +204,11 @@ class Segmenter:
         card: Classes, resolution, tile and normalisation.
         config: `infer`, `outputs`, `tissue`, `data.assume_mpp` and `train.amp` are used.
         model_id: Identifies the bundle in results.
+        spent: Counts where the time goes; None makes a count of its own.
+        shows_progress: False on the ranks that leave the progress bar to another.
 
     Attributes:
+        spent: As given.
         card: As given.
         classes: The model's classes and colours.
         model_id: As given.
@@ -203,8 +216,15 @@ class Segmenter:
     """
 
     def __init__(
-        self, model: torch.nn.Module, card: Bundle, config: Config, model_id: str = ""
+        self,
+        model: torch.nn.Module,
+        card: Bundle,
+        config: Config,
+        model_id: str = "",
+        spent: TimeSpent | None = None,
+        shows_progress: bool = True,
     ) -> None:
+        self.spent, self._shows_progress = spent or TimeSpent(), shows_progress
         if not card.model.is_factory and card.tiling != "blended":  # which answers as it did
             fold_norms(model)
         self._model, self.card, self._config = model, card, config
@@ -280,7 +300,7 @@ class Segmenter:
 
         Args:
             plan: The slide's tiles.
-            interruption: Asked after every tile.
+            interruption: Asked after every tile, and between the network's layers.
 
         Yields:
             (2, rows, width of `plan.output`), int16: class indices, 0 off the tissue, 255 where
@@ -313,7 +333,7 @@ class Segmenter:
 
         Args:
             plan: The slide's tiles.
-            interruption: Asked after every tile.
+            interruption: Asked after every tile, and between the network's layers.
             numbers: Consecutive rows of tiles; None is all. Each is pulled when its reading begins,
                 by the thread that predicts. Tiles above the first one that reach into it are
                 predicted again.
@@ -367,16 +387,25 @@ class Segmenter:
         above = bisect_left(plan.indices, grid.first_of(start))
         with (
             closing(SlidePool(self.open)) as slides,
-            closing(in_background(self._predict(plan, slides, wanted()), ahead=2)) as predictions,
-            progress_bar(plan.slide.name, len(plan.indices), "tiles", done=above) as bar,
+            closing(
+                in_background(self._predict(plan, slides, wanted(), interruption.is_asked), ahead=2)
+            ) as predictions,
+            progress_bar(
+                *(plan.slide.name, len(plan.indices), "tiles", above),
+                is_shown=self._shows_progress,
+            ) as bar,
         ):
 
             def watched() -> Iterator[Prediction]:
-                for prediction in predictions:
-                    unread[grid.row_of(prediction[0])] += prediction[2] is not None
+                try:
+                    for prediction in self.spent.waiting(predictions, "waiting for predictions"):
+                        unread[grid.row_of(prediction[0])] += prediction[2] is not None
+                        interruption.raise_if_asked()
+                        yield prediction
+                        bar.advance()
+                except GivenUpError:
                     interruption.raise_if_asked()
-                    yield prediction
-                    bar.advance()
+                    raise
 
             for row, band in enumerate(self._bands(plan, watched(), start, finish), start):
                 # When a band comes, its row has been pulled if it is wanted: the prediction behind
@@ -459,7 +488,11 @@ class Segmenter:
         return stitch(grid, predictions, self.card.model.channels, margin, finish, first)
 
     def _predict(
-        self, plan: SlidePlan, slides: SlidePool, rows: Iterable[Sequence[int]]
+        self,
+        plan: SlidePlan,
+        slides: SlidePool,
+        rows: Iterable[Sequence[int]],
+        is_given_up: IsGivenUp = never,
     ) -> Generator[Prediction]:
         def read_box(frame: Frame, box: Box) -> Region:
             with slides.borrow(plan.slide) as slide:
@@ -489,6 +522,8 @@ class Segmenter:
             self._dtype,
             grid.inside if isinstance(grid, Windows) else None,
             around if plan.context else None,
+            is_given_up,
+            self.spent,
         )
 
     def open(self, path: Path) -> Slide:

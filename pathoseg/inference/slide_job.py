@@ -148,7 +148,7 @@ class SharedSlide:
         plan: The slide's tiles; the same ones in every process.
         saved: The rows' files.
         leases: Those of this process.
-        interruption: Asked after every tile.
+        interruption: Asked after every tile, and between the network's layers.
     """
 
     def __init__(
@@ -269,7 +269,7 @@ class WorkerContext:
         config: The options.
         out: The folder of the batch.
         leases: Those of this process.
-        interruption: Asked after every tile.
+        interruption: Asked after every tile, and between the network's layers.
         resume: Whether results and rows of earlier batches are taken over.
         since: The batch's start, by the clock of `leases`.
         provenance: The model and the options of `segmenter` and `config`.
@@ -418,9 +418,11 @@ class SlideJob:
             self._rows.mkdir(exist_ok=True)
             with result_folder(self.folder, self._work) as partial:
                 segmenter, config = context.segmenter, context.config
-                planned = plan_slide(self.slide, segmenter, config, self._annotation)
+                with segmenter.spent.on("finding tissue"):
+                    planned = plan_slide(self.slide, segmenter, config, self._annotation)
                 rows = self._shared(planned.plan).rows()
-                publish(self.name, planned, rows, partial, segmenter, config)
+                with segmenter.spent.on("joining and writing"):
+                    publish(self.name, planned, rows, partial, segmenter, config)
                 self._refuse_change()
                 outputs = {path.name: stored_bytes(path) for path in sorted(partial.iterdir())}
         except PathosegError as error:

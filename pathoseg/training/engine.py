@@ -67,6 +67,8 @@ class Engine(Protocol):
 
         Raises:
             PathosegError: The device's memory is too small, or another rank failed.
+            GivenUpError: The run is asked to stop, in the middle of the step: the engine's state is
+                that before it, on every rank.
         """
         ...
 
@@ -83,6 +85,10 @@ class Engine(Protocol):
         Returns:
             By batch that this rank is to judge, its logits (n, classes, height, width), or (n,
             classes) where tiles are classified.
+
+        Raises:
+            PathosegError: As `step`.
+            GivenUpError: The run is asked to stop; on every rank.
         """
         ...
 

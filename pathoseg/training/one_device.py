@@ -10,6 +10,7 @@ import torch
 
 from pathoseg.config import TrainConfig
 from pathoseg.device import Images, Inputs, amp_dtype, answer, memory_told, to_inputs, widest
+from pathoseg.giving_up import GivenUpError, IsGivenUp, asking, buffers_kept, never
 from pathoseg.gradient_step import (
     LossScale,
     clip_gradients,
@@ -94,6 +95,7 @@ class OneDevice:
         task: What a target is.
         card: How pixels become input.
         config: The `train` table.
+        is_given_up: Asked between layers and microbatches.
     """
 
     leads = True
@@ -108,7 +110,9 @@ class OneDevice:
         task: Task,
         card: Bundle,
         config: TrainConfig,
+        is_given_up: IsGivenUp = never,
     ) -> None:
+        self._is_given_up = is_given_up
         self._model, self._forward, self._loss = model, forward, loss
         self._layout = lay_out(model, card.model)
         self._task, self._card, self._config = task, card, config
@@ -123,11 +127,15 @@ class OneDevice:
             group["lr"] = rate
         samples = len(batch.images)
         self._model.train()
-        with memory_told(
-            f"A microbatch of {min(samples, self._config.microbatch or samples)} tiles",
-            'Name what it may take in the configuration, as [parallel] memory = "16GiB": then '
-            "what does not fit is offloaded or recomputed. Or lower [train] microbatch or --tile, "
-            "or train on several ranks.",
+        with (
+            memory_told(
+                f"A microbatch of {min(samples, self._config.microbatch or samples)} tiles",
+                'Name what it may take in the configuration, as [parallel] memory = "16GiB": then '
+                "what does not fit is offloaded or recomputed. Or lower [train] microbatch or "
+                "--tile, or train on several ranks.",
+            ),
+            buffers_kept(self._model.buffers()),
+            asking(self._model, self._device, self._is_given_up),
         ):
             return train_step(
                 self._model,
@@ -147,6 +155,7 @@ class OneDevice:
         self._model.eval()
         with (
             torch.inference_mode(),
+            asking(self._model, self._device, self._is_given_up),
             memory_told("A validation batch", "Lower [train] batch or microbatch, or --tile."),
             torch.autocast(self._device.type, self._dtype, enabled=self._dtype is not None),
         ):
@@ -179,6 +188,8 @@ class OneDevice:
         size = self._config.microbatch or len(batch.images)
         targets = self._task.targets(*batch.labels(slice(None)))
         for start in range(0, len(batch.images), size):
+            if self._is_given_up():
+                raise GivenUpError
             part = slice(start, start + size)
             yield (
                 self._input(batch.inputs(part)),

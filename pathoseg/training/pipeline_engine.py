@@ -11,6 +11,7 @@ import torch
 
 from pathoseg.config import Config
 from pathoseg.device import Images, amp_dtype, to_input
+from pathoseg.giving_up import IsGivenUp, never
 from pathoseg.models.build import lay_out
 from pathoseg.models.bundle import Bundle
 from pathoseg.outputs.atomic import write_text
@@ -48,6 +49,7 @@ class PipelineEngine:
         card: How pixels become input.
         config: The run's.
         drawing: Draws the events of one step of this part of the run, or None.
+        is_given_up: Asked between layers, and ahead of each microbatch of a stage.
     """
 
     def __init__(
@@ -60,7 +62,9 @@ class PipelineEngine:
         card: Bundle,
         config: Config,
         drawing: Drawing | None,
+        is_given_up: IsGivenUp = never,
     ) -> None:
+        self._is_given_up = is_given_up
         self._transport, self._plan, self._drawing = transport, plan, drawing
         self._task, self._card = task, card
         self._device, _ = own_device(transport, config.parallel.device)
@@ -100,7 +104,7 @@ class PipelineEngine:
             ),
         )
         traced = self._drawing is not None and self._steps == _TRACED
-        done = self._runner.step(number, microbatches, traced)
+        done = self._runner.step(number, microbatches, traced, self._is_given_up)
         self._steps += 1
         if traced:
             self._draw(done.events)
@@ -113,7 +117,7 @@ class PipelineEngine:
             raise AssertionError("a prediction has no targets")
 
         inputs = Microbatches(sizes, lambda each: self._inputs(images[each]), targets)
-        return self._runner.predict(inputs)
+        return self._runner.predict(inputs, self._is_given_up)
 
     def gather(self, text: str) -> list[str]:
         return self._transport.gather(text)

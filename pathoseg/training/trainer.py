@@ -9,7 +9,7 @@ import pickle
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ import torch
 
 from pathoseg.config import TrainConfig
 from pathoseg.errors import PathosegError
+from pathoseg.giving_up import GivenUpError
 from pathoseg.interruption import Interruption
 from pathoseg.models.bundle import Bundle, save_bundle
 from pathoseg.outputs.atomic import replaced
 from pathoseg.progress import Bar, progress_bar, say
 from pathoseg.tiles.dataset import Batch, TrainingSet
+from pathoseg.time_spent import TimeSpent
 from pathoseg.training.engine import Engine, Loss
 from pathoseg.training.optimizer import learning_rate
 from pathoseg.training.run_folder import is_finished
@@ -98,6 +100,8 @@ class Progress:
         total_steps: Steps the learning rate is laid over; None until a time limit is translated.
         loss_sum: Sum of per-sample losses of the epoch under way.
         samples: Samples of the epoch under way.
+        timed_steps: Steps of the epoch under way since `timed_seconds` counts.
+        timed_seconds: Seconds that these took, with the wait for their tiles.
         skipped_steps: Steps left out because a gradient was not finite.
         best: Best validation score so far.
         best_epoch: The epoch it was reached in.
@@ -112,6 +116,8 @@ class Progress:
     total_steps: int | None = None
     loss_sum: float = 0.0
     samples: int = 0
+    timed_steps: int = 0
+    timed_seconds: float = 0.0
     skipped_steps: int = 0
     best: float = float("-inf")
     best_epoch: int = 0
@@ -248,6 +254,7 @@ class Trainer:
         training: Seeded batches.
         validation: Held-out tiles.
         started: `time.monotonic()` when this part of the run began.
+        spent: Counts where the time goes.
     """
 
     def __init__(
@@ -260,7 +267,9 @@ class Trainer:
         training: TrainingSet,
         validation: Validation,
         started: float,
+        spent: TimeSpent,
     ) -> None:
+        self._spent = spent
         self._run, self._config, self._engine = run, config, engine
         self._card, self._loss = card, loss
         self._training, self._validation = training, validation
@@ -272,6 +281,7 @@ class Trainer:
         self._elapsed = self._saved_at = self._spent_before
         self._clock: StepBudget | None = None
         self._validation_seconds = 0.0
+        self._is_stopping = False  # as all ranks know; a signal may come to one of them at any time
         self._lay()
 
     @property
@@ -297,7 +307,10 @@ class Trainer:
         self._save()
 
     def fit(self, interruption: Interruption) -> Progress:
-        """Train until the run's limits; a signal ends it after the step in hand, with a checkpoint.
+        """Train until the run's limits, or until a signal comes: then a checkpoint is written.
+
+        A step or validation that is under way then is given up, and done anew by the run that goes
+        on, to the same digits.
 
         Returns:
             The progress at the end.
@@ -316,7 +329,8 @@ class Trainer:
                 open_files.enter_context(closing(records))
             self._agree(interruption)
             self._saved_at = self._elapsed
-            while not self._finished():
+            # An epoch may have all its steps, and not be judged yet.
+            while at.epoch_step or not self._finished():
                 self._epoch(records, bar, interruption)
         return at
 
@@ -326,6 +340,7 @@ class Trainer:
         everyone = [json.loads(text) for text in self._engine.gather(json.dumps(own))]
         self._elapsed = self._spent_before + everyone[0]["spent"]
         signals = [rank["signal"] for rank in everyone if rank["signal"] is not None]
+        self._is_stopping = bool(signals)
         if signals:
             interruption.number = signals[0]
 
@@ -335,26 +350,40 @@ class Trainer:
         return progress_bar("training", total, "tiles", at.step * batch)
 
     def _epoch(self, records: RunLog | None, bar: Bar, interruption: Interruption) -> None:
-        at, began, first = self._progress, self._elapsed, self._progress.epoch_step
+        """Runs what is left of an epoch; ends as soon as a signal has come."""
+        try:
+            self._steps(records, bar, interruption)
+            self._close_epoch(records, interruption)
+        except GivenUpError:
+            self._agree(interruption)  # a rank that heard no signal learns of it
+            say(f"What follows step {self._progress.step} is given up, and done anew by --resume.")
+            self._save()
+        if self._is_stopping:
+            interruption.raise_if_asked()
+
+    def _steps(self, records: RunLog | None, bar: Bar, interruption: Interruption) -> None:
+        """Makes the steps that are left of an epoch."""
+        at, since = self._progress, self._elapsed
         rows = self._engine.rows
         with closing(self._training.batches(at.epoch, at.epoch_step, rows)) as batches:
-            for batch in batches:
-                self._step(batch, records, interruption)
-                bar.advance(self._training.batch)
+            for batch in self._spent.waiting(self._until_finished(batches), "waiting for tiles"):
+                with self._spent.on("steps"):
+                    self._step(batch, records, interruption)
+                at.timed_steps += 1
+                at.timed_seconds, since = at.timed_seconds + self._elapsed - since, self._elapsed
                 bar.note(f"{self._title(at.epoch + 1)}  loss {at.loss_sum / at.samples:.4f}")
+                bar.advance(self._training.batch)
                 if self._clock is not None:
                     self._lay_schedule(bar)
-                if interruption.number is not None:
+                if self._is_stopping:
                     self._save()
                     interruption.raise_if_asked()
                 if self._elapsed - self._saved_at > self._config.checkpoint_minutes * 60:
                     self._save()
-                if self._finished():
-                    break
-        tiles = (at.epoch_step - first) * self._training.batch
-        rate = tiles / max(1e-9, self._elapsed - began)
-        self._close_epoch(records, rate, interruption)
-        interruption.raise_if_asked()
+
+    def _until_finished(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        while not self._finished() and (batch := next(batches, None)) is not None:
+            yield batch
 
     def _step(self, batch: Batch, records: RunLog | None, interruption: Interruption) -> None:
         at, began = self._progress, self._elapsed
@@ -393,20 +422,28 @@ class Trainer:
         bar.total(at.total_steps * self._training.batch)
         self._save()
 
-    def _close_epoch(self, records: RunLog | None, rate: float, interruption: Interruption) -> None:
+    def _close_epoch(self, records: RunLog | None, interruption: Interruption) -> None:
         at = self._progress
         done, whole = at.epoch_step, at.epoch_step == self._epoch_steps
+        rate = at.timed_steps * self._training.batch / max(1e-9, at.timed_seconds)
         row = {
             "epoch": float(at.epoch + 1),
             "step": float(at.step),
             "train_loss": at.loss_sum / max(1, at.samples),
             "tiles_per_s": rate,
         }
+        before = replace(at)
         at.epoch, at.epoch_step = at.epoch + 1, 0
         at.loss_sum, at.samples = 0.0, 0
+        at.timed_steps, at.timed_seconds = 0, 0.0
         if not whole or at.epoch % self._config.validate_every == 0 or self._finished():
             began = self._elapsed
-            verdict = self._validation.run(self._engine, self._loss)
+            try:
+                with self._spent.on("validation"):
+                    verdict = self._validation.run(self._engine, self._loss)
+            except GivenUpError:
+                self._progress = before
+                raise
             row.update(verdict.figures)
             if records and verdict.picture is not None:
                 records.picture(verdict.picture, at.epoch, at.step)
@@ -451,11 +488,12 @@ class Trainer:
 
     def _save(self, name: str = LAST, publish: bool = False) -> None:
         self._progress.seconds = self._elapsed
-        state = self._engine.state()
-        if self._engine.leads:
-            save_checkpoint(self._run / "checkpoints" / name, self._progress, state)
-            if publish:
-                save_bundle(self._run / "model", state["model"], self._card)
+        with self._spent.on("writing checkpoints"):
+            state = self._engine.state()
+            if self._engine.leads:
+                save_checkpoint(self._run / "checkpoints" / name, self._progress, state)
+                if publish:
+                    save_bundle(self._run / "model", state["model"], self._card)
         self._saved_at = self._elapsed
 
 

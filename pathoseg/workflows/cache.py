@@ -8,20 +8,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pathoseg.config import load_config
+from pathoseg.config import Config, load_config
 from pathoseg.interruption import Interruption
 from pathoseg.platform_support import cores_to_use
 from pathoseg.progress import progress_bar, say
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.cache import SHARD
 from pathoseg.tiles.slide_pool import SlidePool
+from pathoseg.time_spent import TimeSpent, time_told
 from pathoseg.training.labelled_slides import cut, find_labelled_slides, with_tile
 
 DEFAULT = "tiles"
 
 
-def fill_cache(config_file: Path | None, flags: Mapping[str, Mapping[str, Any]]) -> Path:
+def fill_cache(
+    config_file: Path | None, flags: Mapping[str, Mapping[str, Any]], verbose: bool = False
+) -> Path:
     """Keeps the pixels of all annotated slides of a folder that tiles of `train` can show.
+
+    Args:
+        config_file: TOML file, or None.
+        flags: What overrules it, by table and key.
+        verbose: Tell in the end where the time went.
 
     Returns:
         The cache's folder; name it as `[tiles] cache` of the training run.
@@ -30,7 +38,11 @@ def fill_cache(config_file: Path | None, flags: Mapping[str, Mapping[str, Any]])
         PathosegError: A slide or annotation cannot be read, or the disk is full.
         StoppedError: A signal came; what is there stays, and the same command goes on.
     """
-    config = load_config(config_file, flags)
+    with time_told(verbose) as spent:
+        return _fill(load_config(config_file, flags), spent)
+
+
+def _fill(config: Config, spent: TimeSpent) -> Path:
     folder = config.tiles.cache or DEFAULT
     config = replace(config, tiles=replace(config.tiles, cache=folder, stain="none"))
     sources = find_labelled_slides(config)
@@ -42,13 +54,14 @@ def fill_cache(config_file: Path | None, flags: Mapping[str, Mapping[str, Any]])
     pool = SlidePool(lambda path: open_slide(path, config.data.assume_mpp))
     with Interruption("Run the same command again to go on.") as interruption, closing(pool):
         for source in sources.usable:
-            tiles = cut(config, source, sources, pool, config.tiles.overlap)
+            with spent.on("cutting tiles"):
+                tiles = cut(config, source, sources, pool, config.tiles.overlap)
             count = len(tiles.shards())
             with (
                 progress_bar(source.name, count, "shards") as bar,
                 closing(tiles.fill(config.train.readers or cores_to_use())) as filled,
             ):
-                for _ in filled:
+                for _ in spent.waiting(filled, "reading slides and writing shards"):
                     bar.advance()
                     interruption.raise_if_asked()
             pixels = count * SHARD**2 / 1e6

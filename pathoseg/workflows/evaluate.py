@@ -41,6 +41,7 @@ from pathoseg.outputs.stitch import CONFIDENCE_LEVELS
 from pathoseg.progress import say
 from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide
+from pathoseg.time_spent import TimeSpent, time_told
 from pathoseg.training.labelled_slides import LabelledSlide, find_labelled_slides
 from pathoseg.training.run_folder import CONFIG, SPLITS, bundle_of
 from pathoseg.training.splits import find_table, patients_in, read_rows
@@ -59,6 +60,7 @@ def evaluate(
     flags: Mapping[str, Mapping[str, Any]],
     split: str | None,
     factory: str | None,
+    verbose: bool = False,
 ) -> Path:
     """Writes how well every slide is segmented, and all slides of a split taken together.
 
@@ -76,9 +78,22 @@ def evaluate(
         StoppedError: A signal came.
     """
     share_one_heap()
+    with time_told(verbose) as spent:
+        return _evaluate(model, out, config_file, flags, split, factory, spent)
+
+
+def _evaluate(
+    model: Path | None,
+    out: Path | None,
+    config_file: Path | None,
+    flags: Mapping[str, Mapping[str, Any]],
+    split: str | None,
+    factory: str | None,
+    spent: TimeSpent,
+) -> Path:
     bundle = bundle_of(model)
     config = _configured(bundle.parent / CONFIG, config_file, flags)
-    segmenter = load_segmenter(bundle, config, factory)
+    segmenter = load_segmenter(bundle, config, factory, spent)
     config = replace(config, tiles=replace(config.tiles, mpp=segmenter.card.mpp))
     if segmenter.separates:  # so that labels without objects are refused
         config = replace(config, model=replace(config.model, task="objects"))
@@ -276,7 +291,8 @@ def _compare(
     interruption: Interruption,
 ) -> _Compared:
     """Segments a slide and counts, strip by strip."""
-    with open_slide(source.slide, config.data.assume_mpp) as slide:
+    spent = segmenter.spent
+    with open_slide(source.slide, config.data.assume_mpp) as slide, spent.on("finding tissue"):
         plan = segmenter.plan(slide)
         thumbnail = thumbnail_frame(slide.size, slide.mpp, _PICTURE_SIDE)
         mpp = slide.mpp.mean
@@ -288,7 +304,10 @@ def _compare(
     objects = _ObjectComparison(plan.output, classes, config) if segmenter.separates else None
     small = [MaskThumbnail(plan.output, thumbnail) for _ in range(2)]
     rows, top, unread = max(1, _STRIP_PIXELS // plan.output.size.width), 0, 0
-    with closing(segmenter.bands_with_confidence(plan, interruption)) as bands:
+    with (
+        spent.on("joining and comparing"),
+        closing(segmenter.bands_with_confidence(plan, interruption)) as bands,
+    ):
         for band in bands:
             for start in range(0, band.shape[1], rows):
                 predicted, level, *height = band[:, start : start + rows]

@@ -55,6 +55,7 @@ from pathoseg.progress import say
 from pathoseg.slides.folder import find_slides
 from pathoseg.slides.slide import model_frame, open_slide
 from pathoseg.slides.zarr_folder import is_zarr
+from pathoseg.time_spent import time_told
 from pathoseg.training.distributed import errors_left_to_rank_0, silent
 from pathoseg.training.run_folder import bundle_of
 from pathoseg.version import __version__
@@ -84,6 +85,7 @@ def infer(
     arguments: Sequence[str] | None = None,
     annotations: Path | None = None,
     overwrite: bool = False,
+    verbose: bool = False,
 ) -> int:
     """Segments every slide of `inputs` (slides, or folders of slides) into `out`.
 
@@ -101,6 +103,7 @@ def infer(
         arguments: The command line's, for ranks to be started; None starts none.
         annotations: Folder of annotations, whose regions of interest get figures of their own.
         overwrite: Use `out` also where it holds results of another model or of other options.
+        verbose: Tell in the end where the time went, of ranks that of rank 0.
 
     Returns:
         The exit code: 0, or 1 where slides of several failed; each stands in `out/failures.csv`.
@@ -108,7 +111,7 @@ def infer(
     Raises:
         PathosegError: The model, the only slide or an option cannot be used, or an input is
             missing, or two slides would have one annotation, or `out` holds results of another
-            model or of other options.
+            model or options.
         StoppedError: A signal came; what is finished is kept.
     """
     entered = time.monotonic()
@@ -122,20 +125,18 @@ def infer(
         command = [sys.executable, "-m", "pathoseg", *arguments]
         return start_workers(config.parallel.ranks, command)
     advice = f"What is done is in {out}. Go on with the same command and --resume."
-    with Interruption(advice) as interruption:
+    leads = world.rank == 0
+    with time_told(verbose and leads) as spent, Interruption(advice) as interruption:
         if world.launcher is not None:
             _stop_with_launcher(interruption)
         with _one_voice(world) as cores:
             readers = config.infer.readers or cores
             config = replace(config, infer=replace(config.infer, readers=readers))
             request = _find_request(inputs, annotations, model, out, config, overwrite)
-            from pathoseg.device import pick_device
-
-            pick_device(config.parallel.device)  # refused a second before the rest is imported
             from pathoseg.inference.segmenter import load_segmenter
             from pathoseg.inference.slide_job import SlideJob, WorkerContext
 
-            segmenter = load_segmenter(request.bundle, config, factory)
+            segmenter = load_segmenter(request.bundle, config, factory, spent, leads)
             if request.only is not None:  # refused before anything is written
                 with open_slide(request.only, config.data.assume_mpp) as opened:
                     model_frame(opened, segmenter.card.mpp)
@@ -165,9 +166,19 @@ def infer(
                 raise
             _write_tables(context, batch, request.bundle, is_stopped=False)
             sweep(out)
-    if annotations is not None and world.rank == 0:
+    if annotations is not None and leads:
         _tell_without_interest(batch)
-    return _verdict(batch, out, leads=world.rank == 0)
+    return _verdict(batch, out, leads=leads)
+
+
+def _refuse_without_library(config: Config) -> None:
+    """Refuse what every slide would fail at. All other libraries are there on every Python."""
+    if config.outputs.dicom_seg and find_spec("highdicom") is None:
+        raise PathosegError(
+            "[outputs] dicom_seg needs the library highdicom, which is not installed.",
+            "Install it (pip install highdicom; on Python 3.14 that takes a C++ compiler), or set "
+            "dicom_seg to false.",
+        )
 
 
 @dataclass(frozen=True)
@@ -217,16 +228,6 @@ def _find_request(
     if request.only is not None:
         open_slide(request.only, config.data.assume_mpp).close()
     return request
-
-
-def _refuse_without_library(config: Config) -> None:
-    """Refuse what every slide would fail at. All other libraries are there on every Python."""
-    if config.outputs.dicom_seg and find_spec("highdicom") is None:
-        raise PathosegError(
-            "[outputs] dicom_seg needs the library highdicom, which is not installed.",
-            "Install it (pip install highdicom; on Python 3.14 that takes a C++ compiler), or set "
-            "dicom_seg to false.",
-        )
 
 
 @contextmanager

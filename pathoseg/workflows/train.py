@@ -55,6 +55,7 @@ from pathoseg.platform_support import cores_to_use, follow_pointer, processor_na
 from pathoseg.progress import say
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.slide_pool import SlidePool
+from pathoseg.time_spent import TimeSpent, time_told
 from pathoseg.training.distributed import joined, start_ranks, stopped_together
 from pathoseg.training.earlier_model import (
     EarlierModel,
@@ -120,17 +121,13 @@ def launch(
     trace: bool,
     arguments: Sequence[str],
     overwrite: bool = False,
+    verbose: bool = False,
 ) -> int:
     """Train here, or on several ranks of this machine where so many are asked for.
 
     Args:
-        config_file: As for `train`.
-        flags: As for `train`.
-        out: As for `train`.
-        resume: As for `train`.
-        trace: As for `train`.
+        config_file, flags, out, resume, trace, overwrite, verbose: As for `train`.
         arguments: The command line's, for ranks to be started.
-        overwrite: As for `train`.
 
     Returns:
         The exit code.
@@ -139,7 +136,7 @@ def launch(
     refuse_overwriting(out, resume, overwrite)
     code = start_ranks(wanted.ranks, arguments, wanted.transport)
     if code is None:
-        train(config_file, flags, out, resume, trace, overwrite)
+        train(config_file, flags, out, resume, trace, overwrite, verbose)
     return code or 0
 
 
@@ -150,6 +147,7 @@ def train(
     resume: bool,
     trace: bool = False,
     overwrite: bool = False,
+    verbose: bool = False,
 ) -> Path:
     """Trains until the epochs, the time limit or the patience end; returns the run's folder.
 
@@ -160,6 +158,7 @@ def train(
         resume: Go on with a run.
         trace: On several ranks, draw what they do in one step.
         overwrite: Replace the run that `out` holds, once all input is read.
+        verbose: Tell in the end where the time went.
 
     Raises:
         PathosegError: Anything that keeps the run from starting or going on.
@@ -174,8 +173,9 @@ def train(
             "Use the command `pathoseg train`, or start the program by mpirun, srun or torchrun.",
         )
     # Where memory is limited a plan says what is kept of it, on one rank too.
-    with joined(wanted.transport, alone=wanted.memory is not None) as transport:
-        return _train(config_file, flags, out, resume, trace, overwrite, transport)
+    alone = wanted.memory is not None
+    with joined(wanted.transport, alone) as transport, time_told(verbose) as spent:
+        return _train(config_file, flags, out, resume, trace, overwrite, transport, spent)
 
 
 def ranks_to_start(
@@ -212,6 +212,7 @@ def _train(
     trace: bool,
     overwrite: bool,
     transport: Transport | None,
+    spent: TimeSpent,
 ) -> Path:
     started = time.monotonic()
     if trace and transport is None:
@@ -266,8 +267,9 @@ def _train(
         stopped_together(interruption, transport),
         closing(pool),
     ):
-        tiles = cut_labelled_slides(config, sources, members, pool, interruption, card.context)
-        facts = facts_of_training(config, sources, members, [*tiles.train, *tiles.val])
+        with spent.on("cutting tiles"):
+            tiles = cut_labelled_slides(config, sources, members, pool, interruption, card.context)
+            facts = facts_of_training(config, sources, members, [*tiles.train, *tiles.val])
         for line in class_lines(facts, sources.classes):
             say(line)
         for warning in warnings_of(facts, sources.classes, config, ()):
@@ -281,13 +283,14 @@ def _train(
         loss = build_loss(config.loss, config.model.task)
         batch = config.train.microbatch or config.train.batch
         engine: Engine
+        stop = interruption.is_asked
         if transport is None or plan is None:
             device = pick_device(config.parallel.device)
             whole = WholeModel(model.to(device), traced, config.seed, device)
-            engine = OneDevice(model, whole.forward, loss, task, card, config.train)
+            engine = OneDevice(model, whole.forward, loss, task, card, config.train, stop)
         else:
             drawing = partial(draw_step, run, planned) if trace else None
-            engine = PipelineEngine(transport, plan, model, loss, task, card, config, drawing)
+            engine = PipelineEngine(transport, plan, model, loss, task, card, config, drawing, stop)
         loop = Trainer(
             run,
             config.train,
@@ -297,6 +300,7 @@ def _train(
             training_set(config, tiles.train, sources.classes, readers),
             Validation(tiles.val, task, sources.classes, batch, readers),
             started,
+            spent,
         )
         if longer:
             # The checkpoint first: killed in between, the run is finished still, and asked again.

@@ -15,6 +15,9 @@ leaves is put into the outbox, or given at once to a stage of this same rank, fo
 no message; (6) a tensor leaves the outbox without anybody waiting; (7) a sum is started by the last
 copy of the stage on this rank, and awaited much later; (8) the last STEP of the list updates all
 parameters, as clipping needs every gradient.
+
+A step that is given up runs through the rest of its list without computing: (3), (6) and (7) go on,
+so that no rank waits in vain. At (8) every rank learns of it, and none updates a parameter.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ import torch
 from torch import Tensor
 
 from pathoseg.errors import PathosegError
+from pathoseg.giving_up import GivenUpError, IsGivenUp
 from pathoseg.gradient_step import StepVerdict
 from pathoseg.parallel.activations.offload import Copies
 from pathoseg.parallel.activations.stage_offload import StageOffload, changed_by
@@ -43,7 +47,7 @@ from pathoseg.parallel.runtime.messages import MessageChannel, MessageRoute
 from pathoseg.parallel.runtime.reduction import GradientReduction
 from pathoseg.parallel.runtime.stage import Pass, Stage, stage_edges
 from pathoseg.parallel.runtime.step_trace import StepTrace
-from pathoseg.parallel.schedule.action import Action, Edge, Kind
+from pathoseg.parallel.schedule.action import COMPUTE, Action, Edge, Kind
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.schedule import Schedule, visit_of
 from pathoseg.parallel.schedule.validate import validate
@@ -123,7 +127,7 @@ class Executor:
         return None if self._under_way is None else self._under_way.doing
 
     def step(
-        self, this: Pass, microbatches: Microbatches, trace: bool
+        self, this: Pass, microbatches: Microbatches, trace: bool, is_given_up: IsGivenUp
     ) -> tuple[StepVerdict, tuple[Event, ...]]:
         """Run the whole list.
 
@@ -131,26 +135,39 @@ class Executor:
             this: The step.
             microbatches: Its samples.
             trace: Whether to record events.
+            is_given_up: Asked ahead of every visit; what computes may raise GivenUpError too.
 
         Returns:
             The step's loss and norm, the same on all ranks, and this rank's events, in seconds from
             a moment common to the ranks of a host; none without `trace`.
+
+        Raises:
+            GivenUpError: This rank or another has given up, on all ranks; no parameter is updated.
         """
         setup, record = self._setup, None
         if trace:
             replicas = setup.schedule.replica_of
             record = StepTrace(setup.transport, setup.streams, setup.host_copies, replicas)
-        execution = self._run(self._step, this, microbatches, record)
-        assert execution.verdict is not None  # a lowered list ends with a STEP
+        execution = self._run(self._step, this, microbatches, record, is_given_up)
+        if execution.verdict is None:
+            raise GivenUpError
         return execution.verdict, () if record is None else record.events()
 
-    def predict(self, this: Pass, microbatches: Microbatches) -> dict[int, Any]:
+    def predict(
+        self, this: Pass, microbatches: Microbatches, is_given_up: IsGivenUp
+    ) -> dict[int, Any]:
         """Run the forwards alone.
 
         Returns:
             The model's output by microbatch, of those whose last stage is on this rank.
+
+        Raises:
+            GivenUpError: As `step`.
         """
-        return self._run(self._prediction, this, microbatches, None).predicted
+        execution = self._run(self._prediction, this, microbatches, None, is_given_up)
+        if any(self._setup.transport.gather("given up" * execution.given_up)):
+            raise GivenUpError
+        return execution.predicted
 
     def _run(
         self,
@@ -158,13 +175,16 @@ class Executor:
         this: Pass,
         microbatches: Microbatches,
         trace: StepTrace | None,
+        is_given_up: IsGivenUp,
     ) -> _Execution:
         sizes = microbatches.sizes
         if not all(sizes):
             actions = [a for a in actions if a.microbatch is None or sizes[a.microbatch]]
         for stage in self._setup.stages.values():
             stage.begin()
-        execution = _Execution(self._setup, self._channel, actions, this, microbatches, trace)
+        execution = _Execution(
+            self._setup, self._channel, actions, this, microbatches, trace, is_given_up
+        )
         self._under_way = execution
         execution.run()
         self._under_way = None
@@ -177,7 +197,7 @@ class _Execution:
     Attributes:
         doing: The action that is under way.
         predicted: The model's output by microbatch, in a prediction.
-        verdict: The step's loss and norm, from its last STEP on.
+        verdict: The step's loss and norm, from its last STEP on; None where a rank has given up.
     """
 
     def __init__(
@@ -188,7 +208,9 @@ class _Execution:
         this: Pass,
         microbatches: Microbatches,
         trace: StepTrace | None,
+        is_given_up: IsGivenUp,
     ) -> None:
+        self._is_given_up = is_given_up
         self.doing: Action | None = None
         self.predicted: dict[int, Any] = {}
         self.verdict: StepVerdict | None = None
@@ -217,7 +239,15 @@ class _Execution:
                 self._perform(action)
         self._messages.finish()
 
+    @property
+    def given_up(self) -> bool:
+        """True once this rank no longer computes."""
+        return self._messages.given_up
+
     def _perform(self, action: Action) -> None:
+        if action.kind in COMPUTE:
+            self._compute(action)
+            return
         match action.kind:
             case Kind.REDUCE:
                 self._reduce(action)
@@ -227,6 +257,24 @@ class _Execution:
                 self._end_of_step()
             case _:
                 self._visit(action)
+
+    def _compute(self, action: Action) -> None:
+        """Run an action that computes; one that is given up leaves nothing for anyone."""
+        self._messages.given_up |= self._is_given_up()
+        if not self.given_up:
+            try:
+                self._visit(action)
+            except GivenUpError:
+                self._messages.given_up = True
+        if self.given_up:
+            stage = self._stages[visit_of(action)[1]]
+            if action.kind is Kind.FORWARD:
+                for edge in stage.leaving:
+                    self._hand_on(action, edge, edge.target, None)
+            elif action.kind is Kind.BACKWARD:
+                for edge, sent in stage.entering.items():
+                    if sent.gradient:
+                        self._hand_on(action, edge, edge.source, None)
 
     def _visit(self, action: Action) -> None:
         """Run an action of one microbatch at one stage."""
@@ -245,9 +293,9 @@ class _Execution:
                     self._hand_on(action, edge, edge.source, gradient)
             case Kind.SEND:
                 self._messages.send(action, self._outbox.pop(action, None))  # (6)
-            case Kind.OFFLOAD:
+            case Kind.OFFLOAD if not self.given_up:
                 stage.let_go()
-            case Kind.PREFETCH:
+            case Kind.PREFETCH if not self.given_up:
                 stage.prefetch(microbatch)
 
     def _forward(self, action: Action, stage: Stage, microbatch: int) -> None:
@@ -298,7 +346,8 @@ class _Execution:
             losses = dict[int, Tensor]()
             for stage in self._stages.values():
                 losses |= stage.losses
-            self.verdict = self._setup.update.run(losses, len(self._microbatches.sizes))
+            count = len(self._microbatches.sizes)
+            self.verdict = self._setup.update.run(losses, count, self.given_up)
 
 
 def _is_forward(action: Action) -> bool:

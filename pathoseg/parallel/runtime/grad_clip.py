@@ -49,8 +49,8 @@ class GradientNorm:
         self._absent = torch.tensor(_ABSENT, dtype=widest(device), device=device)
 
     def agree(
-        self, losses: Mapping[int, Tensor], microbatches: int, scale: LossScale
-    ) -> StepVerdict:
+        self, losses: Mapping[int, Tensor], microbatches: int, scale: LossScale, given_up: bool
+    ) -> StepVerdict | None:
         """Unscale the gradients of this rank, and judge the step by those of all ranks.
 
         All ranks call it, once the sums over copies are done. The host waits for the device once.
@@ -59,9 +59,14 @@ class GradientNorm:
             losses: The loss of each microbatch whose last stage is on this rank.
             microbatches: Number of microbatches in the whole step.
             scale: The factor by which the losses were multiplied.
+            given_up: Whether this rank has given up the step.
+
+        Returns:
+            None where a rank has given up.
         """
         size = len(self._names)
-        told = torch.zeros(size + microbatches, dtype=widest(self._device), device=self._device)
+        told = torch.zeros(size + microbatches + 1, dtype=widest(self._device), device=self._device)
+        told[-1] = given_up
         found = {size + each: loss.to(told) for each, loss in losses.items()}
         changed = () if scale.scale == 1.0 else (Park.GRADIENTS,)
         for parameters in self._parking.in_turn(Park.GRADIENTS, changed=changed):
@@ -79,7 +84,9 @@ class GradientNorm:
             told[places] = torch.stack([*found.values()])
         if self._transport.ranks > 1:
             self._transport.sum(told, tuple(range(self._transport.ranks))).wait()
-        values = told.tolist()
+        *values, givers = told.tolist()
+        if givers:
+            return None
         norms = zip(self._names, values, strict=False)
         return judge_step(values[size:], {name: norm for name, norm in norms if norm != _ABSENT})
 
@@ -106,7 +113,9 @@ class ClippedStep:
         self._norm, self._scale, self._clip = norm, scale, clip
         self._optimizer, self._parking = optimizer, parking
 
-    def run(self, losses: Mapping[int, Tensor], microbatches: int) -> StepVerdict:
+    def run(
+        self, losses: Mapping[int, Tensor], microbatches: int, given_up: bool
+    ) -> StepVerdict | None:
         """Unscale, clip and apply the gradients, unless one on any rank is not finite.
 
         All ranks call it, once the sums over copies are done.
@@ -114,12 +123,14 @@ class ClippedStep:
         Args:
             losses: The loss sum of each microbatch whose last stage is on this rank.
             microbatches: Number of microbatches in the whole step.
+            given_up: Whether this rank has given up the step.
 
         Returns:
-            The step's loss and norm, the same on all ranks.
+            The step's loss and norm, the same on all ranks; None where a rank has given up, and no
+            parameter is updated.
         """
-        verdict = self._norm.agree(losses, microbatches, self._scale)
-        if verdict.finite and self._optimizer is not None:
+        verdict = self._norm.agree(losses, microbatches, self._scale, given_up)
+        if verdict is not None and verdict.finite and self._optimizer is not None:
             for parameters in self._parking.in_turn(*Park, changed=[*Park]):
                 gradients = [each.grad for each in parameters if each.grad is not None]
                 clip_gradients(gradients, verdict.norm, self._clip)

@@ -167,6 +167,12 @@ class Messages:
     """The sends and receives of one pass; made by `MessageChannel.begin`.
 
     `post`, `send` and `receive` are called as the actions run, in their order; `finish` at the end.
+    A pass that is given up runs to its end all the same, so that no rank waits for a message that
+    never comes: what is not computed is sent as zeros, or announced as given up where the receiver
+    knows no layout yet.
+
+    Attributes:
+        given_up: True once this rank, or the sender of a message that came, has given up.
     """
 
     def __init__(
@@ -195,6 +201,7 @@ class Messages:
         self._until = _horizons(actions)
         self._posted: dict[Action, tuple[Pending, Tensor] | None] = {}
         self._next = 0
+        self.given_up = False
 
     def post(self, position: int) -> None:
         """Post the receives that are due until the visit after the action at `position`.
@@ -226,7 +233,8 @@ class Messages:
         to, tag, key = self._route.receivers[action], self._route.tags[action], self._key(action)
         if key not in self._layouts:
             self._layouts[key] = layout = None if tensor is None else Layout.of(tensor)
-            self._start(None, _header(layout).to(self._device), to, tag)
+            header = _header(layout, self.given_up)
+            self._start(None, header.to(self._device), to, tag)
         layout = self._layouts[key]
         if tensor is None and layout is not None:
             tensor = torch.zeros(layout.sizes, dtype=layout.dtype, device=self._device)
@@ -286,7 +294,9 @@ class Messages:
                         return
                     header = torch.empty(_HEADER, dtype=torch.int64, device=self._device)
                     self._transport.receive(header, source, tag).wait()
-                    self._layouts[key] = _layout(header.tolist())
+                    known = header.tolist()
+                    self._layouts[key] = _layout(known)
+                    self.given_up |= known[0] == _GIVEN_UP
                 layout = self._layouts[key]
                 self._posted[first] = None
                 if layout is not None:
@@ -332,11 +342,13 @@ def _horizons(actions: Sequence[Action]) -> list[int]:
 
 
 _HEADER = 2 + 2 * _MOST_DIMENSIONS
+_NONE, _GIVEN_UP = -1, -2
 
 
-def _header(layout: Layout | None) -> Tensor:
-    """A layout as a message: dtype's number or -1, dimensions, sizes, order."""
-    header = torch.full((_HEADER,), -1, dtype=torch.int64)
+def _header(layout: Layout | None, given_up: bool = False) -> Tensor:
+    """A layout as a message: the number of the dtype or why there is none, dimensions, sizes,
+    order."""
+    header = torch.full((_HEADER,), _GIVEN_UP if given_up else _NONE, dtype=torch.int64)
     if layout is not None:
         dimensions = len(layout.sizes)
         if layout.dtype not in _DTYPES or dimensions > _MOST_DIMENSIONS:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from pathoseg.errors import PathosegError, is_out_of_memory
+from pathoseg.giving_up import GivenUpError, IsGivenUp, asking, buffers_kept, never
 from pathoseg.gradient_step import LossScale
 from pathoseg.parallel.activations.offload import Copies, OffloadMode, copies_of
 from pathoseg.parallel.activations.stage_offload import Park, StageOffload, parked_bytes
@@ -190,29 +191,40 @@ class Runner:
         action = self._executor.doing
         return "between steps" if action is None else f"at {action} of stage {action.stage}"
 
-    def step(self, number: int, microbatches: Microbatches, trace: bool = False) -> RankStepResult:
+    def step(
+        self,
+        number: int,
+        microbatches: Microbatches,
+        trace: bool = False,
+        is_given_up: IsGivenUp = never,
+    ) -> RankStepResult:
         """Make one optimizer step on the mean loss of all samples; all ranks call it.
 
         Args:
             number: The run's step, from 0; with seed and microbatch the seed of what layers draw.
             microbatches: As many as the schedule has, in all groups together.
             trace: Whether the result has events.
+            is_given_up: Asked between layers and visits until the last backward of this rank.
 
         Returns:
             The loss over all ranks, and this rank's events.
 
         Raises:
             PathosegError: Something failed here or on another rank; all ranks end.
+            GivenUpError: A rank has given up, on all ranks: parameters, buffers and optimizer are
+                as before the step. `state` can be called still, and no other step.
         """
         this = Pass(number, microbatches.sizes, self._scale.scale, training=True)
         self._parking.forget_gradients(self.own.values())
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
-        with self._failing():
+        buffers = [t for t in self._holdings.tensors().values() if not isinstance(t, nn.Parameter)]
+        with self._failing(), buffers_kept(buffers):
             with ExitStack() as stack:
                 for stage in self._stages.values():
                     stack.enter_context(stage.statistics.kept())
-                verdict, events = self._executor.step(this, microbatches, trace)
+                stack.enter_context(asking(self._model, self._device, is_given_up))
+                verdict, events = self._executor.step(this, microbatches, trace, is_given_up)
             for number_of, stage in self._stages.items():
                 holders = self._holders(number_of)
                 stage.statistics.apply(microbatches.sizes, partial(self._sum, holders))
@@ -223,11 +235,12 @@ class Runner:
         if len(holders) > 1:
             self._transport.sum(rows, holders).wait()
 
-    def predict(self, microbatches: Microbatches) -> dict[int, Any]:
+    def predict(self, microbatches: Microbatches, is_given_up: IsGivenUp = never) -> dict[int, Any]:
         """Run the model in `eval` mode, without gradients; all ranks call it.
 
         Args:
             microbatches: As many as the schedule has; targets are not asked for.
+            is_given_up: Asked between layers and visits.
 
         Returns:
             The model's output by microbatch, of those whose last stage is on this rank.
@@ -238,9 +251,9 @@ class Runner:
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
-            with self._failing():
+            with self._failing(), asking(self._model, self._device, is_given_up):
                 this = Pass(0, microbatches.sizes, 1.0, training=False)
-                return self._executor.predict(this, microbatches)
+                return self._executor.predict(this, microbatches, is_given_up)
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -308,6 +321,8 @@ class Runner:
         rank = self._transport.rank
         try:
             yield
+        except GivenUpError:  # all ranks raise it together
+            raise
         except PathosegError as error:
             self._transport.abort(f"Rank {rank}, {self.doing}: {error.problem} {error.hint}")
             raise

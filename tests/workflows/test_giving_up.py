@@ -1,0 +1,186 @@
+"""Runs that are stopped in the middle of a step or validation go on to the digits of a calm one."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from pathoseg.errors import StoppedError
+from pathoseg.interruption import Interruption
+from pathoseg.workflows.infer import infer
+from pathoseg.workflows.train import train
+from tests.conftest import draw_toy_slides
+from tests.forked import Forked
+
+Start = Callable[..., Forked]
+
+DROPPING = """
+import torch
+from pathoseg.models.unet import UNet
+
+class Net(torch.nn.Module):
+    def __init__(self, in_channels, classes):
+        super().__init__()
+        self.drop, self.body = torch.nn.Dropout2d(0.2), UNet(classes, width=4, depth=2)
+
+    def forward(self, images):
+        return torch.nn.functional.dropout(self.body(self.drop(images)), 0.1, self.training)
+"""
+
+
+# Sends its own process SIGTERM in the n-th forward, in the midst of a step. What it branches on is
+# known in the forward alone, so that graphs of layers call it as one.
+ALARM = """
+import os, signal, torch
+from pathoseg.models.unet import UNet
+
+class Alarm(torch.nn.Module):
+    calls = 0
+
+    def forward(self, images):
+        if float(images.sum()) != 0.5 and self.training and type(images) is torch.Tensor:
+            Alarm.calls += 1
+            if Alarm.calls == int(os.environ.get("ALARM", 0)):
+                os.kill(os.getpid(), signal.SIGTERM)
+        return images * 1
+
+class Net(torch.nn.Module):
+    def __init__(self, in_channels, classes):
+        super().__init__()
+        self.alarm, self.body = Alarm(), UNet(classes, width=4, depth=2)
+
+    def forward(self, images):
+        return self.body(self.alarm(images))
+"""
+
+
+class _At(Interruption):
+    """Has the signal come at the n-th question.
+
+    Attributes:
+        questions: How many have been asked.
+    """
+
+    when = 0
+    questions = 0
+
+    def is_asked(self) -> bool:
+        _At.questions += 1
+        if _At.questions == self.when:
+            self.number = signal.SIGTERM
+        return super().is_asked()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with slides, a network with batch norm and dropout, and its configuration."""
+    folder = tmp_path_factory.mktemp("dropping")
+    draw_toy_slides(folder)
+    text = (folder / "tiny.toml").read_text()
+    text = text.replace("width = 4\ndepth = 2", 'name = "dropping_4:Net"')
+    text = text.replace("epochs = 4", "epochs = 2\nmicrobatch = 1\nsamples_per_epoch = 4")
+    (folder / "dropping.toml").write_text(text)
+    (folder / "alarmed.toml").write_text(text.replace("dropping_4:Net", "alarm_4:Net"))
+    (folder / "dropping_4.py").write_text(DROPPING)
+    (folder / "alarm_4.py").write_text(ALARM)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(str(folder))
+        for command in ("train", "infer"):
+            patch.setattr(f"pathoseg.workflows.{command}.Interruption", _At)
+        yield folder
+
+
+def _part(run: str, when: int, config: str = "dropping.toml") -> bool:
+    """Trains one part of a run, until its `when`-th question; says whether it has finished."""
+    _At.when, _At.questions = when, 0
+    flags = {"data": {"slides": "slides"}, "parallel": {"ranks": 1}}
+    try:
+        train(Path(config), flags, Path(run), resume=True)
+    except StoppedError:
+        return False
+    return True
+
+
+def _figures(run: str) -> list[dict[str, str]]:
+    with (Path(run) / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert all(float(row.pop("tiles_per_s")) > 0 for row in rows)
+    return rows
+
+
+def _weights(run: str) -> dict[str, torch.Tensor]:
+    return dict(load_file(Path(run) / "model" / "weights.safetensors"))
+
+
+@pytest.fixture(scope="module")
+def questions(place: Path) -> int:
+    """How often the undisturbed run asks."""
+    assert _part("calm", 0)
+    return _At.questions
+
+
+@settings(max_examples=5)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=3))
+def test_stopped_anywhere_a_run_goes_on_to_the_same_digits(
+    place: Path, questions: int, shares: list[float]
+) -> None:
+    shutil.rmtree("stopped", ignore_errors=True)
+    for share in shares:
+        if _part("stopped", 1 + round(share * (questions - 1))):
+            break
+    else:
+        assert _part("stopped", 0)
+    assert _figures("stopped") == _figures("calm")
+    torch.testing.assert_close(_weights("stopped"), _weights("calm"), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_process_that_gets_sigterm_within_a_step_leaves_it(
+    place: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """Of two ranks, the one with the first layers gets it alone."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    out, calm = f"alarmed-{ranks}", f"quiet-{ranks}"
+    command = ["train", "--slides", "slides", "--config", "alarmed.toml", "--out", out]
+    monkeypatch.setenv("ALARM", "4")  # the second microbatch of the second step
+    with Forked([*command, "--ranks", str(ranks), "--order", "1f1b"], place) as process:
+        said, _ = process.communicate()
+    assert process.returncode == 143, said
+    assert "What follows step 1 is given up" in said
+    assert "Traceback" not in said
+    state = torch.load(Path(out) / "checkpoints" / "last.pt", weights_only=True)
+    assert state["progress"]["step"] == 1
+    monkeypatch.delenv("ALARM")
+    assert _part(out, 0, "alarmed.toml")
+    assert _part(calm, 0, "alarmed.toml")
+    assert _figures(out) == _figures(calm)
+    torch.testing.assert_close(_weights(out), _weights(calm), rtol=0, atol=0)
+
+
+def test_a_slide_is_left_within_a_tile_and_taken_up_again(place: Path, questions: int) -> None:
+    def predict(out: str, when: int) -> bytes:
+        _At.when, _At.questions = when, 0
+        slide = [Path("slides/slide0.png")]
+        assert infer(slide, Path("calm"), Path(out), None, data, when == 0, "dropping_4:Net") == 0
+        return (Path(out) / "slide0" / "mask.ome.tiff").read_bytes()
+
+    data = {"data": {"assume_mpp": 0.5}}
+    whole = predict("whole", 0)
+    asked = _At.questions
+    assert asked > 20, "a layer each"
+    for when in (1, asked // 2, asked):
+        with pytest.raises(StoppedError):
+            predict("left", when)
+        assert not Path("left/slide0").exists()
+        assert _At.questions == when, "nothing more was computed"
+    assert predict("left", 0) == whole
