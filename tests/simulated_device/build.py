@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -15,8 +16,8 @@ SOURCES = Path(__file__).with_name("csrc")
 
 
 def compiler() -> str | None:
-    """Return the C++ compiler of this machine, or None."""
-    return shutil.which(os.environ.get("CXX", "c++"))
+    """Return the C++ compiler of this machine; None without one, or where this is no Linux."""
+    return shutil.which(os.environ.get("CXX", "c++")) if sys.platform == "linux" else None
 
 
 def built_library() -> Path:

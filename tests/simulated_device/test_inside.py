@@ -31,7 +31,7 @@ RUNTIME = [
 ]
 PARTS = [["test_commands.py"], ["test_device.py", "test_copies.py", "test_messages.py"], RUNTIME]
 needs_compiler = pytest.mark.skipif(
-    compiler() is None, reason="no C++ compiler to build the device: install g++"
+    compiler() is None, reason="the device is built by a C++ compiler, on Linux: install g++"
 )
 
 

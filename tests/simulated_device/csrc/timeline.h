@@ -235,7 +235,7 @@ class Timeline {
     all.erase(std::remove_if(all.begin(), all.end(), covered), all.end());
     all.push_back(now);
     if (all.size() > kManyAccesses) {
-      merge_reads(*block, slot);
+      merge(*block, slot);
     }
     raise_problems();
   }
@@ -277,8 +277,6 @@ class Timeline {
   }
 
   void flush_all_of(int slot) { flush(slot, queues_[slot].end()); }
-
-  bool is_idle(int slot) const { return queues_[slot].entries.empty(); }
 
   // ---- events
 
@@ -404,12 +402,14 @@ class Timeline {
     });
   }
 
-  // Many small reads of one stream become one that spans them all.
-  static void merge_reads(Block& block, int slot) {
-    Access hull{slot, 0, false, UINTPTR_MAX, 0};
+  // Many small accesses of one stream become one read and one write that span them all.
+  static void merge(Block& block, int slot) {
+    std::array<Access, 2> hulls{
+        Access{slot, 0, false, UINTPTR_MAX, 0}, Access{slot, 0, true, UINTPTR_MAX, 0}};
     std::vector<Access> rest;
     for (const Access& access : block.accesses) {
-      if (access.slot == slot && !access.writes) {
+      if (access.slot == slot) {
+        Access& hull = hulls[access.writes];
         hull.at = std::max(hull.at, access.at);
         hull.begin = std::min(hull.begin, access.begin);
         hull.end = std::max(hull.end, access.end);
@@ -417,8 +417,10 @@ class Timeline {
         rest.push_back(access);
       }
     }
-    if (hull.end) {
-      rest.push_back(hull);
+    for (const Access& hull : hulls) {
+      if (hull.end) {
+        rest.push_back(hull);
+      }
     }
     block.accesses = std::move(rest);
   }
