@@ -6,8 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import Phase, settings
 
 from tests.simulated_device import device
+
+# For mutants the first failure is enough, and need not be made small.
+settings.register_profile(
+    "mutants", deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate]
+)
 
 
 @pytest.fixture(autouse=True)

@@ -34,7 +34,7 @@ TESTS = ["test_copies.py", "test_messages.py"]
 TABLE = HERE / "mutants.md"
 _STATEMENTS = {"wait", "wait_event", "wait_stream", "record", "record_event", "synchronize"}
 _QUESTIONS = {"query", "passed"}
-_PATIENCE = 120  # seconds; without a wait something may wait for ever
+_PATIENCE = 300  # seconds; without a wait something may wait for ever
 
 # Places whose mutant survives, by function and code, each with the reason.
 SURVIVORS = {
@@ -135,6 +135,7 @@ def try_all(chosen: Sequence[Mutant]) -> Iterator[tuple[Mutant, Fate]]:
 
 def _fate(overlay: Path) -> Fate:
     options = ["-x", "-q", "--no-header", "--tb=no", "-k", "not processes"]
+    options.append("--hypothesis-profile=mutants")
     env = environment(overlay) | {"PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(
