@@ -111,7 +111,7 @@ def infer(
     Raises:
         PathosegError: The model, the only slide or an option cannot be used, or an input is
             missing, or two slides would have one annotation, or `out` holds results of another
-            model or options.
+            model or of other options.
         StoppedError: A signal came; what is finished is kept.
     """
     entered = time.monotonic()
@@ -133,6 +133,9 @@ def infer(
             readers = config.infer.readers or cores
             config = replace(config, infer=replace(config.infer, readers=readers))
             request = _find_request(inputs, annotations, model, out, config, overwrite)
+            from pathoseg.device import pick_device
+
+            pick_device(config.parallel.device)  # refused a second before the rest is imported
             from pathoseg.inference.segmenter import load_segmenter
             from pathoseg.inference.slide_job import SlideJob, WorkerContext
 
@@ -169,16 +172,6 @@ def infer(
     if annotations is not None and leads:
         _tell_without_interest(batch)
     return _verdict(batch, out, leads=leads)
-
-
-def _refuse_without_library(config: Config) -> None:
-    """Refuse what every slide would fail at. All other libraries are there on every Python."""
-    if config.outputs.dicom_seg and find_spec("highdicom") is None:
-        raise PathosegError(
-            "[outputs] dicom_seg needs the library highdicom, which is not installed.",
-            "Install it (pip install highdicom; on Python 3.14 that takes a C++ compiler), or set "
-            "dicom_seg to false.",
-        )
 
 
 @dataclass(frozen=True)
@@ -228,6 +221,16 @@ def _find_request(
     if request.only is not None:
         open_slide(request.only, config.data.assume_mpp).close()
     return request
+
+
+def _refuse_without_library(config: Config) -> None:
+    """Refuse what every slide would fail at. All other libraries are there on every Python."""
+    if config.outputs.dicom_seg and find_spec("highdicom") is None:
+        raise PathosegError(
+            "[outputs] dicom_seg needs the library highdicom, which is not installed.",
+            "Install it (pip install highdicom; on Python 3.14 that takes a C++ compiler), or set "
+            "dicom_seg to false.",
+        )
 
 
 @contextmanager
