@@ -5,7 +5,7 @@ INSTALLED := $(VENV)/installed
 PAGE := pathoseg/viewer
 LIBRARY := $(PAGE)/node_modules/.package-lock.json
 
-.PHONY: demo test check quick install clean
+.PHONY: demo test check quick mutate install clean
 
 install: $(INSTALLED) $(LIBRARY)
 
@@ -49,6 +49,10 @@ quick: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --durations 10 --durations-min 1 \
 		-m "not slow and not process and not system and not cuda" tests; tests=$$?; \
 	wait $$types && exit $$tests
+
+# Each wait for a device, taken out of the product: a test on the simulated device must fail.
+mutate: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulated_device.mutate
 
 check: install
 	$(BIN)/ruff format --check .

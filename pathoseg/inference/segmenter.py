@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import IGNORE, ClassTable
 from pathoseg.config import Config
-from pathoseg.device import amp_dtype, pick_device
+from pathoseg.device import amp_dtype, memory_told, pick_device
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, ModelInput, Size
 from pathoseg.giving_up import GivenUpError, IsGivenUp, never
@@ -191,8 +191,9 @@ def load_segmenter(
             f"A model of an earlier version: tiles of {card.tile} px are blended as then. [infer] "
             "tile = 2048 predicts what one pass over the slide would, and often sooner."
         )
-    model, known = model.to(pick_device(config.parallel.device)), bundle_id(bundle)
-    return Segmenter(model, card, config, known, spent, shows_progress)
+    device, known = pick_device(config.parallel.device), bundle_id(bundle)
+    with memory_told(f"The model {bundle}", "Lower [infer] batch, or choose another --device."):
+        return Segmenter(model.to(device), card, config, known, spent, shows_progress)
 
 
 class Segmenter:

@@ -27,9 +27,9 @@ from pathoseg.parallel.schedule.gpipe import gpipe
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.schedule import linear
 from tests.parallel.comm.thread_ranks import run_ranks
+from tests.parallel.computing_device import DEVICE
 from tests.parallel.runtime.judge import optimizer
 
-CPU = torch.device("cpu")
 SAMPLES, COUNT = 2, 3
 
 
@@ -160,7 +160,7 @@ def _train(
 
     def body(transport: Any) -> tuple[list[float], dict[str, Tensor]]:
         rank = transport.rank
-        runner = Runner(whole[rank], partition, schedule, transport, CPU, training, given)
+        runner = Runner(whole[rank], partition, schedule, transport, DEVICE, training, given)
         losses = [runner.step(step, batch).loss_sum for step in range(2)]
         return losses, runner.state().get("model", {})
 
@@ -280,7 +280,7 @@ def test_a_layer_that_is_not_there_is_named(form: OffloadMode) -> None:
         memory = Memory({0: recompute}, form=form)
         with pytest.raises(PathosegError, match=message):
             run_ranks(
-                1, lambda line: Runner(traced, partition, schedule, line, CPU, training, memory)
+                1, lambda line: Runner(traced, partition, schedule, line, DEVICE, training, memory)
             )
 
     refused(["nothing"], [], "Stage 0 has no layer nothing that could be offloaded")

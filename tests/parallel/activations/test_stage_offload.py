@@ -30,8 +30,8 @@ from pathoseg.parallel.schedule.gpipe import gpipe
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.schedule import Placement, Schedule, folded
 from tests.parallel.comm.thread_ranks import run_ranks
+from tests.parallel.computing_device import DEVICE, finish
 
-CPU = torch.device("cpu")
 SAMPLES, STEPS = 2, 3
 ALL = frozenset(Park)
 FORMS = [OffloadMode.NAIVE, OffloadMode.OVERLAPPED]
@@ -117,7 +117,7 @@ Told = tuple[list[float], dict[str, Any], dict[int, Any]]
 
 @cache
 def _first() -> nn.Module:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return Net()
 
@@ -159,14 +159,16 @@ def _on_ranks(case: Case, memory: Memory, work: Callable[[Runner, Microbatches],
     parts = Microbatches(
         [SAMPLES] * schedule.microbatches,
         lambda at: {name: images[at]},
-        lambda at: images[at].mean((2, 3))[:, :2],
+        lambda at: images[at].mean((2, 3))[:, :2].to(DEVICE),
     )
 
     def rank(transport: Transport) -> Any:
         runner = Runner(
-            traced[transport.rank], partition, schedule, transport, CPU, training, memory
+            traced[transport.rank], partition, schedule, transport, DEVICE, training, memory
         )
-        return work(runner, parts)
+        result = work(runner, parts)
+        finish()
+        return result
 
     return run_ranks(whole.ranks, rank)
 
@@ -390,6 +392,8 @@ def _on_wide(form: OffloadMode, work: Callable[[Runner, Microbatches], None]) ->
     def rank(transport: Transport) -> None:
         memory = Memory(form=form, parked=ALL)
         partition = even(traced.graph, 4)
-        work(Runner(traced, partition, schedule, transport, CPU, training, memory), parts)
+        runner = Runner(traced, partition, schedule, transport, DEVICE, training, memory)
+        work(runner, parts)
+        finish()
 
     run_ranks(1, rank)

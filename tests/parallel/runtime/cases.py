@@ -27,6 +27,7 @@ from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.one_f_one_b import one_f_one_b
 from pathoseg.parallel.schedule.schedule import Schedule, folded, linear, mirrored
 from pathoseg.parallel.schedule.synthesise import synthesise
+from tests.parallel.computing_device import DEVICE
 from tests.parallel.networks.runtime_models import MODELS, SIDE, per_sample_loss, samples
 from tests.parallel.runtime.judge import STEPS, Verdict, judge, optimizer
 
@@ -160,7 +161,7 @@ def _order(name: str, ranks: int) -> Schedule:
 @cache
 def traced(model: str, dtype: torch.dtype, whose: object) -> Traced:
     """A seeded model, one for each that asks; `reset` brings it back to its first weights."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         made = MODELS[model].make().to(dtype)
         for parameter in made.parameters():
@@ -192,7 +193,9 @@ def microbatches(case: Case, step: int) -> Microbatches:
     def part(index: int) -> tuple[Tensor, Tensor]:
         return samples(step, index, sizes[index], case.dtype)
 
-    return Microbatches(sizes, lambda index: {name: part(index)[0]}, lambda index: part(index)[1])
+    return Microbatches(
+        sizes, lambda index: {name: part(index)[0]}, lambda index: part(index)[1].to(DEVICE)
+    )
 
 
 def start(
@@ -205,9 +208,8 @@ def start(
     """The runner of one rank, at the first weights of a model of its own, or of `whose`."""
     schedule, partition = case.schedule()
     whole = reset(traced(case.model, case.dtype, transport.rank if whose is None else whose))
-    device = torch.device("cpu")
     training = training or training_of(case)
-    return Runner(whole, partition, schedule, transport, device, training, memory)
+    return Runner(whole, partition, schedule, transport, DEVICE, training, memory)
 
 
 def prepare(case: Case) -> None:
@@ -228,7 +230,7 @@ def run_case(
         assert result.finite
         verdict.losses.append(result.loss_sum)
         if step == 0:
-            verdict.gradients = {name: p.grad.clone() for name, p in runner.own.items()}
+            verdict.gradients = {name: p.grad.cpu().clone() for name, p in runner.own.items()}
     verdict.state = runner.state().get("model", {})
     return verdict
 

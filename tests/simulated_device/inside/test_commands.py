@@ -1,0 +1,103 @@
+"""Commands with `--device sim`: what they write is what the CPU writes, to the bit."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+
+from pathoseg.models.bundle import load_bundle
+from pathoseg.training.one_device import OneDevice
+from tests.simulated_device import device as sim
+
+Command = Callable[..., tuple[int, str]]
+_MIB = 2**20
+
+
+def _train(command: Command, device: str, out: str, *more: object) -> tuple[int, str]:
+    return command(
+        *("train", "--slides", "slides", "--config", "exact.toml", "--out", out),
+        *("--device", device, *more),
+    )
+
+
+@pytest.fixture
+def exact(toy_slides: Path) -> Path:
+    """`exact.toml`, which trains as `tiny.toml` but in float32, as the CPU does."""
+    text = Path("tiny.toml").read_text().replace("epochs = 4", 'epochs = 2\namp = "none"')
+    Path("exact.toml").write_text(text)
+    return toy_slides
+
+
+def _figures(run: str) -> list[dict[str, str]]:
+    """The rows of metrics.csv without what a clock or the device's kind decides."""
+    with Path(run, "metrics.csv").open() as file:
+        rows = [*csv.DictReader(file)]
+    return [{k: v for k, v in row.items() if "loss" in k or "dice" in k} for row in rows]
+
+
+def _weights(run: str) -> dict[str, torch.Tensor]:
+    return load_bundle(Path(run, "model"))[0].state_dict()
+
+
+def test_training_and_inference_are_those_of_the_cpu(exact: Path, command: Command) -> None:
+    for device in ("cpu", "sim"):
+        code, output = _train(command, device, device)
+        assert code == 0, output
+        code, output = command(
+            *("infer", "slides/slide3.png", "--config", "exact.toml", "--model", "cpu"),
+            *("--out", f"results-{device}", "--device", device),
+        )
+        assert code == 0, output
+    assert _figures("sim") == _figures("cpu") != []
+    torch.testing.assert_close(_weights("sim"), _weights("cpu"), rtol=0, atol=0)
+    masks = [Path(f"results-{device}", "slide3", "mask.ome.tiff") for device in ("cpu", "sim")]
+    assert np.array_equal(*map(tifffile.imread, masks))
+    assert sim.counts().kernels > 1_000
+
+
+def test_a_run_in_mixed_precision_goes_on_as_if_nothing_had_happened(
+    exact: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("exact.toml").write_text(Path("exact.toml").read_text().replace("none", "bf16"))
+    assert _train(command, "sim", "calm")[0] == 0
+    step, steps = OneDevice.step, 0
+
+    def stopped(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 8:
+            raise KeyboardInterrupt
+        return step(*arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OneDevice, "step", stopped)
+        assert _train(command, "sim", "resumed")[0] == 130
+    code, output = _train(command, "sim:1", "resumed", "--resume")
+    assert code == 0, output
+    assert _figures("resumed") == _figures("calm")
+    torch.testing.assert_close(_weights("resumed"), _weights("calm"), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("doing", ["train", "infer"])
+def test_out_of_memory_is_one_error_with_the_figures(
+    doing: str, exact: Path, command: Command, tiny_bundle: Callable[..., Path]
+) -> None:
+    sim.set_memory_limit(torch.accelerator.memory_allocated() + _MIB // 4)
+    if doing == "train":
+        code, output = _train(command, "sim", "never")
+    else:
+        code, output = command(
+            *("infer", "slides/slide0.png", "--assume-mpp", 0.5, "--model", tiny_bundle()),
+            *("--device", "sim", "--batch", 16, "--out", "never"),
+        )
+    assert code == 2, output
+    assert "sim out of memory" in output
+    assert "are free" in output
+    assert "Traceback" not in output
