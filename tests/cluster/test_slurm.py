@@ -34,7 +34,7 @@ def test_training_that_is_stopped_and_put_back_ends_as_if_it_had_not_been(
     assert slurm.state(again) == "COMPLETED", log
     assert log.count("2 ranks: gems-mast") == 3
     assert log.count("Going on at epoch") == 2
-    assert_same_run(lab.folder / "queued", lab.undisturbed, 1e-5)  # sums in another order
+    assert_same_run(lab.folder / "queued", lab.undisturbed, 1e-4)  # sums in another order
 
 
 def test_an_array_whose_task_is_put_back_segments_what_one_process_does(
