@@ -15,7 +15,7 @@ from tests.simulated_device.mutate import SURVIVORS, TABLE, mutants, row_of, try
 from tests.simulated_device.run import ROOT, command, environment
 
 _ACTIVATIONS = "tests/parallel/activations"
-_MIXED = "mixture and (gems or 1f1b) and not recomputed"
+_MIXED = "mixture and gems"
 _PARKED = "(training_is_the_same and gems and adamw-parked0) or (it_goes_with and overlapped)"
 _KEPT = "two_stages or (done_again and views) or trace_has"
 _JUDGED = "branches and (recomputed or hybrid-gems or bidirectional)"

