@@ -325,9 +325,14 @@ def answer(model: torch.nn.Module, inputs: Inputs) -> Any:
 
 
 @contextmanager
-def memory_told(what: str, hint: str) -> Iterator[None]:
-    """Turns running out of memory, the device's or the host's, into an error that says what to
-    change."""
+def memory_told(what: str, hint: str, device: torch.device) -> Iterator[None]:
+    """Turn running out of the device's or the host's memory into an error that says what to change.
+
+    Args:
+        what: What did not fit.
+        hint: What to change.
+        device: The device that computes.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -336,7 +341,7 @@ def memory_told(what: str, hint: str) -> Iterator[None]:
         where = "into memory"
         if isinstance(error, torch.OutOfMemoryError):
             where = "on the GPU"
-            if (memory := memory_of(pick_device())) is not None:
+            if (memory := memory_of(device)) is not None:
                 free, total = (size / 2**30 for size in memory)
                 where += f" ({free:.1f} of {total:.1f} GiB are free)"
         said = (str(error) or type(error).__name__).splitlines()[0]

@@ -119,7 +119,8 @@ class _LogBar:
             share = int(100 * self._done / self._total)
             parts = [f"{done} of {self._total:,.0f} {self._unit} ({share} %)"]
         each, per = (rate, "s") if rate >= 1 else (60 * rate, "min")
-        parts.append(f"{each:.3g} {self._unit}/{per}")
+        speed = f"{each:,.0f}" if each >= 100 else f"{each:.3g}"
+        parts.append(f"{speed} {self._unit}/{per}")
         if self._total:
             parts.append(f"{_span(max(0.0, self._total - self._done) / rate)} left")
         return f"{self._title}: {', '.join(parts)}{self._note and f'  {self._note}'}"

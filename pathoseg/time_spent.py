@@ -1,4 +1,4 @@
-"""Where a command's time went, in a short table at its end."""
+"""A short table at the end of a command: its seconds by what they were spent on."""
 
 from __future__ import annotations
 

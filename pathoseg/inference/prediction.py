@@ -106,6 +106,7 @@ def predict(
                 memory_told(
                     f"A forward pass of {len(group)} tiles",
                     "Lower [infer] batch or tile, or train with a smaller --tile.",
+                    device,
                 ),
                 torch.autocast(device.type, dtype, enabled=dtype is not None),
             ):

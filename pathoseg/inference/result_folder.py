@@ -259,6 +259,8 @@ def result_folder(folder: Path, work: Path) -> Iterator[Path]:
             partial.replace(folder)
         except OSError:
             if not (folder / SUMMARY).exists():
+                if old.exists() and not folder.exists():
+                    old.replace(folder)
                 raise
     except OSError as error:
         raise PathosegError(

@@ -192,7 +192,8 @@ def load_segmenter(
             "tile = 2048 predicts what one pass over the slide would, and often sooner."
         )
     device, known = pick_device(config.parallel.device), bundle_id(bundle)
-    with memory_told(f"The model {bundle}", "Lower [infer] batch, or choose another --device."):
+    hint = "Lower [infer] batch, or choose another --device."
+    with memory_told(f"The model {bundle}", hint, device):
         return Segmenter(model.to(device), card, config, known, spent, shows_progress)
 
 

@@ -32,7 +32,9 @@ Channels = tuple[float, float, float]
 
 _LARGEST_TILE = 2**16
 # In the names and texts of licences, such as CC-BY-NC-4.0.
-_NON_COMMERCIAL = re.compile(r"(?i)\bnc\b|non.?commercial|research|academic")
+_NON_COMMERCIAL = re.compile(
+    r"(?i)(?<![a-z])nc(?![a-z])|non.?commercial|not for commercial|research.only|academic"
+)
 
 
 @dataclass(frozen=True)

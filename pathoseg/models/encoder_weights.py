@@ -31,6 +31,8 @@ Channels = tuple[float, float, float]
 # A parameter that tells the encoder of each kind of network, whatever stands before its name.
 _MARKS = {"a ResNet": "layer1.0.conv1.weight", "a vision transformer": "patch_embed.proj.weight"}
 # Names that hub checkpoints keep a state dict under, the one that is used for inference first.
+_DEEPEST = 4  # wrappers within wrappers; a file may hold itself
+_DIMENSIONS = {"cls_token": 3, "pos_embed": 3, "reg_token": 3, "patch_embed.proj.weight": 4}
 _WRAPPERS = ("teacher", "model_ema", "state_dict", "model", "module", "backbone", "encoder")
 # Of several encoders in one file, the one whose prefix has this word is meant.
 _PREFERRED = "teacher"
@@ -223,7 +225,8 @@ def _read_tensors(path: Path) -> tuple[Tensors, str]:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        reason = str(error).split("\n")[0][:200]
+        needed = re.search(r"GLOBAL ([\w.]+)", str(error))
+        reason = f"it needs {needed[1]}" if needed else str(error).split("\n")[0][:200]
         raise PathosegError(
             f"{path} is no file of tensors alone, and code is not run ({reason}).", _CONVERT
         ) from None
@@ -238,12 +241,15 @@ def _read_tensors(path: Path) -> tuple[Tensors, str]:
 
 def _unwrapped(path: Path, loaded: Any) -> Tensors:
     """The state dict in what a checkpoint holds."""
-    while isinstance(loaded, Mapping):
-        tensors = {str(key): each for key, each in loaded.items() if isinstance(each, torch.Tensor)}
-        if tensors:
-            return tensors
+    for _ in range(_DEEPEST):
+        if not isinstance(loaded, Mapping):
+            break
         inner = [loaded[key] for key in _WRAPPERS if isinstance(loaded.get(key), Mapping)]
         if not inner:
+            named = {str(key): each for key, each in loaded.items()}
+            tensors = {key: each for key, each in named.items() if isinstance(each, torch.Tensor)}
+            if tensors:
+                return tensors
             break
         loaded = inner[0]
     raise PathosegError(
@@ -296,6 +302,18 @@ def _split_positions(path: Path, tensors: Tensors) -> None:
             f"{path} holds a vision transformer without {' and '.join(lacking)}.",
             "Only transformers with a class token and learnt positions are known.",
         )
+    wide = tensors["cls_token"].shape[-1:]
+    for name, dimensions in _DIMENSIONS.items():
+        each = tensors.get(name)
+        if each is None:
+            continue
+        fits = each.layout is torch.strided and each.dim() == dimensions
+        if not fits or (dimensions == 3 and each.shape[-1:] != wide):
+            raise PathosegError(
+                f"{path}: {name} is of shape {tuple(each.shape)}, which no vision transformer of "
+                "images has.",
+                "docs/encoders.md lists the encoders that are known.",
+            )
     positions = tensors["pos_embed"]
     registers = tensors["reg_token"].shape[1] if "reg_token" in tensors else 0
     count = positions.shape[1]
@@ -333,6 +351,8 @@ def _read_config(path: Path) -> dict[str, Any]:
         for key in ("mean", "std"):
             if key in of_weights:
                 found[key] = _channels(of_weights[key])
+        if min(found.get("std", (1.0,))) <= 0:
+            raise ValueError("a std is not above 0")
         if isinstance(of_weights.get("license"), str):
             found["licence"] = of_weights["license"]
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:

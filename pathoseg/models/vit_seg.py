@@ -222,7 +222,7 @@ class _Pyramid(nn.Module):
         dim, wide = shape.dim, min(_WIDEST, shape.dim)
         self.prefix, self.patch = 1 + shape.registers, shape.patch
         # The last tokens come normed.
-        self.norms = nn.ModuleList([*(nn.LayerNorm(dim, _EPSILON) for _ in range(3))])
+        self.norms = nn.ModuleList(nn.LayerNorm(dim, _EPSILON) for _ in range(3))
         self.finest = nn.Sequential(
             nn.ConvTranspose2d(dim, wide // 2, 2, stride=2),
             nn.GELU(),

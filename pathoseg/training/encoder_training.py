@@ -1,4 +1,4 @@
-"""What of an encoder is trained, and how fast: tuned, frozen, or by low-rank additions."""
+"""The training of an encoder: tuned at a rate of its own, frozen, or by low-rank additions."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ def with_low_rank(config: Config) -> Config:
             'Choose [model] name = "vit_seg", or encoder = "frozen" or "tuned".',
         )
     options = {"lora": _RANK, **config.model.options}
+    if not options["lora"]:
+        raise PathosegError(
+            '[train] encoder = "lora" needs low-rank additions; [model] options has lora = 0.',
+            "Choose a rank from 1 to 256, or leave it out.",
+        )
     return replace(config, model=replace(config.model, options=options))
 
 

@@ -141,6 +141,7 @@ class OneDevice:
                 'Name what it may take in the configuration, as [parallel] memory = "16GiB": then '
                 "what does not fit is offloaded or recomputed. Or lower [train] microbatch or "
                 "--tile, or train on several ranks.",
+                self._device,
             ),
             buffers_kept(self._model.buffers()),
             asking(self._model, self._device, self._is_given_up),
@@ -164,7 +165,11 @@ class OneDevice:
         with (
             torch.inference_mode(),
             asking(self._model, self._device, self._is_given_up),
-            memory_told("A validation batch", "Lower [train] batch or microbatch, or --tile."),
+            memory_told(
+                "A validation batch",
+                "Lower [train] batch or microbatch, or --tile.",
+                self._device,
+            ),
             torch.autocast(self._device.type, self._dtype, enabled=self._dtype is not None),
         ):
             return {

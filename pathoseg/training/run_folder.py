@@ -83,6 +83,13 @@ def make_run(run: Path) -> None:
         make_pointer(_free(RUNS / _now()), _from_runs(run))
 
 
+def named_run(out: Path) -> Path:
+    """Return the run behind a link such as `runs/latest`, which may name another one soon."""
+    if out.is_symlink():
+        out = Path(os.path.normpath(out.parent / out.readlink()))
+    return follow_pointer(out)
+
+
 def clear_run(run: Path) -> None:
     """Remove a run from its folder; killed at any moment, what is left is a run or none.
 
@@ -91,7 +98,7 @@ def clear_run(run: Path) -> None:
     """
     reopen_run(run)
     for path in (path for name in (*_WRITTEN, START, SPLITS, CONFIG) for path in run.glob(name)):
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():  # a link may lead to a larger disk
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)

@@ -99,7 +99,7 @@ def _calibrate(out: Path, quick: bool, device: torch.device, links: Mapping[str,
     with (
         Interruption("Nothing was written; run the same command again.") as interruption,
         progress_bar(f"timing on {device}", len(cases) * (rounds + 1), "layers") as bar,
-        memory_told("A layer of the calibration", hint),
+        memory_told("A layer of the calibration", hint, device),
     ):
 
         def advance() -> None:

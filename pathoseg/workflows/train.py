@@ -51,7 +51,7 @@ from pathoseg.parallel.planning.orders import AUTO, find_order
 from pathoseg.parallel.planning.plan import Plan
 from pathoseg.parallel.runtime.rng import WholeModel
 from pathoseg.parallel.schedule.event import Event
-from pathoseg.platform_support import cores_to_use, follow_pointer, processor_name
+from pathoseg.platform_support import cores_to_use, processor_name
 from pathoseg.progress import say
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.slide_pool import SlidePool
@@ -89,6 +89,7 @@ from pathoseg.training.run_folder import (
     finish_run,
     is_finished,
     make_run,
+    named_run,
     new_run,
     refuse_changes,
     refuse_overwriting,
@@ -196,7 +197,7 @@ def ranks_to_start(
     """
     unnumbered = FORMAT
     if resume and config_file is None:
-        begun = (follow_pointer(out) if out else _resumed(flags)) / CONFIG
+        begun = (named_run(out) if out else _resumed(flags)) / CONFIG
         if begun.is_file():
             config_file, unnumbered = begun, UNNUMBERED
     wanted = load_config(config_file, flags, unnumbered).parallel
@@ -417,8 +418,9 @@ def _start(
     """
     going_on = False
     if transport is None or transport.rank == 0:
+        out = named_run(out) if out else None
         if resume:
-            out = follow_pointer(out) if out else _resumed(flags)
+            out = out or _resumed(flags)
         going_on = resume and out is not None and (out / CONFIG).is_file()
         if not going_on:
             out = new_run(out, overwrite)
@@ -428,7 +430,9 @@ def _start(
     assert out is not None
     given = given_options(config_file, flags)
     if not going_on:
-        config, earlier = with_low_rank(load_config(config_file, flags)), None
+        config, earlier = load_config(config_file, flags), None
+        if config.train.start_from is None:  # else the earlier model names the network
+            config = with_low_rank(config)
         if config.model.encoder_weights is not None:
             encoder, config = take_encoder(config)
             _agree_on(encoder.path, encoder.digest, transport)

@@ -78,7 +78,9 @@ def test_a_resnet_is_read_under_any_prefix(tmp_path: Path, name: str, prefix: st
 @pytest.mark.parametrize("wrapper", ["teacher", "state_dict", "model"])
 def test_checkpoints_are_unwrapped(tmp_path: Path, wrapper: str) -> None:
     state = _resnet()
-    found = _saved(tmp_path / "whole.pth", {"epoch": 3, wrapper: state, "student": {}})
+    found = _saved(
+        tmp_path / "whole.pth", {"epoch": torch.tensor(3), wrapper: state, "student": {}}
+    )
     assert found.tensors.keys() == state.keys()
 
 
@@ -240,6 +242,21 @@ def _write_bad_config(path: Path) -> None:
     (path.parent / "config.json").write_text('{"pretrained_cfg": {"mean": [1, 2]}}')
 
 
+def _write_bad_std(path: Path) -> None:
+    safetensors.torch.save_file(_vit(), path)
+    (path.parent / "config.json").write_text('{"pretrained_cfg": {"std": [1, 0, 1]}}')
+
+
+def _write_itself(path: Path) -> None:
+    state: dict[str, Any] = {"epoch": 3}
+    state["model"] = state
+    torch.save(state, path.with_suffix(".bin"))
+
+
+def _write_flat(name: str) -> Callable[[Path], None]:
+    return lambda path: safetensors.torch.save_file({**_vit(), name: torch.zeros(8)}, path)
+
+
 def _write_odd_positions(path: Path) -> None:
     safetensors.torch.save_file({**_vit(), "pos_embed": torch.zeros(1, 23, 8)}, path)
 
@@ -260,6 +277,12 @@ def _write_no_class_token(path: Path) -> None:
         (_write_others, r"no encoder that is known: of its 1 tensors \(the first is stem.weight\)"),
         (_write_nothing, "no tensors by name"),
         (_write_bad_config, "config.json, beside the encoder's weights, is no config"),
+        (_write_bad_std, "a std is not above 0"),
+        (_write_itself, "no tensors by name"),
+        *(
+            (_write_flat(name), f"{name} is of shape")
+            for name in ("cls_token", "pos_embed", "patch_embed.proj.weight")
+        ),
         (_write_odd_positions, "pos_embed is of 23 tokens"),
         (_write_no_class_token, "without cls_token"),
     ],
@@ -298,6 +321,9 @@ def test_the_other_kind_and_unknown_sizes_are_refused(tmp_path: Path) -> None:
     [
         ("CC-BY-NC-ND-4.0", True),
         ("cc by-nc 4.0", True),
+        ("CC_BY_NC_4.0", True),
+        ("not for commercial use", True),
+        ("Apache-2.0 (Google Research)", False),
         ("Non-commercial research only", True),
         ("Apache-2.0", False),
         ("MIT", False),

@@ -254,6 +254,21 @@ def test_a_run_is_replaced_once_all_input_is_read(toy_slides: Path) -> None:
     assert bundle_of(None).resolve() == (run / "model").resolve()
 
 
+def test_the_run_behind_latest_is_replaced_and_no_other(toy_slides: Path) -> None:
+    flags: dict[str, dict[str, Any]] = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 1}}
+    config = Path("tiny.toml")
+    first, second = (train(config, flags, Path("runs") / name, resume=False) for name in "ab")
+    files = [path for path in first.rglob("*") if path.is_file()]
+    before = {path: path.read_bytes() for path in files}
+    again = train(config, flags, Path("runs/latest"), resume=False, overwrite=True)
+    assert again == second
+    longer = {"train": {"epochs": 2}}
+    assert train(None, longer, Path("runs/latest"), resume=True) == second
+    assert len(_rows(second)) == 2
+    assert {path: path.read_bytes() for path in files} == before
+    assert Path("runs/latest").resolve() == second.resolve()
+
+
 def test_slides_that_came_later_stay_out_of_a_run_that_goes_on(toy_slides: Path) -> None:
     flags = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 1}}
     run = train(Path("tiny.toml"), flags, Path("run"), resume=False)

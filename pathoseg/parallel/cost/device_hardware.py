@@ -34,7 +34,7 @@ _AMPERE = 8  # from this major capability on, tensor cores have bfloat16, and TF
 _PCIE = {7: 15.75e9, 8: 31.5e9, 9: 63e9, 10: 63e9, 12: 63e9}
 _TO_HOST, _TO_NODE, _NETWORK = 1e-5, 1.5e-6, 12.5e9  # assumed, as in the files that are shipped
 # Cards of a name with other clocks, memory or links than the module that is shipped.
-_OTHER_FORM = {"pcie", "nvl"}
+_OTHER_FORM = {"pcie", "nvl", "laptop", "mobile", "max", "d", "mig"}
 
 
 def shipped_name(title: str) -> str | None:
@@ -45,7 +45,8 @@ def shipped_name(title: str) -> str | None:
     """
     words = set(re.findall(r"[a-z0-9]+", title.lower()))
     for name in known_hardware():
-        if set(name.split("-")) <= words and not words & _OTHER_FORM:
+        is_part = any(re.fullmatch(r"\d+[abcq]", word) for word in words)  # a vGPU, such as A40-8Q
+        if set(name.split("-")) <= words and not words & _OTHER_FORM and not is_part:
             return name
     return None
 

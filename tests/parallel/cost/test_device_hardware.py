@@ -62,7 +62,17 @@ def test_a_device_that_tells_too_little_has_no_roofline(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     "title",
-    ["NVIDIA A10G", "NVIDIA A100-PCIE-40GB", "NVIDIA H100 NVL", "Quadro RTX 6000", "NVIDIA L40"],
+    [
+        "NVIDIA A10G",
+        "NVIDIA A100-PCIE-40GB",
+        "NVIDIA H100 NVL",
+        "Quadro RTX 6000",
+        "NVIDIA L40",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA A40-8Q",
+        "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
+    ],
 )
 def test_another_product_is_not_taken_for_a_shipped_one(title: str) -> None:
     assert shipped_name(title) is None
