@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import csv
 from collections.abc import Callable
 from pathlib import Path
@@ -89,6 +90,7 @@ def test_a_run_in_mixed_precision_goes_on_as_if_nothing_had_happened(
 def test_out_of_memory_is_one_error_with_the_figures(
     doing: str, exact: Path, command: Command, tiny_bundle: Callable[..., Path]
 ) -> None:
+    gc.collect()  # what earlier commands have left would be freed within this one
     sim.set_memory_limit(torch.accelerator.memory_allocated() + _MIB // 4)
     if doing == "train":
         code, output = _train(command, "sim", "never")
