@@ -87,7 +87,7 @@ def share_devices(device: torch.device, rank: int) -> torch.device:
 
 def device_name(device: torch.device) -> str:
     """Return the product's name of an accelerator, or its name in torch where it tells none."""
-    with suppress(AttributeError, NotImplementedError):
+    with suppress(AttributeError, NotImplementedError):  # MPS and most PrivateUse1 tell none
         return str(_module(device).get_device_name(device))
     return str(device)
 
@@ -152,7 +152,7 @@ def memory_of(device: torch.device) -> tuple[int, int] | None:
     for source in (torch.accelerator, _module(device)):
         ask = getattr(source, "get_memory_info", None) or getattr(source, "mem_get_info", None)
         if ask is not None:
-            with suppress(RuntimeError, NotImplementedError):
+            with suppress(RuntimeError, NotImplementedError):  # there, but not for this device
                 free, total = ask(device)
                 return int(free), int(total)
     with suppress(AttributeError):
@@ -164,6 +164,7 @@ def memory_of(device: torch.device) -> tuple[int, int] | None:
 def peak_memory(device: torch.device) -> int | None:
     """Return the most bytes that tensors took on an accelerator; None where it does not tell."""
     for source in (_module(device), torch.accelerator):
+        # Each torch has it in one of the two, and MPS in none.
         with suppress(AttributeError, RuntimeError, NotImplementedError):
             return int(source.max_memory_allocated(device))
     return None

@@ -64,7 +64,7 @@ class _Dataset:
 
 @dataclass
 class _Multiscale:
-    """What is needed of the metadata, by its names; pydantic checks the types."""
+    """The fields of the OME metadata that are read, by their names; pydantic checks the types."""
 
     axes: list[_Axis]
     datasets: list[_Dataset]

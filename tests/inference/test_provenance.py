@@ -1,4 +1,4 @@
-"""What results are made with: the same options to the slide's key and to the refusal by name."""
+"""The options that results depend on, for a slide's key and for the refusal of other options."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from pathoseg.models.layers import fold_norms
 from pathoseg.models.model_options import Norm
 from pathoseg.models.resnet_v2 import ResNetV2
 from pathoseg.models.unet import UNet
+from tests.models.reach import measured_reach
 
 NORMS: list[Norm] = ["batch", "group", "instance"]
 
@@ -49,17 +50,7 @@ def test_size_is_the_published_one() -> None:
 def test_reach_is_exact(depth: int) -> None:
     torch.manual_seed(depth)
     model = UNet(2, 4, depth).double().eval()
-    for module in model.modules():  # keep every ReLU open, so that nothing hides the padding
-        if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
-            nn.init.uniform_(module.weight, 0.01, 0.1)
-    tile = 2 * (model.reach or 0) // model.multiple * model.multiple + 4 * model.multiple
-    whole = torch.rand(1, 3, 3 * tile, 3 * tile, dtype=torch.double)
-    inner = slice(tile, 2 * tile)
-    with torch.no_grad():
-        differ = (model(whole)[..., inner, inner] - model(whole[..., inner, inner])).abs() > 1e-9
-    rows = differ.flatten(0, 1).any(0)[:, tile // 2].nonzero().flatten()
-    assert model.reach == rows[rows < tile // 2].max() + 1
-    assert model.reach == tile - rows[rows > tile // 2].min()
+    assert measured_reach(model, 1e-9) == (model.reach, model.reach)
 
 
 def test_norms_that_see_the_whole_tile_have_no_reach() -> None:

@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from pathoseg.models.build import build_model, edge_reach, tile_multiple
 from pathoseg.models.model_options import ModelConfig, Norm
 from pathoseg.models.unet_resnet import RESNETS, ResNetUNet
+from tests.models.reach import measured_reach
 
 NORMS: list[Norm] = ["batch", "group", "instance"]
 
@@ -69,17 +69,8 @@ def test_names_are_those_of_torchvision() -> None:
 def test_reach_is_exact(units: tuple[int, ...], bottleneck: bool) -> None:
     torch.manual_seed(0)
     model = ResNetUNet(2, units, bottleneck, width=2).double().eval()
-    for module in model.modules():  # keep every ReLU open, so that nothing hides the padding
-        if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
-            nn.init.uniform_(module.weight, 0.01, 0.1)
-    tile = 2 * (model.reach or 0) // model.multiple * model.multiple + 4 * model.multiple
-    whole = torch.rand(1, 3, 3 * tile, 3 * tile, dtype=torch.double)
-    inner = slice(tile, 2 * tile)
-    with torch.no_grad():
-        differ = (model(whole)[..., inner, inner] - model(whole[..., inner, inner])).abs() > 1e-12
-    rows = differ.flatten(0, 1).any(0)[:, tile // 2].nonzero().flatten()
-    assert model.reach == rows[rows < tile // 2].max() + 1
-    assert model.reach >= tile - rows[rows > tile // 2].min()
+    upper, lower = measured_reach(model, 1e-12)
+    assert model.reach == upper >= lower
 
 
 def test_norms_that_see_the_whole_tile_have_no_reach() -> None:

@@ -19,7 +19,7 @@ NAME = "sim"
 
 
 class Counts(NamedTuple):
-    """What the device has done since it was reset.
+    """Counts of the device's work since it was reset.
 
     Attributes:
         host_syncs: The host waited for the device.

@@ -48,9 +48,14 @@ def slides(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_mixed_batch(
-    tmp_path: Path, command: Command, tiny_bundle: SaveBundle, slides: Path
-) -> None:
+@pytest.fixture
+def infer(slides: Path, command: Command, tiny_bundle: SaveBundle, tmp_path: Path) -> Command:
+    """Segments slides into a folder, with the option."""
+    model = ("--model", tiny_bundle(), "--config", tmp_path / "c.toml")
+    return lambda path, out, *more: command("infer", path, *model, "--out", out, *more)
+
+
+def test_a_mixed_batch(tmp_path: Path, infer: Command, slides: Path) -> None:
     def refused(dataset: Dataset) -> None:
         del dataset.FrameOfReferenceUID
 
@@ -58,8 +63,7 @@ def test_a_mixed_batch(
     (slides / "other").mkdir()  # where no other file is of its series
     write_dicom_slide(slides / "other" / "c.dcm", pixels, change=refused)
     out = tmp_path / "out"
-    call = ("infer", slides, "--model", tiny_bundle(), "--config", tmp_path / "c.toml", *MPP)
-    code, said = command(*call, "--out", out)
+    code, said = infer(slides, out, *MPP)
     assert (code, "2 of 3 slides done" in said) == (1, True), said
 
     mask = tifffile.imread(out / "a" / "mask.ome.tiff")
@@ -83,21 +87,16 @@ def test_a_mixed_batch(
 
     # A result without it is not whole.
     (out / "a" / "mask.dcm").unlink()
-    code, said = command(*call, "--out", out, "--resume")
+    code, said = infer(slides, out, *MPP, "--resume")
     assert "1 of 3 slides done, 1 skipped" in said
     assert (out / "a" / "mask.dcm").exists()
 
 
 def test_going_on_in_the_middle_of_a_slide_gives_the_same_bytes(
-    tmp_path: Path,
-    command: Command,
-    tiny_bundle: SaveBundle,
-    slides: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, infer: Command, slides: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = ("--model", tiny_bundle(), "--config", tmp_path / "c.toml")
-    call = ("infer", slides / "a.dcm", *model, "--out")
-    assert command(*call, tmp_path / "calm")[0] == 0
+    slide = slides / "a.dcm"
+    assert infer(slide, tmp_path / "calm")[0] == 0
 
     saved, save = list[int](), SavedRows.save
 
@@ -109,10 +108,10 @@ def test_going_on_in_the_middle_of_a_slide_gives_the_same_bytes(
 
     with monkeypatch.context() as patch:
         patch.setattr(SavedRows, "save", stop)
-        assert command(*call, tmp_path / "out")[0] == 143
+        assert infer(slide, tmp_path / "out")[0] == 143
     assert not (tmp_path / "out" / "a").exists()
     assert list((tmp_path / "out" / ".work").rglob("*.row")), "it goes on from these"
-    code, said = command(*call, tmp_path / "out", "--resume")
+    code, said = infer(slide, tmp_path / "out", "--resume")
     assert code == 0, said
     calm, resumed = (tmp_path / each / "a" / "mask.dcm" for each in ("calm", "out"))
     assert resumed.read_bytes() == calm.read_bytes()
@@ -121,11 +120,7 @@ def test_going_on_in_the_middle_of_a_slide_gives_the_same_bytes(
 
 
 def test_a_single_slide_that_lacks_what_is_needed_is_refused_before_its_inference(
-    tmp_path: Path,
-    command: Command,
-    tiny_bundle: SaveBundle,
-    slides: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, infer: Command, slides: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lacking(dataset: Dataset) -> None:
         del dataset.ContainerIdentifier
@@ -134,8 +129,7 @@ def test_a_single_slide_that_lacks_what_is_needed_is_refused_before_its_inferenc
     path = write_dicom_slide(tmp_path / "c.dcm", pixels, change=lacking)
     saved = list[MaskRow]()
     monkeypatch.setattr(SavedRows, "save", lambda _, row: saved.append(row))
-    model = ("--model", tiny_bundle(), "--config", tmp_path / "c.toml")
-    code, said = command("infer", path, *model, "--out", tmp_path / "out")
+    code, said = infer(path, tmp_path / "out")
     assert code == 2
     assert "lacks ContainerIdentifier" in said
     assert "dicom_seg" in said
@@ -143,14 +137,9 @@ def test_a_single_slide_that_lacks_what_is_needed_is_refused_before_its_inferenc
 
 
 def test_without_the_library_the_option_is_refused(
-    tmp_path: Path,
-    command: Command,
-    tiny_bundle: SaveBundle,
-    slides: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, infer: Command, slides: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "highdicom", None)
-    model = ("--model", tiny_bundle(), "--config", tmp_path / "c.toml")
-    code, said = command("infer", slides, *model, "--out", tmp_path / "out")
+    code, said = infer(slides, tmp_path / "out")
     assert (code, "pip install highdicom" in said) == (2, True), said
     assert not (tmp_path / "out").exists()

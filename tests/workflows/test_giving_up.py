@@ -124,7 +124,7 @@ def _weights(run: str) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def questions(place: Path) -> int:
-    """How often the undisturbed run asks."""
+    """Return the number of questions that the undisturbed run asks."""
     assert _part("calm", 0)
     return _At.questions
 
@@ -148,7 +148,7 @@ def test_stopped_anywhere_a_run_goes_on_to_the_same_digits(
 def test_a_process_that_gets_sigterm_within_a_step_leaves_it(
     place: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
-    """Of two ranks, the one with the first layers gets it alone."""
+    """Test a signal that reaches only the rank of the first layers, of two."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     out, calm = f"alarmed-{ranks}", f"quiet-{ranks}"
     command = ["train", "--slides", "slides", "--config", "alarmed.toml", "--out", out]

@@ -63,7 +63,7 @@ class _MemoryWire:
 
 
 class _Alive(Heartbeat):
-    """Of ranks that cannot be lost."""
+    """A heartbeat that finds every rank alive: threads cannot be lost."""
 
     def __init__(self) -> None:
         pass
