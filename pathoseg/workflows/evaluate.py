@@ -17,13 +17,15 @@ from pathoseg.annotations.annotation import IGNORE
 from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.object_areas import ObjectAreas, TrueObject
 from pathoseg.config import UNNUMBERED, Config, load_config
+from pathoseg.device import pick_device
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, ObjectMask
 from pathoseg.host_memory import share_one_heap
 from pathoseg.inference.publish import cut_warning, object_finder
-from pathoseg.inference.segmenter import Segmenter, load_segmenter
+from pathoseg.inference.segmenter import Segmenter, class_table_of, load_segmenter
 from pathoseg.interruption import Interruption
 from pathoseg.models.boundary_f1 import BoundaryCounts
+from pathoseg.models.bundle import load_card
 from pathoseg.models.metrics import Calibration, Confusion, Figures
 from pathoseg.models.object_metrics import ObjectCounts
 from pathoseg.models.tally import FEWEST_PATIENTS, RESAMPLES, Tally, pooled_figures
@@ -93,11 +95,12 @@ def _evaluate(
 ) -> Path:
     bundle = bundle_of(model)
     config = _configured(bundle.parent / CONFIG, config_file, flags)
-    segmenter = load_segmenter(bundle, config, factory, spent)
-    config = replace(config, tiles=replace(config.tiles, mpp=segmenter.card.mpp))
-    if segmenter.separates:  # so that labels without objects are refused
+    pick_device(config.parallel.device)  # refused before slides are read
+    card = load_card(bundle)
+    config = replace(config, tiles=replace(config.tiles, mpp=card.mpp))
+    if card.model.task == "objects":  # so that labels without objects are refused
         config = replace(config, model=replace(config.model, task="objects"))
-    sources = find_labelled_slides(config, segmenter.classes)
+    sources = find_labelled_slides(config, class_table_of(card))
     records = _Records.of(bundle.parent, config, sources.usable)
     chosen = [s for s in sources.usable if split in (None, records.split_of(s))]
     folders = config.data.told_folders
@@ -108,6 +111,7 @@ def _evaluate(
             f"They are of these: {', '.join(sorted(found))}; what the model's run never saw is "
             f"{_UNSEEN}.",
         )
+    segmenter = load_segmenter(bundle, config, factory, spent)
     warnings = [*records.warnings(chosen)]
     compared = dict[str, list[_Compared]]()
     with Interruption("Nothing is written; run the same command again.") as interruption:
