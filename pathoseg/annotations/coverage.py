@@ -17,6 +17,7 @@ FreeType and AGG).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -103,9 +104,18 @@ def ignore_outside(mask: NDArray[np.uint8], box: Box, frame: Frame, slide_size: 
     mask[(y < 0) | (y >= slide_size.height), :] = IGNORE
 
 
-def rows_at_once(width: int, classes: int) -> int:
-    """Return the number of rows of a box to label at a time, so that memory has a bound."""
-    return max(1, _MOST_SUMS // ((width + 3) * (classes + 4)))
+def rows_at_once(width: int, classes: int, steps: float = math.inf) -> int:
+    """Return the number of rows of a box to label at a time, so that memory has a bound.
+
+    Args:
+        width: Of the box.
+        classes: Different values of its parts.
+        steps: A bound of the steps in all rows, where there is one; each begins two pieces.
+    """
+    sums = classes + 4  # of a piece, and no more pieces than pixels
+    if 2 * steps * sums <= _MOST_SUMS:
+        sums = 1
+    return max(1, _MOST_SUMS // ((width + 3) * sums))
 
 
 def most_covered(

@@ -299,7 +299,7 @@ class PolygonLabels:
             return mask
         value, edges = values[near.region], _Edges.of(near, frame)
         widths = units_on_slide(box.x, box.right, self._slide_size.width / frame.scale_x)
-        rows = rows_at_once(box.width, len(np.unique(value)))
+        rows = rows_at_once(box.width, len(np.unique(value)), edges.most_steps(box))
         for start in range(0, box.height, rows):
             part = Box(box.x, box.y + start, box.width, min(rows, box.height - start))
             mask[start : start + rows] = settle(edges.steps(part, value), part, widths)
@@ -516,6 +516,15 @@ class _Edges:
         of = part[polygon[ring[first]]]
         side = np.where(up, -1, 1) * parts.sign[of]
         return cls(x[above], y[above], x[below], y[below], of, side, parts.region)
+
+    def most_steps(self, box: Box) -> int:
+        """Return a bound of the steps in a box: an edge has one in each row and column it enters."""
+        top, bottom, left, right = (
+            side * UNIT for side in (box.y, box.bottom, box.x - 1, box.right + 1)
+        )
+        down = self.y1.clip(top, bottom) - self.y0.clip(top, bottom)
+        across = abs(self.x1.clip(left, right) - self.x0.clip(left, right))
+        return int(((down + across) // UNIT + 4)[down > 0].sum())
 
     def steps(self, box: Box, value: Ints) -> Steps:
         """Return what the edges change along the rows of a box.
