@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
-import re
 import sys
 import threading
 import traceback
@@ -13,11 +11,11 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, cast, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
-from typer.core import TyperCommand, TyperOption
 
+from pathoseg.command_parser import Command
 from pathoseg.errors import PathosegError, StoppedError
 from pathoseg.version import __version__
 
@@ -28,85 +26,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-# Of all that a parser refuses; where typer has it depends on its version.
-_UsageError = cast(type[Exception], typer.BadParameter.__base__)
-
-
-class _Command(TyperCommand):
-    """A command that says in our words what is wrong with its arguments."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        try:
-            _, bare, given = self.make_parser(ctx).parse_args(list(args))
-            self._refuse_twice(given)
-            self._refuse_bare(bare)
-            return super().parse_args(ctx, args)
-        except _UsageError as error:
-            raise self._refusal(error) from None
-
-    def _refuse_twice(self, given: list[Any]) -> None:
-        """Refuse an option given twice of which the last one alone would count."""
-        for option in self.params:
-            once = isinstance(option, TyperOption) and not option.multiple and not option.is_flag
-            if once and given.count(option) > 1:
-                raise PathosegError(
-                    f"{option.opts[0]} is given {given.count(option)} times, and takes one value.",
-                    "Leave out the others.",
-                )
-
-    def _refuse_bare(self, bare: list[str]) -> None:
-        """Refuse an argument of a command that has options alone: a folder without its option."""
-        if not bare or not all(isinstance(each, TyperOption) for each in self.params):
-            return
-        option = next((name for name in ("--slides", "--out") if name in self._names()), "--help")
-        raise PathosegError(
-            f"{bare[0]} stands alone, and pathoseg {self.name} takes options.",
-            f"Did you mean: pathoseg {self.name} {option} {bare[0]}",
-        )
-
-    def _refusal(self, error: Exception) -> PathosegError:
-        """Return what is told of a wrong option, a wrong value, or a missing argument."""
-        option: str | None = getattr(error, "option_name", None)
-        parameter: Any = getattr(error, "param", None)
-        how = f"pathoseg {self.name} --help lists its options."
-        if parameter is not None:
-            name = parameter.opts[0] if isinstance(parameter, TyperOption) else parameter.metavar
-            what = _asked(str(getattr(error, "message", "")))
-            return PathosegError(f"{name} {what}", getattr(parameter, "help", "") or how)
-        if option is None:
-            return PathosegError(f"{getattr(error, 'message', error)}", how)
-        if option in self._names():
-            return PathosegError(f"{option} needs a value.", how)
-        if near := difflib.get_close_matches(option, self._names(), n=1, cutoff=0.75):
-            how = f"Did you mean {near[0]}?"
-        elif tables := _tables_with(option.lstrip("-").replace("-", "_")):
-            how = f"Set it in {' or '.join(tables)} of a file that --config names."
-        return PathosegError(f"pathoseg {self.name} has no option {option}.", how)
-
-    def _names(self) -> list[str]:
-        return [name for each in self.params for name in each.opts if name.startswith("--")]
-
-
-def _asked(told: str) -> str:
-    """Return what a parameter takes, of the parser's message, which is empty for a missing one."""
-    if not told:
-        return "is missing."
-    if found := re.search(r"(greater|less) than or equal to (\S+)", told):
-        return f"must be {found[2]} or {'more' if found[1] == 'greater' else 'less'}."
-    for kind, words in (("integer", "a whole number"), ("number", "a number")):
-        if f"valid {kind}" in told:
-            return f"takes {words}."
-    return f"does not fit: {told}"
-
-
-def _tables_with(key: str) -> list[str]:
-    """Return the tables of the configuration that have a key, as `[train]`."""
-    from pathoseg.config import Config
-
-    hints = get_type_hints(Config)
-    return [f"[{name}]" for name, table in hints.items() if hasattr(table, key)]
 
 
 ConfigFile = Annotated[
@@ -122,12 +41,17 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 Slides = Annotated[
     list[Path] | None,
     typer.Option(
-        help="Folder of slides; may be given several times.", metavar="DIR", show_default=False
+        help="Folder of slides; may be given several times.",
+        metavar="DIR",
+        show_default=False,
+        exists=True,
     ),
 ]
 Annotations = Annotated[
     Path | None,
-    typer.Option(help="Folder of annotations. [default: beside the slides]", metavar="DIR"),
+    typer.Option(
+        help="Folder of annotations. [default: beside the slides]", metavar="DIR", exists=True
+    ),
 ]
 MppOption = Annotated[
     float | None, typer.Option(help="Microns per pixel the model sees. [default: 0.5]")
@@ -153,7 +77,10 @@ Order = Annotated[
 ModelFolder = Annotated[
     Path | None,
     typer.Option(
-        "--model", help="Run or bundle. [default: the newest finished run]", metavar="RUN"
+        "--model",
+        help="Run or bundle. [default: the newest finished run]",
+        metavar="RUN",
+        exists=True,
     ),
 ]
 Ranks = Annotated[
@@ -217,7 +144,7 @@ def _data(
     }
 
 
-@app.command(cls=_Command, epilog="Example: pathoseg check --slides slides/ --mpp 0.5 --tile 1024")
+@app.command(cls=Command, epilog="Example: pathoseg check --slides slides/ --mpp 0.5 --tile 1024")
 def check(
     slides: Slides = None,
     annotations: Annotations = None,
@@ -251,7 +178,7 @@ def check(
 
 
 @app.command(
-    cls=_Command,
+    cls=Command,
     epilog="Example: pathoseg train --slides slides/ --mpp 0.5 --tile 1024 --time-limit 2h",
 )
 def train(
@@ -327,7 +254,7 @@ def train(
 
 
 @app.command(
-    cls=_Command, epilog="Example: pathoseg infer slide.svs --model runs/latest --out results/"
+    cls=Command, epilog="Example: pathoseg infer slide.svs --model runs/latest --out results/"
 )
 def infer(
     slides: Annotated[
@@ -376,7 +303,7 @@ def infer(
     )
 
 
-@app.command(cls=_Command, epilog="Example: pathoseg evaluate --slides slides/ --split test")
+@app.command(cls=Command, epilog="Example: pathoseg evaluate --slides slides/ --split test")
 def evaluate(
     slides: Slides = None,
     annotations: Annotations = None,
@@ -404,7 +331,7 @@ def evaluate(
     run_evaluation(model, out, config, flags, split, factory, verbose)
 
 
-@app.command(cls=_Command, epilog="Example: pathoseg view results/ --slides slides/")
+@app.command(cls=Command, epilog="Example: pathoseg view results/ --slides slides/")
 def view(
     paths: Annotated[
         list[Path] | None,
@@ -447,7 +374,7 @@ def view(
 
 
 @app.command(
-    cls=_Command,
+    cls=Command,
     epilog="Example: pathoseg cache --slides slides/ --mpp 0.5 --tile 1024 --out tiles/",
 )
 def cache(
@@ -475,7 +402,7 @@ def cache(
 
 
 @app.command(
-    cls=_Command,
+    cls=Command,
     epilog="Example: pathoseg plan --model unet --tile 2048 --ranks 8 --memory 16GiB --batch 8",
 )
 def plan(
@@ -536,7 +463,7 @@ def plan(
     run_planning(config, flags, out, draw, level)
 
 
-@app.command(cls=_Command, epilog="Example: pathoseg calibrate --out hardware.json")
+@app.command(cls=Command, epilog="Example: pathoseg calibrate --out hardware.json")
 def calibrate(
     out: Annotated[Path, typer.Option(metavar="FILE")] = Path("hardware.json"),
     quick: Annotated[bool, typer.Option("--quick", help="A rougher fit, sooner.")] = False,

@@ -36,7 +36,12 @@ def test_help_lists_every_command_and_only_those(command: Command) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_help_of_a_command_has_an_example_that_parses(name: str, command: Command) -> None:
+def test_the_help_of_a_command_has_an_example_that_parses(
+    name: str, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("slides", "runs/latest"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
     code, said = command(name, "--help")
     assert code == 0
     assert ("--ranks" in said) == (name in ("train", "infer", "plan"))
@@ -54,7 +59,7 @@ def test_the_help_of_a_command_has_an_example_that_parses(name: str, command: Co
     [
         ("train --slides a --tile 256 --slides b --tile 512", "--tile is given 2 times"),
         ("evaluate --model a --out b --model a --debug --debug", "--model is given 2 times"),
-        ("check --slides no1 --slides no2 --debug --debug", "no1 cannot be listed"),
+        ("check --slides no1 --slides no2 --debug --debug", "names no1, which does not exist"),
     ],
 )
 def test_an_option_given_twice_is_taken_or_refused(

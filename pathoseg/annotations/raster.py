@@ -29,25 +29,21 @@ from pathoseg.annotations.annotation import (
 from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.coverage import (
     INTEREST,
-    UNIT,
     Ints,
     Steps,
-    counted,
     ignore_outside,
     most_covered,
     most_covering,
     object_value,
     pixel_centres,
     rows_at_once,
-    to_units,
     units_on_slide,
 )
+from pathoseg.annotations.edges import Edges, Geometries
 from pathoseg.annotations.object_colours import colours, near_outlines
 from pathoseg.annotations.outline import areal
 from pathoseg.annotations.scan_conversion import paint_centres
 from pathoseg.geometry import Box, Frame, Size
-
-Geometries = NDArray[np.object_]
 
 _LONG = 500  # corners
 _MOST_CORNERS = 2**20  # of outlines that are painted at once
@@ -297,7 +293,7 @@ class PolygonLabels:
                 half = Box(box.x, box.y + top, box.width, bottom - top)
                 mask[top:bottom] = self._paint_majority(half, frame, values, settle)
             return mask
-        value, edges = values[near.region], _Edges.of(near, frame)
+        value, edges = values[near.region], Edges.of(near.geometry, near.sign, near.region, frame)
         widths = units_on_slide(box.x, box.right, self._slide_size.width / frame.scale_x)
         rows = rows_at_once(box.width, len(np.unique(value)), edges.most_steps(box))
         for start in range(0, box.height, rows):
@@ -477,129 +473,3 @@ def _apart(
             yield pieces[group.pop()]
         elif united := areal(shapely.union_all([pieces[one] for one in group])):
             yield united
-
-
-@dataclass(frozen=True, slots=True)
-class _Edges:
-    """The edges of some parts that are not level, turned to point down, in 1/256 pixel of a frame.
-
-    Attributes:
-        x0, y0: Where each begins, shape (edges,).
-        x1, y1: Where each ends.
-        part: The number of its part.
-        side: 1 where its part is on its right and is added, or on its left and is taken away;
-            else -1.
-        region: Of each part, the number of its region.
-    """
-
-    x0: Ints
-    y0: Ints
-    x1: Ints
-    y1: Ints
-    part: Ints
-    side: Ints
-    region: Ints
-
-    @classmethod
-    def of(cls, parts: _Parts, frame: Frame) -> _Edges:
-        """Find all edges of parts."""
-        polygons, part = shapely.get_parts(parts.geometry, return_index=True)
-        rings, polygon = shapely.get_rings(polygons, return_index=True)
-        corners, ring = shapely.get_coordinates(rings, return_index=True)
-        x = to_units(corners[:, 0] / frame.scale_x)
-        y = to_units(corners[:, 1] / frame.scale_y)
-        first = np.flatnonzero((ring[1:] == ring[:-1]) & (y[1:] != y[:-1]))
-        # Rings run with the clock, holes against it: an edge that points down has its part on
-        # the right. The same edge of a neighbour is turned, so that both compute the same.
-        up = y[first + 1] < y[first]
-        above, below = first + up, first + ~up
-        of = part[polygon[ring[first]]]
-        side = np.where(up, -1, 1) * parts.sign[of]
-        return cls(x[above], y[above], x[below], y[below], of, side, parts.region)
-
-    def most_steps(self, box: Box) -> int:
-        """Return a bound of the steps in a box: an edge has one in each row and column it enters."""
-        top, bottom, left, right = (
-            side * UNIT for side in (box.y, box.bottom, box.x - 1, box.right + 1)
-        )
-        down = self.y1.clip(top, bottom) - self.y0.clip(top, bottom)
-        across = abs(self.x1.clip(left, right) - self.x0.clip(left, right))
-        return int(((down + across) // UNIT + 4)[down > 0].sum())
-
-    def steps(self, box: Box, value: Ints) -> Steps:
-        """Return what the edges change along the rows of a box.
-
-        Edges are cut where they enter another row, and then another column, of pixels. Where that
-        is follows from the edge alone, so boxes agree to the bit, and so do the parts on both
-        sides of an edge.
-
-        Args:
-            box: In pixels of the frame.
-            value: The class index of each part.
-        """
-        near = self.y1 > box.y * UNIT
-        near &= self.y0 < box.bottom * UNIT
-        near &= np.minimum(self.x0, self.x1) < (box.right + 1) * UNIT
-        kept = np.flatnonzero(near)
-        left, top = box.x * UNIT, box.y * UNIT
-        x0, y0 = self.x0[kept] - left, self.y0[kept] - top
-        x1, y1 = self.x1[kept] - left, self.y1[kept] - top
-        part, side = self.part[kept], self.side[kept]
-
-        # Into rows, and one more below the box: a piece ends where the next one begins.
-        row, edge, last = _split(y0, y1, 0, box.height)
-        enter = np.maximum(y0[edge], row * UNIT)
-        a = x0[edge] + _share((x1 - x0)[edge], enter - y0[edge], (y1 - y0)[edge])
-        b, leave = (np.append(of_next[1:], 0) for of_next in (a, enter))
-        b[last], leave[last] = x1[edge[last]], y1[edge[last]]
-        inside = row < box.height
-        row, edge, a, b = row[inside], edge[inside], a[inside], b[inside]
-        tall = (leave - enter)[inside]
-
-        # Into columns, and one on each side of the box for what lies there.
-        left, right = np.minimum(a, b), np.maximum(a, b)
-        column, piece, last = _split(left, right, -1, box.width)
-        begin = np.where(column < 0, left[piece], np.maximum(left[piece], column * UNIT))
-        done = _share(tall[piece], begin - left[piece], (right - left)[piece])
-        end, all_done = (np.append(of_next[1:], 0) for of_next in (begin, done))
-        end[last], all_done[last] = right[piece[last]], tall[piece[last]]
-        # Twice the mean distance of a piece from its column's left edge.
-        indent = np.where(column < 0, 2 * UNIT, begin + end - 2 * UNIT * column)
-        edge = edge[piece]
-        gain = (all_done - done) * side[edge]
-        beyond = gain * indent
-        return Steps(
-            part[edge],
-            row[piece],
-            column,
-            gain * (2 * UNIT) - beyond,
-            beyond,
-            value,
-            self.region,
-        )
-
-
-def _split(low: Ints, high: Ints, first: int, last: int) -> tuple[Ints, Ints, Ints]:
-    """Cuts lengths from `low` to `high`, in 1/256 pixel, where a pixel begins.
-
-    Args:
-        low: Where each begins.
-        high: Where it ends, not below `low`.
-        first: A pixel; those before it are taken for it.
-        last: A pixel; those after it are taken for it.
-
-    Returns:
-        Of each piece its pixel and the number of its length; the number of each length's last
-        piece.
-    """
-    begin = (low // UNIT).clip(first, last)
-    count = ((high - (high > low)) // UNIT).clip(first, last) - begin + 1
-    of = np.repeat(np.arange(len(count)), count)
-    return begin[of] + counted(count), of, np.cumsum(count) - 1
-
-
-def _share(whole: Ints, part: Ints, of: Ints) -> Ints:
-    """`whole` × `part` / `of`, to the nearest whole number; 0 where `of` is 0."""
-    exact = whole * (part / np.maximum(of, 1))
-    nearest: Ints = np.floor(exact + 0.5).astype(np.int64)
-    return nearest
