@@ -42,7 +42,8 @@ _DEVIATIONS = np.array([0.56, 0.112, 0.019])
 _HED = np.array([[0.65, 0.70, 0.29], [0.07, 0.99, 0.11], [0.27, 0.57, 0.78]])
 _HED /= np.linalg.norm(_HED, axis=1, keepdims=True)
 
-_STRIP = 2**15  # pixels whose logarithms are held at once, to stay in a core's cache
+_STRIP = 2**16  # pixels whose logarithms are held at once, to stay in a core's cache
+_LOGS = np.log((np.arange(256) + 1) / 256).astype(np.float32)  # of each value's light
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +157,7 @@ def _map_logs(
     """
     light = np.column_stack([basis, basis.sum(axis=1)]) / 256
     back = np.column_stack([np.linalg.inv(basis) * 256, [-1, -1, -1]])
+    alone = np.array_equal(basis, np.eye(3))  # each colour: its logarithms can be looked up
     out = np.empty(image.shape, np.uint8) if out is None else out
     height, width = image.shape[:2]
     rows = min(height, max(1, _STRIP // width))
@@ -163,12 +165,18 @@ def _map_logs(
     for top in range(0, height, rows):
         strip = slice(top, min(top + rows, height))
         one, other = both[:, : strip.stop - top]
-        one[:] = image[strip]
-        cv2.log(cv2.transform(one, light, dst=other), dst=one)
+        if alone:
+            cv2.LUT(image[strip], _LOGS, dst=one)
+        else:
+            one[:] = image[strip]
+            cv2.log(cv2.transform(one, light, dst=other), dst=one)
         cv2.exp(cv2.transform(one, affine, dst=other), dst=one)
-        cv2.transform(one, back, dst=other)
-        # A sum with nothing, as this rounds and saturates in one pass.
-        cv2.addWeighted(other, 1, other, 0, 0, dst=out[strip], dtype=cv2.CV_8U)
+        # Sums, as they round and saturate in one pass.
+        if alone:
+            cv2.addWeighted(one, 256, one, 0, -1, dst=out[strip], dtype=cv2.CV_8U)
+        else:
+            cv2.transform(one, back, dst=other)
+            cv2.addWeighted(other, 1, other, 0, 0, dst=out[strip], dtype=cv2.CV_8U)
     return out
 
 
