@@ -38,7 +38,7 @@ def main() -> None:
     options = parser.parse_args()
     if not options.slide.exists():
         raise SystemExit(f"{options.slide} is not there; name a slide with --slide.")
-    rounds, tiles = (1, 32) if options.quick else (options.rounds, 64)
+    rounds, tiles = (1, 64) if options.quick else (options.rounds, 128)
     cores = len(usable_cores())
     threads = sorted({1, min(2, cores), cores})
     ways = [(name, count) for name in ("cache", "slide") for count in threads]
