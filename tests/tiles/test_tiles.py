@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache as cached
 from pathlib import Path
 from typing import Any, Literal
 
@@ -224,7 +224,7 @@ def coded(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 @pytest.fixture(scope="module")
 def coded_tiles(coded: Bench) -> Callable[[int, int], SlideTiles]:
     """Its tiles of a side and an overlap, cut once each."""
-    return cache(lambda side, overlap: coded.cut(tile=side, offsets="random", overlap=overlap))
+    return cached(lambda side, overlap: coded.cut(tile=side, offsets="random", overlap=overlap))
 
 
 @given(
@@ -272,6 +272,7 @@ def test_a_tile_near_the_grid_is_what_lies_there(
         assert (box.x, box.y) == home
 
 
+@pytest.mark.slow
 @given(
     width=st.integers(1, 500),
     height=st.integers(1, 500),
