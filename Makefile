@@ -40,13 +40,14 @@ demo: install
 test: install
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal
 
-# Style, types, walls, and the tests that start no process and take less than a second. Types are
-# checked beside the tests, for both cores to be at work.
+# Style, types, walls, and the tests that start no process and take less than a second, with a quarter
+# of the examples that are drawn. Types are checked beside the tests, for both cores to be at work.
 quick: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy & types=$$!; \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --durations 10 --durations-min 1 \
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal \
+		--hypothesis-profile quick --durations 10 --durations-min 1 \
 		-m "not slow and not process and not system and not cuda" tests; tests=$$?; \
 	wait $$types && exit $$tests
 

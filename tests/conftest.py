@@ -29,7 +29,8 @@ from tests.forked import Forked
 # Examples are not timed: this suite runs on machines with two busy cores. They are the same in
 # every run, so that a change is judged and not the luck of the draw.
 settings.register_profile("pathoseg", deadline=None, print_blob=True, derandomize=True)
-settings.load_profile("pathoseg")
+settings.register_profile("quick", settings.get_profile("pathoseg"), max_examples=25)
+settings.load_profile("pathoseg")  # --hypothesis-profile comes later and wins
 
 _HERE = Path(__file__).resolve().parent
 
@@ -57,16 +58,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-def pytest_xdist_auto_num_workers() -> int:
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Two workers a core, where each can have 4 GiB: half of a test's time is spent waiting.
 
     A world of processes meets, a heartbeat falls silent, an interpreter starts: meanwhile another
-    worker computes.
+    worker computes. Tests that start no process wait for nothing: one worker a core, for each
+    imports everything and makes what tests share.
     """
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
-    return max(1, min(2 * cores, psutil.virtual_memory().available >> 32))
+    workers = cores if "not process" in config.option.markexpr else 2 * cores
+    return max(1, min(workers, psutil.virtual_memory().available >> 32))
 
 
 _start = BaseProcess.start

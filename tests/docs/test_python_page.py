@@ -15,6 +15,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "python.md"
 SMALLER = {'"tile": 512': '"tile": 32', '"width": 32': '"width": 4', '"epochs": 20': '"epochs": 1'}
 
 
+@pytest.mark.slow
 def test_the_programs_of_the_page_run(
     toy_slides: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -161,6 +161,7 @@ def test_a_stream_of_another_size_is_no_tile(tmp_path: Path) -> None:
                 slide.read_level(level, Box(side, side, side, side))
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(st.floats(0, 1, exclude_max=True), st.integers(1, 4096), st.integers(0, 255))
 def test_they_are_unread_exactly_where_the_stored_pixels_are(

@@ -30,6 +30,7 @@ from pathoseg.tiles.fingerprint import Fingerprint
 
 SIZE = Size(2500, 1900)  # 3 × 2 shards
 WHOLE = Box(0, 0, SIZE.width, SIZE.height)
+Around = tuple[NDArray[np.uint8], NDArray[np.bool_]]
 
 
 def key_of(size: Size = SIZE, **changes: object) -> TileCacheKey:
@@ -63,14 +64,12 @@ def fill(cache: TileCache, box: Box = WHOLE, unread: NDArray[np.bool_] | None = 
     width=st.integers(1, 1200), height=st.integers(1, 1200),
 )  # fmt: skip
 def test_any_box_comes_back_as_it_went_in(
-    filled: TileCache, x: int, y: int, width: int, height: int
+    filled: TileCache, around: Around, x: int, y: int, width: int, height: int
 ) -> None:
     found = filled.read(Box(x, y, width, height))
     assert found is not None
-    around = np.pad(picture(), ((400, 1300), (400, 1300), (0, 0)), constant_values=255)
-    part = slice(400 + y, 400 + y + height), slice(400 + x, 400 + x + width)
-    assert (found.pixels == around[part]).all()
-    lost = np.pad(_lost(), ((400, 1300), (400, 1300)))[part]
+    pixels, lost = (each[400 + y :][:height, 400 + x :][:, :width] for each in around)
+    assert (found.pixels == pixels).all()
     assert (found.unread is not None) == lost.any()
     if found.unread is not None:
         assert (found.unread == lost).all()
@@ -80,6 +79,13 @@ def _lost() -> NDArray[np.bool_]:
     lost = np.zeros(picture().shape[:2], np.bool_)
     lost[1000:1030, 1500:2100] = True
     return lost
+
+
+@pytest.fixture(scope="module")
+def around() -> Around:
+    """The picture and what of it is lost, with all that a box may reach around it."""
+    pixels = np.pad(picture(), ((400, 1300), (400, 1300), (0, 0)), constant_values=255)
+    return pixels, np.pad(_lost(), ((400, 1300), (400, 1300)))
 
 
 @pytest.fixture(scope="module")

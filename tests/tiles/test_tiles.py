@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache as cached
 from pathlib import Path
 from typing import Any, Literal
 
@@ -220,6 +221,12 @@ def coded(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return made
 
 
+@pytest.fixture(scope="module")
+def coded_tiles(coded: Bench) -> Callable[[int, int], SlideTiles]:
+    """Its tiles of a side and an overlap, cut once each."""
+    return cached(lambda side, overlap: coded.cut(tile=side, offsets="random", overlap=overlap))
+
+
 @given(
     side=st.sampled_from([16, 64, 150, 250, 400]),
     overlap=st.sampled_from([0, 8]),
@@ -228,10 +235,16 @@ def coded(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     refused=st.integers(0, 7),
 )
 def test_a_tile_near_the_grid_is_what_lies_there(
-    coded: Bench, side: int, overlap: int, number: int, seed: int, refused: int
+    coded: Bench,
+    coded_tiles: Callable[[int, int], SlideTiles],
+    side: int,
+    overlap: int,
+    number: int,
+    seed: int,
+    refused: int,
 ) -> None:
     """Also where the slide is narrower than a tile, or the first places are refused."""
-    tiles = coded.cut(tile=side, offsets="random", overlap=overlap)
+    tiles = coded_tiles(side, overlap)
     position, asked = number % len(tiles), 0
 
     def accept(_: Any) -> bool:
@@ -259,6 +272,7 @@ def test_a_tile_near_the_grid_is_what_lies_there(
         assert (box.x, box.y) == home
 
 
+@pytest.mark.slow
 @given(
     width=st.integers(1, 500),
     height=st.integers(1, 500),

@@ -83,6 +83,7 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_given_up_at_every_question_in_turn_a_step_ends_as_the_undisturbed_one() -> None:
     calm, signal = _engine(None), _Signal()
     disturbed = _engine(signal)

@@ -137,6 +137,7 @@ def test_a_fit_finds_a_law_that_the_plain_polynomial_does_not() -> None:
     assert np.mean(plain_off) > 2 * np.mean(off)
 
 
+@pytest.mark.slow
 def test_what_a_sequence_adds_scales_all_times() -> None:
     known = _known()
     assert known.fit

@@ -165,6 +165,7 @@ def test_no_way_that_is_left_out_by_its_reduced_cost_is_missed(
     assert (1 - GAP) * min(first, then) <= cost(whole.program) * (1 + 1e-6)
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(st.sampled_from(sorted(TINY)), st.floats(0.4, 0.95), st.integers(1, 4))
 @example("residual", 0.55, 2)  # what a forward still reads is too much for the first answer
@@ -231,6 +232,7 @@ def test_recomputing_all_norms_takes_no_less() -> None:
     assert choice.retained.again <= usual.again + 2e-3 * seconds
 
 
+@pytest.mark.slow
 def test_equal_blocks_are_found() -> None:
     counts = [len(run.blocks) for run in runs_of(_facts("chain"), 3)]
     assert counts == [1] * len(counts)
