@@ -92,6 +92,17 @@ def device_name(device: torch.device) -> str:
     return str(device)
 
 
+def device_identity(device: torch.device) -> str:
+    """Return what tells an accelerator from the others of its host, to whatever process sees it.
+
+    Its number in a process does not where each process is shown devices of its own (Slurm's
+    `--gpus-per-task`); it is returned where a device has no UUID.
+    """
+    with suppress(AttributeError, NotImplementedError):  # MPS and most PrivateUse1 have none
+        return str(_module(device).get_device_properties(device).uuid)
+    return str(device)
+
+
 def cuda_properties(device: torch.device) -> Any | None:
     """Return what NVIDIA's driver tells of a CUDA device; None for any other, ROCm's too."""
     if device.type != "cuda" or torch.version.hip is not None:

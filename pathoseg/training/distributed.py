@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -121,38 +122,45 @@ def errors_left_to_rank_0(head_start: float = 0.0) -> Iterator[None]:
         raise SystemExit(stopped.exit_code) from None
 
 
-def own_device(transport: Transport, name: str | None = None) -> tuple[torch.device, int]:
-    """Choose this rank's device; all ranks call it.
-
-    The accelerators of a host are dealt out to its ranks in turn; on CPUs they share the host's
-    memory.
+def own_device(transport: Transport, name: str | None = None) -> torch.device:
+    """Choose this rank's device, the accelerators of a host in turn; all ranks call it.
 
     Args:
         transport: Joins the ranks.
         name: As for `pick_device`; with a number all ranks take that device.
 
-    Returns:
-        The device, and the bytes of memory that this rank may fill.
-
     Raises:
         PathosegError: There is no such device, or several ranks would share one without streams.
     """
-    from pathoseg.device import device_count, has_streams, memory_of, pick_device, share_devices
+    from pathoseg.device import has_streams, pick_device, share_devices
 
     hosts = [json.loads(text) for text in transport.gather(json.dumps(socket.gethostname()))]
-    mine = hosts[transport.rank]
     wanted = pick_device(name)
-    if wanted.type == "cpu":
-        return wanted, physical_memory() // hosts.count(mine)
-    if transport.ranks > 1 and not has_streams(wanted):
+    if transport.ranks > 1 and wanted.type != "cpu" and not has_streams(wanted):
         raise PathosegError(
             f"{wanted} is for one rank: its messages would wait for what it computes.",
             "Train with one rank, or add --device cpu.",
         )
-    device = share_devices(wanted, hosts[: transport.rank].count(mine))
-    here = 1 if device == wanted else device_count()
-    sharing = -(-hosts.count(mine) // here)
-    memory = memory_of(device)  # without what this process's context takes
-    if memory is None:
-        return device, physical_memory() // hosts.count(mine)
-    return device, memory[0] // sharing
+    return share_devices(wanted, hosts[: transport.rank].count(hosts[transport.rank]))
+
+
+def least_memory(transport: Transport, device: torch.device) -> int:
+    """Return the bytes that each rank may fill: the least of what any has; all ranks call it.
+
+    Ranks with one device share what it has free; ranks that compute on CPUs share all memory of
+    their host.
+
+    Args:
+        transport: Joins the ranks.
+        device: This rank's (`own_device`).
+    """
+    from pathoseg.device import device_identity, memory_of
+
+    own = (socket.gethostname(), "cpu" if device.type == "cpu" else device_identity(device))
+    transport.gather("")  # the device has the context of every rank: it was asked its name
+    memory = None if device.type == "cpu" else memory_of(device)
+    if memory is None:  # a device that does not tell is taken to use its host's
+        own, memory = (own[0], "cpu"), (physical_memory(), 0)
+    told = [json.loads(text) for text in transport.gather(json.dumps([*own, memory[0]]))]
+    sharing = Counter((host, place) for host, place, _ in told)
+    return min(int(free) // sharing[host, place] for host, place, free in told)

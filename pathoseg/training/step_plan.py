@@ -13,7 +13,7 @@ from pathoseg.config import Config, ParallelConfig
 from pathoseg.device import device_name, pick_device
 from pathoseg.errors import PathosegError
 from pathoseg.host_memory import LARGE, keep_freed_memory
-from pathoseg.memory_size import parse_memory
+from pathoseg.memory_size import memory_text, parse_memory
 from pathoseg.models.build import check_tile, declared_inputs, lay_out
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.cost.cost_model import cost_model
@@ -33,7 +33,7 @@ from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.simulate import simulate
 from pathoseg.platform_support import available_memory
 from pathoseg.progress import progress_bar, say
-from pathoseg.training.distributed import own_device
+from pathoseg.training.distributed import least_memory, own_device
 
 # Sizes of microbatches that are tried where the model's norm does not forbid it.
 _SIZES = (1, 2, 4)
@@ -67,14 +67,50 @@ def find_hardware(config: ParallelConfig) -> Hardware:
     )
 
 
-def plan_request(config: Config, hardware: Hardware) -> PlanRequest:
+# Of an accelerator's free memory, what a plan leaves to what no model of memory knows: fragments,
+# kernels that are loaded late, buffers of communication libraries.
+_MARGIN_SHARE, _MARGIN = 0.1, 2**30
+
+
+def memory_to_plan(config: ParallelConfig, free: int, device: str) -> int:
+    """Return the bytes that a plan may fill on each rank.
+
+    It is what the configuration names, as it is; else what is free, on an accelerator less a tenth
+    and 1 GiB.
+
+    Args:
+        config: The options.
+        free: Bytes that the rank with least has free.
+        device: Type of the device, such as `cpu` or `cuda`.
+
+    Raises:
+        PathosegError: Less is free than is left to the margin.
+    """
+    if config.memory is not None:
+        return parse_memory(config.memory)
+    if device == "cpu":
+        return free
+    planned = int(free * (1 - _MARGIN_SHARE)) - _MARGIN
+    if planned <= 0:
+        raise PathosegError(
+            f"{memory_text(free)} are free on a device, and a plan leaves a tenth and "
+            f"{memory_text(_MARGIN)} of it alone.",
+            "End what else fills the device, or name what a rank may take (--memory).",
+        )
+    return planned
+
+
+def plan_request(config: Config, memory: int) -> PlanRequest:
     """Return the request to the planner that the configuration states.
+
+    Args:
+        config: The options.
+        memory: Bytes of each rank (`memory_to_plan`).
 
     Raises:
         PathosegError: An order, cut or size that there is not.
     """
     wanted = config.parallel
-    memory = hardware.memory if wanted.memory is None else parse_memory(wanted.memory)
     return PlanRequest(
         wanted.ranks,
         memory,
@@ -182,15 +218,19 @@ def agreed_plan(
     Raises:
         PathosegError: Nothing fits; it says what would.
     """
-    _, memory = own_device(transport, config.parallel.device)
-
+    device = own_device(transport, config.parallel.device)
+    free = least_memory(transport, device)
     planned: list[Event] = []
 
     def choose() -> Plan:
         hardware = find_hardware(config.parallel)
-        request = replace(plan_request(config, hardware), ranks=transport.ranks, all_ranks=True)
-        if config.parallel.memory is None:
-            request = replace(request, memory=memory)
+        memory = memory_to_plan(config.parallel, free, device.type)
+        if config.parallel.memory is None and device.type != "cpu":
+            say(
+                f"{memory_text(free)} are free on the fullest device, {memory_text(memory)} are "
+                "planned with."
+            )
+        request = replace(plan_request(config, memory), ranks=transport.ranks, all_ranks=True)
         graphs = {each.microbatch: each for each in price(model, config, hardware)}
         plan = best([*graphs.values()], request)
         priced = graphs[plan.microbatch]

@@ -75,7 +75,7 @@ def calibrate(out: Path, quick: bool = False, device: str | None = None) -> Path
 
 def _links(transport: Transport, name: str | None) -> dict[str, Link]:
     """Times the link of two ranks of one host (`inside`), and of two hosts (`between`)."""
-    device, _ = own_device(transport, name)
+    device = own_device(transport, name)
     hosts = transport.gather(socket.gethostname())
     pairs = {
         "inside": next((at for at in range(1, len(hosts)) if hosts[at] in hosts[:at]), None),

@@ -29,7 +29,13 @@ from pathoseg.parallel.schedule.simulate import simulate
 from pathoseg.progress import progress_bar, say
 from pathoseg.training.encoder_training import prepare_encoder, with_low_rank
 from pathoseg.training.first_weights import take_encoder
-from pathoseg.training.step_plan import find_hardware, plan_request, price, price_one
+from pathoseg.training.step_plan import (
+    find_hardware,
+    memory_to_plan,
+    plan_request,
+    price,
+    price_one,
+)
 
 PLAN, TIMELINE = "plan.json", "timeline.svg"
 
@@ -66,7 +72,8 @@ def plan(
     for folder in (out, *([] if draw is None else [draw.parent])):
         folder.mkdir(parents=True, exist_ok=True)
     hardware = find_hardware(config.parallel)
-    request = plan_request(config, hardware)
+    memory = memory_to_plan(config.parallel, hardware.memory, hardware.device)
+    request = plan_request(config, memory)
     model = _build(config)
     prepare_encoder(model, config.train)
     graphs = price(model, config, hardware)
@@ -85,9 +92,11 @@ def plan(
     [priced] = [each for each in graphs if each.microbatch == best.microbatch]
     for note in priced.graph.notes:
         say(note)
+    has_margin = config.parallel.memory is None and memory < hardware.memory
+    margin = f", {memory_text(hardware.memory)} less a margin" if has_margin else ""
     say(
         f"{config.model.name}, tiles of {config.tiles.side} px, steps of {request.batch}, on "
-        f"{count_ranks(request.ranks)} of {memory_text(request.memory)} ({hardware.name})."
+        f"{count_ranks(request.ranks)} of {memory_text(memory)} ({hardware.name}{margin})."
     )
     say(f"Times: {best.note}.")
     say("")

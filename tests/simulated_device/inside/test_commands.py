@@ -13,8 +13,13 @@ import pytest
 import tifffile
 import torch
 
+from pathoseg.config import Config, ParallelConfig, TileConfig, TrainConfig
+from pathoseg.errors import PathosegError
 from pathoseg.models.bundle import load_bundle
+from pathoseg.models.unet import UNet
 from pathoseg.training.one_device import OneDevice
+from pathoseg.training.step_plan import agreed_plan
+from tests.parallel.comm.thread_ranks import run_ranks
 from tests.simulated_device import device as sim
 
 Command = Callable[..., tuple[int, str]]
@@ -103,3 +108,21 @@ def test_out_of_memory_is_one_error_with_the_figures(
     assert "sim out of memory" in output
     assert "are free" in output
     assert "Traceback" not in output
+
+
+def test_a_plan_is_of_what_the_fullest_device_has_free(capsys: pytest.CaptureFixture[str]) -> None:
+    config = Config(
+        tiles=TileConfig(tile=64),
+        train=TrainConfig(batch=2),
+        parallel=ParallelConfig(device="sim", hardware="v100", order="data-parallel"),
+    )
+    gc.collect()
+    sim.set_memory_limit(torch.accelerator.memory_allocated() + 8 * 2**30, 0)
+    sim.set_memory_limit(3 * 2**30, 1)
+    plans = run_ranks(2, lambda transport: agreed_plan(UNet(2, width=4), config, transport)[0])
+    assert plans[0] == plans[1]
+    told = "3 GiB are free on the fullest device, 1.7 GiB are planned with."
+    assert capsys.readouterr().err.count(told) == 1
+    sim.set_memory_limit(2**30, 1)
+    with pytest.raises(PathosegError, match="1 GiB are free on a device, and a plan leaves"):
+        run_ranks(2, lambda transport: agreed_plan(UNet(2, width=4), config, transport))
