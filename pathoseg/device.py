@@ -158,6 +158,12 @@ def widest(device: torch.device) -> torch.dtype:
 # ---- memory
 
 
+def updates_at_once(kind: str) -> bool:
+    """Return True if torch's optimizers update all parameters on such a device by one call
+    (`foreach`), which has temporaries of all; else they take one parameter after the other."""
+    return kind not in ("cpu", _UNIFIED)
+
+
 def memory_of(device: torch.device) -> tuple[int, int] | None:
     """Return the free and all bytes of an accelerator's memory; None where it does not tell."""
     for source in (torch.accelerator, _module(device)):

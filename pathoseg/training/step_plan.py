@@ -23,7 +23,7 @@ from pathoseg.parallel.cost.timing import Profiled
 from pathoseg.parallel.fitting import agree, best
 from pathoseg.parallel.graph.layer_graph import LayerGraph
 from pathoseg.parallel.graph.traced import Traced
-from pathoseg.parallel.planning.cpu_workspace import cpu_workspace
+from pathoseg.parallel.planning.kernel_workspace import cpu_workspace, workspace_of
 from pathoseg.parallel.planning.memory_model import MemoryModel
 from pathoseg.parallel.planning.plan import Plan, PlanRequest
 from pathoseg.parallel.planning.stage_costs import StageCosts
@@ -166,8 +166,7 @@ def price_one(
         with progress_bar("timing layers", None, "visits") as bar:
             costs = Profiled(traced, costs, advance=bar.advance)
     slots = _SLOTS[config.train.optimizer]
-    workspace = cpu_workspace(threads=hardware.threads or 1) if hardware.device == "cpu" else None
-    return StageCosts(traced.graph, costs, hardware, slots, workspace)
+    return StageCosts(traced.graph, costs, hardware, slots, workspace_of(hardware))
 
 
 def read_model(model: nn.Module, config: Config) -> Traced | None:
