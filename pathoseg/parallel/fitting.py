@@ -104,7 +104,7 @@ def fit(
     """
 
     def choose() -> Plan:
-        graph = Traced(model, example).graph
+        graph = Traced(model, example, training.dtype).graph
         own = workspace_of(hardware)
         priced = StageCosts(graph, cost_model(hardware), hardware, optimizer_slots, own)
         return best([priced], request)
@@ -180,7 +180,7 @@ def split(
     Raises:
         PathosegError: The plan is for another model or microbatch.
     """
-    traced = Traced(model, example)
+    traced = Traced(model, example, training.dtype)
     partition = plan.partition(traced.graph)
     memory = Memory(
         {stage: each.recomputed for stage, each in enumerate(plan.retention)},

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pathoseg.config import Config, ParallelConfig
-from pathoseg.device import device_name, pick_device
+from pathoseg.device import Precision, amp_dtype, choose_precision, device_name, pick_device
 from pathoseg.errors import PathosegError
 from pathoseg.host_memory import LARGE, keep_freed_memory
 from pathoseg.memory_size import memory_text, parse_memory
@@ -122,11 +122,49 @@ def plan_request(config: Config, memory: int) -> PlanRequest:
     )
 
 
-def price(model: nn.Module, config: Config, hardware: Hardware) -> list[StageCosts]:
+def with_dtype(hardware: Hardware, dtype: torch.dtype | None) -> Hardware:
+    """Return hardware that states a rate of the precision in which a run computes.
+
+    Args:
+        hardware: What a plan is priced by.
+        dtype: Precision of the run's autocast, or None.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if dtype is None or name in hardware.flops:
+        return hardware
+    say(
+        f"The hardware {hardware.name} states no FLOP/s for {name}, in which this run computes: "
+        "its layers are priced at the rate of float32."
+    )
+    return replace(hardware, flops={name: hardware.flops["float32"], **hardware.flops})
+
+
+def dtype_on(hardware: Hardware, wanted: Precision) -> torch.dtype | None:
+    """Return the precision of autocast on hardware that need not be there, as `amp_dtype` would.
+
+    By "auto" it is the better one of which the hardware states a rate.
+    """
+    both = (torch.bfloat16, torch.float16)
+    return choose_precision(
+        hardware.device,
+        wanted,
+        lambda: [dtype for dtype in both if str(dtype).removeprefix("torch.") in hardware.flops],
+    )
+
+
+def price(
+    model: nn.Module, config: Config, hardware: Hardware, dtype: torch.dtype | None
+) -> list[StageCosts]:
     """Price the layers for each size of microbatch that the planner may use, smallest first.
 
     A configured size is kept. Else it is one sample, for batch norm takes its statistics over the
     microbatch: another size would be another training. Without batch norm several are tried.
+
+    Args:
+        model: The network.
+        config: The options.
+        hardware: By which layers are priced; it states a rate of `dtype`.
+        dtype: Precision of the run's autocast, or None.
 
     Raises:
         PathosegError: The tile does not fit the model, the model has several inputs, or it cannot
@@ -147,7 +185,7 @@ def price(model: nn.Module, config: Config, hardware: Hardware) -> list[StageCos
     else:
         sizes = [size for size in _SIZES if config.train.batch % size == 0]
     side, profile = config.tiles.side, config.parallel.profile
-    return [price_one(model, size, side, config, hardware, profile) for size in sizes]
+    return [price_one(model, size, side, config, hardware, dtype, profile) for size in sizes]
 
 
 def price_one(
@@ -156,11 +194,12 @@ def price_one(
     side: int,
     config: Config,
     hardware: Hardware,
+    dtype: torch.dtype | None,
     profile: bool = False,
 ) -> StageCosts:
     if profile:
         lay_out(model, config.model.with_classes(2))  # as it will be trained
-    traced = Traced(model, torch.empty(size, 3, side, side, device="meta"))
+    traced = Traced(model, torch.empty(size, 3, side, side, device="meta"), dtype)
     costs = cost_model(hardware)
     if profile:
         with progress_bar("timing layers", None, "visits") as bar:
@@ -222,7 +261,8 @@ def agreed_plan(
     planned: list[Event] = []
 
     def choose() -> Plan:
-        hardware = find_hardware(config.parallel)
+        dtype = amp_dtype(device, config.train.amp)
+        hardware = with_dtype(find_hardware(config.parallel), dtype)
         memory = memory_to_plan(config.parallel, free, device.type)
         if config.parallel.memory is None and device.type != "cpu":
             say(
@@ -230,7 +270,7 @@ def agreed_plan(
                 "planned with."
             )
         request = replace(plan_request(config, memory), ranks=transport.ranks, all_ranks=True)
-        graphs = {each.microbatch: each for each in price(model, config, hardware)}
+        graphs = {each.microbatch: each for each in price(model, config, hardware, dtype)}
         plan = best([*graphs.values()], request)
         priced = graphs[plan.microbatch]
         partition = plan.partition(priced.graph)

@@ -10,12 +10,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pathoseg.config import ParallelConfig
+from pathoseg.config import Config, ParallelConfig
+from pathoseg.device import Precision
 from pathoseg.errors import PathosegError
+from pathoseg.models.unet import UNet
 from pathoseg.parallel.cost.hardware import Hardware, load_hardware
+from pathoseg.parallel.planning.partition import cut
 from pathoseg.training import step_plan
 from pathoseg.training.distributed import least_memory
-from pathoseg.training.step_plan import find_hardware, memory_to_plan
+from pathoseg.training.step_plan import (
+    dtype_on,
+    find_hardware,
+    memory_to_plan,
+    price_one,
+    with_dtype,
+)
 from tests.parallel.comm.thread_ranks import ThreadTransport, run_ranks
 
 _GIB = 2**30
@@ -94,3 +103,47 @@ def test_the_fullest_device_bounds_the_plan(
         return least_memory(transport, torch.device(devices[transport.rank]))
 
     assert run_ranks(len(devices), ask) == [least] * len(devices)
+
+
+@pytest.mark.parametrize(
+    ("device", "flops", "wanted", "found"),
+    [
+        ("cpu", ["float32", "bfloat16"], "bf16", None),
+        ("cuda", ["float32", "float16", "bfloat16"], "auto", torch.bfloat16),
+        ("cuda", ["float32", "float16"], "auto", torch.float16),
+        ("cuda", ["float32", "float16"], "none", None),
+        ("mps", ["float32", "float16"], "auto", None),
+        ("xpu", ["float32"], "fp16", torch.float16),
+        ("sim", ["float32"], "auto", None),
+    ],
+)
+def test_a_plan_is_of_the_precision_in_which_the_run_computes(
+    device: str,
+    flops: list[str],
+    wanted: Precision,
+    found: torch.dtype | None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rates = {name: float(place) for place, name in enumerate(flops, 1)}
+    hardware = replace(load_hardware("v100"), device=device, flops=rates)
+    assert dtype_on(hardware, wanted) == found
+    name = str(found).removeprefix("torch.")
+    assert with_dtype(hardware, found).flops == ({} if found is None else {name: 1.0}) | rates
+    is_told = found is not None and name not in flops
+    assert ("priced at the rate of float32" in capsys.readouterr().err) == is_told
+
+
+def test_less_than_float32_takes_less_memory_messages_and_time() -> None:
+    hardware, config = load_hardware("h100"), Config()
+    whole, half = (
+        price_one(UNet(2, width=8, depth=2), 2, 128, config, hardware, dtype)
+        for dtype in (None, torch.bfloat16)
+    )
+    bounds = whole.cutter.balance(2, whole.weights()).bounds
+    costs = [each.costs(cut(each.graph, bounds), 2) for each in (half, whole)]
+    for one, other in zip(*(each.stages for each in costs), strict=True):
+        assert one.weights == other.weights
+        assert one.activations < 0.75 * other.activations
+        assert one.forward < 0.75 * other.forward
+    sent = [sum(each.sizes.values()) for each in costs]
+    assert sent[1] == 2 * sent[0]

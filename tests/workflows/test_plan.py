@@ -155,7 +155,7 @@ def test_a_network_of_ones_own(command: Command, monkeypatch: pytest.MonkeyPatch
 
 def test_what_would_fit_does(command: Command) -> None:
     bare = SMALL.replace("[parallel]", '[parallel]\noffload = "none"\nrecompute = false')
-    Path("bare.toml").write_text(bare)
+    Path("bare.toml").write_text(bare + '[train]\namp = "none"\n')
     refused = ("plan", "--config", "bare.toml", "--ranks", 2, "--memory")
     enough_for_little = f"{64 * 1024 + 600}KiB"  # cuDNN takes the first 64 MiB
     code, said = command(*refused, enough_for_little)

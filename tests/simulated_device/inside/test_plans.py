@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 from copy import deepcopy
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from pathoseg.config import TrainConfig
+from pathoseg.models.unet import UNet
 from pathoseg.parallel.cost.cost_model import cost_model
 from pathoseg.parallel.cost.hardware import load_hardware
 from pathoseg.parallel.fitting import Fit, best
@@ -24,10 +26,38 @@ from tests.parallel.comm.joined import OnDevice
 from tests.parallel.comm.thread_ranks import ThreadTransport, run_ranks
 
 _WIDE = 1024
+SIM = torch.device("sim")
 
 
 def _loss(made: Tensor, targets: Tensor) -> Tensor:
     return (made - targets).square().mean(1)
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_activations_take_what_was_planned_in_the_precision_of_the_run(
+    dtype: torch.dtype | None, norm: Literal["batch", "group"]
+) -> None:
+    """The simulated device casts by CUDA's lists: group norm in float32, batch norm as it comes."""
+    model, shape = UNet(2, width=8, depth=2, norm=norm), (2, 3, 128, 128)
+    traced = Traced(model, torch.empty(shape, device="meta"), dtype)
+    really, known = 0, {parameter.data_ptr() for parameter in model.to(SIM).parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        nonlocal really
+        start = tensor.untyped_storage().data_ptr()
+        if start not in known:
+            known.add(start)
+            really += tensor.untyped_storage().nbytes()
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with hooks, torch.autocast("sim", dtype, enabled=dtype is not None):
+        made = model(torch.zeros(shape, device=SIM))
+    saved = {storage for layer in traced.graph.layers for storage in layer.saved}
+    planned = sum(traced.graph.storages[storage].bytes for storage in saved)
+    assert str(made.dtype) == f"torch.{traced.graph.layers[-1].outputs[0].dtype}"
+    assert planned == pytest.approx(really, rel=0.01)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
