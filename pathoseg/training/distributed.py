@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from pathoseg.errors import PathosegError, StoppedError
 from pathoseg.interruption import Interruption
-from pathoseg.parallel.comm.launcher import Choice, World, connect, find_world
+from pathoseg.parallel.comm.launcher import Choice, World, connect, find_host_share, find_world
 from pathoseg.parallel.comm.local_ranks import start_local
 from pathoseg.platform_support import physical_memory
 
@@ -43,14 +43,18 @@ def start_ranks(ranks: int, arguments: Sequence[str], choice: Choice) -> int | N
 
 
 @contextmanager
-def joined(choice: Choice, alone: bool = False) -> Iterator[Transport | None]:
+def joined(
+    choice: Choice, alone: bool = False, device: str | None = None
+) -> Iterator[Transport | None]:
     """Make a context with a transport between this job's ranks; all but rank 0 are silent in it.
 
-    An error of one rank is told by rank 0, and ends all.
+    An error of one rank is told by rank 0, and ends all. Each rank's device is the current one
+    before the ranks meet: an MPI that knows accelerators takes the one that it finds then.
 
     Args:
         choice: The transport.
         alone: Whether one rank gets a transport too, to run a plan.
+        device: As for `pick_device`.
 
     Yields:
         The transport; None where there is one rank alone.
@@ -59,12 +63,15 @@ def joined(choice: Choice, alone: bool = False) -> Iterator[Transport | None]:
     if world.ranks == 1 and not alone:
         yield None
         return
+    from pathoseg.device import pick_device, share_devices
+
     if world.ranks == 1:
         choice, world = "gloo", World()
     with ExitStack() as stack:
         if world.rank:
             stack.enter_context(silent())
             stack.enter_context(errors_left_to_rank_0())
+        share_devices(pick_device(device), find_host_share(world).rank)
         transport = connect(choice, world)
         stack.callback(transport.close)
         try:

@@ -62,7 +62,7 @@ def calibrate(out: Path, quick: bool = False, device: str | None = None) -> Path
         StoppedError: A signal came; nothing was written.
     """
     _check(out)
-    with joined("auto") as transport:
+    with joined("auto", device=device) as transport:
         links = {} if transport is None else _links(transport, device)
         if transport is not None and transport.rank:
             transport.barrier()  # until rank 0 is done
