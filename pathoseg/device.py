@@ -9,7 +9,7 @@ that no other file asks which kind it is; NCCL alone (parallel/comm/nccl.py) is 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
@@ -92,6 +92,17 @@ def device_name(device: torch.device) -> str:
     return str(device)
 
 
+def device_identity(device: torch.device) -> str:
+    """Return what tells an accelerator from the others of its host, to whatever process sees it.
+
+    Its number in a process does not where each process is shown devices of its own (Slurm's
+    `--gpus-per-task`); it is returned where a device has no UUID.
+    """
+    with suppress(AttributeError, NotImplementedError):  # MPS and most PrivateUse1 have none
+        return str(_module(device).get_device_properties(device).uuid)
+    return str(device)
+
+
 def cuda_properties(device: torch.device) -> Any | None:
     """Return what NVIDIA's driver tells of a CUDA device; None for any other, ROCm's too."""
     if device.type != "cuda" or torch.version.hip is not None:
@@ -104,19 +115,31 @@ def _module(device: torch.device) -> Any:
     return torch.get_device_module(device)
 
 
-def amp_dtype(
-    device: torch.device, wanted: Literal["auto", "none", "bf16", "fp16"]
+Precision = Literal["auto", "none", "bf16", "fp16"]
+
+
+def amp_dtype(device: torch.device, wanted: Precision) -> torch.dtype | None:
+    """Return the reduced precision to compute in on a device that is here (`choose_precision`)."""
+    return choose_precision(device.type, wanted, lambda: _reduced_dtypes(device))
+
+
+def choose_precision(
+    kind: str, wanted: Precision, has: Callable[[], Iterable[torch.dtype]]
 ) -> torch.dtype | None:
     """Return the reduced precision to compute in, or None for float32 (always on CPUs).
 
-    By "auto" it is bfloat16 where the device computes in it, else float16 if it has that. On MPS it
-    is float32, as neither what float16 saves there nor what it does to a training has been
-    measured.
+    By "auto" it is the device's best. On MPS it is float32, as neither what float16 saves there nor
+    what it does to a training has been measured.
+
+    Args:
+        kind: The device's type.
+        wanted: What the user asks for.
+        has: Returns the reduced precisions that the device has, the better one first.
     """
-    if device.type == "cpu" or wanted == "none" or (wanted == "auto" and device.type == _UNIFIED):
+    if kind == "cpu" or wanted == "none" or (wanted == "auto" and kind == _UNIFIED):
         return None
     if wanted == "auto":
-        return next(iter(_reduced_dtypes(device)), None)
+        return next(iter(has()), None)
     return torch.float16 if wanted == "fp16" else torch.bfloat16
 
 
@@ -145,6 +168,12 @@ def widest(device: torch.device) -> torch.dtype:
 
 
 # ---- memory
+
+
+def updates_at_once(kind: str) -> bool:
+    """Return True if torch's optimizers update all parameters on such a device by one call
+    (`foreach`), which has temporaries of all; else they take one parameter after the other."""
+    return kind not in ("cpu", _UNIFIED)
 
 
 def memory_of(device: torch.device) -> tuple[int, int] | None:

@@ -21,7 +21,7 @@ from torch import nn
 from pathoseg.parallel.cost.cost_model import cost_model
 from pathoseg.parallel.cost.hardware import Hardware, load_hardware
 from pathoseg.parallel.graph.traced import Traced
-from pathoseg.parallel.planning.cpu_workspace import cpu_workspace
+from pathoseg.parallel.planning.kernel_workspace import workspace_of
 from pathoseg.parallel.planning.plan import Plan, PlanRequest
 from pathoseg.parallel.planning.planner import plan
 from pathoseg.parallel.planning.stage_costs import StageCosts
@@ -117,7 +117,7 @@ def _predict(
 ) -> Wall:
     """Plans up to the first side that does not fit, that one for as little more as it needs."""
     wall = Wall()
-    own = cpu_workspace(threads=threads) if hardware.device == "cpu" else None
+    own = workspace_of(replace(hardware, threads=threads))
     for side in sides:
         with torch.device("meta"):
             traced = Traced(make(), torch.empty(1, 3, side, side))

@@ -15,7 +15,7 @@ from pathoseg.models.unet import UNet
 from pathoseg.parallel.cost.hardware import load_hardware
 from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.traced import Traced
-from pathoseg.parallel.planning.cpu_workspace import cpu_workspace, vector_lanes
+from pathoseg.parallel.planning.kernel_workspace import cpu_workspace, vector_lanes
 from pathoseg.parallel.planning.memory_model import MemoryModel
 from pathoseg.parallel.retention.policy_options import AllowedPolicies, retain
 from pathoseg.parallel.retention.policy_search import Choice, Chooser

@@ -27,7 +27,7 @@ from pathoseg.parallel.cost.cost_model import cost_model
 from pathoseg.parallel.cost.hardware import load_hardware
 from pathoseg.parallel.fitting import split
 from pathoseg.parallel.graph.traced import Traced
-from pathoseg.parallel.planning.cpu_workspace import cpu_workspace
+from pathoseg.parallel.planning.kernel_workspace import cpu_workspace
 from pathoseg.parallel.planning.orders import SYNTHESISED
 from pathoseg.parallel.planning.plan import Plan, PlanRequest
 from pathoseg.parallel.planning.planner import plan

@@ -15,8 +15,8 @@ from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.cost.cost_model import cost_model
 from pathoseg.parallel.cost.hardware import Hardware
 from pathoseg.parallel.graph.traced import Traced
-from pathoseg.parallel.planning.cpu_workspace import cpu_workspace
 from pathoseg.parallel.planning.infeasibility import nothing_fits
+from pathoseg.parallel.planning.kernel_workspace import workspace_of
 from pathoseg.parallel.planning.plan import Plan, PlanRequest
 from pathoseg.parallel.planning.planner import plan
 from pathoseg.parallel.planning.stage_costs import StageCosts
@@ -104,8 +104,8 @@ def fit(
     """
 
     def choose() -> Plan:
-        graph = Traced(model, example).graph
-        own = cpu_workspace(threads=hardware.threads or 1) if hardware.device == "cpu" else None
+        graph = Traced(model, example, training.dtype).graph
+        own = workspace_of(hardware)
         priced = StageCosts(graph, cost_model(hardware), hardware, optimizer_slots, own)
         return best([priced], request)
 
@@ -180,7 +180,7 @@ def split(
     Raises:
         PathosegError: The plan is for another model or microbatch.
     """
-    traced = Traced(model, example)
+    traced = Traced(model, example, training.dtype)
     partition = plan.partition(traced.graph)
     memory = Memory(
         {stage: each.recomputed for stage, each in enumerate(plan.retention)},

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from pathoseg.errors import PathosegError, StoppedError
 from pathoseg.interruption import Interruption
-from pathoseg.parallel.comm.launcher import Choice, World, connect, find_world
+from pathoseg.parallel.comm.launcher import Choice, World, connect, find_host_share, find_world
 from pathoseg.parallel.comm.local_ranks import start_local
 from pathoseg.platform_support import physical_memory
 
@@ -42,14 +43,18 @@ def start_ranks(ranks: int, arguments: Sequence[str], choice: Choice) -> int | N
 
 
 @contextmanager
-def joined(choice: Choice, alone: bool = False) -> Iterator[Transport | None]:
+def joined(
+    choice: Choice, alone: bool = False, device: str | None = None
+) -> Iterator[Transport | None]:
     """Make a context with a transport between this job's ranks; all but rank 0 are silent in it.
 
-    An error of one rank is told by rank 0, and ends all.
+    An error of one rank is told by rank 0, and ends all. Each rank's device is the current one
+    before the ranks meet: an MPI that knows accelerators takes the one that it finds then.
 
     Args:
         choice: The transport.
         alone: Whether one rank gets a transport too, to run a plan.
+        device: As for `pick_device`.
 
     Yields:
         The transport; None where there is one rank alone.
@@ -58,12 +63,15 @@ def joined(choice: Choice, alone: bool = False) -> Iterator[Transport | None]:
     if world.ranks == 1 and not alone:
         yield None
         return
+    from pathoseg.device import pick_device, share_devices
+
     if world.ranks == 1:
         choice, world = "gloo", World()
     with ExitStack() as stack:
         if world.rank:
             stack.enter_context(silent())
             stack.enter_context(errors_left_to_rank_0())
+        share_devices(pick_device(device), find_host_share(world).rank)
         transport = connect(choice, world)
         stack.callback(transport.close)
         try:
@@ -121,38 +129,45 @@ def errors_left_to_rank_0(head_start: float = 0.0) -> Iterator[None]:
         raise SystemExit(stopped.exit_code) from None
 
 
-def own_device(transport: Transport, name: str | None = None) -> tuple[torch.device, int]:
-    """Choose this rank's device; all ranks call it.
-
-    The accelerators of a host are dealt out to its ranks in turn; on CPUs they share the host's
-    memory.
+def own_device(transport: Transport, name: str | None = None) -> torch.device:
+    """Choose this rank's device, the accelerators of a host in turn; all ranks call it.
 
     Args:
         transport: Joins the ranks.
         name: As for `pick_device`; with a number all ranks take that device.
 
-    Returns:
-        The device, and the bytes of memory that this rank may fill.
-
     Raises:
         PathosegError: There is no such device, or several ranks would share one without streams.
     """
-    from pathoseg.device import device_count, has_streams, memory_of, pick_device, share_devices
+    from pathoseg.device import has_streams, pick_device, share_devices
 
     hosts = [json.loads(text) for text in transport.gather(json.dumps(socket.gethostname()))]
-    mine = hosts[transport.rank]
     wanted = pick_device(name)
-    if wanted.type == "cpu":
-        return wanted, physical_memory() // hosts.count(mine)
-    if transport.ranks > 1 and not has_streams(wanted):
+    if transport.ranks > 1 and wanted.type != "cpu" and not has_streams(wanted):
         raise PathosegError(
             f"{wanted} is for one rank: its messages would wait for what it computes.",
             "Train with one rank, or add --device cpu.",
         )
-    device = share_devices(wanted, hosts[: transport.rank].count(mine))
-    here = 1 if device == wanted else device_count()
-    sharing = -(-hosts.count(mine) // here)
-    memory = memory_of(device)  # without what this process's context takes
-    if memory is None:
-        return device, physical_memory() // hosts.count(mine)
-    return device, memory[0] // sharing
+    return share_devices(wanted, hosts[: transport.rank].count(hosts[transport.rank]))
+
+
+def least_memory(transport: Transport, device: torch.device) -> int:
+    """Return the bytes that each rank may fill: the least of what any has; all ranks call it.
+
+    Ranks with one device share what it has free; ranks that compute on CPUs share all memory of
+    their host.
+
+    Args:
+        transport: Joins the ranks.
+        device: This rank's (`own_device`).
+    """
+    from pathoseg.device import device_identity, memory_of
+
+    own = (socket.gethostname(), "cpu" if device.type == "cpu" else device_identity(device))
+    transport.gather("")  # the device has the context of every rank: it was asked its name
+    memory = None if device.type == "cpu" else memory_of(device)
+    if memory is None:  # a device that does not tell is taken to use its host's
+        own, memory = (own[0], "cpu"), (physical_memory(), 0)
+    told = [json.loads(text) for text in transport.gather(json.dumps([*own, memory[0]]))]
+    sharing = Counter((host, place) for host, place, _ in told)
+    return min(int(free) // sharing[host, place] for host, place, free in told)

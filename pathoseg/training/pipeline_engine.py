@@ -68,7 +68,7 @@ class PipelineEngine:
         self._is_given_up = is_given_up
         self._transport, self._plan, self._drawing = transport, plan, drawing
         self._task, self._card = task, card
-        self._device, _ = own_device(transport, config.parallel.device)
+        self._device = own_device(transport, config.parallel.device)
         training = Training(
             loss,
             partial(make_optimizer, config=config.train),

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from pathoseg.config import Config, ParallelConfig
-from pathoseg.device import device_name, pick_device
+from pathoseg.device import Precision, amp_dtype, choose_precision, device_name, pick_device
 from pathoseg.errors import PathosegError
 from pathoseg.host_memory import LARGE, keep_freed_memory
-from pathoseg.memory_size import parse_memory
+from pathoseg.memory_size import memory_text, parse_memory
 from pathoseg.models.build import check_tile, declared_inputs, lay_out
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.cost.cost_model import cost_model
@@ -23,7 +23,7 @@ from pathoseg.parallel.cost.timing import Profiled
 from pathoseg.parallel.fitting import agree, best
 from pathoseg.parallel.graph.layer_graph import LayerGraph
 from pathoseg.parallel.graph.traced import Traced
-from pathoseg.parallel.planning.cpu_workspace import cpu_workspace
+from pathoseg.parallel.planning.kernel_workspace import cpu_workspace, workspace_of
 from pathoseg.parallel.planning.memory_model import MemoryModel
 from pathoseg.parallel.planning.plan import Plan, PlanRequest
 from pathoseg.parallel.planning.stage_costs import StageCosts
@@ -33,7 +33,7 @@ from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.simulate import simulate
 from pathoseg.platform_support import available_memory
 from pathoseg.progress import progress_bar, say
-from pathoseg.training.distributed import own_device
+from pathoseg.training.distributed import least_memory, own_device
 
 # Sizes of microbatches that are tried where the model's norm does not forbid it.
 _SIZES = (1, 2, 4)
@@ -67,14 +67,50 @@ def find_hardware(config: ParallelConfig) -> Hardware:
     )
 
 
-def plan_request(config: Config, hardware: Hardware) -> PlanRequest:
+# Of an accelerator's free memory, what a plan leaves to what no model of memory knows: fragments,
+# kernels that are loaded late, buffers of communication libraries.
+_MARGIN_SHARE, _MARGIN = 0.1, 2**30
+
+
+def memory_to_plan(config: ParallelConfig, free: int, device: str) -> int:
+    """Return the bytes that a plan may fill on each rank.
+
+    It is what the configuration names, as it is; else what is free, on an accelerator less a tenth
+    and 1 GiB.
+
+    Args:
+        config: The options.
+        free: Bytes that the rank with least has free.
+        device: Type of the device, such as `cpu` or `cuda`.
+
+    Raises:
+        PathosegError: Less is free than is left to the margin.
+    """
+    if config.memory is not None:
+        return parse_memory(config.memory)
+    if device == "cpu":
+        return free
+    planned = int(free * (1 - _MARGIN_SHARE)) - _MARGIN
+    if planned <= 0:
+        raise PathosegError(
+            f"{memory_text(free)} are free on a device, and a plan leaves a tenth and "
+            f"{memory_text(_MARGIN)} of it alone.",
+            "End what else fills the device, or name what a rank may take (--memory).",
+        )
+    return planned
+
+
+def plan_request(config: Config, memory: int) -> PlanRequest:
     """Return the request to the planner that the configuration states.
+
+    Args:
+        config: The options.
+        memory: Bytes of each rank (`memory_to_plan`).
 
     Raises:
         PathosegError: An order, cut or size that there is not.
     """
     wanted = config.parallel
-    memory = hardware.memory if wanted.memory is None else parse_memory(wanted.memory)
     return PlanRequest(
         wanted.ranks,
         memory,
@@ -86,11 +122,49 @@ def plan_request(config: Config, hardware: Hardware) -> PlanRequest:
     )
 
 
-def price(model: nn.Module, config: Config, hardware: Hardware) -> list[StageCosts]:
+def with_dtype(hardware: Hardware, dtype: torch.dtype | None) -> Hardware:
+    """Return hardware that states a rate of the precision in which a run computes.
+
+    Args:
+        hardware: What a plan is priced by.
+        dtype: Precision of the run's autocast, or None.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if dtype is None or name in hardware.flops:
+        return hardware
+    say(
+        f"The hardware {hardware.name} states no FLOP/s for {name}, in which this run computes: "
+        "its layers are priced at the rate of float32."
+    )
+    return replace(hardware, flops={name: hardware.flops["float32"], **hardware.flops})
+
+
+def dtype_on(hardware: Hardware, wanted: Precision) -> torch.dtype | None:
+    """Return the precision of autocast on hardware that need not be there, as `amp_dtype` would.
+
+    By "auto" it is the better one of which the hardware states a rate.
+    """
+    both = (torch.bfloat16, torch.float16)
+    return choose_precision(
+        hardware.device,
+        wanted,
+        lambda: [dtype for dtype in both if str(dtype).removeprefix("torch.") in hardware.flops],
+    )
+
+
+def price(
+    model: nn.Module, config: Config, hardware: Hardware, dtype: torch.dtype | None
+) -> list[StageCosts]:
     """Price the layers for each size of microbatch that the planner may use, smallest first.
 
     A configured size is kept. Else it is one sample, for batch norm takes its statistics over the
     microbatch: another size would be another training. Without batch norm several are tried.
+
+    Args:
+        model: The network.
+        config: The options.
+        hardware: By which layers are priced; it states a rate of `dtype`.
+        dtype: Precision of the run's autocast, or None.
 
     Raises:
         PathosegError: The tile does not fit the model, the model has several inputs, or it cannot
@@ -111,7 +185,7 @@ def price(model: nn.Module, config: Config, hardware: Hardware) -> list[StageCos
     else:
         sizes = [size for size in _SIZES if config.train.batch % size == 0]
     side, profile = config.tiles.side, config.parallel.profile
-    return [price_one(model, size, side, config, hardware, profile) for size in sizes]
+    return [price_one(model, size, side, config, hardware, dtype, profile) for size in sizes]
 
 
 def price_one(
@@ -120,18 +194,18 @@ def price_one(
     side: int,
     config: Config,
     hardware: Hardware,
+    dtype: torch.dtype | None,
     profile: bool = False,
 ) -> StageCosts:
     if profile:
         lay_out(model, config.model.with_classes(2))  # as it will be trained
-    traced = Traced(model, torch.empty(size, 3, side, side, device="meta"))
+    traced = Traced(model, torch.empty(size, 3, side, side, device="meta"), dtype)
     costs = cost_model(hardware)
     if profile:
         with progress_bar("timing layers", None, "visits") as bar:
             costs = Profiled(traced, costs, advance=bar.advance)
     slots = _SLOTS[config.train.optimizer]
-    workspace = cpu_workspace(threads=hardware.threads or 1) if hardware.device == "cpu" else None
-    return StageCosts(traced.graph, costs, hardware, slots, workspace)
+    return StageCosts(traced.graph, costs, hardware, slots, workspace_of(hardware))
 
 
 def read_model(model: nn.Module, config: Config) -> Traced | None:
@@ -182,16 +256,21 @@ def agreed_plan(
     Raises:
         PathosegError: Nothing fits; it says what would.
     """
-    _, memory = own_device(transport, config.parallel.device)
-
+    device = own_device(transport, config.parallel.device)
+    free = least_memory(transport, device)
     planned: list[Event] = []
 
     def choose() -> Plan:
-        hardware = find_hardware(config.parallel)
-        request = replace(plan_request(config, hardware), ranks=transport.ranks, all_ranks=True)
-        if config.parallel.memory is None:
-            request = replace(request, memory=memory)
-        graphs = {each.microbatch: each for each in price(model, config, hardware)}
+        dtype = amp_dtype(device, config.train.amp)
+        hardware = with_dtype(find_hardware(config.parallel), dtype)
+        memory = memory_to_plan(config.parallel, free, device.type)
+        if config.parallel.memory is None and device.type != "cpu":
+            say(
+                f"{memory_text(free)} are free on the fullest device, {memory_text(memory)} are "
+                "planned with."
+            )
+        request = replace(plan_request(config, memory), ranks=transport.ranks, all_ranks=True)
+        graphs = {each.microbatch: each for each in price(model, config, hardware, dtype)}
         plan = best([*graphs.values()], request)
         priced = graphs[plan.microbatch]
         partition = plan.partition(priced.graph)

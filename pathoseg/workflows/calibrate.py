@@ -62,7 +62,7 @@ def calibrate(out: Path, quick: bool = False, device: str | None = None) -> Path
         StoppedError: A signal came; nothing was written.
     """
     _check(out)
-    with joined("auto") as transport:
+    with joined("auto", device=device) as transport:
         links = {} if transport is None else _links(transport, device)
         if transport is not None and transport.rank:
             transport.barrier()  # until rank 0 is done
@@ -75,7 +75,7 @@ def calibrate(out: Path, quick: bool = False, device: str | None = None) -> Path
 
 def _links(transport: Transport, name: str | None) -> dict[str, Link]:
     """Times the link of two ranks of one host (`inside`), and of two hosts (`between`)."""
-    device, _ = own_device(transport, name)
+    device = own_device(transport, name)
     hosts = transport.gather(socket.gethostname())
     pairs = {
         "inside": next((at for at in range(1, len(hosts)) if hosts[at] in hosts[:at]), None),

@@ -29,7 +29,15 @@ from pathoseg.parallel.schedule.simulate import simulate
 from pathoseg.progress import progress_bar, say
 from pathoseg.training.encoder_training import prepare_encoder, with_low_rank
 from pathoseg.training.first_weights import take_encoder
-from pathoseg.training.step_plan import find_hardware, plan_request, price, price_one
+from pathoseg.training.step_plan import (
+    dtype_on,
+    find_hardware,
+    memory_to_plan,
+    plan_request,
+    price,
+    price_one,
+    with_dtype,
+)
 
 PLAN, TIMELINE = "plan.json", "timeline.svg"
 
@@ -66,10 +74,13 @@ def plan(
     for folder in (out, *([] if draw is None else [draw.parent])):
         folder.mkdir(parents=True, exist_ok=True)
     hardware = find_hardware(config.parallel)
-    request = plan_request(config, hardware)
+    dtype = dtype_on(hardware, config.train.amp)
+    hardware = with_dtype(hardware, dtype)
+    memory = memory_to_plan(config.parallel, hardware.memory, hardware.device)
+    request = plan_request(config, memory)
     model = _build(config)
     prepare_encoder(model, config.train)
-    graphs = price(model, config, hardware)
+    graphs = price(model, config, hardware, dtype)
     with progress_bar("planning", None, "plans"):
         plans = find_plans(graphs, request)
     if not plans:
@@ -79,17 +90,20 @@ def plan(
             graphs[0],
             request,
             sides,
-            lambda side: price_one(model, graphs[0].microbatch, side, config, hardware),
+            lambda side: price_one(model, graphs[0].microbatch, side, config, hardware, dtype),
         )
     best = plans[0]
     [priced] = [each for each in graphs if each.microbatch == best.microbatch]
     for note in priced.graph.notes:
         say(note)
+    has_margin = config.parallel.memory is None and memory < hardware.memory
+    margin = f", {memory_text(hardware.memory)} less a margin" if has_margin else ""
     say(
         f"{config.model.name}, tiles of {config.tiles.side} px, steps of {request.batch}, on "
-        f"{count_ranks(request.ranks)} of {memory_text(request.memory)} ({hardware.name})."
+        f"{count_ranks(request.ranks)} of {memory_text(memory)} ({hardware.name}{margin})."
     )
-    say(f"Times: {best.note}.")
+    precision = "float32" if dtype is None else f"{str(dtype)[6:]} by autocast"
+    say(f"Computed in {precision}. Times: {best.note}.")
     say("")
     for line in table(plans[:_SHOWN]):
         say(line)

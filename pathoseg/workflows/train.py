@@ -181,7 +181,7 @@ def train(
         )
     # Where memory is limited a plan says what is kept of it, on one rank too.
     alone = wanted.memory is not None
-    with joined(wanted.transport, alone) as transport, time_told(verbose) as spent:
+    with joined(wanted.transport, alone, wanted.device) as transport, time_told(verbose) as spent:
         return _train(config_file, flags, out, resume, trace, overwrite, transport, spent)
 
 

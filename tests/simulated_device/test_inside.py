@@ -29,7 +29,11 @@ RUNTIME = [
     "-k",
     f"({_MIXED}) or {_PARKED} or {_KEPT} or (train_as and (({_JUDGED}) or ({_SUMMED})))",
 ]
-PARTS = [["test_commands.py"], ["test_device.py", "test_copies.py", "test_messages.py"], RUNTIME]
+PARTS = [
+    ["test_commands.py"],
+    ["test_device.py", "test_copies.py", "test_messages.py", "test_plans.py"],
+    RUNTIME,
+]
 needs_compiler = pytest.mark.skipif(
     compiler() is None, reason="the device is built by a C++ compiler, on Linux: install g++"
 )

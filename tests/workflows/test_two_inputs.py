@@ -101,5 +101,5 @@ def test_plans_and_ranks_refuse_it_by_name() -> None:
     config = replace(Config(), model=replace(Config().model, name=NAME))
     config = replace(config, tiles=replace(config.tiles, tile=32))
     with pytest.raises(PathosegError, match="the inputs image, context: plans and ranks know"):
-        price(TwoFields(2), config, load_hardware("cpu"))
+        price(TwoFields(2), config, load_hardware("cpu"), None)
     assert read_model(TwoFields(2), config) is None

@@ -139,6 +139,7 @@ class Alone:
         self._device = device_of(traced.model)
         self._layout = _layout_of(traced.model)
         self._clock = _clock(self._device)
+        self._autocast = traced.autocast
         self._has_gaps = layer.attributes.get("has_gaps") is True
         self._gradient_has_gaps = layer.attributes.get("gradient_has_gaps") is True
 
@@ -181,8 +182,10 @@ class Alone:
             for name, tensor in inputs.items()
             if tensor.requires_grad
         }
+        is_cast = self._autocast is not None
         begin = self._clock.mark()
-        made = self._segment(inputs)
+        with torch.autocast(self._device.type, self._autocast, enabled=is_cast):
+            made = self._segment(inputs)
         forward = self._clock.since(begin)
         roots = [root for root in tree_leaves(made) if root.requires_grad]
         if not roots:

@@ -20,9 +20,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.fx._symbolic_trace import _maybe_revert_all_patches
 from torch.nn import Module as Module
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
 from pathoseg.device import autocast_types
@@ -260,6 +261,48 @@ def mode(model: nn.Module, training: bool) -> Iterator[None]:
         for module, flag in modes.items():
             module.training = flag
         _throw_again(dice)
+
+
+# What CUDA's autocast computes in float32, by the names of its functions, and CPUs' does not
+# ("CUDA Ops that can autocast to float32" in torch's reference of `torch.amp`), as far as networks
+# have it between their layers.
+_IN_FLOAT32 = {
+    *("group_norm", "layer_norm", "normalize", "norm", "softmax", "log_softmax", "softmin"),
+    *("softplus", "cumsum", "cumprod", "sum", "prod", "exp", "log", "pow", "__pow__"),
+    *("reciprocal", "rsqrt", "cosine_similarity", "cdist"),
+}
+
+
+class _AcceleratorLists(TorchFunctionMode):
+    """Casts to float32 what an accelerator's autocast does, and that of CPUs leaves as it is."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map(_wide, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _wide(value: Any) -> Any:
+    is_short = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if is_short else value
+
+
+@contextmanager
+def autocast(dtype: torch.dtype | None) -> Iterator[None]:
+    """Make a context in which fake tensors are computed in a precision as an accelerator would.
+
+    They are a CPU's, as this torch need not know the accelerator; so a model that switches off an
+    accelerator's autocast by its name is traced with it.
+
+    Args:
+        dtype: The precision; None leaves all as it is.
+    """
+    if dtype is None:
+        yield
+        return
+    with torch.autocast("cpu", dtype), _AcceleratorLists():
+        yield
 
 
 def to_tensor(numbers: int | Sequence[int]) -> torch.Tensor:

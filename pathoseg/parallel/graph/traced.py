@@ -95,16 +95,18 @@ class Traced:
             `eval` mode stay so where the model as a whole is in training mode.
         example: A tensor, a sequence of positional arguments, or a mapping of keyword arguments.
             Of tensors, only shape, dtype and `requires_grad` count.
+        autocast: The precision (a torch dtype) of the autocast under which it will run, or None.
 
     Attributes:
+        autocast: As given.
         graph: The layers, as plain data.
 
     Raises:
         PathosegError: The model fails on the example.
     """
 
-    def __init__(self, model: fx.Module, example: Any) -> None:
-        self.model = model
+    def __init__(self, model: fx.Module, example: Any, autocast: Any = None) -> None:
+        self.model, self.autocast = model, autocast
         with fx.mode(model, training=True), _failing(model, "cannot be read"):
             self._root = fx.Root(model, example)
             with self._root.lent():
@@ -190,7 +192,8 @@ class Traced:
     def _run_whole(self) -> str:
         """Runs the model as it is; says what it returns and saves."""
         recorder = Recorder(MemoryProfile(0), held_once())
-        with fx.Listener(self._root.fake, recorder).forward():
+        listener = fx.Listener(self._root.fake, recorder)
+        with fx.autocast(self.autocast), listener.forward():
             for tensor in self._root.inputs:
                 recorder.watch(tensor)
             made = self._root.run(*self._root.inputs)
@@ -213,7 +216,7 @@ class Traced:
                 # What is written into, and its views, may need gradients from now on.
                 made.update((name, recorder.values(other)) for name, other in values.items())
 
-        with listener.forward():
+        with fx.autocast(self.autocast), listener.forward():
             for tensor in root.inputs:
                 recorder.watch(tensor)
             inputs = {name: recorder.values(value)[0] for name, value in values.items()}

@@ -30,7 +30,7 @@ from pathoseg.parallel.planning.stage_costs import StageCosts, longest_chains, s
 from pathoseg.parallel.schedule.costs import Costs
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.schedule import Schedule
-from pathoseg.parallel.schedule.simulate import Simulation, simulate
+from pathoseg.parallel.schedule.simulate import Simulation, simulate, step_memory
 
 # Ranks of a group: all to the first of these, then each larger by so much.
 _EVERY, _GROWTH = 8, 1.5
@@ -405,7 +405,10 @@ class _Search:
             variant = next(next(candidate.order.families(frame)))
             order = replace(variant.order, name=candidate.order.name, groups=candidate.groups)
             offload = {stage: each.offloaded for stage, each in enumerate(retention)}
-            simulation = simulate(lower(order, frame.edges, offload=offload), frame.costs)
+            schedule = lower(order, frame.edges, offload=offload)
+            if max(step_memory(schedule, frame.costs)) > request.memory:
+                return True
+            simulation = simulate(schedule, frame.costs)
             excess = max(simulation.peak_memory) - request.memory
             if excess <= 0:
                 self._keep(candidate, partition, frame, variant, order, simulation, retention)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache, cached_property
 from itertools import accumulate
 
+from pathoseg.device import updates_at_once
 from pathoseg.parallel.cost.cost_model import CostModel
 from pathoseg.parallel.cost.hardware import Hardware
 from pathoseg.parallel.graph.activation_policy import ActivationPolicy
@@ -209,6 +210,8 @@ class StageCosts:
             forward_workspace=memory.forward_workspace,
             backward_workspace=memory.backward_workspace - sum(returning.values()),
             checkpoint=batch,
+            # AdamW's roots of the second moments; SGD's gradients with weight decay. One of each.
+            update_workspace=memory.gradients * updates_at_once(self.hardware.device),
             step=(3 + 2 * self._slots) * memory.gradients / self.hardware.bandwidth,
         )
 

@@ -38,6 +38,7 @@ class StageCost:
         gradients: Bytes that are summed over the copies.
         forward_workspace: Bytes beyond `activations` while a forward (or recomputation) runs.
         backward_workspace: Bytes beyond `activations` while a backward runs.
+        update_workspace: Bytes beyond `weights` while the optimizer updates the stage.
         checkpoint: Bytes that a recomputed forward keeps instead of `activations`.
         recompute: Time of a recomputation; None is a forward's.
         step: Time of the optimizer's step.
@@ -51,6 +52,7 @@ class StageCost:
     gradients: int = 0
     forward_workspace: int = 0
     backward_workspace: int = 0
+    update_workspace: int = 0
     checkpoint: int = 0
     recompute: float | None = None
     step: float = 0

@@ -18,6 +18,8 @@ Memory is kept apart, as changes of so many bytes at such a time, and added up i
     boundary      + at the start of the visit ahead of its RECV          - likewise
     sent tensor   + at SEND                           - when it has left
     workspace     + at a visit's start                - at that visit's end
+    bucket        at a REDUCE alone: its gradients are concatenated, and then dropped
+    update        at a STEP alone: the temporaries of the optimizer
 """
 
 from __future__ import annotations
@@ -236,6 +238,8 @@ class _Replay:
         for home in schedule.placement.homes:
             for stage, rank in enumerate(home):
                 self._others[rank].append((0, costs.stages[stage].weights))
+        self._moments: list[list[tuple[float, int]]] = [[] for _ in ranks]
+        self._update = _updates(schedule, costs)
         for rank, actions in enumerate(schedule.lists):
             if any(action.kind is Kind.OFFLOAD for action in actions):
                 self._others[rank].append((0, costs.window if turns[rank] else 2 * costs.window))
@@ -256,6 +260,7 @@ class _Replay:
         elif action.kind is Kind.REDUCE:
             self._add(rank, action)
         elif action.kind is Kind.STEP:
+            self._moments[rank].append((ready, self._update[rank]))
             self._occupy(rank, action, ready, ready + self._costs.stages[action.stage].step)
         else:  # RECV and WAIT_REDUCE
             if action.edge is not None:
@@ -354,6 +359,9 @@ class _Replay:
         """
         joined = self._sums.setdefault((action.stage, action.bucket), [])
         joined.append((rank, action, self._clock[rank]))
+        self._moments[rank].append(
+            (self._clock[rank], _bucket(self._schedule, self._costs, action))
+        )
         if len(joined) < len(self._setting.microbatches):
             return
         holders = self._schedule.placement.holders(action.stage)
@@ -361,8 +369,7 @@ class _Replay:
         everyone = [
             holder + group * own for group in range(self._schedule.groups) for holder in holders
         ]
-        buckets = self._setting.buckets[action.stage]
-        size = self._costs.stages[action.stage].gradients // buckets
+        size = _bucket(self._schedule, self._costs, action)
         start = max(max(posted, self._summing[holder]) for holder, _, posted in joined)
         end = start + self._costs.network.all_reduce(everyone, size)
         for holder, reduction, _ in joined:
@@ -370,13 +377,15 @@ class _Replay:
             self._events.append(Event(holder, reduction, start, end))
 
     def result(self) -> Simulation:
-        memory = zip(self._activations, self._others, strict=True)
+        memory = zip(self._activations, self._others, self._moments, strict=True)
         events = [*self._events, *(event for host in self._host for event in host.events)]
         return Simulation(
             tuple(events),
             max((event.end for event in events), default=0),
             tuple(self._busy),
-            tuple(_peak([*activations, *others]) for activations, others in memory),
+            tuple(
+                _peak([*activations, *others], moments) for activations, others, moments in memory
+            ),
             tuple(_peak(activations) for activations in self._activations),
             tuple(self._sent),
             tuple(_peak(host.changes) for host in self._host),
@@ -390,10 +399,47 @@ def _by_visit(actions: Iterable[Action]) -> dict[Visit, list[Action]]:
     return found
 
 
-def _peak(changes: list[tuple[float, int]]) -> int:
-    """The largest sum on the way; of changes at one instant, what is freed goes first."""
+def step_memory(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
+    """Return, by rank, the bytes of weights and of what the step's end takes beside them.
+
+    No choice of what is kept of activations brings the peak below it.
+    """
+    weights = [0 for _ in range(schedule.placement.ranks)]
+    for home in schedule.placement.homes:
+        for stage, rank in enumerate(home):
+            weights[rank] += costs.stages[stage].weights
+    return tuple(
+        own + max([more, *(_bucket(schedule, costs, a) for a in actions if a.kind is Kind.REDUCE)])
+        for own, more, actions in zip(
+            weights, _updates(schedule, costs), schedule.lists, strict=True
+        )
+    )
+
+
+def _bucket(schedule: Schedule, costs: Costs, action: Action) -> int:
+    """Return the bytes of gradients that a REDUCE concatenates and sums."""
+    return costs.stages[action.stage].gradients // schedule.setting.buckets[action.stage]
+
+
+def _updates(schedule: Schedule, costs: Costs) -> list[int]:
+    """Return, by rank, the temporaries of its optimizer, which updates all its stages at once."""
+    held: list[set[int]] = [set() for _ in range(schedule.placement.ranks)]
+    for home in schedule.placement.homes:
+        for stage, rank in enumerate(home):
+            held[rank].add(stage)
+    return [sum(costs.stages[stage].update_workspace for stage in own) for own in held]
+
+
+def _peak(changes: list[tuple[float, int]], moments: Sequence[tuple[float, int]] = ()) -> int:
+    """The largest sum on the way.
+
+    Args:
+        changes: Of one instant, what is freed goes first.
+        moments: Bytes that are taken for an instant, between what is freed and what is taken then.
+    """
     held = peak = 0
-    for _, change in sorted(changes):
-        held += change
-        peak = max(peak, held)
+    steps = [(time, 2 * (change > 0), change) for time, change in changes]
+    for _, kind, size in sorted([*steps, *((time, 1, size) for time, size in moments)]):
+        peak = max(peak, held + size)
+        held += size * (kind != 1)
     return peak

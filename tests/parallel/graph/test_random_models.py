@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, reject, settings
 
 from pathoseg.parallel.graph.traced import Traced
-from pathoseg.parallel.planning.cpu_workspace import cpu_workspace
+from pathoseg.parallel.planning.kernel_workspace import cpu_workspace
 from pathoseg.parallel.planning.memory_model import MemoryModel
 from tests.parallel.networks.random_models import RandomModel, random_models
 from tests.parallel.networks.stages import allocated, cut_places, run_on_messages, run_stages

@@ -17,7 +17,7 @@ from pathoseg.models.resnet_v2 import ResNetV2
 from pathoseg.models.unet import UNet
 from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.traced import Traced
-from pathoseg.parallel.planning.cpu_workspace import cpu_workspace, vector_lanes
+from pathoseg.parallel.planning.kernel_workspace import cpu_workspace, vector_lanes
 from pathoseg.parallel.planning.memory_model import MemoryModel, Workspace
 from pathoseg.parallel.planning.partition import even
 from pathoseg.parallel.retention.policy_options import AllowedPolicies, retain

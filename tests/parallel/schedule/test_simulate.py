@@ -19,7 +19,7 @@ from pathoseg.parallel.schedule.gpipe import gpipe, mp_basic, sequential
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.one_f_one_b import one_f_one_b
 from pathoseg.parallel.schedule.schedule import Schedule, folded, linear
-from pathoseg.parallel.schedule.simulate import Simulation, simulate
+from pathoseg.parallel.schedule.simulate import Simulation, simulate, step_memory
 
 ORDERS = [
     gpipe(linear(4), 5),
@@ -116,6 +116,26 @@ def test_data_parallelism_is_one_rank_and_a_sum() -> None:
     run = simulate(schedule, Costs((stage,), network=Link(alpha=1, beta=Fraction(1, 10))))
     ring = 18 * 1 + Fraction(18 * 25, 10) * Fraction(1, 10)
     assert run.time == 4 * (3 + 5) + 4 * ring + 2
+
+
+@given(
+    activations=st.integers(0, 30),
+    gradients=st.integers(0, 60),
+    update=st.integers(0, 60),
+    buckets=st.integers(1, 4),
+    groups=st.integers(1, 3),
+)
+def test_sums_and_the_optimizer_take_memory_when_activations_are_gone(
+    activations: int, gradients: int, update: int, buckets: int, groups: int
+) -> None:
+    stage = StageCost(
+        3, 5, activations, 100, gradients, backward_workspace=7, update_workspace=update
+    )
+    schedule = lower(replace(sequential(4), groups=groups), buckets=buckets)
+    ends = max(update, (groups > 1) * (gradients // buckets))
+    costs = Costs((stage,))
+    assert simulate(schedule, costs).peak_memory == (100 + max(activations + 7, ends),)
+    assert step_memory(schedule, costs) == (100 + ends,)
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.name)

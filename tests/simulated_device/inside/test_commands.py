@@ -6,15 +6,22 @@ import csv
 import gc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 import tifffile
 import torch
 
+from pathoseg.config import Config, ParallelConfig, TileConfig, TrainConfig
+from pathoseg.errors import PathosegError
 from pathoseg.models.bundle import load_bundle
+from pathoseg.models.unet import UNet
+from pathoseg.parallel.comm.launcher import Choice, World
+from pathoseg.training import distributed
 from pathoseg.training.one_device import OneDevice
+from pathoseg.training.step_plan import agreed_plan
+from tests.parallel.comm.thread_ranks import run_ranks
 from tests.simulated_device import device as sim
 
 Command = Callable[..., tuple[int, str]]
@@ -103,3 +110,42 @@ def test_out_of_memory_is_one_error_with_the_figures(
     assert "sim out of memory" in output
     assert "are free" in output
     assert "Traceback" not in output
+
+
+def test_a_plan_is_of_what_the_fullest_device_has_free(capsys: pytest.CaptureFixture[str]) -> None:
+    config = Config(
+        tiles=TileConfig(tile=64),
+        train=TrainConfig(batch=2),
+        parallel=ParallelConfig(device="sim", hardware="v100", order="data-parallel"),
+    )
+    gc.collect()
+    sim.set_memory_limit(torch.accelerator.memory_allocated() + 8 * 2**30, 0)
+    sim.set_memory_limit(3 * 2**30, 1)
+    plans = run_ranks(2, lambda transport: agreed_plan(UNet(2, width=4), config, transport)[0])
+    assert plans[0] == plans[1]
+    told = "3 GiB are free on the fullest device, 1.7 GiB are planned with."
+    assert capsys.readouterr().err.count(told) == 1
+    sim.set_memory_limit(2**30, 1)
+    with pytest.raises(PathosegError, match="1 GiB are free on a device, and a plan leaves"):
+        run_ranks(2, lambda transport: agreed_plan(UNet(2, width=4), config, transport))
+
+
+def test_a_rank_has_its_device_before_the_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An MPI that knows accelerators takes the device that is current when it begins."""
+    found = []
+
+    def connect(choice: Choice, world: World) -> NoReturn:
+        found.append((world.rank, torch.accelerator.current_device_index()))
+        raise PathosegError("The ranks do not meet.", "This is a test.")
+
+    monkeypatch.setattr(distributed, "connect", connect)
+    for rank, name in [(0, None), (1, None), (3, "sim"), (0, "sim:1"), (1, "sim:0")]:
+        host = {"RANK": rank, "SIZE": 4, "LOCAL_RANK": rank % 2, "LOCAL_SIZE": 2}
+        for key, value in host.items():
+            monkeypatch.setenv(f"OMPI_COMM_WORLD_{key}", str(value))
+        torch.accelerator.set_device_index(0)
+        silent = pytest.raises(SystemExit if rank else PathosegError)
+        with silent, distributed.joined("mpi", device=name):
+            raise AssertionError
+    torch.accelerator.set_device_index(0)
+    assert found == [(0, 0), (1, 1), (3, 1), (0, 1), (1, 0)]

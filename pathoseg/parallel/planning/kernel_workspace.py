@@ -1,9 +1,10 @@
-"""Workspace of torch's CPU kernels, which the layers' shapes do not show."""
+"""Workspace of torch's kernels, by device, which the layers' shapes do not show."""
 
 from __future__ import annotations
 
 from math import prod
 
+from pathoseg.parallel.cost.hardware import Hardware
 from pathoseg.parallel.graph.layer_graph import Attribute, Layer
 from pathoseg.parallel.planning.memory_model import Workspace
 
@@ -13,6 +14,28 @@ _COPY_GAPS = ("convolution", "native_layer_norm", "native_group_norm")
 _FEW = 3
 # Below so many images, and with one thread, torch runs pointwise convolutions itself.
 _MANY = 16
+
+# torch keeps a cuBLAS workspace for each handle and stream: 32 MiB from compute capability 9 on,
+# 8 MiB before (`CUBLAS_WORKSPACE_CONFIG` in torch's notes on CUDA). Threads have handles of their
+# own, and autograd's backward is a thread.
+_CUBLAS = 2 * 32 * 2**20
+# The limit that Caffe2 set cuDNN's convolutions (`kCONV_CUDNN_WORKSPACE_LIMIT_BYTES`), with which
+# Winograd's were fast. torch's own have none, but take another kernel where memory is short.
+_CUDNN = 64 * 2**20
+
+
+def workspace_of(hardware: Hardware) -> Workspace | None:
+    """Return the workspace of a device's kernels, None where nothing is known of it."""
+    if hardware.device == "cpu":
+        return cpu_workspace(threads=hardware.threads or 1)
+    return cuda_workspace if hardware.device == "cuda" else None
+
+
+def cuda_workspace(layer: Layer) -> tuple[int, int]:
+    """Return the bytes of cuDNN in a convolution and of cuBLAS in a matrix product: constants."""
+    if layer.kind == "convolution":
+        return _CUDNN, _CUDNN
+    return (_CUBLAS, _CUBLAS) if layer.forward.flops else (0, 0)
 
 
 def vector_lanes() -> int | None:
