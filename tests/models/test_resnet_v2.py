@@ -28,6 +28,7 @@ def test_depth_29_has_the_size_that_keras_prints() -> None:
     assert _parameters(model) + biases == 843_786
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("depth", "millions"), [(110, 3.3), (1001, 30.3)])
 def test_sizes_follow_the_formula(depth: int, millions: float) -> None:
     """Per unit: convolutions 2·outer·inner + 9·inner², norms 2·(outer + 2·inner)."""

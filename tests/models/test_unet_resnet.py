@@ -63,6 +63,7 @@ def test_names_are_those_of_torchvision() -> None:
     assert encoder.state_dict().keys() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("units", "bottleneck"), [((1,), False), ((1, 1), True), ((2, 1), True), ((1, 2), False)]
 )

@@ -253,6 +253,7 @@ def test_a_full_disk_is_an_os_error_and_leaves_nothing(tmp_path: Path, source: D
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_height(tmp_path: Path, source: DicomSource) -> None:
     write(tmp_path / "warm.dcm", source, blobs(600, 600))  # what the libraries make once
     band, peaks = blobs(300, 2000), []

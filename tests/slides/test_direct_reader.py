@@ -286,6 +286,7 @@ def test_an_unusual_file_is_left_to_its_other_reader(
         assert not isinstance(slide, DirectSlide)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["jpeg 4:2:0", "rgb jpeg", "lzw", "deflate"])
 def test_no_lost_piece_goes_unnoticed(
     tmp_path: Path, pyramid: Callable[..., Any], write_svs: Writer, kind: str

@@ -287,6 +287,7 @@ def _parts(path: Path) -> list[Path]:
 places = st.integers(0, 600) | st.integers(-3000, -1) | st.integers(0, 10**9)
 
 
+@pytest.mark.slow
 def test_flipped_bytes_are_read_or_refused_by_name(sample: Sample, tmp_path: Path) -> None:
     path = _copied(sample.path, tmp_path)
     parts = _parts(path)

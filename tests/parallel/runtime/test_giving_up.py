@@ -54,6 +54,7 @@ def _state(runner: Runner) -> dict[str, Any]:
     return deepcopy(runner.state())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case}{'-offload' * bool(case.offload)}")
 @settings(max_examples=8)
 @given(st.data())
