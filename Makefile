@@ -29,6 +29,8 @@ demo: install
 	$(BIN)/pathoseg infer sample_data/sample_06.svs --overwrite
 	$(BIN)/pathoseg evaluate --slides sample_data --split test
 	@echo
+	@echo "A mean Dice of 0.9 is what two idle cores reach in these 150 s. Where it is lower, go on training:"
+	@echo "  $(BIN)/pathoseg train --resume --out runs/latest --time-limit 10m"
 	@echo "sample_06.svs was in no training step. Look at results/sample_06/overlay.png, or open"
 	@echo "sample_data/sample_06.svs in QuPath and drag results/sample_06/regions.geojson onto it."
 	@echo "Here in the browser: $(BIN)/pathoseg view results"

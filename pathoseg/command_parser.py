@@ -25,7 +25,7 @@ class Command(TyperCommand):
             self._refuse_bare(bare)
             return super().parse_args(ctx, args)
         except _UsageError as error:
-            raise self._refusal(error) from None
+            raise self._refusal(error, ctx) from None
 
     def _refuse_twice(self, given: list[Any]) -> None:
         """Refuse an option given twice of which the last one alone would count."""
@@ -47,7 +47,7 @@ class Command(TyperCommand):
             f"Did you mean: pathoseg {self.name} {option} {bare[0]}",
         )
 
-    def _refusal(self, error: Exception) -> PathosegError:
+    def _refusal(self, error: Exception, ctx: Any) -> PathosegError:
         """Return what is told of a wrong option, a wrong value, or a missing argument."""
         option: str | None = getattr(error, "option_name", None)
         parameter: Any = getattr(error, "param", None)
@@ -62,12 +62,24 @@ class Command(TyperCommand):
             return PathosegError(f"{option} needs a value.", how)
         if near := difflib.get_close_matches(option, self._names(), n=1, cutoff=0.75):
             how = f"Did you mean {near[0]}?"
+        elif others := [other for other in _others(ctx) if option in _options(other)]:
+            how = f"It is an option of pathoseg {', '.join(str(each.name) for each in others)}."
         elif tables := _tables_with(option.lstrip("-").replace("-", "_")):
             how = f"Set it in {' or '.join(tables)} of a file that --config names."
         return PathosegError(f"pathoseg {self.name} has no option {option}.", how)
 
     def _names(self) -> list[str]:
-        return [name for each in self.params for name in each.opts if name.startswith("--")]
+        return _options(self)
+
+
+def _options(command: Any) -> list[str]:
+    """Return the long names of a command's options."""
+    return [name for each in command.params for name in each.opts if name.startswith("--")]
+
+
+def _others(ctx: Any) -> list[Any]:
+    """Return the commands beside that of a context."""
+    return [] if ctx.parent is None else list(ctx.parent.command.commands.values())
 
 
 def _asked(told: str) -> str:

@@ -50,7 +50,7 @@ def _one_alone(given: object) -> object:
 
 def _device_name(given: object) -> object:
     if not isinstance(given, str) or not re.fullmatch(r"[a-z][a-z0-9_]*(:[0-9]+)?", given):
-        raise ValueError("it is a name such as cpu, cuda or cuda:1")
+        raise ValueError("must be a name such as cpu, cuda or cuda:1")
     return given
 
 
@@ -443,19 +443,19 @@ def _asked(wrong: Mapping[str, Any], within: Sequence[str], key: str) -> str:
     """Return what a key takes, of an error of pydantic, and its default."""
     bounds = wrong.get("ctx", {})
     said = {
-        "greater_than_equal": "it is {ge} or more",
-        "greater_than": "it is more than {gt}",
-        "less_than_equal": "it is {le} or less",
-        "less_than": "it is less than {lt}",
-        "literal_error": "it is {expected}",
-        "int_parsing": "it is a whole number",
-        "int_type": "it is a whole number",
-        "int_from_float": "it is a whole number",
-        "float_parsing": "it is a number",
-        "float_type": "it is a number",
-        "finite_number": "it is a finite number",
-        "bool_parsing": "it is true or false",
-        "bool_type": "it is true or false",
+        "greater_than_equal": "must be {ge} or more",
+        "greater_than": "must be more than {gt}",
+        "less_than_equal": "must be {le} or less",
+        "less_than": "must be less than {lt}",
+        "literal_error": "must be {expected}",
+        "int_parsing": "must be a whole number",
+        "int_type": "must be a whole number",
+        "int_from_float": "must be a whole number",
+        "float_parsing": "must be a number",
+        "float_type": "must be a number",
+        "finite_number": "must be a finite number",
+        "bool_parsing": "must be true or false",
+        "bool_type": "must be true or false",
     }.get(wrong["type"])
     why = said.format(**bounds) if said else str(wrong["msg"]).removeprefix("Value error, ")
     table: Any = Config()

@@ -93,6 +93,9 @@ def test_help_imports_no_heavy_library(argument: str) -> None:
         (("cache", "slides/"), ["pathoseg cache --slides slides/"]),
         (("train", "--slides"), ["--slides needs a value"]),
         (("train", "--lr", "1"), ["--lr", "[train]", "--config"]),
+        (("infer", "s.svs", "--time-limit", "1m"), ["--time-limit", "option of pathoseg train"]),
+        (("evaluate", "--model", "no"), ["--model names no, which does not exist"]),
+        (("check", "--annotations", "no"), ["--annotations names no, which does not exist"]),
         (("train", "--out", "x", "--nothing-like-it"), ["--nothing-like-it", "--help"]),
         (
             ("train", "--slides", "slides", "--batch", "0"),

@@ -369,7 +369,10 @@ def what_is_limited(reports: Iterable[AnnotationReport]) -> list[str]:
     if limited:
         lines.append(f"Regions of interest in {_files(limited)}: outside is not known.")
     if empty:
-        lines.append(f"No outline counts in {_files(empty)}: all of the slide is unlabelled.")
+        lines.append(
+            f"No outline counts in {_files(empty)}: all of the slide is unlabelled, which is "
+            "background unless [annotations] unlabelled says otherwise."
+        )
     return lines
 
 

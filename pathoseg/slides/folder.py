@@ -88,7 +88,7 @@ def _slides_below(root: Path, passed_over: Collection[Path]) -> list[Path]:
     for files in _files_below(root, passed_over):
         named = {path.name for path in files}
         parts = set().union(*(_parts(path) for path in files)) & named
-        own = [path for path in files if path.name not in parts and _is_slide(path)]
+        own = [path for path in files if path.name not in parts and is_slide(path)]
         meant += _first_of_series(own)
     stems = {stem for path in meant for stem in _stems(path)}
     slides = [path for path in meant if not _is_mask(path, stems)]
@@ -139,7 +139,8 @@ def _parts(path: Path) -> set[str]:
     return {line.partition("=")[2].strip() for line in text.splitlines()} - {path.name}
 
 
-def _is_slide(path: Path) -> bool:
+def is_slide(path: Path) -> bool:
+    """Return True if a file or OME-Zarr folder looks like a slide by its name or first bytes."""
     suffix = path.suffix.lower()
     if suffix != _DICOM_SUFFIX and (suffix in _SUFFIXES or path.is_dir()):
         return True

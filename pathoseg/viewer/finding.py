@@ -12,7 +12,7 @@ from pathoseg.annotations.reading import find_annotation
 from pathoseg.errors import PathosegError
 from pathoseg.inference.result_folder import STATES, SUMMARY, State, read_state, state_file
 from pathoseg.outputs.report import Summary, read_summary
-from pathoseg.slides.folder import find_slides
+from pathoseg.slides.folder import find_slides, is_slide
 from pathoseg.slides.zarr_folder import is_zarr_slide
 from pathoseg.viewer.slide_view import FILES, Entry
 
@@ -62,6 +62,11 @@ def find_entries(
     for path in paths:
         if not path.exists():
             raise PathosegError(f"{path} does not exist.", "Check the path.")
+        if path.is_file() and not is_slide(path):
+            raise PathosegError(
+                f"{path} is in no format that pathoseg reads.",
+                "Give slides, or the folder that `pathoseg infer` wrote its results into.",
+            )
         if path.is_file() or is_zarr_slide(path):
             slides[path.name if path.name not in slides else str(path)] = path
         elif _holds_results(path):

@@ -310,7 +310,10 @@ def test_what_is_not_learnt_from_is_said_once_for_each_kind(tmp_path: Path) -> N
     ]
     assert what_is_limited(reports) == [
         "Regions of interest in 1 file (slide.geojson): outside is not known.",
-        f"No outline counts in 5 files ({many}): all of the slide is unlabelled.",
+        (
+            f"No outline counts in 5 files ({many}): all of the slide is unlabelled, which is "
+            "background unless [annotations] unlabelled says otherwise."
+        ),
     ]
 
 

@@ -56,6 +56,10 @@ def test_nothing_to_show_and_no_library_are_told(
     code, said = command("view", "none", *OPTIONS)
     assert code == 2
     assert "none does not exist" in said
+    Path("note.csv").write_text("slide\n")
+    code, said = command("view", "note.csv", *OPTIONS)
+    assert code == 2
+    assert "note.csv is in no format" in said
     monkeypatch.setattr(workflow, "library_is_installed", lambda: False)
     code, said = command("view", slide, *OPTIONS)
     assert code == 2
