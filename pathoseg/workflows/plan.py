@@ -239,7 +239,9 @@ def _verdict(best: Plan, request: PlanRequest) -> str:
             else ""
         )
     if best.order == DATA_PARALLEL:
-        return f"Best: plain data parallelism, {best.groups} ranks with the whole model each."
+        idle, all_of_them = request.ranks - best.groups, request.ranks * best.microbatch
+        more = f" Idle: {count_ranks(idle)}; --batch {all_of_them} would use all." if idle else ""
+        return f"Best: plain data parallelism, {best.groups} ranks with the whole model each.{more}"
     placed = f"{best.stages} stages ({best.placement}) on {best.schedule.placement.ranks} ranks"
     groups = f" in each of {best.groups} groups" if best.groups > 1 else ""
     again = f" Recomputed stages: {', '.join(map(str, best.recompute))}." if best.recompute else ""

@@ -119,6 +119,13 @@ def test_an_order_and_a_cut_are_kept(command: Command) -> None:
     assert "Best: gems-mast, 3 stages (mirrored)" in said
 
 
+def test_ranks_that_stay_idle_are_told(command: Command) -> None:
+    options = ("--ranks", 3, "--order", "data-parallel", "--batch")
+    _, said = _plan(command, *options, 2)
+    assert "Idle: one rank; --batch 3 would use all." in said
+    assert "Idle" not in _plan(command, *options, 3)[1]
+
+
 def test_a_profile_times_the_layers_themselves(command: Command) -> None:
     fitted, _ = _plan(command, "--hardware", "cpu")
     profiled, said = _plan(command, "--hardware", "cpu", "--profile")
