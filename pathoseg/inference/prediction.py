@@ -148,7 +148,8 @@ def _laid_out(model: torch.nn.Module, card: Bundle, device: torch.device) -> tor
         try:
             with torch.inference_mode():
                 answer(model, to_inputs(seen, card.mean, card.std, device, torch.channels_last))
-        except RuntimeError:  # it asks for views that only the usual layout has
+        # It asks for views that only the usual layout has; what else is wrong the first tile tells.
+        except RuntimeError:
             model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # not in its stub
             return torch.contiguous_format
     return torch.channels_last
