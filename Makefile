@@ -5,7 +5,7 @@ INSTALLED := $(VENV)/installed
 PAGE := pathoseg/viewer
 LIBRARY := $(PAGE)/node_modules/.package-lock.json
 
-.PHONY: demo test check quick mutate install clean
+.PHONY: demo test check quick mutate gpu install clean
 
 install: $(INSTALLED) $(LIBRARY)
 
@@ -56,6 +56,10 @@ quick: install
 # Each wait for a device, taken out of the product: a test on the simulated device must fail.
 mutate: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulated_device.mutate
+
+# All that no accelerator has run yet, the most telling first, in 25 minutes.
+gpu: install
+	$(BIN)/python benchmarks/gpu/main.py
 
 check: install
 	$(BIN)/ruff format --check .

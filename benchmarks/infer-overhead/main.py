@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from pathoseg.device import MEAN, STD, pick_device
+from pathoseg.device import MEAN, STD, device_name, pick_device
 from pathoseg.host_memory import LARGE, keep_freed_memory, share_one_heap
 from pathoseg.inference.segmenter import default_overlap
 from pathoseg.models.build import build_model, edge_reach, tile_multiple
@@ -87,13 +87,12 @@ def main() -> None:
         print(f"| {name} | {statistics.median(times.wall):.2f} | {each} | {cores} |")
     print(f"overhead {overhead:.3f}, of cores {of_cores:.3f}")
     if options.json:
-        device = str(torch.cuda.get_device_name()) if torch.cuda.is_available() else "cpu"
         figures = {
             "overhead": overhead,
             "overhead_cores": of_cores,
             "tiles": counts[side],
             "side": side,
-            "device": device,
+            "device": device_name(pick_device()),
         }
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
 
@@ -142,7 +141,7 @@ def _best_side(model: nn.Module, counts: dict[int, int]) -> int:
         for _ in range(3):
             times.take(partial(_forward, model, side, passes))
         # Of cores, which other jobs disturb less; but a GPU's time shows on the wall alone.
-        taken = times.wall if pick_device().type == "cuda" else times.cores
+        taken = times.wall if pick_device().type != "cpu" else times.cores
         seconds[side] = min(taken) / passes * count
     return min(seconds, key=seconds.__getitem__)
 

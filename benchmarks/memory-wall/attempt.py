@@ -16,6 +16,7 @@ import psutil
 import torch
 from cases import networks
 
+from pathoseg.device import memory_of, pick_device
 from pathoseg.errors import PathosegError
 from pathoseg.models.losses import build_loss
 from pathoseg.models.model_options import LossConfig
@@ -27,7 +28,7 @@ from pathoseg.parallel.planning.plan import Plan
 from pathoseg.parallel.runtime.stage import Training
 from tests.parallel.networks.stages import allocated
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = pick_device()
 
 
 def main() -> None:
@@ -61,8 +62,12 @@ def _train(options: argparse.Namespace, chosen: Plan) -> None:
             sys.exit(f"This host has {left} bytes for each rank; {options.memory} were asked for.")
         resource.setrlimit(resource.RLIMIT_DATA, (left, left))
     else:
-        total = torch.cuda.get_device_properties(DEVICE).total_memory
-        torch.cuda.set_per_process_memory_fraction(options.memory / total)
+        free = memory_of(DEVICE)
+        assert free is not None
+        cap = getattr(torch.get_device_module(DEVICE), "set_per_process_memory_fraction", None)
+        if cap is None:
+            sys.exit(f"A process of {DEVICE} cannot be capped.")
+        cap(options.memory / free[1])
     model = networks(options.quick)[options.network]()
     side = options.side
     images = torch.rand(chosen.batch, 3, side, side)

@@ -18,6 +18,7 @@ import torch
 from cases import RANKS, SIDES, WAYS, Case, networks
 from torch import nn
 
+from pathoseg.device import device_name, pick_device
 from pathoseg.parallel.cost.cost_model import cost_model
 from pathoseg.parallel.cost.hardware import Hardware, load_hardware
 from pathoseg.parallel.graph.traced import Traced
@@ -82,7 +83,7 @@ def main() -> None:
     figures |= {"tiles_a_step": asked.batch, "threads": options.threads}
     right: list[bool] = []
     # A CPU's tensors are in host memory already.
-    real = torch.cuda.is_available() or not options.measure
+    real = pick_device().type != "cpu" or not options.measure
     offload = hardware.device != "cpu" and real
     for network in options.network or known:
         for way in options.way or WAYS:
@@ -100,7 +101,7 @@ def main() -> None:
             print(_row(network, way, wall), flush=True)
     if right:
         figures["fit_predictions_right"] = sum(right) / len(right)
-        figures["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        figures["device"] = device_name(pick_device())
         print(f"\nPredictions right: {sum(right)} of {len(right)}")
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")

@@ -58,7 +58,7 @@ def caps(quick: bool, hardware: Hardware) -> Iterator[tuple[str, float]]:
         quick: Small networks and tiles, few steps.
         hardware: By which the planner prices layers and copies.
     """
-    dtype = torch.bfloat16 if DEVICE.type == "cuda" else None
+    dtype = torch.bfloat16 if DEVICE.type != "cpu" else None
     sides, rounds = ((192,), 1) if quick else ((1024, 2048), 10)
     for name, make in _networks(quick).items():
         for side in sides:

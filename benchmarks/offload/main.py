@@ -16,6 +16,7 @@ from benchmarks.offload.study import study
 from benchmarks.offload.subject import DEVICE
 from benchmarks.offload.trace import write_trace
 from benchmarks.offload.waiting import waiting
+from pathoseg.device import device_name
 from pathoseg.parallel.cost.hardware import load_hardware
 
 
@@ -32,7 +33,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace of a step")
     parser.add_argument("--part", choices=("study", "caps", "waiting"), help="one of them")
     options = parser.parse_args()
-    name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
+    name = device_name(DEVICE)
     print(f"Device: {name}, torch {torch.__version__}")
     figures: dict[str, float | str] = {"device": name}
     hardware = load_hardware(options.hardware)

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pathoseg.device import peak_memory, pick_device, synchronize
 from pathoseg.models.losses import build_loss
 from pathoseg.models.model_options import LossConfig
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = pick_device()
 SHARES = (75, 50, 40, 25, 10)  # caps, in per cent of the peak with everything kept
 _SEGMENTATION = build_loss(LossConfig())
 
@@ -57,7 +58,7 @@ class Subject:
 
     def model(self) -> nn.Module:
         """The network, always with the same weights, on the device."""
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return self.make().to(DEVICE)
 
@@ -103,20 +104,20 @@ def plain(subject: Subject, model: nn.Module) -> Step:
 
 def settle() -> None:
     """Returns once the device has done all that it was given."""
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
+    if DEVICE.type != "cpu":
+        synchronize(DEVICE)
 
 
 def peak_of(step: Step) -> int:
-    """Most bytes of the device that are taken while a step runs; 0 on a CPU, which counts none."""
+    """Most bytes of the device that are taken while a step runs; 0 on one that counts none."""
     gc.collect()
-    if DEVICE.type != "cuda":
+    if peak_memory(DEVICE) is None:
         return 0
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats()
     step(0)
     settle()
-    return int(torch.cuda.max_memory_allocated())
+    return peak_memory(DEVICE) or 0
 
 
 def seconds_of(steps: dict[str, Step], rounds: int) -> dict[str, float]:

@@ -14,9 +14,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import nn
 
-from benchmarks.offload.subject import SHARES
+from benchmarks.offload.subject import DEVICE, SHARES
 from benchmarks.retention.greedy import Greedy
 from benchmarks.retention.measured import measured
+from pathoseg.device import device_name
 from pathoseg.models.resnet_v2 import ResNetV2
 from pathoseg.models.unet import UNet
 from pathoseg.parallel.cost.cost_model import cost_model
@@ -58,7 +59,7 @@ def main() -> None:
     parser.add_argument("--network", choices=NETWORKS, help="this one alone")
     part = parser.add_mutually_exclusive_group()
     part.add_argument(
-        "--measure", action="store_true", help="run what is recomputed, on this CPU, instead"
+        "--measure", action="store_true", help="run what is recomputed, on this device, instead"
     )
     part.add_argument(
         "--greedy", action="store_true", help="set a greedy choice beside the program's, instead"
@@ -69,7 +70,7 @@ def main() -> None:
     options = parser.parse_args()
     figures: dict[str, float | str] = {"device": "cpu"}
     if options.measure:
-        figures |= dict(measured(options.quick))
+        figures = {"device": device_name(DEVICE)} | dict(measured(options.quick))
     else:
         way = _beside_greedy if options.greedy else _twice if options.twice else _predicted
         known = QUICK if options.quick else NETWORKS

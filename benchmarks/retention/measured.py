@@ -8,15 +8,19 @@ import torch
 from torch import nn
 
 from benchmarks.offload.ours import ours
-from benchmarks.offload.subject import DEVICE, SHARES, Step, Subject, seconds_of
+from benchmarks.offload.subject import DEVICE, SHARES, Step, Subject, peak_of, seconds_of
 from benchmarks.steps.timed import Timed
 from pathoseg.models.resnet_v2 import ResNetV2
 from pathoseg.models.unet import UNet
 from pathoseg.parallel.cost.hardware import load_hardware
 from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.traced import Traced
-from pathoseg.parallel.planning.kernel_workspace import cpu_workspace, vector_lanes
-from pathoseg.parallel.planning.memory_model import MemoryModel
+from pathoseg.parallel.planning.kernel_workspace import (
+    cpu_workspace,
+    cuda_workspace,
+    vector_lanes,
+)
+from pathoseg.parallel.planning.memory_model import MemoryModel, Workspace
 from pathoseg.parallel.retention.policy_options import AllowedPolicies, retain
 from pathoseg.parallel.retention.policy_search import Choice, Chooser
 from pathoseg.parallel.retention.stage_liveness import stage_facts
@@ -26,7 +30,7 @@ from tests.parallel.networks.stages import allocated
 def measured(quick: bool) -> Iterator[tuple[str, float]]:
     """Prints a table for each network; yields the figures.
 
-    Nothing is offloaded: on a CPU copies hide behind nothing.
+    Nothing is offloaded: on a CPU copies hide behind nothing, and `benchmarks/offload` has GPUs.
     """
     networks: dict[str, tuple[Callable[[], nn.Module], int]] = {
         "unet": (lambda: UNet(2, width=8 if quick else 16), 128 if quick else 352),
@@ -42,10 +46,7 @@ def _network(name: str, subject: Subject, rounds: int) -> Iterator[tuple[str, fl
     timed = Timed(traced, subject.images, subject.targets)
     prices = [timed.time(each) for each in graph.layers]
     seconds = [each.forward for each in prices], [each.backward for each in prices]
-    lanes = vector_lanes()
-    if lanes is None:
-        raise SystemExit("What kernels take is known for CPUs with AVX2 and AVX-512.")
-    memory = MemoryModel(graph, workspace=cpu_workspace(lanes, torch.get_num_threads()))
+    memory = MemoryModel(graph, workspace=_workspace())
     facts = stage_facts(graph, layers, memory.by_layer(layers), seconds)
     chooser = Chooser(facts, load_hardware("cpu").host, AllowedPolicies(offload=False))
     keep = Choice(ActivationPolicy(), 0, retain(facts, ActivationPolicy()))
@@ -78,7 +79,18 @@ def _network(name: str, subject: Subject, rounds: int) -> Iterator[tuple[str, fl
     yield f"memory_error_{name}", max(beyond)
 
 
+def _workspace() -> Workspace | None:
+    if DEVICE.type != "cpu":
+        return cuda_workspace if DEVICE.type == "cuda" else None
+    lanes = vector_lanes()
+    if lanes is None:
+        raise SystemExit("What kernels take is known for CPUs with AVX2 and AVX-512.")
+    return cpu_workspace(lanes, torch.get_num_threads())
+
+
 def _held(step: Step) -> int:
     """Most bytes that a step holds at once of what it makes, gradients of weights included."""
-    assert DEVICE.type == "cpu"
-    return allocated(lambda: step(0))
+    if DEVICE.type == "cpu":
+        return allocated(lambda: step(0))
+    before = torch.accelerator.memory_allocated(DEVICE)
+    return peak_of(step) - before

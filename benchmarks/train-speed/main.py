@@ -22,7 +22,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.steps.ways import COUNT, LOSS, RANKS, meet_by_torch, torch_gpipe
 from pathoseg.annotations.annotation import ClassTable
 from pathoseg.config import Config, TrainConfig
-from pathoseg.device import MEAN, STD, amp_dtype, pick_device, to_input
+from pathoseg.device import (
+    MEAN,
+    STD,
+    amp_dtype,
+    device_name,
+    pick_device,
+    synchronize,
+    to_input,
+)
 from pathoseg.models.build import build_model
 from pathoseg.models.bundle import Bundle
 from pathoseg.models.model_options import ModelConfig
@@ -48,7 +56,7 @@ NETWORKS = {
     "unet64": ModelConfig("unet64", "segment", 3),
     "resnet110_v2": ModelConfig("resnet110_v2", "segment", 3),
 }
-SIDES = {"cpu": 128, "cuda": 1024}
+SIDE, SIDE_ON_CPU = 1024, 128
 ROUNDS = 7
 
 # Makes the step of a number.
@@ -94,7 +102,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     device = pick_device()
-    side = options.side or SIDES[device.type]
+    side = options.side or (SIDE_ON_CPU if device.type == "cpu" else SIDE)
     cases = [Case.of(name, side) for name in NETWORKS]
     if options.rank:
         figures = on_two_ranks(cases)
@@ -102,7 +110,11 @@ def main() -> None:
         figures = on_one_device(cases, device, options.compile)
         print("", *(f"{name:44} {value}" for name, value in figures.items()), sep="\n", flush=True)
     if options.json and figures:
-        before = json.loads(options.json.read_text()) if options.rank else {"device": str(device)}
+        before = (
+            json.loads(options.json.read_text())
+            if options.rank
+            else {"device": device_name(device)}
+        )
         options.json.write_text(json.dumps(before | figures, indent=2) + "\n")
     if not options.rank and device.type == "cpu":
         sys.exit(start_local(RANKS, [sys.executable, *sys.argv, "--rank"], "gloo"))
@@ -236,8 +248,8 @@ def in_turn(
                 transport.barrier()
             begin = time.perf_counter()
             step(number)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            if device.type != "cpu":
+                synchronize(device)
             seconds = time.perf_counter() - begin
             if transport is not None:
                 seconds = max(float(text) for text in transport.gather(str(seconds)))

@@ -183,7 +183,9 @@ def set_weights(
         transfer(model, {**added, **earlier.state}, channels, matches, counted)
     except PathosegError as error:
         raise PathosegError(f"{earlier.place}: {error.problem}", error.hint) from None
-    say(f"From {earlier.place} ({earlier.card.model.name}, {earlier.card.mpp:g} µm per pixel).")
+    card = earlier.card
+    said = f"{card.model.name}, {card.mpp:g} µm per pixel, trained on tiles of {card.tile} px"
+    say(f"From {earlier.place} ({said}).")
     new = [name for name in classes if name not in theirs]
     if new:
         say(f"Classes that the earlier model does not know: {', '.join(new)}.")

@@ -437,6 +437,13 @@ class Trainer:
         at.timed_steps, at.timed_seconds = 0, 0.0
         if not whole or at.epoch % self._config.validate_every == 0 or self._finished():
             began = self._elapsed
+            limit = self._config.time_limit
+            if limit is not None and began > limit:
+                say(
+                    f"The time limit of {limit:.4g} s is over after {began:.0f} s, {at.step} "
+                    f"step{'s' * (at.step != 1)}: what is left is one validation, without which "
+                    "there is no model."
+                )
             try:
                 with self._spent.on("validation"):
                     verdict = self._validation.run(self._engine, self._loss)

@@ -1,17 +1,23 @@
-"""The device of the runtime's tests: the CPU, or the simulated one where that is loaded.
+"""The device of the runtime's tests: the CPU, the simulated one where that is loaded, or a GPU.
 
-The judge computes on the CPU in either case: the numbers of both are equal to the bit.
+The judge computes on the CPU in either case. The numbers of the simulated device are equal to its
+numbers to the bit; a GPU, which PATHOSEG_TEST_DEVICE names (`make gpu`), has kernels of its own.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 import torch
 
 from tests.simulated_device.device import NAME, is_loaded
 
-DEVICE = torch.device(NAME if is_loaded() else "cpu")
+DEVICE = torch.device(NAME if is_loaded() else os.environ.get("PATHOSEG_TEST_DEVICE", "cpu"))
+HAS_OWN_KERNELS = DEVICE.type not in ("cpu", NAME)
+if HAS_OWN_KERNELS:
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.deterministic = True
 
 
 def equal_to_the_bit(models: Iterable[str]) -> list[str]:

@@ -31,6 +31,7 @@ from tests.forked import Forked
 from tests.outputs.test_batch_report import parsed
 
 Start = Callable[..., Forked]
+Command = Callable[..., tuple[int, str]]
 
 
 def _rows(run: Path) -> list[dict[str, str]]:
@@ -182,6 +183,16 @@ def test_a_time_limit_ends_in_order_and_is_laid_over_the_schedule(
     assert progress["total_steps"] is not None
     assert 0 < progress["step"] <= progress["total_steps"]
     assert (run / "model" / "model.json").exists()
+
+
+def test_a_time_limit_below_a_step_says_what_still_follows(
+    toy_slides: Path, command: Command
+) -> None:
+    options = ("--config", "tiny.toml", "--slides", str(toy_slides), "--time-limit", "0.01s")
+    code, said = command("train", *options)
+    assert code == 0, said
+    assert "The time limit of 0.01 s is over after" in said
+    assert "1 step: what is left is one validation" in said
 
 
 def test_resuming_with_other_values_is_refused_by_name(toy_slides: Path) -> None:

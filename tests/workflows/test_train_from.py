@@ -222,6 +222,7 @@ def test_ranks_and_a_plan_start_from_the_same_weights(
         output, _ = process.communicate()
         assert process.returncode == 0, output
         assert output.count("From model (unet") == 1
+        assert "trained on tiles of 64 px)" in output
         for bundle in ("start", "model"):
             judge = _state(Path("judge", bundle))
             torch.testing.assert_close(_state(Path(out, bundle)), judge, rtol=0, atol=0)
@@ -299,8 +300,9 @@ def test_a_longer_time_limit_is_laid_over_what_is_left(
         bare, {"data": {"slides": str(toy_slides)}, "train": limited}, Path("run"), resume=False
     )
     before = read_progress(run / "checkpoints" / LAST)
-    limit = before.seconds + 4
-    train(None, {"train": {"time_limit": limit}}, run, resume=True)
+    limit = before.seconds + 60  # of which two epochs take what the machine needs for them
+    more = {"time_limit": limit, "epochs": before.epoch + 2}
+    train(None, {"train": more}, run, resume=True)
     after = read_progress(run / "checkpoints" / LAST)
     assert after.step > before.step
     assert after.prolonged == before.epoch
