@@ -176,6 +176,13 @@ def updates_at_once(kind: str) -> bool:
     return kind not in ("cpu", _UNIFIED)
 
 
+def fuses_updates(device: torch.device) -> bool:
+    """Return True if the device has torch's fused kernels of optimizers."""
+    key = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}.get(device.type, "PrivateUse1")
+    has = torch._C._dispatch_has_computed_kernel_for_dispatch_key
+    return bool(has("aten::_fused_adamw_", key) and has("aten::_fused_sgd_", key))
+
+
 def memory_of(device: torch.device) -> tuple[int, int] | None:
     """Return the free and all bytes of an accelerator's memory; None where it does not tell."""
     for source in (torch.accelerator, _module(device)):

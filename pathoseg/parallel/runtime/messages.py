@@ -60,8 +60,13 @@ class Layout(NamedTuple):
         """
         sizes = [self.sizes[dimension] for dimension in self.order]
         memory = torch.empty(sizes, dtype=self.dtype, device=device)
+        return memory, self.unpacked(memory)
+
+    def unpacked(self, memory: Tensor) -> Tensor:
+        """Return a view of contiguous memory, of any shape, with this layout's shape."""
+        sizes = [self.sizes[dimension] for dimension in self.order]
         back = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return memory, memory.permute(back)
+        return memory.view(sizes).permute(back)
 
     def fits(self, tensor: Tensor) -> bool:
         return (self.dtype, self.sizes) == (tensor.dtype, tuple(tensor.shape))

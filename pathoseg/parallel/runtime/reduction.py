@@ -9,10 +9,14 @@ import torch
 from torch import Tensor
 
 from pathoseg.parallel.comm.transport import Pending, Transport
+from pathoseg.parallel.runtime.messages import Layout
 
 
 class GradientReduction:
     """Sums the gradients of one stage.
+
+    A gradient is flattened as its parameter lies in memory, channels last in most convolutions:
+    in another order it would be transposed on the way there and back.
 
     A parameter that has no gradient on any rank has none afterwards.
 
@@ -57,7 +61,7 @@ class GradientReduction:
             sizes = [parameter.numel() for parameter in parameters]
             *sums, present = torch.split(flat, [*sizes, len(parameters)])
             for parameter, total, copies in zip(parameters, sums, present.tolist(), strict=True):
-                parameter.grad = total.view(parameter.shape) if copies else None
+                parameter.grad = Layout.of(parameter).unpacked(total) if copies else None
 
     def _start(self, parameters: list[Tensor]) -> tuple[Pending, Tensor, list[Tensor]]:
         gradients = [parameter.grad for parameter in parameters]
@@ -65,7 +69,7 @@ class GradientReduction:
         parts = [
             torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
             if gradient is None
-            else gradient.reshape(-1)
+            else Layout.of(parameter).packed(gradient).view(-1)
             for parameter, gradient in zip(parameters, gradients, strict=True)
         ]
         flat = torch.cat([*parts, parts[0].new_tensor(present)])
