@@ -12,7 +12,9 @@ from torch import nn
 from pathoseg.device import answer
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import IMAGE, ModelInput
+from pathoseg.models.hooknet import HookNet
 from pathoseg.models.model_options import (
+    HOOKNET,
     UNET_RESNETS,
     UNET_WIDTHS,
     VIT_SEG,
@@ -55,7 +57,8 @@ def build_model(config: ModelConfig, factory: str | None = None) -> nn.Module:
         return ViTSeg(config.channels, vit_shape(config.options), config.norm)
     width = config.sizes["width"]
     if config.name in UNET_WIDTHS:
-        return UNet(config.channels, width, config.sizes["depth"], config.norm)
+        network = HookNet if config.name == HOOKNET else UNet
+        return network(config.channels, width, config.sizes["depth"], config.norm)
     return ResNetV2(config.classes, config.task, resnet_depth(config.name), width, config.norm)
 
 

@@ -43,7 +43,7 @@ class UNet(nn.Module):
             self.decoder.insert(0, Up(below, above, norm, skip=above))
         self.head = nn.Conv2d(width, classes, 1)
         self.multiple = 2**depth
-        self.reach = _reach(depth) if norm == "batch" else None
+        self.reach = padding_reach(depth, depth) if norm == "batch" else None
         he_initialise(self)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -130,11 +130,18 @@ def two_convolutions(inputs: int, outputs: int, norm: Norm, pool: bool = False) 
     return nn.Sequential(layers)
 
 
-def _reach(depth: int) -> int:
-    """Return how far zero padding is felt inwards, in pixels: one for each 3×3 convolution."""
+def padding_reach(depth: int, ups: int) -> int:
+    """Return how far zero padding is felt inwards, in pixels of the level that is reached.
+
+    It is one pixel for each 3×3 convolution, two a block.
+
+    Args:
+        depth: Number of poolings.
+        ups: Number of blocks of the decoder behind them.
+    """
     reach = 2
     for _ in range(depth):
         reach = -(-reach // 2) + 2
-    for _ in range(depth):
+    for _ in range(ups):
         reach = 2 * reach + 2
     return reach

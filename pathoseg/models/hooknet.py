@@ -1,0 +1,135 @@
+"""HookNet (van Rijthoven et al., 2021): a U-Net that also sees a coarse field around its tile.
+
+Two branches, for a tile of T pixels of m µm and depth d. The context has as many pixels, each four
+times as wide, around the same centre: a field of 4T × 4T pixels of the tile.
+
+    level    tile: pixels            context: pixels
+      0      T     of m              T         of 4m        d = 4, T = 256, along one axis, in units
+      1      T/2   of 2m             T/2       of 8m        of 16m; each | ends a pixel of 16m:
+      …      …                       …
+     d-2     T/2^(d-2)       (1)     T/2^(d-2) of 2^d m     (1) 64 |·|·|·|…|·|#|#|…|#|·|…|·|·|·|
+     d-1     …                       …      ^               (2) 16             |#|#|…|#|
+      d      T/2^d of 2^d m  (2)     T/2^d  | decoder                24 pixels ^       ^ 24 pixels
+
+On the way up, the context's decoder comes to pixels as wide as those at the bottom of the tile's
+branch after two blocks, at level d-2 (1): there ends what is needed of it. Its middle quarter (#)
+is the tile's field. It is cut out, concatenated to the tile's bottom (2), the hook, and the tile's
+decoder goes on from both. Pixels coincide exactly, and without a half of one, since T is divisible
+by 4 · 2^d: (1) has T/2^(d-2) pixels, (2) a quarter of them, and 3/8 of (1) on either side is whole.
+
+The paper convolves without padding, on tiles of 284 px. Here all convolutions are padded, so that a
+mask is as large as its tile; the middle quarter is not reached by the zeros at the context's edge
+where T ≥ 8/3 · `context_reach`: from T = 256 on at depth 4. The second loss of the paper, on the
+context's own mask, is left out, and with it the rest of the context's decoder, as its annotations
+are those of the tile alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from pathoseg.geometry import IMAGE
+from pathoseg.models.layers import he_initialise
+from pathoseg.models.model_options import Norm
+from pathoseg.models.unet import Up, padding_reach, two_convolutions
+
+_RATIO = 4  # of the two pixels' widths: two poolings
+CONTEXT = "context"
+
+
+class HookNet(nn.Module):
+    """A U-Net on the tile, and at its bottom what a second one makes of the field around it.
+
+    Args:
+        classes: Channels of the answer: classes, background included, and the height of objects.
+        width: Channels of `encoder[0]` and of `context_encoder[0]`; each pooling doubles them.
+        depth: Number of poolings of each branch, 2 or more.
+        norm: Normalisation layer.
+
+    Attributes:
+        multiple: A tile's sides must be divisible by it: 4 · 2^depth, a pixel at the bottom of the
+            context's branch.
+        reach: As `UNet.reach`, from the tile's edge.
+        context_reach: By name of the input beside the tile, its pixels beyond the tile's field on
+            which logits depend; empty where the norm looks at all of it.
+    """
+
+    def __init__(self, classes: int, width: int = 32, depth: int = 4, norm: Norm = "batch") -> None:
+        super().__init__()
+        channels = [width * 2**level for level in range(depth + 1)]
+        hooked = depth - 2
+        self.context_encoder = _encoder(channels, norm)
+        self.context_decoder = _decoder(channels[hooked:], 0, norm)
+        self.encoder = _encoder(channels, norm)
+        self.decoder = _decoder(channels, channels[hooked], norm)
+        self.head = nn.Conv2d(width, classes, 1)
+        self.multiple = _RATIO * 2**depth
+        self.reach = padding_reach(depth, depth) if norm == "batch" else None
+        self.context_reach: dict[str, int] = {}
+        if norm == "batch":
+            self.context_reach[CONTEXT] = padding_reach(depth, 2) * 2**hooked
+        he_initialise(self)
+
+    def inputs_at(self, mpp: float, tile: int) -> Mapping[str, tuple[float, int]]:
+        """Return microns per pixel and side of each input, for a tile of these."""
+        return {IMAGE: (mpp, tile), CONTEXT: (_RATIO * mpp, tile)}
+
+    def forward(self, image: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        """Logits of a tile.
+
+        Args:
+            image: The tile, (n, 3, h, w), its sides divisible by `multiple`.
+            context: The field around it, (n, 3, h/4 + 2·k, w/4 + 2·l), h/4 and w/4 pixels of which
+                are the tile's field, k and l divisible by `multiple` / 8. In training, (n, 3, h, w).
+
+        Returns:
+            Shape (n, classes, h, w).
+        """
+        seen, skips = _down(self.context_encoder, context)
+        for block in self.context_decoder:
+            seen = block(seen, skips.pop())
+        features, skips = _down(self.encoder, image)
+        features = torch.cat([features, _middle(seen, features)], 1)
+        for block in self.decoder:
+            features = block(features, skips.pop())
+        logits: torch.Tensor = self.head(features)
+        return logits
+
+
+def _encoder(channels: list[int], norm: Norm) -> nn.ModuleList:
+    blocks = [two_convolutions(3, channels[0], norm)]
+    blocks += [
+        two_convolutions(above, below, norm, pool=True) for above, below in pairwise(channels)
+    ]
+    return nn.ModuleList(blocks)
+
+
+def _decoder(channels: list[int], hook: int, norm: Norm) -> nn.ModuleList:
+    """Blocks from the lowest of these levels to the uppermost; `hook` more channels come in."""
+    blocks = [Up(below, above, norm, skip=above) for above, below in pairwise(channels)]
+    above, below = channels[-2:]
+    blocks[-1] = Up(below + hook, above, norm, skip=above)
+    return nn.ModuleList(reversed(blocks))
+
+
+def _down(
+    blocks: Iterable[nn.Module], images: torch.Tensor
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """What the lowest block makes of images, and the skips of those above."""
+    features, skips = images, []
+    for block in blocks:
+        features = block(features)
+        skips.append(features)
+    skips.pop()
+    return features, skips
+
+
+def _middle(seen: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    """The middle of what is seen, as large as the features."""
+    height, width = features.shape[2:]
+    top, left = (seen.shape[2] - height) // 2, (seen.shape[3] - width) // 2
+    return seen[..., top : top + height, left : left + width]
