@@ -26,7 +26,7 @@ from pathoseg.inference.prediction import Context, predict
 from pathoseg.inference.windows import WindowOptions, Windows, most_pixels
 from pathoseg.interruption import Interruption
 from pathoseg.memory_size import parse_memory
-from pathoseg.models.build import declared_inputs, edge_reach
+from pathoseg.models.build import context_reach, declared_inputs, edge_reach
 from pathoseg.models.bundle import Bundle, load_bundle
 from pathoseg.models.bundle_identity import bundle_id
 from pathoseg.models.layers import fold_norms
@@ -235,6 +235,7 @@ class Segmenter:
         device = next(model.parameters()).device
         self._dtype = amp_dtype(device, config.train.amp)
         self._context = declared_inputs(model, card.mpp, self._tile[0])[1:]
+        self._margins = self._find_margins()
         self._windows = self._choose_windows()
 
     @property
@@ -451,10 +452,24 @@ class Segmenter:
             overlap = card.overlap if trained else default_overlap(tile, card.multiple, reach)
         return tile, overlap
 
+    def _find_margins(self) -> Mapping[str, int] | None:
+        """What is read around a window's field of each other input, in its pixels, by name.
+
+        Whole steps of what the network divides by, so that its poolings fall where they would in
+        one pass over the slide. None where it is not known how far the network looks.
+        """
+        reaches, margins = context_reach(self._model), {}
+        for each in self._context:
+            if each.name not in reaches:
+                return None
+            step = self.card.multiple // each.ratio(self.card.mpp)
+            margins[each.name] = -(-reaches[each.name] // step) * step
+        return margins
+
     def _choose_windows(self) -> WindowOptions | None:
         """The options of windows, None where tiles are blended, or classified."""
         card, options = self.card, self._config.infer
-        reach = None if self._context else edge_reach(self._model)
+        reach = None if self._margins is None else edge_reach(self._model)
         blended = options.overlap is not None or options.margin is not None
         # A bundle of an earlier version answers as it did, unless it is asked for another tile.
         blended |= card.tiling == "blended" and options.tile is None
@@ -464,7 +479,11 @@ class Segmenter:
             largest = options.tile**2
         else:
             memory = parse_memory(options.memory)
-            largest = most_pixels(self._model, card.multiple, memory, options.batch)
+            around = {
+                each.name: (each.ratio(card.mpp), (self._margins or {})[each.name])
+                for each in self._context
+            }
+            largest = most_pixels(self._model, card.multiple, memory, options.batch, around)
         return WindowOptions.choose(reach, card.multiple, largest)
 
     def _bands(
@@ -506,11 +525,14 @@ class Segmenter:
             return read_box(plan.frame, plan.grid.box(index))
 
         def around(index: int) -> Context:
-            box, mpp = plan.grid.box(index), self.card.mpp
-            return {
-                each.name: read_box(frame, each.around(box, mpp)).pixels
-                for each, frame in plan.context
-            }
+            box, mpp, margins = grid.box(index), self.card.mpp, self._margins or {}
+
+            def part(each: ModelInput) -> Box:
+                if isinstance(grid, Windows):
+                    return each.beyond(box, mpp, margins[each.name])
+                return each.around(box, mpp)
+
+            return {each.name: read_box(frame, part(each)).pixels for each, frame in plan.context}
 
         options, grid = self._config.infer, plan.grid
         return predict(

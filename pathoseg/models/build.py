@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -169,6 +169,16 @@ def edge_reach(model: nn.Module) -> int | None:
     """
     reach: Any = getattr(model, "reach", None)
     return reach if isinstance(reach, int) else None
+
+
+def context_reach(model: nn.Module) -> Mapping[str, int]:
+    """Pixels around a tile's field, of other inputs, beyond which larger ones give the same logits.
+
+    They are counted in pixels of each input, by name. One that the model does not name (attribute
+    `context_reach`) has no such distance.
+    """
+    named: Any = getattr(model, "context_reach", {})
+    return {str(name): int(pixels) for name, pixels in named.items()}
 
 
 def check_tile(model: nn.Module, tile: int) -> None:

@@ -54,8 +54,8 @@ class HookNet(nn.Module):
         multiple: A tile's sides must be divisible by it: 4 · 2^depth, a pixel at the bottom of the
             context's branch.
         reach: As `UNet.reach`, from the tile's edge.
-        context_reach: By name of the input beside the tile, its pixels beyond the tile's field on
-            which logits depend; empty where the norm looks at all of it.
+        context_reach: As `reach`, by name of the input beside the tile: pixels from that one's edge
+            to the tile's field from which a larger one gives the same logits; empty without one.
     """
 
     def __init__(self, classes: int, width: int = 32, depth: int = 4, norm: Norm = "batch") -> None:
@@ -83,8 +83,8 @@ class HookNet(nn.Module):
 
         Args:
             image: The tile, (n, 3, h, w), its sides divisible by `multiple`.
-            context: The field around it, (n, 3, h/4 + 2·k, w/4 + 2·l), h/4 and w/4 pixels of which
-                are the tile's field, k and l divisible by `multiple` / 8. In training, (n, 3, h, w).
+            context: The field around it, (n, 3, h/4 + 2·k, w/4 + 2·l): its middle h/4 × w/4 pixels
+                are the tile's field; k and l are divisible by `multiple` / 8. Mostly (n, 3, h, w).
 
         Returns:
             Shape (n, classes, h, w).

@@ -115,8 +115,8 @@ class ModelConfig:
     """The plain values from which a network is built, without its weights.
 
     Attributes:
-        name: `unet`, `unet64`, `hooknet`, `unet_resnet18` (34, 50), `vit_seg`, `resnet<9n+2>_v2`, or
-            `module:factory` for the user's own code.
+        name: `unet`, `unet64`, `hooknet`, `unet_resnet18` (34, 50), `vit_seg`, `resnet<9n+2>_v2`,
+            or `module:factory` for the user's own code.
         task: "segment" answers every pixel, "classify" every tile (`resnet…_v2` and factories),
             "objects" every pixel and how far inside its object it lies (all but `resnet…_v2`).
         classes: Number of classes, background included; 255 means ignored, so at most 255.

@@ -1,0 +1,73 @@
+"""`hooknet` on the command line: trained, resumed, segmented, evaluated, planned; what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from pathoseg.config import load_config
+from pathoseg.device import to_input
+from pathoseg.geometry import Box, Frame, ModelInput
+from pathoseg.inference.segmenter import Segmenter
+from pathoseg.inference.windows import Windows
+from pathoseg.models.bundle import load_bundle
+from pathoseg.models.model_options import ModelConfig
+from pathoseg.slides.region import read_region
+from pathoseg.slides.slide import open_slide
+from pathoseg.tiles.grid import TileGrid
+
+Command = Callable[..., tuple[int, str]]
+SaveBundle = Callable[..., Path]
+
+SMALL = ModelConfig("hooknet", "segment", 3, width=4, depth=2)
+
+
+def _draw(path: Path, width: int, height: int) -> Path:
+    rng = np.random.default_rng(0)
+    coarse = Image.fromarray(rng.integers(60, 230, (12, 16, 3), np.uint8))
+    pixels = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)).astype(int)
+    pixels = (pixels + rng.normal(0, 12, pixels.shape)).clip(0, 255).astype(np.uint8)
+    Image.fromarray(pixels).save(path)
+    return path
+
+
+@pytest.mark.usefixtures("small_windows")
+def test_windows_join_to_one_pass_over_the_slide(tmp_path: Path, tiny_bundle: SaveBundle) -> None:
+    path = _draw(tmp_path / "slide.png", 233, 190)
+    net, card = load_bundle(tiny_bundle(network=SMALL))
+    assert card.inputs == (ModelInput("image", 0.5, 64), ModelInput("context", 2.0, 64))
+    flags = {"tissue": {"method": "all"}, "infer": {"tile": 96, "batch": 3}}
+    segmenter = Segmenter(net, card, load_config(None, flags))
+    with open_slide(path, assume_mpp=0.5) as slide, torch.inference_mode():
+        plan = segmenter.plan(slide)
+        assert isinstance(plan.grid, Windows)
+        assert len(plan.grid) >= 20
+        found = segmenter.probabilities(slide)
+        whole = Box(0, 0, *(-(-side // 16) * 16 for side in (233, 190)))
+        wide = card.context[0].beyond(whole, card.mpp, 64)  # more than is needed
+        coarse = Frame.at(slide.size, slide.mpp, 2.0)
+        image, context = (
+            to_input(read_region(slide, frame, box).pixels[None], card.mean, card.std, _CPU)
+            for frame, box in ((plan.frame, whole), (coarse, wide))
+        )
+        expected = net(image, context).softmax(1)[0, :, :190, :233].numpy()
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
+_CPU = torch.device("cpu")
+
+
+def test_what_has_no_known_reach_keeps_the_tiles_of_training(
+    tmp_path: Path, tiny_bundle: SaveBundle
+) -> None:
+    network = ModelConfig("hooknet", "segment", 3, width=4, depth=2, norm="group")
+    segmenter = Segmenter(*load_bundle(tiny_bundle(network=network)), load_config(None))
+    with open_slide(_draw(tmp_path / "slide.png", 90, 50), assume_mpp=0.5) as slide:
+        plan = segmenter.plan(slide)
+        assert isinstance(plan.grid, TileGrid)
+        assert segmenter.probabilities(slide).shape == (3, 50, 90)
