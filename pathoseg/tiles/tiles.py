@@ -213,6 +213,26 @@ class SlideTiles:
         """Return the place of tile `position` (0 … len - 1) in pixels of the frame."""
         return self.grid.box(int(self.indices[position]))
 
+    def off_slide(self, home: Callable[[int], Box]) -> dict[str, tuple[ModelInput, int, float]]:
+        """Find what of the network's other inputs lies off the slide, where it is white.
+
+        Args:
+            home: Returns the place of a tile: `box`, or `home` in training.
+
+        Returns:
+            By name the input, how many tiles have some of it off the slide, and the sum over all
+            tiles of the share that does.
+        """
+        found = {}
+        for each, pixels in self._context:
+            size, mpp = pixels.frame.size, self.frame.mpp.x
+            whole, shares = Box(0, 0, size.width, size.height), list[float]()
+            for position in range(len(self)):
+                inside = each.around(home(position), mpp).intersection(whole)
+                shares.append(1 - (inside.size.pixels if inside else 0) / each.size**2)
+            found[each.name] = each, sum(share > 0 for share in shares), sum(shares)
+        return found
+
     def read(self, position: int) -> Tile:
         """Read a tile and its labels.
 

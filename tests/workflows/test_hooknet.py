@@ -1,4 +1,4 @@
-"""`hooknet` on the command line: trained, resumed, segmented, evaluated, planned; what it refuses."""
+"""`hooknet` on the command line: trained, also on ranks, resumed, segmented, judged, planned."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pathoseg.geometry import Box, Frame, ModelInput
 from pathoseg.inference.segmenter import Segmenter
 from pathoseg.inference.windows import Windows
 from pathoseg.models.bundle import load_bundle
+from pathoseg.models.hooknet import HookNet
 from pathoseg.models.model_options import ModelConfig
 from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide
@@ -71,3 +72,46 @@ def test_what_has_no_known_reach_keeps_the_tiles_of_training(
         plan = segmenter.plan(slide)
         assert isinstance(plan.grid, TileGrid)
         assert segmenter.probabilities(slide).shape == (3, 50, 90)
+
+
+def test_it_trains_goes_on_segments_and_is_judged(toy_slides: Path, command: Command) -> None:
+    text = Path("tiny.toml").read_text().replace("tile = 32", 'tile = 32\ncache = "tiles"')
+    Path("cached.toml").write_text(text)
+    train = ("train", "--slides", toy_slides, "--model", "hooknet", "--out", "run")
+    code, said = command(*train, "--config", "cached.toml", "--epochs", 1)
+    assert code == 0, said
+    code, said = command("train", "--resume", "--out", "run", "--epochs", 2)
+    assert code == 0, said
+    trained, card = load_bundle(Path("run/model"))
+    assert isinstance(trained, HookNet)
+    assert card.inputs == (ModelInput("image", 0.5, 32), ModelInput("context", 2.0, 32))
+    code, said = command("infer", toy_slides, "--model", "run", "--assume-mpp", 0.5, "--out", "out")
+    assert code == 0, said
+    assert "it is smaller than the 64 µm that the model's input `context` shows" in said
+    code, said = command(
+        "evaluate", "--slides", toy_slides, "--model", "run", "--config", "tiny.toml"
+    )
+    assert code == 0, said
+    assert "all (val)  Dice: mean" in said
+
+
+@pytest.mark.process
+def test_ranks_train_it_in_stages(toy_slides: Path, command: Command) -> None:
+    stages = ("--config", "tiny.toml", "--ranks", 2, "--order", "gpipe", "--epochs", 1)
+    train = ("train", "--slides", toy_slides, "--model", "hooknet", "--out", "run")
+    code, said = command(*train, *stages)
+    assert code == 0, said
+    assert "2 ranks: gpipe, 2 stages" in said
+    assert len(load_bundle(Path("run/model"))[1].inputs) == 2
+
+
+def test_what_does_not_fit_is_refused_with_the_nearest(toy_slides: Path, command: Command) -> None:
+    train = ("train", "--slides", toy_slides, "--model", "hooknet", "--config")
+    code, said = command(*train, "tiny.toml", "--tile", 40)
+    assert code == 2
+    assert "Tiles of 40 px do not fit this model, which needs multiples of 16 px" in said
+    assert "Choose 32 or 48 px" in said
+    Path("odd.toml").write_text(Path("tiny.toml").read_text().replace("= 32", "= 32\noverlap = 6"))
+    code, said = command(*train, "odd.toml")
+    assert code == 2
+    assert "do not lie on pixels of the input `context`, 4 px wide" in said
