@@ -1,27 +1,29 @@
 """HookNet (van Rijthoven et al., 2021): a U-Net that also sees a coarse field around its tile.
 
-Two branches, for a tile of T pixels of m µm and depth d. The context has as many pixels, each four
-times as wide, around the same centre: a field of 4T × 4T pixels of the tile.
+Two branches of depth d, for a tile of T pixels that are m wide. The context has as many pixels,
+each four times as wide, around the same centre: a field of 4T × 4T pixels of the tile.
 
-    level    tile: pixels            context: pixels
-      0      T     of m              T         of 4m        d = 4, T = 256, along one axis, in units
-      1      T/2   of 2m             T/2       of 8m        of 16m; each | ends a pixel of 16m:
-      …      …                       …
-     d-2     T/2^(d-2)       (1)     T/2^(d-2) of 2^d m     (1) 64 |·|·|·|…|·|#|#|…|#|·|…|·|·|·|
-     d-1     …                       …      ^               (2) 16             |#|#|…|#|
-      d      T/2^d of 2^d m  (2)     T/2^d  | decoder                24 pixels ^       ^ 24 pixels
+    level    tile                      context
+      0      T pixels of m             T pixels of 4m
+      …      …                         …
+     d-2     T/2^(d-2) of 2^(d-2) m    T/2^(d-2) of 2^d m    (1) two blocks of the decoder end here
+     d-1     …                         …          ^
+      d      T/2^d of 2^d m    (2)     T/2^d of 2^(d+2) m
 
-On the way up, the context's decoder comes to pixels as wide as those at the bottom of the tile's
-branch after two blocks, at level d-2 (1): there ends what is needed of it. Its middle quarter (#)
-is the tile's field. It is cut out, concatenated to the tile's bottom (2), the hook, and the tile's
-decoder goes on from both. Pixels coincide exactly, and without a half of one, since T is divisible
-by 4 · 2^d: (1) has T/2^(d-2) pixels, (2) a quarter of them, and 3/8 of (1) on either side is whole.
+Pixels of (1) and (2) are as wide as each other, and (2) shows the middle quarter of what (1) does.
+That quarter (#) is cut out and concatenated to (2), which is the hook; the tile's decoder goes on
+from both. Along one axis, d = 4, T = 256, a letter is 4 pixels of 16m:
 
-The paper convolves without padding, on tiles of 284 px. Here all convolutions are padded, so that a
-mask is as large as its tile; the middle quarter is not reached by the zeros at the context's edge
-where T ≥ 8/3 · `context_reach`: from T = 256 on at depth 4. The second loss of the paper, on the
-context's own mask, is left out, and with it the rest of the context's decoder, as its annotations
-are those of the tile alone.
+    (1) 64 pixels  ······####······
+    (2) 16 pixels        ####            24 pixels on either side
+
+They coincide exactly, and never by halves, as T is divisible by 4 · 2^d: then T/2^d, and the 3/8 of
+(1) on either side, are whole and even.
+
+The paper convolves without padding, tiles of 284 px. Here all convolutions are padded, so that a
+mask is as large as its tile. The zeros at the context's edge do not reach the quarter that is cut
+out where T ≥ 8/3 · `context_reach`, at depth 4 from T = 256 on. What is above (1) in the context's
+decoder is left out with the second loss of the paper, on a mask of the context.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from pathoseg.geometry import IMAGE
+from pathoseg.geometry import IMAGE, Box
 from pathoseg.models.layers import he_initialise
 from pathoseg.models.model_options import Norm
-from pathoseg.models.unet import Up, padding_reach, two_convolutions
+from pathoseg.models.unet import Up, decode_inside, padding_reach, two_convolutions
 
 _RATIO = 4  # of the two pixels' widths: two poolings
 CONTEXT = "context"
@@ -89,15 +91,27 @@ class HookNet(nn.Module):
         Returns:
             Shape (n, classes, h, w).
         """
-        seen, skips = _down(self.context_encoder, context)
-        for block in self.context_decoder:
-            seen = block(seen, skips.pop())
-        features, skips = _down(self.encoder, image)
-        features = torch.cat([features, _middle(seen, features)], 1)
+        features, skips = self._hooked(image, context)
         for block in self.decoder:
             features = block(features, skips.pop())
         logits: torch.Tensor = self.head(features)
         return logits
+
+    def logits_inside(self, inputs: Mapping[str, torch.Tensor], inside: Box) -> torch.Tensor:
+        """Logits of a part of a tile alone, as `UNet.logits_inside`; the inputs are named."""
+        features, skips = self._hooked(inputs[IMAGE], inputs[CONTEXT])
+        logits: torch.Tensor = self.head(decode_inside(self.decoder, features, skips, inside))
+        return logits
+
+    def _hooked(
+        self, image: torch.Tensor, context: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """What the tile's decoder begins with, and its skips, the uppermost first."""
+        seen, skips = _down(self.context_encoder, context)
+        for block in self.context_decoder:
+            seen = block(seen, skips.pop())
+        features, skips = _down(self.encoder, image)
+        return torch.cat([features, _middle(seen, features)], 1), skips
 
 
 def _encoder(channels: list[int], norm: Norm) -> nn.ModuleList:
