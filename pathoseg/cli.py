@@ -171,7 +171,9 @@ def check(
         "tiles": {"mpp": mpp, "tile": tile},
         "model": {"name": model},
     }
-    _refuse_wrong_options(config, flags)
+    from pathoseg.workflows.early_checks import check_folder_input
+
+    check_folder_input(config, flags)
     from pathoseg.workflows.check import check as run_check
 
     raise typer.Exit(run_check(config, flags, out).exit_code)
@@ -247,7 +249,9 @@ def train(
         },
         "parallel": {"device": device, "ranks": ranks, "memory": memory, "order": order},
     }
-    _refuse_wrong_options(config, flags)
+    from pathoseg.workflows.early_checks import check_training_input
+
+    check_training_input(config, flags, out, resume, overwrite)
     from pathoseg.workflows.train import launch
 
     raise typer.Exit(launch(config, flags, out, resume, trace, sys.argv[1:], overwrite, verbose))
@@ -325,7 +329,9 @@ def evaluate(
     """Compare a model's segmentation of whole slides with their annotations."""
     flags: dict[str, Any] = {"data": _data(slides, annotations, assume_mpp)}
     flags["parallel"] = {"device": device}
-    _refuse_wrong_options(config, flags)
+    from pathoseg.workflows.early_checks import check_evaluation_input
+
+    check_evaluation_input(config, flags, model)
     from pathoseg.workflows.evaluate import evaluate as run_evaluation
 
     run_evaluation(model, out, config, flags, split, factory, verbose)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import typer.main
+from PIL import Image
 
 from pathoseg.cli import app
 from pathoseg.version import __version__
@@ -80,6 +81,42 @@ def test_help_imports_no_heavy_library(argument: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.process
+def test_wrong_input_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    for name in ("empty", "plain", "broken"):
+        (tmp_path / name).mkdir()
+    for name in ("plain", "broken"):
+        Image.new("RGB", (64, 64)).save(tmp_path / name / "a.png")
+    (tmp_path / "broken" / "a.geojson").write_text('{"type": "FeatureCollection", "features": [')
+    refused = {
+        "train": "No slides are given",
+        "train --slides empty": "holds no slides",
+        "train --slides plain --from nope": "--from",
+        "train --slides plain": "No slide can be used",
+        "train --slides broken": "--assume-mpp",
+        "train --slides broken --assume-mpp 0.5": "a.geojson",
+        "train --resume": "no unfinished run",
+        "evaluate": "no finished run",
+        "evaluate --slides empty --model plain": "plain",
+        "check --slides empty": "holds no slides",
+    }
+    program = (
+        "import sys, pathoseg.__main__\n"
+        f"for arguments in {[*refused]}:\n"
+        "    sys.argv = ['pathoseg', *arguments.split()]\n"
+        "    try:\n        pathoseg.__main__.main()\n"
+        "    except SystemExit as end:\n        print(end.code, 'torch' in sys.modules)\n"
+        "        print('-' * 9, file=sys.stderr)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.stdout.splitlines() == ["2 False"] * len(refused)
+    said = done.stderr.split("-" * 9 + "\n")
+    for words, told in zip(refused.values(), said, strict=False):
+        assert words in " ".join(told.split()), told
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,11 @@
-"""From a folder of slides and annotations to training and validation tiles, split by patient."""
+"""From a folder of slides and annotations to the slides that can be learnt from.
+
+Imports neither PyTorch nor the tiles, so that a slide that cannot be used is told at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -15,20 +18,12 @@ from pathoseg.annotations.reading import (
     what_is_left_out,
     what_is_limited,
 )
-from pathoseg.config import LARGEST_TILE, Config
+from pathoseg.config import LARGEST_TILE, Config, DataConfig
 from pathoseg.errors import PathosegError
-from pathoseg.geometry import Frame, ModelInput
-from pathoseg.interruption import Interruption
+from pathoseg.geometry import Frame
 from pathoseg.progress import progress_bar, say
 from pathoseg.slides.folder import find_slides
 from pathoseg.slides.slide import model_frame, open_slide
-from pathoseg.tiles.dataset import TrainingSet
-from pathoseg.tiles.slide_pool import SlidePool
-from pathoseg.tiles.stain import fit_stain
-from pathoseg.tiles.tiles import SlideTiles, TileOptions, cut_tiles
-from pathoseg.tiles.tissue import Tissue, find_tissue
-from pathoseg.tiles.transform import Augmentation, object_distance
-from pathoseg.training.splits import Member
 
 
 @dataclass(frozen=True)
@@ -101,6 +96,28 @@ class ReadSlides:
         return listed | dict.fromkeys(self.gone, "it is gone, and the run began with it")
 
 
+def slide_files(data: DataConfig) -> dict[str, Path]:
+    """Find the slides of the configured folders; none is opened.
+
+    Returns:
+        Name → file, see `find_slides`.
+
+    Raises:
+        PathosegError: No folder is given, one is missing or holds no slides.
+    """
+    if not data.slide_folders:
+        raise PathosegError("No slides are given.", "Name their folder with --slides DIR.")
+    notes = _annotations_folder(data)
+    if notes is not None and not notes.is_dir():
+        raise PathosegError(f"{notes} is not a folder.", "Check --annotations.")
+    return find_slides(data.slide_folders, () if notes is None else (notes,))
+
+
+def _annotations_folder(data: DataConfig) -> Path | None:
+    """Return the folder of annotations; None where they lie beside the slides."""
+    return Path(data.annotations) if data.annotations else None
+
+
 def read_slides(
     config: Config,
     classes: ClassTable | None = None,
@@ -128,13 +145,7 @@ def read_slides(
             "([annotations] roi).",
             "Take it out of one of the two: `roi = []` makes it a class like others.",
         )
-    folders = data.slide_folders
-    if not folders:
-        raise PathosegError("No slides are given.", "Name their folder with --slides DIR.")
-    notes = Path(data.annotations) if data.annotations else None
-    if notes is not None and not notes.is_dir():
-        raise PathosegError(f"{notes} is not a folder.", "Check --annotations.")
-    files = find_slides(folders, () if notes is None else (notes,))
+    files, notes = slide_files(data), _annotations_folder(data)
     usable, unlabelled, late = list[LabelledSlide](), list[str](), list[str]()
     bad = dict[str, PathosegError]()
     used = dict[Path, str]()  # annotation → its slide
@@ -262,138 +273,3 @@ def _nothing_left(folder: str, left_out: dict[str, str]) -> PathosegError:
         f"Annotations are looked for in {folder} under the slide's name: X.geojson, X.xml or "
         "X_mask.png for X.svs.",
     )
-
-
-@dataclass(frozen=True)
-class SplitTiles:
-    """Tiles of training and of validation slides."""
-
-    train: Sequence[SlideTiles]
-    val: Sequence[SlideTiles]
-
-
-def cut_labelled_slides(
-    config: Config,
-    sources: LabelledSlides,
-    members: Mapping[str, Member],
-    slides: SlidePool,
-    interruption: Interruption,
-    context: tuple[ModelInput, ...] = (),
-) -> SplitTiles:
-    """Finds tissue on every training and validation slide and cuts it; test slides stay whole.
-
-    Training tiles overlap as configured, validation tiles never do, so that a pixel counts once.
-    `context` is what the network sees beside the tile.
-
-    Raises:
-        PathosegError: A slide or its annotation cannot be read, or no slide is left to train on.
-        StoppedError: A signal came.
-    """
-    train, val = list[SlideTiles](), list[SlideTiles]()
-    used = [s for s in sources.usable if members[s.name].split != "test"]
-    with progress_bar("cutting tiles", len(used), "slides") as bar:
-        for source in used:
-            training = members[source.name].split == "train"
-            overlap = config.tiles.overlap if training else 0
-            tiles = cut(config, source, sources, slides, overlap, context)
-            (train if training else val).append(tiles)
-            bar.advance()
-            interruption.raise_if_asked()
-    if not train:
-        raise none_to_train_on(members)
-    return SplitTiles(train, val)
-
-
-def none_to_train_on(members: Mapping[str, Member]) -> PathosegError:
-    """The refusal of slides of which none is left to train on."""
-    return PathosegError(
-        f"None of the {len(members)} slides is left to train on.",
-        "Annotate more slides, or give more of them the split `train` in slides.csv.",
-    )
-
-
-def cut(
-    config: Config,
-    source: LabelledSlide,
-    sources: LabelledSlides,
-    slides: SlidePool,
-    overlap: int,
-    context: tuple[ModelInput, ...] = (),
-) -> SlideTiles:
-    """Cut one slide into its tiles."""
-    return cut_with_tissue(config, source, sources.classes, slides, overlap, context)[0]
-
-
-def cut_with_tissue(
-    config: Config,
-    source: LabelledSlide,
-    classes: ClassTable,
-    slides: SlidePool,
-    overlap: int,
-    context: tuple[ModelInput, ...] = (),
-) -> tuple[SlideTiles, Tissue]:
-    """Cut one slide into its tiles; return them and its tissue."""
-    options = TileOptions(
-        tile=config.tiles.side,
-        overlap=overlap,
-        offsets=config.tiles.offsets,
-        min_tissue=config.tiles.min_tissue,
-        cache=Path(config.tiles.cache) if config.tiles.cache else None,
-        codec=config.tiles.codec,
-        context=context,
-        apart=object_distance(config.augment, config.tiles.side)
-        if config.model.task == "objects"
-        else None,
-    )
-    with slides.borrow(source.slide) as slide:
-        tissue = find_tissue(slide, config.tissue)
-    tiles = cut_tiles(
-        source.slide,
-        source.frame,
-        source.labels,
-        config.annotations,
-        classes,
-        tissue,
-        options,
-        slides,
-    )
-    if config.tiles.stain != "none":
-        boxes = [tiles.box(position) for position in range(len(tiles))]
-        with slides.borrow(source.slide) as slide:
-            tiles.stain = fit_stain(slide, source.frame, boxes, tissue, config.tiles.stain)
-    return tiles, tissue
-
-
-def training_set(
-    config: Config, slides: Sequence[SlideTiles], classes: ClassTable, readers: int
-) -> TrainingSet:
-    """Return the training tiles of a run, and say which classes `balance_limit` holds back.
-
-    Args:
-        config: `train`, `tiles`, `augment`, `seed` and `model.task` are used.
-        slides: The training slides, cut.
-        classes: The classes of the masks.
-        readers: Number of threads that read and augment.
-
-    Raises:
-        PathosegError: No tile holds anything that can be learnt from.
-    """
-    training = TrainingSet(
-        slides,
-        config.train.batch,
-        config.seed,
-        config.train.samples_per_epoch,
-        config.tiles.balance,
-        config.tiles.balance_limit,
-        config.tiles.min_cover if config.model.task == "classify" else None,
-        config.tiles.offsets,
-        Augmentation(config.augment),
-        readers,
-    )
-    for index, held in training.held_back.items():
-        say(
-            f"{classes.names[index - 1]} is in {held.tiles} of {held.of} tiles: {held.share:.0%} "
-            f"of those drawn hold it, not {held.even:.0%}, as none is drawn more than "
-            f"{config.tiles.balance_limit:g} times as often as on average ([tiles] balance_limit)."
-        )
-    return training

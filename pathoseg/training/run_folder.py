@@ -20,6 +20,7 @@ from pathoseg.progress import say
 RUNS = Path("runs")
 CONFIG = "config.toml"
 SPLITS = "splits.csv"
+LIMITS = ("epochs", "time_limit")  # keys of the `train` table that a run may be given anew
 START = "start"  # the bundle of the weights that a run from an earlier model begins with
 _FINISHED = "summary.json"
 # What else commands write into a run's folder; files of a user's own are none of it.

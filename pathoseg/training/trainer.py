@@ -194,7 +194,6 @@ def _checkpoint_errors(path: Path) -> Iterator[None]:
         ) from None
 
 
-LIMITS = ("epochs", "time_limit")  # keys of the `train` table that a run may be given anew
 _DEFAULT_EPOCHS = 50
 # Of a time limit that stays as it was: after so much of it nothing worth a start is left.
 _USED_UP = 0.9

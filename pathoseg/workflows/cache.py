@@ -16,7 +16,8 @@ from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.cache import SHARD
 from pathoseg.tiles.slide_pool import SlidePool
 from pathoseg.time_spent import TimeSpent, time_told
-from pathoseg.training.labelled_slides import cut, find_labelled_slides, with_tile
+from pathoseg.training.labelled_slides import find_labelled_slides, with_tile
+from pathoseg.training.training_tiles import cut
 
 DEFAULT = "tiles"
 

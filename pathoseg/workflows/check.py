@@ -38,11 +38,8 @@ from pathoseg.training.labelled_slides import (
     LabelledSlide,
     ReadSlides,
     classes_held,
-    cut_with_tissue,
     labelled_slides,
-    none_to_train_on,
     read_slides,
-    training_set,
     with_tile,
 )
 from pathoseg.training.slide_facts import (
@@ -57,6 +54,7 @@ from pathoseg.training.slide_facts import (
     warnings_of,
 )
 from pathoseg.training.splits import Member, find_table, split_slides
+from pathoseg.training.training_tiles import cut_with_tissue, none_to_train_on, training_set
 from pathoseg.version import __version__
 
 _MOST_ROWS = 40  # of the table on the terminal

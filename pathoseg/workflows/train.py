@@ -18,10 +18,8 @@ import torch
 
 from pathoseg.annotations.annotation import ClassTable
 from pathoseg.config import (
-    FORMAT,
     UNNUMBERED,
     Config,
-    ParallelConfig,
     changed_options,
     given_options,
     load_config,
@@ -47,7 +45,7 @@ from pathoseg.outputs.run_report import PAGE, Run, write_run_report
 from pathoseg.parallel.comm.launcher import find_world, share_of_cores
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.graph.traced import Traced
-from pathoseg.parallel.planning.orders import AUTO, find_order
+from pathoseg.parallel.planning.orders import AUTO
 from pathoseg.parallel.planning.plan import Plan
 from pathoseg.parallel.runtime.rng import WholeModel
 from pathoseg.parallel.schedule.event import Event
@@ -74,15 +72,14 @@ from pathoseg.training.first_weights import (
 from pathoseg.training.labelled_slides import (
     LabelledSlides,
     classes_held,
-    cut_labelled_slides,
     find_labelled_slides,
-    training_set,
     with_tile,
 )
 from pathoseg.training.one_device import OneDevice
 from pathoseg.training.pipeline_engine import TIMELINE, PipelineEngine, draw_step
 from pathoseg.training.run_folder import (
     CONFIG,
+    LIMITS,
     SPLITS,
     START,
     clear_run,
@@ -94,7 +91,6 @@ from pathoseg.training.run_folder import (
     refuse_changes,
     refuse_overwriting,
     reopen_run,
-    run_to_resume,
 )
 from pathoseg.training.slide_facts import (
     SlideFacts,
@@ -115,9 +111,11 @@ from pathoseg.training.splits import (
 )
 from pathoseg.training.step_plan import agreed_plan, check_host, read_model
 from pathoseg.training.tasks import make_task
-from pathoseg.training.trainer import LIMITS, Progress, Trainer, check_limits, limits_text
+from pathoseg.training.trainer import Progress, Trainer, check_limits, limits_text
+from pathoseg.training.training_tiles import cut_labelled_slides, training_set
 from pathoseg.training.validation import Validation
 from pathoseg.version import __version__
+from pathoseg.workflows.early_checks import ranks_to_start, resumed_run
 from pathoseg.workflows.plan import PLAN
 
 
@@ -184,32 +182,6 @@ def train(
     alone = wanted.memory is not None
     with joined(wanted.transport, alone, wanted.device) as transport, time_told(verbose) as spent:
         return _train(config_file, flags, out, resume, trace, overwrite, transport, spent)
-
-
-def ranks_to_start(
-    config_file: Path | None, flags: Mapping[str, Mapping[str, Any]], out: Path | None, resume: bool
-) -> ParallelConfig:
-    """Return the [parallel] options of the command: ranks, transport and order.
-
-    A resumed run asks for the ranks that it began with.
-
-    Raises:
-        PathosegError: The configuration is wrong, or there is no run to go on with.
-    """
-    unnumbered = FORMAT
-    if resume and config_file is None:
-        begun = (named_run(out) if out else _resumed(flags)) / CONFIG
-        if begun.is_file():
-            config_file, unnumbered = begun, UNNUMBERED
-    wanted = load_config(config_file, flags, unnumbered).parallel
-    find_order(wanted.order)  # before any rank starts
-    return wanted
-
-
-def _resumed(flags: Mapping[str, Mapping[str, Any]]) -> Path:
-    """The run that `--resume` means where it names none."""
-    longer = any(flags.get("train", {}).get(limit) is not None for limit in LIMITS)
-    return run_to_resume(longer)
 
 
 def _train(
@@ -421,7 +393,7 @@ def _start(
     if transport is None or transport.rank == 0:
         out = named_run(out) if out else None
         if resume:
-            out = out or _resumed(flags)
+            out = out or resumed_run(flags)
         going_on = resume and out is not None and (out / CONFIG).is_file()
         if not going_on:
             out = new_run(out, overwrite)

@@ -14,13 +14,12 @@ from pathoseg.interruption import Interruption
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.slide_pool import SlidePool
 from pathoseg.training.labelled_slides import (
-    cut_labelled_slides,
     find_labelled_slides,
     read_slides,
-    training_set,
 )
 from pathoseg.training.slide_facts import class_lines, slide_facts
 from pathoseg.training.splits import Member
+from pathoseg.training.training_tiles import cut_labelled_slides, training_set
 
 QUPATH = """{"type": "FeatureCollection", "features": [%s]}"""
 BOX = """{"type": "Feature", "geometry": {"type": "Polygon", "coordinates": [[[%d, %d], [%d, %d],

@@ -1,0 +1,128 @@
+"""Checks of a command's input that need no PyTorch: it takes over a second to import.
+
+The workflows check again whatever they use. Under a launcher (mpirun, srun) they alone check, so
+that one rank tells what is wrong and not all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pathoseg.config import FORMAT, UNNUMBERED, Config, ParallelConfig, load_config
+from pathoseg.parallel.comm.launcher import find_world
+from pathoseg.parallel.planning.orders import find_order
+from pathoseg.training.distributed import silent
+from pathoseg.training.labelled_slides import find_labelled_slides, slide_files
+from pathoseg.training.run_folder import (
+    CONFIG,
+    LIMITS,
+    bundle_of,
+    named_run,
+    new_run,
+    refuse_overwriting,
+    run_to_resume,
+)
+
+_FEW = 16  # slides that are read twice, here and by the workflow
+
+Flags = Mapping[str, Mapping[str, Any]]
+
+
+def check_training_input(
+    config_file: Path | None, flags: Flags, out: Path | None, resume: bool, overwrite: bool
+) -> None:
+    """Refuse a training that cannot begin: its run, slides, annotations, first weights or device.
+
+    Args:
+        config_file, flags, out, resume, overwrite: As for `train`.
+
+    Raises:
+        PathosegError: The first of these that cannot be used.
+    """
+    config = load_config(config_file, flags)
+    if find_world().launcher is not None:
+        return
+    wanted = ranks_to_start(config_file, flags, out, resume)
+    refuse_overwriting(out, resume, overwrite)
+    if not resume:
+        new_run(named_run(out) if out else None, overwrite)
+        _check_first_weights(config.train.start_from)
+        _check_slides(config, are_read=config.train.start_from is None)
+    _check_device(wanted.device)
+
+
+def check_evaluation_input(config_file: Path | None, flags: Flags, model: Path | None) -> None:
+    """Refuse an evaluation without a model, or of a folder without slides.
+
+    Args:
+        config_file, flags, model: As for `evaluate`.
+
+    Raises:
+        PathosegError: The first of these that cannot be used.
+    """
+    config = load_config(config_file, flags)
+    bundle_of(model)
+    if config.data.slides:  # else they are those of the model's run
+        _check_slides(config, are_read=False)
+    _check_device(config.parallel.device)
+
+
+def check_folder_input(config_file: Path | None, flags: Flags) -> None:
+    """Refuse a folder without slides, for `check`, which tells all else slide by slide.
+
+    Raises:
+        PathosegError: No folder is given, or it holds no slides.
+    """
+    _check_slides(load_config(config_file, flags), are_read=False)
+
+
+def ranks_to_start(
+    config_file: Path | None, flags: Flags, out: Path | None, resume: bool
+) -> ParallelConfig:
+    """Return the [parallel] options of the command: ranks, transport and order.
+
+    A resumed run asks for the ranks that it began with.
+
+    Raises:
+        PathosegError: The configuration is wrong, or there is no run to go on with.
+    """
+    unnumbered = FORMAT
+    if resume and config_file is None:
+        begun = (named_run(out) if out else resumed_run(flags)) / CONFIG
+        if begun.is_file():
+            config_file, unnumbered = begun, UNNUMBERED
+    wanted = load_config(config_file, flags, unnumbered).parallel
+    find_order(wanted.order)  # before any rank starts
+    return wanted
+
+
+def resumed_run(flags: Flags) -> Path:
+    """Return the run that `--resume` means where it names none.
+
+    Raises:
+        PathosegError: There is none.
+    """
+    longer = any(flags.get("train", {}).get(limit) is not None for limit in LIMITS)
+    return run_to_resume(longer)
+
+
+def _check_first_weights(name: str | None) -> None:
+    if name is not None and not Path(name).is_file():
+        bundle_of(Path(name), "--from")
+
+
+def _check_slides(config: Config, *, are_read: bool) -> None:
+    """Refuse slides that are not given or not there; of a few, also those that cannot be used."""
+    files = slide_files(config.data)
+    if are_read and len(files) <= _FEW:
+        with silent():  # the workflow shows how far it is
+            find_labelled_slides(config)
+
+
+def _check_device(name: str | None) -> None:
+    if name is not None and name != "cpu":
+        from pathoseg.device import pick_device
+
+        pick_device(name)
