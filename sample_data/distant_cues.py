@@ -33,7 +33,7 @@ SPLITS = {"train": 12, "test": 4}
 def write_cued(folder: Path) -> None:
     """Writes the slides of SPLITS with their outlines, and `slides.csv`, where it is missing."""
     folder.mkdir(parents=True, exist_ok=True)
-    rows = []
+    rows: list[tuple[str, str, str]] = []
     for split, count in SPLITS.items():
         for number in range(count):
             # Every pair of classes as often as the others.

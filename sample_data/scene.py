@@ -268,7 +268,7 @@ def _infiltrate(rng: np.random.Generator) -> Shape:
 
 
 def _place(
-    tissue: Shape,
+    tissue: BaseGeometry,
     taken: list[Shape],
     make: Callable[[np.random.Generator], Shape],
     area: float,
