@@ -77,9 +77,15 @@ def test_what_has_no_known_reach_keeps_the_tiles_of_training(
 def test_it_trains_goes_on_segments_and_is_judged(toy_slides: Path, command: Command) -> None:
     text = Path("tiny.toml").read_text().replace("tile = 32", 'tile = 32\ncache = "tiles"')
     Path("cached.toml").write_text(text)
-    train = ("train", "--slides", toy_slides, "--model", "hooknet", "--out", "run")
-    code, said = command(*train, "--config", "cached.toml", "--epochs", 1)
+    wanted = ("--slides", toy_slides, "--model", "hooknet", "--config", "cached.toml")
+    code, said = command("cache", *wanted)
     assert code == 0, said
+    assert "With the input `context` of hooknet, at 2 µm per pixel." in said
+    shards = sorted(Path("tiles").glob("*/*/pixels/c.*"))
+    assert len(shards) == 8, "two resolutions of four slides"
+    code, said = command("train", *wanted, "--out", "run", "--epochs", 1)
+    assert code == 0, said
+    assert sorted(Path("tiles").glob("*/*/pixels/c.*")) == shards, "training reads what is there"
     code, said = command("train", "--resume", "--out", "run", "--epochs", 2)
     assert code == 0, said
     trained, card = load_bundle(Path("run/model"))
