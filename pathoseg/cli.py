@@ -64,7 +64,7 @@ ModelName = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="unet, unet_resnet50, vit_seg, resnet110_v2… or module:factory. [default: unet]",
+        help="unet, hooknet, unet_resnet50, vit_seg… or module:factory. [default: unet]",
         metavar="NAME",
     ),
 ]
@@ -389,6 +389,7 @@ def cache(
     out: Annotated[
         Path | None, typer.Option(help="Folder of the cache. [default: tiles]", metavar="DIR")
     ] = None,
+    model: ModelName = None,
     mpp: MppOption = None,
     tile: TileOption = None,
     config: ConfigFile = None,
@@ -399,6 +400,7 @@ def cache(
     """Fill the tile cache ahead of training."""
     flags: dict[str, Any] = {
         "data": _data(slides, annotations, assume_mpp),
+        "model": {"name": model},
         "tiles": {"mpp": mpp, "tile": tile, "cache": out and str(out)},
     }
     _refuse_wrong_options(config, flags)

@@ -144,7 +144,7 @@ class NetConfig:
     """The network; sizes left out take the values its name implies.
 
     Attributes:
-        name: `unet`, `unet64`, `unet_resnet18` (34, 50), `vit_seg`, `resnet110_v2`,
+        name: `unet`, `unet64`, `hooknet`, `unet_resnet18` (34, 50), `vit_seg`, `resnet110_v2`,
             `resnet1001_v2` or `module:factory`.
         task: "segment" labels pixels, "classify" labels tiles, "objects" labels pixels and
             separates objects that touch.

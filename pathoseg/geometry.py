@@ -149,6 +149,19 @@ class ModelInput:
         )
         return Box(x, y, self.size, self.size)
 
+    def beyond(self, window: Box, mpp: float, margin: int) -> Box:
+        """Return its pixels, counted in its own resolution, that show a window and what is around.
+
+        Args:
+            window: In pixels of `mpp`; place and size are multiples of `ratio`.
+            mpp: Microns per pixel of the window.
+            margin: Pixels of its own on each side of the window's field.
+        """
+        x, y, width, height = (
+            part // self.ratio(mpp) for part in (window.x, window.y, window.width, window.height)
+        )
+        return Box(x - margin, y - margin, width + 2 * margin, height + 2 * margin)
+
 
 @dataclass(frozen=True, slots=True)
 class Level:

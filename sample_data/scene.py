@@ -8,7 +8,7 @@ nest is disorder. So no colour tells them apart.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +43,8 @@ NUCLEI = ("epithelial", "lymphocyte", "fibroblast")
 
 ATTEMPTS = 10_000
 """Throws before a slide counts as full."""
+
+_EDGE = 15 / MPP  # of tissue, where nothing is placed
 
 Shape = Polygon | MultiPolygon
 
@@ -138,6 +140,71 @@ def make_scene(width: int, height: int, rng: np.random.Generator) -> Scene:
     )
 
 
+RING = (425 / MPP, 595 / MPP)
+"""Pixels from the middle of a hub between which all of its glands lie, in `make_hub_scene`."""
+
+HUB = 110 / MPP
+"""Radius of a hub, 110 µm."""
+
+HUBS = {"inflamed": "infiltrate", "resting": "vessel"}
+"""Class of the glands around a hub, and what the hub is made of."""
+
+
+def make_hub_scene(hubs: Sequence[str], width: int, height: int, rng: np.random.Generator) -> Scene:
+    """A section in which all glands look the same, and their class is that of their hub.
+
+    Around each hub lies a ring of glands; between the two is nothing but stroma.
+
+    Args:
+        hubs: The class around each hub, a key of `HUBS`; hubs lie beside each other.
+        width: Pixels across.
+        height: Pixels down.
+        rng: Decides the rest.
+    """
+    tissue = _tissue(width, height, rng)
+    taken: list[Shape] = []
+    regions: list[Region] = []
+    infiltrates: list[Shape] = []
+    vessels: list[Shape] = []
+    shares = (np.arange(len(hubs)) + 0.5) / len(hubs)
+    middles = [
+        Point(
+            width * share + rng.uniform(-60, 60) / MPP, 0.47 * height + rng.uniform(-60, 60) / MPP
+        )
+        for share in shares
+    ]
+    for class_name, middle in zip(hubs, middles, strict=True):
+        disc = middle.buffer(HUB)
+        if HUBS[class_name] == "infiltrate":
+            infiltrates += _place(disc, taken, _infiltrate, 0.4 * disc.area, rng)
+        else:
+            vessels += _place(disc, taken, _vessel, 0.4 * disc.area, rng)
+    for class_name, middle in zip(hubs, middles, strict=True):
+        ring = middle.buffer(RING[1] + _EDGE).difference(middle.buffer(RING[0] - _EDGE))
+        others = [other.buffer(1.2 * RING[1]) for other in middles if other is not middle]
+        own = ring.intersection(tissue).difference(union_all(others))
+        glands = _place(own, taken, _gland, 0.45 * own.area, rng)
+        regions += [Region(class_name, gland) for gland in glands]
+    lumina = [Polygon(ring) for region in regions for ring in _parts(region.geometry)[0].interiors]
+    by_kind = (
+        [_gland_nuclei(region.geometry, rng) for region in regions],
+        [_lymphocytes(shape, rng) for shape in infiltrates],
+        [_fibroblasts(tissue.difference(union_all(taken)), rng)],
+    )
+    return Scene(
+        width,
+        height,
+        tissue,
+        tuple(regions),
+        (*lumina, *(part for vessel in vessels for part in _parts(vessel))),
+        np.concatenate([nuclei for groups in by_kind for nuclei in groups]),
+        np.repeat(np.arange(len(NUCLEI)), [sum(map(len, groups)) for groups in by_kind]),
+        fold=LineString(),
+        pen=LineString(),
+        blur=Point(-width, -height),
+    )
+
+
 def _blob(
     radius: float, wobble: float, rng: np.random.Generator, points: int = 96, waves: int = 6
 ) -> Polygon:
@@ -201,7 +268,7 @@ def _infiltrate(rng: np.random.Generator) -> Shape:
 
 
 def _place(
-    tissue: Shape,
+    tissue: BaseGeometry,
     taken: list[Shape],
     make: Callable[[np.random.Generator], Shape],
     area: float,
@@ -211,7 +278,7 @@ def _place(
 
     Accepted shapes join `taken` with their holes filled.
     """
-    inner = tissue.buffer(-15 / MPP)
+    inner = tissue.buffer(-_EDGE)
     prepare(inner)
     left, top, right, bottom = inner.bounds
     placed: list[Shape] = []

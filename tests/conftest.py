@@ -21,7 +21,7 @@ from PIL import Image
 
 from pathoseg.cli import main
 from pathoseg.inference import windows
-from pathoseg.models.build import build_model, tile_multiple
+from pathoseg.models.build import build_model, declared_inputs, tile_multiple
 from pathoseg.models.bundle import Bundle, save_bundle
 from pathoseg.models.model_options import ModelConfig
 from tests.forked import Forked
@@ -229,6 +229,7 @@ def save_tiny_bundle(
         mean=(0.485, 0.456, 0.406),
         std=(0.229, 0.224, 0.225),
         multiple=tile_multiple(model),
+        context=declared_inputs(model, mpp, tile)[1:],
         stain=None if stain is None else {"method": stain},
     )
     save_bundle(place / folder, model.state_dict(), card)

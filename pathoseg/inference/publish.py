@@ -138,8 +138,8 @@ def publish(
     objects: _ObjectOutput | None = None
     certainty: Certainty | None = None
     others = list[Add]()  # other files that take the mask
-    told = (plan.warning, segmenter.card.licence_warning())
-    warnings = [warning for warning in told if warning is not None]
+    licence = segmenter.card.licence_warning()
+    warnings = [*plan.warnings, *([] if licence is None else [licence])]
     origin = f"{name} {segmenter.model_id}"
     with ExitStack() as stack:
         stack.enter_context(closing(rows))

@@ -26,7 +26,7 @@ from pathoseg.inference.prediction import Context, predict
 from pathoseg.inference.windows import WindowOptions, Windows, most_pixels
 from pathoseg.interruption import Interruption
 from pathoseg.memory_size import parse_memory
-from pathoseg.models.build import declared_inputs, edge_reach
+from pathoseg.models.build import check_tile, context_reach, declared_inputs, edge_reach
 from pathoseg.models.bundle import Bundle, load_bundle
 from pathoseg.models.bundle_identity import bundle_id
 from pathoseg.models.layers import fold_norms
@@ -104,7 +104,7 @@ class SlidePlan:
         indices: Numbers of those that hold tissue, ascending.
         tissue: The slide's tissue.
         stain: Applied to every tile; None leaves colours as they are.
-        warning: A sentence for the user about the slide's results, or None.
+        warnings: Sentences for the user about the slide's results.
         context: What the network sees beside a tile, and the slide's pixels at its resolution.
     """
 
@@ -115,7 +115,7 @@ class SlidePlan:
     indices: Sequence[int]
     tissue: Tissue
     stain: StainNormaliser | None
-    warning: str | None = None
+    warnings: Sequence[str] = ()
     context: Sequence[tuple[ModelInput, Frame]] = ()
 
     def tiles_of(self, row: int) -> Sequence[int]:
@@ -234,8 +234,12 @@ class Segmenter:
         self.classes = class_table_of(card)
         device = next(model.parameters()).device
         self._dtype = amp_dtype(device, config.train.amp)
-        self._context = declared_inputs(model, card.mpp, self._tile[0])[1:]
+        self._context = card.context
+        self._margins = self._find_margins()
         self._windows = self._choose_windows()
+        if self._context and self._windows is None:
+            check_tile(model, self._tile[0])
+            self._context = declared_inputs(model, card.mpp, self._tile[0])[1:]
 
     @property
     def separates(self) -> bool:
@@ -290,9 +294,16 @@ class Segmenter:
             boxes = [box for box in map(tiles.box, range(len(tiles))) if has_tissue(box)]
             method: Method = "macenko" if card.stain["method"] == "macenko" else "reinhard"
             stain = fit_stain(slide, frame, boxes, tissue, method) if boxes else None
-        warning = card.unseen_resolution(slide.mpp.mean)
+        unseen = card.unseen_resolution(slide.mpp.mean)
+        warnings = [] if unseen is None else [unseen]
         context = [(each, Frame.at(slide.size, slide.mpp, each.mpp)) for each in self._context]
-        return SlidePlan(slide.path, frame, output, grid, indices, tissue, stain, warning, context)
+        warnings += [
+            f"it is smaller than the {each.size * each.mpp:g} µm that the model's input "
+            f"`{each.name}` shows: what is not there is white"
+            for each, at in context
+            if min(at.size.width, at.size.height) < each.size
+        ]
+        return SlidePlan(slide.path, frame, output, grid, indices, tissue, stain, warnings, context)
 
     def bands_with_confidence(
         self, plan: SlidePlan, interruption: Interruption
@@ -451,10 +462,24 @@ class Segmenter:
             overlap = card.overlap if trained else default_overlap(tile, card.multiple, reach)
         return tile, overlap
 
+    def _find_margins(self) -> Mapping[str, int] | None:
+        """What is read around a window's field of each other input, in its pixels, by name.
+
+        Whole steps of what the network divides by, so that its poolings fall where they would in
+        one pass over the slide. None where it is not known how far the network looks.
+        """
+        reaches, margins = context_reach(self._model), {}
+        for each in self._context:
+            if each.name not in reaches:
+                return None
+            step = self.card.multiple // each.ratio(self.card.mpp)
+            margins[each.name] = -(-reaches[each.name] // step) * step
+        return margins
+
     def _choose_windows(self) -> WindowOptions | None:
         """The options of windows, None where tiles are blended, or classified."""
         card, options = self.card, self._config.infer
-        reach = None if self._context else edge_reach(self._model)
+        reach = None if self._margins is None else edge_reach(self._model)
         blended = options.overlap is not None or options.margin is not None
         # A bundle of an earlier version answers as it did, unless it is asked for another tile.
         blended |= card.tiling == "blended" and options.tile is None
@@ -464,7 +489,11 @@ class Segmenter:
             largest = options.tile**2
         else:
             memory = parse_memory(options.memory)
-            largest = most_pixels(self._model, card.multiple, memory, options.batch)
+            around = {
+                each.name: (each.ratio(card.mpp), (self._margins or {})[each.name])
+                for each in self._context
+            }
+            largest = most_pixels(self._model, card.multiple, memory, options.batch, around)
         return WindowOptions.choose(reach, card.multiple, largest)
 
     def _bands(
@@ -506,11 +535,14 @@ class Segmenter:
             return read_box(plan.frame, plan.grid.box(index))
 
         def around(index: int) -> Context:
-            box, mpp = plan.grid.box(index), self.card.mpp
-            return {
-                each.name: read_box(frame, each.around(box, mpp)).pixels
-                for each, frame in plan.context
-            }
+            box, mpp, margins = grid.box(index), self.card.mpp, self._margins or {}
+
+            def part(each: ModelInput) -> Box:
+                if isinstance(grid, Windows):
+                    return each.beyond(box, mpp, margins[each.name])
+                return each.around(box, mpp)
+
+            return {each.name: read_box(frame, part(each)).pixels for each, frame in plan.context}
 
         options, grid = self._config.infer, plan.grid
         return predict(

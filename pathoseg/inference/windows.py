@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import finalize
@@ -29,8 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pathoseg.annotations.annotation import IGNORE
-from pathoseg.device import Arrival
-from pathoseg.geometry import Box, Frame, Size
+from pathoseg.device import Arrival, answer
+from pathoseg.geometry import IMAGE, Box, Frame, Size
 from pathoseg.outputs.stitch import Finish, Prediction, argmax
 
 _CELL_UM = 64.0  # glass is left out by cells of this side,
@@ -78,7 +78,13 @@ class WindowOptions:
         return cls(margin, most_pixels, multiple)
 
 
-def most_pixels(model: nn.Module, multiple: int, memory: int, batch: int) -> int:
+def most_pixels(
+    model: nn.Module,
+    multiple: int,
+    memory: int,
+    batch: int,
+    around: Mapping[str, tuple[int, int]] | None = None,
+) -> int:
     """Return the most pixels of a window for which a forward pass takes `memory` bytes.
 
     It is counted in float32 whatever the device computes in, so that processes on a CPU and on a
@@ -89,11 +95,19 @@ def most_pixels(model: nn.Module, multiple: int, memory: int, batch: int) -> int
         multiple: See `WindowOptions`.
         memory: In bytes.
         batch: Windows of a forward pass.
+        around: By name of each other input, how many pixels of the window one of its own is wide,
+            and how many of its own it has on each side of the window. They weigh less in a larger
+            window than in the one that is tried.
     """
     side = multiple * max(2, -(-64 // multiple))
-    image = torch.zeros(1, 3, side, side, device=next(model.parameters()).device)
+    if around:
+        side *= 2
+    device, sides = next(model.parameters()).device, {IMAGE: side}
+    for name, (ratio, margin) in (around or {}).items():
+        sides[name] = side // ratio + 2 * margin
+    blank = {name: torch.zeros(1, 3, each, each, device=device) for name, each in sides.items()}
     with torch.inference_mode(), _LiveBytes() as live:
-        model(image)
+        answer(model, blank if around else blank[IMAGE])
     a_pixel = _WORKSPACE * max(1, live.peak) / side**2
     return min(_MOST_PIXELS, int(memory / (batch * a_pixel)))
 

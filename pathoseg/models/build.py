@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ from torch import nn
 from pathoseg.device import answer
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import IMAGE, ModelInput
+from pathoseg.models.hooknet import HookNet
 from pathoseg.models.model_options import (
+    HOOKNET,
     UNET_RESNETS,
     UNET_WIDTHS,
     VIT_SEG,
@@ -55,7 +57,8 @@ def build_model(config: ModelConfig, factory: str | None = None) -> nn.Module:
         return ViTSeg(config.channels, vit_shape(config.options), config.norm)
     width = config.sizes["width"]
     if config.name in UNET_WIDTHS:
-        return UNet(config.channels, width, config.sizes["depth"], config.norm)
+        network = HookNet if config.name == HOOKNET else UNet
+        return network(config.channels, width, config.sizes["depth"], config.norm)
     return ResNetV2(config.classes, config.task, resnet_depth(config.name), width, config.norm)
 
 
@@ -166,6 +169,16 @@ def edge_reach(model: nn.Module) -> int | None:
     """
     reach: Any = getattr(model, "reach", None)
     return reach if isinstance(reach, int) else None
+
+
+def context_reach(model: nn.Module) -> Mapping[str, int]:
+    """Pixels around a tile's field, of other inputs, beyond which larger ones give the same logits.
+
+    They are counted in pixels of each input, by name. One that the model does not name (attribute
+    `context_reach`) has no such distance.
+    """
+    named: Any = getattr(model, "context_reach", {})
+    return {str(name): int(pixels) for name, pixels in named.items()}
 
 
 def check_tile(model: nn.Module, tile: int) -> None:

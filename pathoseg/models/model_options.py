@@ -15,13 +15,14 @@ Norm = Literal["batch", "group", "instance"]
 Scalar = bool | int | float | str
 
 MOST_CLASSES = 255  # an index mask has 256 values, of which 255 means ignored
-UNET_WIDTHS = {"unet": 32, "unet64": 64}
+HOOKNET = "hooknet"
+UNET_WIDTHS = {"unet": 32, "unet64": 64, HOOKNET: 32}
 _UNET_DEPTH, _RESNET_WIDTH = 4, 16
 _RESNET_DEPTHS = range(11, 1002, 9)
 UNET_RESNETS = {"unet_resnet18": 18, "unet_resnet34": 34, "unet_resnet50": 50}
 VIT_SEG = "vit_seg"
 _KNOWN = (
-    "unet, unet64, unet_resnet18, unet_resnet34, unet_resnet50, vit_seg, resnet110_v2, "
+    "unet, unet64, hooknet, unet_resnet18, unet_resnet34, unet_resnet50, vit_seg, resnet110_v2, "
     "resnet1001_v2 (any depth 9n + 2 up to 1001), module:factory"
 )
 
@@ -114,8 +115,8 @@ class ModelConfig:
     """The plain values from which a network is built, without its weights.
 
     Attributes:
-        name: `unet`, `unet64`, `unet_resnet18` (34, 50), `vit_seg`, `resnet<9n+2>_v2`, or
-            `module:factory` for the user's own code.
+        name: `unet`, `unet64`, `hooknet`, `unet_resnet18` (34, 50), `vit_seg`, `resnet<9n+2>_v2`,
+            or `module:factory` for the user's own code.
         task: "segment" answers every pixel, "classify" every tile (`resnet…_v2` and factories),
             "objects" every pixel and how far inside its object it lies (all but `resnet…_v2`).
         classes: Number of classes, background included; 255 means ignored, so at most 255.
@@ -154,6 +155,11 @@ class ModelConfig:
             self._refuse("cannot separate objects", "Choose unet, or task `segment`.")
         if self.name not in UNET_WIDTHS and self.depth is not None:
             self._refuse("takes no depth", "Leave it out: it follows from the name.")
+        if self.name == HOOKNET and self.sizes["depth"] < 2:
+            self._refuse(
+                "cannot have depth 1",
+                "Choose 2 to 8: its context, four times as coarse, joins two poolings deeper.",
+            )
         if self.has_encoder and self.width is not None:
             self._refuse("takes no width", "Leave it out: it follows from the encoder.")
         if self.is_factory and (self.width is not None or self.norm != "batch"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from itertools import pairwise
 
 import torch
@@ -43,7 +44,7 @@ class UNet(nn.Module):
             self.decoder.insert(0, Up(below, above, norm, skip=above))
         self.head = nn.Conv2d(width, classes, 1)
         self.multiple = 2**depth
-        self.reach = _reach(depth) if norm == "batch" else None
+        self.reach = padding_reach(depth, depth) if norm == "batch" else None
         he_initialise(self)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -73,20 +74,37 @@ class UNet(nn.Module):
             features = block(features)
             skips.append(features)
         skips.pop()
-        needed, part = list[Box](), inside
-        for skip in skips:
-            left, top = (max(0, at - 2) // 2 * 2 for at in (part.x, part.y))
-            right = min(skip.shape[3], -(-(part.right + 2) // 2) * 2)
-            bottom = min(skip.shape[2], -(-(part.bottom + 2) // 2) * 2)
-            needed.append(Box(left, top, right - left, bottom - top))
-            part = Box(left // 2, top // 2, (right - left) // 2, (bottom - top) // 2)
-        here = Box(0, 0, features.shape[3], features.shape[2])
-        for block, box in zip(self.decoder, reversed(needed), strict=True):
-            below = Box(box.x // 2, box.y // 2, box.width // 2, box.height // 2)
-            skip = _cut(skips.pop(), box, 0, 0)
-            features, here = block(_cut(features, below, here.x, here.y), skip), box
-        logits: torch.Tensor = self.head(_cut(features, inside, here.x, here.y))
+        logits: torch.Tensor = self.head(decode_inside(self.decoder, features, skips, inside))
         return logits
+
+
+def decode_inside(
+    blocks: Iterable[nn.Module],
+    features: torch.Tensor,
+    skips: list[torch.Tensor],
+    inside: Box,
+) -> torch.Tensor:
+    """A part of what a decoder makes, from no more of its inputs than that part needs.
+
+    Args:
+        blocks: `Up`, the lowest first.
+        features: Those of the bottom, as large as the encoder made them.
+        skips: Those of the levels above it, the uppermost first; they are taken out.
+        inside: The part, in pixels of the uppermost level.
+    """
+    needed, part = list[Box](), inside
+    for skip in skips:
+        left, top = (max(0, at - 2) // 2 * 2 for at in (part.x, part.y))
+        right = min(skip.shape[3], -(-(part.right + 2) // 2) * 2)
+        bottom = min(skip.shape[2], -(-(part.bottom + 2) // 2) * 2)
+        needed.append(Box(left, top, right - left, bottom - top))
+        part = Box(left // 2, top // 2, (right - left) // 2, (bottom - top) // 2)
+    here = Box(0, 0, features.shape[3], features.shape[2])
+    for block, box in zip(blocks, reversed(needed), strict=True):
+        below = Box(box.x // 2, box.y // 2, box.width // 2, box.height // 2)
+        skip = _cut(skips.pop(), box, 0, 0)
+        features, here = block(_cut(features, below, here.x, here.y), skip), box
+    return _cut(features, inside, here.x, here.y)
 
 
 def _cut(features: torch.Tensor, box: Box, x: int, y: int) -> torch.Tensor:
@@ -130,11 +148,18 @@ def two_convolutions(inputs: int, outputs: int, norm: Norm, pool: bool = False) 
     return nn.Sequential(layers)
 
 
-def _reach(depth: int) -> int:
-    """Return how far zero padding is felt inwards, in pixels: one for each 3×3 convolution."""
+def padding_reach(depth: int, ups: int) -> int:
+    """Return how far zero padding is felt inwards, in pixels of the level that is reached.
+
+    It is one pixel for each 3×3 convolution, two a block.
+
+    Args:
+        depth: Number of poolings.
+        ups: Number of blocks of the decoder behind them.
+    """
     reach = 2
     for _ in range(depth):
         reach = -(-reach // 2) + 2
-    for _ in range(depth):
+    for _ in range(ups):
         reach = 2 * reach + 2
     return reach

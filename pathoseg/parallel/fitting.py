@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,22 +33,26 @@ class Fit:
     Attributes:
         plan: The stages and actions of every rank.
         runner: This rank's part.
-        input: Name of the model's input.
+        inputs: Names of the model's inputs, in the order in which it takes them.
     """
 
     plan: Plan
     runner: Runner
-    input: str
+    inputs: tuple[str, ...]
 
     def step(
-        self, number: int, inputs: Tensor, targets: Tensor, trace: bool = False
+        self,
+        number: int,
+        inputs: Tensor | Mapping[str, Tensor],
+        targets: Tensor,
+        trace: bool = False,
     ) -> RankStepResult:
         """Make one optimizer step on the mean loss of a batch; all ranks call it.
 
         Args:
             number: The run's step, from 0.
-            inputs: The whole batch; a rank reads only the microbatches that it needs
-                (`runner.reads_inputs`), the others may hold anything.
+            inputs: The whole batch, of several inputs each by name; a rank reads only the
+                microbatches that it needs (`runner.reads_inputs`), the others may hold anything.
             targets: Likewise (`runner.reads_targets`).
             trace: Whether the result says what this rank did when.
 
@@ -56,7 +60,15 @@ class Fit:
             PathosegError: The batch is not of the planned size, or a rank failed.
         """
         count, size = self.plan.schedule.microbatches, self.plan.microbatch
-        for name, given in (("inputs", inputs), ("targets", targets)):
+        named = {self.inputs[0]: inputs} if isinstance(inputs, Tensor) else inputs
+        if set(named) != set(self.inputs):
+            raise PathosegError(
+                f"Step {number} is given {', '.join(named)}, and the model takes "
+                f"{', '.join(self.inputs)}.",
+                "Give a dict of tensors by these names.",
+            )
+        told = {"inputs" if len(named) == 1 else name: each for name, each in named.items()}
+        for name, given in {**told, "targets": targets}.items():
             if len(given) != self.plan.batch:
                 raise PathosegError(
                     f"The {name} of step {number} have {len(given)} samples, and the plan is for "
@@ -69,7 +81,7 @@ class Fit:
 
         microbatches = Microbatches(
             [size] * count,
-            lambda microbatch: {self.input: inputs[part(microbatch)]},
+            lambda microbatch: {name: each[part(microbatch)] for name, each in named.items()},
             lambda microbatch: targets[part(microbatch)],
         )
         return self.runner.step(number, microbatches, trace)
@@ -77,7 +89,7 @@ class Fit:
 
 def fit(
     model: nn.Module,
-    example: Tensor,
+    example: Tensor | Mapping[str, Tensor],
     training: Training,
     request: PlanRequest,
     hardware: Hardware,
@@ -90,8 +102,8 @@ def fit(
     All ranks make the same call, with models of the same values.
 
     Args:
-        model: Any module of one input; it is changed, see `Runner`.
-        example: One microbatch of it; only its shape and dtype count.
+        model: Any module; it is changed, see `Runner`.
+        example: One microbatch of its input, or of each by name; only shapes and dtypes count.
         training: Loss, optimizer, seed, precision and clipping.
         request: Ranks, memory and batch, and what of the plan is settled already.
         hardware: By which layers are priced (`load_hardware`).
@@ -156,7 +168,7 @@ def agree(choose: Callable[[], Plan], transport: Transport) -> Plan:
 
 def split(
     model: nn.Module,
-    example: Tensor,
+    example: Tensor | Mapping[str, Tensor],
     plan: Plan,
     training: Training,
     transport: Transport,
@@ -192,4 +204,4 @@ def split(
         parked,
     )
     runner = Runner(traced, partition, plan.schedule, transport, device, training, memory)
-    return Fit(plan, runner, next(iter(traced.graph.inputs)))
+    return Fit(plan, runner, tuple(traced.graph.inputs))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pathoseg.annotations.annotation import BACKGROUND, IGNORE, ClassTable, Labels
 from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.errors import PathosegError
-from pathoseg.geometry import Box, Frame, ModelInput, Size
+from pathoseg.geometry import IMAGE, Box, Frame, ModelInput, Size
 from pathoseg.slides.region import Region, read_region
 from pathoseg.tiles.cache import Codec, Shard, TileCache, TileCacheKey
 from pathoseg.tiles.class_pixels import count_tiles, count_tiles_once
@@ -213,6 +213,26 @@ class SlideTiles:
         """Return the place of tile `position` (0 … len - 1) in pixels of the frame."""
         return self.grid.box(int(self.indices[position]))
 
+    def off_slide(self, home: Callable[[int], Box]) -> dict[str, tuple[ModelInput, int, float]]:
+        """Find what of the network's other inputs lies off the slide, where it is white.
+
+        Args:
+            home: Returns the place of a tile: `box`, or `home` in training.
+
+        Returns:
+            By name the input, how many tiles have some of it off the slide, and the sum over all
+            tiles of the share that does.
+        """
+        found = {}
+        for each, pixels in self._context:
+            size, mpp = pixels.frame.size, self.frame.mpp.x
+            whole, shares = Box(0, 0, size.width, size.height), list[float]()
+            for position in range(len(self)):
+                inside = each.around(home(position), mpp).intersection(whole)
+                shares.append(1 - (inside.size.pixels if inside else 0) / each.size**2)
+            found[each.name] = each, sum(share > 0 for share in shares), sum(shares)
+        return found
+
     def read(self, position: int) -> Tile:
         """Read a tile and its labels.
 
@@ -247,21 +267,29 @@ class SlideTiles:
         box, mask = self._place_near(position, rng, accept)
         return self._tile(box, mask)
 
-    def shards(self) -> list[Shard]:
-        """The shards of the cache that tiles can lie in."""
-        if self.cache is None:
+    def shards(self, name: str = IMAGE) -> list[Shard]:
+        """The shards of the cache that tiles can lie in, or what another input shows around them.
+
+        Args:
+            name: That of the input.
+        """
+        cache = self._pixels_of(name).cache
+        if cache is None:
             return []
         found = set[Shard]()
         for position in range(len(self)):
-            found.update(self.cache.shards(self._surroundings(position)))
+            found.update(cache.shards(self._surroundings(position, name)))
         return sorted(found)
 
-    def fill(self, threads: int = 1, part: tuple[int, int] = (0, 1)) -> Generator[Shard]:
+    def fill(
+        self, threads: int = 1, part: tuple[int, int] = (0, 1), name: str = IMAGE
+    ) -> Generator[Shard]:
         """Writes the missing ones of `shards` to the cache and yields each when it is there.
 
         Args:
             threads: Shards written at once, at about 20 MB of memory each.
             part: (rank, of): every `of`-th shard beginning at `rank`, to share the work.
+            name: As for `shards`.
 
         Raises:
             PathosegError: There is no cache, the slide cannot be opened or the disk is full.
@@ -270,10 +298,10 @@ class SlideTiles:
             raise PathosegError(
                 f"The tiles of {self.slide} have no cache to fill.", "Name its folder."
             )
-        shards = self.shards()[part[0] :: part[1]]
+        pixels, shards = self._pixels_of(name), self.shards(name)[part[0] :: part[1]]
         with ThreadPoolExecutor(threads, thread_name_prefix="fill") as workers:
             try:
-                for shard, _ in zip(shards, workers.map(self._pixels.fill, shards), strict=True):
+                for shard, _ in zip(shards, workers.map(pixels.fill, shards), strict=True):
                     yield shard
             finally:
                 workers.shutdown(cancel_futures=True)
@@ -338,15 +366,19 @@ class SlideTiles:
         x, y = (int(at / self._step) * self._step for at in (x, y))
         return Box(x, y, box.width, box.height)
 
-    def _surroundings(self, position: int) -> Box:
-        """All that a tile can show."""
-        if self._tissue is None:
-            return self.box(position)
-        home, stride = self.home(position), self.grid.stride
-        first, last = (
-            self._moved_inside(home, sign * (stride.width // 2), sign * (stride.height // 2))
-            for sign in (-1, 1)
-        )
+    def _pixels_of(self, name: str) -> SlidePixels:
+        return {IMAGE: self._pixels, **{each.name: at for each, at in self._context}}[name]
+
+    def _surroundings(self, position: int, name: str) -> Box:
+        """All that a tile can show, or another input around it, in pixels of that input."""
+        first = last = self.home(position)
+        if self._tissue is not None:
+            across, down = (side // 2 for side in (self.grid.stride.width, self.grid.stride.height))
+            home = first
+            first, last = (self._moved_inside(home, sign * across, sign * down) for sign in (-1, 1))
+        for each, _ in self._context:
+            if each.name == name:
+                first, last = (each.around(box, self.frame.mpp.x) for box in (first, last))
         return Box(first.x, first.y, last.right - first.x, last.bottom - first.y)
 
 

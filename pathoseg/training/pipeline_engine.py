@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from pathoseg.config import Config
-from pathoseg.device import Images, amp_dtype, to_input
+from pathoseg.device import Images, amp_dtype, to_inputs
 from pathoseg.giving_up import IsGivenUp, never
 from pathoseg.models.build import lay_out
 from pathoseg.models.bundle import Bundle
@@ -30,6 +30,7 @@ from pathoseg.training.distributed import own_device
 from pathoseg.training.encoder_training import rate_factors
 from pathoseg.training.engine import Loss, StepResult
 from pathoseg.training.optimizer import make_optimizer, scale_rates, set_rate
+from pathoseg.training.step_plan import like_microbatch
 from pathoseg.training.tasks import Task
 
 # Is given what all ranks did when.
@@ -77,11 +78,12 @@ class PipelineEngine:
             config.train.clip,
         )
         self._layout = lay_out(model, card.model)
-        example = torch.empty(plan.input, device="meta")
+        tile = card.inputs[0]
+        example = like_microbatch(model, tile.mpp, tile.size, plan.microbatch)
         form = OffloadMode(config.parallel.offload)
         parked = frozenset(Park(each) for each in config.parallel.parked)
         fit = split(model, example, plan, training, transport, self._device, form, parked)
-        self._runner, self._input = fit.runner, fit.input
+        self._runner, self._names = fit.runner, fit.inputs
         if self._runner.optimizer is not None:
             names = {parameter: name for name, parameter in self._runner.own.items()}
             scale_rates(self._runner.optimizer, names, rate_factors(model, config.train))
@@ -132,10 +134,9 @@ class PipelineEngine:
         self._runner.load(state)
 
     def _inputs(self, images: Images) -> dict[str, torch.Tensor]:
-        assert not isinstance(images, Mapping), "a network of several inputs has no plan"
         card = self._card
-        pixels = to_input(images, card.mean, card.std, self._device, self._layout)
-        return {self._input: pixels}
+        seen = to_inputs(images, card.mean, card.std, self._device, self._layout)
+        return seen if isinstance(seen, dict) else dict.fromkeys(self._names, seen)
 
     def _draw(self, events: Sequence[Event]) -> None:
         """Hands what all ranks did in a step to whoever draws it."""

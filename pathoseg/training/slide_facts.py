@@ -238,6 +238,25 @@ def class_lines(facts: Sequence[SlideFacts], classes: ClassTable) -> Iterator[st
         yield f"{name}: on {'; on '.join(parts)}"
 
 
+def context_lines(slides: Sequence[SlideTiles]) -> Iterator[str]:
+    """Yield a line for each further input of the network, some of which lies off training slides.
+
+    Args:
+        slides: Those that are trained on.
+    """
+    found = [tiles.off_slide(tiles.home) for tiles in slides]
+    count = sum(map(len, slides))
+    for name, (shown, _, _) in (found[0] if found else {}).items():
+        touched = sum(each[name][1] for each in found)
+        if touched:
+            share = sum(each[name][2] for each in found) / count
+            yield (
+                f"The input `{name}` shows {shown.size * shown.mpp:g} µm around a tile's middle, "
+                f"and reaches beyond the slide on {touched} of {count} training {_tiles(count)}: "
+                f"{share:.0%} of it is white."
+            )
+
+
 def facts_of_training(
     config: Config,
     sources: LabelledSlides,

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from pathoseg.config import Config, ParallelConfig
-from pathoseg.device import Precision, amp_dtype, choose_precision, device_name, pick_device
+from pathoseg.device import Inputs, Precision, amp_dtype, choose_precision, device_name, pick_device
 from pathoseg.errors import PathosegError
+from pathoseg.geometry import IMAGE
 from pathoseg.host_memory import LARGE, keep_freed_memory
 from pathoseg.memory_size import memory_text, parse_memory
 from pathoseg.models.build import check_tile, declared_inputs, lay_out
@@ -167,17 +168,9 @@ def price(
         dtype: Precision of the run's autocast, or None.
 
     Raises:
-        PathosegError: The tile does not fit the model, the model has several inputs, or it cannot
-            be read.
+        PathosegError: The tile does not fit the model, or the model cannot be read.
     """
     check_tile(model, config.tiles.side)
-    inputs = declared_inputs(model, config.tiles.mpp, config.tiles.side)
-    if len(inputs) > 1:
-        raise PathosegError(
-            f"The model {config.model.name} has the inputs "
-            f"{', '.join(each.name for each in inputs)}: plans and ranks know models of one.",
-            "Train it in one process, without --ranks and [parallel] memory.",
-        )
     if config.train.microbatch is not None:
         sizes = [config.train.microbatch]
     elif any(isinstance(module, _BATCH_NORMS) for module in model.modules()):
@@ -199,7 +192,7 @@ def price_one(
 ) -> StageCosts:
     if profile:
         lay_out(model, config.model.with_classes(2))  # as it will be trained
-    traced = Traced(model, torch.empty(size, 3, side, side, device="meta"), dtype)
+    traced = _trace(model, like_microbatch(model, config.tiles.mpp, side, size), dtype)
     costs = cost_model(hardware)
     if profile:
         with progress_bar("timing layers", None, "visits") as bar:
@@ -208,18 +201,43 @@ def price_one(
     return StageCosts(traced.graph, costs, hardware, slots, workspace_of(hardware))
 
 
+def like_microbatch(model: nn.Module, mpp: float, side: int, size: int) -> Inputs:
+    """Return a microbatch without memory, as `Traced` takes it: its only input, or each by name.
+
+    Args:
+        model: The network.
+        mpp: Microns per pixel of its tiles.
+        side: Side of a tile in pixels.
+        size: Number of tiles.
+    """
+    shapes = {
+        each.name: (size, 3, each.size, each.size) for each in declared_inputs(model, mpp, side)
+    }
+    seen = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    return seen if len(seen) > 1 else seen[IMAGE]
+
+
+def _trace(model: nn.Module, example: Inputs, dtype: torch.dtype | None = None) -> Traced:
+    """Trace a model whose several inputs, if it has them, are arguments by their own names."""
+    traced = Traced(model, example, dtype)
+    if isinstance(example, dict) and set(example) != set(traced.graph.inputs):
+        raise PathosegError(
+            f"{type(model).__name__}.forward takes {', '.join(traced.graph.inputs)}, and its "
+            f"inputs are {', '.join(example)}.",
+            "Let it have an argument of the name of each input.",
+        )
+    return traced
+
+
 def read_model(model: nn.Module, config: Config) -> Traced | None:
     """Trace a model on the microbatch of a run in one process.
 
     Returns:
-        None if no graph can be made of it, as of several inputs, in which case it trains in one
-        process all the same.
+        None if no graph can be made of it, in which case it trains in one process all the same.
     """
-    if len(declared_inputs(model, config.tiles.mpp, config.tiles.side)) > 1:
-        return None
-    side, size = config.tiles.side, config.train.microbatch or config.train.batch
+    size = config.train.microbatch or config.train.batch
     try:
-        return Traced(model, torch.empty(size, 3, side, side, device="meta"))
+        return _trace(model, like_microbatch(model, config.tiles.mpp, config.tiles.side, size))
     except PathosegError:
         return None
 

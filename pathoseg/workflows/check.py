@@ -46,6 +46,7 @@ from pathoseg.training.slide_facts import (
     SlideFacts,
     class_lines,
     class_table,
+    context_lines,
     shares_on_glass,
     slide_cells,
     slide_facts,
@@ -310,7 +311,7 @@ class _Check:
         if self.classes is not None and len(self.classes.names) <= _MOST_CLASSES:
             say(f"Of each class: {_CELL}.")
         if self.classes is not None and self._facts:
-            for line in class_lines(self._facts, self.classes):
+            for line in (*class_lines(self._facts, self.classes), *context_lines(self._training)):
                 say(line)
         for text in self.warnings:
             say(f"Take care: {text}")

@@ -350,7 +350,7 @@ def _compare(
         tally.object_numbers,
         {key: float(value) for key, value in tally.figures(segmenter.classes.names).items()},
     )
-    warnings = [] if plan.warning is None else [f"{name}: {plan.warning}."]
+    warnings = [f"{name}: {warning}." for warning in plan.warnings]
     if unread:
         share = unread / (unread + tally.pixels)
         warnings.append(

@@ -96,6 +96,7 @@ from pathoseg.training.slide_facts import (
     SlideFacts,
     class_lines,
     class_table,
+    context_lines,
     facts_of_training,
     slide_cells,
     warnings_of,
@@ -250,7 +251,7 @@ def _train(
         with spent.on("cutting tiles"):
             tiles = cut_labelled_slides(config, sources, members, pool, interruption, card.context)
             facts = facts_of_training(config, sources, members, [*tiles.train, *tiles.val])
-        for line in class_lines(facts, sources.classes):
+        for line in (*class_lines(facts, sources.classes), *context_lines(tiles.train)):
             say(line)
         for warning in warnings_of(facts, sources.classes, config, ()):
             say(f"Take care: {warning}")

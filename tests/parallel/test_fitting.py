@@ -5,12 +5,20 @@ from __future__ import annotations
 import re
 import runpy
 import sys
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from pathoseg.errors import PathosegError
+from pathoseg.parallel import PlanRequest, Training, fit, load_hardware
 from pathoseg.parallel.comm.local_ranks import start_local
+from pathoseg.parallel.fitting import Fit
+from tests.parallel.comm.thread_ranks import ThreadTransport, run_ranks
+from tests.two_inputs import TwoFields
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "own-models.md"
 
@@ -66,6 +74,37 @@ def test_what_would_train_something_else_is_refused(
     assert start_local(2, [sys.executable, str(program)]) != 0
     assert said in "".join(capfd.readouterr())
     assert not Path("own.pt").exists()
+
+
+def test_a_model_of_several_inputs_takes_them_by_name() -> None:
+    torch.manual_seed(0)
+    model = TwoFields(2)
+    alone = deepcopy(model)
+    size = (2, 3, 32, 32)
+    request = PlanRequest(1, 2**30, 4, "sequential")
+    batch = {"image": torch.rand(4, *size[1:]), "context": torch.rand(4, *size[1:])}
+    targets = torch.zeros(4, dtype=torch.long)
+
+    def losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(logits.mean((2, 3)), targets, reduction="none")
+
+    def body(transport: ThreadTransport) -> Fit:
+        example = {name: torch.empty(size) for name in batch}
+        training = Training(losses, partial(torch.optim.SGD, lr=0.1))
+        hardware = load_hardware("cpu")
+        run = fit(model, example, training, request, hardware, transport, torch.device("cpu"))
+        for given in (batch["image"], {"image": batch["image"]}, {**batch, "more": targets}):
+            with pytest.raises(PathosegError, match="and the model takes image, context"):
+                run.step(0, given, targets)
+        run.step(0, batch, targets)
+        return run
+
+    [run] = run_ranks(1, body)
+    assert run.inputs == ("image", "context")
+    losses(alone(**batch), targets).mean().backward()
+    for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
+        assert other.grad is not None
+        torch.testing.assert_close(mine, other - 0.1 * other.grad)
 
 
 def _step(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -13,7 +14,7 @@ import openslide
 import pytest
 import tifffile
 from PIL import Image
-from shapely import hausdorff_distance
+from shapely import MultiPoint, dwithin, hausdorff_distance, union_all
 from shapely.geometry import shape
 
 from pathoseg.errors import PathosegError
@@ -135,3 +136,18 @@ def test_a_folder_without_annotations_is_refused(tmp_path: Path) -> None:
     Image.new("RGB", (30, 20)).save(tmp_path / "a.png")
     with pytest.raises(PathosegError, match="has an annotation"):
         cells.real_cells(tmp_path)
+
+
+def test_what_tells_a_glands_class_is_far_from_it_and_that_of_its_own_hub() -> None:
+    scene_file = importlib.import_module("scene")
+    rng = np.random.default_rng(0)
+    scene = scene_file.make_hub_scene(("inflamed", "resting"), 5120, 3072, rng)
+    infiltrate = MultiPoint(scene.nuclei[scene.kinds == 1, :2])
+    glands = [region.geometry for region in scene.regions]
+    vessels = union_all([hole for hole in scene.clearings if not dwithin(glands, hole, 0).any()])
+    counts = Counter(region.class_name for region in scene.regions)
+    assert min(counts["inflamed"], counts["resting"]) >= 3
+    for region in scene.regions:
+        away = [region.geometry.distance(cue) * 0.5 for cue in (infiltrate, vessels)]
+        assert min(away) > 300  # µm
+        assert (away[0] < away[1]) == (region.class_name == "inflamed")

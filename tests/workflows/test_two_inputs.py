@@ -45,14 +45,10 @@ def test_it_trains_a_step_and_infers(
     text = Path("tiny.toml").read_text().replace("width = 4\ndepth = 2", "")
     text = text.replace("tile = 32", 'tile = 32\ncache = "tiles"')
     Path("own.toml").write_text(text)
-    Path("planned.toml").write_text(text + '[parallel]\nmemory = "1GiB"\n')
     training = ("train", "--slides", toy_slides, "--model", NAME, "--epochs", 1, "--out", "run")
-    code, said = command(*training, "--config", "planned.toml")
-    assert code == 2
-    assert "the inputs image, context: plans and ranks know models of one" in said
-    assert not Path("run").exists()
     code, said = command(*training, "--config", "own.toml")
     assert code == 0, said
+    assert "The input `context` shows 64 µm around a tile's middle" in said
     trained, card = load_bundle(Path("run/model"), NAME)
     assert card.inputs == INPUTS
     torch.manual_seed(0)
@@ -97,9 +93,25 @@ def test_the_card_and_the_network_must_name_the_same_inputs(tmp_path: Path) -> N
         load_bundle(tmp_path / "model", NAME)
 
 
-def test_plans_and_ranks_refuse_it_by_name() -> None:
+def test_a_plan_prices_both_inputs() -> None:
     config = replace(Config(), model=replace(Config().model, name=NAME))
     config = replace(config, tiles=replace(config.tiles, tile=32))
-    with pytest.raises(PathosegError, match="the inputs image, context: plans and ranks know"):
-        price(TwoFields(2), config, load_hardware("cpu"), None)
-    assert read_model(TwoFields(2), config) is None
+    hardware = load_hardware("cpu")
+    [one, *_] = price(TwoFields(2), config, hardware, None)
+    shapes = {name: value.shape for name, value in one.graph.inputs.items()}
+    assert shapes == {"image": (1, 3, 32, 32), "context": (1, 3, 32, 32)}
+    assert {"near", "far"} < {layer.name for layer in one.graph.layers}
+    assert read_model(TwoFields(2), config) is not None
+
+
+class _OtherNames(TwoFields):
+    def forward(self, **seen: torch.Tensor) -> torch.Tensor:
+        return super().forward(**seen)
+
+
+def test_inputs_that_are_no_arguments_train_in_one_process_alone() -> None:
+    config = replace(Config(), model=replace(Config().model, name=NAME))
+    config = replace(config, tiles=replace(config.tiles, tile=32))
+    assert read_model(_OtherNames(2), config) is None
+    with pytest.raises(PathosegError, match="Let it have an argument of the name of each input"):
+        price(_OtherNames(2), config, load_hardware("cpu"), None)

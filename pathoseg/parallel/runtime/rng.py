@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.utils._pytree import tree_map
 
 from pathoseg.device import Inputs, answer, random_states, seed_random, set_random_states
 from pathoseg.errors import PathosegError
@@ -83,6 +84,9 @@ class Randomness:
             self._drawing = throws.drew | self._opaque
 
 
+_Shapes = tuple[tuple[int, ...], ...]  # of the inputs of a microbatch, in the model's order
+
+
 class WholeModel:
     """The forward of a whole model in one process, with the random numbers of its stages on ranks.
 
@@ -100,7 +104,7 @@ class WholeModel:
         self, model: nn.Module, traced: Traced | None, seed: int, device: torch.device
     ) -> None:
         self._model, self._traced, self._seed, self._device = model, traced, seed, device
-        self._known: dict[torch.Size, tuple[Traced, Segment, Randomness] | None] = {}
+        self._known: dict[_Shapes, tuple[Traced, Segment, Randomness] | None] = {}
 
     def forward(self, step: int, microbatch: int, inputs: Inputs) -> Any:
         """Return what the model makes of a microbatch; the generators are left as they were.
@@ -108,21 +112,23 @@ class WholeModel:
         Args:
             step: The run's step, from 0.
             microbatch: Its number in the step, from 0.
-            inputs: Its samples; a model of several inputs, by name, has no graph.
+            inputs: Its samples, by name where the model has several inputs.
         """
-        if isinstance(inputs, dict):
+        if self._traced is None:
             return self._as_one_layer(step, microbatch, inputs)
-        if inputs.shape not in self._known:
-            self._known[inputs.shape] = self._read(inputs)
-        known = self._known[inputs.shape]
+        names = self._traced.graph.inputs
+        named = inputs if isinstance(inputs, dict) else dict.fromkeys(names, inputs)
+        shapes = tuple(tuple(named[name].shape) for name in names)
+        if shapes not in self._known:
+            self._known[shapes] = self._read(self._traced, shapes, inputs)
+        known = self._known[shapes]
         if known is None:
             return self._as_one_layer(step, microbatch, inputs)
         traced, segment, randomness = known
         with randomness.of(step, microbatch) as before:
             if before is None:
-                return self._model(inputs)
-            given = dict.fromkeys(traced.graph.inputs, inputs)
-            return traced.assemble({**given, **segment(given, before)})
+                return answer(self._model, inputs)
+            return traced.assemble({**named, **segment(named, before)})
 
     def _as_one_layer(self, step: int, microbatch: int, inputs: Inputs) -> Any:
         throws = _Throws({0}, self._device)
@@ -132,16 +138,15 @@ class WholeModel:
         finally:
             throws.leave()
 
-    def _read(self, inputs: Tensor) -> tuple[Traced, Segment, Randomness] | None:
-        """The layers for microbatches of this shape, which may branch on it."""
-        traced = self._traced
-        if traced is None:
-            return None
-        [usual] = traced.graph.inputs.values()
-        if usual.shape != tuple(inputs.shape):
+    def _read(
+        self, traced: Traced, shapes: _Shapes, inputs: Inputs
+    ) -> tuple[Traced, Segment, Randomness] | None:
+        """The layers for microbatches of these shapes, which may branch on them."""
+        if shapes != tuple(usual.shape for usual in traced.graph.inputs.values()):
+            example = tree_map(lambda tensor: tensor.to("meta"), inputs)
             try:
                 with torch.autocast(self._device.type, enabled=False):
-                    traced = Traced(self._model, inputs.to("meta"))
+                    traced = Traced(self._model, example)
             except PathosegError:
                 return None
         layers = range(len(traced.graph.layers))

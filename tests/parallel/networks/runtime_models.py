@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pathoseg.config import TrainConfig
+from pathoseg.models.hooknet import HookNet
 from pathoseg.models.losses import build_loss
 from pathoseg.models.model_options import LossConfig, ViTShape
 from pathoseg.models.resnet_v2 import ResNetV2
@@ -78,12 +79,18 @@ class RuntimeModel:
     Attributes:
         make: Builds it.
         input: The name of its input.
+        further: The names of those beside it, which get its samples mirrored.
         keeps_order: Whether gradients are summed in one process's order wherever it is cut.
     """
 
     make: Callable[[], nn.Module]
     input: str = "images"
     keeps_order: bool = True
+    further: tuple[str, ...] = ()
+
+    def inputs(self, images: Tensor) -> dict[str, Tensor]:
+        """Name the inputs of a microbatch."""
+        return {self.input: images, **{name: images.flip(3) for name in self.further}}
 
 
 def _frozen(model: nn.Module) -> nn.Module:
@@ -107,6 +114,10 @@ MODELS = {
     # Stages without anything to train.
     "frozen": RuntimeModel(lambda: _frozen(ResNetUNet(CLASSES, (1, 1), bottleneck=True, width=4))),
     "low-rank": RuntimeModel(lambda: _frozen(ViTSeg(CLASSES, ViTShape(8, 4, 2, lora=2)))),
+    # Two inputs, of which each ends in a branch of its own.
+    "hooknet": RuntimeModel(
+        lambda: HookNet(CLASSES, width=4, depth=2), "image", further=("context",)
+    ),
     # Separates objects: its last channel is their height (`pathoseg.models.losses`).
     "objects": RuntimeModel(lambda: UNet(CLASSES + 1, width=4, depth=2)),
 }

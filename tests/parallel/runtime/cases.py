@@ -167,7 +167,7 @@ def traced(model: str, dtype: torch.dtype, whose: object) -> Traced:
         for parameter in made.parameters():
             if parameter.ndim == 1:  # zeros would leave nothing but their gradients to compare
                 nn.init.normal_(parameter, parameter.mean().item(), 0.1)
-    found = Traced(made, torch.empty(2, 3, SIDE, SIDE, dtype=dtype))
+    found = Traced(made, MODELS[model].inputs(torch.empty(2, 3, SIDE, SIDE, dtype=dtype)))
     found.first = deepcopy(made.state_dict())
     return found
 
@@ -188,13 +188,13 @@ def training_of(case: Case) -> Training:
 def microbatches(case: Case, step: int) -> Microbatches:
     """The samples of one step."""
     sizes = case.sizes()
-    name = MODELS[case.model].input
+    kind = MODELS[case.model]
 
     def part(index: int) -> tuple[Tensor, Tensor]:
         return samples(step, index, sizes[index], case.dtype)
 
     return Microbatches(
-        sizes, lambda index: {name: part(index)[0]}, lambda index: part(index)[1].to(DEVICE)
+        sizes, lambda index: kind.inputs(part(index)[0]), lambda index: part(index)[1].to(DEVICE)
     )
 
 

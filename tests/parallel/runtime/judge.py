@@ -49,7 +49,7 @@ def judge(kind: RuntimeModel, traced: Traced, sizes: Sequence[int], clip: float)
             if not size:
                 continue
             images, targets = samples(step, microbatch, size, dtype)
-            returned = _forward(traced, {kind.input: images}, step, microbatch)
+            returned = _forward(traced, kind.inputs(images), step, microbatch)
             loss = per_sample_loss(returned, targets).sum()
             (loss / sum(sizes)).backward()
             total += loss.item()

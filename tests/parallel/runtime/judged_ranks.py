@@ -29,13 +29,14 @@ def cases_of_processes(ranks: int, library: str) -> list[Case]:
     """Every order on one model, and every model on the orders with most messages and copies.
 
     Without tags only those orders whose messages cross: all else is the same code as with them. Of
-    encoders those that are trained in part: messages are those of the others.
+    encoders those that are trained in part: messages are those of the others, as those of a network
+    of two inputs are.
     """
     plans = [*PLANS, *HYBRIDS] if ranks == 4 else [*PLANS]
     if library == "ordered":
         return [Case("branches", plan, ranks) for plan in plans if plan in CROSSING]
     found = [Case("branches", plan, ranks) for plan in plans]
-    for model in (each for each in MODELS if each not in ("unet-resnet", "vit")):
+    for model in (each for each in MODELS if each not in ("unet-resnet", "vit", "hooknet")):
         found += [Case(model, plan, ranks) for plan in ("1f1b-recomputed", "gems-master")]
     return list(dict.fromkeys(found))
 

@@ -84,7 +84,7 @@ def test_a_prediction_is_that_of_the_whole_model_in_eval_mode(model: str, plan: 
     assert sorted(returned) == list(range(len(batch.sizes)))
     with torch.no_grad():
         for index, output in returned.items():
-            expected = alone(batch.inputs(index)[MODELS[model].input])
+            expected = alone(**batch.inputs(index))
             torch.testing.assert_close(output, expected, rtol=0, atol=0)
     first, second = (parts[0][at]["model"] for at in (1, 2))
     learnt = [name for name, each in alone.named_parameters() if each.requires_grad]

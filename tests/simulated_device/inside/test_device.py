@@ -314,8 +314,9 @@ def test_numbers_are_those_of_the_cpu_to_the_bit(name: str) -> None:
     model = MODELS[name].make()
     other = deepcopy(model).to(SIM)
     images, targets = samples(0, 0, 2, torch.float32)
-    _train(model, images, targets)
-    _train(other, images.to(SIM), targets.to(SIM))
+    inputs = MODELS[name].inputs(images)
+    _train(model, inputs, targets)
+    _train(other, {each: seen.to(SIM) for each, seen in inputs.items()}, targets.to(SIM))
     assert images.shape[-1] == SIDE
     for (key, value), found in zip(
         model.state_dict().items(), other.state_dict().values(), strict=True
@@ -323,11 +324,11 @@ def test_numbers_are_those_of_the_cpu_to_the_bit(name: str) -> None:
         assert torch.equal(value, found.cpu()), key
 
 
-def _train(model: nn.Module, images: Tensor, targets: Tensor) -> None:
+def _train(model: nn.Module, inputs: dict[str, Tensor], targets: Tensor) -> None:
     """Takes three steps with random numbers of the same seed."""
     steps = torch.optim.AdamW(model.parameters())
     torch.manual_seed(2)
     for _ in range(3):
         steps.zero_grad()
-        per_sample_loss(model(images), targets).sum().backward()
+        per_sample_loss(model(**inputs), targets).sum().backward()
         steps.step()

@@ -85,7 +85,7 @@ def test_the_end_of_a_step_takes_what_was_planned(optimizer: str, ranks: int) ->
         runner = Runner(
             own, plan.partition(own.graph), plan.schedule, through_host, device, training
         )
-        made = Fit(plan, runner, "input")
+        made = Fit(plan, runner, ("input",))
         for step in range(2):
             torch.accelerator.reset_peak_memory_stats(device)
             numbers = torch.zeros(2 * ranks, _WIDE, device=device)
