@@ -94,6 +94,7 @@ def plan(
         )
     best = plans[0]
     [priced] = [each for each in graphs if each.microbatch == best.microbatch]
+    priced = priced.reordered(best.line)
     for note in priced.graph.notes:
         say(note)
     has_margin = config.parallel.memory is None and memory < hardware.memory
