@@ -293,7 +293,8 @@ def _without_branches(priced: StageCosts) -> PathosegError:
     """The error where branches are asked for and there are none."""
     graph = priced.graph
     longest = max(graph.ties, key=lambda tie: tie.last - tie.first, default=None)
-    reason = f" (one part has to stay together: {longest.reason})" if longest else ""
+    would = longest is not None and priced.critical_seconds < 0.9 * priced.seconds
+    reason = f" (what branches has to stay together: {longest.reason})" if longest and would else ""
     return PathosegError(
         f"{graph.model} has no branches to run side by side: the longest chain of its layers takes "
         f"{priced.longest_chain:.0%} of the time of all{reason}.",
