@@ -15,12 +15,30 @@ def _conv(entering: int, leaving: int, stride: int = 1) -> nn.Module:
     )
 
 
+class _Decoder(nn.Module):
+    """From the deepest value up, level by level, with the encoder's values beside it."""
+
+    def __init__(self, widths: list[int], leaving: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(_conv(3 * size, size), _conv(size, size)) for size in widths[-2::-1]
+        )
+        self.head = nn.Conv2d(widths[0], leaving, 1)
+
+    def forward(self, skips: list[Tensor]) -> Tensor:
+        value = skips[-1]
+        for block, skip in zip(self.blocks, skips[-2::-1], strict=True):
+            value = block(torch.cat([F.interpolate(value, scale_factor=2.0), skip], 1))
+        made: Tensor = self.head(value)
+        return made
+
+
 class ThreeDecoders(nn.Module):
     """One encoder and three decoders, each with the skips: HoVer-Net's shape (Graham et al., 2019).
 
     Args:
         width: Channels of the first level.
-        classes: Channels of the last decoder's output; the others have 2.
+        classes: Channels of the first decoder's output; the others have 2.
     """
 
     def __init__(self, width: int = 8, classes: int = 3) -> None:
@@ -30,26 +48,33 @@ class ThreeDecoders(nn.Module):
             nn.Sequential(_conv(entering, leaving), _conv(leaving, leaving))
             for entering, leaving in zip([3, *widths], widths, strict=False)
         )
-        self.decoders = nn.ModuleList(
-            nn.ModuleList(
-                nn.Sequential(_conv(3 * size, size), _conv(size, size)) for size in widths[1::-1]
-            )
-            for _ in range(3)
-        )
-        self.heads = nn.ModuleList(nn.Conv2d(width, out, 1) for out in (classes, 2, 2))
+        self.decoders = nn.ModuleList(_Decoder(widths, leaving) for leaving in (classes, 2, 2))
 
     def forward(self, images: Tensor) -> Tensor:
-        skips = []
+        skips: list[Tensor] = []
         for level, block in enumerate(self.down):
             images = block(F.max_pool2d(images, 2) if level else images)
             skips.append(images)
-        made = []
-        for blocks, head in zip(self.decoders, self.heads, strict=True):
-            value = skips[-1]
-            for block, skip in zip(blocks, skips[-2::-1], strict=True):
-                value = block(torch.cat([F.interpolate(value, scale_factor=2.0), skip], 1))
-            made.append(head(value))
-        return torch.cat(made, 1)
+        return torch.cat([decoder(skips) for decoder in self.decoders], 1)
+
+
+class _Exchange(nn.Module):
+    """One branch's next value: the sum of all branches, at its resolution and width."""
+
+    def __init__(self, widths: list[int], target: int) -> None:
+        super().__init__()
+        self.target = target
+        self.mixes = nn.ModuleList(
+            nn.Identity() if source == target else nn.Conv2d(width, widths[target], 1)
+            for source, width in enumerate(widths)
+        )
+
+    def forward(self, values: list[Tensor]) -> Tensor:
+        total = values[self.target]
+        for source, mix in enumerate(self.mixes):
+            if source != self.target:
+                total = total + _resized(mix(values[source]), source - self.target)
+        return F.relu(total)
 
 
 class FourResolutions(nn.Module):
@@ -73,36 +98,32 @@ class FourResolutions(nn.Module):
         self.enter = nn.ModuleList(
             _conv(width, size, 2**level) for level, size in enumerate(widths)
         )
-        self.blocks = nn.ModuleList(
-            nn.ModuleList(nn.Sequential(_conv(size, size), _conv(size, size)) for size in widths)
-            for _ in range(exchanges)
-        )
-        self.fuse = nn.ModuleList(
-            nn.ModuleList(
-                nn.ModuleList(
-                    nn.Identity() if source == target else nn.Conv2d(a, b, 1)
-                    for source, a in enumerate(widths)
-                )
-                for target, b in enumerate(widths)
-            )
-            for _ in range(exchanges)
-        )
+        self.rounds = nn.ModuleList(_Round(widths) for _ in range(exchanges))
         self.head = nn.Conv2d(sum(widths), classes, 1)
 
     def forward(self, images: Tensor) -> Tensor:
         stem = self.stem(images)
         values = [enter(stem) for enter in self.enter]
-        for blocks, fuse in zip(self.blocks, self.fuse, strict=True):
-            made = [block(value) for block, value in zip(blocks, values, strict=True)]
-            values = []
-            for target, mixes in enumerate(fuse):
-                total = made[target]
-                for source, mix in enumerate(mixes):
-                    if source != target:
-                        total = total + _resized(mix(made[source]), source - target)
-                values.append(F.relu(total))
+        for each in self.rounds:
+            values = each(values)
         sized = [_resized(value, level) for level, value in enumerate(values)]
-        return self.head(torch.cat(sized, 1))
+        logits: Tensor = self.head(torch.cat(sized, 1))
+        return logits
+
+
+class _Round(nn.Module):
+    """Each branch by itself, then all read all."""
+
+    def __init__(self, widths: list[int]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(_conv(size, size), _conv(size, size)) for size in widths
+        )
+        self.exchanges = nn.ModuleList(_Exchange(widths, target) for target in range(len(widths)))
+
+    def forward(self, values: list[Tensor]) -> list[Tensor]:
+        made = [block(value) for block, value in zip(self.blocks, values, strict=True)]
+        return [exchange(made) for exchange in self.exchanges]
 
 
 def _resized(value: Tensor, levels: int) -> Tensor:
@@ -128,7 +149,8 @@ class _Heads(nn.Module):
             for each in (self.query, self.key, self.value)
         )
         mixed = F.scaled_dot_product_attention(query, key, value)
-        return self.out(mixed.transpose(1, 2).flatten(2))
+        made: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return made
 
 
 class _FeedForward(nn.Module):
@@ -140,7 +162,22 @@ class _FeedForward(nn.Module):
         self.up, self.down = nn.Linear(width, hidden, False), nn.Linear(hidden, width, False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(self.norm(tokens))))
+        made: Tensor = self.down(F.gelu(self.up(self.norm(tokens))))
+        return made
+
+
+class _Sum(nn.Module):
+    """The tokens and what each branch makes of them, added up."""
+
+    def __init__(self, branches: list[nn.Module]) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(branches)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        total = tokens
+        for made in [branch(tokens) for branch in self.branches]:
+            total = total + made
+        return total
 
 
 class SplitTransformer(nn.Module):
@@ -162,21 +199,20 @@ class SplitTransformer(nn.Module):
         super().__init__()
         self.embed = nn.Conv2d(3, width, patch, patch)
         size = width // (2 * branches)
-        self.attention = nn.ModuleList(
-            nn.ModuleList(_Heads(width, 2, size) for _ in range(branches)) for _ in range(blocks)
-        )
-        self.forwards = nn.ModuleList(
-            nn.ModuleList(_FeedForward(width, 4 * width // branches) for _ in range(branches))
-            for _ in range(blocks)
+        self.blocks = nn.Sequential(
+            *(
+                nn.Sequential(
+                    _Sum([_Heads(width, 2, size) for _ in range(branches)]),
+                    _Sum([_FeedForward(width, 4 * width // branches) for _ in range(branches)]),
+                )
+                for _ in range(blocks)
+            )
         )
         self.head = nn.ConvTranspose2d(width, classes, patch, patch)
 
     def forward(self, images: Tensor) -> Tensor:
         grid = self.embed(images)
         tokens = grid.flatten(2).transpose(1, 2)
-        for attention, forwards in zip(self.attention, self.forwards, strict=True):
-            for branches in (attention, forwards):
-                made = [branch(tokens) for branch in branches]
-                for each in made:
-                    tokens = tokens + each
-        return self.head(tokens.transpose(1, 2).unflatten(2, grid.shape[-2:]))
+        tokens = self.blocks(tokens)
+        logits: Tensor = self.head(tokens.transpose(1, 2).unflatten(2, grid.shape[-2:]))
+        return logits

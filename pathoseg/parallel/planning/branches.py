@@ -228,6 +228,7 @@ class Branches:
         backwards: Time of each layer's backward.
         link: Takes messages between ranks.
         slots: Tensors of its size that a step keeps beside a parameter that is trained.
+        visit: Time that a rank takes for each forward or backward of a stage beside its layers.
 
     Attributes:
         whole: The decomposition (1).
@@ -242,7 +243,9 @@ class Branches:
         backwards: Sequence[float],
         link: Link,
         slots: int = 3,
+        visit: float = 0,
     ) -> None:
+        self._visit = visit
         blocks = [range(*ends) for ends in pairwise(places(graph))]
         reads = _reads(graph, [number for number, block in enumerate(blocks) for _ in block])
         before: list[set[int]] = [set() for _ in blocks]
@@ -292,7 +295,7 @@ class Branches:
         Returns:
             Nothing where it is best to leave ranks without work.
         """
-        search = _Search(self._pieces, ranks, microbatches, memory)
+        search = _Search(self._pieces, ranks, microbatches, memory, self._visit)
         search.look(self.whole, lambda part: sorted({self._of[each] for each in bits(part.blocks)}))
         found = dict.fromkeys(
             _stages(self._pieces, search.order, homes)
@@ -341,8 +344,10 @@ class _Search:
         found: Assignments, as the rank of each piece, with their estimated times.
     """
 
-    def __init__(self, pieces: _Pieces, ranks: int, microbatches: int, memory: float) -> None:
-        self._pieces, self._ranks = pieces, ranks
+    def __init__(
+        self, pieces: _Pieces, ranks: int, microbatches: int, memory: float, visit: float
+    ) -> None:
+        self._pieces, self._ranks, self._visit = pieces, ranks, visit
         self._microbatches, self._memory = microbatches, memory
         self._left = _JUDGED
         self.found: list[tuple[float, tuple[int, ...]]] = []
@@ -386,7 +391,7 @@ class _Search:
         """Estimate the time of a step of an assignment.
 
         It is that of one microbatch, by list scheduling with messages, and for each one more that
-        of the busiest rank.
+        of the busiest rank. A piece that reads what another rank made begins a stage.
         """
         pieces = self._pieces
         way = self._way(self.order, homes, pieces.forward, pieces.before)
@@ -395,6 +400,8 @@ class _Search:
         in_flight = min(self._microbatches, self._ranks)
         for piece, rank in enumerate(homes):
             load[rank] += pieces.seconds(piece)
+            if self._visit and any(homes[source] != rank for source, _ in pieces.before[piece]):
+                load[rank] += 2 * self._visit
             held[rank] += pieces.weights[piece] + in_flight * pieces.saved[piece]
         excess = max(0.0, max(held) / self._memory - 1)
         return (way + (self._microbatches - 1) * max(load)) * (1 + 10 * excess)
@@ -411,10 +418,15 @@ class _Search:
         for piece in order:
             rank = homes[piece]
             start = free[rank]
+            begins = 0.0
             for source, delay in before[piece]:
-                there = ends[source] if homes[source] == rank else ends[source] + delay
+                there = ends[source]
+                if homes[source] != rank:
+                    there += delay
+                    begins = self._visit
                 if there > start:
                     start = there
+            start += begins
             free[rank] = ends[piece] = start + times[piece]
         return max(free)
 

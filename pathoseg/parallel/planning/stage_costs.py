@@ -202,8 +202,9 @@ class StageCosts:
 
     @cached_property
     def _branches(self) -> Branches:
-        inside, slots = self.hardware.inside, self._slots + 1  # and the gradient
-        return Branches(self.graph, self._forwards, self._backwards, inside, slots)
+        hardware, slots = self.hardware, self._slots + 1  # and the gradient
+        times = self._forwards, self._backwards
+        return Branches(self.graph, *times, hardware.inside, slots, hardware.visit)
 
     def _find_branch_cuts(self, ranks: int, microbatches: int, memory: int) -> list[BranchCut]:
         # What fills the ranks once all are busy, and what is fastest where each microbatch waits
@@ -258,8 +259,8 @@ class StageCosts:
         # The simulator adds the tensors that stages send one another; the rest is the batch.
         batch = memory.received - entering
         return StageCost(
-            forward=self._forward[stop] - self._forward[first],
-            backward=self._backward[stop] - self._backward[first],
+            forward=self._forward[stop] - self._forward[first] + self.hardware.visit,
+            backward=self._backward[stop] - self._backward[first] + self.hardware.visit,
             activations=memory.activations + batch,
             weights=memory.weights,
             gradients=memory.gradients,
