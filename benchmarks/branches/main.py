@@ -68,10 +68,10 @@ class Network:
 NETWORKS = {
     "three_decoders": Network(lambda width: ThreeDecoders(int(width)), 64, 1024, 16, 192),
     "hrnet": Network(lambda width: FourResolutions(int(width)), 48, 1024, 16, 192),
-    "inception_v3": Network(lambda width: InceptionV3(width=width), 1, 1024),
+    "inception_v3": Network(lambda width: InceptionV3(width=width), 1, 2048),
     "amoebanet_d": Network(lambda width: AmoebaNetD(cells=18, filters=int(width)), 256, 1024),
     "split_transformer": Network(
-        lambda width: SplitTransformer(int(width), 6, 2, 16), 1024, 1024, 256, 256
+        lambda width: SplitTransformer(int(width), 12, 2, 16), 1024, 1024, 256, 256
     ),
 }
 
@@ -149,6 +149,11 @@ class Times:
         pairs = zip(self.rounds[way], self.rounds[other], strict=True)
         return median(one / two for one, two in pairs)
 
+    @property
+    def takes_branches(self) -> bool:
+        """Whether branches are predicted to be faster than every other way."""
+        return min(self.predicted, key=self.predicted.__getitem__) == BRANCHES
+
     def error(self, way: str) -> float:
         """The predicted step over the measured one, less 1.
 
@@ -195,9 +200,10 @@ def _figures(found: Mapping[str, Times]) -> dict[str, float]:
         value for key, value in figures.items() if key.startswith("measured") and key[-1] == "1"
     ]
     figures["measured_speedup"] = median(once)
-    figures["prediction_error"] = max(
-        value for key, value in figures.items() if key.startswith("prediction_error")
-    )
+    # Of the plans that `auto` would take, and of all.
+    taken = [times for times in found.values() if times.takes_branches]
+    figures["prediction_error"] = max(abs(times.error(BRANCHES)) for times in taken)
+    figures["prediction_error_all"] = max(abs(each.error(BRANCHES)) for each in found.values())
     return figures
 
 

@@ -33,11 +33,12 @@ PLACEMENTS: Mapping[str, Callable[[int], Placement]] = {
 BRANCHED, BRANCHED_MIRRORED = "branched", "branched-mirrored"
 
 
-def of_branches(order: Order) -> str | None:
-    """Return the placement of an order on stages that are branches; None where it has none."""
-    if LINEAR in order.placements and order.staged:
-        return BRANCHED
-    return BRANCHED_MIRRORED if "mirrored" in order.placements else None
+def of_branches(order: Order) -> tuple[str, ...]:
+    """Return the placements of an order on stages that are branches."""
+    if not order.staged:
+        return ()
+    names = {LINEAR: BRANCHED, "mirrored": BRANCHED_MIRRORED}
+    return tuple(names[name] for name in order.placements if name in names)
 
 
 def branch_placement(name: str, ranks: int, home: tuple[int, ...]) -> Placement:

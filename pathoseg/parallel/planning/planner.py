@@ -116,10 +116,10 @@ def _branched(priced: StageCosts, request: PlanRequest) -> Iterator[Candidate]:
     if request.branches == "none" or request.cut or request.stages or not priced.has_branches:
         return
     for order in find_order(request.order):
-        placement = of_branches(order)
-        for width in _widths(request, None, 1) if placement else ():
-            if placement and width <= _BRANCH_RANKS:
-                yield from _in_groups(priced, request, order, placement, width)
+        for placement in of_branches(order):
+            for width in _widths(request, None, 1):
+                if width <= _BRANCH_RANKS:
+                    yield from _in_groups(priced, request, order, placement, width)
 
 
 def _widths(request: PlanRequest, stages: int | None, chunks: int) -> list[int]:
@@ -207,7 +207,7 @@ _VISITS = 2048
 _PATIENCE = 4  # candidates of an order that are simulated after its last improvement,
 _HOPE = 8  # and before the first that fits
 _FRAMES = 3  # for which orders are made to measure,
-_BRANCH_FRAMES = 1  # and for which on branches,
+_BRANCH_FRAMES = 2  # and for which on branches,
 _CHOICES = 24  # stages for which a retention is chosen, in all
 _BRANCH_RANKS = 8  # ranks of a group that are given branches, at most
 _GAIN = 0.98  # where they may take less than this share of the best time
