@@ -43,6 +43,7 @@ _PIECES = 100
 _EXACT = 4096  # assignments of pieces to ranks up to which all are looked at
 _BISECTED = 12  # branches up to which all ways to halve them are looked at
 _JUDGED = 1500  # assignments that are looked at otherwise
+_ROOM = 0.8  # share of a rank's memory that pieces may fill; the rest is left to workspace
 _KEPT = 3  # different cuts that are returned
 
 
@@ -202,6 +203,7 @@ class _Pieces:
         saved: Bytes that one microbatch keeps for the backward.
         before: The pieces that it reads, each with the time of the message between ranks.
         after: The pieces that read it, likewise.
+        read: The pieces that it reads, each with the bytes.
     """
 
     layers: list[list[int]]
@@ -211,6 +213,7 @@ class _Pieces:
     saved: list[int]
     before: list[list[tuple[int, float]]]
     after: list[list[tuple[int, float]]]
+    read: list[list[tuple[int, int]]]
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -264,7 +267,9 @@ class Branches:
         links: dict[bool, list[list[tuple[int, float]]]] = {
             forward: [[] for _ in own] for forward in (True, False)
         }
+        read: list[list[tuple[int, int]]] = [[] for _ in own]
         for (source, target), size in sorted(sizes.items()):
+            read[target].append((source, size))
             delay = link.latency(0, 1) + link.transfer(0, 1, size)
             links[True][target].append((source, delay))
             links[False][source].append((target, delay))
@@ -277,6 +282,7 @@ class Branches:
             [_saved(graph, inside) for inside in layers],
             links[True],
             links[False],
+            read,
         )
         chain = [0.0] * len(layers)
         for piece, entering in enumerate(links[True]):
@@ -348,7 +354,9 @@ class _Search:
         self, pieces: _Pieces, ranks: int, microbatches: int, memory: float, visit: float
     ) -> None:
         self._pieces, self._ranks, self._visit = pieces, ranks, visit
-        self._microbatches, self._memory = microbatches, memory
+        self._microbatches, self._memory = microbatches, _ROOM * memory
+        self._in_flight = min(microbatches, ranks)
+        self._tight = sum(pieces.weights) + self._in_flight * sum(pieces.saved) > self._memory
         self._left = _JUDGED
         self.found: list[tuple[float, tuple[int, ...]]] = []
         ahead = [0.0] * len(pieces)
@@ -396,15 +404,26 @@ class _Search:
         pieces = self._pieces
         way = self._way(self.order, homes, pieces.forward, pieces.before)
         way += self._way(self.order[::-1], homes, pieces.backward, pieces.after)
-        load, held = [0.0] * self._ranks, [0] * self._ranks
-        in_flight = min(self._microbatches, self._ranks)
+        load = [0.0] * self._ranks
         for piece, rank in enumerate(homes):
             load[rank] += pieces.seconds(piece)
             if self._visit and any(homes[source] != rank for source, _ in pieces.before[piece]):
                 load[rank] += 2 * self._visit
-            held[rank] += pieces.weights[piece] + in_flight * pieces.saved[piece]
-        excess = max(0.0, max(held) / self._memory - 1)
+        excess = max(0.0, self._held(homes) / self._memory - 1) if self._tight else 0.0
         return (way + (self._microbatches - 1) * max(load)) * (1 + 10 * excess)
+
+    def _held(self, homes: Sequence[int]) -> int:
+        """About the most bytes of a rank: what one rank makes for another is on both."""
+        pieces, held = self._pieces, [0] * self._ranks
+        received: dict[tuple[int, int], int] = {}
+        for piece, rank in enumerate(homes):
+            held[rank] += pieces.weights[piece] + self._in_flight * pieces.saved[piece]
+            for source, size in pieces.read[piece]:
+                if homes[source] != rank:
+                    received[source, rank] = max(size, received.get((source, rank), 0))
+        for (_, rank), size in received.items():
+            held[rank] += self._in_flight * size
+        return max(held)
 
     def _way(
         self,
