@@ -28,7 +28,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, combinations, pairwise, product
@@ -69,20 +69,13 @@ class Part:
     Attributes:
         parts: What it is made of, in a topological order; nothing for a piece.
         parallel: Whether no part of it reads another.
-        blocks: The atomic blocks of layers inside of it, as a set of bits.
+        nodes: What is inside of it, as a set of bits: of a decomposition the nodes of its graph,
+            of `Branches.whole` the numbers of pieces.
     """
 
     parts: tuple[Part, ...]
     parallel: bool
-    blocks: int
-
-    @property
-    def pieces(self) -> Iterator[Part]:
-        """The pieces inside of it, in a topological order."""
-        if not self.parts:
-            yield self
-        for part in self.parts:
-            yield from part.pieces
+    nodes: int
 
     def walk(self) -> Iterator[Part]:
         """Yield this part and all that are inside of it."""
@@ -163,7 +156,7 @@ class _Decomposition:
             part = self.part(section)
             for each in part.parts if part.parts and not part.parallel else (part,):
                 if parts and not (parts[-1].parts or each.parts):
-                    both = parts[-1].blocks | each.blocks
+                    both = parts[-1].nodes | each.nodes
                     if self._time(both) <= self._grain:
                         parts[-1] = Part((), False, both)
                         continue
@@ -181,6 +174,13 @@ class _Decomposition:
                 branch[node] = met.pop() if met else node
                 taken |= 1 << node
         return taken
+
+
+def _of_pieces(part: Part, piece_of: Mapping[int, int]) -> Part:
+    """The same part, its nodes being pieces."""
+    pieces = {piece_of[node] for node in bits(part.nodes)}
+    parts = tuple(_of_pieces(each, piece_of) for each in part.parts)
+    return Part(parts, part.parallel, sum(1 << piece for piece in pieces))
 
 
 def bits(nodes: int) -> Iterator[int]:
@@ -255,11 +255,10 @@ class Branches:
         for source, target in reads:
             before[target].add(source)
         times = [sum(forwards[at] + backwards[at] for at in block) for block in blocks]
-        found = _Decomposition(before, times, sum(times) / _PIECES)
-        self.whole = found.part((1 << len(blocks)) - 1)
-        own = [[*bits(piece.blocks)] for piece in self.whole.pieces]
+        found = _Decomposition(before, times, sum(times) / _PIECES).part((1 << len(blocks)) - 1)
+        own = [[*bits(part.nodes)] for part in found.walk() if not part.parts]
         of = {block: piece for piece, inside in enumerate(own) for block in inside}
-        self._of = of
+        self.whole = _of_pieces(found, of)
         sizes: Counter[tuple[int, int]] = Counter()
         for (source, target), size in reads.items():
             if of[source] != of[target]:
@@ -302,7 +301,7 @@ class Branches:
             Nothing where it is best to leave ranks without work.
         """
         search = _Search(self._pieces, ranks, microbatches, memory, self._visit)
-        search.look(self.whole, lambda part: sorted({self._of[each] for each in bits(part.blocks)}))
+        search.look(self.whole)
         found = dict.fromkeys(
             _stages(self._pieces, search.order, homes)
             for _, homes in sorted(search.found)
@@ -365,13 +364,8 @@ class _Search:
             ahead[piece] = pieces.forward[piece] + longest
         self.order = sorted(range(len(pieces)), key=lambda piece: (-ahead[piece], piece))
 
-    def look(self, whole: Part, inside: Callable[[Part], list[int]]) -> None:
-        """Find good assignments.
-
-        Args:
-            whole: The decomposition.
-            inside: Returns the pieces of a part.
-        """
+    def look(self, whole: Part) -> None:
+        """Find good assignments of the pieces of a decomposition."""
         size, ranks = len(self._pieces), self._ranks
         if size == 1:
             return
@@ -380,8 +374,8 @@ class _Search:
             self.found = [(self.seconds((0, *homes)), (0, *homes)) for homes in every]
             return
         moves = [
-            (inside(part), rank)
-            for part in sorted(whole.walk(), key=lambda part: -part.blocks.bit_count())
+            ([*bits(part.nodes)], rank)
+            for part in sorted(whole.walk(), key=lambda part: -part.nodes.bit_count())
             if part is not whole
             for rank in range(ranks)
         ]
@@ -389,10 +383,10 @@ class _Search:
             self._left = _JUDGED
             homes = [0] * size
             width = ranks // sections
-            for number, parts in enumerate(self._sections(whole, sections, inside)):
+            for number, parts in enumerate(self._sections(whole, sections)):
                 for part in parts:
                     own = range(number * width, (number + 1) * width)
-                    self._place(part, own, homes, inside)
+                    self._place(part, own, homes)
             self._climb(homes, moves)
 
     def seconds(self, homes: Sequence[int]) -> float:
@@ -449,12 +443,10 @@ class _Search:
             free[rank] = ends[piece] = start + times[piece]
         return max(free)
 
-    def _sections(
-        self, whole: Part, count: int, inside: Callable[[Part], list[int]]
-    ) -> list[list[Part]]:
+    def _sections(self, whole: Part, count: int) -> list[list[Part]]:
         """The parts in series, as sections of a pipeline of about the same time."""
         parts = whole.parts if whole.parts and not whole.parallel else (whole,)
-        times = [sum(map(self._pieces.seconds, inside(part))) for part in parts]
+        times = [*map(self._time, parts)]
         sections: list[list[Part]] = [[] for _ in range(count)]
         done, total = 0.0, sum(times) or 1.0
         for part, time in zip(parts, times, strict=True):
@@ -462,28 +454,29 @@ class _Search:
             done += time
         return sections
 
-    def _place(
-        self, part: Part, ranks: range, homes: list[int], inside: Callable[[Part], list[int]]
-    ) -> None:
+    def _time(self, part: Part) -> float:
+        return sum(map(self._pieces.seconds, bits(part.nodes)))
+
+    def _place(self, part: Part, ranks: range, homes: list[int]) -> None:
         """Put a part on ranks: those of branches are halved, and the branches with them."""
         if len(ranks) == 1 or not part.parts:
-            for piece in inside(part):
+            for piece in bits(part.nodes):
                 homes[piece] = ranks[0]
         elif not part.parallel:
             for each in part.parts:
-                self._place(each, ranks, homes, inside)
+                self._place(each, ranks, homes)
         else:
             middle = (len(ranks) + 1) // 2
             first, second = ranks[:middle], ranks[middle:]
-            times = [sum(map(self._pieces.seconds, inside(each))) for each in part.parts]
+            times = [*map(self._time, part.parts)]
             chosen = _halved(times, len(first), len(second))
             for own, where in ((chosen, first), ({*range(len(times))} - chosen, second)):
-                blocks = sum(part.parts[each].blocks for each in own)
+                nodes = sum(part.parts[each].nodes for each in own)
                 branches = tuple(part.parts[each] for each in sorted(own))
                 if len(branches) == 1:
-                    self._place(branches[0], where, homes, inside)
+                    self._place(branches[0], where, homes)
                 elif branches:
-                    self._place(Part(branches, True, blocks), where, homes, inside)
+                    self._place(Part(branches, True, nodes), where, homes)
 
     def _climb(self, homes: list[int], moves: Sequence[tuple[list[int], int]]) -> None:
         """Move parts to other ranks while that makes the step shorter."""
