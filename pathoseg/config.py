@@ -322,10 +322,10 @@ class ParallelConfig:
             docs/planning.md lists, or "auto" for the fastest that fits.
         stages: Into how many stages the model is cut; None lets the planner choose.
         cut: Layers or modules before which the model is cut, instead of the planner's cuts.
+        branches: Run branches of the model on several ranks at once: "auto", "only" or "none".
         memory: What a rank has, such as "16GiB"; None means what the hardware has.
         hardware: `v100`, `a100`, `h100`, `h200`, `b200`, `l40s`, `a40`, `a10`, `t4`, `rtx-4090`,
-            `rtx-6000-ada`, `cpu` or a file of `pathoseg calibrate`; None means this
-            machine's device.
+            `rtx-6000-ada`, `cpu` or a file of `pathoseg calibrate`; None: this machine's device.
         profile: Times each distinct layer of the model on this machine, instead of pricing it by
             the hardware; memory and links stay the hardware's.
         offload: How tensors are copied to host memory where a plan says so, in one of the forms of
@@ -345,6 +345,7 @@ class ParallelConfig:
     order: str = "auto"
     stages: Count | None = None
     cut: tuple[str, ...] = ()
+    branches: Literal["auto", "only", "none"] = "auto"
     memory: MemorySize | None = None
     hardware: str | None = None
     profile: bool = False

@@ -192,7 +192,7 @@ def split(
     Raises:
         PathosegError: The plan is for another model or microbatch.
     """
-    traced = Traced(model, example, training.dtype)
+    traced = Traced(model, example, training.dtype).reordered(plan.line)
     partition = plan.partition(traced.graph)
     memory = Memory(
         {stage: each.recomputed for stage, each in enumerate(plan.retention)},

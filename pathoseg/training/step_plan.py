@@ -119,6 +119,7 @@ def plan_request(config: Config, memory: int) -> PlanRequest:
         wanted.order,
         wanted.stages,
         wanted.cut,
+        wanted.branches,
         ways=AllowedPolicies(wanted.offload != "none", wanted.recompute),
     )
 
@@ -290,7 +291,7 @@ def agreed_plan(
         request = replace(plan_request(config, memory), ranks=transport.ranks, all_ranks=True)
         graphs = {each.microbatch: each for each in price(model, config, hardware, dtype)}
         plan = best([*graphs.values()], request)
-        priced = graphs[plan.microbatch]
+        priced = graphs[plan.microbatch].reordered(plan.line)
         partition = plan.partition(priced.graph)
         costs = priced.costs(partition, plan.ranks, plan.retention, plan.window)
         planned.extend(simulate(plan.schedule, costs).events)

@@ -93,7 +93,8 @@ def plan(
             lambda side: price_one(model, graphs[0].microbatch, side, config, hardware, dtype),
         )
     best = plans[0]
-    [priced] = [each for each in graphs if each.microbatch == best.microbatch]
+    [whole] = [each for each in graphs if each.microbatch == best.microbatch]
+    priced = whole.reordered(best.line)
     for note in priced.graph.notes:
         say(note)
     has_margin = config.parallel.memory is None and memory < hardware.memory
@@ -117,7 +118,10 @@ def plan(
     write_text(out / PLAN, best.to_json())
     write_text(out / TIMELINE, timeline.draw_svg({"planned": events}))
     say(f"Plan: {out / PLAN}. Timeline: {out / TIMELINE}.")
-    graph, times, stages = _at_level(priced, partition, level)
+    if level in _DEPTHS and best.line:  # modules run at once, so that none is a row of its own
+        graph, times, stages = _at_level(whole, None, level)
+    else:
+        graph, times, stages = _at_level(priced, partition, level)
     if level is not None:
         say("")
         say(adjacency(graph))
@@ -130,11 +134,12 @@ def plan(
 
 
 def _at_level(
-    priced: StageCosts, partition: Partition, level: Level | None
+    priced: StageCosts, partition: Partition | None, level: Level | None
 ) -> tuple[LayerGraph, Mapping[str, tuple[float, float]], Partition | None]:
     """Return the graph, its layers' times and its stages, folded to a level.
 
-    The stages are None where one of them begins inside of a folded module.
+    The stages are None where one of them begins inside of a folded module, and where the
+    partition is.
     """
     depth = _DEPTHS.get(level or "layer")
     if depth is None:
@@ -149,7 +154,7 @@ def _at_level(
     begins = {group[0]: index for index, group in enumerate(groups)} | {
         len(priced.graph.layers): len(groups)
     }
-    if any(bound not in begins for bound in partition.bounds):
+    if partition is None or any(bound not in begins for bound in partition.bounds):
         return graph, times, None
     return graph, times, cut(graph, [begins[bound] for bound in partition.bounds])
 

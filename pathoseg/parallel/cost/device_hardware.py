@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pathoseg.device import cuda_properties, device_count
-from pathoseg.parallel.cost.hardware import Hardware, known_hardware
+from pathoseg.parallel.cost.hardware import VISIT, Hardware, known_hardware
 from pathoseg.parallel.schedule.costs import Link
 
 # By compute capability: multiply-adds that a multiprocessor does in a clock, in float32 by its
@@ -116,4 +116,5 @@ def _roofline(told: _Told, devices: int) -> Hardware | None:
         inside=host,
         between=Link(_TO_NODE, 1 / _NETWORK),
         host=host,
+        visit=VISIT,
     )

@@ -57,6 +57,9 @@ def read_versioned(
 # Another number where a file has other keys, or its fit other amounts or features (features.py).
 FORMAT = 1
 
+# Of a device that nobody has measured; benchmarks/schedules-measured finds 80 to 130 µs an action.
+VISIT = 1e-4
+
 _Positive = Annotated[FiniteFloat, Field(gt=0)]
 _Count = Annotated[int, Field(gt=0)]
 _Numbers = tuple[FiniteFloat, ...]
@@ -127,6 +130,8 @@ class Hardware:
         threads: Number of threads with which it was measured; None where that has no meaning.
         measured: Date and device of the measurement; empty where all stems from datasheets.
         fit: The regression of timed layers; None where none were timed.
+        visit: Seconds that a rank's program takes for each forward or backward of a stage beside
+            its layers, messages included.
     """
 
     name: str
@@ -142,6 +147,7 @@ class Hardware:
     threads: _Count | None = None
     measured: str = ""
     fit: CostFit | None = field(default=None, repr=False)
+    visit: Annotated[FiniteFloat, Field(ge=0)] = 0.0
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 

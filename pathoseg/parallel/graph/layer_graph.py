@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -188,6 +188,8 @@ class LayerGraph:
         modules: Class of each module that runs, by path.
         ties: Layers that no cut may part.
         notes: Remarks for the reader, such as blocks that could not be traced.
+        order: Where the layers run in another order than in the model itself (`reorder`), the
+            position there of each; empty elsewhere.
     """
 
     model: str
@@ -200,6 +202,12 @@ class LayerGraph:
     modules: Mapping[str, str]
     ties: tuple[Colocation, ...] = ()
     notes: tuple[str, ...] = ()
+    order: tuple[int, ...] = ()
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The position of each layer in the order in which the model itself runs them."""
+        return self.order or range(len(self.layers))
 
     @cached_property
     def position(self) -> Mapping[str, int]:
@@ -341,6 +349,7 @@ def _graph(data: dict[str, Any]) -> LayerGraph:
         data["modules"],
         tuple(Colocation(**tie) for tie in data["ties"]),
         tuple(data["notes"]),
+        tuple(data.get("order", ())),
     )
 
 

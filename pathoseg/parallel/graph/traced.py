@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from functools import cache
 from traceback import walk_tb
@@ -29,6 +30,7 @@ from pathoseg.parallel.graph.layer_graph import (
     find_ties,
 )
 from pathoseg.parallel.graph.memory_profile import MemoryProfile, Recorder
+from pathoseg.parallel.graph.reorder import reordered
 from pathoseg.parallel.graph.segment import Segment, SegmentPlan, Step
 
 
@@ -118,6 +120,21 @@ class Traced:
         return Segment(
             self.graph, layers, self._steps, lambda: model.training, fx.to_tensor, fx.from_tensor
         )
+
+    def reordered(self, order: Sequence[int]) -> Traced:
+        """Return the same model, its layers in another order (`reorder.reordered`).
+
+        Raises:
+            PathosegError: It is no order of these layers.
+        """
+        other = copy(self)
+        other.graph = reordered(self.graph, order)
+        if order:
+            other._steps = {
+                training: {new: known[old] for new, old in enumerate(order) if old in known}
+                for training, known in self._steps.items()
+            }
+        return other
 
     def assemble(self, values: Mapping[str, Any]) -> Any:
         """Build what the model itself would return from the values named by `graph.outputs`."""

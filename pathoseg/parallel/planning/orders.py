@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.schedule.action import Edge
-from pathoseg.parallel.schedule.bidirectional import bidirectional
+from pathoseg.parallel.schedule.bidirectional import bidirectional_of
 from pathoseg.parallel.schedule.costs import Costs
-from pathoseg.parallel.schedule.gems import gems
+from pathoseg.parallel.schedule.gems import gems_of
 from pathoseg.parallel.schedule.gpipe import gpipe, mp_basic, sequential
-from pathoseg.parallel.schedule.one_f_one_b import one_f_one_b
+from pathoseg.parallel.schedule.one_f_one_b import one_f_one_b_of, warm_up
 from pathoseg.parallel.schedule.schedule import Placement, Schedule, folded, linear, mirrored
 from pathoseg.parallel.schedule.synthesise import synthesise
 
@@ -29,6 +29,28 @@ PLACEMENTS: Mapping[str, Callable[[int], Placement]] = {
     "folded": folded,
     "mirrored": mirrored,
 }
+# Placements of stages that are branches, which name a rank for each stage.
+BRANCHED, BRANCHED_MIRRORED = "branched", "branched-mirrored"
+
+
+def of_branches(order: Order) -> tuple[str, ...]:
+    """Return the placements of an order on stages that are branches."""
+    if not order.staged:
+        return ()
+    names = {LINEAR: BRANCHED, "mirrored": BRANCHED_MIRRORED}
+    return tuple(names[name] for name in order.placements if name in names)
+
+
+def branch_placement(name: str, ranks: int, home: tuple[int, ...]) -> Placement:
+    """Place stages that are branches.
+
+    Args:
+        name: `branched`, or `branched-mirrored` for two replicas, the odd one inverted.
+        ranks: Number of ranks.
+        home: The rank of each stage.
+    """
+    opposite = tuple(ranks - 1 - rank for rank in home)
+    return Placement(ranks, (home, opposite) if name == BRANCHED_MIRRORED else (home,))
 
 
 class OrderSetting(NamedTuple):
@@ -114,13 +136,28 @@ def _gpipe(frame: OrderSetting) -> _Families:
 
 
 def _one_f_one_b(frame: OrderSetting) -> _Families:
-    yield iter([Variant(one_f_one_b(frame.placement.ranks, frame.microbatches))])
+    yield iter([Variant(_alternating(frame))])
+
+
+def _alternating(frame: OrderSetting) -> Schedule:
+    return one_f_one_b_of(frame.placement, frame.microbatches, frame.edges, _times(frame))
+
+
+def _times(frame: OrderSetting) -> list[tuple[float, float]]:
+    """Of each stage, a forward and a backward; nothing where every rank has one stage.
+
+    None takes no time at all, so that what waits for another starts later.
+    """
+    stages = frame.costs.stages
+    if len(stages) == frame.placement.ranks:
+        return []
+    least = 1e-9 * sum(each.forward + each.backward for each in stages)
+    return [(max(each.forward, least), max(each.backward, least)) for each in stages]
 
 
 def _recomputing(frame: OrderSetting) -> _Families:
     """First the stages alone that would not fit otherwise, then all."""
-    order = one_f_one_b(frame.placement.ranks, frame.microbatches)
-    order = replace(order, name="1f1b-recompute")
+    order = replace(_alternating(frame), name="1f1b-recompute")
     every = tuple(range(order.stages))
     too_large = tuple(stage for stage in every if not _fits(frame, stage))
     yield (Variant(order, stages) for stages in dict.fromkeys((too_large or every, every)))
@@ -132,7 +169,7 @@ def _fits(frame: OrderSetting, stage: int) -> bool:
     entering, leaving = (
         sum(frame.costs.sizes[edge] for edge in frame.edges if edge[end] == stage) for end in (1, 0)
     )
-    held = _falling(frame.placement.stages, frame.microbatches)[stage]
+    held = min(frame.microbatches, warm_up(frame.placement, frame.edges)[stage])
     workspace = max(cost.forward_workspace, cost.backward_workspace + leaving)
     return cost.weights + held * (cost.activations + entering) + workspace <= frame.memory
 
@@ -143,13 +180,14 @@ def _gems(frame: OrderSetting, master: bool) -> _Families:
         return
     pairs = [count for count in range(2 if master else 1, half + 1) if half % count == 0]
     yield (
-        Variant(gems(frame.placement.ranks, count, half // count))
+        Variant(gems_of(frame.placement, count, half // count))
         for count in (pairs if master else pairs[:1])
     )
 
 
 def _bidirectional(frame: OrderSetting) -> _Families:
-    yield iter([Variant(bidirectional(frame.placement.ranks, frame.microbatches))])
+    placement, microbatches, _, edges, _ = frame
+    yield iter([Variant(bidirectional_of(placement, microbatches, edges, _times(frame)))])
 
 
 def _synthesised(frame: OrderSetting) -> _Families:

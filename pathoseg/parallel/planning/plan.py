@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import ConfigDict
 
@@ -15,12 +15,14 @@ from pathoseg.errors import PathosegError
 from pathoseg.parallel.cost.hardware import read_versioned
 from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition
-from pathoseg.parallel.planning.orders import AUTO, find_order
+from pathoseg.parallel.planning.orders import AUTO, find_order, of_branches
 from pathoseg.parallel.planning.partition import cut
 from pathoseg.parallel.retention.policy_options import AllowedPolicies
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.schedule import Schedule
 from pathoseg.parallel.schedule.validate import validate
+
+BranchChoice = Literal["auto", "only", "none"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class PlanRequest:
         order: Name of an order, or `auto`.
         stages: Number of stages; None tries all.
         cut: The layers or modules before which the model is cut; empty leaves it to the planner.
+        branches: Whether branches may run on several ranks at once; "only" wants nothing else.
         all_ranks: Whether every rank has to have work, as those of a job that has started do.
         ways: What of a layer's storages may be done where they do not all fit.
     """
@@ -44,6 +47,7 @@ class PlanRequest:
     order: str = AUTO
     stages: int | None = None
     cut: tuple[str, ...] = ()
+    branches: BranchChoice = "auto"
     all_ranks: bool = False
     ways: AllowedPolicies = field(default_factory=AllowedPolicies)
 
@@ -60,6 +64,17 @@ class PlanRequest:
                 "Leave out the cuts or the number of stages.",
             )
 
+        if self.branches == "only" and (self.cut or self.stages):
+            raise PathosegError(
+                "Plans of branches cut the model themselves.",
+                "Leave out the cuts and the number of stages, or branches.",
+            )
+        if self.branches == "only" and not any(map(of_branches, find_order(self.order))):
+            raise PathosegError(
+                f"The order {self.order} runs the whole model on one rank, without branches.",
+                "Choose another order, such as 1f1b, or auto.",
+            )
+
 
 FORMAT = 2
 _AGAIN = "Plan again with `pathoseg plan`, for this model, tile and configuration."
@@ -74,8 +89,9 @@ class Plan:
         digest: Of the model's layers and their shapes: what the bounds refer to.
         input: Shape of one microbatch, (samples, channels, height, width).
         order: Name of the order.
-        placement: `linear`, `folded` or `mirrored`.
-        bounds: Position of the first layer of each stage, and the number of layers at the end.
+        placement: `linear`, `folded`, `mirrored`, `branched` or `branched-mirrored`.
+        bounds: In the order in which the layers run, position of the first layer of each stage,
+            and the number of layers at the end.
         starts: Name of the first layer of each stage.
         recompute: The stages that are recomputed.
         text: The order of one group's forwards and backwards: `Schedule.parse` reads it.
@@ -90,6 +106,8 @@ class Plan:
         window: Bytes of a device that may wait to be copied to the host, and as many that may be
             back ahead of their use.
         host_memory: By rank of a group, bytes in host memory at the worst moment.
+        line: The layers in the order in which they run, by their positions in the model; empty
+            where that is the model's own.
     """
 
     model: str
@@ -111,6 +129,7 @@ class Plan:
     retention: tuple[ActivationPolicy, ...]
     window: int
     host_memory: tuple[int, ...]
+    line: tuple[int, ...] = ()
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -156,6 +175,9 @@ class Plan:
     def partition(self, graph: LayerGraph) -> Partition:
         """Cut a graph into the plan's stages.
 
+        Args:
+            graph: The model's layers in the order of the plan's `line`.
+
         Raises:
             PathosegError: It is the graph of another model, tile or microbatch.
         """
@@ -197,6 +219,7 @@ class Plan:
             and all(first < stop for first, stop in pairwise(self.bounds))
             and all(len(each) == ranks for each in by_rank)
             and len(self.retention) == self.stages
+            and sorted(self.line) in ([], list(range(self.bounds[-1])))
             and self.window >= 0
             and set(self.recompute) <= set(range(self.stages))
             and self.input

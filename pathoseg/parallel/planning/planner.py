@@ -22,14 +22,16 @@ from pathoseg.parallel.planning.orders import (
     Order,
     OrderSetting,
     Variant,
+    branch_placement,
     find_order,
+    of_branches,
 )
-from pathoseg.parallel.planning.partition import MemoryLimit, custom
+from pathoseg.parallel.planning.partition import MemoryLimit, custom, cut
 from pathoseg.parallel.planning.plan import Plan, PlanRequest, digest, input_shape
 from pathoseg.parallel.planning.stage_costs import StageCosts, longest_chains, stage_edges
 from pathoseg.parallel.schedule.costs import Costs
 from pathoseg.parallel.schedule.lowering import lower
-from pathoseg.parallel.schedule.schedule import Schedule
+from pathoseg.parallel.schedule.schedule import Placement, Schedule
 from pathoseg.parallel.schedule.simulate import Simulation, simulate, step_memory
 
 # Ranks of a group: all to the first of these, then each larger by so much.
@@ -46,7 +48,9 @@ class Candidate(NamedTuple):
         placement: Name of the placement.
         width: Ranks of a group.
         groups: How many.
+        microbatches: Of one group.
         least: A lower bound of its time.
+        home: The rank of each stage where stages are branches.
     """
 
     priced: StageCosts
@@ -56,14 +60,23 @@ class Candidate(NamedTuple):
     groups: int
     microbatches: int
     least: float
+    home: tuple[int, ...] = ()
 
     @property
     def stages(self) -> int:
+        if self.home:
+            return len(self.home)
         return self.width * (2 if self.placement == "folded" else 1)
 
     @property
     def ranks(self) -> int:
         return self.width * self.groups
+
+    def place(self) -> Placement:
+        """The ranks of the stages."""
+        if self.home:
+            return branch_placement(self.placement, self.width, self.home)
+        return PLACEMENTS[self.placement](self.width)
 
 
 def candidates(priced: StageCosts, request: PlanRequest) -> Iterator[Candidate]:
@@ -72,7 +85,6 @@ def candidates(priced: StageCosts, request: PlanRequest) -> Iterator[Candidate]:
     Raises:
         PathosegError: The model cannot be cut into as many stages as the request wants.
     """
-    microbatches = request.batch // priced.microbatch
     fixed = request.stages or (len(request.cut) + 1 if request.cut else None)
     most = priced.cutter.most_stages
     if fixed is not None:
@@ -84,12 +96,30 @@ def candidates(priced: StageCosts, request: PlanRequest) -> Iterator[Candidate]:
                 stages = width * chunks
                 if stages > most or fixed not in (None, stages):
                     continue
-                for groups in _groups(order, request.ranks // width, microbatches):
-                    if request.all_ranks and width * groups != request.ranks:
-                        continue
-                    own = microbatches // groups
-                    least = max(priced.critical_seconds, own / width * priced.seconds)
-                    yield Candidate(priced, order, placement, width, groups, own, least)
+                yield from _in_groups(priced, request, order, placement, width)
+
+
+def _in_groups(
+    priced: StageCosts, request: PlanRequest, order: Order, placement: str, width: int
+) -> Iterator[Candidate]:
+    microbatches = request.batch // priced.microbatch
+    for groups in _groups(order, request.ranks // width, microbatches):
+        if request.all_ranks and width * groups != request.ranks:
+            continue
+        own = microbatches // groups
+        least = max(priced.critical_seconds, own / width * priced.seconds)
+        yield Candidate(priced, order, placement, width, groups, own, least)
+
+
+def _branched(priced: StageCosts, request: PlanRequest) -> Iterator[Candidate]:
+    """Yield the candidates whose stages are branches, whose cuts are still to be found."""
+    if request.branches == "none" or request.cut or request.stages or not priced.has_branches:
+        return
+    for order in find_order(request.order):
+        for placement in of_branches(order):
+            for width in _widths(request, None, 1):
+                if width <= _BRANCH_RANKS:
+                    yield from _in_groups(priced, request, order, placement, width)
 
 
 def _widths(request: PlanRequest, stages: int | None, chunks: int) -> list[int]:
@@ -177,7 +207,9 @@ _VISITS = 2048
 _PATIENCE = 4  # candidates of an order that are simulated after its last improvement,
 _HOPE = 8  # and before the first that fits
 _FRAMES = 3  # for which orders are made to measure,
+_BRANCH_FRAMES = 2  # and for which on branches,
 _CHOICES = 24  # stages for which a retention is chosen, in all
+_BRANCH_RANKS = 8  # ranks of a group that are given branches, at most
 _GAIN = 0.98  # where they may take less than this share of the best time
 
 
@@ -190,7 +222,7 @@ def plan(graphs: Sequence[StageCosts], request: PlanRequest) -> list[Plan]:
     for a number of stages, and for each order all cuts after the first that fits, from the best
     balanced to the one that needs least memory. Where no cut fits, layers of the balanced one are
     offloaded and recomputed until it does, if that may be the fastest plan of all. Groups of ranks
-    that do the same are simulated once.
+    that do the same are simulated once. Stages that are branches are looked at after all others.
 
     Args:
         graphs: The model, once for each size of microbatch that may be used.
@@ -200,8 +232,8 @@ def plan(graphs: Sequence[StageCosts], request: PlanRequest) -> list[Plan]:
         Nothing where nothing fits.
 
     Raises:
-        PathosegError: A microbatch does not divide the batch, the cut names no node, or the model
-            cannot be cut into so many stages.
+        PathosegError: A microbatch does not divide the batch, the cut names no node, the model
+            cannot be cut into so many stages, or has no branches where they are asked for.
     """
     for priced in graphs:
         if request.batch % priced.microbatch:
@@ -213,6 +245,8 @@ def plan(graphs: Sequence[StageCosts], request: PlanRequest) -> list[Plan]:
             )
         if request.cut:
             custom(priced.graph, request.cut)  # refuses a name that is none, whatever fits
+        if request.branches == "only" and not priced.has_branches:
+            raise _without_branches(priced)
     search = _Search(request)
     named, measured = _sorted_out(graphs, request)
     for candidate in named:
@@ -224,6 +258,12 @@ def plan(graphs: Sequence[StageCosts], request: PlanRequest) -> list[Plan]:
         key=lambda each: (rank.get((each.ranks, each.groups), inf), each.least, each.stages),
     ):
         search.look_at(candidate)
+    # Last, so that what they find leaves out nothing else.
+    branched = [each for priced in graphs for each in _branched(priced, request)]
+    for candidate in sorted(
+        branched, key=lambda each: (each.order.name == SYNTHESISED, each.least, each.ranks)
+    ):
+        search.look_at_branches(candidate)
     return sorted(search.best.values(), key=lambda each: (each.seconds, each.ranks))
 
 
@@ -242,13 +282,32 @@ def fits(priced: StageCosts, request: PlanRequest) -> bool:
         search.look_at(candidate)
         if search.best:
             return True
+    for candidate in _branched(priced, request):
+        search.look_at_branches(candidate)
+        if search.best:
+            return True
     return False
+
+
+def _without_branches(priced: StageCosts) -> PathosegError:
+    """The error where branches are asked for and there are none."""
+    graph = priced.graph
+    longest = max(graph.ties, key=lambda tie: tie.last - tie.first, default=None)
+    would = longest is not None and priced.critical_seconds < 0.9 * priced.seconds
+    reason = f" (what branches has to stay together: {longest.reason})" if longest and would else ""
+    return PathosegError(
+        f"{graph.model} has no branches to run side by side: the longest chain of its layers takes "
+        f"{priced.longest_chain:.0%} of the time of all{reason}.",
+        'Leave out branches = "only": stages one after the other are planned without it.',
+    )
 
 
 def _sorted_out(
     graphs: Sequence[StageCosts], request: PlanRequest
 ) -> tuple[list[Candidate], list[Candidate]]:
     """Candidates of named orders, the fastest at best first, and of orders made to measure."""
+    if request.branches == "only":
+        return [], []
     found = [each for priced in graphs for each in candidates(priced, request)]
     named = [each for each in found if each.order.name != SYNTHESISED]
     named.sort(key=lambda each: (each.least, each.ranks, each.stages))
@@ -267,10 +326,11 @@ class _Search:
         self._task = request
         self._fastest: dict[str, float] = {}  # by order
         self._vain: Counter[str] = Counter()  # candidates of an order since that was found
-        self._frames = 0  # for which orders were made to measure
+        self._frames: Counter[bool] = Counter()  # for which orders were made to measure
         self._choices = 0  # stages whose retention was chosen
         self._digest = cache(lambda priced: digest(priced.graph))
         self._balanced = cache(_balanced)
+        self._reordered = cache(lambda priced, line, firsts: priced.reordered(line, firsts))
         self._least_cap = cache(
             lambda priced, stages, limit: priced.cutter.least_caps(stages, limit)[-1]
         )
@@ -300,6 +360,31 @@ class _Search:
             self._vain[name] = 0
         else:
             self._vain[name] += simulated
+
+    def look_at_branches(self, candidate: Candidate) -> None:
+        """Simulate what of a candidate whose stages are branches may be better than what was found.
+
+        All of its cuts are looked at, for which is fastest depends on the order.
+        """
+        name, task = candidate.order.name, self._task
+        known = self._fastest.get(name)
+        vain = f"{name} {candidate.placement}"
+        if self._vain[vain] == _PATIENCE or candidate.least >= self._limit(name):
+            return
+        for found in candidate.priced.branch_cuts(
+            candidate.width, candidate.microbatches, task.memory
+        ):
+            visits = 2 * len(found.home) * candidate.microbatches
+            if known is not None and visits > _VISITS:
+                continue
+            own = candidate._replace(
+                priced=self._reordered(candidate.priced, found.line, found.bounds[:-1]),
+                home=found.home,
+            )
+            partition = cut(own.priced.graph, found.bounds)
+            for _ in self._fits(own, self._frame(own, partition), partition):
+                pass
+        self._vain[vain] = 0 if self._fastest.get(name) != known else self._vain[vain] + 1
 
     def _cuts(self, candidate: Candidate) -> Iterator[list[Partition]]:
         """Cuts, from the best balanced to those that need least memory."""
@@ -332,7 +417,7 @@ class _Search:
         window: int = 0,
     ) -> OrderSetting:
         return OrderSetting(
-            PLACEMENTS[candidate.placement](candidate.width),
+            candidate.place(),
             candidate.microbatches,
             candidate.priced.costs(partition, candidate.ranks, retention, window),
             stage_edges(partition),
@@ -359,9 +444,10 @@ class _Search:
             yield False
             return
         if name == SYNTHESISED:
-            if self._frames == _FRAMES:
+            branched = bool(candidate.home)
+            if self._frames[branched] == (_BRANCH_FRAMES if branched else _FRAMES):
                 return
-            self._frames += 1
+            self._frames[branched] += 1
         for family in candidate.order.families(frame):
             for variant in family:
                 order = replace(variant.order, name=name, groups=candidate.groups)
@@ -455,6 +541,7 @@ class _Search:
             retention=retention or (ActivationPolicy(),) * partition.stages,
             window=frame.costs.window,
             host_memory=simulation.host_memory,
+            line=graph.order,
         )
 
 

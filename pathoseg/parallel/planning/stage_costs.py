@@ -12,6 +12,8 @@ from pathoseg.parallel.cost.cost_model import CostModel
 from pathoseg.parallel.cost.hardware import Hardware
 from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition
+from pathoseg.parallel.graph.reorder import reordered
+from pathoseg.parallel.planning.branches import BranchCut, Branches
 from pathoseg.parallel.planning.memory_model import MemoryModel, Row, StageMemory, Workspace
 from pathoseg.parallel.planning.partition import Cutter
 from pathoseg.parallel.retention.policy_options import AllowedPolicies, Retained, retain
@@ -22,6 +24,8 @@ from pathoseg.parallel.schedule.costs import Costs, StageCost
 
 # Of more places to cut than these, only narrow ones are looked at.
 _PLACES = 300
+# A model whose longest chain of layers takes such a share of the time has no branches.
+_CHAIN = 0.98
 
 
 class StageCosts:
@@ -35,6 +39,8 @@ class StageCosts:
             SGD with momentum.
         workspace: Returns the bytes that a device's kernels take for a layer's forward and
             backward.
+        firsts: Positions of the first layers of the stages that will be asked for; None where
+            these are any that the cutter makes.
 
     Attributes:
         graph: The layers.
@@ -53,14 +59,17 @@ class StageCosts:
         hardware: Hardware,
         optimizer_slots: int = 2,
         workspace: Workspace | None = None,
+        firsts: Sequence[int] | None = None,
     ) -> None:
         self.graph = graph
         self.hardware = hardware
         self.note = model.note
+        self._known, self._workspace, self._firsts = model, workspace, firsts
         self._slots = optimizer_slots
         self._memory = MemoryModel(graph, optimizer_slots, workspace=workspace)
         self.cutter = Cutter(graph, self._memory, _PLACES)
         found = [model.time(layer) for layer in graph.layers]
+        self._branch_cuts = cache(self._find_branch_cuts)
         self._forwards = [time.forward for time in found]
         self._backwards = [time.backward for time in found]
         self.times = {
@@ -91,6 +100,41 @@ class StageCosts:
     def byte_cost(self) -> float:
         """Seconds that a byte takes on its way, where nothing hides it."""
         return self.hardware.inside.beta
+
+    @property
+    def longest_chain(self) -> float:
+        """Share of the time of all layers that the longest chain of them takes."""
+        return self._branches.longest
+
+    @property
+    def has_branches(self) -> bool:
+        """Whether some layers could run beside the longest chain."""
+        # Of the layers alone it is faster to see that there are none.
+        alone = self.critical_seconds < _CHAIN * self.seconds
+        return alone and self.longest_chain < _CHAIN
+
+    def branch_cuts(self, ranks: int, microbatches: int, memory: int) -> list[BranchCut]:
+        """Return cuts that run branches on several ranks at once, the shortest step first.
+
+        Args:
+            ranks: Of one group.
+            microbatches: Of its part of a step.
+            memory: Bytes of a rank.
+        """
+        return self._branch_cuts(ranks, microbatches, memory)
+
+    def reordered(self, order: Sequence[int], firsts: Sequence[int] | None = None) -> StageCosts:
+        """Return the prices of the same layers in another order of execution.
+
+        Args:
+            order: As for `graph.reorder.reordered`.
+            firsts: The places, in that order, of the first layers of stages; None for any.
+        """
+        if not order:
+            return self
+        graph = reordered(self.graph, order)
+        known, slots = self._known, self._slots
+        return StageCosts(graph, known, self.hardware, slots, self._workspace, firsts)
 
     def weights(self, recompute: bool = False) -> list[float]:
         """Return the seconds of each layer's passes for one microbatch: forward and backward.
@@ -156,6 +200,19 @@ class StageCosts:
             window,
         )
 
+    @cached_property
+    def _branches(self) -> Branches:
+        hardware, slots = self.hardware, self._slots + 1  # and the gradient
+        times = self._forwards, self._backwards
+        return Branches(self.graph, *times, hardware.inside, slots, hardware.visit)
+
+    def _find_branch_cuts(self, ranks: int, microbatches: int, memory: int) -> list[BranchCut]:
+        # What fills the ranks once all are busy, and what is fastest where each microbatch waits
+        # for the one before it.
+        both = {microbatches, 1}
+        every = (self._branches.cuts(ranks, count, memory) for count in sorted(both, reverse=True))
+        return list(dict.fromkeys(cut for cuts in every for cut in cuts))
+
     def _critical_seconds(self) -> float:
         position = {layer.name: at for at, layer in enumerate(self.graph.layers)}
         edges = [
@@ -202,8 +259,8 @@ class StageCosts:
         # The simulator adds the tensors that stages send one another; the rest is the batch.
         batch = memory.received - entering
         return StageCost(
-            forward=self._forward[stop] - self._forward[first],
-            backward=self._backward[stop] - self._backward[first],
+            forward=self._forward[stop] - self._forward[first] + self.hardware.visit,
+            backward=self._backward[stop] - self._backward[first] + self.hardware.visit,
             activations=memory.activations + batch,
             weights=memory.weights,
             gradients=memory.gradients,
@@ -222,7 +279,8 @@ class StageCosts:
     @cached_property
     def _rows(self) -> dict[int, Row]:
         """By first layer, the memory of all stages that the cutter may make."""
-        return {row.first: row for row in self._memory.rows(self.cutter.places[:-1])}
+        firsts = self.cutter.places[:-1] if self._firsts is None else self._firsts
+        return {row.first: row for row in self._memory.rows(firsts)}
 
 
 def longest_chains(times: Sequence[float], edges: Iterable[tuple[int, int]]) -> list[float]:

@@ -25,7 +25,13 @@ _GENERATORS = threading.Lock()
 
 
 def seed_of(seed: int, step: int, microbatch: int, layer: int) -> int:
-    """Hash seed, step, microbatch and layer position to the seed of one layer's random numbers.
+    """Hash seed, step, microbatch and layer to the seed of one layer's random numbers.
+
+    Args:
+        seed: The run's seed.
+        step: Number of the step.
+        microbatch: Its number in the step.
+        layer: Position of the layer in the model, whatever the order in which a rank runs layers.
 
     Returns:
         A number from 0 to 2**63 - 1.
@@ -48,7 +54,7 @@ class Randomness:
 
     def __init__(self, graph: LayerGraph, layers: range, seed: int, device: torch.device) -> None:
         self._seed, self._device = seed, device
-        self._layers = layers
+        self._numbers = graph.numbers
         self._drawing: set[int] | None = None
         self._opaque = {
             position
@@ -74,7 +80,7 @@ class Randomness:
         throws = _Throws(self._drawing, self._device)
 
         def before(position: int) -> None:
-            throws.enter(position, seed_of(self._seed, step, microbatch, position))
+            throws.enter(position, seed_of(self._seed, step, microbatch, self._numbers[position]))
 
         try:
             yield before

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from pathoseg.parallel.schedule.action import Action, Kind, chain
-from pathoseg.parallel.schedule.costs import Costs
+from collections.abc import Iterable, Sequence
+
+from pathoseg.parallel.schedule.action import Edge, Kind, chain
+from pathoseg.parallel.schedule.costs import Costs, StageCost
 from pathoseg.parallel.schedule.event import Event
-from pathoseg.parallel.schedule.one_f_one_b import alternate
-from pathoseg.parallel.schedule.schedule import Schedule, mirrored
+from pathoseg.parallel.schedule.one_f_one_b import one_way, warm_up
+from pathoseg.parallel.schedule.schedule import Placement, Schedule, mirrored
 from pathoseg.parallel.schedule.simulate import simulate
 
 
 def bidirectional(ranks: int, microbatches: int) -> Schedule:
+    """Bidirectional 1F1B on as many stages as ranks; see `bidirectional_of`."""
+    return bidirectional_of(mirrored(ranks), microbatches, chain(ranks))
+
+
+def bidirectional_of(
+    placement: Placement,
+    microbatches: int,
+    edges: Iterable[Edge],
+    times: Sequence[tuple[float, float]] = (),
+) -> Schedule:
     """1F1B in both directions at once; with N = D it is Chimera (Li and Hoefler, SC'21).
 
     Even microbatches run down the ranks and odd ones up. Each direction is a 1F1B order, and a
@@ -18,24 +30,30 @@ def bidirectional(ranks: int, microbatches: int) -> Schedule:
     twice as long as a forward. On an even number D of equal stages with b = 2f and an even number
     N ≥ D of microbatches it takes (3N + 2D - 4) f, and a rank holds the activations of at most D
     microbatches (D + 1 where D is odd).
+
+    Args:
+        placement: Two replicas, the odd one inverted.
+        microbatches: In the whole step.
+        edges: The tensors between the stages.
+        times: Of each stage, a forward and a backward, where a rank holds several stages; empty
+            takes 1 and 2.
     """
-    placement = mirrored(ranks)
+    edges, ranks = tuple(edges), placement.ranks
     replica_of = tuple(microbatch % 2 for microbatch in range(microbatches))
+    # Where D is even, one less in the first half keeps the two directions at D together.
+    in_flight = [held - (ranks % 2 == 0 and 2 * held > ranks) for held in warm_up(placement, edges)]
     merged: list[list[Event]] = [[] for _ in range(ranks)]
-    for replica, home in enumerate(placement.homes):
+    costs = Costs(tuple(StageCost(*each) for each in times or [(1, 2)] * placement.stages))
+    for replica in range(placement.replicas):
         own = range(replica, microbatches, 2)
-        lists: list[tuple[Action, ...]] = [() for _ in range(ranks)]
-        for stage, rank in enumerate(home):
-            # Where D is even, one less in the first half keeps the two directions at D together.
-            in_flight = ranks - stage - (ranks % 2 == 0 and stage < ranks // 2)
-            lists[rank] = tuple(alternate(replica, stage, own, in_flight))
-        alone = Schedule("one-way", placement, chain(ranks), replica_of, tuple(lists))
-        for event in simulate(alone, Costs.equal(ranks, 1, 2)).events:
+        lists = one_way(placement, replica, own, edges, in_flight, times)
+        alone = Schedule("one-way", placement, edges, replica_of, lists)
+        for event in simulate(alone, costs).events:
             merged[event.rank].append(event)
     return Schedule(
         "bidirectional",
         placement,
-        chain(ranks),
+        chain(placement.stages),
         replica_of,
         tuple(tuple(event.action for event in sorted(each, key=_turn)) for each in merged),
     )

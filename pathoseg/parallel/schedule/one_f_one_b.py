@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from pathoseg.parallel.schedule.action import Action, Kind, chain
-from pathoseg.parallel.schedule.schedule import Schedule, linear
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from math import ceil, inf
+
+from pathoseg.parallel.schedule.action import Action, Edge, Kind, chain
+from pathoseg.parallel.schedule.schedule import Placement, Schedule, linear
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
@@ -13,10 +17,115 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     min(N, D - r) microbatches. Lowered with recomputation of every stage, it holds those of one
     microbatch, and the inputs of its stage for the others (Narayanan et al., ICML 2021).
     """
-    lists = tuple(
-        tuple(alternate(0, stage, range(microbatches), ranks - stage)) for stage in range(ranks)
-    )
-    return Schedule("1f1b", linear(ranks), chain(ranks), (0,) * microbatches, lists)
+    return one_f_one_b_of(linear(ranks), microbatches, chain(ranks))
+
+
+def one_f_one_b_of(
+    placement: Placement,
+    microbatches: int,
+    edges: Iterable[Edge],
+    times: Sequence[tuple[float, float]] = (),
+) -> Schedule:
+    """1F1B on stages that form a graph: `warm_up` forwards of a stage ahead of its backwards.
+
+    Args:
+        placement: One replica.
+        microbatches: In the whole step.
+        edges: The tensors between the stages.
+        times: Of each stage, a forward and a backward, where a rank holds several stages; empty
+            takes 1 and 2.
+    """
+    edges = tuple(edges)
+    in_flight = warm_up(placement, edges)
+    lists = one_way(placement, 0, range(microbatches), edges, in_flight, times)
+    return Schedule("1f1b", placement, chain(placement.stages), (0,) * microbatches, lists)
+
+
+def warm_up(placement: Placement, edges: Iterable[Edge]) -> tuple[int, ...]:
+    """Return how many microbatches each stage holds so that no rank has to wait for the next one.
+
+    It is the length of the longest path from the stage to an end of the stage graph, in ranks: a
+    stage whose rank holds k stages counts 1 / k. In a chain of D stages on D ranks stage s holds
+    D - s; branches that do not read each other add nothing to each other's paths:
+
+            ┌ 1 ┐
+        0 ──┼ 2 ┼── 4         0 holds 3, each of 1, 2, 3 holds 2, 4 holds 1
+            └ 3 ┘
+    """
+    [home, *_] = placement.homes
+    share = [Fraction(1, home.count(rank)) for rank in home]
+    longest = list(share)
+    for source, target, _ in sorted(edges, reverse=True):  # what follows the target is known
+        longest[source] = max(longest[source], share[source] + longest[target])
+    return tuple(map(ceil, longest))
+
+
+def one_way(
+    placement: Placement,
+    replica: int,
+    microbatches: range,
+    edges: Iterable[Edge],
+    in_flight: Sequence[int],
+    times: Sequence[tuple[float, float]] = (),
+) -> tuple[tuple[Action, ...], ...]:
+    """Return the visits of one replica, by rank.
+
+    A rank of one stage takes them as `alternate` says. One of several takes, whenever it is free,
+    a backward that can run, else a forward of a stage with fewer than `in_flight` microbatches;
+    the lowest microbatch first.
+
+    Args:
+        placement: The ranks of the stages.
+        replica: Number of the replica.
+        microbatches: Those that it runs, in this order in each stage.
+        edges: The tensors between the stages.
+        in_flight: By stage, the most microbatches between their forward and backward.
+        times: As for `one_f_one_b_of`.
+    """
+    home = placement.homes[replica]
+    lists: list[list[Action]] = [[] for _ in range(placement.ranks)]
+    if len(set(home)) == len(home):
+        for stage, rank in enumerate(home):
+            lists[rank] = alternate(replica, stage, microbatches, in_flight[stage])
+        return tuple(map(tuple, lists))
+    taken = times or [(1.0, 2.0)] * len(home)
+    before: list[list[int]] = [[] for _ in home]
+    after: list[list[int]] = [[] for _ in home]
+    for source, target in {edge[:2] for edge in edges}:
+        before[target].append(source)
+        after[source].append(target)
+    free = [0.0] * placement.ranks
+    forwards: list[list[float]] = [[] for _ in home]  # when each ended
+    backwards: list[list[float]] = [[] for _ in home]
+
+    def ready(stage: int, kind: Kind) -> float:
+        """When its next forward or backward could start on a free rank."""
+        done = forwards if kind is Kind.FORWARD else backwards
+        number = len(done[stage])
+        if kind is Kind.BACKWARD:
+            needed = [forwards[stage], *(backwards[each] for each in after[stage])]
+        elif number - len(backwards[stage]) < in_flight[stage]:
+            needed = [forwards[each] for each in before[stage]]
+        else:
+            return inf
+        if number == len(microbatches) or any(len(each) <= number for each in needed):
+            return inf
+        return max((each[number] for each in needed), default=0.0)
+
+    for _ in range(2 * len(home) * len(microbatches)):
+        waiting = [
+            (max(free[rank], at), kind is Kind.FORWARD, len(done[stage]), stage)
+            for kind, done in ((Kind.FORWARD, forwards), (Kind.BACKWARD, backwards))
+            for stage, rank in enumerate(home)
+            if (at := ready(stage, kind)) < inf
+        ]
+        start, is_forward, number, stage = min(waiting)
+        kind = Kind.FORWARD if is_forward else Kind.BACKWARD
+        end = start + taken[stage][not is_forward]
+        (forwards if is_forward else backwards)[stage].append(end)
+        free[home[stage]] = end
+        lists[home[stage]].append(Action(kind, replica, stage, microbatches[number]))
+    return tuple(map(tuple, lists))
 
 
 def alternate(replica: int, stage: int, microbatches: range, in_flight: int) -> list[Action]:

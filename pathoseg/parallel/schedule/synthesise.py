@@ -158,7 +158,9 @@ def _paced(work: Workload, pace: float, together: bool) -> list[float]:
     loads = [0.0] * len(work.caps)
     for home, time in zip(work.homes, work.durations, strict=True):
         loads[home] += time
-    way = [sum(work.times[:visit]) for visit in range(work.length)]
+    way = [0.0] * work.length
+    for visit, before in enumerate(work.routes[0].before):
+        way[visit] = max((way[each] + work.times[each] for each, _ in before), default=0.0)
     sent = [0] * len(work.routes)
     priority = []
     for microbatch, replica in enumerate(work.replica_of):

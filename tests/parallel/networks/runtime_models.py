@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.networks.branched import FourResolutions, SplitTransformer, ThreeDecoders
 from pathoseg.config import TrainConfig
 from pathoseg.models.hooknet import HookNet
 from pathoseg.models.losses import build_loss
@@ -72,6 +73,29 @@ class Dropping(nn.Module):
         return logits
 
 
+class TwoHeads(nn.Module):
+    """Two branches with dropout and norms on a stem; nothing is read more than twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU())
+        self.heads = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(6, 6, 3, padding=1),
+                nn.BatchNorm2d(6),
+                nn.Dropout(0.3),
+                nn.Conv2d(6, 6, 3, padding=1),
+                nn.Tanh(),
+                nn.Conv2d(6, CLASSES, 1),
+            )
+            for _ in range(2)
+        )
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        stem = self.stem(images)
+        return tuple(head(stem) for head in self.heads)
+
+
 @dataclass(frozen=True)
 class RuntimeModel:
     """A model and what it is judged with.
@@ -122,6 +146,16 @@ MODELS = {
     "objects": RuntimeModel(lambda: UNet(CLASSES + 1, width=4, depth=2)),
 }
 
+
+# Networks whose branches run side by side, for plans that are made of branches. Values that three
+# layers or more read are summed in another order where these are on several ranks.
+BRANCHED_MODELS = {
+    "branches": MODELS["branches"],
+    "three-decoders": RuntimeModel(lambda: ThreeDecoders(4, CLASSES), keeps_order=False),
+    "resolutions": RuntimeModel(lambda: FourResolutions(4, 3, 2, CLASSES), keeps_order=False),
+    "split-transformer": RuntimeModel(lambda: SplitTransformer(16, 2, 2, 4), keeps_order=False),
+    "two-heads": RuntimeModel(TwoHeads),
+}
 
 _OBJECT_LOSS = build_loss(LossConfig(), "objects")
 

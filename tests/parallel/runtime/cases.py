@@ -12,15 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from pathoseg.parallel.comm.transport import Transport
+from pathoseg.parallel.cost.cost_model import Roofline
+from pathoseg.parallel.cost.hardware import Hardware
 from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition
+from pathoseg.parallel.graph.reorder import reordered
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.partition import balance, even
+from pathoseg.parallel.planning.plan import Plan as PlannedStep
+from pathoseg.parallel.planning.plan import PlanRequest
+from pathoseg.parallel.planning.planner import plan
+from pathoseg.parallel.planning.stage_costs import StageCosts
 from pathoseg.parallel.runtime.executor import Microbatches
 from pathoseg.parallel.runtime.memory_check import Memory
 from pathoseg.parallel.runtime.runner import Runner
 from pathoseg.parallel.runtime.stage import Training, stage_edges
 from pathoseg.parallel.schedule.bidirectional import bidirectional
-from pathoseg.parallel.schedule.costs import Costs
+from pathoseg.parallel.schedule.costs import Costs, Link
 from pathoseg.parallel.schedule.gems import gems
 from pathoseg.parallel.schedule.gpipe import gpipe, mp_basic, sequential
 from pathoseg.parallel.schedule.lowering import lower
@@ -28,10 +35,28 @@ from pathoseg.parallel.schedule.one_f_one_b import one_f_one_b
 from pathoseg.parallel.schedule.schedule import Schedule, folded, linear, mirrored
 from pathoseg.parallel.schedule.synthesise import synthesise
 from tests.parallel.computing_device import DEVICE, HAS_OWN_KERNELS
-from tests.parallel.networks.runtime_models import MODELS, SIDE, per_sample_loss, samples
+from tests.parallel.networks.runtime_models import (
+    BRANCHED_MODELS,
+    MODELS,
+    SIDE,
+    per_sample_loss,
+    samples,
+)
 from tests.parallel.runtime.judge import STEPS, Verdict, judge, optimizer
 
 Order = Callable[[int], Schedule]
+# Fast links beside its arithmetic, so that small branches pay.
+_TOY = Hardware(
+    "toy",
+    "cpu",
+    2**40,
+    {"float32": 1e9},
+    1e9,
+    per_node=8,
+    inside=Link(1e-7, 1e-12),
+    between=Link(1e-7, 1e-12),
+    host=Link(1e-6, 1e-10),
+)
 JUDGE = "judge"  # whose model the serial step trains
 
 
@@ -54,14 +79,17 @@ class Plan:
         recompute: Whether all stages are recomputed.
         buckets: In how many parts gradients are summed.
         one_rank: Whether a group is a rank alone.
+        branched: The named order that the planner builds on branches side by side, in place of
+            `order`, and its microbatches.
     """
 
-    order: Order
+    order: Order | None = None
     groups: int = 1
     naive: bool = False
     recompute: bool = False
     buckets: int = 1
     one_rank: bool = False
+    branched: tuple[str, int] | None = None
 
 
 PLANS = {
@@ -78,6 +106,15 @@ PLANS = {
     "bidirectional": Plan(lambda ranks: bidirectional(ranks, 5), buckets=2),
     "synthesised": Plan(_synthesised(mirror=False)),
     "synthesised-mirrored": Plan(_synthesised(mirror=True)),
+}
+BRANCHED = {
+    "branched-gpipe": Plan(branched=("gpipe", 3)),
+    "branched-1f1b": Plan(branched=("1f1b", 4)),
+    "branched-recomputed": Plan(branched=("1f1b-recompute", 4), recompute=True),
+    "branched-gems-mast": Plan(branched=("gems-mast", 4), buckets=2),
+    "branched-bidirectional": Plan(branched=("bidirectional", 4)),
+    "branched-synthesised": Plan(branched=("synthesised", 4)),
+    "branched-hybrid": Plan(branched=("gpipe", 4), groups=2),
 }
 HYBRIDS = {
     f"hybrid-{name}": replace(PLANS[name], groups=2) for name in ("mp-basic", "gems-mast", "gpipe")
@@ -114,14 +151,16 @@ class Case:
 
     @property
     def setting(self) -> Plan:
-        plan = (PLANS | HYBRIDS)[self.plan]
-        return replace(plan, groups=self.ranks) if plan.one_rank else plan
+        setting = (PLANS | HYBRIDS | BRANCHED)[self.plan]
+        return replace(setting, groups=self.ranks) if setting.one_rank else setting
 
     @property
     def keeps_order(self) -> bool:
         """True if every sum is in one process's order, so that results are equal to the bit."""
+        if self.plan == "branched-synthesised":  # may take microbatches in any order
+            return False
         replicas = self.schedule()[0].placement.replicas * self.setting.groups
-        return MODELS[self.model].keeps_order and replicas == 1
+        return (MODELS | BRANCHED_MODELS)[self.model].keeps_order and replicas == 1
 
     def schedule(self) -> tuple[Schedule, Partition]:
         """Return the lowered schedule, its groups not written out, and the cut of the model."""
@@ -134,6 +173,11 @@ class Case:
             buckets=self.setting.buckets,
         )
         return lowered, partition
+
+    @property
+    def line(self) -> tuple[int, ...]:
+        """The order of the model's layers; empty where it is the model's own."""
+        return _planned(self.model, self.plan, self.ranks).line if self.setting.branched else ()
 
     def graph(self) -> LayerGraph:
         """The layers of the model."""
@@ -148,6 +192,9 @@ class Case:
 @cache
 def _cut(model: str, name: str, ranks: int) -> tuple[Schedule, Partition]:
     case = Case(model, name, ranks)
+    if case.setting.branched:
+        found = _planned(model, name, ranks)
+        return Schedule.parse(found.text), found.partition(reordered(case.graph(), found.line))
     order = _order(name, ranks // case.setting.groups)
     partition = (even if case.setting.naive else balance)(case.graph(), order.stages)
     return replace(order, groups=case.setting.groups), partition
@@ -155,7 +202,23 @@ def _cut(model: str, name: str, ranks: int) -> tuple[Schedule, Partition]:
 
 @cache
 def _order(name: str, ranks: int) -> Schedule:
-    return (PLANS | HYBRIDS)[name].order(ranks)
+    make = (PLANS | HYBRIDS)[name].order
+    assert make is not None
+    return make(ranks)
+
+
+@cache
+def _planned(model: str, name: str, ranks: int) -> PlannedStep:
+    """The fastest plan of branches on a toy device."""
+    case = Case(model, name, ranks)
+    assert case.setting.branched
+    order, microbatches = case.setting.branched
+    priced = StageCosts(case.graph(), Roofline(_TOY), _TOY)
+    batch = 2 * microbatches * case.setting.groups
+    request = PlanRequest(ranks, 2**40, batch, order, branches="only", all_ranks=True)
+    plans = [each for each in plan([priced], request) if each.groups == case.setting.groups]
+    assert plans, f"{case}: no plan of branches"
+    return plans[0]
 
 
 @cache
@@ -163,11 +226,12 @@ def traced(model: str, dtype: torch.dtype, whose: object) -> Traced:
     """A seeded model, one for each that asks; `reset` brings it back to its first weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        made = MODELS[model].make().to(dtype)
+        kind = (MODELS | BRANCHED_MODELS)[model]
+        made = kind.make().to(dtype)
         for parameter in made.parameters():
             if parameter.ndim == 1:  # zeros would leave nothing but their gradients to compare
                 nn.init.normal_(parameter, parameter.mean().item(), 0.1)
-    found = Traced(made, MODELS[model].inputs(torch.empty(2, 3, SIDE, SIDE, dtype=dtype)))
+    found = Traced(made, kind.inputs(torch.empty(2, 3, SIDE, SIDE, dtype=dtype)))
     found.first = deepcopy(made.state_dict())
     return found
 
@@ -188,7 +252,7 @@ def training_of(case: Case) -> Training:
 def microbatches(case: Case, step: int) -> Microbatches:
     """The samples of one step."""
     sizes = case.sizes()
-    kind = MODELS[case.model]
+    kind = (MODELS | BRANCHED_MODELS)[case.model]
 
     def part(index: int) -> tuple[Tensor, Tensor]:
         return samples(step, index, sizes[index], case.dtype)
@@ -209,6 +273,7 @@ def start(
     schedule, partition = case.schedule()
     whole = reset(traced(case.model, case.dtype, transport.rank if whose is None else whose))
     training = training or training_of(case)
+    whole = whole.reordered(case.line)
     return Runner(whole, partition, schedule, transport, DEVICE, training, memory)
 
 
@@ -237,7 +302,7 @@ def run_case(
 
 @cache
 def judged(model: str, dtype: torch.dtype, sizes: tuple[int, ...], clip: float) -> Verdict:
-    return judge(MODELS[model], reset(traced(model, dtype, JUDGE)), sizes, clip)
+    return judge((MODELS | BRANCHED_MODELS)[model], reset(traced(model, dtype, JUDGE)), sizes, clip)
 
 
 def save_verdicts(cases: Sequence[Case], path: Path) -> None:

@@ -13,6 +13,7 @@ from tests.parallel.comm import transport_conformance
 from tests.parallel.comm.joined import join
 from tests.parallel.networks.runtime_models import MODELS
 from tests.parallel.runtime.cases import (
+    BRANCHED,
     HYBRIDS,
     JUDGE,
     PLANS,
@@ -36,6 +37,10 @@ def cases_of_processes(ranks: int, library: str) -> list[Case]:
     if library == "ordered":
         return [Case("branches", plan, ranks) for plan in plans if plan in CROSSING]
     found = [Case("branches", plan, ranks) for plan in plans]
+    if ranks < 4:
+        found += [Case("two-heads", plan, ranks) for plan in BRANCHED if plan != "branched-hybrid"]
+    else:
+        found.append(Case("two-heads", "branched-hybrid", ranks))
     for model in (each for each in MODELS if each not in ("unet-resnet", "vit", "hooknet")):
         found += [Case(model, plan, ranks) for plan in ("1f1b-recomputed", "gems-master")]
     return list(dict.fromkeys(found))

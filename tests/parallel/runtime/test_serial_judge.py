@@ -14,6 +14,7 @@ from tests.parallel.comm.joined import Library
 from tests.parallel.comm.thread_ranks import run_ranks
 from tests.parallel.networks.runtime_models import MODELS
 from tests.parallel.runtime.cases import (
+    BRANCHED,
     HYBRIDS,
     PLANS,
     Case,
@@ -47,6 +48,22 @@ CASES = [
     *(Case("hooknet", plan, 2) for plan in ("gpipe", "1f1b-recomputed", "data-parallel")),
     *(Case("hooknet", plan, 3) for plan in ("mp-basic-naive", "gems-master")),
 ]
+# Branches side by side. To the bit where no value has more than two readers; where more add up,
+# rounding shows in the gradients of biases ahead of norms, which are near zero: double precision.
+BRANCHES = [
+    *(
+        Case(model, plan, ranks)
+        for model in ("two-heads", "branches")
+        for plan in BRANCHED
+        for ranks in ((4,) if plan == "branched-hybrid" else (2, 3))
+    ),
+    *(
+        Case(model, plan, ranks, torch.float64)
+        for model in ("three-decoders", "resolutions", "split-transformer")
+        for plan in ("branched-gpipe", "branched-1f1b", "branched-gems-mast")
+        for ranks in (2, 3)
+    ),
+]
 # In double precision a reordered sum shows nothing but rounding.
 DOUBLE = [
     Case(model, plan, 3, torch.float64)
@@ -71,7 +88,7 @@ def _marks(case: Case) -> list[pytest.MarkDecorator]:
     "case",
     [
         pytest.param(case, id=str(case), marks=_marks(case))
-        for case in (*CASES, *DOUBLE, *CLIPPED, *LAST)
+        for case in (*CASES, *BRANCHES, *DOUBLE, *CLIPPED, *LAST)
     ],
 )
 def test_ranks_train_as_one_process(case: Case) -> None:

@@ -9,15 +9,15 @@ from xml.etree import ElementTree as Xml
 
 import pytest
 
-from pathoseg.parallel.schedule.action import COMPUTE, Action, Kind, chain
+from pathoseg.parallel.schedule.action import COMPUTE, Action, Edge, Kind, chain
 from pathoseg.parallel.schedule.bidirectional import bidirectional
 from pathoseg.parallel.schedule.costs import Costs, Link, Saved, StageCost
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.gems import gems
 from pathoseg.parallel.schedule.gpipe import gpipe, mp_basic
 from pathoseg.parallel.schedule.lowering import lower
-from pathoseg.parallel.schedule.one_f_one_b import one_f_one_b
-from pathoseg.parallel.schedule.schedule import Schedule, linear
+from pathoseg.parallel.schedule.one_f_one_b import one_f_one_b, one_f_one_b_of
+from pathoseg.parallel.schedule.schedule import Placement, Schedule, linear
 from pathoseg.parallel.schedule.simulate import simulate
 from pathoseg.parallel.schedule.timeline import chrome_trace, draw_svg, draw_text
 
@@ -139,3 +139,15 @@ def test_a_step_without_duration_does_not_divide_by_zero() -> None:
 def test_the_documented_pictures_are_what_is_drawn(order: Schedule) -> None:
     text = (Path(__file__).resolve().parents[3] / "docs" / "parallel.md").read_text()
     assert draw_text(simulate(order, Costs.equal(4, 1, 2)).events, 130) in text
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_the_documented_branches_are_what_is_drawn(microbatches: int) -> None:
+    text = (Path(__file__).resolve().parents[3] / "docs" / "parallel.md").read_text()
+    edges = (Edge(0, 1), Edge(0, 2), Edge(1, 3), Edge(2, 3))
+    times = [(1, 2), (3, 6), (3, 6), (1, 2)]
+    order = one_f_one_b_of(Placement(2, ((0, 0, 1, 0),)), microbatches, edges, times)
+    costs = Costs(tuple(StageCost(*each) for each in times))
+    assert draw_text(simulate(lower(order, edges), costs).events) in text
+    halves = Costs((StageCost(4, 8),) * 2)
+    assert draw_text(simulate(one_f_one_b(2, microbatches), halves).events) in text

@@ -1,0 +1,319 @@
+"""Compares plans of branches side by side with the best chain of stages, on paper and measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.networks.amoebanet import AmoebaNetD
+from benchmarks.networks.branched import FourResolutions, SplitTransformer, ThreeDecoders
+from benchmarks.networks.inception import InceptionV3
+from benchmarks.steps.timed import Timed
+from benchmarks.steps.ways import CPU, LOSS, TRAINING
+from pathoseg.parallel.comm.launcher import connect
+from pathoseg.parallel.comm.link_benchmark import measure_links
+from pathoseg.parallel.comm.local_ranks import start_local
+from pathoseg.parallel.comm.transport import Transport
+from pathoseg.parallel.cost.cost_model import cost_model
+from pathoseg.parallel.cost.hardware import load_hardware
+from pathoseg.parallel.graph.traced import Traced, trace
+from pathoseg.parallel.planning.orders import DATA_PARALLEL
+from pathoseg.parallel.planning.plan import BranchChoice, Plan, PlanRequest
+from pathoseg.parallel.planning.planner import plan
+from pathoseg.parallel.planning.stage_costs import StageCosts
+from pathoseg.parallel.retention.policy_options import AllowedPolicies
+from pathoseg.parallel.runtime.executor import Microbatches
+from pathoseg.parallel.runtime.runner import Runner
+from pathoseg.parallel.schedule.costs import Link
+
+RANKS = 2  # that are measured
+HARDWARE = "a100"
+ALONE, BOTH, CHAIN = "one process", "two processes at once", "best chain"
+BRANCHES, DATA = "branches", "data parallel"
+# Everything is kept, in the chains as in the branches, so that what differs is the cut.
+KEPT = AllowedPolicies(offload=False, recompute=False)
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network, the tile on paper, and the smaller one that is measured.
+
+    Attributes:
+        make: Builds it at a width, for paper and for the CPU.
+        width: On paper.
+        side: On paper, in pixels.
+        small: The width that is measured; None where it is not.
+        small_side: Likewise.
+    """
+
+    make: Callable[[float], nn.Module]
+    width: float
+    side: int
+    small: float | None = None
+    small_side: int = 0
+
+
+NETWORKS = {
+    "three_decoders": Network(lambda width: ThreeDecoders(int(width)), 64, 1024, 16, 192),
+    "hrnet": Network(lambda width: FourResolutions(int(width)), 48, 1024, 16, 192),
+    "inception_v3": Network(lambda width: InceptionV3(width=width), 1, 2048),
+    "amoebanet_d": Network(lambda width: AmoebaNetD(cells=18, filters=int(width)), 256, 1024),
+    "split_transformer": Network(
+        lambda width: SplitTransformer(int(width), 12, 2, 16), 1024, 1024, 256, 256
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer cells and rounds")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank:
+        measured(options.quick, options.json)
+        return
+    figures = on_paper(options.quick)
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    sys.exit(start_local(RANKS, [sys.executable, *sys.argv, "--rank"], "mpi"))
+
+
+def on_paper(quick: bool) -> dict[str, float | str]:
+    """Print the simulated steps; the figures."""
+    hardware = load_hardware(HARDWARE)
+    figures: dict[str, float | str] = {"device": "cpu", "simulated_device": HARDWARE}
+    print(f"Simulated on {HARDWARE}, float32.\n")
+    print("| network | batch | ranks | memory, GiB | best chain | s | branches | s | speed-up |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name, network in NETWORKS.items():
+        if quick and name == "amoebanet_d":
+            continue
+        with torch.device("meta"):
+            graph = trace(network.make(network.width), torch.empty(1, 3, *[network.side] * 2))
+        priced = StageCosts(graph, cost_model(hardware), hardware)
+        [whole] = plan([priced], PlanRequest(1, 2**50, 1, "sequential"))
+        for ranks in (2, 4):
+            for batch, share in ((1, 1.0), (4, 0.8)):
+                memory = int(share * max(whole.memory))
+                request = PlanRequest(ranks, memory, batch, ways=KEPT)
+                chain, branches = (_best(priced, request, how) for how in ("none", "only"))
+                speed_up = chain.seconds / branches.seconds if chain and branches else None
+                print(
+                    f"| {name} | {batch} | {ranks} | {memory / 2**30:.1f} | {_told(chain)} "
+                    f"| {_told(branches)} | {'' if speed_up is None else f'{speed_up:.2f}'} |",
+                    flush=True,
+                )
+                if speed_up is not None:
+                    kind = "" if batch == 1 else "_pipelined"
+                    figures[f"branch_speedup_{name}{kind}_{ranks}_ranks"] = speed_up
+        figures[f"branch_speedup_{name}"] = figures[f"branch_speedup_{name}_4_ranks"]
+    return figures
+
+
+def _best(priced: StageCosts, request: PlanRequest, branches: BranchChoice) -> Plan | None:
+    """The fastest plan whose ranks share one model: data parallelism is another question."""
+    found = plan([priced], replace(request, branches=branches))
+    return next((each for each in found if each.order != DATA_PARALLEL), None)
+
+
+def _told(found: Plan | None) -> str:
+    if found is None:
+        return "nothing fits |"
+    return f"{found.order}, {found.stages} stages, {found.ranks} ranks | {found.seconds:.4f}"
+
+
+@dataclass
+class Times:
+    """Seconds of steps by way, round by round, and what the simulator said ahead of them."""
+
+    rounds: dict[str, list[float]] = field(default_factory=dict)
+    predicted: dict[str, float] = field(default_factory=dict)
+    losses: dict[str, float] = field(default_factory=dict)
+    told: dict[str, str] = field(default_factory=dict)
+
+    def ratio(self, way: str, other: str) -> float:
+        """Return the median over rounds of one way's seconds over another's in that round."""
+        pairs = zip(self.rounds[way], self.rounds[other], strict=True)
+        return median(one / two for one, two in pairs)
+
+    @property
+    def takes_branches(self) -> bool:
+        """Whether branches are predicted to be faster than every other way."""
+        return min(self.predicted, key=self.predicted.__getitem__) == BRANCHES
+
+    def error(self, way: str) -> float:
+        """The predicted step over the measured one, less 1.
+
+        Layers were timed ahead of the rounds, on both ranks at once: so both are taken as shares of
+        what a process takes for the whole model while the other does the same.
+        """
+        return self.predicted[way] / self.predicted[BOTH] / self.ratio(way, BOTH) - 1
+
+
+def measured(quick: bool, file: Path | None) -> None:
+    """One rank's part of the measurement."""
+    torch.set_num_threads(1)
+    transport = connect("mpi")
+    link = measure_links(transport)
+    found: dict[str, Times] = {}
+    for name, network in NETWORKS.items():
+        if network.small is None:
+            continue
+        for count in (1, 4):
+            times = _time(network, count, transport, link, 3 if quick else 9)
+            found[f"{name} × {count}"] = times
+            if transport.rank == 0:
+                _print(f"{name}, {count} microbatches of 1 × {network.small_side}²", times)
+    transport.close()
+    if transport.rank == 0:
+        figures = _figures(found)
+        print("", *(f"{name:44} {value}" for name, value in figures.items()), sep="\n")
+        if file:
+            known = json.loads(file.read_text())
+            file.write_text(json.dumps({**known, **figures}, indent=2) + "\n")
+
+
+def _figures(found: Mapping[str, Times]) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    for name, times in found.items():
+        own = name.replace(" × ", "_")
+        fastest = min(times.rounds.keys() & {ALONE, CHAIN}, key=lambda way: times.ratio(way, ALONE))
+        figures[f"measured_speedup_{own}"] = times.ratio(fastest, BRANCHES)
+        figures[f"predicted_speedup_{own}"] = times.predicted[fastest] / times.predicted[BRANCHES]
+        figures[f"prediction_error_{own}"] = abs(times.error(BRANCHES))
+        if DATA in times.rounds:
+            figures[f"vs_data_parallel_{own}"] = times.ratio(DATA, BRANCHES)
+    once = [
+        value for key, value in figures.items() if key.startswith("measured") and key[-1] == "1"
+    ]
+    figures["measured_speedup"] = median(once)
+    # Of the plans that `auto` would take, and of all.
+    taken = [times for times in found.values() if times.takes_branches]
+    figures["prediction_error"] = max(abs(times.error(BRANCHES)) for times in taken)
+    figures["prediction_error_all"] = max(abs(each.error(BRANCHES)) for each in found.values())
+    return figures
+
+
+def _time(network: Network, count: int, transport: Transport, link: Link, rounds: int) -> Times:
+    """All ways in turn, several times over; the first time does not count."""
+    torch.manual_seed(0)
+    assert network.small is not None
+    model = network.make(network.small)
+    images = torch.randn(count, 3, network.small_side, network.small_side)
+    targets = torch.randint(0, 3, (count, network.small_side, network.small_side))
+    times = Times()
+    plans = _plans(model, images, targets, transport, link, times)
+    ways: dict[str, Callable[[int], float]] = {}
+    alone = _one_process(deepcopy(model), images, targets)
+    ways[ALONE] = lambda number: alone(number) if transport.rank == 0 else 0.0
+    ways[BOTH] = _one_process(deepcopy(model), images, targets)
+    for name, chosen in plans.items():
+        ways[name] = _on_ranks(deepcopy(model), chosen, images, targets, transport)
+    for number in range(rounds + 1):
+        for name, step in ways.items():
+            transport.barrier()
+            begin = time.perf_counter()
+            loss = step(number)
+            seconds = time.perf_counter() - begin
+            told = [json.loads(text) for text in transport.gather(json.dumps([seconds, loss]))]
+            if number:
+                times.rounds.setdefault(name, []).append(max(each[0] for each in told))
+            else:
+                times.losses[name] = max(each[1] for each in told)
+    expected = times.losses[ALONE]
+    for name, loss in times.losses.items():
+        if abs(loss - expected) > 1e-5 * abs(expected):
+            raise AssertionError(f"{name} has a first loss of {loss}, one process {expected}")
+    return times
+
+
+def _plans(
+    model: nn.Module,
+    images: Tensor,
+    targets: Tensor,
+    transport: Transport,
+    link: Link,
+    times: Times,
+) -> dict[str, Plan]:
+    """The plans of rank 0, by layers that both ranks time at once, as they will compute at once."""
+    traced = Traced(deepcopy(model), images[:1])
+    hardware = replace(load_hardware("cpu"), inside=link, memory=2**40)
+    transport.barrier()
+    priced = StageCosts(traced.graph, Timed(traced, images[:1], targets[:1]), hardware)
+    request = PlanRequest(RANKS, 2**40, len(images), all_ranks=True, ways=KEPT)
+    told: dict[str, str] = {}
+    if transport.rank == 0:
+        for name, best in (
+            (CHAIN, _best(priced, request, "none")),
+            (BRANCHES, _best(priced, request, "only")),
+        ):
+            assert best is not None, f"no plan of {name}"
+            told[name] = best.to_json()
+        if len(images) > 1:
+            told[DATA] = plan([priced], replace(request, order=DATA_PARALLEL))[0].to_json()
+    told = json.loads(transport.gather(json.dumps(told))[0])
+    plans = {name: Plan.from_json(text) for name, text in told.items()}
+    times.predicted = {name: each.seconds for name, each in plans.items()}
+    times.predicted[ALONE] = times.predicted[BOTH] = len(images) * priced.seconds
+    times.told = {name: f"{each.order}, {each.stages} stages" for name, each in plans.items()}
+    return plans
+
+
+def _one_process(model: nn.Module, images: Tensor, targets: Tensor) -> Callable[[int], float]:
+    optimizer = TRAINING.optimizer([*model.parameters()])
+
+    def step(number: int) -> float:
+        optimizer.zero_grad()
+        total = 0.0
+        for image, target in zip(
+            images.chunk(len(images)), targets.chunk(len(images)), strict=True
+        ):
+            loss = LOSS(model(image), target).sum() / len(images)
+            torch.autograd.backward(loss)
+            total += loss.item()
+        optimizer.step()
+        return total
+
+    return step
+
+
+def _on_ranks(
+    model: nn.Module, chosen: Plan, images: Tensor, targets: Tensor, transport: Transport
+) -> Callable[[int], float]:
+    traced = Traced(model, images[:1]).reordered(chosen.line)
+    partition = chosen.partition(traced.graph)
+    runner = Runner(traced, partition, chosen.schedule, transport, CPU, TRAINING)
+    [name] = traced.graph.inputs
+    inputs, wanted = images.chunk(len(images)), targets.chunk(len(images))
+    microbatches = Microbatches(
+        [1] * len(images), lambda each: {name: inputs[each]}, wanted.__getitem__
+    )
+    return lambda number: runner.step(number, microbatches).loss_sum / len(images)
+
+
+def _print(title: str, times: Times) -> None:
+    print(f"\n{title}\n")
+    print("| way | plan | step, s | least to most | speed-up | predicted | error |")
+    print("|---|---|---|---|---|---|---|")
+    for way, seconds in times.rounds.items():
+        row = f"| {way} | {times.told.get(way, '')} | {median(seconds):.3f} "
+        row += f"| {min(seconds):.3f} to {max(seconds):.3f} | {times.ratio(ALONE, way):.2f} "
+        predicted = times.predicted[ALONE] / times.predicted[way]
+        print(row + f"| {predicted:.2f} | {times.error(way):+.3f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
