@@ -258,6 +258,16 @@ def _cat(function: Any, tensors: Any, dim: int = 0) -> Any:
     return first.like(torch.cat([fitted(each, first) for each in tensors], dim))
 
 
+def _stack(function: Any, tensors: Any, dim: int = 0) -> Any:
+    first = next(each for each in tensors if isinstance(each, Strip))
+    for each in tensors:
+        if not isinstance(each, Strip) or each.strip_dim != first.strip_dim:
+            return NotImplemented
+    at = dim % (first.dim() + 1)
+    made = torch.stack([fitted(each, first) for each in tensors], at)
+    return Strip(made, first.strip_dim + (at <= first.strip_dim), first.bounds, first.shards)
+
+
 def _getitem(function: Any, x: Any, index: Any) -> Any:
     """Select by whole numbers, slices, None and `...`; of the rows, a slice without gaps."""
     listed = list(index) if isinstance(index, tuple) else [index]
@@ -341,9 +351,18 @@ def _loss(elementwise: bool) -> Rule:
             return NotImplemented
         if not elementwise:
             # Classes are in dimension 1, which targets of indices lack.
-            if reduction != "none" or any(one.shape[-1:] != found[0].shape[-1:] for one in found):
+            first, target = args[0], args[1] if len(args) > 1 else kwargs.get("target")
+            if not isinstance(target, Strip) and isinstance(target, Tensor):
+                local = fitted(target, first)
+                if local is not target:
+                    dim = target.dim() - first.from_right
+                    target = Strip(local, dim, first.bounds, first.shards)
+            if reduction != "none" or not isinstance(target, Strip) or len(args) > 3:
                 return NotImplemented
-            return each_row(function, found[0], args, kwargs)
+            if first.strip_dim < 2 or target.from_right != first.from_right:
+                return NotImplemented
+            kwargs.pop("target", None)
+            return each_row(function, first, (first, target, *args[2:]), kwargs)
         if any(one.from_right != found[0].from_right for one in found):
             return NotImplemented
         each = pointwise(function, *args, **{**kwargs, "reduction": "none"})
@@ -387,6 +406,7 @@ def elementwise_rules() -> dict[str, Rule]:
         "all": _all,
         "flatten": _flatten,
         "unflatten": _unflatten,
+        "stack": _stack,
         "cat": _cat,
         "concat": _cat,
         "getitem": _getitem,

@@ -14,7 +14,7 @@ it is a part, and parts add up.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class Team:
         rank: This rank among them.
         shards: How many they are.
         split: As given.
+        waiting: Makes the context in which it waits for others, who may need what it holds.
     """
 
     def __init__(self, transport: Transport, split: Split) -> None:
@@ -48,20 +49,24 @@ class Team:
                 f"Start {split.shards} ranks for each tile.",
             )
         self.rank, self.shards, self.split = transport.rank, transport.ranks, split
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         self._transport = transport
 
     def total(self, tensor: Tensor) -> Tensor:
         """Return the sum over the ranks, equal to the bit on all; not differentiable."""
         summed = tensor.detach().clone(memory_format=torch.contiguous_format)
-        self._transport.sum(summed, tuple(range(self.shards))).wait()
-        return summed
+        return self._sum(summed)
 
     def table(self, own: Tensor) -> Tensor:
         """Return what all ranks hand in, stacked by rank; not differentiable."""
         rows = own.new_zeros(self.shards, *own.shape)
         rows[self.rank] = own.detach()
-        self._transport.sum(rows, tuple(range(self.shards))).wait()
-        return rows
+        return self._sum(rows)
+
+    def _sum(self, tensor: Tensor) -> Tensor:
+        with self.waiting():
+            self._transport.sum(tensor, tuple(range(self.shards))).wait()
+        return tensor
 
     def swap(
         self, give: Callable[[int], Tensor | None], room: Callable[[int], Tensor | None]
@@ -82,8 +87,9 @@ class Team:
             sent = give(rank)
             if sent is not None:
                 pending.append(self._transport.send(sent.contiguous(), rank, _TAG))
-        for each in pending:
-            each.wait()
+        with self.waiting():
+            for each in pending:
+                each.wait()
         return came
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from pathoseg.errors import PathosegError
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.graph.layer_graph import LayerGraph
 from pathoseg.parallel.graph.segment import Step
@@ -111,9 +112,48 @@ class Sharding:
                 values = whole(given)
         return step.run(values)
 
-    def loss(self) -> None:
-        """Note that what follows belongs to the loss."""
+    def returned(self, values: Any) -> Any:
+        """Return what the model returns, tensors that were gathered on the way cut again.
+
+        A tensor (…, rows, width) with as many rows as the model's input is cut as that is.
+        """
+        height = self.team.split.height
+
+        def cut(leaf: Any) -> Any:
+            is_whole = isinstance(leaf, Tensor) and leaf.dim() > 2 and leaf.shape[-2] == height
+            return self.strip(self.cut(leaf), height) if is_whole else leaf
+
+        return tree_map(cut, values)
+
+    def targets(self, targets: Any) -> Any:
+        """Return the loss function's second argument with rows of this rank as strips.
+
+        A tensor (…, rows, width) with as many rows as this rank has of the model's input is cut.
+        """
         self._layer = "the loss"
+        height = self.team.split.height
+        own = self.rows(height).height
+
+        def cut(leaf: Any) -> Any:
+            is_cut = isinstance(leaf, Tensor) and leaf.dim() > 2 and leaf.shape[-2] == own
+            return self.strip(leaf, height) if is_cut else leaf
+
+        return tree_map(cut, targets)
+
+    def check_loss(self, returned: Any, losses: Tensor) -> None:
+        """Refuse a loss without a gradient: a custom autograd function knows no strips.
+
+        Raises:
+            PathosegError: What the model returned has a gradient, and the losses have none.
+        """
+        if not losses.requires_grad and any(
+            isinstance(leaf, Strip) and leaf.requires_grad for leaf in tree_leaves(returned)
+        ):
+            raise PathosegError(
+                "The loss of a tile that is cut into strips has no gradient: it is computed by a "
+                "custom autograd function.",
+                "Write it with torch's functions, or train without [parallel] shards.",
+            )
 
     def gathers(self, what: str) -> None:
         self.gathered.setdefault(self._layer, what)

@@ -114,7 +114,7 @@ class Strip:
         return _call(func, args, kwargs or {})
 
 
-_SAME = {"dtype", "device", "requires_grad", "is_cuda", "layout", "is_complex", "is_sparse"}
+_SAME = {"dtype", "device", "requires_grad", "layout", "is_complex", "is_sparse"}
 
 
 def strips_in(*arguments: Any) -> list[Strip]:

@@ -168,7 +168,7 @@ def judged(module: nn.Module, x: Tensor, bounds: tuple[int, ...]) -> tuple[Resul
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using padding=.same. with even kernel")
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(cases(), st.sampled_from([torch.float32, torch.float64]))
 def test_any_chain_is_exact(
     case: tuple[nn.Module, Tensor, tuple[int, ...]], dtype: torch.dtype
