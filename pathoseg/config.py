@@ -318,14 +318,14 @@ class ParallelConfig:
             where there is one, else the CPU. Without a number ranks take the devices of their host
             in turn.
         ranks: How many ranks there are; a launcher such as mpirun overrules it.
+        shards: How many of them share each tile, a strip of rows each (docs/shards.md).
         order: In which order the microbatches go through the stages: a name that
             docs/planning.md lists, or "auto" for the fastest that fits.
         stages: Into how many stages the model is cut; None lets the planner choose.
         cut: Layers or modules before which the model is cut, instead of the planner's cuts.
         memory: What a rank has, such as "16GiB"; None means what the hardware has.
         hardware: `v100`, `a100`, `h100`, `h200`, `b200`, `l40s`, `a40`, `a10`, `t4`, `rtx-4090`,
-            `rtx-6000-ada`, `cpu` or a file of `pathoseg calibrate`; None means this
-            machine's device.
+            `rtx-6000-ada`, `cpu` or a file of `pathoseg calibrate`; None: this machine's device.
         profile: Times each distinct layer of the model on this machine, instead of pricing it by
             the hardware; memory and links stay the hardware's.
         offload: How tensors are copied to host memory where a plan says so, in one of the forms of
@@ -342,6 +342,7 @@ class ParallelConfig:
 
     device: DeviceName | None = None
     ranks: Count = 1
+    shards: Count = 1
     order: str = "auto"
     stages: Count | None = None
     cut: tuple[str, ...] = ()

@@ -7,7 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pathoseg.config import Config
 from pathoseg.device import Images, amp_dtype, to_input
@@ -102,13 +104,14 @@ class PipelineEngine:
         microbatches = Microbatches(
             [size] * self.round,
             lambda each: self._inputs(batch.inputs(own[each])),
-            lambda each: torch.from_numpy(self._task.targets(*batch.labels(own[each]))).to(
-                self._device
-            ),
+            lambda each: self._targets(self._task.targets(*batch.labels(own[each]))),
         )
         traced = self._drawing is not None and self._steps == _TRACED
         done = self._runner.step(number, microbatches, traced, self._is_given_up)
         self._steps += 1
+        if self._steps == 1 and self.leads:
+            for layer, function in self._runner.gathered.items():
+                say(f"{layer} looks at whole tiles ({function}): each rank computes all of it.")
         if traced:
             self._draw(done.events)
         return StepResult(done.loss_sum, done.finite)
@@ -133,9 +136,17 @@ class PipelineEngine:
 
     def _inputs(self, images: Images) -> dict[str, torch.Tensor]:
         assert not isinstance(images, Mapping), "a network of several inputs has no plan"
-        card = self._card
-        pixels = to_input(images, card.mean, card.std, self._device, self._layout)
+        card, rows = self._card, self._runner.rows(images.shape[1])
+        pixels = to_input(
+            np.ascontiguousarray(images[:, rows]), card.mean, card.std, self._device, self._layout
+        )
         return {self._input: pixels}
+
+    def _targets(self, targets: NDArray[Any]) -> torch.Tensor:
+        """Labels (n, …, height, width) on the device, of strips the rows of this rank; or (n,)."""
+        if targets.ndim > 2:
+            targets = targets[..., self._runner.rows(targets.shape[-2]), :]
+        return torch.from_numpy(targets).to(self._device)
 
     def _draw(self, events: Sequence[Event]) -> None:
         """Hands what all ranks did in a step to whoever draws it."""

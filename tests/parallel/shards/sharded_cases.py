@@ -89,7 +89,7 @@ def compare(sharded: Sharded, rank: int, verdict: Verdict, expected: Verdict) ->
 
     The gradient of a bias ahead of a norm is 0 but for rounding: no gradient counts as smaller than
     a tenth of the mean one. In single precision the judge's own gradients are 1e-6 off the true
-    ones (measured against double precision), so two ways to compute them differ by a few times that.
+    ones (measured against double precision), so two ways to compute them differ by some 1e-6.
     """
     most, where = _ROUNDING[sharded.case.dtype], f"{sharded}, rank {rank}"
     for found, loss in zip(verdict.losses, expected.losses, strict=True):
