@@ -252,9 +252,13 @@ def rebuilt(rows: Tensor, strip: Tensor, dim: int, has: Rows, own: Rows) -> Iter
         yield
         return
     kept, version = strip.detach(), strip._version
+    place, shape = (
+        rows.data_ptr(),
+        rows.shape,
+    )  # autograd holds `pack` too, which must not hold rows
 
     def pack(tensor: Tensor) -> Any:
-        if tensor.data_ptr() != rows.data_ptr() or tensor.shape != rows.shape:
+        if tensor.data_ptr() != place or tensor.shape != shape:
             return tensor
         above = _cut(tensor, dim, has, Rows(has.first, mine.first)).clone()
         below = _cut(tensor, dim, has, Rows(mine.stop, has.stop)).clone()

@@ -20,6 +20,7 @@ from pathoseg.parallel.shards.rows import Rows, Split, Window, strips
 from pathoseg.parallel.shards.strip import Strip
 from tests.parallel.shards.strips_on_threads import (
     Drawing,
+    Place,
     Result,
     difference,
     run_strips,
@@ -303,3 +304,43 @@ def test_even_strips(height: int, shards: int) -> None:
 def test_strides_of_2_fit_even_strips() -> None:
     assert Split.even(1024, 2).bounds == (0, 512, 1024)
     assert all(bound % 16 == 0 for bound in Split.even(1024, 3).bounds)
+
+
+def test_of_halo_and_strip_the_halo_alone_is_saved() -> None:
+    """Or each convolution would hold its input twice: with halos for itself, without for others."""
+    rows = 64
+
+    class Alone:
+        """The other rank sends zeros, so that one thread shows all that is held."""
+
+        rank, ranks = 0, 2
+
+        def receive(self, into: Tensor, source: int, tag: int) -> Alone:
+            into.zero_()
+            return self
+
+        def send(self, tensor: Tensor, to: int, tag: int) -> Alone:
+            return self
+
+        sum = send
+
+        def wait(self) -> None:
+            pass
+
+    place = Place(Alone(), Split((0, rows, 2 * rows)))  # type: ignore[arg-type]
+    network = nn.Sequential(*[nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1) for _ in range(8)])
+    x = torch.randn(1, CHANNELS, rows, 64)
+    made: list[Any] = []
+
+    def held(given: Any) -> int:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(
+            activities=activities, profile_memory=True, acc_events=True
+        ) as profile:
+            made.append(network(given))
+        events = profile.profiler.kineto_results.events()
+        return sum(event.nbytes() for event in events if event.name() == "[memory]")
+
+    whole = held(x)
+    strip = held(Strip(x, 2, (0, rows, 2 * rows), place))
+    assert strip <= whole * (1 + 2 / rows), "one row of halo, and one of padding, a layer"
