@@ -17,8 +17,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from pathoseg.models.build import build_model
 from pathoseg.models.losses import build_loss
@@ -133,7 +132,7 @@ def _peak(do: Callable[[], object]) -> int:
         do()
     events = profile.profiler.kineto_results.events()
     taken = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    return max(accumulate(size for _, size in taken))
+    return int(max(accumulate(size for _, size in taken)))
 
 
 def run(task: Task, folder: Path) -> list[dict[str, float]]:

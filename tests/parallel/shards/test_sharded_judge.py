@@ -38,6 +38,7 @@ CASES = [
     Sharded(Case("dropout", "1f1b-recomputed", 2, DOUBLE), 2),
     Sharded(Case("unet", "hybrid-gpipe", 4, DOUBLE), 2),
     Sharded(Case("objects", "gpipe-folded", 2, DOUBLE), 2),
+    Sharded(Case("low-rank", "gpipe", 2, DOUBLE), 2),
     Sharded(Case("unet", "data-parallel", 2, DOUBLE, last=0), 2),
     Sharded(Case("unet", "1f1b", 2, DOUBLE, clip=0.05), 2),
     # In single precision these: others have a ReLU or a pooling that rounding turns over.
