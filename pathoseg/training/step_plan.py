@@ -16,9 +16,10 @@ from pathoseg.host_memory import LARGE, keep_freed_memory
 from pathoseg.memory_size import memory_text, parse_memory
 from pathoseg.models.build import check_tile, declared_inputs, lay_out, tile_multiple
 from pathoseg.parallel.comm.transport import Transport
-from pathoseg.parallel.cost.cost_model import cost_model
+from pathoseg.parallel.cost.cost_model import CostModel, cost_model
 from pathoseg.parallel.cost.device_hardware import roofline_of, shipped_name
 from pathoseg.parallel.cost.hardware import Hardware, load_hardware
+from pathoseg.parallel.cost.strip_costs import StripCosts
 from pathoseg.parallel.cost.timing import Profiled
 from pathoseg.parallel.fitting import agree, best
 from pathoseg.parallel.graph.layer_graph import LayerGraph
@@ -227,10 +228,12 @@ def price_one(
         largest = max(one.height for one in strips(Split.even(side, shards).bounds))
         rows = -(-largest // multiple) * multiple
     traced = Traced(model, torch.empty(size, 3, rows, side, device="meta"), dtype)
-    costs = cost_model(hardware)
+    costs: CostModel = cost_model(hardware)
     if profile:
         with progress_bar("timing layers", None, "visits") as bar:
             costs = Profiled(traced, costs, advance=bar.advance)
+    if shards > 1:
+        costs = StripCosts(costs, hardware, shards)
     slots = _SLOTS[config.train.optimizer]
     return StageCosts(traced.graph, costs, hardware, slots, workspace_of(hardware))
 

@@ -105,10 +105,7 @@ def plan(
         f"{count_ranks(request.ranks * shards)} of {memory_text(memory)} ({hardware.name}{margin})."
     )
     if shards > 1:
-        say(
-            f"Each tile is cut into {shards} strips of rows, on as many ranks; their halos and "
-            "the sums of norms are not priced."
-        )
+        say(f"Each tile is cut into {shards} strips of rows, on as many ranks.")
     precision = "float32" if dtype is None else f"{str(dtype)[6:]} by autocast"
     say(f"Computed in {precision}. Times: {best.note}.")
     say("")
@@ -116,6 +113,8 @@ def plan(
         say(line)
     say("")
     say(_verdict(best, request))
+    if shards > 1:
+        say(f"Each rank of that is {shards} ranks, which share its tiles.")
     partition = of_strip.partition(priced.graph)
     for line in not_kept(best, priced, partition):
         say(line)
@@ -239,7 +238,7 @@ def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 def _verdict(best: Plan, request: PlanRequest) -> str:
     if best.order == SEQUENTIAL:
-        alone = "One rank alone" if request.order == AUTO else "One rank"
+        alone = "One rank alone" if request.order == AUTO and best.shards == 1 else "One rank"
         return f"Best: {alone}, without cutting the model." + (
             " More ranks would only add messages."
             if request.ranks > 1 and request.order == AUTO
