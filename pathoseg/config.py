@@ -318,6 +318,7 @@ class ParallelConfig:
             where there is one, else the CPU. Without a number ranks take the devices of their host
             in turn.
         ranks: How many ranks there are; a launcher such as mpirun overrules it.
+        shards: How many of them share each tile, a strip of rows each (docs/shards.md).
         order: In which order the microbatches go through the stages: a name that
             docs/planning.md lists, or "auto" for the fastest that fits.
         stages: Into how many stages the model is cut; None lets the planner choose.
@@ -342,6 +343,7 @@ class ParallelConfig:
 
     device: DeviceName | None = None
     ranks: Count = 1
+    shards: Count = 1
     order: str = "auto"
     stages: Count | None = None
     cut: tuple[str, ...] = ()

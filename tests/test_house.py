@@ -59,9 +59,10 @@ WALLS: dict[str, set[str]] = {
     },
     "parallel.comm": {"parallel.schedule.costs", *GROUND},
     "parallel.activations": {"parallel.graph", "parallel.schedule.action", *GROUND},
+    "parallel.shards": {"parallel.graph", "parallel.comm.transport", *GROUND},
     "parallel.runtime": {
         *("parallel.graph", "parallel.schedule", "parallel.comm", "parallel.activations"),
-        *GROUND,
+        *("parallel.shards", *GROUND),
     },
     "parallel.fitting": {
         *("parallel.graph", "parallel.schedule", "parallel.cost", "parallel.retention"),

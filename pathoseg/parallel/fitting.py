@@ -76,13 +76,15 @@ class Fit:
                     f"Give whole batches, or plan for batches of {len(given)}.",
                 )
 
-        def part(microbatch: int) -> slice:
-            return slice(microbatch * size, (microbatch + 1) * size)
+        def part(given: Tensor, microbatch: int) -> Tensor:
+            own = given[microbatch * size : (microbatch + 1) * size]
+            is_cut = own.dim() > 2 and self.plan.shards > 1
+            return own[..., self.runner.rows(own.shape[-2]), :] if is_cut else own
 
         microbatches = Microbatches(
             [size] * count,
-            lambda microbatch: {name: each[part(microbatch)] for name, each in named.items()},
-            lambda microbatch: targets[part(microbatch)],
+            lambda microbatch: {name: part(each, microbatch) for name, each in named.items()},
+            lambda microbatch: part(targets, microbatch),
         )
         return self.runner.step(number, microbatches, trace)
 
@@ -203,5 +205,7 @@ def split(
         plan.host_memory * plan.groups,
         parked,
     )
-    runner = Runner(traced, partition, plan.schedule, transport, device, training, memory)
+    runner = Runner(
+        traced, partition, plan.schedule, transport, device, training, memory, plan.shards
+    )
     return Fit(plan, runner, tuple(traced.graph.inputs))

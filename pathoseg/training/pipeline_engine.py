@@ -7,7 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pathoseg.config import Config
 from pathoseg.device import Images, amp_dtype, to_inputs
@@ -104,13 +106,14 @@ class PipelineEngine:
         microbatches = Microbatches(
             [size] * self.round,
             lambda each: self._inputs(batch.inputs(own[each])),
-            lambda each: torch.from_numpy(self._task.targets(*batch.labels(own[each]))).to(
-                self._device
-            ),
+            lambda each: self._targets(self._task.targets(*batch.labels(own[each]))),
         )
         traced = self._drawing is not None and self._steps == _TRACED
         done = self._runner.step(number, microbatches, traced, self._is_given_up)
         self._steps += 1
+        if self._steps == 1 and self.leads:
+            for layer, function in self._runner.gathered.items():
+                say(f"{layer} looks at whole tiles ({function}): each rank computes all of it.")
         if traced:
             self._draw(done.events)
         return StepResult(done.loss_sum, done.finite)
@@ -135,8 +138,21 @@ class PipelineEngine:
 
     def _inputs(self, images: Images) -> dict[str, torch.Tensor]:
         card = self._card
-        seen = to_inputs(images, card.mean, card.std, self._device, self._layout)
+        named = images if isinstance(images, Mapping) else {"": images}
+        own = {name: self._strip(each) for name, each in named.items()}
+        part = own if isinstance(images, Mapping) else own[""]
+        seen = to_inputs(part, card.mean, card.std, self._device, self._layout)
         return seen if isinstance(seen, dict) else dict.fromkeys(self._names, seen)
+
+    def _strip(self, images: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """The rows of this rank of images (n, height, width, 3)."""
+        return np.ascontiguousarray(images[:, self._runner.rows(images.shape[1])])
+
+    def _targets(self, targets: NDArray[Any]) -> torch.Tensor:
+        """Labels (n, …, height, width) on the device, of strips the rows of this rank; or (n,)."""
+        if targets.ndim > 2:
+            targets = targets[..., self._runner.rows(targets.shape[-2]), :]
+        return torch.from_numpy(targets).to(self._device)
 
     def _draw(self, events: Sequence[Event]) -> None:
         """Hands what all ranks did in a step to whoever draws it."""

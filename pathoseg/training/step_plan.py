@@ -15,11 +15,12 @@ from pathoseg.errors import PathosegError
 from pathoseg.geometry import IMAGE
 from pathoseg.host_memory import LARGE, keep_freed_memory
 from pathoseg.memory_size import memory_text, parse_memory
-from pathoseg.models.build import check_tile, declared_inputs, lay_out
+from pathoseg.models.build import check_tile, declared_inputs, lay_out, tile_multiple
 from pathoseg.parallel.comm.transport import Transport
-from pathoseg.parallel.cost.cost_model import cost_model
+from pathoseg.parallel.cost.cost_model import CostModel, cost_model
 from pathoseg.parallel.cost.device_hardware import roofline_of, shipped_name
 from pathoseg.parallel.cost.hardware import Hardware, load_hardware
+from pathoseg.parallel.cost.strip_costs import StripCosts
 from pathoseg.parallel.cost.timing import Profiled
 from pathoseg.parallel.fitting import agree, best
 from pathoseg.parallel.graph.layer_graph import LayerGraph
@@ -32,6 +33,7 @@ from pathoseg.parallel.retention.policy_options import AllowedPolicies
 from pathoseg.parallel.runtime.memory_check import too_small
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.simulate import simulate
+from pathoseg.parallel.shards.rows import Split, strips
 from pathoseg.platform_support import available_memory
 from pathoseg.progress import progress_bar, say
 from pathoseg.training.distributed import least_memory, own_device
@@ -101,26 +103,45 @@ def memory_to_plan(config: ParallelConfig, free: int, device: str) -> int:
     return planned
 
 
-def plan_request(config: Config, memory: int) -> PlanRequest:
+def teams(config: ParallelConfig, ranks: int) -> int:
+    """Return the number of teams of ranks that share tiles: of all ranks where none do.
+
+    Raises:
+        PathosegError: The ranks make no whole teams.
+    """
+    found, more = divmod(ranks, config.shards)
+    if more or not found:
+        raise PathosegError(
+            f"[parallel] shards = {config.shards} gives each tile to {config.shards} ranks, and "
+            f"there {'is one rank' if ranks == 1 else f'are {ranks}'}.",
+            f"Start {config.shards} ranks or a multiple (--ranks), or leave out shards.",
+        )
+    return found
+
+
+def plan_request(config: Config, memory: int, ranks: int | None = None) -> PlanRequest:
     """Return the request to the planner that the configuration states.
 
     Args:
         config: The options.
         memory: Bytes of each rank (`memory_to_plan`).
+        ranks: How many there are; None takes the configured number.
 
     Raises:
         PathosegError: An order, cut or size that there is not.
     """
     wanted = config.parallel
+    # Strips keep all, or recompute whole stages: halos are sent in the order of the forward.
+    is_whole = wanted.shards == 1
     return PlanRequest(
-        wanted.ranks,
+        teams(wanted, wanted.ranks if ranks is None else ranks),
         memory,
         config.train.batch,
         wanted.order,
         wanted.stages,
         wanted.cut,
         wanted.branches,
-        ways=AllowedPolicies(wanted.offload != "none", wanted.recompute),
+        ways=AllowedPolicies(wanted.offload != "none" and is_whole, wanted.recompute and is_whole),
     )
 
 
@@ -159,6 +180,8 @@ def price(
 ) -> list[StageCosts]:
     """Price the layers for each size of microbatch that the planner may use, smallest first.
 
+    Where ranks share tiles the layers are those of the largest strip.
+
     A configured size is kept. Else it is one sample, for batch norm takes its statistics over the
     microbatch: another size would be another training. Without batch norm several are tried.
 
@@ -193,16 +216,20 @@ def price_one(
 ) -> StageCosts:
     if profile:
         lay_out(model, config.model.with_classes(2))  # as it will be trained
-    traced = _trace(model, like_microbatch(model, config.tiles.mpp, side, size), dtype)
-    costs = cost_model(hardware)
+    shards = config.parallel.shards
+    example = like_microbatch(model, config.tiles.mpp, side, size, shards)
+    traced = _trace(model, example, dtype)
+    costs: CostModel = cost_model(hardware)
     if profile:
         with progress_bar("timing layers", None, "visits") as bar:
             costs = Profiled(traced, costs, advance=bar.advance)
+    if shards > 1:
+        costs = StripCosts(costs, hardware, shards)
     slots = _SLOTS[config.train.optimizer]
     return StageCosts(traced.graph, costs, hardware, slots, workspace_of(hardware))
 
 
-def like_microbatch(model: nn.Module, mpp: float, side: int, size: int) -> Inputs:
+def like_microbatch(model: nn.Module, mpp: float, side: int, size: int, shards: int = 1) -> Inputs:
     """Return a microbatch without memory, as `Traced` takes it: its only input, or each by name.
 
     Args:
@@ -210,9 +237,20 @@ def like_microbatch(model: nn.Module, mpp: float, side: int, size: int) -> Input
         mpp: Microns per pixel of its tiles.
         side: Side of a tile in pixels.
         size: Number of tiles.
+        shards: Strips of a tile; the microbatch has the largest of them, up to what the network
+            divides by.
     """
+    multiple = tile_multiple(model)
+
+    def rows(height: int) -> int:
+        if shards == 1:
+            return height
+        largest = max(one.height for one in strips(Split.even(height, shards).bounds))
+        return -(-largest // multiple) * multiple
+
     shapes = {
-        each.name: (size, 3, each.size, each.size) for each in declared_inputs(model, mpp, side)
+        each.name: (size, 3, rows(each.size), each.size)
+        for each in declared_inputs(model, mpp, side)
     }
     seen = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     return seen if len(seen) > 1 else seen[IMAGE]
@@ -228,6 +266,23 @@ def _trace(model: nn.Module, example: Inputs, dtype: torch.dtype | None = None) 
             "Let it have an argument of the name of each input.",
         )
     return traced
+
+
+def of_whole_tiles(plans: Sequence[Plan], model: nn.Module, config: Config) -> list[Plan]:
+    """Return plans of one strip (`price`) as those of whole tiles; others as they are.
+
+    Raises:
+        PathosegError: A strip takes other layers than a whole tile.
+    """
+    if config.parallel.shards == 1:
+        return [*plans]
+    tiles, traced = config.tiles, dict[int, Traced]()
+    for size in {each.microbatch for each in plans}:
+        traced[size] = _trace(model, like_microbatch(model, tiles.mpp, tiles.side, size))
+    return [
+        each.in_strips(traced[each.microbatch].reordered(each.line).graph, config.parallel.shards)
+        for each in plans
+    ]
 
 
 def read_model(model: nn.Module, config: Config) -> Traced | None:
@@ -288,13 +343,13 @@ def agreed_plan(
                 f"{memory_text(free)} are free on the fullest device, {memory_text(memory)} are "
                 "planned with."
             )
-        request = replace(plan_request(config, memory), ranks=transport.ranks, all_ranks=True)
+        request = replace(plan_request(config, memory, transport.ranks), all_ranks=True)
         graphs = {each.microbatch: each for each in price(model, config, hardware, dtype)}
         plan = best([*graphs.values()], request)
         priced = graphs[plan.microbatch].reordered(plan.line)
         partition = plan.partition(priced.graph)
         costs = priced.costs(partition, plan.ranks, plan.retention, plan.window)
         planned.extend(simulate(plan.schedule, costs).events)
-        return plan
+        return of_whole_tiles([plan], model, config)[0]
 
     return agree(choose, transport), planned

@@ -33,6 +33,7 @@ from pathoseg.training.step_plan import (
     dtype_on,
     find_hardware,
     memory_to_plan,
+    of_whole_tiles,
     plan_request,
     price,
     price_one,
@@ -78,7 +79,7 @@ def plan(
     hardware = with_dtype(hardware, dtype)
     memory = memory_to_plan(config.parallel, hardware.memory, hardware.device)
     request = plan_request(config, memory)
-    model = _build(config)
+    model, shards = _build(config), config.parallel.shards
     prepare_encoder(model, config.train)
     graphs = price(model, config, hardware, dtype)
     with progress_bar("planning", None, "plans"):
@@ -92,6 +93,7 @@ def plan(
             sides,
             lambda side: price_one(model, graphs[0].microbatch, side, config, hardware, dtype),
         )
+    of_strip, plans = plans[0], of_whole_tiles(plans, model, config)
     best = plans[0]
     [whole] = [each for each in graphs if each.microbatch == best.microbatch]
     priced = whole.reordered(best.line)
@@ -101,8 +103,10 @@ def plan(
     margin = f", {memory_text(hardware.memory)} less a margin" if has_margin else ""
     say(
         f"{config.model.name}, tiles of {config.tiles.side} px, steps of {request.batch}, on "
-        f"{count_ranks(request.ranks)} of {memory_text(memory)} ({hardware.name}{margin})."
+        f"{count_ranks(request.ranks * shards)} of {memory_text(memory)} ({hardware.name}{margin})."
     )
+    if shards > 1:
+        say(f"Each tile is cut into {shards} strips of rows, on as many ranks.")
     precision = "float32" if dtype is None else f"{str(dtype)[6:]} by autocast"
     say(f"Computed in {precision}. Times: {best.note}.")
     say("")
@@ -110,10 +114,12 @@ def plan(
         say(line)
     say("")
     say(_verdict(best, request))
-    partition = best.partition(priced.graph)
+    if shards > 1:
+        say(f"Each rank of that is {shards} ranks, which share its tiles.")
+    partition = of_strip.partition(priced.graph)
     for line in not_kept(best, priced, partition):
         say(line)
-    costs = priced.costs(partition, best.ranks, best.retention, best.window)
+    costs = priced.costs(partition, of_strip.ranks, best.retention, best.window)
     events = simulate(best.schedule, costs).events
     write_text(out / PLAN, best.to_json())
     write_text(out / TIMELINE, timeline.draw_svg({"planned": events}))
@@ -237,7 +243,7 @@ def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 def _verdict(best: Plan, request: PlanRequest) -> str:
     if best.order == SEQUENTIAL:
-        alone = "One rank alone" if request.order == AUTO else "One rank"
+        alone = "One rank alone" if request.order == AUTO and best.shards == 1 else "One rank"
         return f"Best: {alone}, without cutting the model." + (
             " More ranks would only add messages."
             if request.ranks > 1 and request.order == AUTO

@@ -109,7 +109,7 @@ from pathoseg.training.splits import (
     split_slides,
     write_splits,
 )
-from pathoseg.training.step_plan import agreed_plan, check_host, read_model
+from pathoseg.training.step_plan import agreed_plan, check_host, read_model, teams
 from pathoseg.training.tasks import make_task
 from pathoseg.training.trainer import Progress, Trainer, check_limits, limits_text
 from pathoseg.training.training_tiles import cut_labelled_slides, training_set
@@ -139,6 +139,8 @@ def launch(
         The exit code.
     """
     wanted = ranks_to_start(config_file, flags, out, resume)
+    if find_world().launcher is None:
+        teams(wanted, wanted.ranks)
     refuse_overwriting(out, resume, overwrite)
     code = start_ranks(wanted.ranks, arguments, wanted.transport)
     if code is None:
@@ -173,7 +175,9 @@ def train(
     wanted = ranks_to_start(config_file, flags, out, resume)
     refuse_overwriting(out, resume, overwrite)
     pick_device(wanted.device)  # before slides are read
-    if wanted.ranks > 1 and find_world().launcher is None:
+    world = find_world()
+    teams(wanted, wanted.ranks if world.launcher is None else world.ranks)
+    if wanted.ranks > 1 and world.launcher is None:
         raise PathosegError(
             f"[parallel] ranks = {wanted.ranks} asks for ranks, and this program is one process.",
             "Use the command `pathoseg train`, or start the program by mpirun, srun or torchrun.",
@@ -341,6 +345,8 @@ def _report(
     device, ranks = pick_device(config.parallel.device), 1 if plan is None else plan.ranks
     name = processor_name() if device.type == "cpu" else device_name(device)
     order = "" if plan is None or ranks == 1 else f": {plan.order}, {plan.stages} stages"
+    if plan is not None and plan.shards > 1:
+        order += f", {plan.shards} strips of each tile"
     going_on = f"It goes on with: pathoseg train --resume --out {run}"
     return Run(
         folder=run,
@@ -482,7 +488,8 @@ def _begin(
         else:
             stages = f"{plan.stages} stages" if plan.stages > 1 else "the whole model on each"
             groups = f"{plan.groups} groups" if plan.groups > 1 else "one group"
-            say(f"{plan.ranks} ranks: {plan.order}, {stages}, {groups}. {run / PLAN}")
+            cut = f", {plan.shards} strips of rows of each tile" if plan.shards > 1 else ""
+            say(f"{plan.ranks} ranks: {plan.order}, {stages}, {groups}{cut}. {run / PLAN}")
         away = max(plan.host_memory)
         if away:
             say(f"A rank has up to {memory_text(away)} of activations in host memory.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import ClassVar, Literal
@@ -108,6 +108,8 @@ class Plan:
         host_memory: By rank of a group, bytes in host memory at the worst moment.
         line: The layers in the order in which they run, by their positions in the model; empty
             where that is the model's own.
+        shards: The ranks that share the tiles of each of the above, a strip of rows each; what is
+            said of a rank is said of each of them.
     """
 
     model: str
@@ -130,6 +132,7 @@ class Plan:
     window: int
     host_memory: tuple[int, ...]
     line: tuple[int, ...] = ()
+    shards: int = 1
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -150,8 +153,8 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks of all groups together."""
-        return self.schedule.ranks
+        """The number of ranks of all groups together, those that share tiles included."""
+        return self.schedule.ranks * self.shards
 
     @property
     def microbatch(self) -> int:
@@ -191,6 +194,25 @@ class Plan:
             )
         return cut(graph, self.bounds)
 
+    def in_strips(self, graph: LayerGraph, shards: int) -> Plan:
+        """Return a plan that was made for one strip of a tile as that of ranks with all strips.
+
+        Args:
+            graph: The layers in the order of `line`, with the shapes of whole tiles.
+            shards: The strips of a tile.
+
+        Raises:
+            PathosegError: A strip takes other layers than a whole tile.
+        """
+        starts = tuple(graph.layers[first].name for first in self.bounds[:-1])
+        if starts != self.starts or len(graph.layers) != self.bounds[-1]:
+            raise PathosegError(
+                f"{self.model} has other layers for {shards} strips than for a whole tile, so its "
+                "strips cannot be planned.",
+                "Train it without [parallel] shards.",
+            )
+        return replace(self, digest=digest(graph), input=input_shape(graph), shards=shards)
+
     def to_json(self) -> str:
         """Return the plan as a text that `from_json` reads."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
@@ -225,6 +247,7 @@ class Plan:
             and self.input
             and min(self.input) > 0
             and self.seconds > 0
+            and self.shards > 0
         ):
             raise PathosegError(f"The parts of {name} do not fit one another.", _AGAIN)
 

@@ -82,6 +82,7 @@ class RankSetup:
         streams: The device's lanes.
         copies: Copies to the host, where stages offload.
         parking: Parameters, gradients and optimizer state in host memory of stages that wait.
+        strips: Whether gradients are those of strips, to be summed where no REDUCE does.
     """
 
     transport: Transport
@@ -93,6 +94,7 @@ class RankSetup:
     streams: Streams
     copies: Copies | None
     parking: StageOffload
+    strips: bool = False
 
     @property
     def host_copies(self) -> list[Copies]:
@@ -254,7 +256,7 @@ class _Execution:
             case Kind.WAIT_REDUCE:
                 self._wait_reduce(action)
             case Kind.STEP:
-                self._end_of_step()
+                self._end_of_step(action.stage)
             case _:
                 self._visit(action)
 
@@ -339,8 +341,11 @@ class _Execution:
             if self._trace is not None:
                 self._trace.waited(reduction, start)
 
-    def _end_of_step(self) -> None:
+    def _end_of_step(self, stage_number: int) -> None:
         """(8) Update all parameters at the last STEP."""
+        if self._setup.strips and (stage_number, 0) not in self._copies:
+            self._setup.reductions[stage_number].start(0)
+            self._setup.reductions[stage_number].wait(0)
         self._steps_left -= 1
         if not self._steps_left:
             losses = dict[int, Tensor]()

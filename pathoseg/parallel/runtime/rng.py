@@ -56,6 +56,7 @@ class Randomness:
         self._seed, self._device = seed, device
         self._numbers = graph.numbers
         self._drawing: set[int] | None = None
+        self._throws: _Throws | None = None
         self._opaque = {
             position
             for position in layers
@@ -77,7 +78,7 @@ class Randomness:
         if self._drawing is not None and not self._drawing:
             yield None
             return
-        throws = _Throws(self._drawing, self._device)
+        throws = self._throws = _Throws(self._drawing, self._device)
 
         def before(position: int) -> None:
             throws.enter(position, seed_of(self._seed, step, microbatch, self._numbers[position]))
@@ -85,9 +86,19 @@ class Randomness:
         try:
             yield before
         finally:
+            self._throws = None
             throws.leave()
         if self._drawing is None:
             self._drawing = throws.drew | self._opaque
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Make a context, inside of a layer, in which other ranks of this process may draw."""
+        if self._throws is None:
+            yield
+            return
+        with self._throws.paused():
+            yield
 
 
 _Shapes = tuple[tuple[int, ...], ...]  # of the inputs of a microbatch, in the model's order
@@ -192,6 +203,22 @@ class _Throws:
         _restore(self._before, self._device)
         self._before = self._seeded = None
         _GENERATORS.release()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Make a context in which the generators are as they were before the layer."""
+        if self._before is None:
+            yield
+            return
+        own = _state(self._device)
+        _restore(self._before, self._device)
+        _GENERATORS.release()
+        try:
+            yield
+        finally:
+            _GENERATORS.acquire()
+            self._before = _state(self._device)
+            _restore(own, self._device)
 
 
 def _seed(seed: int, device: torch.device) -> None:

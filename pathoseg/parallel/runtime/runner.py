@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from pathoseg.gradient_step import LossScale
 from pathoseg.parallel.activations.offload import Copies, OffloadMode, copies_of
 from pathoseg.parallel.activations.stage_offload import Park, StageOffload, parked_bytes
 from pathoseg.parallel.activations.streams import streams_of
+from pathoseg.parallel.comm.subgroup import Subgroup
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.graph.layer_graph import Partition
 from pathoseg.parallel.graph.traced import Traced
@@ -36,6 +37,7 @@ from pathoseg.parallel.schedule.action import Kind
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.schedule import Schedule, visit_of
 from pathoseg.parallel.schedule.simulate import take_turns
+from pathoseg.parallel.shards.sharding import Sharding
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,14 @@ class Runner:
         traced: The whole model, with the same values on every rank.
         partition: Its stages.
         schedule: Validated, lowered from the edges of these stages (`stage_edges`).
-        transport: Joins the ranks of the schedule.
+        transport: Joins the ranks of the schedule, `shards` of them for each of its ranks.
         device: The device on which this rank computes.
         training: Loss, optimizer, seed, precision and clipping.
         memory: What is not kept on the devices between forward and backward; None keeps all but
             what the schedule offloads.
+        shards: The ranks, one after the other, that share the tiles of each of the schedule's
+            ranks, a strip of rows each. Inputs and targets are then those of this rank's strip
+            (`rows`).
 
     Attributes:
         own: The trained parameters on this rank, by name. Of what is parked, they have the shapes.
@@ -89,8 +94,14 @@ class Runner:
         device: torch.device,
         training: Training,
         memory: Memory | None = None,
+        shards: int = 1,
     ) -> None:
         memory = memory or Memory()
+        world = transport
+        self._world = world
+        self._sharding: Sharding | None = None
+        if shards > 1:
+            transport, self._sharding = _in_strips(traced, schedule, world, shards, memory)
         check_fit(partition, schedule, transport)
         whole = schedule.expanded()
         self._model, self._transport, self._training = traced.model, transport, training
@@ -129,7 +140,7 @@ class Runner:
         host_bytes = memory.on_host(transport.rank)
         computes = device.type == "cpu" and bool(memory.device_bytes)
         taken = host_bytes + sum(sizes.values()) + computes * memory.on_device(transport.rank)
-        compare_hosts(transport, taken, computes)
+        compare_hosts(world, taken, computes)
         streams = streams_of(device)
         copies: Copies | None = None
         if any(retentions[stage].offloaded for stage in held):
@@ -151,6 +162,7 @@ class Runner:
                 retention=retentions[number],
                 copies=copies,
                 parks=Park.PARAMETERS in parked,
+                sharding=self._sharding,
             )
             for number in held
         }
@@ -158,8 +170,12 @@ class Runner:
             number: GradientReduction(
                 self._holdings.trained(number),
                 max(1, whole.setting.buckets[number]),
-                transport,
-                self._holders(number),
+                world,
+                tuple(
+                    holder * shards + shard
+                    for holder in self._holders(number)
+                    for shard in range(shards)
+                ),
             )
             for number in held
         }
@@ -177,6 +193,7 @@ class Runner:
                 streams=streams,
                 copies=copies,
                 parking=self._parking,
+                strips=shards > 1,
             )
         )
         visits = [
@@ -184,6 +201,17 @@ class Runner:
         ]
         self.reads_inputs = frozenset(m for _, stage, m in visits if partition.inputs[stage])
         self.reads_targets = frozenset(m for _, stage, m in visits if self._stages[stage].is_last)
+
+    def rows(self, height: int) -> slice:
+        """Return the rows of an input, or of labels, of this height that this rank is given."""
+        if self._sharding is None:
+            return slice(0, height)
+        return slice(*self._sharding.rows(height))
+
+    @property
+    def gathered(self) -> Mapping[str, str]:
+        """Return, by layer, the functions that took whole tiles so far though they are cut."""
+        return {} if self._sharding is None else self._sharding.gathered
 
     @property
     def doing(self) -> str:
@@ -223,7 +251,7 @@ class Runner:
             with ExitStack() as stack:
                 for stage in self._stages.values():
                     stack.enter_context(stage.statistics.kept())
-                stack.enter_context(asking(self._model, self._device, is_given_up))
+                is_given_up = self._agreed(is_given_up, stack)
                 verdict, events = self._executor.step(this, microbatches, trace, is_given_up)
             for number_of, stage in self._stages.items():
                 holders = self._holders(number_of)
@@ -243,7 +271,8 @@ class Runner:
             is_given_up: Asked between layers and visits.
 
         Returns:
-            The model's output by microbatch, of those whose last stage is on this rank.
+            The model's output by microbatch, of those whose last stage is on this rank; where
+            ranks share tiles, on the first of them.
 
         Raises:
             PathosegError: As `step`.
@@ -251,9 +280,12 @@ class Runner:
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
-            with self._failing(), asking(self._model, self._device, is_given_up):
+            with self._failing(), ExitStack() as stack:
+                is_given_up = self._agreed(is_given_up, stack)
                 this = Pass(0, microbatches.sizes, 1.0, training=False)
-                return self._executor.predict(this, microbatches, is_given_up)
+                found = self._executor.predict(this, microbatches, is_given_up)
+                is_first = self._sharding is None or not self._sharding.team.rank
+                return found if is_first else {}
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -270,7 +302,9 @@ class Runner:
             PathosegError: Something failed here or on another rank; all ranks end.
         """
         held = self._holdings.tensors()
-        told = {name: {"": held[name]} for name in self._holdings.told}
+        is_first = self._sharding is None or not self._sharding.team.rank
+        names_told = self._holdings.told if is_first else []
+        told = {name: {"": held[name]} for name in names_told}
         kept = {} if self.optimizer is None else self.optimizer.state
         names = {parameter: name for name, parameter in self._holdings.parameters.items()}
         for parameters in self._parking.in_turn(Park.PARAMETERS, Park.OPTIMIZER):
@@ -280,7 +314,7 @@ class Runner:
                     told[names[parameter]] = self._parking.lasting(entries)
         with self._failing():
             whole = gather(told, self._transport, self._device)
-        if self._transport.rank:
+        if self._world.rank:
             return {}
         values = {name: entries.pop("") for name, entries in whole.items()}
         return {
@@ -312,13 +346,30 @@ class Runner:
         load_tensors(buffers, state["model"])
         self._scale.load_state_dict(state["scaler"])
 
+    def _agreed(self, is_given_up: IsGivenUp, stack: ExitStack) -> IsGivenUp:
+        """The question to ask ahead of each visit; it is asked between layers too.
+
+        Ranks that share a tile give up together, as each waits for the others' rows: ahead of a
+        visit alone.
+        """
+        sharding = self._sharding
+        if sharding is None:
+            stack.enter_context(asking(self._model, self._device, is_given_up))
+            return is_given_up
+
+        def any_gives_up() -> bool:
+            own = torch.tensor([float(is_given_up())], device=self._device)
+            return bool(sharding.team.total(own))
+
+        return any_gives_up
+
     def _holders(self, stage: int) -> tuple[int, ...]:
         return tuple(self._placement.holders(stage))
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
         """Takes all ranks down with this one."""
-        rank = self._transport.rank
+        rank = self._world.rank
         try:
             yield
         except GivenUpError:  # all ranks raise it together
@@ -337,6 +388,33 @@ class Runner:
         except BaseException:
             self._transport.abort(f"Rank {rank} was stopped {self.doing}.")
             raise
+
+
+def _in_strips(
+    traced: Traced, schedule: Schedule, world: Transport, shards: int, memory: Memory
+) -> tuple[Transport, Sharding]:
+    """The transport of the ranks with the same strip as this one, and its strip.
+
+    Raises:
+        PathosegError: The ranks are too few, or the plan keeps less than strips can.
+    """
+    if schedule.ranks * shards != world.ranks:
+        raise PathosegError(
+            f"{shards} strips of each tile, on the {schedule.ranks} ranks of the schedule, take "
+            f"{schedule.ranks * shards} ranks, not {world.ranks}.",
+            f"Start {schedule.ranks * shards} ranks.",
+        )
+    if memory.parked or any(
+        each.runs_again or each.offloaded for each in memory.retentions(schedule).values()
+    ):
+        raise PathosegError(
+            "Layers of tiles that are cut into strips cannot be offloaded, parked or recomputed "
+            "one by one.",
+            "Recompute whole stages, or leave out [parallel] shards.",
+        )
+    lane, strip = divmod(world.rank, shards)
+    team = Subgroup(world, range(lane * shards, (lane + 1) * shards))
+    return Subgroup(world, range(strip, world.ranks, shards)), Sharding(team, traced.graph)
 
 
 def _in_order(schedule: Schedule, stage: int) -> bool:

@@ -42,6 +42,7 @@ from pathoseg.parallel.graph.layer_graph import Partition, StageEdge
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.runtime.rng import Randomness
 from pathoseg.parallel.schedule.action import Edge, numbered
+from pathoseg.parallel.shards.sharding import Sharding, whole
 
 # (model output, targets) -> losses of shape (samples,)
 Loss = Callable[[Any, Any], Tensor]
@@ -131,6 +132,8 @@ class Stage:
         retention: The layers whose saved tensors are offloaded or recomputed.
         copies: Copies to the host, where it offloads.
         parks: Whether its parameters may leave the device between its visits.
+        sharding: Cuts its tiles into strips, of which this rank has one; None leaves them whole.
+            Then what it is fed, receives and sends are rows of this rank.
 
     Attributes:
         number: The stage's number.
@@ -152,6 +155,7 @@ class Stage:
         retention: ActivationPolicy,
         copies: Copies | None,
         parks: bool = False,
+        sharding: Sharding | None = None,
     ) -> None:
         layers, edges = partition.layers(number), stage_edges(partition)
         self.number = number
@@ -170,6 +174,7 @@ class Stage:
         self._visits: dict[int, _Visit] = {}
         self._keeping = SavedTensorHooks(traced, layers, number, retention, copies, parks)
         self._copies = copies
+        self._sharding = sharding
         self._to_check: dict[str, Tensor] = {}
         if not alone or retention.runs_again:
             names = (name for at in layers for name in traced.graph.layers[at].buffers)
@@ -222,7 +227,10 @@ class Stage:
         visit = self._visits.pop(microbatch, _Visit())
         with torch.no_grad():
             values = self._run(visit)
-        model_output = self._assemble(visit, values) if self.is_last else None
+            model_output = self._assemble(visit, values) if self.is_last else None
+            if self._sharding is not None:
+                model_output = whole(model_output)
+            values = self._rows(values)
         return self._leaving(values), model_output
 
     def forward(self, microbatch: int, this: Pass, keep: bool) -> dict[Edge, Tensor]:
@@ -248,6 +256,7 @@ class Stage:
             values = self._run(visit, this.step, microbatch, keep)
             if self.is_last:
                 self.losses[microbatch] = self._finish(visit, values, this, microbatch, keep)
+            values = self._rows(values)
         self.statistics.keep(microbatch, row)
         if keep:
             self._hold(visit, values)
@@ -262,6 +271,7 @@ class Stage:
             values = self._run(visit, this.step, microbatch, keep=True)
             if self.is_last:
                 self._finish(visit, values, this, microbatch, keep=True)
+            values = self._rows(values)
         self._hold(visit, values)
 
     def backward(self, microbatch: int) -> dict[Edge, Tensor | None]:
@@ -312,6 +322,9 @@ class Stage:
             if self.statistics.watches:
                 before = _both(self.statistics.enter, before)
             stack.enter_context(self._autocast())
+            if self._sharding is not None:
+                self._sharding.team.waiting = self._randomness.paused
+                return self._segment(self._given(visit), before, self._sharding.run)
             if step is None or not keep or not self._keeping.active:
                 return self._segment(visit.received, before)
 
@@ -349,7 +362,14 @@ class Stage:
             )
 
     def _assemble(self, visit: _Visit, values: Mapping[str, Tensor]) -> Any:
-        return self._traced.assemble({**visit.received, **values})
+        return self._traced.assemble({**self._given(visit), **values})
+
+    def _given(self, visit: _Visit) -> Mapping[str, Any]:
+        """What was received, rows of a tile as strips of it."""
+        if self._sharding is None:
+            return visit.received
+        received = self._sharding.received
+        return {name: received(name, value) for name, value in visit.received.items()}
 
     def _finish(
         self,
@@ -360,12 +380,20 @@ class Stage:
         keep: bool,
     ) -> Tensor:
         """The loss of the microbatch; where the backward begins, if that is to be kept."""
+        shards, targets, sharding = 1, visit.targets, self._sharding
+        if sharding is not None:
+            shards, targets = sharding.team.shards, sharding.targets(targets)
         with self._autocast():
-            each = self._loss(self._assemble(visit, values), visit.targets)
+            returned = self._assemble(visit, values)
+            if sharding is not None:
+                returned = sharding.returned(returned)
+            each = self._loss(returned, targets)
         losses = loss_sum(each, this.sizes[microbatch])
+        if sharding is not None:
+            sharding.check_loss(returned, losses)
         if keep:
             visit.targets = None
-            scaled = losses / this.samples * this.scale
+            scaled = losses / (this.samples * shards) * this.scale
             if scaled.requires_grad:
                 visit.roots[""] = get_gradient_edge(scaled)
         return losses.detach()
@@ -376,6 +404,15 @@ class Stage:
             value = values.get(sent.value)
             if sent.gradient and value is not None and value.requires_grad:
                 visit.roots[sent.value] = get_gradient_edge(value)
+
+    def _rows(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What leaves, of strips the rows of this rank."""
+        if self._sharding is None:
+            return values
+        leaving = {sent.value for sent in self.leaving.values()}
+        return {
+            name: self._sharding.sent(value) for name, value in values.items() if name in leaving
+        }
 
     def _leaving(self, values: Mapping[str, Tensor]) -> dict[Edge, Tensor]:
         return {

@@ -1,0 +1,75 @@
+"""What a layer of a tile that is cut into strips takes beyond its own rows: halos, and sums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from pathoseg.parallel.cost.cost_model import CostModel, LayerTime
+from pathoseg.parallel.cost.hardware import Hardware
+from pathoseg.parallel.graph.layer_graph import Layer
+
+# By kind of layer: numbers in float64 for each channel that a norm's ranks tell one another.
+_TOLD_FORWARD, _TOLD_BACKWARD = 3, 2
+_NORMS = ("native_batch_norm", "native_group_norm")
+
+
+@dataclass(frozen=True)
+class StripCosts:
+    """Prices the layers of one strip: implements CostModel.
+
+    A rank between two others sends its edge rows to both and waits for theirs, in the forward and,
+    as gradients, in the backward; nothing hides it. A norm's sum is a reduce-scatter and an
+    all-gather.
+
+    Args:
+        alone: Prices a layer of as many rows.
+        hardware: Its links join the ranks that share a tile.
+        shards: How many they are.
+    """
+
+    alone: CostModel
+    hardware: Hardware
+    shards: int
+
+    @property
+    def note(self) -> str:
+        return f"{self.alone.note}; halos and the sums of norms by the link"
+
+    def time(self, layer: Layer) -> LayerTime:
+        own = self.alone.time(layer)
+        link = (
+            self.hardware.between if self.shards > self.hardware.per_node else self.hardware.inside
+        )
+        if layer.kind in _NORMS:
+            channels = layer.outputs[0].shape[1]
+            share = 2 * (self.shards - 1) / self.shards
+            told = (8 * channels * n * share for n in (self.shards * _TOLD_FORWARD, _TOLD_BACKWARD))
+            forward, backward = (2 * link.alpha + size * link.beta for size in told)
+            return LayerTime(own.forward + forward, own.backward + backward)
+        size = halo_bytes(layer)
+        sent = link.alpha + size * link.beta if size else 0.0
+        return LayerTime(own.forward + sent, own.backward + sent)
+
+
+def halo_bytes(layer: Layer) -> int:
+    """Return the bytes that a rank between two others sends them in a layer's forward.
+
+    It is exact where strips are cut at multiples of the stride: a window of `span` rows then looks
+    `span` - stride rows beyond its strip, on both sides together.
+    """
+    facts: dict[str, Any] = dict(layer.attributes)
+    if layer.kind == "convolution":
+        kernel, stride, dilation = (facts[key][-2] for key in ("weight", "stride", "dilation"))
+        span = dilation * (kernel - 1) + 1
+        rows = -(-(span - stride) // stride) if facts["transposed"] else span - stride
+    elif layer.kind.startswith(("max_pool", "avg_pool")):
+        rows = facts["kernel_size"][0] - (facts.get("stride") or facts["kernel_size"])[0]
+    elif layer.kind.startswith("upsample_bilinear"):
+        rows = 2
+    else:
+        return 0
+    *_, height, width = facts["input"]
+    element = layer.outputs[0].bytes // max(1, prod(layer.outputs[0].shape))
+    return int(max(0, min(rows, 2 * height)) * prod(facts["input"][:-2]) * width * element)

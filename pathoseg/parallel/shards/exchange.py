@@ -1,0 +1,275 @@
+"""The differentiable exchange of rows between the ranks of a tile, and sums over them.
+
+The loss is the sum of what each rank computes of it, so the gradient of what a rank was sent is
+its own part of the whole: it goes back to the owner, who adds up all parts.
+
+    rank 0 owns rows 0-3     forward  0 1 2 3 ─── 3 ──> 3'4 5 6 7      rank 1 owns rows 4-7
+                             backward 0 1 2 3 <── dL/d3' ── ...        and reads row 3 too
+                                            +                          (its copy is 3')
+
+What every rank has alike (a global pooling, a loss) follows the same rule: each rank's gradient of
+it is a part, and parts add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from pathoseg.errors import PathosegError
+from pathoseg.parallel.comm.transport import Transport
+from pathoseg.parallel.shards.rows import Rows, Split, strips
+
+_TAG = 0  # of all halos: a pair of ranks sends them in the order in which layers run
+
+
+class Team:
+    """The ranks that share each tile.
+
+    Args:
+        transport: Joins them, and carries nothing else.
+        split: The strips of the model's input.
+
+    Attributes:
+        rank: This rank among them.
+        shards: How many they are.
+        split: As given.
+        waiting: Makes the context in which it waits for others, who may need what it holds.
+    """
+
+    def __init__(self, transport: Transport, split: Split) -> None:
+        if split.shards != transport.ranks:
+            raise PathosegError(
+                f"{split.shards} strips are for as many ranks, not {transport.ranks}.",
+                f"Start {split.shards} ranks for each tile.",
+            )
+        self.rank, self.shards, self.split = transport.rank, transport.ranks, split
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._transport = transport
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """Return the sum over the ranks, equal to the bit on all; not differentiable."""
+        summed = tensor.detach().clone(memory_format=torch.contiguous_format)
+        return self._sum(summed)
+
+    def table(self, own: Tensor) -> Tensor:
+        """Return what all ranks hand in, stacked by rank; not differentiable."""
+        rows = own.new_zeros(self.shards, *own.shape)
+        rows[self.rank] = own.detach()
+        return self._sum(rows)
+
+    def _sum(self, tensor: Tensor) -> Tensor:
+        with self.waiting():
+            self._transport.sum(tensor, tuple(range(self.shards))).wait()
+        return tensor
+
+    def swap(
+        self, give: Callable[[int], Tensor | None], room: Callable[[int], Tensor | None]
+    ) -> dict[int, Tensor]:
+        """Send a tensor to each rank that gets one, and receive one from each that sends one.
+
+        Args:
+            give: Returns what a rank gets, or None.
+            room: Returns a contiguous tensor for what a rank sends, or None.
+
+        Returns:
+            What came, by ascending rank.
+        """
+        others = [rank for rank in range(self.shards) if rank != self.rank]
+        came = {rank: into for rank in others if (into := room(rank)) is not None}
+        pending = [self._transport.receive(into, rank, _TAG) for rank, into in came.items()]
+        for rank in others:
+            sent = give(rank)
+            if sent is not None:
+                pending.append(self._transport.send(sent.contiguous(), rank, _TAG))
+        with self.waiting():
+            for each in pending:
+                each.wait()
+        return came
+
+
+def total(team: Team, part: Tensor) -> Tensor:
+    """Return the sum of the ranks' parts, on each rank; differentiable."""
+    whole: Tensor = _Total.apply(part, team)  # type: ignore[no-untyped-call]  # torch's
+    return whole
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, team: Team) -> Tensor:
+        ctx.team = team
+        return team.total(part)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.team.total(gradients[0]), None
+
+
+def extended(
+    team: Team,
+    strip: Tensor,
+    dim: int,
+    bounds: Sequence[int],
+    reads: Sequence[Rows],
+    fill: float = 0.0,
+) -> Tensor:
+    """Return the rows that this rank reads of a tensor of which it owns a strip; differentiable.
+
+    Every exchange of rows is this one: a halo, strips that are cut elsewhere, a whole tensor.
+
+    Args:
+        team: The ranks.
+        strip: This rank's rows.
+        dim: Their dimension.
+        bounds: First row of each rank's strip, and the height at the end.
+        reads: The rows that each rank needs; those beyond the tensor are filled.
+        fill: With this.
+
+    Returns:
+        The rows `reads[team.rank]`; `strip` itself where every rank needs just its own.
+    """
+    if list(reads) == strips(bounds):
+        return strip
+    rows: Tensor = Extended.apply(  # type: ignore[no-untyped-call]  # torch's
+        strip, team, dim, tuple(bounds), tuple(reads), fill
+    )
+    return rows
+
+
+class Extended(torch.autograd.Function):
+    """`extended` as a function of autograd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        strip: Tensor,
+        team: Team,
+        dim: int,
+        bounds: tuple[int, ...],
+        reads: tuple[Rows, ...],
+        fill: float,
+    ) -> Tensor:
+        ctx.facts = team, dim, bounds, reads
+        owned, whole = strips(bounds), Rows(0, bounds[-1])
+        own, wanted = owned[team.rank], reads[team.rank]
+        real = wanted.within(whole)
+
+        def give(rank: int) -> Tensor | None:
+            part = own.within(reads[rank].within(whole))
+            return _cut(strip, dim, own, part) if part.height else None
+
+        def room(rank: int) -> Tensor | None:
+            return _empty(strip, dim, owned[rank].within(real).height)
+
+        came = team.swap(give, room)
+        pieces = []
+        for rank, rows in enumerate(owned):
+            if rank == team.rank and (mine := own.within(real)).height:
+                pieces.append(_cut(strip, dim, own, mine))
+            elif rank in came and rows.within(real).height:
+                pieces.append(came[rank].contiguous(memory_format=_format(strip)))
+        above, below = (
+            min(wanted.stop, 0) - wanted.first,
+            wanted.stop - max(bounds[-1], wanted.first),
+        )
+        for rows_missing, at in ((above, 0), (below, len(pieces) + 1)):
+            if rows_missing > 0:
+                shape = _shape(strip, dim, rows_missing)
+                filled = strip.new_full(shape, fill).contiguous(memory_format=_format(strip))
+                pieces.insert(at, filled)
+        return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        [gradient] = gradients
+        team, dim, bounds, reads = ctx.facts
+        owned, whole = strips(bounds), Rows(0, bounds[-1])
+        own, wanted = owned[team.rank], reads[team.rank]
+        real = wanted.within(whole)
+
+        def give(rank: int) -> Tensor | None:
+            part = owned[rank].within(real)
+            return _cut(gradient, dim, wanted, part) if part.height else None
+
+        def room(rank: int) -> Tensor | None:
+            return _empty(gradient, dim, own.within(reads[rank].within(whole)).height)
+
+        came = team.swap(give, room)
+        mine = own.within(real)
+        if mine == own:
+            summed = _cut(gradient, dim, wanted, own).clone()
+        else:
+            shape = _shape(gradient, dim, own.height)
+            summed = gradient.new_zeros(shape)
+            if mine.height:
+                _cut(summed, dim, own, mine).copy_(_cut(gradient, dim, wanted, mine))
+        for rank, part in came.items():
+            _cut(summed, dim, own, own.within(reads[rank].within(whole))).add_(part)
+        return summed, None, None, None, None, None
+
+
+def _cut(tensor: Tensor, dim: int, has: Rows, wanted: Rows) -> Tensor:
+    """The rows `wanted` of a tensor with the rows `has`, as a view."""
+    return tensor.narrow(dim, wanted.first - has.first, wanted.height)
+
+
+def _shape(like: Tensor, dim: int, rows: int) -> list[int]:
+    return [rows if at == dim else size for at, size in enumerate(like.shape)]
+
+
+def _empty(like: Tensor, dim: int, rows: int) -> Tensor | None:
+    return like.new_empty(_shape(like, dim, rows)) if rows else None
+
+
+def _format(tensor: Tensor) -> torch.memory_format:
+    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
+        return torch.channels_last
+    return torch.contiguous_format
+
+
+@contextmanager
+def rebuilt(rows: Tensor, strip: Tensor, dim: int, has: Rows, own: Rows) -> Iterator[None]:
+    """Make a context in which a layer that saves `rows` for its backward saves only the halos.
+
+    The strip's own rows are there already, saved by the layer before or after it: the backward
+    joins them again. Nothing is sent for it.
+
+    Args:
+        rows: What `extended` returned for `strip`.
+        strip: The rank's own rows.
+        dim: Their dimension.
+        has: The rows of `rows`.
+        own: The rows of `strip`.
+    """
+    mine = own.within(has)
+    is_padded = _shape(rows, dim, own.height) != [*strip.shape]  # in another dimension
+    if rows is strip or not mine.height or is_padded:
+        yield
+        return
+    kept, version = strip.detach(), strip._version
+    place, shape = (
+        rows.data_ptr(),
+        rows.shape,
+    )  # autograd holds `pack` too, which must not hold rows
+
+    def pack(tensor: Tensor) -> Any:
+        if tensor.data_ptr() != place or tensor.shape != shape:
+            return tensor
+        above = _cut(tensor, dim, has, Rows(has.first, mine.first)).clone()
+        below = _cut(tensor, dim, has, Rows(mine.stop, has.stop)).clone()
+        return above, below
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if kept._version != version:
+            raise RuntimeError("a strip that a layer's backward needs was written into")
+        return torch.cat([packed[0], _cut(kept, dim, own, mine), packed[1]], dim)
+
+    with saved_tensors_hooks(pack, unpack):
+        yield

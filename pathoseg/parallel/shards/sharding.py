@@ -1,0 +1,164 @@
+"""Runs a model's layers on one strip of its rows: what a stage of several ranks asks of this room.
+
+The life of a strip, of a stage on two ranks:
+
+    whole input ─┬─ cut ──> rows [0, 4)  ─ conv ─┬─ norm ─┬─ relu ─ … ─┬─ loss ─ + ──> L
+                 │                          halo │   sums │            │        │ sums
+                 └─ cut ──> rows [4, 8)  ─ conv ─┴─ norm ─┴─ relu ─ … ─┴─ loss ─ + ──> L
+    backward        <── parts of dL/dx are exchanged where rows were, and sums where sums were
+
+Parameters are whole on each rank; their gradients are parts, whose sum over the ranks is that of
+the whole tile. The loss, which all ranks know, counts 1 / ranks on each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from pathoseg.errors import PathosegError
+from pathoseg.parallel.comm.transport import Transport
+from pathoseg.parallel.graph.layer_graph import LayerGraph
+from pathoseg.parallel.graph.segment import Step
+from pathoseg.parallel.shards.elementwise import elementwise_rules, is_pointwise, pointwise
+from pathoseg.parallel.shards.exchange import Team
+from pathoseg.parallel.shards.norms import norm_rules
+from pathoseg.parallel.shards.rows import Rows, Split
+from pathoseg.parallel.shards.strip import Rule, Strip
+from pathoseg.parallel.shards.windows import window_rules
+
+
+class Rules:
+    """How functions are computed on strips, pointwise ones as torch marks them."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Rule | None] = {
+            **elementwise_rules(),
+            **window_rules(),
+            **norm_rules(),
+        }
+
+    def find(self, name: str) -> Rule | None:
+        """Return the rule of the function of this name, or None."""
+        if name not in self._known:
+            self._known[name] = pointwise if is_pointwise(name) else None
+        return self._known[name]
+
+
+class Sharding:
+    """A model whose tiles are cut into strips of rows, on one of the ranks that share them.
+
+    Args:
+        transport: Joins the ranks that share a tile, and carries nothing else.
+        graph: The model's layers, with the shapes of whole tiles.
+        split: The strips; None cuts the model's first input evenly.
+
+    Attributes:
+        team: The ranks.
+        gathered: By layer, the function that took whole tensors on each rank.
+    """
+
+    def __init__(self, transport: Transport, graph: LayerGraph, split: Split | None = None) -> None:
+        first = next(iter(graph.inputs.values())).shape
+        self.team = Team(transport, split or Split.even(first[-2], transport.ranks))
+        self.rule = Rules().find
+        self.gathered: dict[str, str] = {}
+        self._graph, self._layer = graph, ""
+        self._opaque = {
+            layer.name for layer in graph.layers if layer.kind == graph.modules.get(layer.module)
+        }
+
+    def rows(self, height: int) -> Rows:
+        """Return this rank's rows of a tensor of this height."""
+        bounds = self.team.split.of(height)
+        return Rows(bounds[self.team.rank], bounds[self.team.rank + 1])
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """Return this rank's rows of an image, or of labels (…, height, width)."""
+        rows = self.rows(tensor.shape[-2])
+        return tensor.narrow(-2, rows.first, rows.height)
+
+    def strip(self, local: Tensor, height: int) -> Strip:
+        """Return this rank's rows (…, rows, width) as the tensor of this height."""
+        return Strip(local, local.dim() - 2, self.team.split.of(height), self)
+
+    def received(self, name: str, local: Tensor) -> Any:
+        """Return the value of a layer or input that came as this rank's rows, or whole."""
+        [value, *_] = self._graph.made_by(name)
+        sizes = enumerate(zip(value.shape, local.shape, strict=True))
+        cut = [dim for dim, (whole, own) in sizes if dim and whole != own]
+        if not cut:
+            return local
+        return Strip(local, cut[0], self.team.split.of(value.shape[cut[0]]), self)
+
+    def sent(self, value: Any) -> Tensor:
+        """Return what `received` reads: rows, or the whole tensor where rows are cut oddly."""
+        if not isinstance(value, Strip):
+            return value  # type: ignore[no-any-return]  # a tensor, the same on all ranks
+        if value.strip_dim and value.bounds == self.team.split.of(value.bounds[-1]):
+            return value.local
+        return value.whole()
+
+    def run(self, position: int, step: Step, values: Mapping[str, Any]) -> Any:
+        """Run one layer; an opaque one, whose reach nobody knows, on whole tensors."""
+        self._layer = step.name
+        if step.name in self._opaque:
+            given = {name: values[name] for name in step.inputs}
+            if any(isinstance(leaf, Strip) for leaf in tree_leaves(given)):
+                self.gathers("opaque block")
+                values = whole(given)
+        return step.run(values)
+
+    def returned(self, values: Any) -> Any:
+        """Return what the model returns, tensors that were gathered on the way cut again.
+
+        A tensor (…, rows, width) with as many rows as the model's input is cut as that is.
+        """
+        height = self.team.split.height
+
+        def cut(leaf: Any) -> Any:
+            is_whole = isinstance(leaf, Tensor) and leaf.dim() > 2 and leaf.shape[-2] == height
+            return self.strip(self.cut(leaf), height) if is_whole else leaf
+
+        return tree_map(cut, values)
+
+    def targets(self, targets: Any) -> Any:
+        """Return the loss function's second argument with rows of this rank as strips.
+
+        A tensor (…, rows, width) with as many rows as this rank has of the model's input is cut.
+        """
+        self._layer = "the loss"
+        height = self.team.split.height
+        own = self.rows(height).height
+
+        def cut(leaf: Any) -> Any:
+            is_cut = isinstance(leaf, Tensor) and leaf.dim() > 2 and leaf.shape[-2] == own
+            return self.strip(leaf, height) if is_cut else leaf
+
+        return tree_map(cut, targets)
+
+    def check_loss(self, returned: Any, losses: Tensor) -> None:
+        """Refuse a loss without a gradient: a custom autograd function knows no strips.
+
+        Raises:
+            PathosegError: What the model returned has a gradient, and the losses have none.
+        """
+        if not losses.requires_grad and any(
+            isinstance(leaf, Strip) and leaf.requires_grad for leaf in tree_leaves(returned)
+        ):
+            raise PathosegError(
+                "The loss of a tile that is cut into strips has no gradient: it is computed by a "
+                "custom autograd function.",
+                "Write it with torch's functions, or train without [parallel] shards.",
+            )
+
+    def gathers(self, what: str) -> None:
+        self.gathered.setdefault(self._layer, what)
+
+
+def whole(values: Any) -> Any:
+    """Return nested values with whole tensors in place of strips; all ranks of a tile call it."""
+    return tree_map(lambda leaf: leaf.whole() if isinstance(leaf, Strip) else leaf, values)

@@ -1,0 +1,283 @@
+"""Layers that look at neighbouring rows: convolutions, poolings, interpolation (`rows`, (2))."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pathoseg.parallel.shards.exchange import rebuilt, total
+from pathoseg.parallel.shards.rows import Rows, Window, check_halos, checked, strips
+from pathoseg.parallel.shards.strip import Rule, Strip, strips_in
+
+
+def _each(value: Any, count: int) -> list[int]:
+    """A setting of `count` dimensions, which may be given once for all."""
+    if isinstance(value, Sequence):
+        return list(value) if len(value) == count else [*value] * count
+    return [value] * count
+
+
+def _axis(x: Strip, count: int) -> int:
+    """The number of the rows among the last `count` dimensions; negative where they are none."""
+    return x.strip_dim - (x.dim() - count)
+
+
+def _ready(x: Strip, reads: Sequence[Rows], what: str, fill: float = 0.0) -> Tensor:
+    """The rows that this rank's output needs."""
+    check_halos(x.bounds, reads, what)
+    return x.reading(reads, fill)
+
+
+def _convolution(
+    function: Any,
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Any:
+    count = weight.dim() - 2
+    if not isinstance(x, Strip) or strips_in(weight, bias) or (axis := _axis(x, count)) < 0:
+        return NotImplemented
+    strides, dilations = _each(stride, count), _each(dilation, count)
+    spans = [d * (k - 1) for d, k in zip(dilations, weight.shape[2:], strict=True)]
+    if padding == "same":
+        befores = [span // 2 for span in spans]
+        afters = [span - before for span, before in zip(spans, befores, strict=True)]
+    else:
+        befores = afters = _each(0 if padding == "valid" else padding, count)
+    window = Window(weight.shape[2 + axis], strides[axis], befores[axis], dilations[axis])
+    height = window.height(x.bounds[-1], afters[axis])
+    bounds = checked(x.shards.team.split.of(height), "a convolution")
+    reads = [window.reads(one) for one in strips(bounds)]
+    rows = _ready(x, reads, "A convolution")
+    befores = [0 if at == axis else before for at, before in enumerate(befores)]
+    uneven = [0 if at == axis else afters[at] - befores[at] for at in range(count)]
+    if any(uneven):
+        rows = F.pad(rows, [one for more in reversed(uneven) for one in (0, more)])
+    with rebuilt(rows, x.local, x.strip_dim, reads[x.shards.team.rank], x.own):
+        made = function(rows, weight, bias, strides, befores, dilations, groups)
+    return x.like(made, bounds)
+
+
+def _transposed(
+    function: Any,
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Any:
+    count = weight.dim() - 2
+    if not isinstance(x, Strip) or strips_in(weight, bias) or (axis := _axis(x, count)) < 0:
+        return NotImplemented
+    strides, dilations = _each(stride, count), _each(dilation, count)
+    paddings, more = _each(padding, count), _each(output_padding, count)
+    window = Window(weight.shape[2 + axis], strides[axis], paddings[axis], dilations[axis])
+    height = window.spread(x.bounds[-1], more[axis])
+    bounds = checked(x.shards.team.split.of(height), "a transposed convolution")
+    reads = [window.reads_transposed(one) for one in strips(bounds)]
+    rows = _ready(x, reads, "A transposed convolution")
+    paddings[axis] = more[axis] = 0
+    rank = x.shards.team.rank
+    with rebuilt(rows, x.local, x.strip_dim, reads[rank], x.own):
+        made = function(rows, weight, bias, strides, paddings, more, groups, dilations)
+    wanted = strips(bounds)[rank]
+    first = wanted.first - window.reached_from(reads[rank].first)
+    if first or made.shape[x.strip_dim] != wanted.height:
+        made = made.narrow(x.strip_dim, first, wanted.height)
+    return x.like(made, bounds)
+
+
+def _max_pool(count: int) -> Rule:
+    pool: Any = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[count - 1]
+
+    def rule(
+        function: Any,
+        x: Any,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = False,
+    ) -> Any:
+        if not isinstance(x, Strip) or return_indices or (axis := _axis(x, count)) < 0:
+            return NotImplemented
+        kernels, dilations = _each(kernel_size, count), _each(dilation, count)
+        strides = _each(stride, count) if stride else kernels
+        paddings = _each(padding, count)
+        window = Window(kernels[axis], strides[axis], paddings[axis], dilations[axis])
+        height = window.height(x.bounds[-1], paddings[axis], ceil_mode)
+        bounds = checked(x.shards.team.split.of(height), "a max pooling")
+        reads = [window.reads(one) for one in strips(bounds)]
+        rows = _ready(x, reads, "A max pooling", fill=-float("inf"))
+        paddings[axis] = 0
+        with rebuilt(rows, x.local, x.strip_dim, reads[x.shards.team.rank], x.own):
+            made = pool(rows, kernels, strides, paddings, dilations, ceil_mode)
+        return x.like(made, bounds)
+
+    return rule
+
+
+def _average_pool(count: int) -> Rule:
+    def rule(
+        function: Any,
+        x: Any,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> Any:
+        if not isinstance(x, Strip) or (axis := _axis(x, count)) < 0:
+            return NotImplemented
+        kernels = _each(kernel_size, count)
+        strides, paddings = _each(stride, count) if stride else kernels, _each(padding, count)
+        window = Window(kernels[axis], strides[axis], paddings[axis])
+        whole = x.bounds[-1]
+        bounds = checked(
+            x.shards.team.split.of(window.height(whole, paddings[axis], ceil_mode)),
+            "an average pooling",
+        )
+        reads = [window.reads(one) for one in strips(bounds)]
+        rows = _ready(x, reads, "An average pooling")
+        edge = paddings[axis] if count_include_pad else 0
+        counted = Rows(-edge, whole + edge)
+        paddings[axis] = 0
+        rank = x.shards.team.rank
+        with rebuilt(rows, x.local, x.strip_dim, reads[rank], x.own):
+            if divisor_override is None:
+                made = function(rows, kernels, strides, paddings, ceil_mode, count_include_pad)
+            else:
+                made = function(
+                    rows, kernels, strides, paddings, ceil_mode, count_include_pad, divisor_override
+                )
+        own = strips(bounds)[rank]
+        seen = [window.reads(Rows(at, at + 1)).within(counted).height for at in range(*own)]
+        if divisor_override is None and any(rows_seen != kernels[axis] for rows_seen in seen):
+            share = made.new_tensor([kernels[axis] / rows_seen for rows_seen in seen])
+            made = made * share.view(-1, *[1] * (x.from_right - 1))
+        return x.like(made, bounds)
+
+    return rule
+
+
+def _global_average(count: int) -> Rule:
+    def rule(function: Any, x: Any, output_size: Any) -> Any:
+        """The mean over all rows; poolings to several rows are gathered."""
+        if not isinstance(x, Strip) or (axis := _axis(x, count)) < 0:
+            return NotImplemented
+        sizes = _each(output_size, count)
+        if sizes[axis] != 1:
+            return NotImplemented
+        part = function(x.local, sizes) * (x.own.height / x.bounds[-1])
+        return total(x.shards.team, part)
+
+    return rule
+
+
+def _interpolate(
+    function: Any,
+    x: Any,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Any:
+    """Rows first, each the weighted sum of one or two; then the other dimensions by torch."""
+    is_linear = mode in ("linear", "bilinear", "trilinear")
+    if not isinstance(x, Strip) or antialias or not (is_linear or mode.startswith("nearest")):
+        return NotImplemented
+    count = x.dim() - 2
+    axis = _axis(x, count)
+    if axis < 0:
+        return NotImplemented
+    whole, scale = x.bounds[-1], None
+    if size is not None:
+        sizes = _each(size, count)
+    else:
+        scales = (
+            list(scale_factor) if isinstance(scale_factor, Sequence) else [scale_factor] * count
+        )
+        shape = x.shape[2:]
+        sizes = [int(rows * by) for rows, by in zip(shape, scales, strict=True)]
+        scale = None if recompute_scale_factor else scales[axis]
+    bounds = checked(x.shards.team.split.of(sizes[axis]), "an interpolation")
+    exact = torch.float64 if x.dtype is torch.float64 else torch.float32
+    above, below, share = _taps(mode, whole, sizes[axis], scale, bool(align_corners), exact)
+    reads = [Rows(int(above[one.first]), int(below[one.stop - 1]) + 1) for one in strips(bounds)]
+    rows = _ready(x, reads, "An interpolation")
+    rank = x.shards.team.rank
+    own, first = strips(bounds)[rank], reads[rank].first
+    place = slice(own.first, own.stop)
+
+    def taken(which: Tensor) -> Tensor:
+        return rows.index_select(x.strip_dim, (which[place] - first).to(rows.device))
+
+    made = taken(above)
+    if is_linear:
+        part = share[place].to(rows).view(-1, *[1] * (x.from_right - 1))
+        made = torch.lerp(made, taken(below), part)
+    sizes[axis] = own.height
+    if sizes != list(made.shape[2:]):
+        if size is None and scale is not None:  # the other dimensions keep their own factor
+            factors = [1.0 if at == axis else by for at, by in enumerate(scales)]
+            made = F.interpolate(made, None, tuple(factors), mode, align_corners, False)
+        else:
+            made = F.interpolate(made, tuple(sizes), None, mode, align_corners)
+    return x.like(made, bounds)
+
+
+def _taps(
+    mode: str, rows: int, made: int, scale: float | None, corners: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """By output row: the input rows above and below it, and the share of the lower, as torch's
+    kernels find them (`area_pixel_compute_source_index`)."""
+    at = torch.arange(made, dtype=dtype)
+    if mode == "nearest":
+        step = torch.tensor(rows / made if scale is None else 1 / scale, dtype=dtype)
+        above = (at * step).floor().long().clamp(max=rows - 1)
+        return above, above, torch.zeros(made, dtype=dtype)
+    if mode == "nearest-exact":
+        step = torch.tensor(rows / made if scale is None else 1 / scale, dtype=dtype)
+        above = ((at + 0.5) * step).floor().long().clamp(max=rows - 1)
+        return above, above, torch.zeros(made, dtype=dtype)
+    if corners:
+        step = torch.tensor((rows - 1) / (made - 1) if made > 1 else 0.0, dtype=dtype)
+        source = at * step
+    else:
+        step = torch.tensor(rows / made if scale is None else 1 / scale, dtype=dtype)
+        source = (step * (at + 0.5) - 0.5).clamp(min=0)
+    above = source.floor().long().clamp(max=rows - 1)
+    return above, (above + 1).clamp(max=rows - 1), source - above
+
+
+def _pixel_shuffle(function: Any, x: Any, factor: int) -> Any:
+    if not isinstance(x, Strip) or x.from_right != 2:
+        return NotImplemented
+    return x.like(function(x.local, factor), [factor * bound for bound in x.bounds])
+
+
+def window_rules() -> dict[str, Rule]:
+    """Return the rules of this file by the functions' names."""
+    rules: dict[str, Rule] = {"interpolate": _interpolate, "pixel_shuffle": _pixel_shuffle}
+    for count in (1, 2, 3):
+        rules[f"conv{count}d"] = _convolution
+        rules[f"conv_transpose{count}d"] = _transposed
+        rules[f"max_pool{count}d"] = rules[f"_max_pool{count}d"] = _max_pool(count)
+        rules[f"avg_pool{count}d"] = _average_pool(count)
+        rules[f"adaptive_avg_pool{count}d"] = _global_average(count)
+    return rules

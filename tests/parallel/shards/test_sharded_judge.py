@@ -1,0 +1,138 @@
+"""Models in training with their tiles in strips, against one process that sees whole tiles."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pathoseg.errors import PathosegError
+from pathoseg.giving_up import GivenUpError
+from pathoseg.parallel.comm.local_ranks import start_local
+from pathoseg.parallel.runtime.memory_check import Memory
+from pathoseg.parallel.runtime.runner import Runner
+from tests.parallel.comm.thread_ranks import ThreadTransport, run_ranks
+from tests.parallel.computing_device import DEVICE
+from tests.parallel.networks.runtime_models import SIDE, samples
+from tests.parallel.runtime.cases import Case, judged, reset, save_verdicts, traced, training_of
+from tests.parallel.shards.sharded_cases import (
+    Sharded,
+    compare,
+    microbatches,
+    prepare,
+    run_strips,
+    start_strips,
+)
+from tests.parallel.shards.sharded_ranks import cases_of_processes
+
+DOUBLE = torch.float64
+CASES = [
+    *(Sharded(Case("unet", "data-parallel", 1, DOUBLE), shards) for shards in (2, 3, 4)),
+    Sharded(Case("unet-group-norm", "1f1b", 2, DOUBLE), 3),
+    Sharded(Case("resnet-v2", "gems-mast", 2, DOUBLE), 2),
+    Sharded(Case("resnet-v2", "data-parallel", 1, DOUBLE), 4),
+    Sharded(Case("branches", "gems-master-recomputed", 2, DOUBLE), 2),
+    Sharded(Case("dropout", "1f1b-recomputed", 2, DOUBLE), 2),
+    Sharded(Case("unet", "hybrid-gpipe", 4, DOUBLE), 2),
+    Sharded(Case("objects", "gpipe-folded", 2, DOUBLE), 2),
+    Sharded(Case("low-rank", "gpipe", 2, DOUBLE), 2),
+    Sharded(Case("unet", "data-parallel", 2, DOUBLE, last=0), 2),
+    Sharded(Case("unet", "1f1b", 2, DOUBLE, clip=0.05), 2),
+    # In single precision these: others have a ReLU or a pooling that rounding turns over.
+    Sharded(Case("unet-group-norm", "gems-mast", 2), 2),
+    Sharded(Case("dropout", "data-parallel", 1), 3),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", CASES, ids=str)
+def test_strips_train_as_whole_tiles(sharded: Sharded) -> None:
+    prepare(sharded)
+    case = sharded.case
+    expected = judged(case.model, case.dtype, tuple(case.sizes()), case.clip)
+    verdicts = run_ranks(sharded.ranks, lambda transport: run_strips(sharded, transport))
+    for rank, verdict in enumerate(verdicts):
+        compare(sharded, rank, verdict, expected)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize(("library", "ranks"), [("gloo", 4), ("mpi", 2)])
+def test_processes_train_strips_as_one(
+    library: str, ranks: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if library == "mpi" and not Path(sys.executable).with_name("mpirun").exists():
+        pytest.skip("no mpirun beside this Python: pip install 'pathoseg[mpi]'")
+    script = Path(__file__).with_name("sharded_ranks.py")
+    cases, verdicts = cases_of_processes(ranks), tmp_path / "verdicts.pt"
+    save_verdicts([each.case for each in cases], verdicts)
+    choice: Any = library
+    code = start_local(ranks, [sys.executable, str(script), library, str(verdicts)], choice)
+    out, err = capfd.readouterr()
+    assert code == 0, err
+    assert out.split() == ["passed:", *map(str, cases)]
+
+
+@pytest.mark.slow
+def test_predictions_are_those_of_whole_tiles() -> None:
+    sharded = Sharded(Case("vit", "gpipe", 2, DOUBLE), 2)
+    prepare(sharded)
+
+    def body(transport: ThreadTransport) -> Any:
+        runner = start_strips(sharded, transport)
+        return runner.predict(microbatches(sharded.case, 0, runner))
+
+    found = run_ranks(sharded.ranks, body)
+    assert [len(each) for each in found] == [0, 0, 4, 0], "the first strip's last stage"
+    model = reset(traced("vit", DOUBLE, "judge")).model.eval()
+    for microbatch, logits in found[2].items():
+        size = sharded.case.sizes()[microbatch]
+        with torch.no_grad():
+            expected = model(samples(0, microbatch, size, DOUBLE)[0])
+        assert logits.shape == (size, 3, SIDE, SIDE)
+        torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_strips_give_up_together() -> None:
+    """One rank is asked to stop: the others of its tile, who wait for its rows, stop with it."""
+    sharded = Sharded(Case("unet", "data-parallel", 1), 2)
+    prepare(sharded)
+
+    def body(transport: ThreadTransport) -> bool:
+        runner = start_strips(sharded, transport)
+        try:
+            runner.step(
+                0,
+                microbatches(sharded.case, 0, runner),
+                is_given_up=lambda: transport.rank == 1,
+            )
+        except GivenUpError:
+            return True
+        return False
+
+    assert run_ranks(2, body) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("shards", "memory", "said"),
+    [
+        (2, Memory(), "take 2 ranks, not 3"),
+        (3, Memory(recomputed={0: ["encoder.0.relu1"]}), "cannot be offloaded, parked or recomp"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(shards: int, memory: Memory, said: str) -> None:
+    case = Case("unet", "data-parallel", 1)
+    schedule, partition = case.schedule()
+    for rank in range(3):
+        traced("unet", torch.float32, rank)
+
+    def body(transport: ThreadTransport) -> None:
+        model = reset(traced("unet", torch.float32, transport.rank))
+        Runner(model, partition, schedule, transport, DEVICE, training_of(case), memory, shards)
+
+    with pytest.raises(PathosegError, match=said):
+        run_ranks(3, body)

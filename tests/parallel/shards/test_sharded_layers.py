@@ -1,0 +1,346 @@
+"""Layers on strips of rows against the same layers on whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from pathoseg.errors import PathosegError
+from pathoseg.models.losses import build_loss
+from pathoseg.models.model_options import LossConfig
+from pathoseg.parallel.shards.exchange import Extended
+from pathoseg.parallel.shards.rows import Rows, Split, Window, strips
+from pathoseg.parallel.shards.strip import Strip
+from tests.parallel.shards.strips_on_threads import (
+    Drawing,
+    Place,
+    Result,
+    difference,
+    run_strips,
+    run_whole,
+)
+
+CHANNELS = 4
+# A chain of four layers, of norms above all, enlarges what single precision rounds.
+_ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-13}
+
+
+class Call(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], name: str) -> None:
+        super().__init__()
+        self.function, self.name = function, name
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class Beside(nn.Module):
+    """What a layer makes, resized to its input, joined with the input, and mixed."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.mix = nn.Conv2d(2 * CHANNELS, CHANNELS, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = F.interpolate(self.layer(x), size=x.shape[-2:], mode="bilinear")
+        mixed: Tensor = self.mix(torch.cat([x, made], 1))
+        return mixed + x * 0.5
+
+
+@st.composite
+def convolutions(draw: st.DrawFn) -> nn.Module:
+    kernel = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    stride = draw(st.sampled_from([1, 1, 2, 3]))
+    dilation = draw(st.integers(1, 2))
+    padding: Any = draw(st.one_of(st.integers(0, 3), st.just("valid"), st.just("same")))
+    return nn.Conv2d(
+        CHANNELS,
+        CHANNELS,
+        kernel,
+        stride=1 if padding == "same" else stride,
+        padding=padding,
+        dilation=dilation,
+        groups=draw(st.sampled_from([1, 2])),
+        bias=draw(st.booleans()),
+    )
+
+
+@st.composite
+def transposed(draw: st.DrawFn) -> nn.Module:
+    stride = draw(st.integers(1, 3))
+    kernel, dilation = draw(st.integers(1, 4)), draw(st.integers(1, 2))
+    padding = draw(st.integers(0, min(2, dilation * (kernel - 1))))
+    more = draw(st.integers(0, max(stride, dilation) - 1))
+    return nn.ConvTranspose2d(CHANNELS, CHANNELS, kernel, stride, padding, more, dilation=dilation)
+
+
+@st.composite
+def poolings(draw: st.DrawFn) -> nn.Module:
+    kernel, stride = draw(st.integers(2, 4)), draw(st.integers(1, 3))
+    padding, ceil = draw(st.integers(0, kernel // 2)), draw(st.booleans())
+    if draw(st.booleans()):
+        return nn.MaxPool2d(kernel, stride, padding, ceil_mode=ceil)
+    counted = draw(st.booleans())
+    return nn.AvgPool2d(kernel, stride, padding, ceil, counted)
+
+
+@st.composite
+def resizings(draw: st.DrawFn) -> nn.Module:
+    mode = draw(st.sampled_from(["nearest", "nearest-exact", "bilinear"]))
+    corners = draw(st.booleans()) if mode == "bilinear" else None
+    if draw(st.booleans()):
+        return nn.Upsample(
+            scale_factor=draw(st.sampled_from([2, 0.5, 1.7, 4])), mode=mode, align_corners=corners
+        )
+    return nn.Upsample(
+        size=(draw(st.integers(8, 40)), draw(st.integers(3, 9))), mode=mode, align_corners=corners
+    )
+
+
+SIMPLE: list[Callable[[], nn.Module]] = [
+    lambda: nn.ReLU(),
+    lambda: nn.ReLU(inplace=True),
+    lambda: nn.GELU(),
+    lambda: nn.PReLU(CHANNELS),
+    lambda: nn.BatchNorm2d(CHANNELS),
+    lambda: nn.BatchNorm2d(CHANNELS, affine=False),
+    lambda: nn.BatchNorm2d(CHANNELS, momentum=None),
+    lambda: nn.GroupNorm(2, CHANNELS),
+    lambda: nn.GroupNorm(1, CHANNELS, affine=False),
+    lambda: nn.InstanceNorm2d(CHANNELS, affine=True, track_running_stats=True),
+    lambda: nn.InstanceNorm2d(CHANNELS),
+    lambda: nn.Softmax(dim=1),
+    lambda: Drawing(nn.Dropout(0.3)),
+    lambda: Drawing(nn.Dropout2d(0.3)),
+    lambda: Drawing(nn.AlphaDropout(0.2)),
+    lambda: nn.ReflectionPad2d((1, 2, 0, 0)),
+    lambda: nn.ZeroPad2d((1, 0, 2, 3)),
+    lambda: Call(lambda x: x[:, :, 1:-2], "crop"),
+    lambda: Call(lambda x: x * x.mean((2, 3), keepdim=True).sigmoid(), "squeeze-and-excite"),
+    lambda: Call(lambda x: x + F.adaptive_avg_pool2d(x, 1), "global average"),
+    lambda: Call(
+        lambda x: F.layer_norm(x.permute(0, 2, 3, 1), (CHANNELS,)).permute(0, 3, 1, 2),
+        "channels last",
+    ),
+    lambda: Call(lambda x: x.flatten(2).softmax(1).reshape(x.shape), "flat"),
+    lambda: Call(lambda x: x.softmax(2), "softmax of rows, gathered"),
+    lambda: Call(lambda x: F.pixel_shuffle(x.repeat_interleave(4, 1), 2), "pixel shuffle"),
+]
+layers = st.one_of(
+    convolutions(),
+    transposed(),
+    poolings(),
+    resizings(),
+    st.sampled_from(SIMPLE).map(lambda make: make()),
+)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[nn.Module, Tensor, tuple[int, ...]]:
+    """A chain of layers, an input, and the bounds of its strips."""
+    torch.manual_seed(draw(st.integers(0, 100)))
+    chain = draw(st.lists(st.one_of(layers, layers.map(Beside)), min_size=1, max_size=4))
+    shards = draw(st.integers(2, 8))
+    height = draw(st.integers(max(10, 3 * shards), 48))
+    bounds = Split.even(height, shards).bounds
+    if draw(st.booleans()):
+        cuts = draw(st.sets(st.integers(1, height - 1), min_size=shards - 1, max_size=shards - 1))
+        bounds = (0, *sorted(cuts), height)
+    x = torch.randn(draw(st.integers(1, 2)), CHANNELS, height, draw(st.integers(6, 9)))
+    return nn.Sequential(*chain), x, bounds
+
+
+def judged(module: nn.Module, x: Tensor, bounds: tuple[int, ...]) -> tuple[Result, Result]:
+    return run_strips(module, x, bounds), run_whole(module, x)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Using padding=.same. with even kernel")
+@settings(max_examples=200)
+@given(cases(), st.sampled_from([torch.float32, torch.float64]))
+def test_any_chain_is_exact(
+    case: tuple[nn.Module, Tensor, tuple[int, ...]], dtype: torch.dtype
+) -> None:
+    module, x, bounds = case
+    module, x = module.to(dtype), x.to(dtype)
+    try:
+        expected = run_whole(module, x)
+    except (RuntimeError, ValueError):  # no rows are left
+        assume(False)
+    try:
+        found = run_strips(module, x, bounds)
+    except PathosegError as error:
+        if "rows" not in error.problem:
+            raise
+        assume(False)  # too small a strip
+    for name, share in difference(found, expected).items():
+        assert share <= _ROUNDING[dtype], f"{name} differs by {share:.2g}"
+
+
+@pytest.mark.parametrize("make", SIMPLE)
+def test_layers_that_need_no_other_rows_gather_nothing(make: Callable[[], nn.Module]) -> None:
+    layer, x = (
+        nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1), make()),
+        torch.randn(2, CHANNELS, 12, 6),
+    )
+    found, expected = judged(layer.double(), x.double(), (0, 5, 12))
+    assert found.gathered == (["softmax"] if "gathered" in str(layer) else [])
+    assert max(difference(found, expected).values()) <= 1e-13
+
+
+NETWORK = nn.Sequential(
+    nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False),
+    nn.BatchNorm2d(CHANNELS),
+    nn.ReLU(inplace=True),
+    nn.Conv2d(CHANNELS, CHANNELS, 5, padding=2),
+)
+
+
+def test_a_halo_without_its_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The public code of the papers sends halos outside of autograd: no gradient comes back."""
+    x = torch.randn(1, CHANNELS, 16, 6)
+    assert max(difference(*judged(NETWORK, x, (0, 7, 16))).values()) < 1e-6
+
+    def detached(ctx: Any, gradient: Tensor) -> Any:
+        team, dim, bounds, reads = ctx.facts
+        own, has = Rows(*bounds[team.rank : team.rank + 2]), reads[team.rank]
+        return gradient.narrow(dim, own.first - has.first, own.height), *[None] * 5
+
+    monkeypatch.setattr(Extended, "backward", staticmethod(detached))
+    wrong = difference(*judged(NETWORK, x, (0, 7, 16)))
+    assert wrong["output"] < 1e-6, "the forward hides it"
+    assert wrong["input"] > 0.01
+    assert wrong["0.weight"] > 0.001
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("weights", [None, (1.0, 2.0, 0.5, 3.0)])
+def test_losses_are_those_of_whole_tiles(dtype: torch.dtype, weights: Any) -> None:
+    """Dice is a ratio of sums, and a class may be in one strip alone; some pixels are ignored."""
+    targets = torch.randint(0, CHANNELS, (2, 16, 6), generator=torch.Generator().manual_seed(5))
+    targets[0, :9][targets[0, :9] == 3] = 0  # class 3 in the second strip alone
+    targets[0, 12:] = 255
+    targets[1] = 255
+    each = build_loss(LossConfig(focal=0.5, class_weights=weights))
+    bounds = (0, 9, 16)
+
+    def loss(output: Any) -> Tensor:
+        if isinstance(output, Tensor):
+            return each(output, targets).sum()
+        own = targets[:, output.own.first : output.own.stop]
+        losses: Any = each(output, Strip(own, 1, bounds, output.shards))  # type: ignore[arg-type]
+        assert losses.shape == (2,)
+        return losses.sum()  # type: ignore[no-any-return]
+
+    module, x = NETWORK.to(dtype), torch.randn(2, CHANNELS, 16, 6, dtype=dtype)
+    found, expected = run_strips(module, x, bounds, loss), run_whole(module, x, loss)
+    assert found.gathered == []
+    assert max(difference(found, expected).values()) <= _ROUNDING[dtype] / 10
+    NETWORK.float()
+
+
+def test_a_strip_smaller_than_a_halo_is_refused() -> None:
+    layer = nn.Conv2d(CHANNELS, CHANNELS, 7, padding=3)
+    with pytest.raises(PathosegError, match="looks 3 rows beyond its strip") as caught:
+        run_strips(layer, torch.randn(1, CHANNELS, 8, 6), (0, 2, 4, 6, 8))
+    assert "fewer shards" in caught.value.hint
+
+
+def test_too_few_rows_for_all_strips_are_refused() -> None:
+    pool = nn.AvgPool2d(4)
+    with pytest.raises(PathosegError, match="2 rows, too few for 3 strips"):
+        run_strips(pool, torch.randn(1, CHANNELS, 8, 8), (0, 2, 5, 8))
+    with pytest.raises(PathosegError, match="cannot be cut into 5 strips"):
+        Split.even(4, 5)
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 4), st.integers(1, 3), st.data())
+def test_windows_read_what_they_see(
+    kernel: int, stride: int, padding: int, dilation: int, data: st.DataObject
+) -> None:
+    """Against the definition: output row o sees the rows o · stride - padding + k · dilation."""
+    window = Window(kernel, stride, padding, dilation)
+    first = data.draw(st.integers(0, 20))
+    made = Rows(first, first + data.draw(st.integers(1, 9)))
+    seen = {o * stride - padding + k * dilation for o in range(*made) for k in range(kernel)}
+    assert window.reads(made) == (min(seen), max(seen) + 1)
+    rows = range(-60, 60)
+    reaching = {
+        i
+        for i in rows
+        if any(i * stride - padding + k * dilation in range(*made) for k in range(kernel))
+    }
+    wanted = window.reads_transposed(made)
+    assert reaching <= set(range(*wanted))
+    assert window.reached_from(wanted.first) <= made.first
+    assert window.reached_from(wanted.stop - 1) + window.span >= made.stop
+
+
+@given(st.integers(2, 4096), st.integers(2, 16))
+def test_even_strips(height: int, shards: int) -> None:
+    assume(height >= shards)
+    split = Split.even(height, shards)
+    sizes = [one.height for one in strips(split.bounds)]
+    assert sum(sizes) == height
+    assert len(sizes) == shards
+    assert min(sizes) >= 1
+    assert max(sizes) <= max(-(-height // shards), height * (1 + 1 / 16) / shards)
+    assert split.of(height) == split.bounds
+
+
+def test_strides_of_2_fit_even_strips() -> None:
+    assert Split.even(1024, 2).bounds == (0, 512, 1024)
+    assert all(bound % 16 == 0 for bound in Split.even(1024, 3).bounds)
+
+
+def test_of_halo_and_strip_the_halo_alone_is_saved() -> None:
+    """Or each convolution would hold its input twice: with halos for itself, without for others."""
+    rows = 64
+
+    class Alone:
+        """The other rank sends zeros, so that one thread shows all that is held."""
+
+        rank, ranks = 0, 2
+
+        def receive(self, into: Tensor, source: int, tag: int) -> Alone:
+            into.zero_()
+            return self
+
+        def send(self, tensor: Tensor, to: int, tag: int) -> Alone:
+            return self
+
+        sum = send
+
+        def wait(self) -> None:
+            pass
+
+    place = Place(Alone(), Split((0, rows, 2 * rows)))  # type: ignore[arg-type]
+    network = nn.Sequential(*[nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1) for _ in range(8)])
+    x = torch.randn(1, CHANNELS, rows, 64)
+    made: list[Any] = []
+
+    def held(given: Any) -> int:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(
+            activities=activities, profile_memory=True, acc_events=True
+        ) as profile:
+            made.append(network(given))
+        events = profile.profiler.kineto_results.events()
+        return sum(event.nbytes() for event in events if event.name() == "[memory]")
+
+    whole = held(x)
+    strip = held(Strip(x, 2, (0, rows, 2 * rows), place))
+    assert strip <= whole * (1 + 2 / rows), "one row of halo, and one of padding, a layer"
