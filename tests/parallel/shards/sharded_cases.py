@@ -11,7 +11,7 @@ from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.runtime.executor import Microbatches
 from pathoseg.parallel.runtime.runner import Runner
 from tests.parallel.computing_device import DEVICE
-from tests.parallel.networks.runtime_models import MODELS, SIDE, samples
+from tests.parallel.networks.runtime_models import BRANCHED_MODELS, MODELS, SIDE, samples
 from tests.parallel.runtime.cases import Case, judged, reset, traced, training_of
 from tests.parallel.runtime.judge import STEPS, Verdict
 
@@ -46,14 +46,17 @@ def prepare(sharded: Sharded) -> None:
 
 def microbatches(case: Case, step: int, runner: Runner) -> Microbatches:
     """The rows of one rank of a step's samples."""
-    sizes, rows, name = case.sizes(), runner.rows(SIDE), MODELS[case.model].input
+    sizes, rows = case.sizes(), runner.rows(SIDE)
+    kind = (MODELS | BRANCHED_MODELS)[case.model]
 
     def of(microbatch: int) -> tuple[Tensor, Tensor]:
         return samples(step, microbatch, sizes[microbatch], case.dtype)
 
-    return Microbatches(
-        sizes, lambda each: {name: of(each)[0][:, :, rows]}, lambda each: of(each)[1][:, rows]
-    )
+    def inputs(microbatch: int) -> dict[str, Tensor]:
+        whole = kind.inputs(of(microbatch)[0])
+        return {name: images[:, :, rows] for name, images in whole.items()}
+
+    return Microbatches(sizes, inputs, lambda each: of(each)[1][:, rows])
 
 
 def start_strips(sharded: Sharded, transport: Transport, whose: object = None) -> Runner:

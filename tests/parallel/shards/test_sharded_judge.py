@@ -39,6 +39,10 @@ CASES = [
     Sharded(Case("unet", "hybrid-gpipe", 4, DOUBLE), 2),
     Sharded(Case("objects", "gpipe-folded", 2, DOUBLE), 2),
     Sharded(Case("low-rank", "gpipe", 2, DOUBLE), 2),
+    # A context whose middle quarter of rows lies beside the strips of the tile.
+    *(Sharded(Case("hooknet", "data-parallel", 1, DOUBLE), shards) for shards in (2, 3)),
+    Sharded(Case("hooknet", "gems-mast", 2, DOUBLE), 2),
+    Sharded(Case("two-heads", "branched-1f1b", 2, DOUBLE), 2),
     Sharded(Case("unet", "data-parallel", 2, DOUBLE, last=0), 2),
     Sharded(Case("unet", "1f1b", 2, DOUBLE, clip=0.05), 2),
     # In single precision these: others have a ReLU or a pooling that rounding turns over.
