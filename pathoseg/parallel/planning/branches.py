@@ -42,7 +42,7 @@ from pathoseg.parallel.schedule.costs import Link
 _PIECES = 100
 _EXACT = 4096  # assignments of pieces to ranks up to which all are looked at
 _BISECTED = 12  # branches up to which all ways to halve them are looked at
-_JUDGED = 1500  # assignments that are looked at otherwise
+_JUDGED = 1000  # assignments that are looked at otherwise
 _ROOM = 0.8  # share of a rank's memory that pieces may fill; the rest is left to workspace
 _KEPT = 3  # different cuts that are returned
 
@@ -395,14 +395,9 @@ class _Search:
         It is that of one microbatch, by list scheduling with messages, and for each one more that
         of the busiest rank. A piece that reads what another rank made begins a stage.
         """
-        pieces = self._pieces
-        way = self._way(self.order, homes, pieces.forward, pieces.before)
-        way += self._way(self.order[::-1], homes, pieces.backward, pieces.after)
-        load = [0.0] * self._ranks
-        for piece, rank in enumerate(homes):
-            load[rank] += pieces.seconds(piece)
-            if self._visit and any(homes[source] != rank for source, _ in pieces.before[piece]):
-                load[rank] += 2 * self._visit
+        pieces, load = self._pieces, [0.0] * self._ranks
+        way = self._way(self.order, homes, pieces.forward, pieces.before, load)
+        way += self._way(self.order[::-1], homes, pieces.backward, pieces.after, load)
         excess = max(0.0, self._held(homes) / self._memory - 1) if self._tight else 0.0
         return (way + (self._microbatches - 1) * max(load)) * (1 + 10 * excess)
 
@@ -425,8 +420,9 @@ class _Search:
         homes: Sequence[int],
         times: Sequence[float],
         before: Sequence[Sequence[tuple[int, float]]],
+        load: list[float],
     ) -> float:
-        """When the last of the pieces ends that ranks run in this order."""
+        """When the last piece ends if ranks run them in this order; `load` gains their work."""
         free, ends = [0.0] * self._ranks, [0.0] * len(times)
         for piece in order:
             rank = homes[piece]
@@ -439,8 +435,9 @@ class _Search:
                     begins = self._visit
                 if there > start:
                     start = there
-            start += begins
-            free[rank] = ends[piece] = start + times[piece]
+            work = begins + times[piece]
+            load[rank] += work
+            free[rank] = ends[piece] = start + work
         return max(free)
 
     def _sections(self, whole: Part, count: int) -> list[list[Part]]:

@@ -210,7 +210,7 @@ _FRAMES = 3  # for which orders are made to measure,
 _BRANCH_FRAMES = 2  # and for which on branches,
 _CHOICES = 24  # stages for which a retention is chosen, in all
 _BRANCH_RANKS = 8  # ranks of a group that are given branches, at most
-_GAIN = 0.98  # where they may take less than this share of the best time
+_GAIN = 0.98  # where these or branches may take less than this share of the best time
 
 
 def plan(graphs: Sequence[StageCosts], request: PlanRequest) -> list[Plan]:
@@ -369,7 +369,9 @@ class _Search:
         name, task = candidate.order.name, self._task
         known = self._fastest.get(name)
         vain = f"{name} {candidate.placement}"
-        if self._vain[vain] == _PATIENCE or candidate.least >= self._limit(name):
+        # It takes long to find them, and where all ranks are busy already they gain nothing.
+        hoped = _GAIN * min(self._fastest.values(), default=inf)
+        if self._vain[vain] == _PATIENCE or candidate.least >= min(hoped, self._limit(name)):
             return
         for found in candidate.priced.branch_cuts(
             candidate.width, candidate.microbatches, task.memory

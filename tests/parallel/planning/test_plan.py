@@ -72,6 +72,12 @@ def test_a_plan_is_rebuilt_from_its_text(graph: LayerGraph, made: Plan) -> None:
     assert (again.batch, again.images_per_second, again.sent) == (4, 2.0, 8)
 
 
+def test_a_plan_from_before_branches_is_read(made: Plan) -> None:
+    data = json.loads(made.to_json())
+    assert data.pop("line") == []
+    assert Plan.from_json(json.dumps(data)) == made
+
+
 @pytest.mark.parametrize("other", [{"width": 8}, {"side": 64}])
 def test_a_plan_of_another_model_or_tile_is_refused(made: Plan, other: dict[str, int]) -> None:
     with pytest.raises(PathosegError, match="and not for this UNet on") as refused:
@@ -90,6 +96,7 @@ def test_a_plan_of_another_model_or_tile_is_refused(made: Plan, other: dict[str,
         ({"recompute": [7]}, "do not fit"),
         ({"retention": []}, "do not fit"),
         ({"host_memory": [1, 2]}, "do not fit"),
+        ({"line": [0, 0, 1]}, "do not fit"),
         ({"text": "schedule x\n"}, "text has no line"),
     ],
 )
