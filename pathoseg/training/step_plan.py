@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from socket import gethostname
 
@@ -268,6 +269,18 @@ def _trace(model: nn.Module, example: Inputs, dtype: torch.dtype | None = None) 
     return traced
 
 
+@contextmanager
+def told_of_teams(config: ParallelConfig) -> Iterator[None]:
+    """Make a context in which an error that counts ranks says that teams share tiles."""
+    try:
+        yield
+    except PathosegError as error:
+        if config.shards == 1:
+            raise
+        teams_told = f"Each rank of that is {config.shards} ranks, which share its tiles."
+        raise PathosegError(error.problem, f"{error.hint} {teams_told}") from error
+
+
 def of_whole_tiles(plans: Sequence[Plan], model: nn.Module, config: Config) -> list[Plan]:
     """Return plans of one strip (`price`) as those of whole tiles; others as they are.
 
@@ -345,7 +358,8 @@ def agreed_plan(
             )
         request = replace(plan_request(config, memory, transport.ranks), all_ranks=True)
         graphs = {each.microbatch: each for each in price(model, config, hardware, dtype)}
-        plan = best([*graphs.values()], request)
+        with told_of_teams(config.parallel):
+            plan = best([*graphs.values()], request)
         priced = graphs[plan.microbatch].reordered(plan.line)
         partition = plan.partition(priced.graph)
         costs = priced.costs(partition, plan.ranks, plan.retention, plan.window)

@@ -37,6 +37,7 @@ from pathoseg.training.step_plan import (
     plan_request,
     price,
     price_one,
+    told_of_teams,
     with_dtype,
 )
 
@@ -87,12 +88,13 @@ def plan(
     if not plans:
         multiple = tile_multiple(model)
         sides = range(2 * multiple, config.tiles.side, multiple)
-        raise nothing_fits(
-            graphs[0],
-            request,
-            sides,
-            lambda side: price_one(model, graphs[0].microbatch, side, config, hardware, dtype),
-        )
+        with told_of_teams(config.parallel):
+            raise nothing_fits(
+                graphs[0],
+                request,
+                sides,
+                lambda side: price_one(model, graphs[0].microbatch, side, config, hardware, dtype),
+            )
     of_strip, plans = plans[0], of_whole_tiles(plans, model, config)
     best = plans[0]
     [whole] = [each for each in graphs if each.microbatch == best.microbatch]

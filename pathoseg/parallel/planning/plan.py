@@ -204,8 +204,11 @@ class Plan:
         Raises:
             PathosegError: A strip takes other layers than a whole tile.
         """
-        starts = tuple(graph.layers[first].name for first in self.bounds[:-1])
-        if starts != self.starts or len(graph.layers) != self.bounds[-1]:
+        names = [layer.name for layer in graph.layers]
+        is_same = len(names) == self.bounds[-1] and self.starts == tuple(
+            names[first] for first in self.bounds[:-1]
+        )
+        if not is_same:
             raise PathosegError(
                 f"{self.model} has other layers for {shards} strips than for a whole tile, so its "
                 "strips cannot be planned.",

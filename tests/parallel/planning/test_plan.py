@@ -78,6 +78,20 @@ def test_a_plan_from_before_branches_is_read(made: Plan) -> None:
     assert Plan.from_json(json.dumps(data)) == made
 
 
+def test_a_plan_of_a_strip_is_one_of_whole_tiles(made: Plan) -> None:
+    """Of twice as many ranks, and with the same stages; a strip with other layers has none."""
+    with torch.device("meta"):
+        tall = trace(UNet(3, 4, depth=2), torch.empty(1, 3, 64, 32))
+    plan = made.in_strips(tall, 2)
+    assert (plan.ranks, plan.shards, plan.memory) == (6, 2, made.memory)
+    assert plan.partition(tall).bounds == made.bounds
+    assert Plan.from_json(plan.to_json()) == plan
+    with torch.device("meta"):
+        other = trace(UNet(3, 4, depth=1), torch.empty(1, 3, 64, 32))
+    with pytest.raises(PathosegError, match="has other layers for 2 strips"):
+        made.in_strips(other, 2)
+
+
 @pytest.mark.parametrize("other", [{"width": 8}, {"side": 64}])
 def test_a_plan_of_another_model_or_tile_is_refused(made: Plan, other: dict[str, int]) -> None:
     with pytest.raises(PathosegError, match="and not for this UNet on") as refused:
