@@ -1,7 +1,7 @@
 """Writes slides on which the class of a gland depends on what lies 500 µm away, and on it alone.
 
 A gland is `inflamed` in a ring around an infiltrate of lymphocytes, `resting` in one around a group
-of vessels; its nearest wall is 315 µm from them at least. They are scanned at 2.5 µm: each gland is
+of vessels; its nearest wall is 240 µm from them at least. They are scanned at 2.5 µm: each gland is
 some 50 pixels across.
 """
 

@@ -143,8 +143,8 @@ def make_scene(width: int, height: int, rng: np.random.Generator) -> Scene:
 RING = (425 / MPP, 595 / MPP)
 """Pixels from the middle of a hub between which all of its glands lie, in `make_hub_scene`."""
 
-HUB = 110 / MPP
-"""Radius of a hub, 110 µm."""
+HUB = 180 / MPP
+"""Radius of a hub, 180 µm."""
 
 HUBS = {"inflamed": "infiltrate", "resting": "vessel"}
 """Class of the glands around a hub, and what the hub is made of."""
@@ -176,9 +176,9 @@ def make_hub_scene(hubs: Sequence[str], width: int, height: int, rng: np.random.
     for class_name, middle in zip(hubs, middles, strict=True):
         disc = middle.buffer(HUB)
         if HUBS[class_name] == "infiltrate":
-            infiltrates += _place(disc, taken, _infiltrate, 0.4 * disc.area, rng)
+            infiltrates += _place(disc, taken, _infiltrate, 0.6 * disc.area, rng)
         else:
-            vessels += _place(disc, taken, _vessel, 0.4 * disc.area, rng)
+            vessels += _place(disc, taken, _vessel, 0.6 * disc.area, rng)
     for class_name, middle in zip(hubs, middles, strict=True):
         ring = middle.buffer(RING[1] + _EDGE).difference(middle.buffer(RING[0] - _EDGE))
         others = [other.buffer(1.2 * RING[1]) for other in middles if other is not middle]
