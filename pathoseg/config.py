@@ -319,8 +319,7 @@ class ParallelConfig:
             in turn.
         ranks: How many ranks there are; a launcher such as mpirun overrules it.
         shards: How many of them share each tile, a strip of rows each (docs/shards.md).
-        order: In which order the microbatches go through the stages: a name that
-            docs/planning.md lists, or "auto" for the fastest that fits.
+        order: How microbatches go through stages: a name of docs/planning.md, or "auto".
         stages: Into how many stages the model is cut; None lets the planner choose.
         cut: Layers or modules before which the model is cut, instead of the planner's cuts.
         branches: Run branches of the model on several ranks at once: "auto", "only" or "none".
@@ -335,8 +334,7 @@ class ParallelConfig:
         recompute: Whether layers may run again in the backward where memory asks for it.
         parked: What waits in host memory while its stage is not at work, copied in the form of
             `offload`: "parameters", "gradients", "optimizer" (its state). The first two pay only
-            where a rank has several stages. Plans do not count it: neither what it saves nor what
-            its copies take.
+            where a rank has several stages. Plans count neither what it saves nor its copies.
         transport: What joins the ranks of a run; "auto" is MPI where there is one, else gloo;
             "nccl" takes a GPU for each rank, and has never been run on one.
     """

@@ -136,7 +136,7 @@ def test_a_plan_is_of_the_precision_in_which_the_run_computes(
 def test_less_than_float32_takes_less_memory_messages_and_time() -> None:
     hardware, config = load_hardware("h100"), Config()
     whole, half = (
-        price_one(UNet(2, width=8, depth=2), 2, 128, config, hardware, dtype)
+        price_one(UNet(2, width=8, depth=2), 2, 1024, config, hardware, dtype)
         for dtype in (None, torch.bfloat16)
     )
     bounds = whole.cutter.balance(2, whole.weights()).bounds
