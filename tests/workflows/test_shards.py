@@ -46,21 +46,38 @@ def test_two_ranks_with_half_of_each_tile_train_as_one_process(
     [row], [whole] = test_ranks._rows(tmp_path / "ranks"), test_ranks._rows(judge)
     for figure in ("train_loss", "val_loss"):
         assert row[figure] == pytest.approx(whole[figure], rel=1e-3)
-
-
-def test_a_run_goes_on_with_strips_and_without(train: Callable[..., tuple[int, str]]) -> None:
-    """One epoch on two ranks, the second in one process: a checkpoint knows no ranks."""
-    test_ranks._configure(1, STRIPS)
-    code, output = train("--out", "moved", "--ranks", 2)
-    assert code == 0, output
-    test_ranks._configure(2)
-    code, output = train("--out", "moved", "--resume", "--epochs", 2, "--ranks", 1)
-    assert code == 0, output
-    first, second = test_ranks._rows("moved")
-    assert second["step"] == 2 * first["step"]
-    last = torch.load(Path("moved") / "checkpoints" / "last.pt", weights_only=True)
+    # A checkpoint knows no ranks: the second epoch is one process's.
+    (tmp_path / "alone.toml").write_text("[train]\nepochs = 2\n")
+    process = start("train", "--resume", "--out", "ranks", "--config", "alone.toml")
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    first, second = test_ranks._rows(tmp_path / "ranks")
+    assert (first, second["step"]) == (row, 2 * row["step"])
+    last = torch.load(tmp_path / "ranks" / "checkpoints" / "last.pt", weights_only=True)
     parameters = {name for name in last["model"] if name.endswith(("weight", "bias"))}
     assert last["optimizer"].keys() == parameters, "SGD's momentum went along"
+
+
+def test_plans_say_what_strips_take(
+    toy_slides: Path, command: Callable[..., tuple[int, str]]
+) -> None:
+    sizes = "[tiles]\ntile = 512\n[model]\nwidth = 8\n[train]\nbatch = 1\nmicrobatch = 1\n"
+    Path("whole.toml").write_text(sizes)
+    Path("strips.toml").write_text(sizes + STRIPS)
+    plans = {}
+    for name, ranks in (("whole", 1), ("strips", 2)):
+        common = ("--hardware", "cpu", "--memory", "1GiB", "--out", name)
+        code, said = command("plan", "--config", f"{name}.toml", "--ranks", ranks, *common)
+        assert code == 0, said
+        assert ("cut into 2 strips of rows" in said) == (name == "strips")
+        plans[name] = Plan.from_json((Path(name) / "plan.json").read_text())
+    assert (plans["strips"].ranks, plans["strips"].input) == (2, plans["whole"].input)
+    share = plans["strips"].memory[0] / plans["whole"].memory[0]
+    assert 0.5 < share < 0.6, "activations are cut, parameters are not"
+    refused = ("--memory", "10MB", "--order", "sequential", "--hardware", "cpu", "--ranks", 2)
+    code, said = command("plan", "--config", "strips.toml", *refused)
+    assert code == 2
+    assert "Each rank of that is 2 ranks, which share its tiles." in said
 
 
 @pytest.mark.parametrize(
