@@ -258,7 +258,7 @@ def _verdict(best: Plan, request: PlanRequest) -> str:
     placed = f"{best.stages} stages ({best.placement}) on {best.schedule.placement.ranks} ranks"
     groups = f" in each of {best.groups} groups" if best.groups > 1 else ""
     again = f" Recomputed stages: {', '.join(map(str, best.recompute))}." if best.recompute else ""
-    return (
-        f"Best: {best.order}, {placed}{groups}.{again} "
-        f"The stages begin with {', '.join(best.starts)}."
-    )
+    starts = ", ".join(best.starts[:_SHOWN])
+    if best.stages > _SHOWN:
+        starts += f" and {best.stages - _SHOWN} more ({PLAN})"
+    return f"Best: {best.order}, {placed}{groups}.{again} The stages begin with {starts}."
