@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,9 +13,11 @@ from torch import nn
 
 from pathoseg.config import Config, load_config
 from pathoseg.device import pick_device
+from pathoseg.errors import PathosegError
 from pathoseg.memory_size import memory_text
 from pathoseg.models.build import build_model, tile_multiple
 from pathoseg.outputs.atomic import write_text
+from pathoseg.parallel.cost.hardware import Hardware
 from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.draw import adjacency, svg
 from pathoseg.parallel.graph.fold import fold, folded_layers
@@ -85,10 +89,13 @@ def plan(
     graphs = price(model, config, hardware, dtype)
     with progress_bar("planning", None, "plans"):
         plans = find_plans(graphs, request)
+    strips = None
+    if not plans or plans[0].order not in (SEQUENTIAL, DATA_PARALLEL) or _saves(plans[0]):
+        strips = _strips(model, config, hardware, dtype, memory)
     if not plans:
         multiple = tile_multiple(model)
         sides = range(2 * multiple, config.tiles.side, multiple)
-        with told_of_teams(config.parallel):
+        with told_of_teams(config.parallel), _also_told(strips):
             raise nothing_fits(
                 graphs[0],
                 request,
@@ -118,6 +125,8 @@ def plan(
     say(_verdict(best, request))
     if shards > 1:
         say(f"Each rank of that is {shards} ranks, which share its tiles.")
+    if strips is not None and strips.images_per_second > best.images_per_second:
+        say(f"Faster: {_strips_told(strips)}")
     partition = of_strip.partition(priced.graph)
     for line in not_kept(best, priced, partition):
         say(line)
@@ -241,6 +250,51 @@ def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _strips(
+    model: nn.Module,
+    config: Config,
+    hardware: Hardware,
+    dtype: torch.dtype | None,
+    memory: int,
+) -> Plan | None:
+    """Return the fastest plan of tiles in strips on the same ranks, where shards are not given."""
+    ranks, found = config.parallel.ranks, list[Plan]()
+    if config.parallel.shards > 1:
+        return None
+    for shards in (count for count in range(2, ranks + 1) if ranks % count == 0):
+        cut = replace(config, parallel=replace(config.parallel, shards=shards))
+        with suppress(PathosegError):  # strips are too low, or have other layers
+            plans = find_plans(price(model, cut, hardware, dtype), plan_request(cut, memory))
+            found += of_whole_tiles(plans[:1], model, cut)
+    return max(found, key=lambda each: each.images_per_second, default=None)
+
+
+def _saves(plan: Plan) -> bool:
+    """Return True if a stage does not keep all of its activations on the device."""
+    return any(each != ActivationPolicy() for each in plan.retention)
+
+
+def _strips_told(plan: Plan) -> str:
+    stages = f", {plan.stages} stages" if plan.stages > 1 else ""
+    return (
+        f"each tile in {plan.shards} strips of rows ([parallel] shards = {plan.shards}; "
+        f"{plan.order}{stages}, {plan.batch / plan.images_per_second:.4g} s a step, "
+        f"{memory_text(max(plan.memory))} a rank)."
+    )
+
+
+@contextmanager
+def _also_told(strips: Plan | None) -> Iterator[None]:
+    """Make a context in which an error has the hint that strips would fit, if they do."""
+    try:
+        yield
+    except PathosegError as error:
+        if strips is None:
+            raise
+        hint = f"{error.hint} On the same ranks: {_strips_told(strips)}"
+        raise PathosegError(error.problem, hint) from error
 
 
 def _verdict(best: Plan, request: PlanRequest) -> str:
