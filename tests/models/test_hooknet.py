@@ -39,7 +39,7 @@ def test_logits_are_as_large_as_the_tile(
 @given(
     depth=st.integers(2, 3),
     cells=st.tuples(st.integers(1, 3), st.integers(1, 3)),
-    margin=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    margin=st.tuples(st.integers(1, 3), st.integers(1, 3)),
     axis=st.sampled_from([2, 3]),
 )
 def test_the_branches_have_one_centre(
