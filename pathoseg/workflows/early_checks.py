@@ -48,7 +48,8 @@ def check_training_input(
     refuse_overwriting(out, resume, overwrite)
     if not resume:
         new_run(named_run(out) if out else None, overwrite)
-        _check_first_weights(config.train.start_from)
+        if config.model.encoder_weights is None:  # else the two contradict each other
+            _check_first_weights(config.train.start_from)
         _check_slides(config, are_read=config.train.start_from is None)
     _check_device(wanted.device)
 
