@@ -42,7 +42,7 @@ demo: install
 test: install
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal
 
-# Style, types, walls, and the tests that start no process and take less than a second, with a quarter
+# Style, types, walls, and the tests that start no process and take less than a second, with a fifth
 # of the examples that are drawn. Types are checked beside the tests, for both cores to be at work.
 quick: install
 	$(BIN)/ruff format --check .

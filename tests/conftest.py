@@ -29,7 +29,7 @@ from tests.forked import Forked
 # Examples are not timed: this suite runs on machines with two busy cores. They are the same in
 # every run, so that a change is judged and not the luck of the draw.
 settings.register_profile("pathoseg", deadline=None, print_blob=True, derandomize=True)
-settings.register_profile("quick", settings.get_profile("pathoseg"), max_examples=25)
+settings.register_profile("quick", settings.get_profile("pathoseg"), max_examples=20)
 settings.load_profile("pathoseg")  # --hypothesis-profile comes later and wins
 
 _HERE = Path(__file__).resolve().parent

@@ -80,6 +80,7 @@ def test_every_cut_is_a_partition_into_a_graph_without_circles(
         _is_cut(graph, found, ranks)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.data(), layer_graphs(most=12), st.integers(2, 3), st.integers(1, 3))
 def test_cuts_of_any_graph_keep_what_must_be_together(
@@ -90,6 +91,7 @@ def test_cuts_of_any_graph_keep_what_must_be_together(
         _is_cut(graph, found, ranks)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     st.data(),
@@ -147,6 +149,7 @@ def test_a_plan_with_branches_is_never_slower_than_one_without(
         assert plan([priced], wanted)[0].seconds <= chains[0].seconds
 
 
+@pytest.mark.slow
 def test_two_branches_on_two_ranks_take_the_time_of_one() -> None:
     """A stem, two equal branches and a join; a chain of two stages has to wait at its cut."""
     reads: list[list[int]] = [[], [0], [1], [0], [3], [2, 4]]
@@ -186,6 +189,7 @@ def _real(graph: LayerGraph) -> StageCosts:
     return StageCosts(graph, _Bytes(times), _device(1e-6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_are_cut_into_branches(name: str) -> None:
     with torch.device("meta"):

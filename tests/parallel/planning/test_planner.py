@@ -134,6 +134,7 @@ def _stage_graphs(draw: st.DrawFn, stages: int) -> tuple[Costs, tuple[Edge, ...]
     return Costs(tuple(costs), dict.fromkeys(edges, 1), link), edges
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.sampled_from(sorted(ORDERS)), st.integers(1, 4), st.integers(1, 2))
 def test_no_order_beats_the_bound_where_stages_branch(

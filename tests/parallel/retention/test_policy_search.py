@@ -136,6 +136,7 @@ def _chooser(name: str, ways: AllowedPolicies, side: int = 64) -> Chooser:
     return Chooser(_facts(name, side), DEVICE.host, ways)
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(st.sampled_from(sorted(TINY)), st.floats(0.3, 0.95), st.integers(1, 3), st.integers(1, 3))
 def test_no_way_that_is_left_out_by_its_reduced_cost_is_missed(

@@ -337,6 +337,7 @@ def test_an_output_that_the_loss_ignores_leaves_its_layers_alone(plan: str) -> N
     assert kept == {"aside.weight", "aside.bias"}
 
 
+@pytest.mark.slow
 def test_tensors_are_freed_as_the_order_says() -> None:
     """A microbatch's input lives from its forward to its backward, on the first stage's rank."""
     for plan, most in (("1f1b", 3), ("mp-basic", 1), ("gems-master", 2), ("gpipe", 4)):
