@@ -151,7 +151,7 @@ class Times:
 
     @property
     def takes_branches(self) -> bool:
-        """Whether branches are predicted to be faster than every other way."""
+        """Return True if branches are predicted to be faster than every other way."""
         return min(self.predicted, key=self.predicted.__getitem__) == BRANCHES
 
     def error(self, way: str) -> float:

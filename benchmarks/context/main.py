@@ -159,7 +159,7 @@ def held_out_dice(slides: Path, arm: str, run: Path) -> dict[str, float]:
 def planes(
     truth: NDArray[np.uint8], mask: NDArray[np.uint8]
 ) -> Iterator[tuple[NDArray[np.bool_], NDArray[np.bool_]]]:
-    """Where a class is in both masks, for each class, and last for both together."""
+    """Yield the pixels of each class in truth and in the mask, last those of any class."""
     for index in range(1, len(CLASSES) + 1):
         yield truth == index, mask == index
     yield truth > 0, mask > 0

@@ -26,7 +26,7 @@ _END = 10  # seconds between SIGTERM and SIGKILL
 
 @dataclass(frozen=True)
 class Place:
-    """Where jobs leave their files.
+    """The folders for the files of jobs.
 
     Attributes:
         work: Of runs, results and logs.
@@ -183,10 +183,11 @@ def run_all(
             continue
         left, begun = min(job.minutes * 60, end - clock()), clock()
         state, said = ("no time left", "") if left <= 0 else _run(job, work, left)
-        told[job.name] = {"ok": state == "passed", "state": state, "seconds": clock() - begun}
+        row = {"ok": state == "passed", "state": state, "seconds": clock() - begun}
         if state != "passed":
             failed.append(job.name)
-            told[job.name] |= {"said": said[-_TOLD:]}  # type: ignore[operator]  # a dict
+            row["said"] = said[-_TOLD:]
+        told[job.name] = row
         print(f"{job.name:16} {state}, {clock() - begun:.0f} s", flush=True)
         report.write_text(json.dumps(told, indent=2) + "\n")
     return failed

@@ -1,4 +1,4 @@
-"""What strips of one tile on two ranks take and give, beside the whole tile on one."""
+"""Measures memory and time of strips of one tile on two ranks, beside the whole tile on one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ WHOLE, STRIPS, HALVES = "whole", "strips", "halves"
 
 @dataclass(frozen=True)
 class Task:
-    """What a process is to do."""
+    """The work of one process."""
 
     network: str
     norm: Norm

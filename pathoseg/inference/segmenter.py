@@ -463,7 +463,7 @@ class Segmenter:
         return tile, overlap
 
     def _find_margins(self) -> Mapping[str, int] | None:
-        """What is read around a window's field of each other input, in its pixels, by name.
+        """Return, by name, the margin around a window's field of each other input, in its pixels.
 
         Whole steps of what the network divides by, so that its poolings fall where they would in
         one pass over the slide. None where it is not known how far the network looks.

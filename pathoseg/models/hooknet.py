@@ -117,7 +117,7 @@ class HookNet(nn.Module):
     def _hooked(
         self, image: torch.Tensor, context: torch.Tensor
     ) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
-        """What the tile's decoder begins with, its skips, the uppermost first, and (3)."""
+        """Return the input of the tile's decoder, its skips from the top down, and (3)."""
         seen, skips = _down(self.context_encoder, context)
         for block in self.context_decoder:
             seen = block(seen, skips.pop())
@@ -149,7 +149,7 @@ def _decoder(channels: list[int], hook: int, norm: Norm) -> nn.ModuleList:
 def _down(
     blocks: Iterable[nn.Module], images: torch.Tensor
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """What the lowest block makes of images, and the skips of those above."""
+    """Return the features of the lowest block, and the skips of those above, from the top down."""
     features, skips = images, []
     for block in blocks:
         features = block(features)

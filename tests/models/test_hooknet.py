@@ -45,7 +45,7 @@ def test_logits_are_as_large_as_the_tile(
 def test_the_branches_have_one_centre(
     depth: int, cells: tuple[int, int], margin: tuple[int, int], axis: int
 ) -> None:
-    """Of mirrored kernels, the answer to mirrored inputs is mirrored, unless the hook is shifted.
+    """With mirrored kernels, mirrored inputs give mirrored logits, unless the hook is shifted.
 
     With sides that the poolings divide, nothing else tells left from right.
     """

@@ -1,4 +1,4 @@
-"""What a layer of a tile that is cut into strips takes beyond its own rows: halos, and sums."""
+"""Prices a layer of a tile that is cut into strips: its rows, halos and sums over the strips."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def bits(nodes: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class _Pieces:
-    """What the pieces of a model take, by number; the numbers are a topological order.
+    """Times, bytes and edges of a model's pieces, by number; the numbers are a topological order.
 
     Attributes:
         layers: Positions of its layers, ascending.
@@ -422,7 +422,7 @@ class _Search:
         before: Sequence[Sequence[tuple[int, float]]],
         load: list[float],
     ) -> float:
-        """When the last piece ends if ranks run them in this order; `load` gains their work."""
+        """Return the time at which the last piece ends in this order; add the work to `load`."""
         free, ends = [0.0] * self._ranks, [0.0] * len(times)
         for piece in order:
             rank = homes[piece]

@@ -144,7 +144,7 @@ def _alternating(frame: OrderSetting) -> Schedule:
 
 
 def _times(frame: OrderSetting) -> list[tuple[float, float]]:
-    """Of each stage, a forward and a backward; nothing where every rank has one stage.
+    """Return (forward, backward) seconds by stage; an empty list where every rank has one stage.
 
     None takes no time at all, so that what waits for another starts later.
     """

@@ -108,7 +108,7 @@ class StageCosts:
 
     @property
     def has_branches(self) -> bool:
-        """Whether some layers could run beside the longest chain."""
+        """Return True if some layers could run beside the longest chain."""
         # Of the layers alone it is faster to see that there are none.
         alone = self.critical_seconds < _CHAIN * self.seconds
         return alone and self.longest_chain < _CHAIN

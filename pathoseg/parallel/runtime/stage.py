@@ -365,7 +365,7 @@ class Stage:
         return self._traced.assemble({**self._given(visit), **values})
 
     def _given(self, visit: _Visit) -> Mapping[str, Any]:
-        """What was received, rows of a tile as strips of it."""
+        """Return the received tensors by name, with rows of a tile as strips of it."""
         if self._sharding is None:
             return visit.received
         received = self._sharding.received
@@ -406,7 +406,7 @@ class Stage:
                 visit.roots[sent.value] = get_gradient_edge(value)
 
     def _rows(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What leaves, of strips the rows of this rank."""
+        """Return the tensors that leave by name, with this rank's rows in place of strips."""
         if self._sharding is None:
             return values
         leaving = {sent.value for sent in self.leaving.values()}

@@ -99,7 +99,7 @@ def one_way(
     backwards: list[list[float]] = [[] for _ in home]
 
     def ready(stage: int, kind: Kind) -> float:
-        """When its next forward or backward could start on a free rank."""
+        """Return the time at which its next forward or backward could start on a free rank."""
         done = forwards if kind is Kind.FORWARD else backwards
         number = len(done[stage])
         if kind is Kind.BACKWARD:

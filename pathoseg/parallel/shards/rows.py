@@ -1,4 +1,4 @@
-"""Which rows of its input each strip of a layer's output reads: the arithmetic of intervals.
+"""Interval arithmetic: the input rows that each strip of a layer's output reads.
 
 A convolution of kernel 3, stride 2, padding 1, on 8 rows in two strips of 4:
 

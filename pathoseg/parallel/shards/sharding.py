@@ -32,7 +32,7 @@ from pathoseg.parallel.shards.windows import window_rules
 
 
 class Rules:
-    """How functions are computed on strips, pointwise ones as torch marks them."""
+    """The rules by which functions run on strips; pointwise ones are those that torch marks so."""
 
     def __init__(self) -> None:
         self._known: dict[str, Rule | None] = {

@@ -34,7 +34,7 @@ class Result:
 
 
 class Place:
-    """Where a test's strips live."""
+    """The team and the rules of a test's strips."""
 
     def __init__(self, transport: Transport, split: Split) -> None:
         self.team, self.rule = Team(transport, split), Rules().find

@@ -47,7 +47,7 @@ class Call(nn.Module):
 
 
 class Beside(nn.Module):
-    """What a layer makes, resized to its input, joined with the input, and mixed."""
+    """A layer's output, resized to its input, joined with the input, and mixed."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
