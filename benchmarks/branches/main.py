@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from benchmarks.networks.amoebanet import AmoebaNetD
 from benchmarks.networks.branched import FourResolutions, SplitTransformer, ThreeDecoders
 from benchmarks.networks.inception import InceptionV3
 from benchmarks.steps.timed import Timed
-from benchmarks.steps.ways import CPU, LOSS, TRAINING
+from benchmarks.steps.ways import CPU, TRAINING, Way, in_turn, one_process
 from pathoseg.parallel.comm.launcher import connect
 from pathoseg.parallel.comm.link_benchmark import measure_links
 from pathoseg.parallel.comm.local_ranks import start_local
@@ -216,23 +215,13 @@ def _time(network: Network, count: int, transport: Transport, link: Link, rounds
     targets = torch.randint(0, 3, (count, network.small_side, network.small_side))
     times = Times()
     plans = _plans(model, images, targets, transport, link, times)
-    ways: dict[str, Callable[[int], float]] = {}
-    alone = _one_process(deepcopy(model), images, targets)
+    ways: dict[str, Way] = {}
+    alone = one_process(deepcopy(model), images, targets, count)
     ways[ALONE] = lambda number: alone(number) if transport.rank == 0 else 0.0
-    ways[BOTH] = _one_process(deepcopy(model), images, targets)
+    ways[BOTH] = one_process(deepcopy(model), images, targets, count)
     for name, chosen in plans.items():
         ways[name] = _on_ranks(deepcopy(model), chosen, images, targets, transport)
-    for number in range(rounds + 1):
-        for name, step in ways.items():
-            transport.barrier()
-            begin = time.perf_counter()
-            loss = step(number)
-            seconds = time.perf_counter() - begin
-            told = [json.loads(text) for text in transport.gather(json.dumps([seconds, loss]))]
-            if number:
-                times.rounds.setdefault(name, []).append(max(each[0] for each in told))
-            else:
-                times.losses[name] = max(each[1] for each in told)
+    times.rounds, times.losses = in_turn(ways, rounds, transport)
     expected = times.losses[ALONE]
     for name, loss in times.losses.items():
         if abs(loss - expected) > 1e-5 * abs(expected):
@@ -272,27 +261,9 @@ def _plans(
     return plans
 
 
-def _one_process(model: nn.Module, images: Tensor, targets: Tensor) -> Callable[[int], float]:
-    optimizer = TRAINING.optimizer([*model.parameters()])
-
-    def step(number: int) -> float:
-        optimizer.zero_grad()
-        total = 0.0
-        for image, target in zip(
-            images.chunk(len(images)), targets.chunk(len(images)), strict=True
-        ):
-            loss = LOSS(model(image), target).sum() / len(images)
-            torch.autograd.backward(loss)
-            total += loss.item()
-        optimizer.step()
-        return total
-
-    return step
-
-
 def _on_ranks(
     model: nn.Module, chosen: Plan, images: Tensor, targets: Tensor, transport: Transport
-) -> Callable[[int], float]:
+) -> Way:
     traced = Traced(model, images[:1]).reordered(chosen.line)
     partition = chosen.partition(traced.graph)
     runner = Runner(traced, partition, chosen.schedule, transport, CPU, TRAINING)

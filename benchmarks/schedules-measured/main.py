@@ -25,6 +25,7 @@ from benchmarks.steps.ways import (
     CPU,
     RANKS,
     TRAINING,
+    in_turn,
     meet_by_torch,
     on_ranks,
     one_process,
@@ -229,17 +230,7 @@ def time_case(case: Case, transport: Transport, link: Link, rounds: int) -> Time
         traced = Traced(deepcopy(model), example)
         events = times.events.setdefault(name, [])
         ways[name] = on_ranks(traced, partition, order, transport, images, targets, events)
-    for number in range(rounds + 1):
-        for name, step in ways.items():
-            transport.barrier()
-            begin = time.perf_counter()
-            loss = step(number)
-            seconds = time.perf_counter() - begin
-            told = [json.loads(text) for text in transport.gather(json.dumps([seconds, loss]))]
-            if number:
-                times.rounds.setdefault(name, []).append(max(each[0] for each in told))
-            else:
-                times.losses[name] = max(each[1] for each in told)
+    times.rounds, times.losses = in_turn(ways, rounds, transport)
     check(times)
     for events in times.events.values():
         everyone = transport.gather(to_json(events))

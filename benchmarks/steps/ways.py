@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from tempfile import TemporaryDirectory
 
 import torch
@@ -33,14 +35,14 @@ TRAINING = Training(LOSS, lambda parameters: torch.optim.AdamW(parameters, 1e-4)
 Way = Callable[[int], float]
 
 
-def one_process(model: nn.Module, images: Tensor, targets: Tensor) -> Way:
-    """A plain loop over the microbatches; a step returns the loss."""
+def one_process(model: nn.Module, images: Tensor, targets: Tensor, count: int = COUNT) -> Way:
+    """A plain loop over `count` microbatches; a step returns the loss."""
     optimizer = TRAINING.optimizer([*model.parameters()])
 
     def step(number: int) -> float:
         optimizer.zero_grad()
         total = 0.0
-        parts = zip(images.chunk(COUNT), targets.chunk(COUNT), strict=True)
+        parts = zip(images.chunk(count), targets.chunk(count), strict=True)
         for own_images, own_targets in parts:
             loss = LOSS(model(own_images), own_targets).sum() / len(images)
             torch.autograd.backward(loss)
@@ -49,6 +51,30 @@ def one_process(model: nn.Module, images: Tensor, targets: Tensor) -> Way:
         return total
 
     return step
+
+
+def in_turn(
+    ways: Mapping[str, Way], rounds: int, transport: Transport
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Run all ways in turn, `rounds` times after one to warm up; every rank calls it.
+
+    Returns:
+        By way, the seconds of each round on the slowest rank, and the loss of the first step.
+    """
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    losses = dict[str, float]()
+    for number in range(rounds + 1):
+        for name, step in ways.items():
+            transport.barrier()
+            begin = time.perf_counter()
+            loss = step(number)
+            seconds = time.perf_counter() - begin
+            told = [json.loads(text) for text in transport.gather(json.dumps([seconds, loss]))]
+            if number:
+                times[name].append(max(each[0] for each in told))
+            else:
+                losses[name] = max(each[1] for each in told)
+    return times, losses
 
 
 def on_ranks(
