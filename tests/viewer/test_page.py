@@ -258,6 +258,15 @@ def test_keys_on_a_slide(shown: tuple[Page, Gate]) -> None:
     page.until("!slide || slide.name !== 'a.svs'")
 
 
+def test_an_animation_that_ends_after_back_keeps_the_address_of_the_slide_to_come(
+    shown: tuple[Page, Gate],
+) -> None:
+    page, _ = shown
+    _open(page, "a.svs")
+    page.run("location.hash = 'b.svs'; keepPlace()")  # the page hears of the address later
+    page.until("slide && slide.name === 'b.svs'")
+
+
 def test_keys_and_buttons_where_there_is_no_slide(shown: tuple[Page, Gate]) -> None:
     page, _ = shown
     _open(page, "b.svs")

@@ -490,7 +490,11 @@ function link() {
 }
 
 function keepPlace() {
-  if (slide && osd.isOpen()) history.replaceState(null, "", link());
+  if (!slide || !osd.isOpen()) return;
+  // After Back the address is another slide's already, which is yet to be shown.
+  const { found, given } = linked();
+  const isHere = given ? found?.id === slide.id : slides.length === 1;
+  if (isHere) history.replaceState(null, "", link());
 }
 
 function linked() {
