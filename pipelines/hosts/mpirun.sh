@@ -5,6 +5,8 @@
 # What this adds to a plain mpirun, and why:
 # - A rank that fails can tell the others before it ends; mpirun would end them at once. Told not
 #   to, mpirun ends with 0, so rank 0's exit code is kept in a file and is that of this script.
+#   Other ranks that fail wait 15 s: a lost host's daemon ends soon after its last rank, and mpirun
+#   then kills rank 0, which may not have ended.
 # - Ranks that have lost a host end after 10 s; mpirun would go on waiting for that host. It is to
 #   ask after 5 s of rest, then each second, and to give up after 30 questions.
 # - At SIGTERM and Ctrl-C mpirun would kill the ranks within a second or so. Instead each gets a
@@ -17,7 +19,11 @@ rank='
 trap "kill -TERM \$child" USR1
 (trap "" USR1; exec "$@") & child=$!
 while wait $child; code=$?; kill -0 $child 2> /dev/null; do :; done
-[ "$OMPI_COMM_WORLD_RANK" != 0 ] || echo $code > "$0"
+if [ "$OMPI_COMM_WORLD_RANK" = 0 ]; then
+    echo $code > "$0"
+elif [ $code != 0 ]; then
+    sleep 15
+fi
 exit $code'
 
 as_root=
