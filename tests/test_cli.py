@@ -97,6 +97,7 @@ def test_wrong_input_is_refused_before_torch_is_imported(tmp_path: Path) -> None
         "train --slides plain": "No slide can be used",
         "train --slides broken": "--assume-mpp",
         "train --slides broken --assume-mpp 0.5": "a.geojson",
+        "train --slides plain --tile 1000": "Choose 992 or 1008 px",
         "train --resume": "no unfinished run",
         "evaluate": "no finished run",
         "evaluate --slides empty --model plain": "plain",

@@ -19,6 +19,7 @@ from pathoseg.models.model_options import (
     UNET_WIDTHS,
     VIT_SEG,
     ModelConfig,
+    check_side,
     resnet_depth,
     vit_shape,
 )
@@ -182,20 +183,14 @@ def context_reach(model: nn.Module) -> Mapping[str, int]:
 
 
 def check_tile(model: nn.Module, tile: int) -> None:
-    """Refuses a tile side that the model cannot train on.
+    """Refuse a tile side that the model cannot train on.
 
     Raises:
-        PathosegError: It is not divisible by the model's multiple, or the deepest features would
-            be a single pixel, of which no norm can take statistics.
+        PathosegError: As `check_side`.
     """
     multiple = tile_multiple(model)
-    if tile % multiple or tile < 2 * multiple:
-        below = max(2, tile // multiple) * multiple
-        raise PathosegError(
-            f"Tiles of {tile} px do not fit this model, which needs multiples of {multiple} px, "
-            f"{2 * multiple} at least.",
-            f"Choose {below} or {below + multiple} px.",
-        )
+    shape = model.encoder.shape if isinstance(model, ViTSeg) else None
+    check_side(tile, multiple, shape.smallest_side if shape else 2 * multiple)
 
 
 def _call_factory(config: ModelConfig, factory: str | None) -> nn.Module:

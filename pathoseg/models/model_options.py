@@ -71,6 +71,11 @@ class ViTShape:
         return -(-(8 * self.dim // 3) // 8) * 8 if self.mlp == "swiglu" else 4 * self.dim
 
     @property
+    def smallest_side(self) -> int:
+        """Of a tile: two patches, as a norm takes no statistics of a single feature."""
+        return self.patch + 1
+
+    @property
     def taps(self) -> tuple[int, ...]:
         """Numbers of the blocks, from 1, whose tokens the decoder reads."""
         return tuple(self.depth * quarter // 4 for quarter in (1, 2, 3, 4))
@@ -187,6 +192,19 @@ class ModelConfig:
         return self.classes + (self.task == "objects")
 
     @property
+    def tile_sides(self) -> tuple[int, int] | None:
+        """Divisor and least of a tile's sides; None where a factory's network says them."""
+        if self.is_factory:
+            return None
+        if self.name == VIT_SEG:
+            return 1, vit_shape(self.options).smallest_side
+        multiple = 32 if self.has_encoder else 4
+        if self.name in UNET_WIDTHS:
+            coarser = 4 if self.name == HOOKNET else 1  # pixels of its context
+            multiple = coarser * 2 ** self.sizes["depth"]
+        return multiple, 2 * multiple
+
+    @property
     def is_factory(self) -> bool:
         """Return True if the network comes from the user's own code."""
         return ":" in self.name
@@ -204,6 +222,28 @@ class ModelConfig:
 
     def _refuse(self, what: str, hint: str) -> None:
         raise PathosegError(f"The model {self.name} {what}.", hint)
+
+
+def check_side(side: int, multiple: int, smallest: int) -> None:
+    """Refuse a tile that a network cannot train on.
+
+    Args:
+        side: Of the tile.
+        multiple: What it must be divisible by.
+        smallest: The smallest side: of a single deepest feature no norm can take statistics.
+
+    Raises:
+        PathosegError: It is another.
+    """
+    if side % multiple or side < smallest:
+        least = -(-smallest // multiple) * multiple
+        below = max(least, side // multiple * multiple)
+        raise PathosegError(
+            f"Tiles of {side} px do not fit this model, which needs "
+            + (f"multiples of {multiple} px, " if multiple > 1 else "")
+            + f"{smallest} at least.",
+            f"Choose {below} or {below + multiple} px.",
+        )
 
 
 def resnet_depth(name: str) -> int:

@@ -59,9 +59,7 @@ class VisionTransformer(Encoder):
     def __init__(self, shape: ViTShape) -> None:
         super().__init__()
         dim = shape.dim
-        self.patch = shape.patch
-        self.positions = shape.positions
-        self.taps = shape.taps
+        self.shape = shape
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim))
         if shape.registers:
             self.reg_token = nn.Parameter(torch.empty(1, shape.registers, dim))
@@ -83,7 +81,7 @@ class VisionTransformer(Encoder):
         Those after a quarter, half, three quarters and all of the blocks; the last ones are normed.
         """
         height, width = images.shape[-2], images.shape[-1]
-        padded = F.pad(images, (0, -width % self.patch, 0, -height % self.patch))
+        padded = F.pad(images, (0, -width % self.shape.patch, 0, -height % self.shape.patch))
         patches = self.patch_embed(padded)
         tokens = (patches + self._positions_of(patches)).flatten(2).transpose(1, 2)
         first = [self.cls_token, self.reg_token] if self.has_registers else [self.cls_token]
@@ -91,7 +89,7 @@ class VisionTransformer(Encoder):
         found = []
         for number, block in enumerate(self.blocks, 1):
             tokens = block(tokens)
-            found += [tokens] * (number in self.taps)
+            found += [tokens] * (number in self.shape.taps)
         return [*found[:-1], self.norm(found[-1])]
 
     def _positions_of(self, patches: torch.Tensor) -> torch.Tensor:
@@ -99,7 +97,7 @@ class VisionTransformer(Encoder):
 
         Resampled as by timm; on the grid of the training they are unchanged.
         """
-        side = self.positions
+        side = self.shape.positions
         known = self.pos_embed.reshape(1, side, side, -1).permute(0, 3, 1, 2)
         size = (patches.shape[-2], patches.shape[-1])
         return F.interpolate(known, size=size, mode="bicubic", antialias=True)

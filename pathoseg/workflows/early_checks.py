@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pathoseg.config import FORMAT, UNNUMBERED, Config, ParallelConfig, load_config
+from pathoseg.models.model_options import check_side
 from pathoseg.parallel.comm.launcher import find_world
 from pathoseg.parallel.planning.orders import find_order
 from pathoseg.training.distributed import silent
@@ -50,6 +51,8 @@ def check_training_input(
         new_run(named_run(out) if out else None, overwrite)
         if config.model.encoder_weights is None:  # else the two contradict each other
             _check_first_weights(config.train.start_from)
+        if config.train.start_from is None and config.model.encoder_weights is None:
+            _check_tile(config)  # else sizes of the network may follow from the weights
         _check_slides(config, are_read=config.train.start_from is None)
     _check_device(wanted.device)
 
@@ -112,6 +115,12 @@ def resumed_run(flags: Flags) -> Path:
 def _check_first_weights(name: str | None) -> None:
     if name is not None and not Path(name).is_file():
         bundle_of(Path(name), "--from")
+
+
+def _check_tile(config: Config) -> None:
+    tile, sides = config.tiles.tile, config.model.with_classes(2).tile_sides
+    if tile is not None and sides is not None:
+        check_side(tile, *sides)
 
 
 def _check_slides(config: Config, *, are_read: bool) -> None:

@@ -145,6 +145,27 @@ def test_tiles_must_fit() -> None:
         check_tile(model, 8)
 
 
+@pytest.mark.parametrize(
+    ("name", "depth"),
+    [("unet", 3), ("unet64", 1), ("hooknet", 2), ("unet_resnet18", None), ("resnet11_v2", None)],
+)
+def test_options_know_the_sides_of_a_tile_as_the_network_does(name: str, depth: int | None) -> None:
+    width = None if name == "unet_resnet18" else 2
+    config = ModelConfig(name, "segment", 2, width, depth)
+    multiple = tile_multiple(build_model(config))
+    assert config.tile_sides == (multiple, 2 * multiple)
+
+
+def test_a_transformer_needs_more_than_a_patch() -> None:
+    config = ModelConfig("vit_seg", "segment", 2, options={"patch": 16})
+    model = build_model(config)
+    assert config.tile_sides == (1, 17)
+    assert model(torch.zeros(1, 3, 17, 17)).shape == (1, 2, 17, 17)
+    check_tile(model, 17)
+    with pytest.raises(PathosegError, match=r"needs 17 at least.*Choose 17 or 18 px"):
+        check_tile(model, 16)
+
+
 def test_a_factory_is_called_when_named(factory_file: Path) -> None:
     name = "labs_network:make"
     model = build_model(ModelConfig(name, "segment", 3, options={"width": 7}), factory=name)
