@@ -5,6 +5,7 @@ from __future__ import annotations
 import unicodedata
 from pathlib import Path
 
+import cv2
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
@@ -105,33 +106,41 @@ def overlay_layer(mask: NDArray[np.uint8], classes: ClassTable) -> NDArray[np.ui
     Returns:
         RGBA of shape (height, width, 4): outlines opaque, areas faint, 255 hatched.
     """
-    alpha = (_opacity(mask) * 255).round().astype(np.uint8)
+    clear, opaque = _clear_and_opaque(mask)
+    alpha = np.where(opaque, 255, round(255 * _OPACITY)).astype(np.uint8)
+    alpha[clear] = 0
     return np.dstack([classes.palette()[mask], alpha])
 
 
 def _blended(
     image: NDArray[np.uint8], mask: NDArray[np.uint8], classes: ClassTable
 ) -> NDArray[np.uint8]:
-    palette, opacity = classes.palette(), _opacity(mask)
+    palette, (clear, opaque) = classes.palette(), _clear_and_opaque(mask)
     blend = np.empty_like(image)
-    # In strips: real numbers for all of it would be the largest thing that `infer` ever holds.
-    for top in range(0, len(image), _STRIP):
+    for top in range(0, len(image), _STRIP):  # colours of all of it would double what is held
         rows = slice(top, top + _STRIP)
-        colours = palette[mask[rows]].astype(np.float64)
-        shown = image[rows] + opacity[rows, :, None] * (colours - image[rows])
-        blend[rows] = shown.round()
+        colours = np.take(palette, mask[rows], axis=0)
+        cv2.addWeighted(colours, _OPACITY, image[rows], 1 - _OPACITY, 0, blend[rows])
+        cv2.copyTo(colours, opaque[rows].view(np.uint8), blend[rows])
+        cv2.copyTo(image[rows], clear[rows].view(np.uint8), blend[rows])
     return blend
 
 
-def _opacity(mask: NDArray[np.uint8]) -> NDArray[np.float64]:
+def _clear_and_opaque(mask: NDArray[np.uint8]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Return where the slide alone shows, and where colours cover it; elsewhere both show."""
     framed = np.pad(mask, 1, mode="edge")
-    inner = framed[1:-1, 1:-1]
     neighbours = (framed[:-2, 1:-1], framed[2:, 1:-1], framed[1:-1, :-2], framed[1:-1, 2:])
-    outline = np.logical_or.reduce([inner != neighbour for neighbour in neighbours])
-    y, x = np.ogrid[: mask.shape[0], : mask.shape[1]]
-    opacity = np.where(mask == IGNORE, (x + y) % 8 < 3, np.where(outline, 1.0, _OPACITY))
-    opacity[mask == BACKGROUND] = 0
-    return opacity
+    clear, opaque = mask == BACKGROUND, np.zeros(mask.shape, bool)
+    for neighbour in neighbours:
+        opaque |= mask != neighbour
+    unread = mask == IGNORE
+    if unread.any():
+        y, x = np.ogrid[: mask.shape[0], : mask.shape[1]]
+        hatch = (x + y) % 8 < 3
+        opaque[unread] = hatch[unread]
+        clear[unread] = ~hatch[unread]
+    opaque &= ~clear
+    return clear, opaque
 
 
 def _in_ascii(name: str) -> str:
