@@ -13,6 +13,8 @@ import torch
 
 from pathoseg.models.build import build_model
 from pathoseg.models.model_options import ModelConfig
+from pathoseg.parallel.cost import timing
+from pathoseg.parallel.cost.calibration_layers import reference_networks
 from pathoseg.parallel.cost.hardware import load_hardware, save_hardware
 from pathoseg.parallel.graph.traced import trace
 from pathoseg.parallel.planning.plan import Plan
@@ -144,7 +146,11 @@ def test_ranks_that_stay_idle_are_told(command: Command) -> None:
     assert "Idle" not in _plan(command, *options, 3)[1]
 
 
-def test_a_profile_times_the_layers_themselves(command: Command) -> None:
+def test_a_profile_times_the_layers_themselves(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = reference_networks()[:1]  # all take 15 s
+    monkeypatch.setattr(timing, "reference_networks", lambda: one)
     fitted, _ = _plan(command, "--hardware", "cpu")
     profiled, said = _plan(command, "--hardware", "cpu", "--profile")
     assert "distinct layers timed on this device (cpu)" in said

@@ -42,7 +42,6 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 FULL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "unet": (lambda: UNet(2), (1, 3, 256, 256)),
     "resnet110-v2": (lambda: ResNetV2(2, depth=110), (1, 3, 128, 128)),
-    "resnet1001-v2": (lambda: ResNetV2(2, depth=1001), (1, 3, 64, 64)),
     "amoebanet-d-6": (lambda: AmoebaNetD(1000, 6, 64), (1, 3, 256, 256)),
     "amoebanet-d-18": (lambda: AmoebaNetD(1000, 18, 64), (1, 3, 128, 128)),
 }

@@ -248,7 +248,6 @@ def test_equal_blocks_are_found() -> None:
 @pytest.mark.parametrize(
     ("ways", "share", "in_flight"),
     [
-        (AllowedPolicies(), 0.5, 1),  # 12 s of HiGHS; with more in flight it is done sooner
         (AllowedPolicies(), 0.75, 4),
         (AllowedPolicies(), 0.4, 4),
         (ONLY_RECOMPUTE, 0.5, 1),
