@@ -21,6 +21,7 @@ from benchmarks.networks.branched import FourResolutions, SplitTransformer, Thre
 from benchmarks.networks.inception import InceptionV3
 from benchmarks.steps.timed import Timed
 from benchmarks.steps.ways import CPU, TRAINING, Way, in_turn, one_process
+from pathoseg.models.hooknet import HookNet
 from pathoseg.parallel.comm.launcher import connect
 from pathoseg.parallel.comm.link_benchmark import measure_links
 from pathoseg.parallel.comm.local_ranks import start_local
@@ -41,6 +42,7 @@ RANKS = 2  # that are measured
 HARDWARE = "a100"
 ALONE, BOTH, CHAIN = "one process", "two processes at once", "best chain"
 BRANCHES, DATA = "branches", "data parallel"
+SLOW = ("hrnet", "inception_v3", "amoebanet_d")  # left out by --quick
 # Everything is kept, in the chains as in the branches, so that what differs is the cut.
 KEPT = AllowedPolicies(offload=False, recompute=False)
 
@@ -53,22 +55,54 @@ class Network:
         make: Builds it at a width, for paper and for the CPU.
         width: On paper.
         side: On paper, in pixels.
-        small: The width that is measured; None where it is not.
+        small: The width that is measured.
         small_side: Likewise.
+        channels: Of its input.
+        labels_tiles: Whether it answers each tile, and not each pixel.
     """
 
     make: Callable[[float], nn.Module]
     width: float
     side: int
-    small: float | None = None
-    small_side: int = 0
+    small: float
+    small_side: int
+    channels: int = 3
+    labels_tiles: bool = False
+
+
+class _StackedInputs(nn.Module):
+    """A `hooknet` whose tile and context, as many pixels of either, come as one tensor."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.network = HookNet(3, width, depth=4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.network(image=inputs[:, :3], context=inputs[:, 3:])
+        return logits
+
+
+class _JoinedHeads(InceptionV3):
+    """An Inception-v3 whose two heads are added, so that one loss trains both."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.grid17(self.grid35(self.stem(images)))
+        logits: Tensor = self.head(self.grid8(features)) + self.auxiliary(features)
+        return logits
 
 
 NETWORKS = {
+    "hooknet": Network(lambda width: _StackedInputs(int(width)), 32, 1024, 8, 192, channels=6),
     "three_decoders": Network(lambda width: ThreeDecoders(int(width)), 64, 1024, 16, 192),
     "hrnet": Network(lambda width: FourResolutions(int(width)), 48, 1024, 16, 192),
-    "inception_v3": Network(lambda width: InceptionV3(width=width), 1, 2048),
-    "amoebanet_d": Network(lambda width: AmoebaNetD(cells=18, filters=int(width)), 256, 1024),
+    "inception_v3": Network(
+        lambda width: _JoinedHeads(width=width), 1, 2048, 0.25, 427, labels_tiles=True
+    ),
+    "amoebanet_d": Network(
+        lambda width: AmoebaNetD(cells=18, filters=int(width)),
+        *(256, 1024, 32, 192),
+        labels_tiles=True,
+    ),
     "split_transformer": Network(
         lambda width: SplitTransformer(int(width), 12, 2, 16), 1024, 1024, 256, 256
     ),
@@ -95,13 +129,14 @@ def on_paper(quick: bool) -> dict[str, float | str]:
     hardware = load_hardware(HARDWARE)
     figures: dict[str, float | str] = {"device": "cpu", "simulated_device": HARDWARE}
     print(f"Simulated on {HARDWARE}, float32.\n")
-    print("| network | batch | ranks | memory, GiB | best chain | s | branches | s | speed-up |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| network | batch | ranks | GiB | best chain | s | branches | s | speed-up | data, s |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for name, network in NETWORKS.items():
-        if quick and name == "amoebanet_d":
+        if quick and name in SLOW:
             continue
         with torch.device("meta"):
-            graph = trace(network.make(network.width), torch.empty(1, 3, *[network.side] * 2))
+            tile = torch.empty(1, network.channels, network.side, network.side)
+            graph = trace(network.make(network.width), tile)
         priced = StageCosts(graph, cost_model(hardware), hardware)
         [whole] = plan([priced], PlanRequest(1, 2**50, 1, "sequential"))
         for ranks in (2, 4):
@@ -109,12 +144,19 @@ def on_paper(quick: bool) -> dict[str, float | str]:
                 memory = int(share * max(whole.memory))
                 request = PlanRequest(ranks, memory, batch, ways=KEPT)
                 chain, branches = (_best(priced, request, how) for how in ("none", "only"))
+                # It takes the memory of the whole model on each rank, and a tile for each.
+                large = replace(request, memory=2**50, order=DATA_PARALLEL)
+                data = plan([priced], large)[0] if batch > 1 else None
                 speed_up = chain.seconds / branches.seconds if chain and branches else None
                 print(
                     f"| {name} | {batch} | {ranks} | {memory / 2**30:.1f} | {_told(chain)} "
-                    f"| {_told(branches)} | {'' if speed_up is None else f'{speed_up:.2f}'} |",
+                    f"| {_told(branches)} | {'' if speed_up is None else f'{speed_up:.2f}'} "
+                    f"| {'' if data is None else f'{data.seconds:.4f}'} |",
                     flush=True,
                 )
+                if data is not None and branches is not None:
+                    vs_data = data.seconds / branches.seconds
+                    figures[f"paper_vs_data_parallel_{name}_{ranks}_ranks"] = vs_data
                 if speed_up is not None:
                     kind = "" if batch == 1 else "_pipelined"
                     figures[f"branch_speedup_{name}{kind}_{ranks}_ranks"] = speed_up
@@ -169,7 +211,7 @@ def measured(quick: bool, file: Path | None) -> None:
     link = measure_links(transport)
     found: dict[str, Times] = {}
     for name, network in NETWORKS.items():
-        if network.small is None:
+        if quick and name in SLOW:
             continue
         for count in (1, 4):
             times = _time(network, count, transport, link, 3 if quick else 9)
@@ -209,10 +251,11 @@ def _figures(found: Mapping[str, Times]) -> dict[str, float]:
 def _time(network: Network, count: int, transport: Transport, link: Link, rounds: int) -> Times:
     """All ways in turn, several times over; the first time does not count."""
     torch.manual_seed(0)
-    assert network.small is not None
     model = network.make(network.small)
-    images = torch.randn(count, 3, network.small_side, network.small_side)
-    targets = torch.randint(0, 3, (count, network.small_side, network.small_side))
+    pixels = (network.small_side, network.small_side)
+    images = torch.randn(count, network.channels, *pixels)
+    shape = (count,) if network.labels_tiles else (count, *pixels)
+    targets = torch.randint(0, 2 if network.labels_tiles else 3, shape)
     times = Times()
     plans = _plans(model, images, targets, transport, link, times)
     ways: dict[str, Way] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from socket import gethostname
@@ -69,6 +69,18 @@ def find_hardware(config: ParallelConfig) -> Hardware:
         f"Nothing is known of this machine's {title}.",
         "Measure it with `pathoseg calibrate --out FILE`, and name that file with --hardware.",
     )
+
+
+def with_wire(hardware: Hardware, reads: Container[str]) -> Hardware:
+    """Return hardware with the links of the transport that a run uses.
+
+    Args:
+        hardware: Its links join devices directly.
+        reads: Types of accelerators whose memory the transport sends, see `Transport`.
+    """
+    if hardware.device == "cpu" or hardware.device in reads:
+        return hardware
+    return hardware.through_hosts()
 
 
 # Of an accelerator's free memory, what a plan leaves to what no model of memory knows: fragments,
@@ -350,6 +362,7 @@ def agreed_plan(
     def choose() -> Plan:
         dtype = amp_dtype(device, config.train.amp)
         hardware = with_dtype(find_hardware(config.parallel), dtype)
+        hardware = with_wire(hardware, transport.reads)
         memory = memory_to_plan(config.parallel, free, device.type)
         if config.parallel.memory is None and device.type != "cpu":
             say(

@@ -43,6 +43,7 @@ from pathoseg.training.step_plan import (
     price_one,
     told_of_teams,
     with_dtype,
+    with_wire,
 )
 
 PLAN, TIMELINE = "plan.json", "timeline.svg"
@@ -82,6 +83,8 @@ def plan(
     hardware = find_hardware(config.parallel)
     dtype = dtype_on(hardware, config.train.amp)
     hardware = with_dtype(hardware, dtype)
+    direct = hardware.device if config.parallel.transport == "nccl" else ""
+    hardware = with_wire(hardware, [direct])
     memory = memory_to_plan(config.parallel, hardware.memory, hardware.device)
     request = plan_request(config, memory)
     model, shards = _build(config), config.parallel.shards
@@ -114,6 +117,11 @@ def plan(
         f"{config.model.name}, tiles of {config.tiles.side} px, steps of {request.batch}, on "
         f"{count_ranks(request.ranks * shards)} of {memory_text(memory)} ({hardware.name}{margin})."
     )
+    if hardware.device not in ("cpu", direct) and request.ranks * shards > 1:
+        say(
+            "Messages go through the hosts, as by MPI (but one that reads the devices' memory) and "
+            'gloo; [parallel] transport = "nccl" plans those from device to device.'
+        )
     if shards > 1:
         say(f"Each tile is cut into {shards} strips of rows, on as many ranks.")
     precision = "float32" if dtype is None else f"{str(dtype)[6:]} by autocast"

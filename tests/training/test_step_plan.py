@@ -14,8 +14,9 @@ from pathoseg.config import Config, ParallelConfig
 from pathoseg.device import Precision
 from pathoseg.errors import PathosegError
 from pathoseg.models.unet import UNet
-from pathoseg.parallel.cost.hardware import Hardware, load_hardware
+from pathoseg.parallel.cost.hardware import Hardware, known_hardware, load_hardware
 from pathoseg.parallel.planning.partition import cut
+from pathoseg.parallel.schedule.costs import Link
 from pathoseg.training import step_plan
 from pathoseg.training.distributed import least_memory
 from pathoseg.training.step_plan import (
@@ -24,6 +25,7 @@ from pathoseg.training.step_plan import (
     memory_to_plan,
     price_one,
     with_dtype,
+    with_wire,
 )
 from tests.parallel.comm.thread_ranks import ThreadTransport, run_ranks
 
@@ -61,6 +63,26 @@ def test_an_accelerator_has_shipped_figures_or_its_roofline_or_is_refused(
         return
     assert find_hardware(ParallelConfig()).name == found
     assert ("pathoseg calibrate" in capsys.readouterr().err) == (found == "roofline")
+
+
+@pytest.mark.parametrize("name", known_hardware())
+def test_messages_are_priced_by_the_wire(name: str) -> None:
+    """Test that copies to the host and back count, where the transport does not read the device."""
+    hardware = load_hardware(name)
+    assert with_wire(hardware, {hardware.device}) == hardware
+    wired = with_wire(hardware, set())
+    if hardware.device == "cpu":
+        assert wired == hardware
+        return
+    assert replace(wired, inside=hardware.inside, between=hardware.between) == hardware
+
+    def seconds(link: Link) -> float:
+        return link.latency(0, 1) + link.transfer(0, 1, 2**26)
+
+    copies = 2 * seconds(hardware.host)
+    assert seconds(wired.between) == pytest.approx(seconds(hardware.between) + copies)
+    assert seconds(wired.inside) >= copies + seconds(load_hardware("cpu").inside)
+    assert seconds(wired.inside) >= copies + seconds(hardware.inside)
 
 
 @given(st.integers(1, 2**40))

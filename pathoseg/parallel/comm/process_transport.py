@@ -162,6 +162,7 @@ class ProcessTransport:
     def __init__(self, wire: Wire, heartbeat: Heartbeat) -> None:
         self.rank = wire.rank
         self.ranks = wire.ranks
+        self.reads = wire.reads
         self._wire = wire
         self._heartbeat = heartbeat
         self._well = True

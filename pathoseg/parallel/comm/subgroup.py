@@ -23,6 +23,7 @@ class Subgroup:
 
     def __init__(self, whole: Transport, members: Sequence[int]) -> None:
         self.rank, self.ranks = members.index(whole.rank), len(members)
+        self.reads = whole.reads
         self._whole, self._members = whole, tuple(members)
         self.barrier, self.abort = whole.barrier, whole.abort
 

@@ -32,10 +32,17 @@ class Transport(Protocol):
     no other order counts. Tags are whole numbers below 2**20. Messages may be empty. Dtypes are
     float64, float32, float16, bfloat16, int64, uint8 and bool. Every method may raise the
     PathosegError of a rank that is gone or has called `abort`.
+
+    Attributes:
+        rank: This one.
+        ranks: The number of ranks.
+        reads: Types of accelerators whose memory it sends and receives; tensors of others are
+            copied to the host and back.
     """
 
     rank: int
     ranks: int
+    reads: frozenset[str]
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Pending:
         """Start a message to rank `to`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from math import inf
 from pathlib import Path
@@ -159,6 +159,21 @@ class Hardware:
     def network(self, ranks: int) -> Nodes:
         """Return the network of so many ranks, one on each device, nodes filled in turn."""
         return Nodes(min(self.per_node, ranks), self.inside, self.between)
+
+    def through_hosts(self) -> Hardware:
+        """Return it with links on which each message is copied to the host, sent, and copied back.
+
+        On a node hosts send through shared memory, no faster than the package's `cpu` does; between
+        nodes they have the network that the devices have.
+        """
+        shared, copies = load_hardware("cpu").inside, self.host
+
+        def link(alpha: float, beta: float) -> Link:
+            return Link(alpha + 2 * copies.alpha, beta + 2 * copies.beta)
+
+        inside = max(self.inside.alpha, shared.alpha), max(self.inside.beta, shared.beta)
+        between = link(self.between.alpha, self.between.beta)
+        return replace(self, inside=link(*inside), between=between)
 
 
 def known_hardware() -> list[str]:

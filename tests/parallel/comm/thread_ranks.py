@@ -48,6 +48,8 @@ def run_ranks(ranks: int, body: Callable[[ThreadTransport], Result]) -> list[Res
 class ThreadTransport:
     """One rank's end of a hub."""
 
+    reads = frozenset({"cuda"})
+
     def __init__(self, hub: _Hub, rank: int) -> None:
         self.rank = rank
         self.ranks = hub.ranks
