@@ -318,7 +318,8 @@ class ParallelConfig:
             where there is one, else the CPU. Without a number ranks take the devices of their host
             in turn.
         ranks: How many ranks there are; a launcher such as mpirun overrules it.
-        shards: How many of them share each tile, a strip of rows each (docs/shards.md).
+        shards: How many of them share each tile, a strip of rows each (docs/shards.md); None lets
+            the planner choose.
         order: How microbatches go through stages: a name of docs/planning.md, or "auto".
         stages: Into how many stages the model is cut; None lets the planner choose.
         cut: Layers or modules before which the model is cut, instead of the planner's cuts.
@@ -341,7 +342,7 @@ class ParallelConfig:
 
     device: DeviceName | None = None
     ranks: Count = 1
-    shards: Count = 1
+    shards: Count | None = None
     order: str = "auto"
     stages: Count | None = None
     cut: tuple[str, ...] = ()
@@ -368,6 +369,7 @@ _FORMER_DEFAULTS: Mapping[int, Mapping[str, Mapping[str, Any]]] = {
     1: {
         "annotations": {"roi": [], "unclassified": "skip", "labels": "centre"},
         "tiles": {"tile": 1024, "offsets": "grid", "balance_limit": math.inf},
+        "parallel": {"shards": 1},
     }
 }
 
@@ -449,14 +451,10 @@ def _asked(wrong: Mapping[str, Any], within: Sequence[str], key: str) -> str:
         "less_than_equal": "must be {le} or less",
         "less_than": "must be less than {lt}",
         "literal_error": "must be {expected}",
-        "int_parsing": "must be a whole number",
-        "int_type": "must be a whole number",
-        "int_from_float": "must be a whole number",
-        "float_parsing": "must be a number",
-        "float_type": "must be a number",
+        **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "must be a whole number"),
+        **dict.fromkeys(("float_parsing", "float_type"), "must be a number"),
         "finite_number": "must be a finite number",
-        "bool_parsing": "must be true or false",
-        "bool_type": "must be true or false",
+        **dict.fromkeys(("bool_parsing", "bool_type"), "must be true or false"),
     }.get(wrong["type"])
     why = said.format(**bounds) if said else str(wrong["msg"]).removeprefix("Value error, ")
     table: Any = Config()

@@ -140,16 +140,21 @@ def best(graphs: Sequence[StageCosts], request: PlanRequest) -> Plan:
     plans = plan(graphs, request)
     if plans:
         return plans[0]
+    raise nothing_found(graphs, request)
+
+
+def nothing_found(graphs: Sequence[StageCosts], request: PlanRequest) -> PathosegError:
+    """Return the error where nothing fits the ranks of a job; it says what would."""
     if request.all_ranks:
         idle = plan(graphs, replace(request, all_ranks=False))
         if idle:
-            raise PathosegError(
+            return PathosegError(
                 f"No plan of {graphs[0].graph.model} gives all {request.ranks} ranks work in a "
                 f"batch of {request.batch}.",
                 f"Start {idle[0].ranks} ranks ({idle[0].order} fits), or choose a batch that more "
                 "ranks can share.",
             )
-    raise nothing_fits(graphs[0], request, (), lambda side: graphs[0])
+    return nothing_fits(graphs[0], request, (), lambda side: graphs[0])
 
 
 def agree(choose: Callable[[], Plan], transport: Transport) -> Plan:

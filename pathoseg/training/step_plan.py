@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from math import inf
 from socket import gethostname
 
 import torch
@@ -23,18 +24,22 @@ from pathoseg.parallel.cost.device_hardware import roofline_of, shipped_name
 from pathoseg.parallel.cost.hardware import Hardware, load_hardware
 from pathoseg.parallel.cost.strip_costs import StripCosts
 from pathoseg.parallel.cost.timing import Profiled
-from pathoseg.parallel.fitting import agree, best
+from pathoseg.parallel.fitting import agree, nothing_found
+from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.layer_graph import LayerGraph
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.kernel_workspace import cpu_workspace, workspace_of
-from pathoseg.parallel.planning.memory_model import MemoryModel
+from pathoseg.parallel.planning.memory_model import MemoryModel, Workspace
+from pathoseg.parallel.planning.orders import AUTO, DATA_PARALLEL
 from pathoseg.parallel.planning.plan import Plan, PlanRequest
+from pathoseg.parallel.planning.planner import plan as find_plans
 from pathoseg.parallel.planning.stage_costs import StageCosts
 from pathoseg.parallel.retention.policy_options import AllowedPolicies
 from pathoseg.parallel.runtime.memory_check import too_small
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.simulate import simulate
 from pathoseg.parallel.shards.rows import Split, strips
+from pathoseg.parallel.shards.strip_graph import priced_as, strip_graph
 from pathoseg.platform_support import available_memory
 from pathoseg.progress import progress_bar, say
 from pathoseg.training.distributed import least_memory, own_device
@@ -122,7 +127,7 @@ def teams(config: ParallelConfig, ranks: int) -> int:
     Raises:
         PathosegError: The ranks make no whole teams.
     """
-    found, more = divmod(ranks, config.shards)
+    found, more = divmod(ranks, config.shards or 1)
     if more or not found:
         raise PathosegError(
             f"[parallel] shards = {config.shards} gives each tile to {config.shards} ranks, and "
@@ -145,7 +150,7 @@ def plan_request(config: Config, memory: int, ranks: int | None = None) -> PlanR
     """
     wanted = config.parallel
     # Strips keep all, or recompute whole stages: halos are sent in the order of the forward.
-    is_whole = wanted.shards == 1
+    is_whole = wanted.shards in (None, 1)
     return PlanRequest(
         teams(wanted, wanted.ranks if ranks is None else ranks),
         memory,
@@ -188,15 +193,8 @@ def dtype_on(hardware: Hardware, wanted: Precision) -> torch.dtype | None:
     )
 
 
-def price(
-    model: nn.Module, config: Config, hardware: Hardware, dtype: torch.dtype | None
-) -> list[StageCosts]:
-    """Price the layers for each size of microbatch that the planner may use, smallest first.
-
-    Where ranks share tiles the layers are those of the largest strip.
-
-    A configured size is kept. Else it is one sample, for batch norm takes its statistics over the
-    microbatch: another size would be another training. Without batch norm several are tried.
+class Prices:
+    """Prices the layers of a run's model, of whole tiles and of strips; reads each graph once.
 
     Args:
         model: The network.
@@ -204,42 +202,209 @@ def price(
         hardware: By which layers are priced; it states a rate of `dtype`.
         dtype: Precision of the run's autocast, or None.
 
+    Attributes:
+        model: As given.
+        config: As given.
+        gathered: By number of strips that was priced, the layers that take whole tiles all the
+            same, each with its function.
+
     Raises:
-        PathosegError: The tile does not fit the model, or the model cannot be read.
+        PathosegError: The tile does not fit the model.
     """
-    check_tile(model, config.tiles.side)
-    if config.train.microbatch is not None:
-        sizes = [config.train.microbatch]
-    elif any(isinstance(module, _BATCH_NORMS) for module in model.modules()):
-        sizes = [1]
-    else:
-        sizes = [size for size in _SIZES if config.train.batch % size == 0]
-    side, profile = config.tiles.side, config.parallel.profile
-    return [price_one(model, size, side, config, hardware, dtype, profile) for size in sizes]
+
+    def __init__(
+        self, model: nn.Module, config: Config, hardware: Hardware, dtype: torch.dtype | None
+    ) -> None:
+        check_tile(model, config.tiles.side)
+        self.model, self.config = model, config
+        self.gathered: dict[int, Mapping[str, str]] = {}
+        self._hardware, self._dtype = hardware, dtype
+        self._whole: dict[tuple[int, int], Traced] = {}
+
+    def graphs(self, shards: int = 1) -> list[StageCosts]:
+        """Price the layers for each size of microbatch that may be used, smallest first.
+
+        A configured size is kept. Else it is one sample, for batch norm takes its statistics over
+        the microbatch: another size would be another training. Without batch norm several are
+        tried.
+
+        Args:
+            shards: Where it is above 1, the layers are those of the largest of so many strips.
+
+        Raises:
+            PathosegError: The model cannot be read, or not be cut into so many strips.
+        """
+        config = self.config
+        if config.train.microbatch is not None:
+            sizes = [config.train.microbatch]
+        elif any(isinstance(module, _BATCH_NORMS) for module in self.model.modules()):
+            sizes = [1]
+        else:
+            sizes = [size for size in _SIZES if config.train.batch % size == 0]
+        side, profile = config.tiles.side, config.parallel.profile
+        return [self.one(size, side, shards, profile) for size in sizes]
+
+    def one(self, size: int, side: int, shards: int = 1, profile: bool = False) -> StageCosts:
+        """Price the layers for one size of microbatch and tile.
+
+        Args:
+            size: Samples of the microbatch.
+            side: Of a tile, in pixels.
+            shards: As for `graphs`.
+            profile: Whether the layers are timed on this machine.
+        """
+        config, hardware = self.config, self._hardware
+        if profile:
+            lay_out(self.model, config.model.with_classes(2))  # as it will be trained
+        traced = whole = self.whole(size, side)
+        if shards > 1:
+            example = like_microbatch(self.model, config.tiles.mpp, side, size, shards)
+            traced = _trace(self.model, example, self._dtype)
+        costs: CostModel = cost_model(hardware)
+        if profile:
+            with progress_bar("timing layers", None, "visits") as bar:
+                costs = Profiled(traced, costs, advance=bar.advance)
+        graph, workspace = traced.graph, workspace_of(hardware)
+        if shards > 1:
+            strip = strip_graph(whole, shards)
+            self.gathered[shards] = strip.gathered
+            graph = priced_as(traced.graph, strip.graph)
+            costs = StripCosts(costs, hardware, shards)
+            workspace = _workspace_of_strips(strip.graph, workspace)
+        slots = _SLOTS[config.train.optimizer]
+        return StageCosts(graph, costs, hardware, slots, workspace, shards=shards)
+
+    def whole(self, size: int, side: int) -> Traced:
+        """Return the model, read with whole tiles."""
+        if (size, side) not in self._whole:
+            example = like_microbatch(self.model, self.config.tiles.mpp, side, size)
+            self._whole[size, side] = _trace(self.model, example, self._dtype)
+        return self._whole[size, side]
+
+    def of_whole_tiles(self, plans: Sequence[Plan], shards: int) -> list[Plan]:
+        """Return plans that were made for one of so many strips as those of whole tiles."""
+        if shards == 1:
+            return [*plans]
+        side = self.config.tiles.side
+        graphs = {size: self.whole(size, side) for size in {each.microbatch for each in plans}}
+        return [
+            each.in_strips(graphs[each.microbatch].reordered(each.line).graph, shards)
+            for each in plans
+        ]
 
 
-def price_one(
-    model: nn.Module,
-    size: int,
-    side: int,
-    config: Config,
-    hardware: Hardware,
-    dtype: torch.dtype | None,
-    profile: bool = False,
-) -> StageCosts:
-    if profile:
-        lay_out(model, config.model.with_classes(2))  # as it will be trained
-    shards = config.parallel.shards
-    example = like_microbatch(model, config.tiles.mpp, side, size, shards)
-    traced = _trace(model, example, dtype)
-    costs: CostModel = cost_model(hardware)
-    if profile:
-        with progress_bar("timing layers", None, "visits") as bar:
-            costs = Profiled(traced, costs, advance=bar.advance)
-    if shards > 1:
-        costs = StripCosts(costs, hardware, shards)
-    slots = _SLOTS[config.train.optimizer]
-    return StageCosts(traced.graph, costs, hardware, slots, workspace_of(hardware))
+def _workspace_of_strips(strip: LayerGraph, own: Workspace | None) -> Workspace | None:
+    """The workspace of the kernels that a strip runs, of layers that are priced by a tile's."""
+    layers = {layer.name: layer for layer in strip.layers}
+    return None if own is None else lambda layer: own(layers[layer.name])
+
+
+@dataclass(frozen=True)
+class Found:
+    """The plans of a run's step that were found, for one number of strips of a tile.
+
+    Attributes:
+        shards: The strips; 1 leaves tiles whole.
+        request: The request to the planner, each of whose ranks is `shards` ranks.
+        graphs: The priced layers.
+        plans: Made for one strip, fastest first; empty where nothing fits.
+        whole: The same plans, as those of whole tiles on all ranks.
+        reason: Why tiles are cut, where the planner chose that; else empty.
+    """
+
+    shards: int
+    request: PlanRequest
+    graphs: Sequence[StageCosts]
+    plans: Sequence[Plan]
+    whole: Sequence[Plan]
+    reason: str = ""
+
+
+# Strips wait for one another at each layer, and predictions err by some per cent: they are chosen
+# where they take less than this share of the time of whole tiles, or where those do not fit.
+_GAIN = 0.9
+_IN_VAIN = 2  # numbers of strips in a row that were no better, after which no more are looked at
+
+
+def find(
+    prices: Prices,
+    memory: int,
+    ranks: int | None = None,
+    all_ranks: bool = False,
+    began: int | None = None,
+) -> Found:
+    """Find plans for the configured number of strips, or for the best one where none is.
+
+    Strips are looked at where the work, shared by all ranks alike, would take less than `_GAIN` of
+    the best plan of whole tiles; in an order, or in stages, that the configuration names, where no
+    plan of whole tiles fits. Networks of which a layer would take whole tiles all the same are not
+    cut unless the configuration says so.
+
+    Args:
+        prices: The model.
+        memory: As for `plan_request`.
+        ranks: As for `plan_request`.
+        all_ranks: Whether every rank has to have work.
+        began: The strips with which a run began that goes on: they are kept if they fit.
+
+    Raises:
+        PathosegError: The model cannot be read, or not be cut as the configuration asks.
+    """
+    config = prices.config
+    wanted, count = config.parallel, config.parallel.ranks if ranks is None else ranks
+
+    def at(shards: int, faster_than: float = inf) -> Found:
+        own = replace(config, parallel=replace(wanted, shards=shards))
+        request = replace(plan_request(own, memory, count), all_ranks=all_ranks)
+        graphs = prices.graphs(shards)
+        least = min(max(each.critical_seconds, _least(each, request)) for each in graphs)
+        plans = find_plans(graphs, request) if least < faster_than else []
+        return Found(shards, request, graphs, plans, prices.of_whole_tiles(plans, shards))
+
+    if wanted.shards is not None:
+        return at(wanted.shards)
+    if began is not None and count % began == 0:
+        with suppress(PathosegError):
+            before = at(began)
+            if before.plans:
+                return before
+    whole = best = at(1)
+    if wanted.parked or wanted.profile or wanted.branches == "only":
+        return whole
+    named = wanted.order != AUTO or wanted.stages is not None or bool(wanted.cut)
+    if named and find_plans(whole.graphs, replace(whole.request, all_ranks=False)):
+        return whole
+    fastest = whole.plans[0] if whole.plans else None
+    if (
+        fastest is not None
+        and (fastest.order, fastest.groups) == (DATA_PARALLEL, count)
+        and all(each == ActivationPolicy() for each in fastest.retention)
+    ):
+        return whole  # strips share the same work and sums, and send halos beside
+    limit, vain = inf if fastest is None else _GAIN * fastest.seconds, 0
+    least = min(_least(each, whole.request) for each in whole.graphs)
+    rows = config.tiles.side // tile_multiple(prices.model)
+    for shards in (many for many in range(min(rows, count), 1, -1) if count % many == 0):
+        if least >= limit or vain == _IN_VAIN:
+            break
+        vain += 1
+        with suppress(PathosegError):  # strips are lower than a halo, or have other layers
+            cut = at(shards, limit)
+            if prices.gathered[shards]:
+                break
+            if cut.plans and cut.plans[0].seconds < limit:
+                best, limit, vain = cut, cut.plans[0].seconds, 0
+    if best.shards == 1:
+        return whole
+    reason = "whole tiles do not fit"
+    if fastest is not None:
+        reason = f"whole tiles take {fastest.seconds:.4g} s a step ({fastest.order})"
+    return replace(best, reason=reason)
+
+
+def _least(priced: StageCosts, request: PlanRequest) -> float:
+    """The seconds of a step whose work all ranks share alike, and send nothing."""
+    return request.batch / priced.microbatch * priced.seconds / request.ranks
 
 
 def like_microbatch(model: nn.Module, mpp: float, side: int, size: int, shards: int = 1) -> Inputs:
@@ -282,32 +447,15 @@ def _trace(model: nn.Module, example: Inputs, dtype: torch.dtype | None = None) 
 
 
 @contextmanager
-def told_of_teams(config: ParallelConfig) -> Iterator[None]:
+def told_of_teams(shards: int) -> Iterator[None]:
     """Make a context in which an error that counts ranks says that teams share tiles."""
     try:
         yield
     except PathosegError as error:
-        if config.shards == 1:
+        if shards == 1:
             raise
-        teams_told = f"Each rank of that is {config.shards} ranks, which share its tiles."
+        teams_told = f"Each rank of that is {shards} ranks, which share its tiles."
         raise PathosegError(error.problem, f"{error.hint} {teams_told}") from error
-
-
-def of_whole_tiles(plans: Sequence[Plan], model: nn.Module, config: Config) -> list[Plan]:
-    """Return plans of one strip (`price`) as those of whole tiles; others as they are.
-
-    Raises:
-        PathosegError: A strip takes other layers than a whole tile.
-    """
-    if config.parallel.shards == 1:
-        return [*plans]
-    tiles, traced = config.tiles, dict[int, Traced]()
-    for size in {each.microbatch for each in plans}:
-        traced[size] = _trace(model, like_microbatch(model, tiles.mpp, tiles.side, size))
-    return [
-        each.in_strips(traced[each.microbatch].reordered(each.line).graph, config.parallel.shards)
-        for each in plans
-    ]
 
 
 def read_model(model: nn.Module, config: Config) -> Traced | None:
@@ -345,9 +493,16 @@ def check_host(graph: LayerGraph, config: Config) -> None:
 
 
 def agreed_plan(
-    model: torch.nn.Module, config: Config, transport: Transport
+    model: torch.nn.Module, config: Config, transport: Transport, before: Plan | None = None
 ) -> tuple[Plan, Sequence[Event]]:
     """Find the fastest plan on rank 0, and tell it to all ranks of the job, which all call this.
+
+    Args:
+        model: The network.
+        config: The options.
+        transport: Joins the ranks.
+        before: On rank 0, the plan by which a run began that goes on; on as many ranks it keeps
+            the number of strips, if that is left to the planner.
 
     Returns:
         The plan, and on rank 0 what it expects each rank of a group to do when.
@@ -369,14 +524,20 @@ def agreed_plan(
                 f"{memory_text(free)} are free on the fullest device, {memory_text(memory)} are "
                 "planned with."
             )
-        request = replace(plan_request(config, memory, transport.ranks), all_ranks=True)
-        graphs = {each.microbatch: each for each in price(model, config, hardware, dtype)}
-        with told_of_teams(config.parallel):
-            plan = best([*graphs.values()], request)
-        priced = graphs[plan.microbatch].reordered(plan.line)
+        began = None if before is None or before.ranks != transport.ranks else before.shards
+        prices = Prices(model, config, hardware, dtype)
+        found = find(prices, memory, transport.ranks, all_ranks=True, began=began)
+        if not found.plans:
+            with told_of_teams(found.shards):
+                raise nothing_found(found.graphs, found.request)
+        if found.reason:
+            say(f"Each tile is cut into {found.shards} strips of rows: {found.reason}.")
+        plan = found.plans[0]
+        [graph] = [each for each in found.graphs if each.microbatch == plan.microbatch]
+        priced = graph.reordered(plan.line)
         partition = plan.partition(priced.graph)
         costs = priced.costs(partition, plan.ranks, plan.retention, plan.window)
         planned.extend(simulate(plan.schedule, costs).events)
-        return of_whole_tiles([plan], model, config)[0]
+        return found.whole[0]
 
     return agree(choose, transport), planned

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,11 +11,9 @@ from torch import nn
 
 from pathoseg.config import Config, load_config
 from pathoseg.device import pick_device
-from pathoseg.errors import PathosegError
 from pathoseg.memory_size import memory_text
 from pathoseg.models.build import build_model, tile_multiple
 from pathoseg.outputs.atomic import write_text
-from pathoseg.parallel.cost.hardware import Hardware
 from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.draw import adjacency, svg
 from pathoseg.parallel.graph.fold import fold, folded_layers
@@ -26,7 +22,6 @@ from pathoseg.parallel.planning.infeasibility import count_ranks, nothing_fits
 from pathoseg.parallel.planning.orders import AUTO, DATA_PARALLEL, SEQUENTIAL
 from pathoseg.parallel.planning.partition import cut
 from pathoseg.parallel.planning.plan import Plan, PlanRequest
-from pathoseg.parallel.planning.planner import plan as find_plans
 from pathoseg.parallel.planning.stage_costs import StageCosts
 from pathoseg.parallel.schedule import timeline
 from pathoseg.parallel.schedule.simulate import simulate
@@ -34,13 +29,12 @@ from pathoseg.progress import progress_bar, say
 from pathoseg.training.encoder_training import prepare_encoder, with_low_rank
 from pathoseg.training.first_weights import take_encoder
 from pathoseg.training.step_plan import (
+    Prices,
     dtype_on,
+    find,
     find_hardware,
     memory_to_plan,
-    of_whole_tiles,
-    plan_request,
-    price,
-    price_one,
+    teams,
     told_of_teams,
     with_dtype,
     with_wire,
@@ -86,26 +80,24 @@ def plan(
     direct = hardware.device if config.parallel.transport == "nccl" else ""
     hardware = with_wire(hardware, [direct])
     memory = memory_to_plan(config.parallel, hardware.memory, hardware.device)
-    request = plan_request(config, memory)
-    model, shards = _build(config), config.parallel.shards
+    teams(config.parallel, config.parallel.ranks)
+    model = _build(config)
     prepare_encoder(model, config.train)
-    graphs = price(model, config, hardware, dtype)
+    prices = Prices(model, config, hardware, dtype)
     with progress_bar("planning", None, "plans"):
-        plans = find_plans(graphs, request)
-    strips = None
-    if not plans or plans[0].order not in (SEQUENTIAL, DATA_PARALLEL) or _saves(plans[0]):
-        strips = _strips(model, config, hardware, dtype, memory)
-    if not plans:
+        found = find(prices, memory)
+    graphs, request, shards = found.graphs, found.request, found.shards
+    if not found.plans:
         multiple = tile_multiple(model)
         sides = range(2 * multiple, config.tiles.side, multiple)
-        with told_of_teams(config.parallel), _also_told(strips):
+        with told_of_teams(shards):
             raise nothing_fits(
                 graphs[0],
                 request,
                 sides,
-                lambda side: price_one(model, graphs[0].microbatch, side, config, hardware, dtype),
+                lambda side: prices.one(graphs[0].microbatch, side, shards),
             )
-    of_strip, plans = plans[0], of_whole_tiles(plans, model, config)
+    of_strip, plans = found.plans[0], found.whole
     best = plans[0]
     [whole] = [each for each in graphs if each.microbatch == best.microbatch]
     priced = whole.reordered(best.line)
@@ -123,7 +115,8 @@ def plan(
             'gloo; [parallel] transport = "nccl" plans those from device to device.'
         )
     if shards > 1:
-        say(f"Each tile is cut into {shards} strips of rows, on as many ranks.")
+        reason = f": {found.reason}" if found.reason else ""
+        say(f"Each tile is cut into {shards} strips of rows, on as many ranks{reason}.")
     precision = "float32" if dtype is None else f"{str(dtype)[6:]} by autocast"
     say(f"Computed in {precision}. Times: {best.note}.")
     say("")
@@ -133,8 +126,6 @@ def plan(
     say(_verdict(best, request))
     if shards > 1:
         say(f"Each rank of that is {shards} ranks, which share its tiles.")
-    if strips is not None and strips.images_per_second > best.images_per_second:
-        say(f"Faster: {_strips_told(strips)}")
     partition = of_strip.partition(priced.graph)
     for line in not_kept(best, priced, partition):
         say(line)
@@ -260,54 +251,10 @@ def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
 
 
-def _strips(
-    model: nn.Module,
-    config: Config,
-    hardware: Hardware,
-    dtype: torch.dtype | None,
-    memory: int,
-) -> Plan | None:
-    """Return the fastest plan of tiles in strips on the same ranks, where shards are not given."""
-    ranks, found = config.parallel.ranks, list[Plan]()
-    if config.parallel.shards > 1:
-        return None
-    for shards in (count for count in range(2, ranks + 1) if ranks % count == 0):
-        cut = replace(config, parallel=replace(config.parallel, shards=shards))
-        with suppress(PathosegError):  # strips are too low, or have other layers
-            plans = find_plans(price(model, cut, hardware, dtype), plan_request(cut, memory))
-            found += of_whole_tiles(plans[:1], model, cut)
-    return max(found, key=lambda each: each.images_per_second, default=None)
-
-
-def _saves(plan: Plan) -> bool:
-    """Return True if a stage does not keep all of its activations on the device."""
-    return any(each != ActivationPolicy() for each in plan.retention)
-
-
-def _strips_told(plan: Plan) -> str:
-    stages = f", {plan.stages} stages" if plan.stages > 1 else ""
-    return (
-        f"each tile in {plan.shards} strips of rows ([parallel] shards = {plan.shards}; "
-        f"{plan.order}{stages}, {plan.batch / plan.images_per_second:.4g} s a step, "
-        f"{memory_text(max(plan.memory))} a rank)."
-    )
-
-
-@contextmanager
-def _also_told(strips: Plan | None) -> Iterator[None]:
-    """Make a context in which an error has the hint that strips would fit, if they do."""
-    try:
-        yield
-    except PathosegError as error:
-        if strips is None:
-            raise
-        hint = f"{error.hint} On the same ranks: {_strips_told(strips)}"
-        raise PathosegError(error.problem, hint) from error
-
-
 def _verdict(best: Plan, request: PlanRequest) -> str:
     if best.order == SEQUENTIAL:
-        alone = "One rank alone" if request.order == AUTO and best.shards == 1 else "One rank"
+        alone = "One rank alone" if request.order == AUTO else "One rank"
+        alone = "Strips" if best.shards > 1 else alone
         return f"Best: {alone}, without cutting the model." + (
             " More ranks would only add messages."
             if request.ranks > 1 and request.order == AUTO

@@ -231,7 +231,8 @@ def _train(
     traced: Traced | None = None
     planned: Sequence[Event] = ()
     if transport is not None:
-        plan, planned = agreed_plan(model, config, transport)
+        before = _recorded_plan(run) if going_on else None
+        plan, planned = agreed_plan(model, config, transport, before)
         if config.train.microbatch is None and plan.microbatch != config.train.batch:
             say(
                 f"Microbatches of {plan.microbatch}: batch norm, if there is one, sees so many "
@@ -499,6 +500,14 @@ def _begin(
 def _recorded_classes(run: Path) -> ClassTable | None:
     """The classes that a run to go on with has learnt so far; None before its first model."""
     return class_table_of(load_card(run / "model")) if (run / "model" / CARD).is_file() else None
+
+
+def _recorded_plan(run: Path) -> Plan | None:
+    """The plan by which a run began; None where it had none, or one of another version."""
+    try:
+        return Plan.from_json((run / PLAN).read_text(encoding="utf-8"))
+    except (OSError, PathosegError):
+        return None
 
 
 def _prolong(run: Path, config: Config) -> None:

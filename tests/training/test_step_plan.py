@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from pathoseg.config import Config, ParallelConfig
 from pathoseg.device import Precision
@@ -16,14 +18,17 @@ from pathoseg.errors import PathosegError
 from pathoseg.models.unet import UNet
 from pathoseg.parallel.cost.hardware import Hardware, known_hardware, load_hardware
 from pathoseg.parallel.planning.partition import cut
+from pathoseg.parallel.planning.plan import Plan
 from pathoseg.parallel.schedule.costs import Link
 from pathoseg.training import step_plan
 from pathoseg.training.distributed import least_memory
 from pathoseg.training.step_plan import (
+    Prices,
+    agreed_plan,
     dtype_on,
+    find,
     find_hardware,
     memory_to_plan,
-    price_one,
     with_dtype,
     with_wire,
 )
@@ -158,7 +163,7 @@ def test_a_plan_is_of_the_precision_in_which_the_run_computes(
 def test_less_than_float32_takes_less_memory_messages_and_time() -> None:
     hardware, config = load_hardware("h100"), Config()
     whole, half = (
-        price_one(UNet(2, width=8, depth=2), 2, 1024, config, hardware, dtype)
+        Prices(UNet(2, width=8, depth=2), config, hardware, dtype).one(2, 1024)
         for dtype in (None, torch.bfloat16)
     )
     bounds = whole.cutter.balance(2, whole.weights()).bounds
@@ -169,3 +174,82 @@ def test_less_than_float32_takes_less_memory_messages_and_time() -> None:
         assert one.forward < 0.75 * other.forward
     sent = [sum(each.sizes.values()) for each in costs]
     assert sent[1] == 2 * sent[0]
+
+
+def _config(tile: int = 1024, batch: int = 1, **parallel: Any) -> Config:
+    return replace(
+        Config(),
+        tiles=replace(Config().tiles, tile=tile),
+        train=replace(Config().train, batch=batch),
+        parallel=ParallelConfig(**{"hardware": "v100", "ranks": 2, **parallel}),
+    )
+
+
+def _prices(config: Config, model: nn.Module | None = None) -> Prices:
+    assert config.parallel.hardware is not None
+    hardware = load_hardware(config.parallel.hardware)
+    return Prices(model or UNet(2, width=16, depth=1), config, hardware, None)
+
+
+def test_the_planner_cuts_tiles_where_that_is_faster() -> None:
+    prices = _prices(_config())
+    found = find(prices, _GIB)
+    whole = find(_prices(_config(shards=1)), _GIB)
+    assert (found.shards, whole.shards) == (2, 1)
+    assert found.plans[0].seconds < 0.9 * whole.plans[0].seconds
+    assert f"whole tiles take {whole.plans[0].seconds:.4g} s a step" in found.reason
+    assert (whole.reason, found.whole[0].shards, found.whole[0].ranks) == ("", 2, 2)
+    assert found.whole[0].input == (1, 3, 1024, 1024)
+    assert find(_prices(_config(shards=2)), _GIB).reason == "", "it was asked for"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "batch"),
+    [
+        ({}, 2),  # data parallelism shares the same work, and sends no halos
+        ({"order": "1f1b"}, 1),
+        ({"stages": 2}, 1),
+        ({"parked": ("optimizer",)}, 1),
+    ],
+    ids=str,
+)
+def test_tiles_stay_whole(parallel: Mapping[str, Any], batch: int) -> None:
+    prices = _prices(_config(batch=batch, **parallel))
+    assert find(prices, _GIB).shards == 1
+    assert not prices.gathered, "no strip was priced, which takes a while"
+
+
+def test_an_order_that_is_named_is_kept_in_strips_where_it_fits_in_no_other_way() -> None:
+    prices = _prices(_config(order="sequential", recompute=False, offload="none"))
+    need = find(prices, 2**40).plans[0].memory[0]
+    found = find(prices, int(0.7 * need))
+    assert (found.shards, found.plans[0].order) == (2, "sequential")
+    assert found.reason == "whole tiles do not fit"
+    assert find(prices, need).shards == 1
+
+
+def test_networks_that_need_whole_tiles_are_not_cut_unasked() -> None:
+    class Whole(UNet):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.cumsum(2))
+
+    assert find(_prices(_config(), Whole(2, width=16, depth=1)), _GIB).shards == 1
+    asked = _prices(_config(shards=2), Whole(2, width=16, depth=1))
+    assert find(asked, _GIB).shards == 2
+    assert asked.gathered == {2: {"cumsum": "cumsum"}}
+
+
+def test_ranks_agree_on_strips_and_a_run_goes_on_with_those_that_it_began_with() -> None:
+    config = _config(memory="1GiB")
+    model = UNet(2, width=16, depth=1)
+
+    def planned(before: Plan | None = None) -> list[Plan]:
+        return run_ranks(2, lambda transport: agreed_plan(model, config, transport, before)[0])
+
+    first, second = planned()
+    assert first == second
+    assert (first.shards, first.ranks) == (2, 2)
+    by_ranks = {each.ranks: each for each in find(_prices(_config(shards=1)), _GIB).plans}
+    assert planned(by_ranks[2])[1].shards == 1
+    alone = by_ranks[1]
+    assert planned(alone)[0].shards == 2, "on other ranks it is chosen anew"

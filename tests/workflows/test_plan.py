@@ -55,22 +55,25 @@ def _plan(command: Command, *more: object) -> tuple[Plan, str]:
     return Plan.from_json(Path(folder[1]).read_text()), said
 
 
-def test_strips_are_offered_where_they_are_faster_or_all_that_fits(command: Command) -> None:
+def test_strips_are_chosen_where_they_are_faster_or_all_that_fits(command: Command) -> None:
     wide = SMALL.replace("tile = 64", "tile = 256").replace("v100", "cpu")
-    Path("small.toml").write_text(wide.replace("ranks = 4", "ranks = 2") + "[train]\nbatch = 2\n")
-    _, said = _plan(command, "--memory", "16MiB")
-    assert "Faster: each tile in 2 strips of rows ([parallel] shards = 2; sequential" in said
-    kept = (
-        Path("small.toml")
-        .read_text()
-        .replace("ranks = 2", "ranks = 2\nrecompute = false\noffload = 'none'")
-    )
+    Path("small.toml").write_text(wide.replace("ranks = 4", "ranks = 2") + "[train]\nbatch = 1\n")
+    found, said = _plan(command, "--memory", "16MiB")
+    assert found.shards == 2
+    reason = r"cut into 2 strips of rows, on as many ranks: whole tiles take \d.* s a step \("
+    assert re.search(reason, said)
+    assert "Each rank of that is 2 ranks, which share its tiles." in said
+    kept = Path("small.toml").read_text()
+    kept = kept.replace("ranks = 2", "ranks = 2\nrecompute = false\noffload = 'none'")
     Path("small.toml").write_text(kept)
-    code, said = command(
-        *("plan", "--config", "small.toml", "--memory", "16MiB", "--order", "sequential")
-    )
+    alone = ("--memory", "16MiB", "--order", "sequential")
+    found, said = _plan(command, *alone)
+    assert (found.shards, found.order) == (2, "sequential")
+    assert "on as many ranks: whole tiles do not fit." in said
+    Path("small.toml").write_text(kept.replace("ranks = 2", "ranks = 2\nshards = 1"))
+    code, said = command("plan", "--config", "small.toml", *alone)
     assert code == 2, said
-    assert "On the same ranks: each tile in 2 strips of rows" in " ".join(said.split())
+    assert "strips" not in said
 
 
 def test_a_plan_is_shown_and_written(command: Command) -> None:

@@ -20,7 +20,7 @@ from pathoseg.geometry import ModelInput
 from pathoseg.models.bundle import Bundle, load_bundle, save_bundle
 from pathoseg.models.model_options import ModelConfig
 from pathoseg.parallel.cost.hardware import load_hardware
-from pathoseg.training.step_plan import price, read_model
+from pathoseg.training.step_plan import Prices, read_model
 from tests.two_inputs import TwoFields
 
 NAME = "tests.two_inputs:make"
@@ -97,7 +97,7 @@ def test_a_plan_prices_both_inputs() -> None:
     config = replace(Config(), model=replace(Config().model, name=NAME))
     config = replace(config, tiles=replace(config.tiles, tile=32))
     hardware = load_hardware("cpu")
-    [one, *_] = price(TwoFields(2), config, hardware, None)
+    [one, *_] = Prices(TwoFields(2), config, hardware, None).graphs()
     shapes = {name: value.shape for name, value in one.graph.inputs.items()}
     assert shapes == {"image": (1, 3, 32, 32), "context": (1, 3, 32, 32)}
     assert {"near", "far"} < {layer.name for layer in one.graph.layers}
@@ -114,4 +114,4 @@ def test_inputs_that_are_no_arguments_train_in_one_process_alone() -> None:
     config = replace(config, tiles=replace(config.tiles, tile=32))
     assert read_model(_OtherNames(2), config) is None
     with pytest.raises(PathosegError, match="Let it have an argument of the name of each input"):
-        price(_OtherNames(2), config, load_hardware("cpu"), None)
+        Prices(_OtherNames(2), config, load_hardware("cpu"), None).graphs()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
@@ -31,7 +31,7 @@ from pathoseg.parallel.graph.layer_graph import (
 )
 from pathoseg.parallel.graph.memory_profile import MemoryProfile, Recorder
 from pathoseg.parallel.graph.reorder import reordered
-from pathoseg.parallel.graph.segment import Segment, SegmentPlan, Step
+from pathoseg.parallel.graph.segment import Call, Segment, SegmentPlan, Step
 
 
 @cache
@@ -136,6 +136,23 @@ class Traced:
             }
         return other
 
+    def measured(
+        self,
+        place: Callable[[str, Any], Any],
+        run: Call | None = None,
+        tensors: Callable[[Any], Any] = lambda values: values,
+    ) -> LayerGraph:
+        """Read the layers again as they run on other values, without real memory.
+
+        Args:
+            place: Takes the name of an input and a tensor like it, without memory; returns what the
+                layers are given in its place.
+            run: Runs a layer, as for `Segment`; None runs it as it is.
+            tensors: Returns nested values of layers with the tensors that stand for them.
+        """
+        with fx.mode(self.model, training=True), self._root.lent():
+            return self._measure(*self._found, place, run, tensors)[0]
+
     def assemble(self, values: Mapping[str, Any]) -> Any:
         """Build what the model itself would return from the values named by `graph.outputs`."""
         numbers = {
@@ -167,6 +184,7 @@ class Traced:
         self._ends = {
             training: self._step(graph.output_node()) for training, graph in graphs.items()
         }
+        self._found = nodes, opaque
         self.graph, parts = self._measure(nodes, opaque)
         if whole != parts:
             raise PathosegError(
@@ -216,31 +234,40 @@ class Traced:
             made = self._root.run(*self._root.inputs)
             return _summary(recorder.values(made), recorder.tape.saved_bytes())
 
-    def _measure(self, nodes: Sequence[Any], opaque: Mapping[str, str]) -> tuple[LayerGraph, str]:
+    def _measure(
+        self,
+        nodes: Sequence[Any],
+        opaque: Mapping[str, str],
+        place: Callable[[str, Any], Any] = lambda name, tensor: tensor,
+        run: Call | None = None,
+        tensors: Callable[[Any], Any] = lambda values: values,
+    ) -> tuple[LayerGraph, str]:
         """Runs the layers one by one, then their backward; what that took and what it returned."""
         root, steps, end = self._root, self._steps[True], self._ends[True]
         tape = MemoryProfile(len(nodes))
         recorder = Recorder(tape, held_once())
         listener = fx.Listener(root.fake, recorder)
-        values: dict[str, Any] = dict(zip(root.names, root.inputs, strict=True))
+        values: dict[str, Any] = {}
         made: dict[str, tuple[Value, ...]] = {}
         sendable: list[bool] = []
 
         def describe(value: Any) -> None:
-            made[steps[len(sendable)].name] = recorder.values(value)
-            sendable.append(_sendable(value))
+            made[steps[len(sendable)].name] = recorder.values(tensors(value))
+            sendable.append(_sendable(tensors(value)))
             if any(writer == tape.position for writer, _ in recorder.writes):
                 # What is written into, and its views, may need gradients from now on.
-                made.update((name, recorder.values(other)) for name, other in values.items())
+                others = ((name, tensors(other)) for name, other in values.items())
+                made.update((name, recorder.values(other)) for name, other in others)
 
         with fx.autocast(self.autocast), listener.forward():
-            for tensor in root.inputs:
-                recorder.watch(tensor)
-            inputs = {name: recorder.values(value)[0] for name, value in values.items()}
-            SegmentPlan.of(steps, end.inputs).run(values, listener.enter, describe)
-            summary = _summary(recorder.values(end.run(values)), tape.saved_bytes())
+            for name, tensor in zip(root.names, root.inputs, strict=True):
+                values[name] = place(name, tensor)
+                recorder.watch(tensors(values[name]))
+            inputs = {name: recorder.values(tensors(value))[0] for name, value in values.items()}
+            SegmentPlan.of(steps, end.inputs).run(values, listener.enter, describe, run)
+            summary = _summary(recorder.values(tensors(end.run(values))), tape.saved_bytes())
         storages = tuple(tape.storages)
-        listener.backward([values.pop(name) for name in end.inputs])
+        listener.backward([tensors(values.pop(name)) for name in end.inputs])
         for parameter in root.parameters():
             if parameter.grad is not None:
                 recorder.outlives(parameter.grad)

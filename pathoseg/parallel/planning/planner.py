@@ -557,7 +557,7 @@ def _sums(order: Schedule, costs: Costs) -> tuple[int, ...]:
     sent = [0] * order.placement.ranks
     for stage, cost in enumerate(costs.stages):
         holders = order.placement.holders(stage)
-        copies = len(holders) * order.groups
+        copies = len(holders) * order.groups * costs.shards
         for rank in holders:
             sent[rank] += 2 * (copies - 1) * cost.gradients // copies
     return tuple(sent)

@@ -20,7 +20,7 @@ from pathoseg.parallel.retention.policy_options import AllowedPolicies, Retained
 from pathoseg.parallel.retention.policy_search import Choice, Chooser
 from pathoseg.parallel.retention.stage_liveness import StageFacts, stage_facts
 from pathoseg.parallel.schedule.action import Edge, numbered
-from pathoseg.parallel.schedule.costs import Costs, StageCost
+from pathoseg.parallel.schedule.costs import Costs, Network, StageCost, Teams
 
 # Of more places to cut than these, only narrow ones are looked at.
 _PLACES = 300
@@ -41,6 +41,7 @@ class StageCosts:
             backward.
         firsts: Positions of the first layers of the stages that will be asked for; None where
             these are any that the cutter makes.
+        shards: Ranks that share the tiles of each rank; the layers are those of one strip.
 
     Attributes:
         graph: The layers.
@@ -60,12 +61,13 @@ class StageCosts:
         optimizer_slots: int = 2,
         workspace: Workspace | None = None,
         firsts: Sequence[int] | None = None,
+        shards: int = 1,
     ) -> None:
         self.graph = graph
         self.hardware = hardware
         self.note = model.note
         self._known, self._workspace, self._firsts = model, workspace, firsts
-        self._slots = optimizer_slots
+        self._slots, self._shards = optimizer_slots, shards
         self._memory = MemoryModel(graph, optimizer_slots, workspace=workspace)
         self.cutter = Cutter(graph, self._memory, _PLACES)
         found = [model.time(layer) for layer in graph.layers]
@@ -133,8 +135,8 @@ class StageCosts:
         if not order:
             return self
         graph = reordered(self.graph, order)
-        known, slots = self._known, self._slots
-        return StageCosts(graph, known, self.hardware, slots, self._workspace, firsts)
+        known, slots, shards = self._known, self._slots, self._shards
+        return StageCosts(graph, known, self.hardware, slots, self._workspace, firsts, shards)
 
     def weights(self, recompute: bool = False) -> list[float]:
         """Return the seconds of each layer's passes for one microbatch: forward and backward.
@@ -183,7 +185,7 @@ class StageCosts:
 
         Args:
             partition: The stages.
-            ranks: Number of ranks.
+            ranks: Number of ranks, or of teams that share tiles.
             retention: By stage, what is not kept; empty where all is.
             window: Bytes of the staging buffer of copies to the host.
         """
@@ -192,12 +194,14 @@ class StageCosts:
         for stage, each in enumerate(retention):
             if each != ActivationPolicy():
                 stages[stage] = self._less(partition, stage, stages[stage], each)
+        network: Network = self.hardware.network(ranks * self._shards)
         return Costs(
             tuple(stages),
             {edge: sent.bytes for edge, sent in zip(edges, partition.edges, strict=True)},
-            self.hardware.network(ranks),
+            network if self._shards == 1 else Teams(network, self._shards),
             self.hardware.host,
             window,
+            self._shards,
         )
 
     @cached_property

@@ -146,6 +146,30 @@ class Nodes:
         return self.inside if same else self.between
 
 
+@dataclass(frozen=True, slots=True)
+class Teams:
+    """A network of teams, whose ranks share tiles: a strip meets strips of its own place.
+
+    Attributes:
+        network: Joins all ranks, those of a team one after the other.
+        shards: Ranks of a team.
+    """
+
+    network: Network
+    shards: int
+
+    def latency(self, source: int, target: int) -> float:
+        return self.network.latency(source * self.shards, target * self.shards)
+
+    def transfer(self, source: int, target: int, size: int) -> float:
+        return self.network.transfer(source * self.shards, target * self.shards, size)
+
+    def all_reduce(self, ranks: Sequence[int], size: int) -> float:
+        """Return the time to sum `size` bytes over all ranks of these teams."""
+        teams = (range(team * self.shards, (team + 1) * self.shards) for team in ranks)
+        return self.network.all_reduce([rank for team in teams for rank in team], size)
+
+
 def _ring(members: int, size: int, link: Link) -> float:
     steps = 2 * (members - 1)
     # A fraction, so that exact costs stay exact.
@@ -163,6 +187,7 @@ class Costs:
         host: The link of a rank to its host's memory, each direction its own channel.
         window: Bytes on a device that may wait to be copied to the host, and as many that may be
             back ahead of their use, at once or (`take_turns`) never; 0 where nothing is offloaded.
+        shards: Ranks that share the tiles of each rank (`Teams`), whose gradients are summed.
     """
 
     stages: tuple[StageCost, ...]
@@ -170,6 +195,7 @@ class Costs:
     network: Network = field(default_factory=Link)
     host: Link = field(default_factory=Link)
     window: int = 0
+    shards: int = 1
 
     @classmethod
     def equal(cls, stages: int, forward: float, backward: float, activations: int = 1) -> Costs:

@@ -18,7 +18,8 @@ Memory is kept apart, as changes of so many bytes at such a time, and added up i
     boundary      + at the start of the visit ahead of its RECV          - likewise
     sent tensor   + at SEND                           - when it has left
     workspace     + at a visit's start                - at that visit's end
-    bucket        at a REDUCE alone: its gradients are concatenated, and then dropped
+    bucket        at a REDUCE alone: its gradients are concatenated, and then dropped; of strips of
+                  tiles at the STEP of a stage that no REDUCE sums
     update        at a STEP alone: the temporaries of the optimizer
 """
 
@@ -261,7 +262,11 @@ class _Replay:
             self._add(rank, action)
         elif action.kind is Kind.STEP:
             self._moments[rank].append((ready, self._update[rank]))
-            self._occupy(rank, action, ready, ready + self._costs.stages[action.stage].step)
+            taken = self._costs.stages[action.stage].step
+            if (size := _strips_sum(self._schedule, self._costs, action.stage)) > 0:
+                self._moments[rank].append((ready, size))
+                taken += self._costs.network.all_reduce([rank], size)
+            self._occupy(rank, action, ready, ready + taken)
         else:  # RECV and WAIT_REDUCE
             if action.edge is not None:
                 size = self._costs.sizes.get(action.edge, 0)
@@ -409,7 +414,12 @@ def step_memory(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
         for stage, rank in enumerate(home):
             weights[rank] += costs.stages[stage].weights
     return tuple(
-        own + max([more, *(_bucket(schedule, costs, a) for a in actions if a.kind is Kind.REDUCE)])
+        own
+        + max(
+            more,
+            *(_bucket(schedule, costs, a) for a in actions if a.kind is Kind.REDUCE),
+            *(_strips_sum(schedule, costs, a.stage) for a in actions if a.kind is Kind.STEP),
+        )
         for own, more, actions in zip(
             weights, _updates(schedule, costs), schedule.lists, strict=True
         )
@@ -419,6 +429,12 @@ def step_memory(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
 def _bucket(schedule: Schedule, costs: Costs, action: Action) -> int:
     """Return the bytes of gradients that a REDUCE concatenates and sums."""
     return costs.stages[action.stage].gradients // schedule.setting.buckets[action.stage]
+
+
+def _strips_sum(schedule: Schedule, costs: Costs, stage: int) -> int:
+    """Return the bytes of gradients that a STEP sums over strips, where no REDUCE does."""
+    is_due = costs.shards > 1 and not schedule.setting.buckets[stage]
+    return costs.stages[stage].gradients if is_due else 0
 
 
 def _updates(schedule: Schedule, costs: Costs) -> list[int]:

@@ -251,25 +251,31 @@ def rebuilt(rows: Tensor, strip: Tensor, dim: int, has: Rows, own: Rows) -> Iter
     if rows is strip or not mine.height or is_padded:
         yield
         return
-    kept, version = strip.detach(), strip._version
-    place, shape = (
-        rows.data_ptr(),
-        rows.shape,
-    )  # autograd holds `pack` too, which must not hold rows
+    kept, version, storage = strip.detach(), strip._version, rows.untyped_storage()._cdata
+    shape, offset = rows.shape, rows.storage_offset()  # autograd holds `pack` too: not `rows`
+    # Hooks around these, if there are any, are given what is saved in the end.
+    outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    keep, back = outer or (_same, _same)
 
-    def pack(tensor: Tensor) -> Any:
-        if tensor.data_ptr() != place or tensor.shape != shape:
-            return tensor
+    def pack(tensor: Tensor) -> tuple[Any, ...]:
+        is_rows = tensor.untyped_storage()._cdata == storage and tensor.shape == shape
+        if not is_rows or tensor.storage_offset() != offset:
+            return (keep(tensor),)
         above = _cut(tensor, dim, has, Rows(has.first, mine.first)).clone()
         below = _cut(tensor, dim, has, Rows(mine.stop, has.stop)).clone()
-        return above, below
+        return keep(above), keep(kept), keep(below)
 
-    def unpack(packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        if kept._version != version:
+    def unpack(packed: tuple[Any, ...]) -> Tensor:
+        if len(packed) == 1:
+            return back(packed[0])  # type: ignore[no-any-return]
+        above, strip, below = map(back, packed)
+        if outer is None and strip._version != version:
             raise RuntimeError("a strip that a layer's backward needs was written into")
-        return torch.cat([packed[0], _cut(kept, dim, own, mine), packed[1]], dim)
+        return torch.cat([above, _cut(strip, dim, own, mine), below], dim)
 
     with saved_tensors_hooks(pack, unpack):
         yield
+
+
+def _same(tensor: Any) -> Any:
+    return tensor

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pathoseg.parallel.shards.exchange import rebuilt, total
@@ -216,7 +218,7 @@ def _interpolate(
         sizes = [int(rows * by) for rows, by in zip(shape, scales, strict=True)]
         scale = None if recompute_scale_factor else scales[axis]
     bounds = checked(x.shards.team.split.of(sizes[axis]), "an interpolation")
-    exact = torch.float64 if x.dtype is torch.float64 else torch.float32
+    exact = np.float64 if x.dtype is torch.float64 else np.float32
     above, below, share = _taps(mode, whole, sizes[axis], scale, bool(align_corners), exact)
     reads = [Rows(int(above[one.first]), int(below[one.stop - 1]) + 1) for one in strips(bounds)]
     rows = _ready(x, reads, "An interpolation")
@@ -224,12 +226,14 @@ def _interpolate(
     own, first = strips(bounds)[rank], reads[rank].first
     place = slice(own.first, own.stop)
 
-    def taken(which: Tensor) -> Tensor:
-        return rows.index_select(x.strip_dim, (which[place] - first).to(rows.device))
+    def taken(which: NDArray[np.int64]) -> Tensor:
+        return rows.index_select(
+            x.strip_dim, torch.from_numpy(which[place] - first).to(rows.device)
+        )
 
     made = taken(above)
     if is_linear:
-        part = share[place].to(rows).view(-1, *[1] * (x.from_right - 1))
+        part = torch.from_numpy(share[place]).to(rows).view(-1, *[1] * (x.from_right - 1))
         made = torch.lerp(made, taken(below), part)
     sizes[axis] = own.height
     if sizes != list(made.shape[2:]):
@@ -242,27 +246,23 @@ def _interpolate(
 
 
 def _taps(
-    mode: str, rows: int, made: int, scale: float | None, corners: bool, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+    mode: str, rows: int, made: int, scale: float | None, corners: bool, dtype: type[np.floating]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.floating]]:
     """By output row: the input rows above and below it, and the share of the lower, as torch's
-    kernels find them (`area_pixel_compute_source_index`)."""
-    at = torch.arange(made, dtype=dtype)
-    if mode == "nearest":
-        step = torch.tensor(rows / made if scale is None else 1 / scale, dtype=dtype)
-        above = (at * step).floor().long().clamp(max=rows - 1)
-        return above, above, torch.zeros(made, dtype=dtype)
-    if mode == "nearest-exact":
-        step = torch.tensor(rows / made if scale is None else 1 / scale, dtype=dtype)
-        above = ((at + 0.5) * step).floor().long().clamp(max=rows - 1)
-        return above, above, torch.zeros(made, dtype=dtype)
+    kernels find them (`area_pixel_compute_source_index`). Known without torch, so that halos of
+    tensors without memory are known too."""
+    at = np.arange(made, dtype=dtype)
+    step = dtype(rows / made if scale is None else 1 / scale)
+    if mode in ("nearest", "nearest-exact"):
+        middle = dtype(0.5 if mode == "nearest-exact" else 0)
+        above = np.floor((at + middle) * step).astype(np.int64).clip(max=rows - 1)
+        return above, above, np.zeros(made, dtype)
     if corners:
-        step = torch.tensor((rows - 1) / (made - 1) if made > 1 else 0.0, dtype=dtype)
-        source = at * step
+        source = at * dtype((rows - 1) / (made - 1) if made > 1 else 0.0)
     else:
-        step = torch.tensor(rows / made if scale is None else 1 / scale, dtype=dtype)
-        source = (step * (at + 0.5) - 0.5).clamp(min=0)
-    above = source.floor().long().clamp(max=rows - 1)
-    return above, (above + 1).clamp(max=rows - 1), source - above
+        source = (step * (at + dtype(0.5)) - dtype(0.5)).clip(min=0)
+    above = np.floor(source).astype(np.int64).clip(max=rows - 1)
+    return above, (above + 1).clip(max=rows - 1), source - above.astype(dtype)
 
 
 def _pixel_shuffle(function: Any, x: Any, factor: int) -> Any:

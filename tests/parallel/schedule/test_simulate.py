@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.schedule.action import COMPUTE, Action, Edge, Kind, chain
 from pathoseg.parallel.schedule.bidirectional import bidirectional
-from pathoseg.parallel.schedule.costs import Costs, Link, Nodes, StageCost
+from pathoseg.parallel.schedule.costs import Costs, Link, Nodes, StageCost, Teams
 from pathoseg.parallel.schedule.gems import gems
 from pathoseg.parallel.schedule.gpipe import gpipe, mp_basic, sequential
 from pathoseg.parallel.schedule.lowering import lower
@@ -108,6 +108,21 @@ def test_a_sum_starts_with_its_last_copy_and_sums_of_a_rank_run_in_turn() -> Non
     assert _times(run, "0:0REDUCE#0") == _times(run, "1:0REDUCE#0") == (25, 25 + 2 + 6)
     assert _times(run, "1:1STEP") == (25, 28)
     assert run.time == 33 + 3
+
+
+@given(shards=st.integers(2, 5), groups=st.integers(1, 4), size=st.integers(1, 200))
+def test_the_gradients_of_strips_are_summed_over_all_ranks_that_share_tiles(
+    shards: int, groups: int, size: int
+) -> None:
+    """Groups of whole tiles sum at a REDUCE; of one group the strips alone, at the STEP."""
+    link = Link(alpha=1, beta=Fraction(1, 10))
+    stage = StageCost(3, 5, 7, gradients=size, step=2)
+    schedule = lower(replace(sequential(4), groups=groups))
+    costs = Costs((stage,), network=Teams(Nodes(64, link, Link()), shards), shards=shards)
+    run = simulate(schedule, costs)
+    assert run.time == 4 * (3 + 5) + link.all_reduce(range(shards * groups), size) + 2
+    assert step_memory(schedule, costs) == (size,)
+    assert run.peak_memory == (max(7, size),)
 
 
 def test_data_parallelism_is_one_rank_and_a_sum() -> None:

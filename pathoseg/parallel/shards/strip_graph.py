@@ -1,0 +1,130 @@
+"""The layers of one strip of a tile as plain data, read without its other ranks and without memory.
+
+The model's layers run on a fake strip by the rules of this room, as on a rank with a neighbour on
+each side: what they save (the halos), hold for a moment (strip and halos joined) and send is what
+a rank saves, holds and sends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from pathoseg.errors import PathosegError
+from pathoseg.parallel.comm.transport import Pending
+from pathoseg.parallel.graph.layer_graph import Layer, LayerGraph
+from pathoseg.parallel.graph.traced import Traced
+from pathoseg.parallel.shards.rows import Split, strips
+from pathoseg.parallel.shards.sharding import Sharding
+from pathoseg.parallel.shards.strip import locals_of
+
+
+@dataclass(frozen=True)
+class StripGraph:
+    """The layers of the strip that takes most memory.
+
+    Attributes:
+        rank: The rank that has it.
+        graph: The layers, with the shapes of the strip.
+        gathered: By layer, the function that takes whole tiles on each rank.
+    """
+
+    rank: int
+    graph: LayerGraph
+    gathered: dict[str, str]
+
+
+def strip_graph(traced: Traced, shards: int) -> StripGraph:
+    """Read the layers of a model as they run on one strip of a tile.
+
+    Args:
+        traced: The model, with whole tiles.
+        shards: The strips of a tile.
+
+    Raises:
+        PathosegError: A strip is smaller than a halo, or a layer has fewer rows than strips.
+    """
+    first = next(iter(traced.graph.inputs.values())).shape
+    bounds = strips(Split.even(first[-2], shards).bounds)
+    # The largest, of several one with two neighbours.
+    rank = max(range(shards), key=lambda at: (bounds[at].height, 0 < at < shards - 1))
+    sharding = Sharding(Nowhere(rank, shards), traced.graph)
+
+    def place(name: str, tensor: Tensor) -> Any:
+        shape = list(tensor.shape)
+        shape[-2] = sharding.rows(shape[-2]).height
+        local = tensor.new_empty(shape)
+        return sharding.received(name, local.requires_grad_(tensor.requires_grad))
+
+    graph = traced.measured(place, sharding.run, locals_of)
+    return StripGraph(rank, graph, sharding.gathered)
+
+
+def priced_as(tile: LayerGraph, strip: LayerGraph) -> LayerGraph:
+    """Return the layers of a strip, each with the kernel by which a tile of its height is priced.
+
+    A norm of strips runs other kernels than a tile's, which no calibration has timed.
+
+    Args:
+        tile: The model's layers for a tile of the strip's height.
+        strip: Those of a strip.
+
+    Raises:
+        PathosegError: They are not the same layers.
+    """
+    if [layer.name for layer in tile.layers] != [layer.name for layer in strip.layers]:
+        raise PathosegError(
+            f"{strip.model} has other layers for strips than for a whole tile, so its strips "
+            "cannot be planned.",
+            "Train it without [parallel] shards.",
+        )
+
+    def priced(layer: Layer, own: Layer) -> Layer:
+        if layer.kind == own.kind == "convolution":  # its halo rows are computed too
+            return own
+        forward = replace(layer.forward, peak=own.forward.peak)
+        backward = replace(layer.backward, peak=own.backward.peak)
+        return replace(
+            own, kind=layer.kind, attributes=layer.attributes, forward=forward, backward=backward
+        )
+
+    both = zip(tile.layers, strip.layers, strict=True)
+    return replace(strip, layers=tuple(priced(layer, own) for layer, own in both))
+
+
+class _Done:
+    """A message to nowhere, which ends at once: implements Pending."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None: ...
+
+
+class Nowhere:
+    """The transport of a rank whose neighbours are not there: implements Transport."""
+
+    reads = frozenset[str]()
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> Pending:
+        return _Done()
+
+    def receive(self, into: Tensor, source: int, tag: int) -> Pending:
+        return _Done()
+
+    def sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
+        return _Done()
+
+    def gather(self, text: str) -> list[str]:
+        return [text] * self.ranks
+
+    def barrier(self) -> None: ...
+
+    def abort(self, reason: str) -> None: ...
+
+    def close(self) -> None: ...
