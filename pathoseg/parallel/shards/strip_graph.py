@@ -7,14 +7,13 @@ a rank saves, holds and sends.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from pathoseg.errors import PathosegError
 from pathoseg.parallel.comm.transport import Pending
-from pathoseg.parallel.graph.layer_graph import Layer, LayerGraph
+from pathoseg.parallel.graph.layer_graph import LayerGraph
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.shards.rows import Split, strips
 from pathoseg.parallel.shards.sharding import Sharding
@@ -60,38 +59,6 @@ def strip_graph(traced: Traced, shards: int) -> StripGraph:
 
     graph = traced.measured(place, sharding.run, locals_of)
     return StripGraph(rank, graph, sharding.gathered)
-
-
-def priced_as(tile: LayerGraph, strip: LayerGraph) -> LayerGraph:
-    """Return the layers of a strip, each with the kernel by which a tile of its height is priced.
-
-    A norm of strips runs other kernels than a tile's, which no calibration has timed.
-
-    Args:
-        tile: The model's layers for a tile of the strip's height.
-        strip: Those of a strip.
-
-    Raises:
-        PathosegError: They are not the same layers.
-    """
-    if [layer.name for layer in tile.layers] != [layer.name for layer in strip.layers]:
-        raise PathosegError(
-            f"{strip.model} has other layers for strips than for a whole tile, so its strips "
-            "cannot be planned.",
-            "Train it without [parallel] shards.",
-        )
-
-    def priced(layer: Layer, own: Layer) -> Layer:
-        if layer.kind == own.kind == "convolution":  # its halo rows are computed too
-            return own
-        forward = replace(layer.forward, peak=own.forward.peak)
-        backward = replace(layer.backward, peak=own.backward.peak)
-        return replace(
-            own, kind=layer.kind, attributes=layer.attributes, forward=forward, backward=backward
-        )
-
-    both = zip(tile.layers, strip.layers, strict=True)
-    return replace(strip, layers=tuple(priced(layer, own) for layer, own in both))
 
 
 class _Done:
