@@ -163,7 +163,7 @@ def predicted(model: torch.nn.Module, task: Task, world: Transport) -> dict[str,
         for rows in (task.side, task.side // SHARDS)
     )
     world.barrier()
-    alone = Profiled(half, cost_model(hardware))
+    alone = Profiled(half, cost_model(hardware), rounds=3)
     cut_costs = StripCosts(alone, hardware, SHARDS, half.graph)
     schedule = lower(sequential(1), [])
     told = {}

@@ -137,8 +137,6 @@ def plan_request(config: Config, memory: int, ranks: int | None = None) -> PlanR
         PathosegError: An order, cut or size that there is not.
     """
     wanted = config.parallel
-    # Strips keep all, or recompute whole stages: halos are sent in the order of the forward.
-    is_whole = wanted.shards in (None, 1)
     return PlanRequest(
         teams(wanted, wanted.ranks if ranks is None else ranks),
         memory,
@@ -147,7 +145,7 @@ def plan_request(config: Config, memory: int, ranks: int | None = None) -> PlanR
         wanted.stages,
         wanted.cut,
         wanted.branches,
-        ways=AllowedPolicies(wanted.offload != "none" and is_whole, wanted.recompute and is_whole),
+        ways=AllowedPolicies(wanted.offload != "none", wanted.recompute),
     )
 
 
@@ -252,12 +250,13 @@ class Prices:
         if profile:
             with progress_bar("timing layers", None, "visits") as bar:
                 costs = Profiled(traced, costs, advance=bar.advance)
-        graph, slots = traced.graph, _SLOTS[config.train.optimizer]
-        if shards > 1:
-            strip = strip_graph(whole, shards)
-            self.gathered[shards] = strip.gathered
-            costs, graph = StripCosts(costs, hardware, shards, graph), strip.graph
-        return StageCosts(graph, costs, hardware, slots, workspace_of(hardware), shards=shards)
+        slots, own = _SLOTS[config.train.optimizer], workspace_of(hardware)
+        if shards == 1:
+            return StageCosts(traced.graph, costs, hardware, slots, own)
+        strip = strip_graph(whole, shards)
+        self.gathered[shards] = strip.gathered
+        cut = StripCosts(costs, hardware, shards, traced.graph)
+        return StageCosts(strip.graph, cut, hardware, slots, own, shards=shards, heard=strip.heard)
 
     def whole(self, size: int, side: int) -> Traced:
         """Return the model, read with whole tiles."""

@@ -276,8 +276,9 @@ def rebuilt(rows: Tensor, strip: Tensor, dim: int, has: Rows, own: Rows) -> Iter
     if rows is strip or not mine.height or is_padded:
         yield
         return
-    kept, version, storage = strip.detach(), strip._version, rows.untyped_storage()._cdata
-    shape, offset = rows.shape, rows.storage_offset()  # autograd holds `pack` too: not `rows`
+    # Autograd holds `pack` to the backward, which must hold neither the rows nor the strip.
+    kept, version, storage = [strip.detach()], strip._version, rows.untyped_storage()._cdata
+    shape, offset = rows.shape, rows.storage_offset()
     # Hooks around these, if there are any, are given what is saved in the end.
     outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     keep, back = outer or (_same, _same)
@@ -288,7 +289,7 @@ def rebuilt(rows: Tensor, strip: Tensor, dim: int, has: Rows, own: Rows) -> Iter
             return (keep(tensor),)
         above = _cut(tensor, dim, has, Rows(has.first, mine.first)).clone()
         below = _cut(tensor, dim, has, Rows(mine.stop, has.stop)).clone()
-        return keep(above), keep(kept), keep(below)
+        return keep(above), keep(kept[0]), keep(below)
 
     def unpack(packed: tuple[Any, ...]) -> Tensor:
         if len(packed) == 1:
@@ -300,6 +301,7 @@ def rebuilt(rows: Tensor, strip: Tensor, dim: int, has: Rows, own: Rows) -> Iter
 
     with saved_tensors_hooks(pack, unpack):
         yield
+    kept.clear()
 
 
 def _same(tensor: Any) -> Any:

@@ -7,6 +7,7 @@ a rank saves, holds and sends.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from pathoseg.parallel.comm.transport import Pending
 from pathoseg.parallel.graph.layer_graph import LayerGraph
+from pathoseg.parallel.graph.segment import Step
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.shards.rows import Split, strips
 from pathoseg.parallel.shards.sharding import Sharding
@@ -28,11 +30,14 @@ class StripGraph:
         rank: The rank that has it.
         graph: The layers, with the shapes of the strip.
         gathered: By layer, the function that takes whole tiles on each rank.
+        heard: By layer, the bytes that its forward is told by other ranks, which stay where layers
+            run once more.
     """
 
     rank: int
     graph: LayerGraph
     gathered: dict[str, str]
+    heard: dict[str, int]
 
 
 def strip_graph(traced: Traced, shards: int) -> StripGraph:
@@ -49,7 +54,8 @@ def strip_graph(traced: Traced, shards: int) -> StripGraph:
     bounds = strips(Split.even(first[-2], shards).bounds)
     # The largest, of several one with two neighbours.
     rank = max(range(shards), key=lambda at: (bounds[at].height, 0 < at < shards - 1))
-    sharding = Sharding(Nowhere(rank, shards), traced.graph)
+    nowhere = Nowhere(rank, shards)
+    sharding, heard = Sharding(nowhere, traced.graph), dict[str, int]()
 
     def place(name: str, tensor: Tensor) -> Any:
         shape = list(tensor.shape)
@@ -57,8 +63,14 @@ def strip_graph(traced: Traced, shards: int) -> StripGraph:
         local = tensor.new_empty(shape)
         return sharding.received(name, local.requires_grad_(tensor.requires_grad))
 
-    graph = traced.measured(place, sharding.run, locals_of)
-    return StripGraph(rank, graph, sharding.gathered)
+    def run(position: int, step: Step, values: Mapping[str, Any]) -> Any:
+        before = nowhere.heard
+        made = sharding.run(position, step, values)
+        heard[step.name] = nowhere.heard - before
+        return made
+
+    graph = traced.measured(place, run, locals_of)
+    return StripGraph(rank, graph, sharding.gathered, heard)
 
 
 class _Done:
@@ -71,18 +83,25 @@ class _Done:
 
 
 class Nowhere:
-    """The transport of a rank whose neighbours are not there: implements Transport."""
+    """The transport of a rank whose neighbours are not there: implements Transport.
+
+    Attributes:
+        heard: The bytes that they would have told it.
+    """
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
+        self.heard = 0
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Pending:
         return _Done()
 
     def receive(self, into: Tensor, source: int, tag: int) -> Pending:
+        self.heard += into.nbytes
         return _Done()
 
     def sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
+        self.heard += tensor.nbytes
         return _Done()
 
     def gather(self, text: str) -> list[str]:
