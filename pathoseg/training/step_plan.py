@@ -29,7 +29,7 @@ from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.layer_graph import LayerGraph
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.kernel_workspace import cpu_workspace, workspace_of
-from pathoseg.parallel.planning.memory_model import MemoryModel, Workspace
+from pathoseg.parallel.planning.memory_model import MemoryModel
 from pathoseg.parallel.planning.orders import AUTO, DATA_PARALLEL
 from pathoseg.parallel.planning.plan import Plan, PlanRequest
 from pathoseg.parallel.planning.planner import plan as find_plans
@@ -39,7 +39,7 @@ from pathoseg.parallel.runtime.memory_check import too_small
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.simulate import simulate
 from pathoseg.parallel.shards.rows import Split, strips
-from pathoseg.parallel.shards.strip_graph import priced_as, strip_graph
+from pathoseg.parallel.shards.strip_graph import strip_graph
 from pathoseg.platform_support import available_memory
 from pathoseg.progress import progress_bar, say
 from pathoseg.training.distributed import least_memory, own_device
@@ -149,8 +149,6 @@ def plan_request(config: Config, memory: int, ranks: int | None = None) -> PlanR
         PathosegError: An order, cut or size that there is not.
     """
     wanted = config.parallel
-    # Strips keep all, or recompute whole stages: halos are sent in the order of the forward.
-    is_whole = wanted.shards in (None, 1)
     return PlanRequest(
         teams(wanted, wanted.ranks if ranks is None else ranks),
         memory,
@@ -159,7 +157,7 @@ def plan_request(config: Config, memory: int, ranks: int | None = None) -> PlanR
         wanted.stages,
         wanted.cut,
         wanted.branches,
-        ways=AllowedPolicies(wanted.offload != "none" and is_whole, wanted.recompute and is_whole),
+        ways=AllowedPolicies(wanted.offload != "none", wanted.recompute),
     )
 
 
@@ -264,15 +262,13 @@ class Prices:
         if profile:
             with progress_bar("timing layers", None, "visits") as bar:
                 costs = Profiled(traced, costs, advance=bar.advance)
-        graph, workspace = traced.graph, workspace_of(hardware)
-        if shards > 1:
-            strip = strip_graph(whole, shards)
-            self.gathered[shards] = strip.gathered
-            graph = priced_as(traced.graph, strip.graph)
-            costs = StripCosts(costs, hardware, shards)
-            workspace = _workspace_of_strips(strip.graph, workspace)
-        slots = _SLOTS[config.train.optimizer]
-        return StageCosts(graph, costs, hardware, slots, workspace, shards=shards)
+        slots, own = _SLOTS[config.train.optimizer], workspace_of(hardware)
+        if shards == 1:
+            return StageCosts(traced.graph, costs, hardware, slots, own)
+        strip = strip_graph(whole, shards)
+        self.gathered[shards] = strip.gathered
+        cut = StripCosts(costs, hardware, shards, traced.graph)
+        return StageCosts(strip.graph, cut, hardware, slots, own, shards=shards, heard=strip.heard)
 
     def whole(self, size: int, side: int) -> Traced:
         """Return the model, read with whole tiles."""
@@ -291,12 +287,6 @@ class Prices:
             each.in_strips(graphs[each.microbatch].reordered(each.line).graph, shards)
             for each in plans
         ]
-
-
-def _workspace_of_strips(strip: LayerGraph, own: Workspace | None) -> Workspace | None:
-    """The workspace of the kernels that a strip runs, of layers that are priced by a tile's."""
-    layers = {layer.name: layer for layer in strip.layers}
-    return None if own is None else lambda layer: own(layers[layer.name])
 
 
 @dataclass(frozen=True)

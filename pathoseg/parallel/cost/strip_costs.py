@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
+from pathoseg.errors import PathosegError
 from pathoseg.parallel.cost.cost_model import CostModel, LayerTime
 from pathoseg.parallel.cost.hardware import Hardware
-from pathoseg.parallel.graph.layer_graph import Layer
+from pathoseg.parallel.graph.layer_graph import Layer, LayerGraph
 
 # By kind of layer: numbers in float64 for each channel that a norm's ranks tell one another.
 _TOLD_FORWARD, _TOLD_BACKWARD = 3, 2
@@ -19,38 +22,69 @@ _NORMS = ("native_batch_norm", "native_group_norm")
 class StripCosts:
     """Prices the layers of one strip: implements CostModel.
 
+        a tile of the strip's height  +  bytes that only strips move  +  halos, sums of norms
+        (kernels that were timed)        (rows joined, a norm's passes)   (by the link)
+
     A rank between two others sends its edge rows to both and waits for theirs, in the forward and,
     as gradients, in the backward; nothing hides it. A norm's sum is a reduce-scatter and an
     all-gather.
 
     Args:
-        alone: Prices a layer of as many rows.
-        hardware: Its links join the ranks that share a tile.
+        alone: Prices a layer of a whole tile.
+        hardware: Its memory moves the bytes, its links join the ranks that share a tile.
         shards: How many they are.
+        tile: The layers of a tile of the strip's height.
+
+    Raises:
+        PathosegError: A layer to be priced is none of these.
     """
 
     alone: CostModel
     hardware: Hardware
     shards: int
+    tile: LayerGraph
 
     @property
     def note(self) -> str:
         return f"{self.alone.note}; halos and the sums of norms by the link"
 
+    @cached_property
+    def _tile(self) -> Mapping[str, Layer]:
+        return {layer.name: layer for layer in self.tile.layers}
+
     def time(self, layer: Layer) -> LayerTime:
-        own = self.alone.time(layer)
+        like = self._tile.get(layer.name)
+        if like is None:
+            raise PathosegError(
+                f"{self.tile.model} has other layers for {self.shards} strips than for a whole "
+                "tile, so its strips cannot be planned.",
+                "Train it without [parallel] shards.",
+            )
+        own = self.alone.time(like)
+        moved = (
+            max(0, strip.read + strip.written - whole.read - whole.written)
+            for strip, whole in ((layer.forward, like.forward), (layer.backward, like.backward))
+        )
+        forward, backward = (
+            size / self.hardware.bandwidth + sent
+            for size, sent in zip(moved, self._sent(like), strict=True)
+        )
+        return LayerTime(own.forward + forward, own.backward + backward)
+
+    def _sent(self, like: Layer) -> tuple[float, float]:
+        """The seconds for which a layer's forward and backward wait for the other ranks."""
         link = (
             self.hardware.between if self.shards > self.hardware.per_node else self.hardware.inside
         )
-        if layer.kind in _NORMS:
-            channels = layer.outputs[0].shape[1]
+        if like.kind in _NORMS:
+            channels = like.outputs[0].shape[1]
             share = 2 * (self.shards - 1) / self.shards
             told = (8 * channels * n * share for n in (self.shards * _TOLD_FORWARD, _TOLD_BACKWARD))
             forward, backward = (2 * link.alpha + size * link.beta for size in told)
-            return LayerTime(own.forward + forward, own.backward + backward)
-        size = halo_bytes(layer)
+            return forward, backward
+        size = halo_bytes(like)
         sent = link.alpha + size * link.beta if size else 0.0
-        return LayerTime(own.forward + sent, own.backward + sent)
+        return sent, sent
 
 
 def halo_bytes(layer: Layer) -> int:

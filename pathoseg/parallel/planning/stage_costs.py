@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from itertools import accumulate
@@ -42,6 +42,7 @@ class StageCosts:
         firsts: Positions of the first layers of the stages that will be asked for; None where
             these are any that the cutter makes.
         shards: Ranks that share the tiles of each rank; the layers are those of one strip.
+        heard: By layer, bytes that stay for its forward to run once more: what other ranks told it.
 
     Attributes:
         graph: The layers.
@@ -62,12 +63,13 @@ class StageCosts:
         workspace: Workspace | None = None,
         firsts: Sequence[int] | None = None,
         shards: int = 1,
+        heard: Mapping[str, int] | None = None,
     ) -> None:
         self.graph = graph
         self.hardware = hardware
         self.note = model.note
         self._known, self._workspace, self._firsts = model, workspace, firsts
-        self._slots, self._shards = optimizer_slots, shards
+        self._slots, self._shards, self._heard = optimizer_slots, shards, heard or {}
         self._memory = MemoryModel(graph, optimizer_slots, workspace=workspace)
         self.cutter = Cutter(graph, self._memory, _PLACES)
         found = [model.time(layer) for layer in graph.layers]
@@ -135,8 +137,16 @@ class StageCosts:
         if not order:
             return self
         graph = reordered(self.graph, order)
-        known, slots, shards = self._known, self._slots, self._shards
-        return StageCosts(graph, known, self.hardware, slots, self._workspace, firsts, shards)
+        return StageCosts(
+            graph,
+            self._known,
+            self.hardware,
+            self._slots,
+            self._workspace,
+            firsts,
+            self._shards,
+            self._heard,
+        )
 
     def weights(self, recompute: bool = False) -> list[float]:
         """Return the seconds of each layer's passes for one microbatch: forward and backward.
@@ -163,7 +173,8 @@ class StageCosts:
         """
         first, stop = partition.bounds[stage : stage + 2]
         need = self._stage_memory(first, stop)
-        room = memory - need.weights - in_flight * need.received
+        held = need.received + self._heard_by(first, stop) * ways.recompute
+        room = memory - need.weights - in_flight * held
         return self._choice(first, stop, ways, room, in_flight) if room > 0 else None
 
     def retained(self, partition: Partition, stage: int, retention: ActivationPolicy) -> Retained:
@@ -233,18 +244,24 @@ class StageCosts:
         self, partition: Partition, stage: int, whole: StageCost, retention: ActivationPolicy
     ) -> StageCost:
         """The stage's cost with less kept."""
-        memory = self._stage_memory(*partition.bounds[stage : stage + 2])
+        bounds = partition.bounds[stage : stage + 2]
+        memory = self._stage_memory(*bounds)
         retained = self.retained(partition, stage, retention)
+        heard = self._heard_by(*bounds) * retention.runs_again
         # What both count: gradients that leave are the simulator's.
         leaving = memory.backward_workspace - whole.backward_workspace
         return replace(
             whole,
             backward=whole.backward + retained.again,
-            activations=whole.activations - memory.activations + retained.kept,
+            activations=whole.activations - memory.activations + retained.kept + heard,
             forward_workspace=retained.forward_peak - retained.kept,
             backward_workspace=retained.backward_peak - retained.kept - leaving,
             tensors=retained.tensors,
         )
+
+    def _heard_by(self, first: int, stop: int) -> int:
+        """The bytes of `heard` of a stage whose layers run once more, at most."""
+        return sum(self._heard.get(layer.name, 0) for layer in self.graph.layers[first:stop])
 
     def _find_facts(self, first: int, stop: int) -> StageFacts:
         layers = range(first, stop)

@@ -396,7 +396,7 @@ def _in_strips(
     """The transport of the ranks with the same strip as this one, and its strip.
 
     Raises:
-        PathosegError: The ranks are too few, or the plan keeps less than strips can.
+        PathosegError: The ranks are too few, or something is parked.
     """
     if schedule.ranks * shards != world.ranks:
         raise PathosegError(
@@ -404,13 +404,10 @@ def _in_strips(
             f"{schedule.ranks * shards} ranks, not {world.ranks}.",
             f"Start {schedule.ranks * shards} ranks.",
         )
-    if memory.parked or any(
-        each.runs_again or each.offloaded for each in memory.retentions(schedule).values()
-    ):
+    if memory.parked:
         raise PathosegError(
-            "Layers of tiles that are cut into strips cannot be offloaded, parked or recomputed "
-            "one by one.",
-            "Recompute whole stages, or leave out [parallel] shards.",
+            "Nothing is parked where tiles are cut into strips.",
+            "Leave out [parallel] parked, or shards.",
         )
     lane, strip = divmod(world.rank, shards)
     team = Subgroup(world, range(lane * shards, (lane + 1) * shards))

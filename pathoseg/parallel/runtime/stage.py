@@ -322,11 +322,11 @@ class Stage:
             if self.statistics.watches:
                 before = _both(self.statistics.enter, before)
             stack.enter_context(self._autocast())
-            if self._sharding is not None:
-                self._sharding.team.waiting = self._randomness.paused
-                return self._segment(self._given(visit), before, self._sharding.run)
+            given, sharding = self._given(visit), self._sharding
+            if sharding is not None:
+                sharding.team.waiting = self._randomness.paused
             if step is None or not keep or not self._keeping.active:
-                return self._segment(visit.received, before)
+                return self._segment(given, before, None if sharding is None else sharding.run)
 
             @contextmanager
             def again() -> Iterator[Callable[[int], None] | None]:
@@ -334,8 +334,9 @@ class Stage:
                     yield before
 
             recording = self._keeping.recording(microbatch, visit.received, again)
+            run = recording.run if sharding is None else sharding.recorded(recording.run)
             with recording.hooks():
-                values = self._segment(visit.received, before, recording.run)
+                values = self._segment(given, before, run)
             visit.away = recording.finish()
             return values
 

@@ -51,6 +51,23 @@ class Team:
         self.rank, self.shards, self.split = transport.rank, transport.ranks, split
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         self._transport = transport
+        self._heard: list[Any] | None = None
+        self._again: Iterator[Any] | None = None
+
+    @contextmanager
+    def hearing(self, heard: list[Any]) -> Iterator[None]:
+        """Make a context for a layer that may run once more, and then sends nothing.
+
+        Args:
+            heard: Empty the first time, when it gains what the layer hears of other ranks; a
+                layer that runs again hears the same of it.
+        """
+        self._again = iter(heard) if heard else None
+        self._heard = None if heard else heard
+        try:
+            yield
+        finally:
+            self._heard = self._again = None
 
     def total(self, tensor: Tensor) -> Tensor:
         """Return the sum over the ranks, equal to the bit on all; not differentiable."""
@@ -64,8 +81,12 @@ class Team:
         return self._sum(rows)
 
     def _sum(self, tensor: Tensor) -> Tensor:
+        if self._again is not None:
+            return next(self._again).clone()  # type: ignore[no-any-return]  # a tensor
         with self.waiting():
             self._transport.sum(tensor, tuple(range(self.shards))).wait()
+        if self._heard is not None:
+            self._heard.append(tensor.clone())  # the layer may write into what it is given
         return tensor
 
     def swap(
@@ -80,6 +101,8 @@ class Team:
         Returns:
             What came, by ascending rank.
         """
+        if self._again is not None:
+            return next(self._again)
         others = [rank for rank in range(self.shards) if rank != self.rank]
         came = {rank: into for rank in others if (into := room(rank)) is not None}
         pending = [self._transport.receive(into, rank, _TAG) for rank, into in came.items()]
@@ -90,6 +113,8 @@ class Team:
         with self.waiting():
             for each in pending:
                 each.wait()
+        if self._heard is not None:
+            self._heard.append(came)
         return came
 
 
@@ -251,8 +276,9 @@ def rebuilt(rows: Tensor, strip: Tensor, dim: int, has: Rows, own: Rows) -> Iter
     if rows is strip or not mine.height or is_padded:
         yield
         return
-    kept, version, storage = strip.detach(), strip._version, rows.untyped_storage()._cdata
-    shape, offset = rows.shape, rows.storage_offset()  # autograd holds `pack` too: not `rows`
+    # Autograd holds `pack` to the backward, which must hold neither the rows nor the strip.
+    kept, version, storage = [strip.detach()], strip._version, rows.untyped_storage()._cdata
+    shape, offset = rows.shape, rows.storage_offset()
     # Hooks around these, if there are any, are given what is saved in the end.
     outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     keep, back = outer or (_same, _same)
@@ -263,7 +289,7 @@ def rebuilt(rows: Tensor, strip: Tensor, dim: int, has: Rows, own: Rows) -> Iter
             return (keep(tensor),)
         above = _cut(tensor, dim, has, Rows(has.first, mine.first)).clone()
         below = _cut(tensor, dim, has, Rows(mine.stop, has.stop)).clone()
-        return keep(above), keep(kept), keep(below)
+        return keep(above), keep(kept[0]), keep(below)
 
     def unpack(packed: tuple[Any, ...]) -> Tensor:
         if len(packed) == 1:
@@ -275,6 +301,7 @@ def rebuilt(rows: Tensor, strip: Tensor, dim: int, has: Rows, own: Rows) -> Iter
 
     with saved_tensors_hooks(pack, unpack):
         yield
+    kept.clear()
 
 
 def _same(tensor: Any) -> Any:

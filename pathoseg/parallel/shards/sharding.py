@@ -13,21 +13,21 @@ the whole tile. The loss, which all ranks know, counts 1 / ranks on each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.graph.layer_graph import LayerGraph
-from pathoseg.parallel.graph.segment import Step
+from pathoseg.parallel.graph.segment import Call, Step
 from pathoseg.parallel.shards.elementwise import elementwise_rules, is_pointwise, pointwise
 from pathoseg.parallel.shards.exchange import Team
 from pathoseg.parallel.shards.norms import norm_rules
 from pathoseg.parallel.shards.rows import Rows, Split
-from pathoseg.parallel.shards.strip import Rule, Strip
+from pathoseg.parallel.shards.strip import Rule, Strip, locals_of
 from pathoseg.parallel.shards.windows import window_rules
 
 
@@ -112,6 +112,43 @@ class Sharding:
                 values = whole(given)
         return step.run(values)
 
+    def recorded(self, record: Call) -> Call:
+        """Return how layers run whose saved tensors may be dropped and made again.
+
+        A layer that runs once more finds what it heard of other ranks in its forward, and sends
+        nothing.
+
+        Args:
+            record: Runs a layer, as for `Segment`, on this rank's rows in place of strips.
+        """
+
+        def run(position: int, step: Step, values: Mapping[str, Any]) -> Any:
+            given = {name: values[name] for name in step.inputs}
+            cuts = {name: _cuts(value) for name, value in given.items()}
+            heard: list[Any] = []
+            cuts_made: list[_Cut | None] = []
+
+            def layer(rows: Mapping[str, Any]) -> Any:
+                strips = {name: self._placed(rows[name], own) for name, own in cuts.items()}
+                with self.team.hearing(heard):
+                    made = self.run(position, step, strips)
+                cuts_made[:] = _cuts(made)
+                return locals_of(made)
+
+            made = record(position, Step(step.name, step.inputs, layer), locals_of(given))
+            return self._placed(made, cuts_made)
+
+        return run
+
+    def _placed(self, rows: Any, cuts: Sequence[_Cut | None]) -> Any:
+        """Return nested values with strips in place of the rows that were cut so (`_cuts`)."""
+        leaves, spec = tree_flatten(rows)
+        placed = [
+            leaf if cut is None else Strip(leaf, *cut, self)
+            for leaf, cut in zip(leaves, cuts, strict=True)
+        ]
+        return tree_unflatten(placed, spec)
+
     def returned(self, values: Any) -> Any:
         """Return what the model returns, tensors that were gathered on the way cut again.
 
@@ -157,6 +194,17 @@ class Sharding:
 
     def gathers(self, what: str) -> None:
         self.gathered.setdefault(self._layer, what)
+
+
+_Cut = tuple[int, tuple[int, ...]]  # the dimension and the bounds of a strip
+
+
+def _cuts(values: Any) -> list[_Cut | None]:
+    """How each leaf of nested values is cut; None for what is no strip."""
+    return [
+        (leaf.strip_dim, leaf.bounds) if isinstance(leaf, Strip) else None
+        for leaf in tree_leaves(values)
+    ]
 
 
 def whole(values: Any) -> Any:

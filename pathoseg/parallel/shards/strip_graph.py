@@ -7,14 +7,15 @@ a rank saves, holds and sends.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from pathoseg.errors import PathosegError
 from pathoseg.parallel.comm.transport import Pending
-from pathoseg.parallel.graph.layer_graph import Layer, LayerGraph
+from pathoseg.parallel.graph.layer_graph import LayerGraph
+from pathoseg.parallel.graph.segment import Step
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.shards.rows import Split, strips
 from pathoseg.parallel.shards.sharding import Sharding
@@ -29,11 +30,14 @@ class StripGraph:
         rank: The rank that has it.
         graph: The layers, with the shapes of the strip.
         gathered: By layer, the function that takes whole tiles on each rank.
+        heard: By layer, the bytes that its forward is told by other ranks, which stay where layers
+            run once more.
     """
 
     rank: int
     graph: LayerGraph
     gathered: dict[str, str]
+    heard: dict[str, int]
 
 
 def strip_graph(traced: Traced, shards: int) -> StripGraph:
@@ -50,7 +54,8 @@ def strip_graph(traced: Traced, shards: int) -> StripGraph:
     bounds = strips(Split.even(first[-2], shards).bounds)
     # The largest, of several one with two neighbours.
     rank = max(range(shards), key=lambda at: (bounds[at].height, 0 < at < shards - 1))
-    sharding = Sharding(Nowhere(rank, shards), traced.graph)
+    nowhere = Nowhere(rank, shards)
+    sharding, heard = Sharding(nowhere, traced.graph), dict[str, int]()
 
     def place(name: str, tensor: Tensor) -> Any:
         shape = list(tensor.shape)
@@ -58,40 +63,14 @@ def strip_graph(traced: Traced, shards: int) -> StripGraph:
         local = tensor.new_empty(shape)
         return sharding.received(name, local.requires_grad_(tensor.requires_grad))
 
-    graph = traced.measured(place, sharding.run, locals_of)
-    return StripGraph(rank, graph, sharding.gathered)
+    def run(position: int, step: Step, values: Mapping[str, Any]) -> Any:
+        before = nowhere.heard
+        made = sharding.run(position, step, values)
+        heard[step.name] = nowhere.heard - before
+        return made
 
-
-def priced_as(tile: LayerGraph, strip: LayerGraph) -> LayerGraph:
-    """Return the layers of a strip, each with the kernel by which a tile of its height is priced.
-
-    A norm of strips runs other kernels than a tile's, which no calibration has timed.
-
-    Args:
-        tile: The model's layers for a tile of the strip's height.
-        strip: Those of a strip.
-
-    Raises:
-        PathosegError: They are not the same layers.
-    """
-    if [layer.name for layer in tile.layers] != [layer.name for layer in strip.layers]:
-        raise PathosegError(
-            f"{strip.model} has other layers for strips than for a whole tile, so its strips "
-            "cannot be planned.",
-            "Train it without [parallel] shards.",
-        )
-
-    def priced(layer: Layer, own: Layer) -> Layer:
-        if layer.kind == own.kind == "convolution":  # its halo rows are computed too
-            return own
-        forward = replace(layer.forward, peak=own.forward.peak)
-        backward = replace(layer.backward, peak=own.backward.peak)
-        return replace(
-            own, kind=layer.kind, attributes=layer.attributes, forward=forward, backward=backward
-        )
-
-    both = zip(tile.layers, strip.layers, strict=True)
-    return replace(strip, layers=tuple(priced(layer, own) for layer, own in both))
+    graph = traced.measured(place, run, locals_of)
+    return StripGraph(rank, graph, sharding.gathered, heard)
 
 
 class _Done:
@@ -104,20 +83,27 @@ class _Done:
 
 
 class Nowhere:
-    """The transport of a rank whose neighbours are not there: implements Transport."""
+    """The transport of a rank whose neighbours are not there: implements Transport.
+
+    Attributes:
+        heard: The bytes that they would have told it.
+    """
 
     reads = frozenset[str]()
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
+        self.heard = 0
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Pending:
         return _Done()
 
     def receive(self, into: Tensor, source: int, tag: int) -> Pending:
+        self.heard += into.nbytes
         return _Done()
 
     def sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
+        self.heard += tensor.nbytes
         return _Done()
 
     def gather(self, text: str) -> list[str]:

@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pathoseg.errors import PathosegError
 from pathoseg.models.unet import UNet
 from pathoseg.parallel.cost.cost_model import cost_model
 from pathoseg.parallel.cost.hardware import load_hardware
 from pathoseg.parallel.cost.strip_costs import StripCosts, halo_bytes
-from pathoseg.parallel.graph.traced import trace
+from pathoseg.parallel.graph.traced import Traced, trace
 from pathoseg.parallel.schedule.costs import Link
 from pathoseg.parallel.shards.rows import Split
 from pathoseg.parallel.shards.strip import Strip
+from pathoseg.parallel.shards.strip_graph import strip_graph
 from tests.parallel.comm.thread_ranks import ThreadTransport, run_ranks
 from tests.parallel.shards.strips_on_threads import Place
 
@@ -66,13 +68,27 @@ def test_halos_are_those_that_are_sent(model: nn.Module) -> None:
 
 
 def test_strips_cost_more_than_their_rows() -> None:
-    graph = trace(UNet(2, width=4, depth=2), torch.empty(1, 3, 32, 64, device="meta"))
-    hardware = replace(load_hardware("v100"), inside=Link(1.0, 0.0))
-    alone = cost_model(hardware)
-    strips = StripCosts(alone, hardware, 2)
+    model = UNet(2, width=4, depth=2)
+    whole = Traced(model, torch.empty(1, 3, 64, 64, device="meta"))
+    strip = strip_graph(whole, 2).graph
+    tile = trace(model, torch.empty(1, 3, 32, 64, device="meta"))
+    hardware = replace(load_hardware("v100"), inside=Link(1.0, 0.0), bandwidth=float("inf"))
+    alone = cost_model(load_hardware("v100"))
+    strips = StripCosts(alone, hardware, 2, tile)
+    layers = {layer.name: layer for layer in strip.layers}
     extra = {
-        layer.name: strips.time(layer).forward - alone.time(layer).forward for layer in graph.layers
+        like.name: strips.time(layers[like.name]).forward - alone.time(like).forward
+        for like in tile.layers
     }
     assert extra["encoder.0.conv1"] == pytest.approx(1), "one message each way"
     assert extra["encoder.0.norm1"] == pytest.approx(2), "there and back"
     assert extra["encoder.0.relu1"] == extra["encoder.1.pool"] == extra["head"] == 0
+    slow = replace(hardware, inside=Link(), bandwidth=1.0)
+    moved = StripCosts(alone, slow, 2, tile).time(layers["encoder.0.conv2"])
+    joined = 4 * 33 * 64 * 4  # channels, the strip with its halo, width, bytes
+    assert moved.forward >= 2 * joined - 4 * 4 * 64 * 4, "strip and halo are read, and written"
+    pooled = StripCosts(alone, slow, 2, tile).time(layers["encoder.1.pool"])
+    assert pooled.forward == alone.time(layers["encoder.1.pool"]).forward
+    other = trace(UNet(2, width=4, depth=1), torch.empty(1, 3, 32, 64, device="meta"))
+    with pytest.raises(PathosegError, match="other layers for 2 strips"):
+        StripCosts(alone, hardware, 2, other).time(layers["encoder.2.conv1"])

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.runtime.executor import Microbatches
+from pathoseg.parallel.runtime.memory_check import Memory
 from pathoseg.parallel.runtime.runner import Runner
 from tests.parallel.computing_device import DEVICE
 from tests.parallel.networks.runtime_models import BRANCHED_MODELS, MODELS, SIDE, samples
@@ -59,19 +60,24 @@ def microbatches(case: Case, step: int, runner: Runner) -> Microbatches:
     return Microbatches(sizes, inputs, lambda each: of(each)[1][:, rows])
 
 
-def start_strips(sharded: Sharded, transport: Transport, whose: object = None) -> Runner:
+def start_strips(
+    sharded: Sharded, transport: Transport, whose: object = None, memory: Memory | None = None
+) -> Runner:
     """The runner of one rank, at the first weights of a model of its own, or of `whose`."""
     case = sharded.case
     schedule, partition = case.schedule()
     model = reset(traced(case.model, case.dtype, transport.rank if whose is None else whose))
+    training = training_of(case)
     return Runner(
-        model, partition, schedule, transport, DEVICE, training_of(case), shards=sharded.shards
+        model, partition, schedule, transport, DEVICE, training, memory, shards=sharded.shards
     )
 
 
-def run_strips(sharded: Sharded, transport: Transport, whose: object = None) -> Verdict:
+def run_strips(
+    sharded: Sharded, transport: Transport, whose: object = None, memory: Memory | None = None
+) -> Verdict:
     """Three steps on one rank; gradients are those of its own parameters."""
-    runner, verdict = start_strips(sharded, transport, whose), Verdict()
+    runner, verdict = start_strips(sharded, transport, whose, memory), Verdict()
     for step in range(STEPS):
         result = runner.step(step, microbatches(sharded.case, step, runner))
         assert result.finite

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from pathoseg.errors import PathosegError
 from pathoseg.giving_up import GivenUpError
+from pathoseg.parallel.activations import saved_tensor_hooks
+from pathoseg.parallel.activations.stage_offload import Park
 from pathoseg.parallel.comm.local_ranks import start_local
 from pathoseg.parallel.runtime.memory_check import Memory
 from pathoseg.parallel.runtime.runner import Runner
+from tests.parallel.activations.test_saved_tensor_hooks import mixtures
 from tests.parallel.comm.thread_ranks import ThreadTransport, run_ranks
 from tests.parallel.computing_device import DEVICE
 from tests.parallel.networks.runtime_models import SIDE, samples
 from tests.parallel.runtime.cases import Case, judged, reset, save_verdicts, traced, training_of
+from tests.parallel.runtime.judge import Verdict
 from tests.parallel.shards.sharded_cases import (
     Sharded,
     compare,
@@ -51,6 +59,12 @@ CASES = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The judge's models are tiny; all that is offloaded is to leave."""
+    monkeypatch.setattr(saved_tensor_hooks, "SMALL", 1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sharded", CASES, ids=str)
 def test_strips_train_as_whole_tiles(sharded: Sharded) -> None:
@@ -60,6 +74,62 @@ def test_strips_train_as_whole_tiles(sharded: Sharded) -> None:
     verdicts = run_ranks(sharded.ranks, lambda transport: run_strips(sharded, transport))
     for rank, verdict in enumerate(verdicts):
         compare(sharded, rank, verdict, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "plan", "shards"),
+    [
+        ("unet", "data-parallel", 3),
+        ("unet-group-norm", "gpipe", 2),
+        ("resnet-v2", "gems-master", 2),
+        ("dropout", "data-parallel", 2),
+        ("branches", "gpipe-folded", 2),
+        ("hooknet", "data-parallel", 2),
+        ("vit", "data-parallel", 2),  # gathers
+    ],
+)
+@settings(max_examples=2, deadline=None, suppress_health_check=[*HealthCheck])
+@given(data=st.data())
+def test_strips_of_which_layers_are_offloaded_and_recomputed_train_as_whole_tiles(
+    model: str, plan: str, shards: int, data: st.DataObject
+) -> None:
+    """Any mixture of layers; halos and sums are kept, so what runs again sends nothing."""
+    case, memory = data.draw(mixtures(model, plan))
+    sharded = Sharded(replace(case, dtype=DOUBLE), shards)
+    prepare(sharded)
+    expected = judged(model, DOUBLE, tuple(case.sizes()), case.clip)
+    found = run_ranks(sharded.ranks, lambda transport: _counted(sharded, transport, memory))
+    for rank, (verdict, sent) in enumerate(found):
+        compare(sharded, rank, verdict, expected)
+        assert sent == _sent_where_all_is_kept(model, plan, case.ranks, shards)[rank]
+
+
+class Counting(ThreadTransport):
+    """Counts messages and sums."""
+
+    sent = 0
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Any:
+        self.sent += 1
+        return super().send(tensor, to, tag)
+
+    def sum(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Any:
+        self.sent += 1
+        return super().sum(tensor, ranks)
+
+
+def _counted(
+    sharded: Sharded, transport: ThreadTransport, memory: Memory | None = None
+) -> tuple[Verdict, int]:
+    counting = Counting(transport._hub, transport.rank)
+    return run_strips(sharded, counting, memory=memory), counting.sent
+
+
+@cache
+def _sent_where_all_is_kept(model: str, plan: str, ranks: int, shards: int) -> list[int]:
+    sharded = Sharded(Case(model, plan, ranks, DOUBLE), shards)
+    return [sent for _, sent in run_ranks(sharded.ranks, lambda each: _counted(sharded, each))]
 
 
 @pytest.mark.process
@@ -125,7 +195,7 @@ def test_strips_give_up_together() -> None:
     ("shards", "memory", "said"),
     [
         (2, Memory(), "take 2 ranks, not 3"),
-        (3, Memory(recomputed={0: ["encoder.0.relu1"]}), "cannot be offloaded, parked or recomp"),
+        (3, Memory(parked=frozenset({Park.OPTIMIZER})), "Nothing is parked"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(shards: int, memory: Memory, said: str) -> None:
