@@ -146,6 +146,19 @@ class Runner:
         if any(retentions[stage].offloaded for stage in held):
             turns = take_turns(whole.lists[transport.rank])
             copies = copies_of(memory.form, streams, device, memory.window, host_bytes, turns)
+        reductions = {
+            number: GradientReduction(
+                self._holdings.trained(number),
+                max(1, whole.setting.buckets[number]),
+                world,
+                tuple(
+                    holder * shards + shard
+                    for holder in self._holders(number)
+                    for shard in range(shards)
+                ),
+            )
+            for number in held
+        }
         most = max(sizes.values(), default=0)
         parking_copies = (
             copies_of(memory.form, streams, device, most, sum(sizes.values())) if parked else None
@@ -163,19 +176,6 @@ class Runner:
                 copies=copies,
                 parks=Park.PARAMETERS in parked,
                 sharding=self._sharding,
-            )
-            for number in held
-        }
-        reductions = {
-            number: GradientReduction(
-                self._holdings.trained(number),
-                max(1, whole.setting.buckets[number]),
-                world,
-                tuple(
-                    holder * shards + shard
-                    for holder in self._holders(number)
-                    for shard in range(shards)
-                ),
             )
             for number in held
         }
