@@ -379,12 +379,14 @@ class Runner:
             raise
         except Exception as error:  # whatever the user's model or loss raises: the others wait
             first = str(error).split("\n")[0]
-            problem = f"Rank {rank} failed {self.doing} ({type(error).__name__}: {first})."
-            hint = "Run it on one rank to see whether the model itself fails."
+            failure = PathosegError(
+                f"Rank {rank} failed {self.doing} ({type(error).__name__}: {first}).",
+                "Run it on one rank to see whether the model itself fails.",
+            )
             if is_out_of_memory(error):
-                problem, hint = self._memory.exhausted(rank, self._device, self.doing)
-            self._transport.abort(problem)
-            raise PathosegError(problem, hint) from error
+                failure = self._memory.exhausted(error, rank, self._device, self.doing)
+            self._transport.abort(failure.problem)
+            raise failure from error
         except BaseException:
             self._transport.abort(f"Rank {rank} was stopped {self.doing}.")
             raise
