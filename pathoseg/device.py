@@ -8,6 +8,8 @@ that no other file asks which kind it is; NCCL alone (parallel/comm/nccl.py) is 
 
 from __future__ import annotations
 
+import gc
+import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,8 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pathoseg.errors import PathosegError, is_out_of_memory
-from pathoseg.memory_size import memory_text
+from pathoseg.errors import MemoryExhaustedError, PathosegError, is_out_of_memory
+from pathoseg.memory_size import memory_text, parse_memory
 
 # ImageNet's channel statistics: what most published pathology models are scaled by.
 MEAN = (0.485, 0.456, 0.406)
@@ -199,11 +201,56 @@ def memory_of(device: torch.device) -> tuple[int, int] | None:
 
 def peak_memory(device: torch.device) -> int | None:
     """Return the most bytes that tensors took on an accelerator; None where it does not tell."""
+    return _allocated("max_memory_allocated", device)
+
+
+def _allocated(which: str, device: torch.device) -> int | None:
     for source in (_module(device), torch.accelerator):
         # Each torch has it in one of the two, and MPS in none.
         with suppress(AttributeError, RuntimeError, NotImplementedError):
-            return int(source.max_memory_allocated(device))
+            return int(getattr(source, which)(device))
     return None
+
+
+_TRIED = re.compile(r"Tried to allocate (\d+(?:\.\d+)? [KMGT]iB)")
+_MARGIN = 0.1  # of what fits, left to what no plan counts
+
+
+def memory_that_fits(
+    error: BaseException, device: torch.device, planned: int | None = None
+) -> int | None:
+    """Return the bytes that another plan may fill, after a device has run out of memory.
+
+    They are what this process had and what was free, and no more than was planned less what was
+    missing; less a tenth.
+
+    Args:
+        error: What torch has raised, while tensors that it found are still held.
+        device: The device.
+        planned: Bytes by the plan that has failed, or None.
+
+    Returns:
+        None where it was not an accelerator's memory, or the device does not tell.
+    """
+    memory, held = None, None
+    if isinstance(error, torch.OutOfMemoryError) and device.type != "cpu":
+        memory, held = memory_of(device), _allocated("memory_allocated", device)
+    if memory is None or held is None:
+        return None
+    free, _ = memory
+    fits = held + free
+    if planned:
+        tried = _TRIED.search(str(error))
+        missing = max(0, parse_memory(tried[1]) - free) if tried else 0
+        fits = min(fits, planned - missing)
+    return int(max(0, fits) * (1 - _MARGIN))
+
+
+def let_go_of_memory() -> None:
+    """Free what is not used any more of an accelerator's memory, kept by torch or by circles."""
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
 
 
 def is_pinned_for(device: torch.device) -> bool:
@@ -362,13 +409,17 @@ def answer(model: torch.nn.Module, inputs: Inputs) -> Any:
 
 
 @contextmanager
-def memory_told(what: str, hint: str, device: torch.device) -> Iterator[None]:
+def memory_told(
+    what: str, hint: str, device: torch.device, can_be_planned: bool = False
+) -> Iterator[None]:
     """Turn running out of the device's or the host's memory into an error that says what to change.
 
     Args:
         what: What did not fit.
         hint: What to change.
         device: The device that computes.
+        can_be_planned: Whether a plan could make it fit into an accelerator: then the error is
+            MemoryExhaustedError.
     """
     try:
         yield
@@ -382,7 +433,10 @@ def memory_told(what: str, hint: str, device: torch.device) -> Iterator[None]:
                 free, total = (size / 2**30 for size in memory)
                 where += f" ({free:.1f} of {total:.1f} GiB are free)"
         said = (str(error) or type(error).__name__).splitlines()[0]
-        raise PathosegError(f"{what} does not fit {where}: {said}.", hint) from None
+        problem = f"{what} does not fit {where}: {said}."
+        if can_be_planned and (fits := memory_that_fits(error, device)) is not None:
+            raise MemoryExhaustedError(problem, hint, fits) from None
+        raise PathosegError(problem, hint) from None
 
 
 class Arrival:

@@ -1,5 +1,7 @@
 """The one error a user meets: what is wrong with which file, and a hint that mends it."""
 
+from pathlib import Path
+
 # What torch says in a RuntimeError: it has a class of its own for accelerators alone.
 _NO_MEMORY = ("out of memory", "can't allocate memory", "std::bad_alloc")
 
@@ -20,6 +22,27 @@ class PathosegError(Exception):
     def __reduce__(self) -> tuple[type["PathosegError"], tuple[str, str]]:
         # Exception pickles its args (the joined text), which does not fit __init__.
         return type(self), (self.problem, self.hint)
+
+
+class MemoryExhaustedError(PathosegError):
+    """The memory of an accelerator was used up in training, which could go on with less.
+
+    Args:
+        problem: As for PathosegError.
+        hint: Likewise.
+        fits: Bytes that another plan may fill on each rank.
+
+    Attributes:
+        run: The folder of the run, once it is known.
+    """
+
+    def __init__(self, problem: str, hint: str, fits: int) -> None:
+        super().__init__(problem, hint)
+        self.fits = fits
+        self.run: Path | None = None
+
+    def __reduce__(self) -> tuple[type["PathosegError"], tuple[str, str, int]]:  # type: ignore[override]  # of more arguments
+        return type(self), (self.problem, self.hint, self.fits)
 
 
 class UnreadableError(PathosegError):

@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,13 +25,19 @@ if TYPE_CHECKING:  # torch, which a command that is refused does not wait for
     from pathoseg.parallel.comm.transport import Transport
 
 
-def start_ranks(ranks: int, arguments: Sequence[str], choice: Choice) -> int | None:
+def start_ranks(
+    ranks: int,
+    arguments: Sequence[str],
+    choice: Choice,
+    variables: Mapping[str, str] | None = None,
+) -> int | None:
     """Runs this command on ranks of this machine.
 
     Args:
         ranks: How many.
         arguments: The command line's, without the program.
         choice: The transport.
+        variables: Their environment's, beside those of this process.
 
     Returns:
         The exit code, or None where this process is to do the work itself: one rank is asked for,
@@ -39,7 +45,8 @@ def start_ranks(ranks: int, arguments: Sequence[str], choice: Choice) -> int | N
     """
     if ranks == 1 or find_world().launcher is not None:
         return None
-    return start_local(ranks, [sys.executable, "-m", "pathoseg", *arguments], choice)
+    command = [sys.executable, "-m", "pathoseg", *arguments]
+    return start_local(ranks, command, choice, variables)
 
 
 @contextmanager

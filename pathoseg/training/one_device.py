@@ -142,6 +142,7 @@ class OneDevice:
                 "what does not fit is offloaded or recomputed. Or lower [train] microbatch or "
                 "--tile, or train on several ranks.",
                 self._device,
+                can_be_planned=True,
             ),
             buffers_kept(self._model.buffers()),
             asking(self._model, self._device, self._is_given_up),

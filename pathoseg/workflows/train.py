@@ -25,8 +25,8 @@ from pathoseg.config import (
     load_config,
     write_config,
 )
-from pathoseg.device import MEAN, STD, device_name, pick_device
-from pathoseg.errors import PathosegError, StoppedError
+from pathoseg.device import MEAN, STD, device_name, let_go_of_memory, pick_device
+from pathoseg.errors import MemoryExhaustedError, PathosegError, StoppedError
 from pathoseg.inference.segmenter import class_table_of, default_overlap
 from pathoseg.interruption import Interruption
 from pathoseg.memory_size import memory_text
@@ -54,7 +54,7 @@ from pathoseg.progress import say
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.slide_pool import SlidePool
 from pathoseg.time_spent import TimeSpent, time_told
-from pathoseg.training.distributed import joined, start_ranks, stopped_together
+from pathoseg.training.distributed import joined, stopped_together
 from pathoseg.training.earlier_model import (
     EarlierModel,
     read_earlier,
@@ -117,6 +117,7 @@ from pathoseg.training.validation import Validation
 from pathoseg.version import __version__
 from pathoseg.workflows.early_checks import ranks_to_start, resumed_run
 from pathoseg.workflows.plan import PLAN
+from pathoseg.workflows.second_attempt import SecondAttempt, leave_word, start_ranks_twice
 
 
 def launch(
@@ -142,7 +143,7 @@ def launch(
     if find_world().launcher is None:
         teams(wanted, wanted.ranks)
     refuse_overwriting(out, resume, overwrite)
-    code = start_ranks(wanted.ranks, arguments, wanted.transport)
+    code = start_ranks_twice(wanted.ranks, arguments, wanted.transport)
     if code is None:
         train(config_file, flags, out, resume, trace, overwrite, verbose)
     return code or 0
@@ -171,6 +172,33 @@ def train(
     Raises:
         PathosegError: Anything that keeps the run from starting or going on.
         StoppedError: A signal came; `--resume` goes on.
+    """
+    try:
+        return _attempt(config_file, flags, out, resume, trace, overwrite, verbose)
+    except MemoryExhaustedError as error:
+        second = SecondAttempt.after(error)
+        if second is None or find_world().ranks > 1:
+            raise
+        say(str(error))
+    # Out of the handler, which holds what the attempt has made.
+    let_go_of_memory()
+    second.tell()
+    return _attempt(config_file, second.flags(flags), second.run, True, trace, False, verbose)
+
+
+def _attempt(
+    config_file: Path | None,
+    flags: Mapping[str, Mapping[str, Any]],
+    out: Path | None,
+    resume: bool,
+    trace: bool,
+    overwrite: bool,
+    verbose: bool,
+) -> Path:
+    """Train as `train` does, but end where memory does.
+
+    Raises:
+        MemoryExhaustedError: A step of this rank found no memory.
     """
     wanted = ranks_to_start(config_file, flags, out, resume)
     refuse_overwriting(out, resume, overwrite)
@@ -300,6 +328,11 @@ def _train(
             if engine.leads:
                 with suppress(OSError):  # the stop is what is to be told
                     write_run_report(report(loop.progress, is_finished=False))
+            raise
+        except MemoryExhaustedError as error:
+            error.run = run
+            if transport is not None:
+                leave_word(error, transport.rank)
             raise
     summary = {
         "epochs": progress.epoch,

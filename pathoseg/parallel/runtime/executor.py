@@ -13,8 +13,8 @@ Ahead of every action: (1) the receives due until the visit after it are posted 
 runs: (3) a tensor is awaited and given to its stage; (4) the stage computes; (5) each tensor that
 leaves is put into the outbox, or given at once to a stage of this same rank, for which the list has
 no message; (6) a tensor leaves the outbox without anybody waiting; (7) a sum is started by the last
-copy of the stage on this rank, and awaited much later; (8) the last STEP of the list updates all
-parameters, as clipping needs every gradient.
+copy of the stage on this rank, in parts already while its last backward runs (7b), and awaited much
+later; (8) the last STEP of the list updates all parameters, as clipping needs every gradient.
 
 A step that is given up runs through the rest of its list without computing: (3), (6) and (7) go on,
 so that no rank waits in vain. At (8) every rank learns of it, and none updates a parameter.
@@ -27,8 +27,9 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -225,6 +226,14 @@ class _Execution:
         self._copies = Counter(
             (each.stage, each.bucket) for each in actions if each.kind is Kind.REDUCE
         )
+        # The sums that are still to be started, in the order in which the last copies join them.
+        joins = {
+            (each.stage, each.bucket): at
+            for at, each in enumerate(actions)
+            if each.kind is Kind.REDUCE
+        }
+        self._to_start = sorted(joins, key=joins.__getitem__)
+        self._last_backward = {each.stage: each for each in actions if each.kind is Kind.BACKWARD}
         self._steps_left = sum(each.kind is Kind.STEP for each in actions)
 
     def run(self) -> None:
@@ -291,7 +300,9 @@ class _Execution:
             case Kind.RECOMPUTE:
                 stage.recompute(microbatch, self._pass)
             case Kind.BACKWARD:
-                for edge, gradient in stage.backward(microbatch).items():  # (4)
+                with self._overlapping(action):
+                    gradients = stage.backward(microbatch)  # (4)
+                for edge, gradient in gradients.items():
                     self._hand_on(action, edge, edge.source, gradient)
             case Kind.SEND:
                 self._messages.send(action, self._outbox.pop(action, None))  # (6)
@@ -325,6 +336,20 @@ class _Execution:
             assert action.microbatch is not None
             self._stages[to].receive(action.microbatch, edge, tensor)
 
+    def _overlapping(self, backward: Action) -> AbstractContextManager[None]:
+        """(7b) Begin sums of the stage within its last backward, if they are next in the list.
+
+        A sum ahead of them in the list may wait for a later backward; other ranks, on which that
+        comes first, then begin it first. Sums over strips begin at their REDUCE, as the backward
+        of a norm sums over strips itself.
+        """
+        stage = backward.stage
+        if self._setup.strips or self._last_backward[stage] != backward:
+            return nullcontext()
+        own = takewhile(lambda each: each[0] == stage, self._to_start)
+        buckets = [bucket for _, bucket in own if bucket is not None]
+        return self._setup.reductions[stage].overlapping(buckets)
+
     def _reduce(self, action: Action) -> None:
         """(7) Join a sum; of several copies of a stage on this rank, the last one starts it."""
         assert action.bucket is not None
@@ -332,7 +357,8 @@ class _Execution:
         joined = self._joined.setdefault(part, [])
         joined.append((action, time.perf_counter()))
         if len(joined) == self._copies[part]:
-            self._setup.reductions[action.stage].start(action.bucket)
+            self._to_start.remove(part)
+            joined[-1] = action, self._setup.reductions[action.stage].start(action.bucket)
 
     def _wait_reduce(self, action: Action) -> None:
         assert action.bucket is not None

@@ -10,8 +10,8 @@ from socket import gethostname
 
 import torch
 
-from pathoseg.device import peak_memory
-from pathoseg.errors import PathosegError
+from pathoseg.device import memory_that_fits, peak_memory
+from pathoseg.errors import MemoryExhaustedError, PathosegError
 from pathoseg.memory_size import memory_text
 from pathoseg.parallel.activations.offload import OffloadMode
 from pathoseg.parallel.activations.stage_offload import Park
@@ -115,19 +115,26 @@ class Memory:
             for stage in range(schedule.stages)
         }
 
-    def exhausted(self, rank: int, device: torch.device, doing: str) -> tuple[str, str]:
-        """Return the problem and the hint of a device whose memory is used up."""
+    def exhausted(
+        self, error: BaseException, rank: int, device: torch.device, doing: str
+    ) -> PathosegError:
+        """Return the error of a rank whose device, or host, has no memory left."""
         figures = []
         if self.device_bytes:
             figures.append(f"{memory_text(self.on_device(rank))} were planned")
         if device.type != "cpu" and (taken := peak_memory(device)) is not None:
             figures.append(f"{memory_text(taken)} were taken at the peak")
-        problem = f"Rank {rank} ran out of device memory {doing}"
+        told = f"{': ' if figures else ''}{', '.join(figures)}"
+        problem = f"Rank {rank} ran out of device memory {doing}{told}."
+        fits = memory_that_fits(error, device, self.on_device(rank))
+        size = "" if fits is None else f" {fits // 2**20}MiB"
         hint = (
-            "Plan with less memory (--memory, or memory in [parallel]), or use smaller tiles or "
-            "microbatches."
+            f"Plan with less memory (--memory{size}, or memory in [parallel]), or use smaller "
+            "tiles or microbatches."
         )
-        return f"{problem}{': ' if figures else ''}{', '.join(figures)}.", hint
+        if fits is None:
+            return PathosegError(problem, hint)
+        return MemoryExhaustedError(problem, hint, fits)
 
 
 def compare_hosts(transport: Transport, own: int, computes: bool) -> None:

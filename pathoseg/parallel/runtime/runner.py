@@ -146,6 +146,19 @@ class Runner:
         if any(retentions[stage].offloaded for stage in held):
             turns = take_turns(whole.lists[transport.rank])
             copies = copies_of(memory.form, streams, device, memory.window, host_bytes, turns)
+        reductions = {
+            number: GradientReduction(
+                self._holdings.trained(number),
+                max(1, whole.setting.buckets[number]),
+                world,
+                tuple(
+                    holder * shards + shard
+                    for holder in self._holders(number)
+                    for shard in range(shards)
+                ),
+            )
+            for number in held
+        }
         most = max(sizes.values(), default=0)
         parking_copies = (
             copies_of(memory.form, streams, device, most, sum(sizes.values())) if parked else None
@@ -163,19 +176,6 @@ class Runner:
                 copies=copies,
                 parks=Park.PARAMETERS in parked,
                 sharding=self._sharding,
-            )
-            for number in held
-        }
-        reductions = {
-            number: GradientReduction(
-                self._holdings.trained(number),
-                max(1, whole.setting.buckets[number]),
-                world,
-                tuple(
-                    holder * shards + shard
-                    for holder in self._holders(number)
-                    for shard in range(shards)
-                ),
             )
             for number in held
         }
@@ -379,12 +379,14 @@ class Runner:
             raise
         except Exception as error:  # whatever the user's model or loss raises: the others wait
             first = str(error).split("\n")[0]
-            problem = f"Rank {rank} failed {self.doing} ({type(error).__name__}: {first})."
-            hint = "Run it on one rank to see whether the model itself fails."
+            failure = PathosegError(
+                f"Rank {rank} failed {self.doing} ({type(error).__name__}: {first}).",
+                "Run it on one rank to see whether the model itself fails.",
+            )
             if is_out_of_memory(error):
-                problem, hint = self._memory.exhausted(rank, self._device, self.doing)
-            self._transport.abort(problem)
-            raise PathosegError(problem, hint) from error
+                failure = self._memory.exhausted(error, rank, self._device, self.doing)
+            self._transport.abort(failure.problem)
+            raise failure from error
         except BaseException:
             self._transport.abort(f"Rank {rank} was stopped {self.doing}.")
             raise

@@ -45,11 +45,13 @@ class RankParameters:
     ) -> None:
         self.parameters = dict(model.named_parameters())
         self._stages: dict[str, set[int]] = {}
+        self._first: dict[str, int] = {}  # the first layer that uses it
         for stage in range(partition.stages):
             for position in partition.layers(stage):
                 layer = graph.layers[position]
                 for name in (*layer.parameters, *layer.buffers):
                     self._stages.setdefault(name, set()).add(stage)
+                    self._first.setdefault(name, position)
         self._model = model
         # Each key of the state dict, shared parameters' several ones too, and its one name here.
         names = {id(tensor): name for name, tensor in self._tensors()}
@@ -65,15 +67,19 @@ class RankParameters:
 
     def of(self, stage: int) -> list[nn.Parameter]:
         """Return the parameters that a stage uses, in the model's order."""
-        return [
-            parameter
-            for name, parameter in self.parameters.items()
-            if stage in self._stages.get(name, {0})
-        ]
+        return [self.parameters[name] for name in self._names(stage)]
 
     def trained(self, stage: int) -> list[nn.Parameter]:
-        """Return the parameters of a stage that require gradients, in the model's order."""
-        return [parameter for parameter in self.of(stage) if parameter.requires_grad]
+        """Return the parameters of a stage that require gradients, in the order of the backward.
+
+        A gradient is complete after the first layer that uses its parameter; those that no layer
+        uses come last.
+        """
+        names = sorted(self._names(stage), key=lambda name: -self._first.get(name, -1))
+        return [self.parameters[name] for name in names if self.parameters[name].requires_grad]
+
+    def _names(self, stage: int) -> list[str]:
+        return [name for name in self.parameters if stage in self._stages.get(name, {0})]
 
     def settle(self, device: torch.device) -> None:
         """Move this rank's parameters and buffers to its device, all others to the `meta` device.

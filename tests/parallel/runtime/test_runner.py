@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import weakref
 from collections.abc import Callable
 from copy import deepcopy
@@ -33,7 +34,7 @@ from pathoseg.parallel.schedule.one_f_one_b import one_f_one_b
 from pathoseg.parallel.schedule.schedule import Schedule
 from pathoseg.training.one_device import train_step
 from pathoseg.training.optimizer import load_by_name, state_by_name
-from tests.parallel.comm.thread_ranks import ThreadTransport, run_ranks
+from tests.parallel.comm.thread_ranks import ThreadPending, ThreadTransport, run_ranks
 from tests.parallel.networks.runtime_models import MODELS, per_sample_loss
 from tests.parallel.runtime.cases import (
     Case,
@@ -371,6 +372,30 @@ def test_events_are_the_actions_of_the_schedule(plan: str) -> None:
         # Of an edge without gradient nothing is sent back.
         assert all(each.kind is Kind.SEND for each in gone)
         assert all(event.rank == rank and 0 <= event.start <= event.end for event in result.events)
+
+
+@pytest.mark.parametrize("plan", ["data-parallel", "gems-mast", "bidirectional"])
+def test_sums_begin_within_the_last_backward_in_one_order(
+    plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, sums = Case("unet", plan, 2), ThreadTransport.sum
+    begun: dict[int, list[tuple[str, int]]] = {0: [], 1: []}
+    runners: dict[int, Runner] = {}
+
+    def recorded(self: ThreadTransport, tensor: Tensor, ranks: tuple[int, ...]) -> ThreadPending:
+        begun[self.rank].append((runners[self.rank].doing, tensor.numel()))
+        return sums(self, tensor, ranks)
+
+    def body(transport: ThreadTransport) -> None:
+        runners[transport.rank] = start(case, transport)
+        runners[transport.rank].step(0, microbatches(case, 0))
+
+    prepare(case)
+    monkeypatch.setattr(ThreadTransport, "sum", recorded)
+    run_ranks(2, body)
+    assert [size for _, size in begun[0]] == [size for _, size in begun[1]]
+    for rank in begun:
+        assert re.match(r"at \d:\dB\d", begun[rank][0][0]), begun[rank]
 
 
 def test_a_rank_that_fails_names_itself_to_all() -> None:

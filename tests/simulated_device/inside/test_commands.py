@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,10 +15,12 @@ import tifffile
 import torch
 
 from pathoseg.config import Config, ParallelConfig, TileConfig, TrainConfig
+from pathoseg.device import memory_that_fits
 from pathoseg.errors import PathosegError
 from pathoseg.models.bundle import load_bundle
 from pathoseg.models.unet import UNet
 from pathoseg.parallel.comm.launcher import Choice, World
+from pathoseg.parallel.cost.hardware import load_hardware, save_hardware
 from pathoseg.training import distributed
 from pathoseg.training.one_device import OneDevice
 from pathoseg.training.step_plan import agreed_plan
@@ -91,6 +94,47 @@ def test_a_run_in_mixed_precision_goes_on_as_if_nothing_had_happened(
     assert code == 0, output
     assert _figures("resumed") == _figures("calm")
     torch.testing.assert_close(_weights("resumed"), _weights("calm"), rtol=0, atol=0)
+
+
+def test_a_device_without_memory_is_given_a_plan_with_less(exact: Path, command: Command) -> None:
+    """A second attempt keeps less between forward and backward, and learns the same."""
+    save_hardware(replace(load_hardware("v100"), device="sim"), Path("sim.json"))
+    text = Path("exact.toml").read_text().replace("tile = 32", "tile = 128")
+    Path("exact.toml").write_text(text + '\n[parallel]\nhardware = "sim.json"\n')
+    gc.collect()
+    before = torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    assert _train(command, "sim", "calm")[0] == 0
+    needed = torch.accelerator.max_memory_allocated() - before
+    gc.collect()
+    sim.set_memory_limit(torch.accelerator.memory_allocated() + needed * 3 // 4)
+    code, output = _train(command, "sim", "tight")
+    assert code == 0, output
+    assert "sim out of memory" in output
+    assert output.count("Once more, with a plan of") == 1
+    assert _figures("calm")
+    for found, expected in zip(_figures("tight"), _figures("calm"), strict=True):
+        assert {k: float(v) for k, v in found.items()} == pytest.approx(
+            {k: float(v) for k, v in expected.items()}, rel=1e-4
+        )
+
+
+def test_what_fits_is_what_was_held_and_free_less_what_was_missing() -> None:
+    device = torch.device("sim", 0)
+    gc.collect()
+    sim.set_memory_limit(torch.accelerator.memory_allocated() + 10 * _MIB)
+    own = torch.accelerator.memory_allocated() + 10 * _MIB
+    held = torch.empty(7 * _MIB, dtype=torch.uint8, device=device)
+    with pytest.raises(torch.OutOfMemoryError) as refused:
+        torch.empty(5 * _MIB, dtype=torch.uint8, device=device)
+    del held  # as a part of it is, once the error is caught
+    for planned, fits in ((None, own), (20 * _MIB, own), (8 * _MIB, 8 * _MIB)):
+        assert memory_that_fits(refused.value, device, planned) == int(fits * 0.9)
+    held = torch.empty(7 * _MIB, dtype=torch.uint8, device=device)
+    assert memory_that_fits(refused.value, device, 8 * _MIB) == int(6 * _MIB * 0.9)
+    assert memory_that_fits(refused.value, torch.device("cpu")) is None
+    assert memory_that_fits(MemoryError(), device) is None
+    del held
 
 
 @pytest.mark.parametrize("doing", ["train", "infer"])
