@@ -153,8 +153,8 @@ class NetConfig:
         norm: Normalisation layer; of networks with an encoder, that of the decoder.
         options: Keyword arguments of a `module:factory`. Of `vit_seg`: `size` ("S", "B", "L", "H",
             "H2", "g"), `patch`, `registers`, `mlp`, `layer_scale`, `positions` (docs/encoders.md).
-        encoder_weights: File that the encoder starts from; options left out follow from it.
-        licence: Of `encoder_weights`; None takes that in timm's `config.json` beside the file.
+        encoder_weights: File, run or bundle to take the encoder from; options left out follow.
+        licence: Of `encoder_weights`; None takes that in timm's `config.json` or in the bundle.
         mean: Of each channel of pixels in 0…1; None takes the config's, else ImageNet's.
         std: Standard deviation of each channel, likewise.
     """

@@ -1,4 +1,4 @@
-"""Published weights of an encoder: reading a file of any origin, and which network it fits."""
+"""Weights of an encoder: reading a file of any origin or a bundle, and which network they fit."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from pathoseg.errors import PathosegError
+from pathoseg.models.bundle import Bundle, load_bundle, load_card
+from pathoseg.models.bundle_identity import WEIGHTS, read_bundle_file
 from pathoseg.models.model_options import (
     UNET_RESNETS,
     VIT_SEG,
@@ -68,6 +70,7 @@ class EncoderWeights:
         mean: Of the pixels that the encoder was trained with, where the config says so.
         std: Likewise.
         licence: Likewise.
+        card: Of the bundle that the encoder is part of; None of a file of another program.
     """
 
     path: Path
@@ -80,6 +83,7 @@ class EncoderWeights:
     mean: Channels | None = None
     std: Channels | None = None
     licence: str | None = None
+    card: Bundle | None = None
 
 
 def read_encoder(path: Path) -> EncoderWeights:
@@ -111,6 +115,43 @@ def read_encoder(path: Path) -> EncoderWeights:
     if kind == "a vision transformer":
         _split_positions(path, tensors)
     return EncoderWeights(path, digest, kind, tensors, tuple(left), **_read_config(path))
+
+
+def read_bundle_encoder(folder: Path) -> EncoderWeights:
+    """Read the encoder of a bundle; low-rank additions are added up with what they add to.
+
+    Args:
+        folder: Of the bundle.
+
+    Raises:
+        PathosegError: It is no whole bundle, or its network has no encoder.
+    """
+    card = load_card(folder)
+    if not card.model.has_encoder:
+        raise PathosegError(
+            f"The model {card.model.name} in {folder} has no encoder to start from.",
+            "Start the whole network from it with --from, or name a run of a network that has "
+            "one (docs/encoders.md).",
+        )
+    model, _ = load_bundle(folder)
+    tensors: Tensors = dict(model.get_submodule("encoder").state_dict())
+    for name in [name for name in tensors if name.endswith(".lora_a")]:
+        layer = name.removesuffix(".lora_a")
+        down, up = tensors.pop(name), tensors.pop(f"{layer}.lora_b")
+        tensors[f"{layer}.weight"] = tensors[f"{layer}.weight"] + up @ down
+    known, licence = (card.training.get(key) for key in ("encoder", "encoder_licence"))
+    return EncoderWeights(
+        folder / WEIGHTS,
+        hashlib.sha256(read_bundle_file(folder / WEIGHTS)).hexdigest(),
+        "a ResNet" if card.model.name in UNET_RESNETS else "a vision transformer",
+        tensors,
+        left_over=(),
+        name=known if isinstance(known, str) else card.model.name,
+        mean=card.mean,
+        std=card.std,
+        licence=licence if isinstance(licence, str) else None,
+        card=card,
+    )
 
 
 def fitting_options(config: ModelConfig, weights: EncoderWeights) -> Mapping[str, Scalar]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +20,14 @@ from pathoseg.models.bundle import load_bundle
 from pathoseg.models.encoder_weights import (
     EncoderWeights,
     fitting_options,
+    read_bundle_encoder,
     read_encoder,
     set_encoder,
 )
+from pathoseg.platform_support import follow_pointer, relative_path
 from pathoseg.progress import say
 from pathoseg.training.earlier_model import EarlierModel, set_weights, some
-from pathoseg.training.run_folder import START
+from pathoseg.training.run_folder import START, bundle_of
 
 
 def factory_of(config: Config) -> str | None:
@@ -45,7 +48,8 @@ def take_encoder(config: Config) -> tuple[EncoderWeights, Config]:
         own, mean and standard deviation, licence.
 
     Raises:
-        PathosegError: They cannot be read or do not fit the network, or nothing states a licence.
+        PathosegError: They cannot be read or do not fit the network, or nothing states the licence
+            of a file.
     """
     wanted = config.model
     assert wanted.encoder_weights is not None
@@ -55,9 +59,14 @@ def take_encoder(config: Config) -> tuple[EncoderWeights, Config]:
             "encoder starts from.",
             "Leave one of them out: an earlier model has its encoder with it.",
         )
-    weights = read_encoder(Path(wanted.encoder_weights))
+    place = follow_pointer(Path(os.path.realpath(wanted.encoder_weights)))
+    if place.is_dir():
+        run = relative_path(place, Path())
+        weights = read_bundle_encoder(bundle_of(run, "[model] encoder_weights"))
+    else:
+        weights = read_encoder(Path(wanted.encoder_weights))
     licence = wanted.licence or weights.licence
-    if licence is None:
+    if licence is None and weights.card is None:  # a model of one's own may have none
         raise PathosegError(
             f"Nothing states the licence of {weights.path}.",
             'Give it, as in [model] licence = "Apache-2.0"; the model that you train records it.',
@@ -117,8 +126,14 @@ def first_network(
 def _set_encoder(model: nn.Module, config: Config, weights: EncoderWeights) -> Mapping[str, Any]:
     """Sets the encoder's weights and says what is taken; returns the record of the bundle."""
     missing = set_encoder(model.get_submodule("encoder"), weights)
-    told = [f"Encoder {weights.name} ({config.model.licence}) from {weights.path}:"]
+    licence = "" if config.model.licence is None else f" ({config.model.licence})"
+    told = [f"Encoder {weights.name}{licence} from {weights.path}:"]
     told.append(f"{len(weights.tensors)} tensors.")
+    if weights.card is not None and weights.card.mpp != config.tiles.mpp:
+        told.append(
+            f"It was trained at {weights.card.mpp:g} µm per pixel, and sees "
+            f"{config.tiles.mpp:g} µm now."
+        )
     if missing:
         told.append(f"Not in the file, so drawn at random: {some(missing)}.")
     if weights.left_over:

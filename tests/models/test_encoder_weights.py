@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 from pathoseg.device import MEAN, STD
 from pathoseg.errors import PathosegError
 from pathoseg.models import encoder_weights, model_options
-from pathoseg.models.bundle import Bundle
+from pathoseg.models.build import build_model
+from pathoseg.models.bundle import Bundle, save_bundle
 from pathoseg.models.encoder_weights import (
     EncoderWeights,
     fitting_options,
+    read_bundle_encoder,
     read_encoder,
     set_encoder,
 )
@@ -207,6 +209,46 @@ def test_other_heads_in_the_config_are_refused(tmp_path: Path) -> None:
     found = _saved(tmp_path / "model.safetensors", _vit())
     with pytest.raises(PathosegError, match="4 heads of attention"):
         fitting_options(VIT, found)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    registers=st.integers(0, 4),
+    positions=st.integers(2, 4),
+    lora=st.integers(0, 2),
+    mlp=st.sampled_from(["gelu", "swiglu"]),
+)
+def test_the_encoder_of_a_bundle_answers_as_it_did_there(
+    tmp_path_factory: pytest.TempPathFactory, registers: int, positions: int, lora: int, mlp: str
+) -> None:
+    options = {"size": "tiny", "registers": registers, "positions": positions, "mlp": mlp}
+    shape = ModelConfig("vit_seg", "segment", 3, options={**options, "lora": lora})
+    model = build_model(shape)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    colours = ((1, 2, 3), (4, 5, 6))
+    sizes = {"mpp": 1.0, "tile": 28, "overlap": 0, "mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)}
+    training = {"encoder": "vit_tiny", "encoder_licence": "cc-by-nc-4.0"}
+    folder = tmp_path_factory.mktemp("bundle")
+    card = Bundle(shape, ("one", "two"), colours, **sizes, multiple=1, training=training)
+    save_bundle(folder, model.state_dict(), card)
+
+    found = read_bundle_encoder(folder)
+    assert (found.mean, found.std) == (card.mean, card.std)
+    assert (found.name, found.licence) == ("vit_tiny", "cc-by-nc-4.0")
+    encoder = VisionTransformer(vit_shape(fitting_options(VIT, found)))
+    assert set_encoder(encoder, found) == ()
+    images = torch.randn(1, 3, 42, 56)
+    for one, two in zip(encoder(images), model.get_submodule("encoder")(images), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
+def test_a_bundle_without_an_encoder_is_refused(tmp_path: Path) -> None:
+    shape = ModelConfig("unet", "segment", 2, width=1, depth=1)
+    card = Bundle(shape, ("one",), ((1, 2, 3),), 1.0, 32, 0, MEAN, STD, multiple=2)
+    save_bundle(tmp_path, build_model(shape).state_dict(), card)
+    with pytest.raises(PathosegError, match=r"The model unet in .* has no encoder"):
+        read_bundle_encoder(tmp_path)
 
 
 class _Code:

@@ -100,6 +100,29 @@ def test_a_run_starts_from_an_encoder_and_records_it(
     assert card.training["encoder_licence"] == "cc-by-nc-4.0"
 
 
+def test_a_run_lends_its_encoder_to_another_task(toy_slides: Path, command: Command) -> None:
+    own = OPTIONS.replace('encoder_weights = "resnet/model.safetensors"', "{}")
+    Path("own.toml").write_text(own.format("mean = [0.7, 0.5, 0.7]\nstd = [0.2, 0.25, 0.2]"))
+    code, said = command("train", "--slides", "slides", "--config", "own.toml", "--out", "own")
+    assert code == 0, said
+    objects = own.format('encoder_weights = "own"\ntask = "objects"')
+    Path("other.toml").write_text(f'{objects}[annotations]\nmask = "instances"\n')
+    arguments = ("train", "--slides", "slides", "--config", "other.toml", "--mpp", "1")
+    code, said = command(*arguments, "--out", "run")
+    assert code == 0, said  # no licence is asked for a model of one's own
+    said = " ".join(said.split())
+    assert "Encoder unet_resnet18 from own/model/weights.safetensors: 120 tensors." in said
+    assert "It was trained at 0.5 µm per pixel, and sees 1 µm now." in said
+    (theirs, _), (begun, card) = (load_bundle(Path(run)) for run in ("own/model", "run/start"))
+    assert (card.mean, card.std) == ((0.7, 0.5, 0.7), (0.2, 0.25, 0.2))
+    assert card.training["encoder_licence"] is None
+    state = begun.encoder.state_dict()
+    for name, tensor in theirs.encoder.state_dict().items():
+        assert torch.equal(state[name], tensor), name
+    one, two = (model.decoder[0].convolve.conv1.weight for model in (theirs, begun))
+    assert not torch.equal(one, two)
+
+
 def test_a_plan_takes_the_encoders_file_and_knows_what_is_frozen(
     published: dict[str, torch.Tensor], command: Command
 ) -> None:
