@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +13,7 @@ from torch import nn
 
 from pathoseg.config import Config, load_config
 from pathoseg.device import pick_device
+from pathoseg.errors import PathosegError
 from pathoseg.memory_size import memory_text
 from pathoseg.models.build import build_model, tile_multiple
 from pathoseg.outputs.atomic import write_text
@@ -22,6 +25,7 @@ from pathoseg.parallel.planning.infeasibility import count_ranks, nothing_fits
 from pathoseg.parallel.planning.orders import AUTO, DATA_PARALLEL, SEQUENTIAL
 from pathoseg.parallel.planning.partition import cut
 from pathoseg.parallel.planning.plan import Plan, PlanRequest
+from pathoseg.parallel.planning.planner import fits
 from pathoseg.parallel.planning.stage_costs import StageCosts
 from pathoseg.parallel.schedule import timeline
 from pathoseg.parallel.schedule.simulate import simulate
@@ -34,6 +38,7 @@ from pathoseg.training.step_plan import (
     find,
     find_hardware,
     memory_to_plan,
+    plan_request,
     teams,
     told_of_teams,
     with_dtype,
@@ -43,6 +48,7 @@ from pathoseg.training.step_plan import (
 PLAN, TIMELINE = "plan.json", "timeline.svg"
 
 _SHOWN = 10
+_TRIED_SIDES = 16  # of tiles in strips, where nothing fits
 
 Level = Literal["layer", "block", "module"]
 # Depth of the module calls that become one layer: the model's children, and theirs.
@@ -90,13 +96,12 @@ def plan(
     if not found.plans:
         multiple = tile_multiple(model)
         sides = range(2 * multiple, config.tiles.side, multiple)
+        refusal = nothing_fits(
+            graphs[0], request, sides, lambda side: prices.one(graphs[0].microbatch, side, shards)
+        )
+        smaller = _in_strips(prices, memory, sides)
         with told_of_teams(shards):
-            raise nothing_fits(
-                graphs[0],
-                request,
-                sides,
-                lambda side: prices.one(graphs[0].microbatch, side, shards),
-            )
+            raise PathosegError(refusal.problem, f"{refusal.hint}{smaller}")
     of_strip, plans = found.plans[0], found.whole
     best = plans[0]
     [whole] = [each for each in graphs if each.microbatch == best.microbatch]
@@ -249,6 +254,25 @@ def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _in_strips(prices: Prices, memory: int, sides: Sequence[int]) -> str:
+    """A hint at a tile that fits in the most strips that the planner looked at in vain, if any."""
+    shards = max((many for many, whole in prices.gathered.items() if not whole), default=1)
+    if prices.config.parallel.shards is not None or shards == 1:
+        return ""
+    config = prices.config
+    cut = replace(config, parallel=replace(config.parallel, shards=shards))
+    request = plan_request(cut, memory)
+    size = config.train.microbatch or 1
+    tried = sides[:: max(1, len(sides) // _TRIED_SIDES)]
+    try:
+        at = bisect_left(
+            tried, True, key=lambda side: not fits(prices.one(size, side, shards), request)
+        )
+    except PathosegError:  # strips that are lower than a halo
+        return ""
+    return f" In {shards} strips of rows tiles of {tried[at - 1]} px fit." if at else ""
 
 
 def _verdict(best: Plan, request: PlanRequest) -> str:

@@ -205,6 +205,21 @@ def test_what_would_fit_does(command: Command) -> None:
     assert command(*refused, enough_for_little, "--tile", 2 * int(tile[1]))[0] == 2
 
 
+def test_where_nothing_fits_a_tile_that_does_in_strips_is_told(command: Command) -> None:
+    bare = (
+        SMALL.replace("v100", "cpu")
+        .replace("tile = 64", "tile = 384")
+        .replace("ranks = 4", "ranks = 2")
+    )
+    kept = bare.replace("[parallel]", '[parallel]\noffload = "none"\nrecompute = false')
+    Path("small.toml").write_text(kept + "[train]\nbatch = 1\n")
+    code, said = command("plan", "--config", "small.toml", "--memory", "6MiB")
+    assert code == 2, said
+    offered = re.search(r"In 2 strips of rows tiles of (\d+) px fit", " ".join(said.split()))
+    assert offered is not None, said
+    assert _plan(command, "--memory", "6MiB", "--tile", offered[1])[0].shards == 2
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
