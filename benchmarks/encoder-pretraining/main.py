@@ -16,21 +16,16 @@ from typing import Any
 import pathoseg
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-DATA = Path(os.environ.get("PATHOSEG_DATA", ROOT.parent / "shared" / "data"))
+DATA = Path(os.environ.get("PATHOSEG_DATA", HERE.parents[2] / "shared" / "data"))
 SPLIT = HERE / "split.csv"
+MPP = 0.25  # of all images; of DSB it is assumed
 BATCH = 4
 PASSES = 10  # epochs that a run's steps are divided into
 NUCLEI: dict[str, dict[str, Any]] = {
-    "data": {"assume_mpp": 0.25, "classes": ["nucleus"], "val_share": 0.0},
+    "data": {"assume_mpp": MPP, "classes": ["nucleus"], "val_share": 0.0},
     "annotations": {"mask": "binary"},
     "tiles": {"mpp": 0.5, "tile": 96, "overlap": 48},
 }
-GLANDS: dict[str, dict[str, Any]] = {
-    "data": {"classes": ["gland", "tumour"], "val_share": 0.0},
-    "tiles": {"mpp": 1.0, "tile": 96, "overlap": 48},
-}
-TASKS = {"nuclei": NUCLEI, "glands": GLANDS}
 
 
 @dataclass(frozen=True)
@@ -53,7 +48,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("arms", nargs="*", default=tuple(ARMS), help="left out: all three")
     parser.add_argument("--work", type=Path, required=True, help="folder of images and runs")
-    parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=tuple(TASKS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--pretrain-minutes", type=float, default=10, help="of one core")
     parser.add_argument("--minutes", type=float, default=1, help="of a run, of one core")
@@ -71,22 +65,20 @@ def main() -> None:
         train(work / "pretrain", NUCLEI, pretrained, 0, round(options.pretrain_minutes * rate))
         figures |= {f"pretrain_{key}": value for key, value in spent(pretrained).items()}
         # What the model of the pretraining finds by itself, without a step of the new task.
-        figures["dice_nuclei_pretrained"] = dice(work, "nuclei", pretrained)
-    dices: dict[str, list[float]] = {}
-    seconds: dict[str, list[int]] = {}
+        figures["dice_pretrained"] = round(dice(work, pretrained), 4)
+    dices: dict[str, list[float]] = {name: [] for name in arms}
+    seconds: dict[str, list[int]] = {name: [] for name in arms}
     for seed in range(options.seeds):
-        for task in options.tasks:
-            for name, arm in arms.items():
-                run = work / f"{task}-{name}-{seed}"
-                table = TASKS[task] | {
-                    "model": {"encoder_weights": str(pretrained)} if arm.pretrained else {},
-                    "train": {"encoder": arm.encoder, "encoder_lr": arm.encoder_lr},
-                }
-                train(work / task, table, run, seed, round(options.minutes * rate))
-                used = spent(run)
-                figures[f"steps_{task}"] = used["steps"]
-                dices.setdefault(f"{task}_{name}", []).append(dice(work, task, run))
-                seconds.setdefault(f"{task}_{name}", []).append(used["seconds"])
+        for name, arm in arms.items():
+            run = work / f"nuclei-{name}-{seed}"
+            table = NUCLEI | {
+                "model": {"encoder_weights": str(pretrained)} if arm.pretrained else {},
+                "train": {"encoder": arm.encoder, "encoder_lr": arm.encoder_lr},
+            }
+            train(work / "nuclei", table, run, seed, round(options.minutes * rate))
+            figures["steps"] = spent(run)["steps"]
+            dices[name].append(dice(work, run))
+            seconds[name].append(spent(run)["seconds"])
     print("| run | " + " | ".join(f"seed {n}" for n in range(options.seeds)) + " | median |")
     print("|---" * (options.seeds + 2) + "|")
     for name, values in dices.items():
@@ -105,7 +97,7 @@ def link_images(work: Path) -> None:
     with SPLIT.open(newline="") as file:
         for row in csv.DictReader(file):
             for part, folder in (("image", row["use"]), ("annotation", f"{row['use']}-labels")):
-                path = (ROOT if row["collection"] == "samples" else DATA) / row[part]
+                path = DATA / row[part]
                 # Images of two collections may have the same name.
                 target = work / folder / f"{row['collection']}_{path.name}"
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -146,18 +138,16 @@ def spent(run: Path) -> dict[str, int]:
     return found
 
 
-def dice(work: Path, task: str, run: Path) -> float:
-    """Mean Dice of a run's classes, each over all pixels of the held-out images."""
+def dice(work: Path, run: Path) -> float:
+    """Dice of a run's nuclei over all pixels of the held-out images."""
     figures = run / "held-out" / "evaluation.csv"
     if not figures.exists():
-        table = {key: value for key, value in TASKS[task].items() if key == "annotations"}
-        known = TASKS[task]["data"]
-        table["data"] = {key: value for key, value in known.items() if key == "assume_mpp"}
-        images, labels = work / f"{task}-test", work / f"{task}-test-labels"
+        table = {"annotations": NUCLEI["annotations"], "data": {"assume_mpp": MPP}}
+        images, labels = work / "nuclei-test", work / "nuclei-test-labels"
         pathoseg.evaluate(images, labels, model=run, out=figures.parent, options=table)
     with figures.open(newline="") as file:
         [row] = [row for row in csv.DictReader(file) if row["slide"] == "all"]
-    return float(row["dice_mean"])
+    return float(row["dice_nucleus"])
 
 
 if __name__ == "__main__":
