@@ -327,6 +327,24 @@ def synchronize(device: torch.device) -> None:
     torch.accelerator.synchronize(device)
 
 
+@contextmanager
+def tuned_kernels(device: torch.device, is_limited: bool) -> Iterator[None]:
+    """Make a context in which cuDNN times its kernels for each new shape and keeps the fastest.
+
+    It is for work whose shapes stay the same. They may take more workspace than a plan counts.
+
+    Args:
+        device: Where it runs; nothing changes for others than CUDA devices.
+        is_limited: Whether memory is: then cuDNN chooses by its own rules, as it does without.
+    """
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = before or (device.type == "cuda" and not is_limited)
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
 # ---- random numbers
 
 

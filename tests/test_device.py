@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +25,7 @@ from pathoseg.device import (
     seed_random,
     set_random_states,
     share_devices,
+    tuned_kernels,
     widest,
 )
 from pathoseg.errors import PathosegError
@@ -148,3 +151,15 @@ def test_the_host_is_a_device_like_others() -> None:
     np.testing.assert_array_equal(arrival.array(), [0, 1, 2])
     assert not devices.is_pinned_for(CPU)
     assert not devices.has_streams(CPU)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_kernels_are_tuned_on_cuda_where_memory_is_not_limited(
+    before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", before)
+    for name, is_limited in product(("cpu", "cuda"), (False, True)):
+        with suppress(ZeroDivisionError), tuned_kernels(torch.device(name), is_limited):
+            assert torch.backends.cudnn.benchmark == (before or (name == "cuda" and not is_limited))
+            raise ZeroDivisionError
+        assert torch.backends.cudnn.benchmark == before

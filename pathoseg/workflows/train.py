@@ -25,7 +25,7 @@ from pathoseg.config import (
     load_config,
     write_config,
 )
-from pathoseg.device import MEAN, STD, device_name, let_go_of_memory, pick_device
+from pathoseg.device import MEAN, STD, device_name, let_go_of_memory, pick_device, tuned_kernels
 from pathoseg.errors import MemoryExhaustedError, PathosegError, StoppedError
 from pathoseg.inference.segmenter import class_table_of, default_overlap
 from pathoseg.interruption import Interruption
@@ -280,6 +280,7 @@ def _train(
         Interruption(advice) as interruption,
         stopped_together(interruption, transport),
         closing(pool),
+        tuned_kernels(pick_device(config.parallel.device), config.parallel.memory is not None),
     ):
         with spent.on("cutting tiles"):
             tiles = cut_labelled_slides(config, sources, members, pool, interruption, card.context)
