@@ -451,7 +451,7 @@ def _pattern(
     sizes = [facts.sizes[index] for index in copied]
     return PolicyOption(
         len(blocks),
-        tuple(u.maker - first for u in units if chosen.get(u.maker) == "offload"),
+        tuple(u.maker - first for u in units if not copied.isdisjoint(u.storages)),
         tuple(u.maker - first for u in units if chosen.get(u.maker) == "recompute"),
         tuple(u.maker - first for u in units if chosen.get(u.maker) == "twice"),
         sum(facts.sizes[index] for index in by_way["keep"]),

@@ -102,6 +102,23 @@ def test_peaks_of_strips_that_are_recomputed_are_the_allocators(norm: Norm) -> N
         assert really >= 0.98 * predicted
 
 
+def test_layers_that_save_nothing_large_are_not_offloaded() -> None:
+    """What a deep layer saves of a small tile stays, beside large storages of its kind."""
+    with torch.device("meta"):
+        traced = Traced(UNet(2, width=8), torch.empty(1, 3, 192, 192))
+    graph = strip_graph(traced, 2).graph
+    layers = range(len(graph.layers))
+    peaks = MemoryModel(graph).by_layer(layers)
+    facts = stage_facts(graph, layers, peaks, ([1e-3] * len(layers),) * 2)
+    chooser = Chooser(facts, Link(1e-6, 1e-10), AllowedPolicies())
+    peak = retain(facts, ActivationPolicy()).peak
+    for share in (0.7, 0.5):
+        choice = chooser.choose(int(share * peak))
+        assert choice is not None
+        assert choice.retention.offloaded
+        assert choice.retained.tensors.keys() == set(choice.retention.offloaded)
+
+
 def _allocated_by_stage(traced: Traced, rank: int, retention: ActivationPolicy) -> int:
     """The most bytes of a strip's forward and backward, whose other rank sends anything."""
     sharding = Sharding(Nowhere(rank, 2), traced.graph)
