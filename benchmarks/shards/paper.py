@@ -46,7 +46,9 @@ def main() -> None:
                 }
                 gains = [seconds[way] / seconds["strips"] for way in ("layers", "pipeline")]
                 told = " | ".join(f"{value:.2f}" for value in (*seconds.values(), *gains))
-                print(f"| {name} | {side} | {ranks} | {tiles * ranks // TEAM} | {told} |", flush=True)
+                print(
+                    f"| {name} | {side} | {ranks} | {tiles * ranks // TEAM} | {told} |", flush=True
+                )
                 for way, gain in zip(("layers", "pipeline"), gains, strict=True):
                     figures[f"strips_over_{way}_{name}_{side}_{ranks}_{tiles}"] = gain
     if options.json:

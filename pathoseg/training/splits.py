@@ -246,3 +246,22 @@ class _Rows:
                 f"Name slides by their path in the folder of slides, such as {name}.",
             )
         return None if found is None else self._rows[found]
+
+
+def split_lines(
+    members: Mapping[str, Member], table: Path | None, classes: Iterable[str]
+) -> list[str]:
+    """Return lines that tell how many slides each split has, their classes, and who says so.
+
+    Args:
+        members: The slides by name.
+        table: The file that gives patients and splits; None where there is none.
+        classes: Names of the classes.
+    """
+    counts = Counter(member.split for member in members.values())
+    split = ", ".join(f"{counts[part]} {part}" for part in ("train", "val", "test"))
+    if table is None:
+        patients = f"Every slide counts as a patient of its own; {TABLE} can say otherwise."
+    else:
+        patients = f"Patients and splits: {table}"
+    return [f"{len(members)} slides ({split}). Classes: {', '.join(classes)}.", patients]

@@ -6,7 +6,6 @@ import json
 import platform
 import socket
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -102,10 +101,10 @@ from pathoseg.training.slide_facts import (
     warnings_of,
 )
 from pathoseg.training.splits import (
-    TABLE,
     Member,
     find_table,
     read_rows,
+    split_lines,
     split_slides,
     write_splits,
 )
@@ -273,7 +272,10 @@ def _train(
             check_host(traced.graph, config)
     readers = config.train.readers or share_of_cores(transport)
     card = _card(config, sources, members, model, origin)
-    _overview(sources, members, table)
+    left_out = [f"Left out: {name}: {reason}" for name, reason in sources.left_out.items()]
+    overview = split_lines(members, table, sources.classes.names)
+    for line in (*overview, *left_out, *sources.remarks, *sources.notes):
+        say(line)
     pool = SlidePool(lambda path: open_slide(path, config.data.assume_mpp))
     advice = "Nothing is trained yet: start the same command again."
     with (
@@ -586,21 +588,3 @@ def _card(
             "slide_mpps": tuple(sorted(mpps)),
         },
     )
-
-
-def _overview(
-    sources: LabelledSlides,
-    members: Mapping[str, Member],
-    table: Path | None,
-) -> None:
-    counts = Counter(member.split for member in members.values())
-    split = ", ".join(f"{counts[part]} {part}" for part in ("train", "val", "test"))
-    say(f"{len(members)} slides ({split}). Classes: {', '.join(sources.classes.names)}.")
-    if table is None:
-        say(f"Every slide counts as a patient of its own; {TABLE} can say otherwise.")
-    else:
-        say(f"Patients and splits: {table}")
-    for name, reason in sources.left_out.items():
-        say(f"Left out: {name}: {reason}")
-    for note in (*sources.remarks, *sources.notes):
-        say(note)
