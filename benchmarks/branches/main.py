@@ -83,7 +83,16 @@ class _StackedInputs(nn.Module):
 
 
 class _JoinedHeads(InceptionV3):
-    """An Inception-v3 whose two heads are added, so that one loss trains both."""
+    """An Inception-v3 whose two heads are added, so that one loss trains both.
+
+    It drops nothing: ranks draw other random numbers than a plain loop.
+    """
+
+    def __init__(self, width: float) -> None:
+        super().__init__(width=width)
+        for module in self.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
 
     def forward(self, images: Tensor) -> Tensor:
         features = self.grid17(self.grid35(self.stem(images)))
