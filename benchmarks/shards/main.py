@@ -68,7 +68,7 @@ class Counting:
     """Counts what is sent: implements Transport."""
 
     def __init__(self, transport: Transport) -> None:
-        self.rank, self.ranks = transport.rank, transport.ranks
+        self.rank, self.ranks, self.reads = transport.rank, transport.ranks, transport.reads
         self.messages = self.bytes = self.sums = self.summed = 0
         self._transport = transport
         self.receive, self.gather = transport.receive, transport.gather

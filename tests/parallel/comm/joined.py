@@ -66,7 +66,7 @@ class OnDevice:
     """Lets tensors of the host travel from device to device: implements Transport."""
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
-        self.rank, self.ranks = transport.rank, transport.ranks
+        self.rank, self.ranks, self.reads = transport.rank, transport.ranks, transport.reads
         self._transport, self._device = transport, device
         self.gather, self.barrier = transport.gather, transport.barrier
         self.abort, self.close = transport.abort, transport.close
