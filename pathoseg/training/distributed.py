@@ -24,6 +24,9 @@ if TYPE_CHECKING:  # torch, which a command that is refused does not wait for
 
     from pathoseg.parallel.comm.transport import Transport
 
+# Seconds that rank 0 has, after a signal to all, to leave what ranks do together and save.
+_HEAD_START = 0.5
+
 
 def start_ranks(
     ranks: int,
@@ -87,6 +90,8 @@ def joined(
             transport.abort(f"Rank {transport.rank}: {error.problem} {error.hint}")
             raise
         except StoppedError:
+            if transport.rank:
+                time.sleep(_HEAD_START)
             transport.abort(f"Rank {transport.rank} was stopped by a signal.")
             raise
         except BaseException as error:

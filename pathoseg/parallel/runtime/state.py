@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pathoseg.errors import PathosegError
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition
 from pathoseg.parallel.schedule.schedule import Placement
@@ -136,6 +138,8 @@ State = dict[str, dict[str, Any]]
 def gather(state: State, transport: Transport, device: torch.device) -> State:
     """Join the states of all ranks on rank 0; all ranks call it.
 
+    The others return once rank 0 has it all: they may end then, without harm to it.
+
     Args:
         state: Tensors, and values that JSON can hold; no name is on two ranks.
         transport: Joins the ranks.
@@ -159,9 +163,11 @@ def gather(state: State, transport: Transport, device: torch.device) -> State:
     }
     heads = [[*place, _dtype(value), list(value.shape)] for place, value in tensors.items()]
     told = transport.gather(json.dumps([plain, heads]))
+    received = torch.zeros(1, dtype=torch.uint8)
     if transport.rank:
         for value in tensors.values():  # one at a time: some may not be on the device
             transport.send(value.detach().to(device).reshape(-1), 0, 0).wait()
+        transport.receive(received, 0, 0).wait()  # a send is done ahead of its arrival
         return {}
     whole: State = {name: {**values} for name, values in plain.items()}
     for (name, key), value in tensors.items():
@@ -173,6 +179,10 @@ def gather(state: State, transport: Transport, device: torch.device) -> State:
             into = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
             transport.receive(into.view(-1), rank, 0).wait()
             whole[name][key] = into.cpu()
+    # A rank that hears it may end at once; that it is gone is of no matter to this call.
+    with suppress(PathosegError):
+        for pending in [transport.send(received, rank, 0) for rank in range(1, transport.ranks)]:
+            pending.wait()
     return whole
 
 
