@@ -237,7 +237,10 @@ def _train(
     if transport is None and config.parallel.order != AUTO:
         say(f"One process: the order {config.parallel.order} is for several ranks (--ranks).")
     if going_on and is_finished(run) and not longer:
-        say(f"{run} is finished; its model is in {run / 'model'}.")
+        say(
+            f"{run} is finished; its model is in {run / 'model'}. A longer --time-limit or more "
+            "--epochs, either of them for the whole run, trains it further."
+        )
         return run
     # A run goes on with the slides and splits that it began with.
     recorded = run / SPLITS if going_on and (run / SPLITS).is_file() else None
@@ -324,6 +327,8 @@ def _train(
             loop.prolong()
             if engine.leads:
                 _prolong(run, config)
+        if going_on and not loop.progress.step:
+            say(f"{run} was stopped ahead of its first checkpoint: it begins again.")
         report = partial(_report, run, config, sources, members, facts, plan)
         try:
             progress = loop.fit(interruption)

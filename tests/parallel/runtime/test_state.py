@@ -49,9 +49,9 @@ def test_a_rank_that_ends_when_it_may_leaves_rank_0_the_whole_state() -> None:
             transport.abort(f"Rank {rank} was stopped by a signal.")
         return whole
 
-    whole, *others = run_ranks(3, save)
-    assert others == [{}, {}]
-    assert sorted(whole) == [f"{rank}.{at}" for rank in range(3) for at in range(4)]
+    whole, other = run_ranks(2, save)
+    assert other == {}
+    assert sorted(whole) == [f"{rank}.{at}" for rank in range(2) for at in range(4)]
     assert all(
         torch.equal(entry[""], torch.full((3,), float(name[0]))) for name, entry in whole.items()
     )
