@@ -19,13 +19,13 @@ class PathosegError(Exception):
         self.problem = problem
         self.hint = hint
 
-    def __reduce__(self) -> tuple[type["PathosegError"], tuple[str, str]]:
+    def __reduce__(self) -> tuple[type["PathosegError"], tuple[object, ...]]:
         # Exception pickles its args (the joined text), which does not fit __init__.
         return type(self), (self.problem, self.hint)
 
 
 class MemoryExhaustedError(PathosegError):
-    """The memory of an accelerator was used up in training, which could go on with less.
+    """An accelerator ran out of memory in training, which can go on by a plan with less.
 
     Args:
         problem: As for PathosegError.
@@ -41,7 +41,7 @@ class MemoryExhaustedError(PathosegError):
         self.fits = fits
         self.run: Path | None = None
 
-    def __reduce__(self) -> tuple[type["PathosegError"], tuple[str, str, int]]:  # type: ignore[override]  # of more arguments
+    def __reduce__(self) -> tuple[type["PathosegError"], tuple[object, ...]]:
         return type(self), (self.problem, self.hint, self.fits)
 
 

@@ -72,7 +72,7 @@ class ViTShape:
 
     @property
     def smallest_side(self) -> int:
-        """Of a tile: two patches, as a norm takes no statistics of a single feature."""
+        """Return the least side of a tile: above one patch, as norms need several features."""
         return self.patch + 1
 
     @property

@@ -33,7 +33,7 @@ _REPLACED, _DROPPED = ("--out", "--memory"), ("--overwrite", "--resume")
 
 @dataclass(frozen=True)
 class SecondAttempt:
-    """What is done after memory was exhausted.
+    """The run and the memory of the attempt that follows an out-of-memory error.
 
     Attributes:
         run: The folder of the run.

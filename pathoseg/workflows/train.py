@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -119,6 +119,18 @@ from pathoseg.workflows.plan import PLAN
 from pathoseg.workflows.second_attempt import SecondAttempt, leave_word, start_ranks_twice
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What one attempt is asked to do: arguments of `train`."""
+
+    config_file: Path | None
+    flags: Mapping[str, Mapping[str, Any]]
+    out: Path | None
+    resume: bool
+    trace: bool
+    overwrite: bool
+
+
 def launch(
     config_file: Path | None,
     flags: Mapping[str, Mapping[str, Any]],
@@ -172,8 +184,9 @@ def train(
         PathosegError: Anything that keeps the run from starting or going on.
         StoppedError: A signal came; `--resume` goes on.
     """
+    asked = _Asked(config_file, flags, out, resume, trace, overwrite)
     try:
-        return _attempt(config_file, flags, out, resume, trace, overwrite, verbose)
+        return _attempt(asked, verbose)
     except MemoryExhaustedError as error:
         second = SecondAttempt.after(error)
         if second is None or find_world().ranks > 1:
@@ -182,25 +195,19 @@ def train(
     # Out of the handler, which holds what the attempt has made.
     let_go_of_memory()
     second.tell()
-    return _attempt(config_file, second.flags(flags), second.run, True, trace, False, verbose)
+    flags = second.flags(flags)
+    asked = replace(asked, flags=flags, out=second.run, resume=True, overwrite=False)
+    return _attempt(asked, verbose)
 
 
-def _attempt(
-    config_file: Path | None,
-    flags: Mapping[str, Mapping[str, Any]],
-    out: Path | None,
-    resume: bool,
-    trace: bool,
-    overwrite: bool,
-    verbose: bool,
-) -> Path:
+def _attempt(asked: _Asked, verbose: bool) -> Path:
     """Train as `train` does, but end where memory does.
 
     Raises:
         MemoryExhaustedError: A step of this rank found no memory.
     """
-    wanted = ranks_to_start(config_file, flags, out, resume)
-    refuse_overwriting(out, resume, overwrite)
+    wanted = ranks_to_start(asked.config_file, asked.flags, asked.out, asked.resume)
+    refuse_overwriting(asked.out, asked.resume, asked.overwrite)
     pick_device(wanted.device)  # before slides are read
     world = find_world()
     teams(wanted, wanted.ranks if world.launcher is None else world.ranks)
@@ -212,28 +219,17 @@ def _attempt(
     # Where memory is limited a plan says what is kept of it, on one rank too.
     alone = wanted.memory is not None
     with joined(wanted.transport, alone, wanted.device) as transport, time_told(verbose) as spent:
-        return _train(config_file, flags, out, resume, trace, overwrite, transport, spent)
+        return _train(asked, transport, spent)
 
 
-def _train(
-    config_file: Path | None,
-    flags: Mapping[str, Mapping[str, Any]],
-    out: Path | None,
-    resume: bool,
-    trace: bool,
-    overwrite: bool,
-    transport: Transport | None,
-    spent: TimeSpent,
-) -> Path:
+def _train(asked: _Asked, transport: Transport | None, spent: TimeSpent) -> Path:
     started = time.monotonic()
-    if trace and transport is None:
+    if asked.trace and transport is None:
         raise PathosegError(
             "--trace draws how ranks take turns, and this run has one rank.",
             "Add --ranks N or [parallel] memory, or leave out --trace.",
         )
-    run, config, earlier, going_on, longer = _start(
-        config_file, flags, out, resume, overwrite, transport
-    )
+    run, config, earlier, going_on, longer = _start(asked, transport)
     if transport is None and config.parallel.order != AUTO:
         say(f"One process: the order {config.parallel.order} is for several ranks (--ranks).")
     if going_on and is_finished(run) and not longer:
@@ -309,7 +305,7 @@ def _train(
             whole = WholeModel(model.to(device), traced, config.seed, device)
             engine = OneDevice(model, whole.forward, loss, task, card, config.train, stop)
         else:
-            drawing = partial(draw_step, run, planned) if trace else None
+            drawing = partial(draw_step, run, planned) if asked.trace else None
             engine = PipelineEngine(transport, plan, model, loss, task, card, config, drawing, stop)
         loop = Trainer(
             run,
@@ -354,7 +350,7 @@ def _train(
     if engine.leads:
         write_run_report(report(progress, is_finished=True))
         finish_run(run, summary)
-    if trace and not (run / TIMELINE).exists():
+    if asked.trace and not (run / TIMELINE).exists():
         say("No step is drawn: the run had too few, as the first ones warm up.")
     kept = f"{'Best' if tiles.val else 'Last'} epoch: {progress.best_epoch}"
     say(f"{kept}. Model: {run / 'model'}. Figures: {run / 'metrics.csv'}; to read: {run / PAGE}")
@@ -422,12 +418,7 @@ def _report(
 
 
 def _start(
-    config_file: Path | None,
-    flags: Mapping[str, Mapping[str, Any]],
-    out: Path | None,
-    resume: bool,
-    overwrite: bool,
-    transport: Transport | None,
+    asked: _Asked, transport: Transport | None
 ) -> tuple[Path, Config, EarlierModel | EncoderWeights | None, bool, bool]:
     """Find the folder of a new run, not made yet, or of the run to go on with; rank 0 does.
 
@@ -437,21 +428,21 @@ def _start(
         The folder; the options; what a new run starts from, if anything; whether a run goes on,
         and whether one that does is given other limits.
     """
-    going_on = False
+    going_on, out = False, asked.out
     if transport is None or transport.rank == 0:
-        out = named_run(out) if out else None
-        if resume:
-            out = out or resumed_run(flags)
-        going_on = resume and out is not None and (out / CONFIG).is_file()
+        out = named_run(asked.out) if asked.out else None
+        if asked.resume:
+            out = out or resumed_run(asked.flags)
+        going_on = asked.resume and out is not None and (out / CONFIG).is_file()
         if not going_on:
-            out = new_run(out, overwrite)
+            out = new_run(out, asked.overwrite)
     if transport is not None:
         told = json.loads(transport.gather(json.dumps([going_on, str(out)]))[0])
         going_on, out = told[0], Path(told[1])
     assert out is not None
-    given = given_options(config_file, flags)
+    given = given_options(asked.config_file, asked.flags)
     if not going_on:
-        config, earlier = load_config(config_file, flags), None
+        config, earlier = load_config(asked.config_file, asked.flags), None
         if config.train.start_from is None:  # else the earlier model names the network
             config = with_low_rank(config)
         if config.model.encoder_weights is not None:
@@ -465,22 +456,22 @@ def _start(
         return out, config, earlier, False, False
     recorded = load_config(out / CONFIG, unnumbered=UNNUMBERED)
     # What is left out goes on as it was, also where the earlier model had decided it.
-    asked = load_config(out / CONFIG, given, UNNUMBERED)
-    if asked.model.name == recorded.model.name:
+    wanted = load_config(out / CONFIG, given, UNNUMBERED)
+    if wanted.model.name == recorded.model.name:
         # Options that the encoder's weights had decided.
-        options = {**recorded.model.options, **asked.model.options}
-        asked = replace(asked, model=replace(asked.model, options=options))
-    limits = {limit: getattr(asked.train, limit) for limit in LIMITS}
+        options = {**recorded.model.options, **wanted.model.options}
+        wanted = replace(wanted, model=replace(wanted.model, options=options))
+    limits = {limit: getattr(wanted.train, limit) for limit in LIMITS}
     train = replace(recorded.train, **limits)
-    refuse_changes(out, replace(recorded, train=train), asked)
+    refuse_changes(out, replace(recorded, train=train), wanted)
     longer = train != recorded.train
     if longer:
         check_limits(out, recorded.train, train)
         say(f"{out} goes on to {limits_text(train)} (before: {limits_text(recorded.train)}).")
     # A batch that was one microbatch stays one, on however many ranks, unless another is asked for.
-    microbatch = asked.train.microbatch or recorded.train.microbatch or recorded.train.batch
+    microbatch = wanted.train.microbatch or recorded.train.microbatch or recorded.train.batch
     train = replace(train, microbatch=microbatch)
-    parallel = load_config(config_file or out / CONFIG, flags, recorded.format).parallel
+    parallel = load_config(asked.config_file or out / CONFIG, asked.flags, recorded.format).parallel
     return out, replace(recorded, train=train, parallel=parallel), None, True, longer
 
 

@@ -200,7 +200,7 @@ _Cut = tuple[int, tuple[int, ...]]  # the dimension and the bounds of a strip
 
 
 def _cuts(values: Any) -> list[_Cut | None]:
-    """How each leaf of nested values is cut; None for what is no strip."""
+    """Return the dimension and bounds of each strip among nested values; None for other leaves."""
     return [
         (leaf.strip_dim, leaf.bounds) if isinstance(leaf, Strip) else None
         for leaf in tree_leaves(values)

@@ -10,8 +10,12 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.layer_graph import LayerGraph
 from pathoseg.parallel.graph.traced import Traced
+from pathoseg.parallel.planning.partition import even
+from pathoseg.parallel.runtime.stage import Pass, Stage, Training
+from pathoseg.parallel.shards.sharding import Sharding
 
 
 def run_stages(
@@ -95,6 +99,42 @@ def allocated(do: Any) -> int:
         held += change
         most = max(most, held)
     return most
+
+
+def allocated_by_stage(
+    traced: Traced,
+    retention: ActivationPolicy,
+    shape: tuple[int, ...],
+    sharding: Sharding | None = None,
+) -> int:
+    """Measure the most bytes that one microbatch takes on the CPU, forward and backward.
+
+    Args:
+        traced: The model, which is run as one stage.
+        retention: The layers that are recomputed or offloaded.
+        shape: Of the microbatch, or of this rank's strip of it.
+        sharding: How layers run on strips; None runs them on whole tiles.
+    """
+    stage = Stage(
+        traced,
+        even(traced.graph, 1),
+        number=0,
+        training=Training(lambda logits, _: logits.flatten(1).sum(1), torch.optim.SGD),
+        device=torch.device("cpu"),
+        alone=True,
+        retention=retention,
+        copies=None,
+        sharding=sharding,
+    )
+
+    def visit() -> None:
+        stage.begin()
+        stage.feed(0, {next(iter(traced.graph.inputs)): torch.ones(shape)})
+        stage.compare(0, None)
+        stage.forward(0, Pass(0, [shape[0]], 1.0, training=True), keep=True)
+        stage.backward(0)
+
+    return allocated(visit)
 
 
 def saved_by_hooks(model: torch.nn.Module, example: torch.Tensor) -> int:

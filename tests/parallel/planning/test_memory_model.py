@@ -19,14 +19,18 @@ from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.kernel_workspace import cpu_workspace, vector_lanes
 from pathoseg.parallel.planning.memory_model import MemoryModel, Workspace
-from pathoseg.parallel.planning.partition import even
 from pathoseg.parallel.retention.policy_options import AllowedPolicies, retain
 from pathoseg.parallel.retention.policy_search import Chooser
 from pathoseg.parallel.retention.stage_liveness import stage_facts, units_of
-from pathoseg.parallel.runtime.stage import Pass, Stage, Training
 from pathoseg.parallel.schedule.costs import Link
 from tests.parallel.networks.small import SMALL, small_graph
-from tests.parallel.networks.stages import allocated, cut_places, run_on_messages, saved_by_hooks
+from tests.parallel.networks.stages import (
+    allocated,
+    allocated_by_stage,
+    cut_places,
+    run_on_messages,
+    saved_by_hooks,
+)
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "unet": (lambda: UNet(3, width=16, depth=3), (1, 3, 128, 128)),
@@ -96,7 +100,7 @@ def test_peaks_of_what_is_recomputed_are_the_allocators(name: str) -> None:
         assert choice is not None
         assert bool(choice.retention.recomputed) == (share < 1)
         traced.model.zero_grad()
-        really = _allocated_by_stage(traced, choice.retention, shape)
+        really = allocated_by_stage(traced, choice.retention, shape)
         assert choice.retained.peak + received == pytest.approx(really, rel=0.02)
 
 
@@ -122,39 +126,10 @@ def test_peaks_of_what_is_recomputed_twice_are_the_allocators() -> None:
     ):
         found = retain(facts, retention)
         traced.model.zero_grad()
-        really = _allocated_by_stage(traced, retention, (1, 3, 128, 128))
+        really = allocated_by_stage(traced, retention, (1, 3, 128, 128))
         assert found.peak + model.stage(whole).received == pytest.approx(really, rel=0.02)
         peaks.append(really)
     assert peaks[1] < 0.5 * peaks[0]
-
-
-def _allocated_by_stage(traced: Traced, retention: ActivationPolicy, shape: tuple[int, ...]) -> int:
-    """Measure the most bytes that one microbatch takes on the CPU, forward and backward.
-
-    Args:
-        traced: The model, which is run as one stage.
-        retention: The layers that are recomputed or offloaded.
-        shape: Of the microbatch.
-    """
-    stage = Stage(
-        traced,
-        even(traced.graph, 1),
-        number=0,
-        training=Training(lambda logits, _: logits.flatten(1).sum(1), torch.optim.SGD),
-        device=torch.device("cpu"),
-        alone=True,
-        retention=retention,
-        copies=None,
-    )
-
-    def visit() -> None:
-        stage.begin()
-        stage.feed(0, {next(iter(traced.graph.inputs)): torch.ones(shape)})
-        stage.compare(0, None)
-        stage.forward(0, Pass(0, [shape[0]], 1.0, training=True), keep=True)
-        stage.backward(0)
-
-    return allocated(visit)
 
 
 @pytest.mark.slow

@@ -17,16 +17,14 @@ from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.kernel_workspace import cpu_workspace, vector_lanes
 from pathoseg.parallel.planning.memory_model import MemoryModel, Workspace
-from pathoseg.parallel.planning.partition import even
 from pathoseg.parallel.retention.policy_options import AllowedPolicies, retain
 from pathoseg.parallel.retention.policy_search import Chooser
 from pathoseg.parallel.retention.stage_liveness import stage_facts
-from pathoseg.parallel.runtime.stage import Pass, Stage, Training
 from pathoseg.parallel.schedule.costs import Link
 from pathoseg.parallel.shards.sharding import Sharding
 from pathoseg.parallel.shards.strip import locals_of
 from pathoseg.parallel.shards.strip_graph import Nowhere, strip_graph
-from tests.parallel.networks.stages import allocated, cut_places
+from tests.parallel.networks.stages import allocated, allocated_by_stage, cut_places
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "unet": (lambda: UNet(3, width=16, depth=3), 128),
@@ -96,14 +94,15 @@ def test_peaks_of_strips_that_are_recomputed_are_the_allocators(norm: Norm) -> N
         assert choice is not None
         assert choice.retention.recomputed
         traced.model.zero_grad()
-        really = _allocated_by_stage(traced, strip.rank, choice.retention)
+        sharding = Sharding(Nowhere(strip.rank, 2), traced.graph)
+        really = allocated_by_stage(traced, choice.retention, (1, 3, 64, 128), sharding)
         predicted = choice.retained.peak + model.stage(layers).received
         assert really <= (predicted + sum(strip.heard.values())) * 1.02
         assert really >= 0.98 * predicted
 
 
 def test_layers_that_save_nothing_large_are_not_offloaded() -> None:
-    """What a deep layer saves of a small tile stays, beside large storages of its kind."""
+    """Test that the choice offloads no layer of which no storage is large enough to be copied."""
     with torch.device("meta"):
         traced = Traced(UNet(2, width=8), torch.empty(1, 3, 192, 192))
     graph = strip_graph(traced, 2).graph
@@ -117,31 +116,6 @@ def test_layers_that_save_nothing_large_are_not_offloaded() -> None:
         assert choice is not None
         assert choice.retention.offloaded
         assert choice.retained.tensors.keys() == set(choice.retention.offloaded)
-
-
-def _allocated_by_stage(traced: Traced, rank: int, retention: ActivationPolicy) -> int:
-    """The most bytes of a strip's forward and backward, whose other rank sends anything."""
-    sharding = Sharding(Nowhere(rank, 2), traced.graph)
-    stage = Stage(
-        traced,
-        even(traced.graph, 1),
-        number=0,
-        training=Training(lambda logits, _: logits.flatten(1).sum(1), torch.optim.SGD),
-        device=torch.device("cpu"),
-        alone=True,
-        retention=retention,
-        copies=None,
-        sharding=sharding,
-    )
-
-    def visit() -> None:
-        stage.begin()
-        stage.feed(0, {next(iter(traced.graph.inputs)): torch.ones(1, 3, 64, 128)})
-        stage.compare(0, None)
-        stage.forward(0, Pass(0, [1], 1.0, training=True), keep=True)
-        stage.backward(0)
-
-    return allocated(visit)
 
 
 def test_layers_that_are_read_again_are_the_same() -> None:
