@@ -257,7 +257,7 @@ def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _in_strips(prices: Prices, memory: int, sides: Sequence[int]) -> str:
-    """A hint at a tile that fits in the most strips that the planner looked at in vain, if any."""
+    """Return a hint that names a tile that fits in the most strips tried; empty where none does."""
     shards = max((many for many, whole in prices.gathered.items() if not whole), default=1)
     if prices.config.parallel.shards is not None or shards == 1:
         return ""
