@@ -204,7 +204,8 @@ def train(
     time_limit: Annotated[
         str | None,
         typer.Option(
-            help="Finish within this time, e.g. 30m or 2h; a bare number is minutes.",
+            help="Finish within this time, e.g. 90s, 30m or 2h; a bare number is minutes. What a "
+            "resumed run has taken before counts.",
             metavar="DURATION",
         ),
     ] = None,

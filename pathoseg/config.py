@@ -100,7 +100,7 @@ class TileConfig:
     Attributes:
         mpp: Microns per pixel the model sees.
         tile: Side of a tile in pixels; None takes the largest that the model divides and most
-            images hold, at most 1,024.
+            images hold, up to 5 % of padding, at most 1,024.
         overlap: Pixels that neighbouring training tiles share.
         offsets: "random" training tiles lie anywhere within half a stride of the grid's, drawn by
             seed, epoch and sample; "grid" tiles are the same in every epoch.

@@ -118,7 +118,7 @@ class _LogBar:
         if self._total:
             share = int(100 * self._done / self._total)
             parts = [f"{done} of {self._total:,.0f} {self._unit} ({share} %)"]
-        each, per = (rate, "s") if rate >= 1 else (60 * rate, "min")
+        each, per = (rate, "s") if rate >= 0.1 else (60 * rate, "min")
         speed = f"{each:,.0f}" if each >= 100 else f"{each:.3g}"
         parts.append(f"{speed} {self._unit}/{per}")
         if self._total:

@@ -25,6 +25,8 @@ from pathoseg.progress import progress_bar, say
 from pathoseg.slides.folder import find_slides
 from pathoseg.slides.slide import model_frame, open_slide
 
+_LITTLE = 0.05  # padding over the side of an image that a tile may have, to be one instead of four
+
 
 @dataclass(frozen=True)
 class LabelledSlide:
@@ -238,7 +240,9 @@ def classes_held(sources: LabelledSlides) -> dict[str, Collection[str]]:
 def with_tile(config: Config, sources: LabelledSlides, multiple: int) -> Config:
     """Return the configuration with a tile: where none is given, the largest that most images hold.
 
-    Says which is chosen, and on how many images tiles are mostly padding.
+    The side is rounded up to what the model divides where that is little padding: a smaller tile
+    would leave a sliver at each edge, which is a padded tile of its own. Says which is chosen, and
+    on how many images tiles are mostly padding.
 
     Args:
         config: Its `tiles.tile` may be None.
@@ -251,11 +255,15 @@ def with_tile(config: Config, sources: LabelledSlides, multiple: int) -> Config:
     sizes = [source.frame.size for source in sources.usable]
     sides = sorted(min(size.width, size.height) for size in sizes)
     most_hold = sides[(len(sides) - 1) // 2]
-    fitting = max(2, min(most_hold, LARGEST_TILE) // multiple) * multiple
+    wanted = min(most_hold, LARGEST_TILE)
+    above = max(2, -(-wanted // multiple)) * multiple
+    below = max(2, wanted // multiple) * multiple
+    fitting = above if above <= min(LARGEST_TILE, wanted * (1 + _LITTLE)) else below
     tile, advice = config.tiles.tile or fitting, ""
     if config.tiles.tile is None:
         if fitting < LARGEST_TILE // multiple * multiple:
-            say(f"Tiles of {fitting} px: the largest that most images hold.")
+            size = f" of {most_hold} px" if fitting > most_hold else ""
+            say(f"Tiles of {fitting} px, the largest for the sides of most images{size}.")
         config = replace(config, tiles=replace(config.tiles, tile=fitting))
     elif fitting < tile:
         advice = f"; without --tile, tiles of {fitting} px would be taken"

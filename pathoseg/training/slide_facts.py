@@ -25,6 +25,7 @@ from pathoseg.training.splits import TABLE, Member, Split
 FEWEST_TILES = 10  # of a class, below which training has too little of it
 _UNLIKE = 1.2  # times coarser or finer: beyond what augmentation covers (as of slides at inference)
 _MOST = 0.5  # the share from which something is "mostly" so
+_ROUNDING = 1e-9  # share of an area below which a difference of sums is none
 _TOLD = 4  # names in a message, of however many
 
 
@@ -74,7 +75,8 @@ class SlideFacts:
     @property
     def ignored_mm2(self) -> float:
         """Area of interest without a label: ignored classes, and 255 in masks."""
-        return max(0.0, self.interest_mm2 - sum(self.areas_mm2))
+        rest = self.interest_mm2 - sum(self.areas_mm2)
+        return rest if rest > _ROUNDING * self.interest_mm2 else 0.0
 
     def regions(self, name: str) -> int | None:
         """Return the number of outlines or objects of a class; None for a mask of classes."""

@@ -444,7 +444,7 @@ def told_of_teams(shards: int) -> Iterator[None]:
     except PathosegError as error:
         if shards == 1:
             raise
-        teams_told = f"Each rank of that is {shards} ranks, which share its tiles."
+        teams_told = f"A rank here stands for {shards} ranks that share each tile."
         raise PathosegError(error.problem, f"{error.hint} {teams_told}") from error
 
 

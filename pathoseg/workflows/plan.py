@@ -116,8 +116,8 @@ def plan(
     )
     if hardware.device not in ("cpu", direct) and request.ranks * shards > 1:
         say(
-            "Messages go through the hosts, as by MPI (but one that reads the devices' memory) and "
-            'gloo; [parallel] transport = "nccl" plans those from device to device.'
+            "Messages are priced as copied through host memory (gloo, most MPI). [parallel] "
+            'transport = "nccl" prices them from device to device.'
         )
     if shards > 1:
         reason = f": {found.reason}" if found.reason else ""
@@ -130,7 +130,7 @@ def plan(
     say("")
     say(_verdict(best, request))
     if shards > 1:
-        say(f"Each rank of that is {shards} ranks, which share its tiles.")
+        say(f"A rank here stands for {shards} ranks that share each tile.")
     partition = of_strip.partition(priced.graph)
     for line in not_kept(best, priced, partition):
         say(line)

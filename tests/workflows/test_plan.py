@@ -62,7 +62,7 @@ def test_strips_are_chosen_where_they_are_faster_or_all_that_fits(command: Comma
     assert found.shards == 2
     reason = r"cut into 2 strips of rows, on as many ranks: whole tiles take \d.* s a step \("
     assert re.search(reason, said)
-    assert "Each rank of that is 2 ranks, which share its tiles." in said
+    assert "A rank here stands for 2 ranks that share each tile." in said
     kept = Path("small.toml").read_text()
     kept = kept.replace("ranks = 2", "ranks = 2\nrecompute = false\noffload = 'none'")
     Path("small.toml").write_text(kept)

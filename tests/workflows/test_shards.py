@@ -77,7 +77,7 @@ def test_plans_say_what_strips_take(
     refused = ("--memory", "10MB", "--order", "sequential", "--hardware", "cpu", "--ranks", 2)
     code, said = command("plan", "--config", "strips.toml", *refused)
     assert code == 2
-    assert "Each rank of that is 2 ranks, which share its tiles." in said
+    assert "A rank here stands for 2 ranks that share each tile." in said
 
 
 @pytest.mark.parametrize(
