@@ -107,8 +107,14 @@ class Leases:
         with self._lock:
             self._held.discard(path)
         with suppress(OSError):
-            if path.read_text(encoding="utf-8") == self._text:
+            if self.owns(path):
                 path.unlink()
+
+    def owns(self, path: Path) -> bool:
+        """Return True if this process holds the lease: nobody has taken it over since (4)."""
+        with suppress(OSError):
+            return path.read_text(encoding="utf-8") == self._text
+        return False
 
     @contextmanager
     def held(self, path: Path) -> Iterator[bool]:

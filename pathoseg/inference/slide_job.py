@@ -354,11 +354,10 @@ class SlideJob:
                 if not (mine and self._is_apart() and self._settled() is None):
                     return False
                 try:
-                    self._attempt()
+                    return self._attempt()
                 finally:
                     with suppress(PathosegError, OSError):  # it holds something, or is gone
                         self._rows.rmdir()
-                return True
         except FileNotFoundError:
             return False  # another has just finished it
         except OSError as error:
@@ -395,7 +394,8 @@ class SlideJob:
             self._left = True  # the process that leads meets the same, and says so
             return False
 
-    def _attempt(self) -> None:
+    def _attempt(self) -> bool:
+        """Make the result; return False where another process took over and this one fell short."""
         context, began = self._context, time.monotonic()
         before = self.state or State(str(self.slide), "begun", "", 0, "")
         begun = replace(
@@ -426,19 +426,22 @@ class SlideJob:
                 self._refuse_change()
                 outputs = {path.name: stored_bytes(path) for path in sorted(partial.iterdir())}
         except PathosegError as error:
-            if self._settled() is None:  # else another took over, and has done it
-                seconds = (*begun.seconds, round(time.monotonic() - began, 3))
-                failed = replace(
-                    begun, status="failed", seconds=seconds, problem=error.problem, hint=error.hint
-                )
-                try:
-                    self._write(failed)
-                except OSError:
-                    raise error from None
+            # Who takes over removes what is half done, which is then missing here.
+            if not context.leases.owns(self._work / _SLIDE_CLAIM):
+                return False
+            seconds = (*begun.seconds, round(time.monotonic() - began, 3))
+            failed = replace(
+                begun, status="failed", seconds=seconds, problem=error.problem, hint=error.hint
+            )
+            try:
+                self._write(failed)
+            except OSError:
+                raise error from None
         else:
             seconds = (*begun.seconds, round(time.monotonic() - began, 3))
             self._write(replace(begun, status="done", seconds=seconds, outputs=outputs))
             shutil.rmtree(self._work, ignore_errors=True)
+        return True
 
     def _refuse_others(self, mine: bool) -> None:
         """Refuse to replace what a process with another provenance makes, or has made meanwhile.
