@@ -278,9 +278,7 @@ class Prices:
         return self._whole[size, side]
 
     def _example(self, size: int, side: int, shards: int = 1) -> Inputs:
-        return like_microbatch(
-            self.model, self.config.tiles.mpp, side, size, shards, self._layout
-        )
+        return like_microbatch(self.model, self.config.tiles.mpp, side, size, shards, self._layout)
 
     def of_whole_tiles(self, plans: Sequence[Plan], shards: int) -> list[Plan]:
         """Return plans that were made for one of so many strips as those of whole tiles."""

@@ -18,8 +18,8 @@ _FEWEST = 10
 _MOST_NUMBERS = 2**24
 _MOST_PRODUCTS = 1e9
 
-# Of fewer channels-last channels a pointwise convolution with a stride writes beyond its memory in the
-# backward of a batch (torch 2.13 on a CPU with AVX2).
+# Of fewer channels-last channels a pointwise convolution with a stride writes beyond its memory in
+# the backward of a batch (torch 2.13 on a CPU with AVX2).
 _FEWEST_STRIDED = 8
 
 Shape = tuple[int, ...]
@@ -202,14 +202,16 @@ def _attention(draw: _Draw) -> Case:
 
 
 class _Attention(nn.Module):
-    """Attention whose queries, keys and values are parts of one tensor, as one matrix makes them."""
+    """Attention whose queries, keys and values are parts of one tensor."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
         self._heads = heads
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        parts = tokens.unflatten(-1, (3, self._heads, -1)).transpose(1, 3)
+        batch, length, width = tokens.shape
+        size = width // (3 * self._heads)
+        parts = tokens.view(batch, length, 3, self._heads, size).transpose(1, 3)
         queries, keys, values = parts.unbind(2)
         return F.scaled_dot_product_attention(queries, keys, values)
 
