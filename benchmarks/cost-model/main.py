@@ -23,9 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.networks.inception import InceptionV3
 from benchmarks.networks.resnet import resnet50
 from benchmarks.networks.vgg import vgg19
+from pathoseg.host_memory import keep_freed_memory
+from pathoseg.models.model_options import vit_shape
 from pathoseg.models.resnet_v2 import ResNetV2
 from pathoseg.models.unet import UNet
-from pathoseg.parallel.cost.calibration_layers import draw_cases
+from pathoseg.models.vit_seg import ViTSeg
+from pathoseg.parallel.cost.calibration_layers import draw_cases, laid_out
 from pathoseg.parallel.cost.cost_model import Analytical, LayerTime, Roofline
 from pathoseg.parallel.cost.hardware import Hardware, load_hardware
 from pathoseg.parallel.cost.regression import RawPolynomial, Sample, TimedCase, learn, time_cases
@@ -47,7 +50,7 @@ STAGES = (2, 4, 8)
 FOLDS = 5
 CPU = torch.device("cpu")
 
-# None of these is in the fit. Shapes are batch, channels, height, width.
+# None of these is in the fit. Shapes are batch, channels, height, width; all is channels-last.
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "unet_w16_d4": (partial(UNet, 3, width=16, depth=4), (1, 3, 256, 256)),
     "unet_w32_d4": (partial(UNet, 3, width=32, depth=4), (1, 3, 256, 256)),
@@ -59,6 +62,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "vgg19": (vgg19, (1, 3, 224, 224)),
     "resnet50": (resnet50, (2, 3, 224, 224)),
     "inception_v3": (InceptionV3, (2, 3, 299, 299)),
+    "vit_seg_s": (partial(ViTSeg, 3, vit_shape({})), (1, 3, 224, 224)),
 }
 QUICK = ("unet_w16_d4", "unet_w32_d3", "resnet110_v2_tiles", "resnet50")
 
@@ -69,6 +73,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     options = parser.parse_args()
     torch.manual_seed(0)
+    keep_freed_memory()  # as `pathoseg calibrate` and ranks do
     cases = draw_cases(0.15 if options.quick else 1.0)
     models = [Model(name) for name in (QUICK if options.quick else MODELS)]
     grids, factors = [], []
@@ -134,7 +139,8 @@ class Model:
 
     def __init__(self, name: str) -> None:
         make, shape = MODELS[name]
-        model, image = make().train(), torch.rand(shape)
+        model, image = make().train(), laid_out(torch.rand(shape))
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in its stub
         self.name = name
         self._traced = Traced(model, image)
         self.graph = self._traced.graph

@@ -217,6 +217,7 @@ class Prices:
         self.model, self.config = model, config
         self.gathered: dict[int, Mapping[str, str]] = {}
         self._hardware, self._dtype = hardware, dtype
+        self._layout = torch.contiguous_format
         self._whole: dict[tuple[int, int], Traced] = {}
 
     def graphs(self, shards: int = 1) -> list[StageCosts]:
@@ -252,11 +253,11 @@ class Prices:
             profile: Whether the layers are timed on this machine.
         """
         config, hardware = self.config, self._hardware
-        if profile:
-            lay_out(self.model, config.model.with_classes(2))  # as it will be trained
+        if profile:  # as it will be trained
+            self._layout = lay_out(self.model, config.model.with_classes(2))
         traced = whole = self.whole(size, side)
         if shards > 1:
-            example = like_microbatch(self.model, config.tiles.mpp, side, size, shards)
+            example = self._example(size, side, shards)
             traced = _trace(self.model, example, self._dtype)
         costs: CostModel = cost_model(hardware)
         if profile:
@@ -273,9 +274,11 @@ class Prices:
     def whole(self, size: int, side: int) -> Traced:
         """Return the model, read with whole tiles."""
         if (size, side) not in self._whole:
-            example = like_microbatch(self.model, self.config.tiles.mpp, side, size)
-            self._whole[size, side] = _trace(self.model, example, self._dtype)
+            self._whole[size, side] = _trace(self.model, self._example(size, side), self._dtype)
         return self._whole[size, side]
+
+    def _example(self, size: int, side: int, shards: int = 1) -> Inputs:
+        return like_microbatch(self.model, self.config.tiles.mpp, side, size, shards, self._layout)
 
     def of_whole_tiles(self, plans: Sequence[Plan], shards: int) -> list[Plan]:
         """Return plans that were made for one of so many strips as those of whole tiles."""
@@ -397,7 +400,14 @@ def _least(priced: StageCosts, request: PlanRequest) -> float:
     return request.batch / priced.microbatch * priced.seconds / request.ranks
 
 
-def like_microbatch(model: nn.Module, mpp: float, side: int, size: int, shards: int = 1) -> Inputs:
+def like_microbatch(
+    model: nn.Module,
+    mpp: float,
+    side: int,
+    size: int,
+    shards: int = 1,
+    layout: torch.memory_format = torch.contiguous_format,
+) -> Inputs:
     """Return a microbatch without memory, as `Traced` takes it: its only input, or each by name.
 
     Args:
@@ -407,6 +417,7 @@ def like_microbatch(model: nn.Module, mpp: float, side: int, size: int, shards: 
         size: Number of tiles.
         shards: Strips of a tile; the microbatch has the largest of them, up to what the network
             divides by.
+        layout: Of its images in memory.
     """
     multiple = tile_multiple(model)
 
@@ -420,7 +431,10 @@ def like_microbatch(model: nn.Module, mpp: float, side: int, size: int, shards: 
         each.name: (size, 3, rows(each.size), each.size)
         for each in declared_inputs(model, mpp, side)
     }
-    seen = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    seen = {
+        name: torch.empty(shape, device="meta", memory_format=layout)
+        for name, shape in shapes.items()
+    }
     return seen if len(seen) > 1 else seen[IMAGE]
 
 

@@ -22,6 +22,7 @@ from pathoseg.device import (
     pick_device,
 )
 from pathoseg.errors import PathosegError
+from pathoseg.host_memory import keep_freed_memory
 from pathoseg.interruption import Interruption
 from pathoseg.outputs.atomic import write_text
 from pathoseg.parallel.comm.link_benchmark import measure_links
@@ -93,6 +94,7 @@ def _links(transport: Transport, name: str | None) -> dict[str, Link]:
 
 def _calibrate(out: Path, quick: bool, device: torch.device, links: Mapping[str, Link]) -> None:
     rounds = _QUICK_ROUNDS if quick else _ROUNDS
+    keep_freed_memory()  # as ranks do, whose steps are planned
     torch.manual_seed(0)
     cases = draw_cases(_QUICK_SCALE if quick else 1.0)
     hint = "Free its memory (`nvidia-smi` shows who holds it), or take a larger device."

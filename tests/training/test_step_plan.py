@@ -16,7 +16,9 @@ from pathoseg.config import Config, ParallelConfig
 from pathoseg.device import Precision
 from pathoseg.errors import PathosegError
 from pathoseg.models.unet import UNet
+from pathoseg.parallel.cost.cost_model import Roofline
 from pathoseg.parallel.cost.hardware import Hardware, known_hardware, load_hardware
+from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.partition import cut
 from pathoseg.parallel.planning.plan import Plan
 from pathoseg.parallel.schedule.costs import Link
@@ -253,3 +255,19 @@ def test_ranks_agree_on_strips_and_a_run_goes_on_with_those_that_it_began_with()
     assert planned(by_ranks[2])[1].shards == 1
     alone = by_ranks[1]
     assert planned(alone)[0].shards == 2, "on other ranks it is chosen anew"
+
+
+def test_a_profile_times_layers_as_they_lie_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Traced] = []
+
+    class _Timed(Roofline):
+        def __init__(self, traced: Traced, otherwise: Roofline, **_: Any) -> None:
+            super().__init__(load_hardware("v100"))
+            seen.append(traced)
+
+    monkeypatch.setattr(step_plan, "Profiled", _Timed)
+    _prices(_config(tile=32)).one(1, 32, profile=True)
+    [traced] = seen
+    assert traced.strides["images"] == ((3 * 32 * 32, 1, 3 * 32, 3),)
+    convolutions = [each for each in traced.graph.layers if each.kind == "convolution"]
+    assert {traced.strides[each.name][0][1] for each in convolutions} == {1}

@@ -36,6 +36,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workflow, "draw_cases", lambda scale: _few_cases())
     monkeypatch.setattr(workflow, "pick_device", lambda name: torch.device("cpu"))
     monkeypatch.setattr(workflow, "_QUICK_ROUNDS", 1)
+    monkeypatch.setattr(workflow, "keep_freed_memory", lambda: None)  # for all tests that follow
 
 
 @pytest.mark.usefixtures("few")

@@ -7,13 +7,20 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
+
+from pathoseg.parallel.graph.traced import Traced
 
 # Of each kind, however small the scale.
 _FEWEST = 10
 # Numbers in the largest tensor, and multiply-adds of the dearest layer.
 _MOST_NUMBERS = 2**24
 _MOST_PRODUCTS = 1e9
+
+# Of fewer channels-last channels a pointwise convolution with a stride writes beyond its memory in
+# the backward of a batch (torch 2.13 on a CPU with AVX2).
+_FEWEST_STRIDED = 8
 
 Shape = tuple[int, ...]
 
@@ -22,7 +29,8 @@ Shape = tuple[int, ...]
 class Case:
     """A small module that is timed for its last layer.
 
-    Other layers come before it where gradients of inputs would be copied or inputs written into.
+    Other layers come before it where gradients of inputs would be copied or inputs written into, or
+    where it reads parts of a tensor. Images and kernels are channels-last, as in training.
     """
 
     module: nn.Module
@@ -30,7 +38,18 @@ class Case:
 
     def example(self) -> tuple[torch.Tensor, ...]:
         """Make the module's inputs as meta tensors that require gradients."""
-        return tuple(torch.empty(shape, device="meta", requires_grad=True) for shape in self.shapes)
+        empty = (laid_out(torch.empty(shape, device="meta")) for shape in self.shapes)
+        return tuple(tensor.requires_grad_() for tensor in empty)
+
+    def traced(self, device: torch.device) -> Traced:
+        """Bring the module to a device, and trace it with its inputs."""
+        self.module.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in its stub
+        return Traced(self.module, self.example())
+
+
+def laid_out(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor channels-last if it holds images."""
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
 
 class Call(nn.Module):
@@ -114,6 +133,14 @@ class _Draw:
         side = self.size(6, min(512.0, max(8.0, (_MOST_NUMBERS / channels / batch) ** 0.5)))
         return batch, channels, side, side
 
+    def tokens(self) -> Shape:
+        """Draw a shape of tokens (n, length, channels)."""
+        batch, channels, side, _ = self.images(self.channels())
+        return batch, side**2, channels
+
+    def images_or_tokens(self) -> Shape:
+        return (self.images(self.channels()), self.tokens())[self.pick(0, 1)]
+
 
 def _convolution(draw: _Draw) -> Case:
     while True:
@@ -129,6 +156,8 @@ def _convolution(draw: _Draw) -> Case:
             case 1:
                 groups = draw.pick(2, 4, 8)
                 inputs, outputs = (groups * max(1, size // groups) for size in (inputs, outputs))
+        if stride > 1 and kernel == (1, 1) and inputs < _FEWEST_STRIDED:
+            continue
         products = shape[0] * (shape[2] / stride) ** 2 * inputs * outputs / groups
         if products * kernel[0] * kernel[1] > _MOST_PRODUCTS:
             continue
@@ -160,8 +189,52 @@ def _group_norm(draw: _Draw) -> Case:
 
 
 def _layer_norm(draw: _Draw) -> Case:
-    batch, channels, length, _ = draw.images(draw.channels())
-    return Case(nn.LayerNorm(channels), ((batch, length**2, channels),))
+    shape = draw.tokens()
+    return Case(nn.LayerNorm(shape[2]), (shape,))
+
+
+def _attention(draw: _Draw) -> Case:
+    while True:
+        batch, heads, size = draw.pick(1, 1, 2, 4), draw.size(1, 24), draw.pick(32, 64, 64, 80, 128)
+        length = draw.size(16, 4096)
+        if 2 * batch * heads * length**2 * size <= _MOST_PRODUCTS:
+            return Case(_Attention(heads), ((batch, length, 3 * heads * size),))
+
+
+class _Attention(nn.Module):
+    """Attention whose queries, keys and values are parts of one tensor."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self._heads = heads
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        batch, length, width = tokens.shape
+        size = width // (3 * self._heads)
+        parts = tokens.view(batch, length, 3, self._heads, size).transpose(1, 3)
+        queries, keys, values = parts.unbind(2)
+        return F.scaled_dot_product_attention(queries, keys, values)
+
+
+def _scale(draw: _Draw) -> Case:
+    shape = draw.tokens()
+    return Case(_Scale(shape[2]), (shape,))
+
+
+class _Scale(nn.Module):
+    """A trained factor for each channel of tokens."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self._factors = nn.Parameter(torch.ones(channels))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens * self._factors
+
+
+def _gate(draw: _Draw) -> Case:
+    shape = draw.tokens()
+    return Case(Call(lambda one, other: one.neg() * other.neg()), (shape, shape))
 
 
 def _relu(draw: _Draw) -> Case:
@@ -170,11 +243,11 @@ def _relu(draw: _Draw) -> Case:
 
 
 def _gelu(draw: _Draw) -> Case:
-    return Case(nn.GELU(), (draw.images(draw.channels()),))
+    return Case(nn.GELU(), (draw.images_or_tokens(),))
 
 
 def _silu(draw: _Draw) -> Case:
-    return Case(nn.SiLU(), (draw.images(draw.channels()),))
+    return Case(nn.SiLU(), (draw.images_or_tokens(),))
 
 
 def _sigmoid(draw: _Draw) -> Case:
@@ -205,8 +278,11 @@ def _nearest(draw: _Draw) -> Case:
 
 def _bilinear(draw: _Draw) -> Case:
     batch, channels, side, _ = draw.images(draw.channels())
-    module = nn.Upsample(scale_factor=2, mode="bilinear")
-    return Case(module, ((batch, channels, side // 2, side // 2),))
+    # By a quarter of a patch of 14 px, too.
+    factor = (2.0, 2.0, 3.5, 4.0)[draw.pick(0, 1, 2, 3)]
+    module = nn.Upsample(scale_factor=factor, mode="bilinear")
+    below = max(3, round(side / factor))
+    return Case(module, ((batch, channels, below, below),))
 
 
 def _cat(draw: _Draw) -> Case:
@@ -230,6 +306,23 @@ def _linear(draw: _Draw) -> Case:
             and rows * inputs * outputs <= _MOST_PRODUCTS
         ):
             return Case(nn.Linear(inputs, outputs), ((rows, inputs),))
+
+
+def _token_linear(draw: _Draw) -> Case:
+    """A matrix of a transformer, from or to a multiple of its width."""
+    while True:
+        narrow, factor = 64 * draw.size(2, 24), draw.pick(1, 1, 3, 4)
+        inputs, outputs = (narrow, factor * narrow)[:: draw.pick(1, -1)]
+        batch, length = draw.pick(1, 1, 2, 4), draw.size(16, 4096)
+        if batch * length * inputs * outputs <= _MOST_PRODUCTS:
+            return Case(nn.Linear(inputs, outputs), ((batch, length, inputs),))
+
+
+def _patches(draw: _Draw) -> Case:
+    """The convolution that makes tokens of patches."""
+    patch, side = draw.pick(4, 8, 14, 16), draw.size(4, 64)
+    module = nn.Conv2d(3, 64 * draw.size(2, 20), patch, patch)
+    return Case(module, ((draw.pick(1, 1, 2), 3, patch * side, patch * side),))
 
 
 def _dropout(draw: _Draw) -> Case:
@@ -256,4 +349,9 @@ _KINDS: tuple[tuple[Callable[[_Draw], Case], int], ...] = (
     (_add, 30),
     (_dropout, 16),
     (_linear, 60),
+    (_token_linear, 40),
+    (_attention, 40),
+    (_scale, 16),
+    (_gate, 16),
+    (_patches, 12),
 )

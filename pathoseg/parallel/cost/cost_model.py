@@ -9,7 +9,7 @@ from math import exp
 from typing import Protocol
 
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.cost.features import OTHER, amounts, arithmetic, family, features
+from pathoseg.parallel.cost.features import amounts, arithmetic, family, features, stand_in
 from pathoseg.parallel.cost.hardware import CostFit, Hardware, Regression
 from pathoseg.parallel.graph.layer_graph import Layer, Work
 
@@ -126,7 +126,8 @@ class Analytical:
         if not work.written:
             return 0.0
         known = self.fit.regressions
-        regression = known.get(f"{family(layer)} {name}") or known[f"{OTHER} {name}"]
+        own = family(layer)
+        regression = known.get(f"{own} {name}") or known[f"{stand_in(own)} {name}"]
         slowness = 1.0
         if work.flops:
             slowness = self.hardware.flops["float32"] / Roofline(self.hardware).peak(layer)

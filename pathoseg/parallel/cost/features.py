@@ -10,10 +10,12 @@ CONVOLUTION, POINTWISE, GROUPED, TRANSPOSED = (
     f"{sort}convolution" for sort in ("", "pointwise ", "grouped ", "transposed ")
 )
 PRODUCT = "product"
+ATTENTION = "attention"
 # The family of what is neither convolution nor product, and of a kind that was not measured.
 OTHER = "other"
 # Families that no other can stand in for.
 BASIC = (CONVOLUTION, POINTWISE, GROUPED, TRANSPOSED, PRODUCT, OTHER)
+_FUSED = "_scaled_dot_product"  # how the kernels of attention that keep no scores are called
 # Vector registers and tensor cores take channels by so many; what is missing is computed too.
 _LANES = 16
 # Bytes that the cache of a core holds.
@@ -31,7 +33,15 @@ def family(layer: Layer) -> str:
             return GROUPED
         is_point = prod(_ints(layer.attributes["weight"])[2:]) == 1
         return POINTWISE if is_point else CONVOLUTION
+    if layer.kind.startswith(_FUSED):
+        return ATTENTION
     return PRODUCT if layer.forward.flops else layer.kind
+
+
+def stand_in(family: str) -> str:
+    """Return the family that prices the layers of one that was not measured: its features are the
+    same."""
+    return PRODUCT if family == ATTENTION else OTHER
 
 
 def arithmetic(layer: Layer, work: Work) -> int:

@@ -19,7 +19,6 @@ from pathoseg.parallel.cost.features import BASIC, OTHER, amounts, arithmetic, f
 from pathoseg.parallel.cost.hardware import CostFit, Hardware, Regression
 from pathoseg.parallel.cost.timing import Alone, Timing, measure_sequence, time_in_turn
 from pathoseg.parallel.graph.layer_graph import Layer, Work
-from pathoseg.parallel.graph.traced import Traced
 
 # A kind of fewer layers is not told from the others, and a basic family of fewer hardly described.
 _FEWEST = 8
@@ -210,7 +209,7 @@ def time_cases(
     """
     layers, alone = [], []
     for case in cases:
-        traced = Traced(case.module.to(device), case.example())
+        traced = case.traced(device)
         graph = traced.graph
         last = max(at for at, layer in enumerate(graph.layers) if not layer.is_free)
         layers.append(graph.layers[last])

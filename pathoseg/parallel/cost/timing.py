@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from pathoseg.device import has_streams, is_pinned_for, record, synchronize
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.cost.calibration_layers import reference_networks
+from pathoseg.parallel.cost.calibration_layers import laid_out, reference_networks
 from pathoseg.parallel.cost.cost_model import CostModel, LayerTime
 from pathoseg.parallel.graph.fx_tracer import Module, mode
 from pathoseg.parallel.graph.layer_graph import Layer, LayerGraph, Value
@@ -118,6 +118,8 @@ def can_run_alone(graph: LayerGraph, position: int) -> bool:
 class Alone:
     """One layer of a model, on the device of the model's parameters.
 
+    Its inputs lie in memory as they do in the model (`Traced.strides`): channels-last, in a part of
+    a larger tensor, or otherwise. So do the gradients of its outputs, as far as the graph tells.
     Its backward includes adding the gradients of its inputs to those that later readers have made.
 
     Args:
@@ -129,6 +131,7 @@ class Alone:
         graph, layer = traced.graph, traced.graph.layers[position]
         self._segment = traced.segment(range(position, position + 1))
         self._values = {name: graph.made_by(name)[0] for name in self._segment.inputs}
+        self._strides = {name: traced.strides[name][0] for name in self._values}
         self._joined = {
             name
             for name, value in self._values.items()
@@ -137,30 +140,45 @@ class Alone:
         known = dict(traced.model.named_parameters())
         self._parameters = [known[name] for name in layer.parameters if known[name].requires_grad]
         self._device = device_of(traced.model)
-        self._layout = _layout_of(traced.model)
         self._clock = _clock(self._device)
         self._autocast = traced.autocast
-        self._has_gaps = layer.attributes.get("has_gaps") is True
         self._gradient_has_gaps = layer.attributes.get("gradient_has_gaps") is True
 
     def visit(self) -> Run:
         sources = {
-            name: self._made_up(value.shape, _dtype(value), self._gapped(name))
+            name: self._numbers(_extent(value.shape, self._strides[name]), _dtype(value))
             for name, value in self._values.items()
         }
         return partial(self._run, sources, {}, {})
 
-    def _made_up(self, shape: Sequence[int], dtype: torch.dtype, gaps: bool) -> torch.Tensor:
-        """A tensor of numbers around 0; with gaps, one longer in the dimension that has them."""
-        sizes = list(shape)
-        if gaps:
-            sizes[_gap_dimension(shape)] += 1
+    def _numbers(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Numbers around 0, shape (count,)."""
         numbers = torch.rand(_NUMBERS, device=self._device, dtype=dtype).sub_(0.5)
-        made = numbers.repeat(-(-prod(sizes) // _NUMBERS))[: prod(sizes)].view(sizes)
-        return made.contiguous(memory_format=self._layout) if made.dim() == 4 else made
+        return numbers.repeat(-(-count // _NUMBERS))[:count]
 
-    def _gapped(self, name: str) -> bool:
-        return self._has_gaps and name == next(iter(self._values))
+    def _input(self, name: str, source: torch.Tensor) -> torch.Tensor:
+        """A copy of numbers as an input, since layers that write in place may not write into a
+        leaf."""
+        value, strides = self._values[name], self._strides[name]
+        lying = source.detach().as_strided(value.shape, strides)
+        if source.numel() == prod(value.shape):
+            return lying.requires_grad_(value.gradient).clone()
+        whole = source.detach().requires_grad_(value.gradient).clone()
+        return whole.as_strided(value.shape, strides)
+
+    def _gradient(self, root: torch.Tensor) -> torch.Tensor:
+        """A gradient of an output, which lies in memory as that does, or in a larger tensor."""
+        shape, strides = list(root.shape), root.stride()
+        if not self._gradient_has_gaps:
+            count = prod(shape)
+            if _extent(shape, strides) != count:
+                return self._numbers(count, root.dtype).view(shape)
+            return self._numbers(count, root.dtype).as_strided(shape, strides)
+        # After its first dimension with a length, a part of a tensor is not contiguous.
+        dimension = 1 if len(shape) > 1 and shape[0] > 1 else len(shape) - 1
+        longer = [size + (at == dimension) for at, size in enumerate(shape)]
+        whole = self._numbers(prod(longer), root.dtype).view(longer)
+        return whole.narrow(dimension, 0, shape[dimension])
 
     def _run(
         self,
@@ -169,14 +187,7 @@ class Alone:
         others: dict[str, torch.Tensor],
     ) -> tuple[float, float]:
         """Runs the layer; the first run adds what the backward needs to the mappings."""
-        inputs = {
-            # A copy, as layers that write in place may not write into a leaf.
-            name: source.detach().requires_grad_(self._values[name].gradient).clone()
-            for name, source in sources.items()
-        }
-        for name in inputs:
-            if self._gapped(name):
-                inputs[name] = _without_last(inputs[name])
+        inputs = {name: self._input(name, source) for name, source in sources.items()}
         wanted = {
             name: get_gradient_edge(tensor)
             for name, tensor in inputs.items()
@@ -192,8 +203,7 @@ class Alone:
             return forward, 0.0
         for index, root in enumerate(roots):
             if index not in gradients:
-                gradient = self._made_up(root.shape, root.dtype, self._gradient_has_gaps)
-                gradients[index] = _without_last(gradient) if self._gradient_has_gaps else gradient
+                gradients[index] = self._gradient(root)
         for name in self._joined - others.keys():
             others[name] = torch.ones_like(inputs[name])
         given = [gradients[index] for index in range(len(roots))]
@@ -328,23 +338,11 @@ def _dtype(value: Value) -> torch.dtype:
     return dtype
 
 
-def _layout_of(model: torch.nn.Module) -> torch.memory_format:
-    """Return the layout of a model's convolutions: channels-last if any weight is."""
-    for parameter in model.parameters():
-        if parameter.dim() == 4 and not parameter.is_contiguous():
-            return torch.channels_last
-    return torch.contiguous_format
-
-
-def _without_last(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of all but the last of the dimension that has gaps."""
-    dimension = _gap_dimension(tensor.shape)
-    return tensor.narrow(dimension, 0, tensor.shape[dimension] - 1)
-
-
-def _gap_dimension(shape: Sequence[int]) -> int:
-    """Return the dimension after which a part of a tensor is not contiguous."""
-    return 1 if len(shape) > 1 and shape[0] > 1 else len(shape) - 1
+def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return how many numbers lie between the first and the last of a tensor, these included."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 _ROUNDS = 3
@@ -440,9 +438,9 @@ def measure_sequence(
     """
     factors = []
     for case in reference_networks():
-        traced = Traced(case.module.to(device), case.example())
+        traced = case.traced(device)
         firsts = distinct(traced.graph)
-        tensors = [torch.rand(shape, device=device) for shape in case.shapes]
+        tensors = [laid_out(torch.rand(shape, device=device)) for shape in case.shapes]
         alone = [Alone(traced, position) for position in firsts.values()]
         whole, *parts = time_in_turn([Whole(case.module, *tensors), *alone], rounds, advance)
         by_key = dict(zip(firsts, parts, strict=True))

@@ -321,6 +321,11 @@ class Recorder:
         finalize(storage, self.tape.freed, index).atexit = False
 
 
+def strides_of(made: Any) -> tuple[tuple[int, ...], ...]:
+    """Return the strides of the tensors in nested values, in elements."""
+    return tuple(tuple(tensor.stride()) for tensor in _tensors(made))
+
+
 def _tensors(item: Any) -> Iterator[Any]:
     """The tensors in nested tuples, lists and mappings, in order."""
     if hasattr(item, "untyped_storage"):

@@ -29,7 +29,7 @@ from pathoseg.parallel.graph.layer_graph import (
     Value,
     find_ties,
 )
-from pathoseg.parallel.graph.memory_profile import MemoryProfile, Recorder
+from pathoseg.parallel.graph.memory_profile import MemoryProfile, Recorder, strides_of
 from pathoseg.parallel.graph.reorder import reordered
 from pathoseg.parallel.graph.segment import Call, Segment, SegmentPlan, Step
 
@@ -102,6 +102,8 @@ class Traced:
     Attributes:
         autocast: As given.
         graph: The layers, as plain data.
+        strides: By name of a layer or input of the model, those of the tensors that it makes, in
+            elements: how they lie in memory, given parameters and examples that lie as these do.
 
     Raises:
         PathosegError: The model fails on the example.
@@ -185,7 +187,7 @@ class Traced:
             training: self._step(graph.output_node()) for training, graph in graphs.items()
         }
         self._found = nodes, opaque
-        self.graph, parts = self._measure(nodes, opaque)
+        self.graph, parts, self.strides = self._measure(nodes, opaque)
         if whole != parts:
             raise PathosegError(
                 f"{type(self.model).__name__} cannot be cut: its layers return {parts}, the model "
@@ -241,8 +243,12 @@ class Traced:
         place: Callable[[str, Any], Any] = lambda name, tensor: tensor,
         run: Call | None = None,
         tensors: Callable[[Any], Any] = lambda values: values,
-    ) -> tuple[LayerGraph, str]:
-        """Runs the layers one by one, then their backward; what that took and what it returned."""
+    ) -> tuple[LayerGraph, str, Mapping[str, tuple[tuple[int, ...], ...]]]:
+        """Runs the layers one by one, then their backward.
+
+        Returns:
+            What that took, what it returned, and `Traced.strides`.
+        """
         root, steps, end = self._root, self._steps[True], self._ends[True]
         tape = MemoryProfile(len(nodes))
         recorder = Recorder(tape, held_once())
@@ -250,9 +256,12 @@ class Traced:
         values: dict[str, Any] = {}
         made: dict[str, tuple[Value, ...]] = {}
         sendable: list[bool] = []
+        strides: dict[str, tuple[tuple[int, ...], ...]] = {}
 
         def describe(value: Any) -> None:
-            made[steps[len(sendable)].name] = recorder.values(tensors(value))
+            name = steps[len(sendable)].name
+            made[name] = recorder.values(tensors(value))
+            strides[name] = strides_of(tensors(value))
             sendable.append(_sendable(tensors(value)))
             if any(writer == tape.position for writer, _ in recorder.writes):
                 # What is written into, and its views, may need gradients from now on.
@@ -264,6 +273,7 @@ class Traced:
                 values[name] = place(name, tensor)
                 recorder.watch(tensors(values[name]))
             inputs = {name: recorder.values(tensors(value))[0] for name, value in values.items()}
+            strides |= {name: strides_of(tensors(value)) for name, value in values.items()}
             SegmentPlan.of(steps, end.inputs).run(values, listener.enter, describe, run)
             summary = _summary(recorder.values(tensors(end.run(values))), tape.saved_bytes())
         storages = tuple(tape.storages)
@@ -291,7 +301,7 @@ class Traced:
             for name, buffer in root.named_buffers()
             if id(buffer) in used or buffer.untyped_storage() in recorder.changed
         }
-        return replace(graph, ties=find_ties(graph, recorder.writes, changing)), summary
+        return replace(graph, ties=find_ties(graph, recorder.writes, changing)), summary, strides
 
     def _layers(
         self,

@@ -21,7 +21,6 @@ from pathoseg.parallel.planning.orders import (
     SYNTHESISED,
     Order,
     OrderSetting,
-    Variant,
     branch_placement,
     find_order,
     of_branches,
@@ -456,7 +455,8 @@ class _Search:
                 schedule = lower(order, frame.edges, variant.recompute)
                 simulation = simulate(schedule, frame.costs)
                 if max(simulation.peak_memory) <= frame.memory:
-                    self._keep(candidate, partition, frame, variant, order, simulation)
+                    recompute = variant.recompute
+                    self._keep(candidate, partition, frame, order, simulation, recompute)
                     yield True
                     break
             else:
@@ -475,7 +475,13 @@ class _Search:
             partition = custom(priced.graph, request.cut)
         else:
             partition = self._balanced(priced, stages, MemoryLimit(), priced.byte_cost)
-        if least_seconds(self._frame(candidate, partition), candidate.groups) >= fastest:
+        frame = self._frame(candidate, partition)
+        if least_seconds(frame, candidate.groups) >= fastest:
+            return False
+        # Copies and recomputation only add to the step that keeps everything, which the simulator
+        # prices in milliseconds; a choice for one stage takes seconds.
+        order = _first_order(candidate, frame)
+        if simulate(lower(order, frame.edges), frame.costs).time >= fastest:
             return False
         in_flight = candidate.order.in_flight(stages, candidate.microbatches)
         room = request.memory
@@ -490,8 +496,7 @@ class _Search:
             retention = tuple(choice.retention for choice in fitting)
             window = max(choice.window for choice in fitting)
             frame = self._frame(candidate, partition, retention, window)
-            variant = next(next(candidate.order.families(frame)))
-            order = replace(variant.order, name=candidate.order.name, groups=candidate.groups)
+            order = _first_order(candidate, frame)
             offload = {stage: each.offloaded for stage, each in enumerate(retention)}
             schedule = lower(order, frame.edges, offload=offload)
             if max(step_memory(schedule, frame.costs)) > request.memory:
@@ -499,7 +504,7 @@ class _Search:
             simulation = simulate(schedule, frame.costs)
             excess = max(simulation.peak_memory) - request.memory
             if excess <= 0:
-                self._keep(candidate, partition, frame, variant, order, simulation, retention)
+                self._keep(candidate, partition, frame, order, simulation, retention=retention)
                 return True
             room -= excess  # tensors between stages, which a stage by itself does not see
         return False
@@ -509,9 +514,9 @@ class _Search:
         candidate: Candidate,
         partition: Partition,
         frame: OrderSetting,
-        variant: Variant,
         order: Schedule,
         simulation: Simulation,
+        recompute: tuple[int, ...] = (),
         retention: tuple[ActivationPolicy, ...] = (),
     ) -> None:
         kind: tuple[object, ...] = (order.name,)
@@ -531,7 +536,7 @@ class _Search:
             placement=candidate.placement,
             bounds=partition.bounds,
             starts=tuple(graph.layers[first].name for first in partition.bounds[:-1]),
-            recompute=variant.recompute,
+            recompute=recompute,
             text=str(replace(order, edges=frame.edges)),
             hardware=priced.hardware.name,
             note=priced.note,
@@ -545,6 +550,12 @@ class _Search:
             host_memory=simulation.host_memory,
             line=graph.order,
         )
+
+
+def _first_order(candidate: Candidate, frame: OrderSetting) -> Schedule:
+    """The schedule of the first variant of a candidate's order."""
+    variant = next(next(candidate.order.families(frame)))
+    return replace(variant.order, name=candidate.order.name, groups=candidate.groups)
 
 
 def _balanced(priced: StageCosts, stages: int, limit: MemoryLimit, byte_cost: float) -> Partition:

@@ -8,6 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -15,7 +16,7 @@ from torch import nn
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.cost.calibration_layers import draw_cases
 from pathoseg.parallel.cost.cost_model import Analytical, CostModel, LayerTime, Roofline, cost_model
-from pathoseg.parallel.cost.features import arithmetic
+from pathoseg.parallel.cost.features import ATTENTION, arithmetic, family
 from pathoseg.parallel.cost.hardware import Hardware, load_hardware
 from pathoseg.parallel.cost.regression import RawPolynomial, Sample, learn
 from pathoseg.parallel.graph.layer_graph import Layer, Work
@@ -24,6 +25,7 @@ from pathoseg.parallel.schedule.costs import Link
 from tests.parallel.networks.small import SMALL, small_graph
 
 FREE = Link()
+PASSES = ("forward", "backward")
 TOY = Hardware("toy", "cpu", 10, {"float32": 1e9}, 1e8, 1, FREE, FREE, FREE, 1e-6)
 
 
@@ -146,6 +148,28 @@ def test_what_a_sequence_adds_scales_all_times() -> None:
     alone, among = model.alone(layer), model.time(layer)
     assert among.forward == pytest.approx(1.25 * alone.forward)
     assert among.backward == pytest.approx(0.5 * alone.backward)
+
+
+class _Attention(nn.Module):
+    def forward(self, parts: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(parts, parts, parts)
+
+
+def test_attention_is_priced_by_its_own_fit_or_as_a_product_where_none_was_measured() -> None:
+    known = _known()
+    assert known.fit
+    parts = torch.empty(1, 4, 96, 64, device="meta", requires_grad=True)
+    (layer,) = trace(_Attention(), parts).layers
+    assert family(layer) == ATTENTION
+    regressions = known.fit.regressions
+    product = {f"{ATTENTION} {name}": regressions[f"product {name}"] for name in PASSES}
+    older = {name: each for name, each in regressions.items() if not name.startswith(ATTENTION)}
+    own, as_product, fallen_back = (
+        Analytical(known, replace(known.fit, regressions=some)).time(layer)
+        for some in (regressions, {**regressions, **product}, older)
+    )
+    assert fallen_back == as_product
+    assert own != as_product
 
 
 def test_the_backward_of_a_grouped_convolution_is_not_overcounted() -> None:

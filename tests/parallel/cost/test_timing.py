@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pathoseg.parallel.cost.calibration_layers import Case, draw_cases, reference_networks
 from pathoseg.parallel.cost.timing import (
@@ -140,6 +142,45 @@ def test_a_layer_is_timed_in_the_networks_layout(
     assert [each.is_contiguous(memory_format=layout) for each in seen] == [True, True]
 
 
+class _OneMatrix(nn.Module):
+    """Attention whose queries, keys and values are parts of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        parts = self.qkv(tokens).unflatten(-1, (3, 2, 8)).transpose(1, 3)
+        return F.scaled_dot_product_attention(*parts.unbind(2)).transpose(1, 2).flatten(2)
+
+
+class _Strides(TorchDispatchMode):
+    """Writes down how the tensors lie that attention's forward and backward are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[tuple[int, ...], ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "attention" in str(func):
+            tensors = (each for each in args if isinstance(each, torch.Tensor))
+            self.seen.append(tuple(each.stride() for each in tensors))
+        return func(*args, **(kwargs or {}))
+
+
+def test_inputs_and_gradients_lie_in_memory_as_in_the_model() -> None:
+    model, tokens = _OneMatrix(), torch.zeros(2, 5, 16)
+    traced = Traced(model, tokens)
+    kinds = [layer.kind for layer in traced.graph.layers]
+    [at] = [at for at, kind in enumerate(kinds) if "attention" in kind]
+    with _Strides() as in_model:
+        model(tokens).square().sum().backward()
+    with _Strides() as alone:
+        Alone(traced, at).visit()()
+    assert in_model.seen[0] == ((240, 8, 48, 1),) * 3
+    assert alone.seen == in_model.seen
+
+
 def test_the_backward_of_a_layer_in_place_really_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Conv2d(3, 3, 1), _InPlace())
     traced = Traced(model, torch.zeros(1, 3, 4, 4))
@@ -190,6 +231,19 @@ def test_cases_can_be_traced(make: Callable[[], list[Case]]) -> None:
         graph = Traced(case.module, case.example()).graph
         kinds.update(layer.kind for layer in graph.layers)
     assert {"convolution", "native_batch_norm", "max_pool2d_with_indices"} <= kinds
+    if make is not reference_networks:
+        assert {"_scaled_dot_product_flash_attention_for_cpu", "mul", "gelu"} <= kinds
+
+
+@pytest.mark.slow
+def test_images_of_a_calibration_are_channels_last_and_no_kernel_writes_beyond_its_memory() -> None:
+    with torch.device("meta"):
+        cases = draw_cases()
+    for case in cases:
+        for example in case.example():
+            assert example.dim() != 4 or example.is_contiguous(memory_format=torch.channels_last)
+        if isinstance(case.module, nn.Conv2d) and case.module.stride[0] > 1:
+            assert case.module.kernel_size != (1, 1) or case.module.in_channels >= 8
 
 
 def test_the_same_seed_draws_the_same_layers() -> None:

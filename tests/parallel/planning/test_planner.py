@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from pathoseg.models.unet import UNet
 from pathoseg.parallel.cost.cost_model import Roofline
 from pathoseg.parallel.cost.hardware import Hardware
 from pathoseg.parallel.graph.activation_policy import ActivationPolicy
-from pathoseg.parallel.graph.layer_graph import LayerGraph
+from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition
 from pathoseg.parallel.graph.traced import trace
 from pathoseg.parallel.planning.orders import AUTO, ORDERS, PLACEMENTS, OrderSetting
 from pathoseg.parallel.planning.plan import Plan, PlanRequest
@@ -221,6 +222,21 @@ def test_what_does_not_fit_alone_is_recomputed_or_offloaded() -> None:
     assert not away.retention[0].recomputed
     assert away.host_memory[0] > 0
     assert max(away.memory) <= copied.memory
+
+
+def test_policies_are_chosen_only_for_what_could_be_fastest_with_all_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+    choose = StageCosts.choose
+
+    def watched(self: StageCosts, partition: Partition, stage: int, *rest: Any) -> Any:
+        asked.append(partition.stages)
+        return choose(self, partition, stage, *rest)
+
+    monkeypatch.setattr(StageCosts, "choose", watched)
+    best = plan([_linked(SLOW)], PlanRequest(4, int(0.7 * WHOLE), 4))[0]
+    assert (best.order, set(asked)) == ("sequential", {1})
 
 
 def test_more_ranks_than_stages_are_groups() -> None:
