@@ -210,7 +210,7 @@ class _Watcher:
         signal.set_wakeup_fd(self._before)
         self.wake(_OVER)
         self._thread.join(_FAREWELL)
-        self._peers.close()  # which wakes a thread that waits for a rank that is lost
+        self._peers.close()  # which wakes the thread where it waits for a rank that is lost
         self._wake.close()
         self._waker.close()
 
@@ -233,17 +233,23 @@ class _Watcher:
             commit()
 
     def _watch(self) -> None:
-        number = self._signal()
-        if number is None or self._is_over(_PATIENCE):
-            return
+        try:
+            number = self._signal()
+            if number is not None and not self._is_over(_PATIENCE):
+                self._leave(number)
+        finally:
+            self._peers.close()  # none of them waits for an answer of this one
+
+    def _leave(self, number: int) -> None:
+        """Wait until the work may be left, and leave it."""
         while not self._is_over(_TURN / 2):
             ready = self._busy.acquire(timeout=_TURN)
             try:
                 agreed = self._peers.agree(ready)  # (2)
-                if agreed is None:
-                    return
                 if agreed:
                     self._end(number)
+                if agreed is not False:
+                    return
             finally:
                 if ready:
                     self._busy.release()
