@@ -34,7 +34,7 @@ _OVER = 0  # is no signal
 _PATIENCE = 2.0  # seconds that the work has to come to a question, of five in which all is saved
 _TURN = 0.2  # seconds
 _FAREWELL = 1.0  # seconds
-_SAID_BY_SYSTEM = 256  # bytes
+_READ = 256  # bytes, one a signal
 
 
 class Peers(Protocol):
@@ -268,7 +268,7 @@ class _Watcher:
                             self._work.number = self._work.number or number
                             self._peers.tell(number)
                         return number
-                    came = self._wake.recv(_SAID_BY_SYSTEM)
+                    came = self._wake.recv(_READ)
                     if _OVER in came:
                         return None
                     for number in came:
@@ -283,7 +283,7 @@ class _Watcher:
             selector.register(self._wake, selectors.EVENT_READ)
             end = time.monotonic() + seconds
             while selector.select(max(0.0, end - time.monotonic())):
-                if _OVER in self._wake.recv(_SAID_BY_SYSTEM):
+                if _OVER in self._wake.recv(_READ):
                     return True
         return False
 

@@ -32,6 +32,8 @@ _READY, _BUSY, _LEAVE, _GO_ON = 200, 201, 202, 203
 _LEAST_WORD = 200
 _SIZE = struct.Struct("<Q")
 _PIECE = 2**20  # bytes
+_ANSWER = 10.0  # seconds, after which a rank that says nothing counts as ended
+_SAVED = 300.0  # seconds that parts may be on their way, and that rank 0 may take to save them
 
 
 class StopStar:
@@ -47,7 +49,7 @@ class StopStar:
         self._leads = 0 not in connections
         self.connections = tuple(connections[rank] for rank in sorted(connections))
         for each in self.connections:
-            each.settimeout(None)  # the heartbeat finds a rank that is lost
+            each.settimeout(_ANSWER)
 
     @classmethod
     def of(cls, transport: ProcessTransport) -> Self:
@@ -104,6 +106,8 @@ class StopStar:
         Raises:
             PathosegError: Rank 0 goes on instead, or on it: another rank is lost.
         """
+        for each in self.connections:
+            each.settimeout(_SAVED)
         if self._leads:
             return [part, *map(_receive, self.connections)]
         [to] = self.connections

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pathoseg.errors import PathosegError
+from pathoseg.parallel.comm import stop_star
 from pathoseg.parallel.comm.stop_star import StopStar
 
 Result = TypeVar("Result")
@@ -98,3 +99,9 @@ def test_a_rank_that_ends_within_its_part_is_an_error() -> None:
         second.close()
         with pytest.raises(PathosegError, match="A rank has ended"):
             first.gather(b"")
+
+
+def test_a_rank_that_says_nothing_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop_star, "_ANSWER", 0.1)
+    with _stars(2) as (first, _):
+        assert first.agree(ready=True) is None
