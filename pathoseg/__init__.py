@@ -90,7 +90,8 @@ def train(
 
     Raises:
         PathosegError: Input that cannot be used; it says what, and `hint` says what to do.
-        StoppedError: Ctrl-C or SIGTERM; `resume=True` goes on.
+        StoppedError: Ctrl-C or SIGTERM, once the layer under way is over (a command does not wait
+            for it); `resume=True` goes on.
     """
     from pathoseg.workflows.train import train as run
 
@@ -133,7 +134,8 @@ def infer(
     Raises:
         PathosegError: The model or the only slide cannot be used, or `out` holds results of
             another model or of other options.
-        StoppedError: Ctrl-C or SIGTERM; `resume=True` goes on.
+        StoppedError: Ctrl-C or SIGTERM, once the layer under way is over (a command does not wait
+            for it); `resume=True` goes on.
     """
     from pathoseg.workflows.infer import infer as run
 
@@ -175,6 +177,7 @@ def evaluate(
 
     Raises:
         PathosegError: The model, a slide or an annotation cannot be used.
+        StoppedError: Ctrl-C or SIGTERM, once the layer under way is over.
     """
     from pathoseg.workflows.evaluate import evaluate as run
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
+
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 def main() -> NoReturn:
@@ -15,7 +18,16 @@ def main() -> NoReturn:
         signal.signal(number, _stop)
     from pathoseg.cli import main as run
 
-    run()
+    try:
+        run()
+    except SystemExit as end:
+        if not isinstance(end.code, int) or end.code not in _STOPPED:
+            raise
+        # Python's own way to end takes seconds after torch, and a stop is to be over in five.
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(end.code)
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:

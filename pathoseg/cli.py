@@ -335,7 +335,7 @@ def evaluate(
     check_evaluation_input(config, flags, model)
     from pathoseg.workflows.evaluate import evaluate as run_evaluation
 
-    run_evaluation(model, out, config, flags, split, factory, verbose)
+    run_evaluation(model, out, config, flags, split, factory, verbose, ends_process=True)
 
 
 @app.command(cls=Command, epilog="Example: pathoseg view results/ --slides slides/")

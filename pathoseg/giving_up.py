@@ -11,7 +11,7 @@ the node of autograd by which the backward comes back to this place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 IsGivenUp = Callable[[], bool]  # True from some moment on
+# Called ahead of the first change that a step makes for good; from then on it is not given up.
+Commit = Callable[[], None]
 
 
 class GivenUpError(Exception):
@@ -28,6 +30,10 @@ class GivenUpError(Exception):
 def never() -> bool:
     """Answer for work that nobody gives up."""
     return False
+
+
+def at_any_time() -> None:
+    """Commit a step that nobody but its own thread would leave."""
 
 
 @contextmanager
@@ -68,16 +74,24 @@ def asking(model: nn.Module, device: torch.device, is_given_up: IsGivenUp) -> It
 
 
 @contextmanager
-def buffers_kept(buffers: Iterable[torch.Tensor]) -> Iterator[None]:
+def buffers_kept(
+    buffers: Mapping[str, torch.Tensor],
+) -> Iterator[Mapping[str, torch.Tensor]]:
     """Make a context that, where it is given up, leaves a model's buffers as they were before.
 
     They are all that a forward in training mode changes of a model: running statistics of norms.
+
+    Args:
+        buffers: By name.
+
+    Yields:
+        Copies of them as they were before, which stay so.
     """
-    before = [(buffer, buffer.clone()) for buffer in buffers]
+    before = {name: buffer.clone() for name, buffer in buffers.items()}
     try:
-        yield
+        yield before
     except GivenUpError:
         with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
+            for name, value in before.items():
+                buffers[name].copy_(value)
         raise

@@ -41,6 +41,9 @@ class Bar(Protocol):
         ...
 
     def total(self, amount: float) -> None: ...
+    def end(self) -> None:
+        """Clear the terminal of it, ahead of the end of the process."""
+        ...
 
 
 class _Rate(ProgressColumn):
@@ -67,6 +70,9 @@ class _TerminalBar:
     def total(self, amount: float) -> None:
         self._progress.update(self._task, total=amount)
 
+    def end(self) -> None:
+        self._progress.stop()
+
 
 class _NoBar:
     """Shows nothing."""
@@ -74,6 +80,7 @@ class _NoBar:
     def advance(self, amount: float = 1) -> None: ...
     def note(self, text: str) -> None: ...
     def total(self, amount: float) -> None: ...
+    def end(self) -> None: ...
 
 
 class _LogBar:
@@ -106,6 +113,8 @@ class _LogBar:
     def total(self, amount: float) -> None:
         self._total = amount
         self._told_share = self._share
+
+    def end(self) -> None: ...
 
     @property
     def _share(self) -> int:

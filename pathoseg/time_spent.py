@@ -23,9 +23,13 @@ class TimeSpent:
 
     Args:
         clock: Seconds since any moment.
+        is_wanted: Whether anybody is told.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, is_wanted: bool = False
+    ) -> None:
+        self._is_wanted = is_wanted
         self._clock, self._began = clock, clock()
         self._own = threading.get_ident()
         self._spent: dict[tuple[bool, str], float] = {}
@@ -62,6 +66,15 @@ class TimeSpent:
         beside = {f"beside: {what}": s for (mine, what), s in self._spent.items() if not mine}
         return [(what, s, s / max(whole, 1e-9)) for what, s in (own | beside).items()]
 
+    def tell(self) -> None:
+        """Print a table of the rows, if it is wanted."""
+        if self._is_wanted:
+            cells = [
+                (what, f"{seconds:.1f}", f"{100 * share:.0f} %")
+                for what, seconds, share in self.rows()
+            ]
+            say_table([("Time", False), ("Seconds", True), ("Share", True)], cells)
+
 
 @contextmanager
 def time_told(wanted: bool) -> Iterator[TimeSpent]:
@@ -70,19 +83,10 @@ def time_told(wanted: bool) -> Iterator[TimeSpent]:
     Args:
         wanted: False tells nothing.
     """
-    spent = TimeSpent()
-
-    def tell() -> None:
-        if wanted:
-            cells = [
-                (what, f"{seconds:.1f}", f"{100 * share:.0f} %")
-                for what, seconds, share in spent.rows()
-            ]
-            say_table([("Time", False), ("Seconds", True), ("Share", True)], cells)
-
+    spent = TimeSpent(is_wanted=wanted)
     try:
         yield spent
     except StoppedError:
-        tell()
+        spent.tell()
         raise
-    tell()
+    spent.tell()

@@ -146,6 +146,10 @@ class Leases:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release all leases of this process."""
         self._ended.set()
         self._thread.join()
         for path in list(self._held):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -396,11 +396,11 @@ class Segmenter:
                 pulled.add(row)
                 yield plan.tiles_of(row)
 
-        above = bisect_left(plan.indices, grid.first_of(start))
+        above, asked = bisect_left(plan.indices, grid.first_of(start)), interruption.is_asked
         with (
             closing(SlidePool(self.open)) as slides,
-            closing(
-                in_background(self._predict(plan, slides, wanted(), interruption.is_asked), ahead=2)
+            _abandonable(
+                in_background(self._predict(plan, slides, wanted(), asked), ahead=2), interruption
             ) as predictions,
             progress_bar(
                 *(plan.slide.name, len(plan.indices), "tiles", above),
@@ -409,8 +409,13 @@ class Segmenter:
         ):
 
             def watched() -> Iterator[Prediction]:
+                waiting = self.spent.waiting(predictions, "waiting for predictions")
                 try:
-                    for prediction in self.spent.waiting(predictions, "waiting for predictions"):
+                    while True:
+                        with interruption.abandonable(bar.end):
+                            prediction = next(waiting, None)
+                        if prediction is None:
+                            return
                         unread[grid.row_of(prediction[0])] += prediction[2] is not None
                         interruption.raise_if_asked()
                         yield prediction
@@ -562,6 +567,19 @@ class Segmenter:
     def open(self, path: Path) -> Slide:
         """Open a slide as the batch's options say."""
         return open_slide(path, self._config.data.assume_mpp)
+
+
+@contextmanager
+def _abandonable(
+    predictions: Generator[Prediction], interruption: Interruption
+) -> Iterator[Generator[Prediction]]:
+    """Make a context as that of `closing`, whose end may be that of the process: the layer that is
+    under way in the background is waited for."""
+    try:
+        yield predictions
+    finally:
+        with interruption.abandonable():
+            predictions.close()
 
 
 def _coarse_rows(

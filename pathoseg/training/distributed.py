@@ -22,6 +22,7 @@ from pathoseg.platform_support import physical_memory
 if TYPE_CHECKING:  # torch, which a command that is refused does not wait for
     import torch
 
+    from pathoseg.parallel.comm.process_transport import ProcessTransport
     from pathoseg.parallel.comm.transport import Transport
 
 # Seconds that rank 0 has, after a signal to all, to leave what ranks do together and save.
@@ -55,7 +56,7 @@ def start_ranks(
 @contextmanager
 def joined(
     choice: Choice, alone: bool = False, device: str | None = None
-) -> Iterator[Transport | None]:
+) -> Iterator[ProcessTransport | None]:
     """Make a context with a transport between this job's ranks; all but rank 0 are silent in it.
 
     An error of one rank is told by rank 0, and ends all. Each rank's device is the current one
@@ -183,3 +184,22 @@ def least_memory(transport: Transport, device: torch.device) -> int:
     told = [json.loads(text) for text in transport.gather(json.dumps([*own, memory[0]]))]
     sharing = Counter((host, place) for host, place, _ in told)
     return min(int(free) // sharing[host, place] for host, place, free in told)
+
+
+def agree_on(place: Path, identity: str, transport: Transport | None) -> None:
+    """Check that all ranks have read the same weights; they call it together.
+
+    Args:
+        place: The file or folder of the weights.
+        identity: Of what this rank has read.
+        transport: Joins the ranks; None where this process is alone.
+
+    Raises:
+        PathosegError: They were replaced meanwhile.
+    """
+    if transport is not None:
+        seen = {json.loads(text) for text in transport.gather(json.dumps(identity))}
+        if len(seen) > 1:
+            raise PathosegError(
+                f"{place} changed while it was read.", "Start the same command again."
+            )

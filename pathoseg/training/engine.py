@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from pathoseg.device import Images
+from pathoseg.giving_up import Commit
 from pathoseg.tiles.dataset import Batch
 
 # Per-sample losses (n,) of logits and targets.
@@ -54,13 +55,15 @@ class Engine(Protocol):
         """The batches of a round whose tiles this rank reads."""
         ...
 
-    def step(self, number: int, batch: Batch, rate: float) -> StepResult:
+    def step(self, number: int, batch: Batch, rate: float, commit: Commit) -> StepResult:
         """Make one optimizer step on the mean loss of a batch.
 
         Args:
             number: The run's step, from 0; with the configured seed, the seed of what layers draw.
             batch: The samples of `rows`.
             rate: Learning rate.
+            commit: Called ahead of the first change for good: until then `begun` can be called, by
+                another thread.
 
         Returns:
             The result of the whole batch, on every rank.
@@ -102,6 +105,17 @@ class Engine(Protocol):
         Returns:
             `model`, the network's state dict; `optimizer`, the optimizer's state of each parameter,
             by name; `scaler`, the loss scale's. An empty dict on ranks that do not lead.
+        """
+        ...
+
+    def begun(self) -> dict[str, Any]:
+        """Return the `state` ahead of the step under way, from a thread beside the one that is at
+        it and has not committed it; all ranks call it once, and end after it.
+
+        Ranks that do not lead return once that which does has ended.
+
+        Raises:
+            PathosegError: The rank that leads goes on instead, as it cannot save.
         """
         ...
 

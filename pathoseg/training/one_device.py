@@ -10,7 +10,15 @@ import torch
 
 from pathoseg.config import TrainConfig
 from pathoseg.device import Images, Inputs, amp_dtype, answer, memory_told, to_inputs, widest
-from pathoseg.giving_up import GivenUpError, IsGivenUp, asking, buffers_kept, never
+from pathoseg.giving_up import (
+    Commit,
+    GivenUpError,
+    IsGivenUp,
+    asking,
+    at_any_time,
+    buffers_kept,
+    never,
+)
 from pathoseg.gradient_step import (
     LossScale,
     clip_gradients,
@@ -46,6 +54,7 @@ def train_step(
     scale: LossScale,
     dtype: torch.dtype | None,
     clip: float,
+    commit: Commit = at_any_time,
 ) -> StepResult:
     """Accumulate the gradient of the mean loss over `samples`, then update the parameters.
 
@@ -62,6 +71,7 @@ def train_step(
         scale: Disabled unless `dtype` is float16.
         dtype: Autocast precision of forward and loss, or None.
         clip: Largest global L2 norm of the gradient; 0 leaves it.
+        commit: Called ahead of the update.
 
     Raises:
         PathosegError: The loss is not one number a sample, or step after step is not finite.
@@ -84,6 +94,7 @@ def train_step(
     found = torch.stack([*losses, *norms]).tolist()  # here alone the host waits for a GPU
     count = len(losses)
     verdict = judge_step(found[:count], dict(zip(gradients, found[count:], strict=True)))
+    commit()
     if verdict.finite:
         clip_gradients([*gradients.values()], verdict.norm, clip)
         optimizer.step()
@@ -130,8 +141,12 @@ class OneDevice:
         names = {parameter: name for name, parameter in model.named_parameters()}
         scale_rates(self._optimizer, names, rate_factors(model, config))
         self._scale = LossScale(self._dtype is torch.float16)
+        self._keys = tuple(model.state_dict())
+        self._before: Mapping[str, torch.Tensor] = {}  # buffers, ahead of the step under way
 
-    def step(self, number: int, batch: Batch, rate: float) -> StepResult:
+    def step(
+        self, number: int, batch: Batch, rate: float, commit: Commit = at_any_time
+    ) -> StepResult:
         set_rate(self._optimizer, rate)
         samples = len(batch.images)
         self._model.train()
@@ -144,10 +159,10 @@ class OneDevice:
                 self._device,
                 can_be_planned=True,
             ),
-            buffers_kept(self._model.buffers()),
+            buffers_kept(dict(self._model.named_buffers(remove_duplicate=False))) as self._before,
             asking(self._model, self._device, self._is_given_up),
         ):
-            return train_step(
+            result = train_step(
                 self._model,
                 partial(self._forward, number),
                 self._loss,
@@ -157,7 +172,10 @@ class OneDevice:
                 self._scale,
                 self._dtype,
                 self._config.clip,
+                commit,
             )
+        self._before = {}
+        return result
 
     def predict(
         self, sizes: Sequence[int], images: Mapping[int, Images]
@@ -186,6 +204,12 @@ class OneDevice:
             "optimizer": state_by_name(self._optimizer, self._names()),
             "scaler": self._scale.state_dict(),
         }
+
+    def begun(self) -> dict[str, Any]:
+        now, before = self._model.state_dict(), self._before
+        # By the keys of old: a norm that recomputes has lent its buffers.
+        model = {key: before[key] if key in before else now[key] for key in self._keys}
+        return self.state() | {"model": model}
 
     def load(self, state: dict[str, Any]) -> None:
         self._model.load_state_dict(state["model"])

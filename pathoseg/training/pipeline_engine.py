@@ -13,17 +13,19 @@ from numpy.typing import NDArray
 
 from pathoseg.config import Config
 from pathoseg.device import Images, amp_dtype, to_inputs
-from pathoseg.giving_up import IsGivenUp, never
+from pathoseg.giving_up import Commit, IsGivenUp, at_any_time, never
 from pathoseg.models.build import lay_out
 from pathoseg.models.bundle import Bundle
 from pathoseg.outputs.atomic import write_text
 from pathoseg.parallel.activations.offload import OffloadMode
 from pathoseg.parallel.activations.stage_offload import Park
+from pathoseg.parallel.comm.stop_star import StopStar
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.fitting import split
 from pathoseg.parallel.planning.plan import Plan
 from pathoseg.parallel.runtime.executor import Microbatches
 from pathoseg.parallel.runtime.stage import Training
+from pathoseg.parallel.runtime.state import packed, unpacked
 from pathoseg.parallel.schedule import timeline
 from pathoseg.parallel.schedule.event import Event, from_json, to_json
 from pathoseg.progress import say
@@ -54,6 +56,7 @@ class PipelineEngine:
         config: The run's.
         drawing: Draws the events of one step of this part of the run, or None.
         is_given_up: Asked between layers, and ahead of each microbatch of a stage.
+        star: Joins the ranks in `begun`; None where nobody calls that.
     """
 
     def __init__(
@@ -67,8 +70,9 @@ class PipelineEngine:
         config: Config,
         drawing: Drawing | None,
         is_given_up: IsGivenUp = never,
+        star: StopStar | None = None,
     ) -> None:
-        self._is_given_up = is_given_up
+        self._is_given_up, self._star = is_given_up, star
         self._transport, self._plan, self._drawing = transport, plan, drawing
         self._task, self._card = task, card
         self._device = own_device(transport, config.parallel.device)
@@ -98,7 +102,9 @@ class PipelineEngine:
         ]
         self._steps = 0
 
-    def step(self, number: int, batch: Batch, rate: float) -> StepResult:
+    def step(
+        self, number: int, batch: Batch, rate: float, commit: Commit = at_any_time
+    ) -> StepResult:
         if self._runner.optimizer is not None:
             set_rate(self._runner.optimizer, rate)
         size = self._plan.microbatch
@@ -109,7 +115,7 @@ class PipelineEngine:
             lambda each: self._targets(self._task.targets(*batch.labels(own[each]))),
         )
         traced = self._drawing is not None and self._steps == _TRACED
-        done = self._runner.step(number, microbatches, traced, self._is_given_up)
+        done = self._runner.step(number, microbatches, traced, self._is_given_up, commit)
         self._steps += 1
         if self._steps == 1 and self.leads:
             for layer, function in self._runner.gathered.items():
@@ -132,6 +138,13 @@ class PipelineEngine:
 
     def state(self) -> dict[str, Any]:
         return self._runner.state()
+
+    def begun(self) -> dict[str, Any]:
+        assert self._star is not None
+        parts = [unpacked(part) for part in self._star.gather(packed(self._runner.begun()))]
+        if not self.leads:
+            return {}
+        return self._runner.joined({name: each for part in parts for name, each in part.items()})
 
     def load(self, state: dict[str, Any]) -> None:
         self._runner.load(state)

@@ -104,6 +104,10 @@ class RunLog:
         known = {"epoch": epoch, "confusion": confusion.tolist(), "tiles": tiles}
         write_text(self._csv.with_name(VALIDATION), json.dumps(known, indent=2) + "\n")
 
+    def flush(self) -> None:
+        with naming(self._folder):
+            self._events.flush()
+
     def close(self) -> None:
         with naming(self._folder):
             self._events.close()

@@ -7,9 +7,10 @@ import json
 import math
 import pickle
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 
 from pathoseg.config import TrainConfig
 from pathoseg.errors import PathosegError
-from pathoseg.giving_up import GivenUpError
+from pathoseg.giving_up import Commit, GivenUpError
 from pathoseg.interruption import Interruption
 from pathoseg.models.bundle import Bundle, save_bundle
 from pathoseg.outputs.atomic import replaced
@@ -281,11 +282,34 @@ class Trainer:
         self._clock: StepBudget | None = None
         self._validation_seconds = 0.0
         self._is_stopping = False  # as all ranks know; a signal may come to one of them at any time
+        self._begun = self._progress  # what `leave` saves
+        self._tidy: Callable[[], None] = lambda: None
         self._lay()
 
     @property
     def progress(self) -> Progress:
         return self._progress
+
+    def leave(self) -> Progress:
+        """Save the run as it was ahead of the step or validation under way.
+
+        Called by another thread within a context of `Interruption.abandonable`; every rank's does.
+        The process ends then.
+
+        Returns:
+            The progress that is saved.
+
+        Raises:
+            OSError: The disk is full or cannot be written.
+            PathosegError: The rank that leads cannot save, or is lost.
+        """
+        self._elapsed = self._spent_before + time.monotonic() - self._started
+        at = replace(self._begun, seconds=self._elapsed)
+        say(f"What follows step {at.step} is given up, and done anew by --resume.")
+        state = self._engine.begun()
+        if self._engine.leads:
+            save_checkpoint(self._run / "checkpoints" / LAST, at, state)
+        return at
 
     def _lay(self) -> None:
         """Lays the learning rate over the limits, or sets the clock that a time limit waits for."""
@@ -326,6 +350,7 @@ class Trainer:
             if self._engine.leads:
                 records = RunLog(self._run, self._validation.columns, at.step)
                 open_files.enter_context(closing(records))
+            self._tidy = partial(_tidy, bar, records)
             self._agree(interruption)
             self._saved_at = self._elapsed
             # An epoch may have all its steps, and not be judged yet.
@@ -342,6 +367,13 @@ class Trainer:
         self._is_stopping = bool(signals)
         if signals:
             interruption.number = signals[0]
+
+    @contextmanager
+    def _abandonable(self, interruption: Interruption, begun: Progress) -> Iterator[Commit]:
+        """Make a context in which `leave` may be called, and saves this progress."""
+        self._begun = begun
+        with interruption.abandonable(self._tidy) as commit:
+            yield commit
 
     def _bar(self) -> AbstractContextManager[Bar]:
         at, batch = self._progress, self._training.batch
@@ -365,7 +397,8 @@ class Trainer:
         at, since = self._progress, self._elapsed
         rows = self._engine.rows
         with closing(self._training.batches(at.epoch, at.epoch_step, rows)) as batches:
-            for batch in self._spent.waiting(self._until_finished(batches), "waiting for tiles"):
+            following = self._until_finished(batches, interruption)
+            for batch in self._spent.waiting(following, "waiting for tiles"):
                 with self._spent.on("steps"):
                     self._step(batch, records, interruption)
                 at.timed_steps += 1
@@ -380,14 +413,21 @@ class Trainer:
                 if self._elapsed - self._saved_at > self._config.checkpoint_minutes * 60:
                     self._save()
 
-    def _until_finished(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        while not self._finished() and (batch := next(batches, None)) is not None:
+    def _until_finished(
+        self, batches: Iterator[Batch], interruption: Interruption
+    ) -> Iterator[Batch]:
+        while not self._finished():
+            with self._abandonable(interruption, self._progress):
+                batch = next(batches, None)
+            if batch is None:
+                return
             yield batch
 
     def _step(self, batch: Batch, records: RunLog | None, interruption: Interruption) -> None:
         at, began = self._progress, self._elapsed
         rate = learning_rate(self._config, at.step, at.total_steps or self._likely_steps())
-        done = self._engine.step(at.step, batch, rate)
+        with self._abandonable(interruption, at) as commit:
+            done = self._engine.step(at.step, batch, rate, commit)
         samples = self._training.batch
         at.loss_sum += done.loss_sum
         at.samples += samples
@@ -445,7 +485,7 @@ class Trainer:
                     "there is no model."
                 )
             try:
-                with self._spent.on("validation"):
+                with self._spent.on("validation"), self._abandonable(interruption, before):
                     verdict = self._validation.run(self._engine, self._loss)
             except GivenUpError:
                 self._progress = before
@@ -501,6 +541,13 @@ class Trainer:
                 if publish:
                     save_bundle(self._run / "model", state["model"], self._card)
         self._saved_at = self._elapsed
+
+
+def _tidy(bar: Bar, records: RunLog | None) -> None:
+    """Leave the terminal and the log as a run does that has ended."""
+    bar.end()
+    if records:
+        records.flush()
 
 
 def _figures(row: dict[str, float]) -> str:

@@ -63,12 +63,17 @@ def evaluate(
     split: str | None,
     factory: str | None,
     verbose: bool = False,
+    *,
+    ends_process: bool = False,
 ) -> Path:
     """Writes how well every slide is segmented, and all slides of a split taken together.
 
     A slide's split is what the model's run recorded; one that the run never saw is `unseen`.
     Figures of training slides therefore never mix with others. Slides are read as the model's run
     read them; a `config_file` overrules that.
+
+    With `ends_process` a stop ends the process where a layer under way takes longer than two
+    seconds; without, that layer is waited for.
 
     Returns:
         The table evaluation.csv, or evaluation-<split>.csv for one split:
@@ -81,7 +86,7 @@ def evaluate(
     """
     share_one_heap()
     with time_told(verbose) as spent:
-        return _evaluate(model, out, config_file, flags, split, factory, spent)
+        return _evaluate(model, out, config_file, flags, split, factory, spent, ends_process)
 
 
 def _evaluate(
@@ -92,6 +97,7 @@ def _evaluate(
     split: str | None,
     factory: str | None,
     spent: TimeSpent,
+    ends_process: bool,
 ) -> Path:
     bundle = bundle_of(model)
     config = _configured(bundle.parent / CONFIG, config_file, flags)
@@ -114,7 +120,9 @@ def _evaluate(
     segmenter = load_segmenter(bundle, config, factory, spent)
     warnings = [*records.warnings(chosen)]
     compared = dict[str, list[_Compared]]()
-    with Interruption("Nothing is written; run the same command again.") as interruption:
+    advice = "Nothing is written; run the same command again."
+    with Interruption(advice, ends_process) as interruption:
+        interruption.leave = spent.tell
         for source in chosen:
             one = _compare(segmenter, source, config, records, interruption)
             compared.setdefault(one.slide.split, []).append(one)

@@ -100,7 +100,9 @@ def infer(
         flags: What overrules it, by table and key.
         resume: Keep what earlier batches have done, and go on where they stopped.
         factory: The user's own network that may be imported.
-        arguments: The command line's, for ranks to be started; None starts none.
+        arguments: The command line's, for ranks to be started; None starts none. With them a stop
+            ends the process where a layer under way takes longer than two seconds; without, that
+            layer is waited for.
         annotations: Folder of annotations, whose regions of interest get figures of their own.
         overwrite: Use `out` also where it holds results of another model or of other options.
         verbose: Tell in the end where the time went, of ranks that of rank 0.
@@ -126,7 +128,11 @@ def infer(
         return start_workers(config.parallel.ranks, command)
     advice = f"What is done is in {out}. Go on with the same command and --resume."
     leads = world.rank == 0
-    with time_told(verbose and leads) as spent, Interruption(advice) as interruption:
+    ends_process = arguments is not None  # as a command, which is all that its process does
+    with (
+        time_told(verbose and leads) as spent,
+        Interruption(advice, ends_process) as interruption,
+    ):
         if world.launcher is not None:
             _stop_with_launcher(interruption)
         with _one_voice(world) as cores:
@@ -159,11 +165,21 @@ def infer(
                 SlideJob(request.names[slide], slide, folder, context, request.annotated.get(slide))
                 for slide, folder in request.folders.items()
             ]
+
+            def report_stop() -> None:
+                with suppress(OSError):  # the stop is what is to be told
+                    _write_tables(context, batch, request.bundle, is_stopped=True)
+
+            def leave() -> None:
+                report_stop()
+                leases.close()
+                spent.tell()
+
+            interruption.leave = leave
             try:
                 _work(batch, out, interruption)
             except (PathosegError, StoppedError) as end:
-                with suppress(OSError):  # told already
-                    _write_tables(context, batch, request.bundle, is_stopped=True)
+                report_stop()
                 if world.rank and isinstance(end, StoppedError):  # rank 0 tells it for all
                     raise SystemExit(end.exit_code) from None
                 raise
@@ -262,7 +278,7 @@ def _stop_with_launcher(interruption: Interruption) -> None:
     def watch() -> None:
         while parent_lives(launcher):
             time.sleep(1)
-        interruption.number = interruption.number or signal.SIGTERM
+        interruption.ask(signal.SIGTERM)
 
     threading.Thread(target=watch, name="launcher", daemon=True).start()
 

@@ -42,7 +42,8 @@ from pathoseg.models.losses import build_loss
 from pathoseg.outputs.atomic import replaced, write_text
 from pathoseg.outputs.run_report import PAGE, Run, write_run_report
 from pathoseg.parallel.comm.launcher import find_world, share_of_cores
-from pathoseg.parallel.comm.transport import Transport
+from pathoseg.parallel.comm.process_transport import ProcessTransport
+from pathoseg.parallel.comm.stop_star import StopStar
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.orders import AUTO
 from pathoseg.parallel.planning.plan import Plan
@@ -53,7 +54,7 @@ from pathoseg.progress import say
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.slide_pool import SlidePool
 from pathoseg.time_spent import TimeSpent, time_told
-from pathoseg.training.distributed import joined, stopped_together
+from pathoseg.training.distributed import agree_on, joined, stopped_together
 from pathoseg.training.earlier_model import (
     EarlierModel,
     read_earlier,
@@ -129,6 +130,7 @@ class _Asked:
     resume: bool
     trace: bool
     overwrite: bool
+    ends_process: bool
 
 
 def launch(
@@ -156,7 +158,7 @@ def launch(
     refuse_overwriting(out, resume, overwrite)
     code = start_ranks_twice(wanted.ranks, arguments, wanted.transport)
     if code is None:
-        train(config_file, flags, out, resume, trace, overwrite, verbose)
+        train(config_file, flags, out, resume, trace, overwrite, verbose, ends_process=True)
     return code or 0
 
 
@@ -168,6 +170,8 @@ def train(
     trace: bool = False,
     overwrite: bool = False,
     verbose: bool = False,
+    *,
+    ends_process: bool = False,
 ) -> Path:
     """Trains until the epochs, the time limit or the patience end; returns the run's folder.
 
@@ -179,12 +183,14 @@ def train(
         trace: On several ranks, draw what they do in one step.
         overwrite: Replace the run that `out` holds, once all input is read.
         verbose: Tell in the end where the time went.
+        ends_process: After a signal, once the run is saved, end the process where a layer under way
+            takes longer than two seconds; else that layer is waited for.
 
     Raises:
         PathosegError: Anything that keeps the run from starting or going on.
         StoppedError: A signal came; `--resume` goes on.
     """
-    asked = _Asked(config_file, flags, out, resume, trace, overwrite)
+    asked = _Asked(config_file, flags, out, resume, trace, overwrite, ends_process)
     try:
         return _attempt(asked, verbose)
     except MemoryExhaustedError as error:
@@ -222,7 +228,7 @@ def _attempt(asked: _Asked, verbose: bool) -> Path:
         return _train(asked, transport, spent)
 
 
-def _train(asked: _Asked, transport: Transport | None, spent: TimeSpent) -> Path:
+def _train(asked: _Asked, transport: ProcessTransport | None, spent: TimeSpent) -> Path:
     started = time.monotonic()
     if asked.trace and transport is None:
         raise PathosegError(
@@ -277,8 +283,9 @@ def _train(asked: _Asked, transport: Transport | None, spent: TimeSpent) -> Path
         say(line)
     pool = SlidePool(lambda path: open_slide(path, config.data.assume_mpp))
     advice = "Nothing is trained yet: start the same command again."
+    star = StopStar.of(transport) if transport is not None and asked.ends_process else None
     with (
-        Interruption(advice) as interruption,
+        Interruption(advice, asked.ends_process, star) as interruption,
         stopped_together(interruption, transport),
         closing(pool),
         tuned_kernels(pick_device(config.parallel.device), config.parallel.memory is not None),
@@ -306,7 +313,9 @@ def _train(asked: _Asked, transport: Transport | None, spent: TimeSpent) -> Path
             engine = OneDevice(model, whole.forward, loss, task, card, config.train, stop)
         else:
             drawing = partial(draw_step, run, planned) if asked.trace else None
-            engine = PipelineEngine(transport, plan, model, loss, task, card, config, drawing, stop)
+            engine = PipelineEngine(
+                *(transport, plan, model, loss, task, card, config, drawing, stop, star)
+            )
         loop = Trainer(
             run,
             config.train,
@@ -326,12 +335,21 @@ def _train(asked: _Asked, transport: Transport | None, spent: TimeSpent) -> Path
         if going_on and not loop.progress.step:
             say(f"{run} was stopped ahead of its first checkpoint: it begins again.")
         report = partial(_report, run, config, sources, members, facts, plan)
+
+        def report_stop(at: Progress) -> None:
+            if engine.leads:
+                with suppress(OSError):  # the stop is what is to be told
+                    write_run_report(report(at, is_finished=False))
+
+        def leave() -> None:
+            report_stop(loop.leave())
+            spent.tell()
+
+        interruption.leave = leave
         try:
             progress = loop.fit(interruption)
         except StoppedError:
-            if engine.leads:
-                with suppress(OSError):  # the stop is what is to be told
-                    write_run_report(report(loop.progress, is_finished=False))
+            report_stop(loop.progress)
             raise
         except MemoryExhaustedError as error:
             error.run = run
@@ -418,7 +436,7 @@ def _report(
 
 
 def _start(
-    asked: _Asked, transport: Transport | None
+    asked: _Asked, transport: ProcessTransport | None
 ) -> tuple[Path, Config, EarlierModel | EncoderWeights | None, bool, bool]:
     """Find the folder of a new run, not made yet, or of the run to go on with; rank 0 does.
 
@@ -447,11 +465,11 @@ def _start(
             config = with_low_rank(config)
         if config.model.encoder_weights is not None:
             encoder, config = take_encoder(config)
-            _agree_on(encoder.path, encoder.digest, transport)
+            agree_on(encoder.path, encoder.digest, transport)
             return out, config, encoder, False, False
         if config.train.start_from is not None:
             earlier = read_earlier(config.train.start_from, factory_of(config))
-            _agree_on(earlier.place, earlier.identity, transport)
+            agree_on(earlier.place, earlier.identity, transport)
             config = with_low_rank(take_options(config, given, earlier))
         return out, config, earlier, False, False
     recorded = load_config(out / CONFIG, unnumbered=UNNUMBERED)
@@ -473,16 +491,6 @@ def _start(
     train = replace(train, microbatch=microbatch)
     parallel = load_config(asked.config_file or out / CONFIG, asked.flags, recorded.format).parallel
     return out, replace(recorded, train=train, parallel=parallel), None, True, longer
-
-
-def _agree_on(place: Path, identity: str, transport: Transport | None) -> None:
-    """Refuses weights that were replaced while the ranks were reading them."""
-    if transport is not None:
-        seen = {json.loads(text) for text in transport.gather(json.dumps(identity))}
-        if len(seen) > 1:
-            raise PathosegError(
-                f"{place} changed while it was read.", "Start the same command again."
-            )
 
 
 def _begin(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -45,13 +46,20 @@ class _Dropping(nn.Module):
 
 
 class _Signal:
-    """Answers True from its n-th question on; 0 is never."""
+    """Answers True from its n-th question on; 0 is never.
+
+    Attributes:
+        look: Called where that is the answer.
+    """
 
     def __init__(self) -> None:
         self.when = self.questions = 0
+        self.look: Callable[[], None] = lambda: None
 
     def __call__(self) -> bool:
         self.questions += 1
+        if self.questions == self.when:
+            self.look()
         return 0 < self.when <= self.questions
 
 
@@ -85,18 +93,20 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_given_up_at_every_question_in_turn_a_step_ends_as_the_undisturbed_one() -> None:
+    """Test that `begun` has the state ahead of it all the time, until the step is committed."""
     calm, signal = _engine(None), _Signal()
     disturbed = _engine(signal)
     generators = torch.get_rng_state()
     counts = []
     for number in range(2):
         before = copy.deepcopy(disturbed.state())
+        signal.look = lambda before=before: _same(disturbed.begun(), before)  # type: ignore[misc]
         expected = calm.step(number, _batch(number), 1e-2)
         signal.when = 0
         while True:
             signal.when, signal.questions = signal.when + 1, 0
             try:
-                made = disturbed.step(number, _batch(number), 1e-2)
+                made = disturbed.step(number, _batch(number), 1e-2, signal.look)
             except GivenUpError:
                 assert signal.questions == signal.when
                 _same(disturbed.state(), before)
@@ -106,6 +116,7 @@ def test_given_up_at_every_question_in_turn_a_step_ends_as_the_undisturbed_one()
         counts.append(signal.questions)
         assert made == expected
         _same(disturbed.state(), calm.state())
+        _same(disturbed.begun(), calm.state())
     layers = sum(next(each.children(), None) is None for each in _Dropping().modules())
     # Once ahead of each microbatch, then at each layer, there and back.
     assert counts == [2 * (1 + 2 * layers)] * 2

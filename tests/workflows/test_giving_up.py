@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -62,6 +63,51 @@ class Net(torch.nn.Module):
         return self.body(self.alarm(images))
 """
 
+# Is in one kernel for a minute, at the n-th call in a mode: in its forward, or in its backward. A
+# signal comes meanwhile, and wakes it no more than it does a convolution: it waits for a mutex.
+HELD = """
+import ctypes, os, signal, threading, time, torch
+from pathoseg.models.unet import UNet
+
+def compute():
+    open("held", "w").close()
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    until, mutex = (ctypes.c_long * 2)(int(time.time()) + 60, 0), ctypes.create_string_buffer(64)
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_timedlock(mutex, until)
+
+class Kernel(torch.autograd.Function):
+    @staticmethod
+    def forward(saved, images, place):
+        saved.place = place
+        if place == "forward":
+            compute()
+        return images * 1
+
+    @staticmethod
+    def backward(saved, gradient):
+        if saved.place == "backward":
+            compute()
+        return gradient, None
+
+class Held(torch.nn.Module):
+    calls = 0
+
+    def forward(self, images):
+        mode, call, place = os.environ.get("HELD", "- 0 -").split()
+        if float(images.sum()) != 0.5 and type(images) is torch.Tensor:
+            Held.calls += mode == ("train" if self.training else "eval")
+        return Kernel.apply(images, place if Held.calls == int(call) else None)
+
+class Net(torch.nn.Module):
+    def __init__(self, in_channels, classes):
+        super().__init__()
+        self.body, self.held = UNet(classes, width=4, depth=2), Held()
+
+    def forward(self, images):
+        return self.held(self.body(images))
+"""
+
 
 class _At(Interruption):
     """Has the signal come at the n-th question.
@@ -92,6 +138,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "alarmed.toml").write_text(text.replace("dropping_4:Net", "alarm_4:Net"))
     (folder / "dropping_4.py").write_text(DROPPING)
     (folder / "alarm_4.py").write_text(ALARM)
+    (folder / "held.toml").write_text(text.replace("dropping_4:Net", "held_4:Net"))
+    (folder / "held_4.py").write_text(HELD)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(str(folder))
@@ -184,3 +232,61 @@ def test_a_slide_is_left_within_a_tile_and_taken_up_again(place: Path, questions
         assert not Path("left/slide0").exists()
         assert _At.questions == when, "nothing more was computed"
     assert predict("left", 0) == whole
+
+
+@pytest.fixture(scope="module")
+def not_held(place: Path) -> str:
+    """Return the undisturbed run of the network whose layers can take a minute."""
+    assert _part("not-held", 0, "held.toml")
+    return "not-held"
+
+
+def _end_while_held(process: Forked) -> str:
+    """What a process has said that ends while its kernel runs, and not after it."""
+    while not Path("held").exists():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    Path("held").unlink()
+    return process.communicate(timeout=50)[0]
+
+
+@pytest.mark.parametrize(
+    ("held", "ranks", "step"),
+    [
+        ("train 4 forward", 1, 1),  # the second microbatch of the second step
+        ("train 1 backward", 2, 0),
+        ("eval 2 forward", 1, 2),  # the validation of the first epoch
+    ],
+)
+def test_a_layer_of_a_minute_ends_a_run_no_later(
+    place: Path, not_held: str, monkeypatch: pytest.MonkeyPatch, held: str, ranks: int, step: int
+) -> None:
+    """Test a signal that comes while a kernel runs, of ranks to the one whose kernel that is."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("HELD", held)
+    out = held.replace(" ", "-")
+    command = ["train", "--slides", "slides", "--config", "held.toml", "--out", out, "-v"]
+    with Forked([*command, "--ranks", str(ranks), "--order", "1f1b"], place) as process:
+        said = _end_while_held(process)
+    assert process.returncode == 143, said
+    assert f"What follows step {step} is given up" in said
+    assert "the rest" in said, "where the time went"
+    assert f"Stopped. Continue with: pathoseg train --resume --out {out}" in said
+    assert "stopped before its end" in (Path(out) / "report.html").read_text()
+    monkeypatch.delenv("HELD")
+    assert _part(out, 0, "held.toml")
+    assert _figures(out) == _figures(not_held)
+    torch.testing.assert_close(_weights(out), _weights(not_held), rtol=0, atol=0)
+
+
+def test_a_layer_of_a_minute_ends_a_slide_no_later(
+    place: Path, not_held: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HELD", "eval 2 forward")
+    command = ["infer", "slides/slide0.png", "--model", not_held, "--factory", "held_4:Net"]
+    with Forked([*command, "--assume-mpp", "0.5", "--out", "half"], place) as process:
+        said = _end_while_held(process)
+    assert process.returncode == 143, said
+    assert "Stopped. What is done is in half. Go on with the same command and --resume." in said
+    assert (Path("half") / "report.html").exists()
+    assert not [*Path("half").rglob("*claim")], "others may take it up"

@@ -39,11 +39,15 @@ class Heartbeat:
         announce: Tells all ranks a text of rank 0; each rank calls it once, its own text counts
             on rank 0 alone.
 
+    Attributes:
+        host: As given.
+
     Raises:
         PathosegError: The ranks do not meet within a minute.
     """
 
     def __init__(self, rank: int, ranks: int, host: str, announce: Callable[[str], str]) -> None:
+        self.host = host
         self._reason: str | None = None
         self._left = threading.Event()
         self._parted = threading.Event()
@@ -54,13 +58,14 @@ class Heartbeat:
         self._wake, self._waker = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         try:
-            self._peers = _accept(ranks, host, announce) if rank == 0 else [_join(rank, announce)]
+            met = meet(rank, ranks, host, announce)
         except OSError as error:
             raise PathosegError(
                 f"Rank {rank} cannot meet the other ranks at {host}: {error}.",
                 "Check that every rank has started and that MASTER_ADDR, where it is set, names "
                 "an address of the first node that all nodes reach.",
             ) from error
+        self._peers = [_Peer(connection, other) for other, connection in met.items()]
         self._selector.register(self._wake, selectors.EVENT_READ)
         for peer in self._peers:
             self._selector.register(peer.connection, selectors.EVENT_READ, peer)
@@ -185,27 +190,45 @@ class _Peer:
                 pass
 
 
-def _accept(ranks: int, host: str, announce: Callable[[str], str]) -> list[_Peer]:
+def meet(
+    rank: int, ranks: int, host: str, announce: Callable[[str], str]
+) -> dict[int, socket.socket]:
+    """Connect every rank with rank 0; all ranks call it together.
+
+    Args:
+        rank: This rank.
+        ranks: Number of ranks.
+        host: Rank 0's address.
+        announce: As for `Heartbeat`.
+
+    Returns:
+        Connections by rank: on rank 0 to all others, on these to rank 0.
+
+    Raises:
+        OSError: The ranks do not meet within a minute.
+    """
+    if rank:
+        return {0: _join(rank, announce)}
     token = secrets.token_hex(_TOKEN // 2)
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-    peers: list[_Peer] = []
+    met: dict[int, socket.socket] = {}
     with socket.create_server((host, 0), family=family, backlog=ranks) as server:
         announce(f"{host} {server.getsockname()[1]} {token}")
         deadline = time.monotonic() + MEETING
-        while len(peers) < ranks - 1:
+        while len(met) < ranks - 1:
             server.settimeout(max(0.01, deadline - time.monotonic()))
             connection, _ = server.accept()
             connection.settimeout(MEETING)
             greeting = connection.recv(_GREETING, socket.MSG_WAITALL)
             if hmac.compare_digest(greeting[:_TOKEN], token.encode()):
-                peers.append(_Peer(connection, int(greeting[_TOKEN:])))
+                met[int(greeting[_TOKEN:])] = connection
             else:  # a stranger on the network
                 connection.close()
-    return peers
+    return met
 
 
-def _join(rank: int, announce: Callable[[str], str]) -> _Peer:
+def _join(rank: int, announce: Callable[[str], str]) -> socket.socket:
     host, port, token = announce("").split()
     connection = socket.create_connection((host, int(port)), timeout=MEETING)
     connection.sendall(f"{token}{rank:8d}".encode())
-    return _Peer(connection, 0)
+    return connection

@@ -157,9 +157,13 @@ class ProcessTransport:
     Args:
         wire: Carries the bytes.
         heartbeat: Tells of lost ranks.
+
+    Attributes:
+        host: Rank 0's address.
     """
 
     def __init__(self, wire: Wire, heartbeat: Heartbeat) -> None:
+        self.host = heartbeat.host
         self.rank = wire.rank
         self.ranks = wire.ranks
         self.reads = wire.reads

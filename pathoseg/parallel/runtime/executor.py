@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from pathoseg.errors import PathosegError
-from pathoseg.giving_up import GivenUpError, IsGivenUp
+from pathoseg.giving_up import Commit, GivenUpError, IsGivenUp, at_any_time
 from pathoseg.gradient_step import StepVerdict
 from pathoseg.parallel.activations.offload import Copies
 from pathoseg.parallel.activations.stage_offload import StageOffload, changed_by
@@ -130,7 +130,12 @@ class Executor:
         return None if self._under_way is None else self._under_way.doing
 
     def step(
-        self, this: Pass, microbatches: Microbatches, trace: bool, is_given_up: IsGivenUp
+        self,
+        this: Pass,
+        microbatches: Microbatches,
+        trace: bool,
+        is_given_up: IsGivenUp,
+        commit: Commit,
     ) -> tuple[StepVerdict, tuple[Event, ...]]:
         """Run the whole list.
 
@@ -139,6 +144,7 @@ class Executor:
             microbatches: Its samples.
             trace: Whether to record events.
             is_given_up: Asked ahead of every visit; what computes may raise GivenUpError too.
+            commit: Called ahead of the update, once no rank has given up.
 
         Returns:
             The step's loss and norm, the same on all ranks, and this rank's events, in seconds from
@@ -151,7 +157,7 @@ class Executor:
         if trace:
             replicas = setup.schedule.replica_of
             record = StepTrace(setup.transport, setup.streams, setup.host_copies, replicas)
-        execution = self._run(self._step, this, microbatches, record, is_given_up)
+        execution = self._run(self._step, this, microbatches, record, is_given_up, commit)
         if execution.verdict is None:
             raise GivenUpError
         return execution.verdict, () if record is None else record.events()
@@ -179,6 +185,7 @@ class Executor:
         microbatches: Microbatches,
         trace: StepTrace | None,
         is_given_up: IsGivenUp,
+        commit: Commit = at_any_time,
     ) -> _Execution:
         sizes = microbatches.sizes
         if not all(sizes):
@@ -186,7 +193,8 @@ class Executor:
         for stage in self._setup.stages.values():
             stage.begin()
         execution = _Execution(
-            self._setup, self._channel, actions, this, microbatches, trace, is_given_up
+            *(self._setup, self._channel, actions, this, microbatches, trace),
+            *(is_given_up, commit),
         )
         self._under_way = execution
         execution.run()
@@ -212,8 +220,9 @@ class _Execution:
         microbatches: Microbatches,
         trace: StepTrace | None,
         is_given_up: IsGivenUp,
+        commit: Commit,
     ) -> None:
-        self._is_given_up = is_given_up
+        self._is_given_up, self._commit = is_given_up, commit
         self.doing: Action | None = None
         self.predicted: dict[int, Any] = {}
         self.verdict: StepVerdict | None = None
@@ -378,7 +387,7 @@ class _Execution:
             for stage in self._stages.values():
                 losses |= stage.losses
             count = len(self._microbatches.sizes)
-            self.verdict = self._setup.update.run(losses, count, self.given_up)
+            self.verdict = self._setup.update.run(losses, count, self.given_up, self._commit)
 
 
 def _is_forward(action: Action) -> bool:

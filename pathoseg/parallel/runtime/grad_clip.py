@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pathoseg.device import widest
+from pathoseg.giving_up import Commit
 from pathoseg.gradient_step import (
     LossScale,
     StepVerdict,
@@ -114,7 +115,7 @@ class ClippedStep:
         self._optimizer, self._parking = optimizer, parking
 
     def run(
-        self, losses: Mapping[int, Tensor], microbatches: int, given_up: bool
+        self, losses: Mapping[int, Tensor], microbatches: int, given_up: bool, commit: Commit
     ) -> StepVerdict | None:
         """Unscale, clip and apply the gradients, unless one on any rank is not finite.
 
@@ -124,13 +125,17 @@ class ClippedStep:
             losses: The loss sum of each microbatch whose last stage is on this rank.
             microbatches: Number of microbatches in the whole step.
             given_up: Whether this rank has given up the step.
+            commit: Called ahead of the update, once no rank has given up.
 
         Returns:
             The step's loss and norm, the same on all ranks; None where a rank has given up, and no
             parameter is updated.
         """
         verdict = self._norm.agree(losses, microbatches, self._scale, given_up)
-        if verdict is not None and verdict.finite and self._optimizer is not None:
+        if verdict is None:
+            return None
+        commit()
+        if verdict.finite and self._optimizer is not None:
             for parameters in self._parking.in_turn(*Park, changed=[*Park]):
                 gradients = [each.grad for each in parameters if each.grad is not None]
                 clip_gradients(gradients, verdict.norm, self._clip)

@@ -12,7 +12,15 @@ import torch
 from torch import nn
 
 from pathoseg.errors import PathosegError, is_out_of_memory
-from pathoseg.giving_up import GivenUpError, IsGivenUp, asking, buffers_kept, never
+from pathoseg.giving_up import (
+    Commit,
+    GivenUpError,
+    IsGivenUp,
+    asking,
+    at_any_time,
+    buffers_kept,
+    never,
+)
 from pathoseg.gradient_step import LossScale
 from pathoseg.parallel.activations.offload import Copies, OffloadMode, copies_of
 from pathoseg.parallel.activations.stage_offload import Park, StageOffload, parked_bytes
@@ -32,7 +40,13 @@ from pathoseg.parallel.runtime.grad_clip import ClippedStep, GradientNorm
 from pathoseg.parallel.runtime.memory_check import Memory, compare_hosts
 from pathoseg.parallel.runtime.reduction import GradientReduction
 from pathoseg.parallel.runtime.stage import Pass, Stage, Training
-from pathoseg.parallel.runtime.state import RankParameters, gather, load_optimizer, load_tensors
+from pathoseg.parallel.runtime.state import (
+    RankParameters,
+    State,
+    gather,
+    load_optimizer,
+    load_tensors,
+)
 from pathoseg.parallel.schedule.action import Kind
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.schedule import Schedule, visit_of
@@ -182,6 +196,7 @@ class Runner:
         counted = [name for name in self._holdings.told if name in trained]
         norm = GradientNorm(trained, counted, transport, device, self._parking)
         self._scale = LossScale(training.dtype is torch.float16)
+        self._begun: dict[str, torch.Tensor] = {}  # what is held, ahead of the step under way
         self._executor = Executor(
             RankSetup(
                 transport=transport,
@@ -225,6 +240,7 @@ class Runner:
         microbatches: Microbatches,
         trace: bool = False,
         is_given_up: IsGivenUp = never,
+        commit: Commit = at_any_time,
     ) -> RankStepResult:
         """Make one optimizer step on the mean loss of all samples; all ranks call it.
 
@@ -233,6 +249,8 @@ class Runner:
             microbatches: As many as the schedule has, in all groups together.
             trace: Whether the result has events.
             is_given_up: Asked between layers and visits until the last backward of this rank.
+            commit: Called ahead of the first change for good, once no rank has given up; where
+                parameters are parked, and come and go in the step, at its start.
 
         Returns:
             The loss over all ranks, and this rank's events.
@@ -242,20 +260,26 @@ class Runner:
             GivenUpError: A rank has given up, on all ranks: parameters, buffers and optimizer are
                 as before the step. `state` can be called still, and no other step.
         """
+        if self._parking.active:
+            commit()
         this = Pass(number, microbatches.sizes, self._scale.scale, training=True)
         self._parking.forget_gradients(self.own.values())
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
-        buffers = [t for t in self._holdings.tensors().values() if not isinstance(t, nn.Parameter)]
-        with self._failing(), buffers_kept(buffers):
+        held = self._holdings.tensors()
+        buffers = {name: t for name, t in held.items() if not isinstance(t, nn.Parameter)}
+        with self._failing(), buffers_kept(buffers) as before:
+            self._begun = {**held, **before}
             with ExitStack() as stack:
                 for stage in self._stages.values():
                     stack.enter_context(stage.statistics.kept())
                 is_given_up = self._agreed(is_given_up, stack)
-                verdict, events = self._executor.step(this, microbatches, trace, is_given_up)
+                done = self._executor.step(this, microbatches, trace, is_given_up, commit)
             for number_of, stage in self._stages.items():
                 holders = self._holders(number_of)
                 stage.statistics.apply(microbatches.sizes, partial(self._sum, holders))
+        self._begun = {}
+        verdict, events = done
         self._scale.update(verdict)  # which raises the same on all ranks, none being under way
         return RankStepResult(verdict.loss_sum, verdict.finite, events)
 
@@ -301,10 +325,37 @@ class Runner:
         Raises:
             PathosegError: Something failed here or on another rank; all ranks end.
         """
-        held = self._holdings.tensors()
+        told = self._told(self._holdings.tensors())
+        with self._failing():
+            whole = gather(told, self._transport, self._device)
+        return {} if self._world.rank else self.joined(whole)
+
+    def begun(self) -> State:
+        """Return what `state` gathers of this rank, as it was ahead of the step under way.
+
+        Called by another thread than that which is at the step, until `commit`. It says nothing to
+        other ranks.
+        """
+        return self._told(self._begun or self._holdings.tensors())
+
+    def joined(self, whole: State) -> dict[str, Any]:
+        """Return as `state` does what all ranks hold together."""
+        values = {name: entries[""] for name, entries in whole.items()}
+        kept = {
+            name: {key: value for key, value in entries.items() if key}
+            for name, entries in whole.items()
+        }
+        return {
+            "model": {key: values[name] for key, name in self._holdings.keys.items()},
+            "optimizer": {name: entries for name, entries in kept.items() if entries},
+            "scaler": self._scale.state_dict(),
+        }
+
+    def _told(self, held: Mapping[str, torch.Tensor]) -> State:
+        """What this rank tells others of, of what it holds; nothing on all but a first strip."""
         is_first = self._sharding is None or not self._sharding.team.rank
         names_told = self._holdings.told if is_first else []
-        told = {name: {"": held[name]} for name in names_told}
+        told: State = {name: {"": held[name]} for name in names_told}
         kept = {} if self.optimizer is None else self.optimizer.state
         names = {parameter: name for name, parameter in self._holdings.parameters.items()}
         for parameters in self._parking.in_turn(Park.PARAMETERS, Park.OPTIMIZER):
@@ -312,16 +363,7 @@ class Runner:
                 if names[parameter] in told:
                     entries = {"": parameter, **kept.get(parameter, {})}
                     told[names[parameter]] = self._parking.lasting(entries)
-        with self._failing():
-            whole = gather(told, self._transport, self._device)
-        if self._world.rank:
-            return {}
-        values = {name: entries.pop("") for name, entries in whole.items()}
-        return {
-            "model": {key: values[name] for key, name in self._holdings.keys.items()},
-            "optimizer": {name: entries for name, entries in whole.items() if entries},
-            "scaler": self._scale.state_dict(),
-        }
+        return told
 
     def load(self, state: dict[str, Any]) -> None:
         """Load this rank's parameters, buffers and optimizer state.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
@@ -151,17 +152,8 @@ def gather(state: State, transport: Transport, device: torch.device) -> State:
     Raises:
         PathosegError: A rank is lost.
     """
-    tensors = {
-        (name, key): value
-        for name, values in state.items()
-        for key, value in values.items()
-        if isinstance(value, Tensor)
-    }
-    plain = {
-        name: {key: value for key, value in values.items() if (name, key) not in tensors}
-        for name, values in state.items()
-    }
-    heads = [[*place, _dtype(value), list(value.shape)] for place, value in tensors.items()]
+    plain, tensors = _sorted(state)
+    heads = _heads(tensors)
     told = transport.gather(json.dumps([plain, heads]))
     received = torch.zeros(1, dtype=torch.uint8)
     if transport.rank:
@@ -184,6 +176,53 @@ def gather(state: State, transport: Transport, device: torch.device) -> State:
         for pending in [transport.send(received, rank, 0) for rank in range(1, transport.ranks)]:
             pending.wait()
     return whole
+
+
+def packed(state: State) -> bytes:
+    """Return a state as bytes: of JSON and tensors, without pickles."""
+    plain, tensors = _sorted(state)
+    head = json.dumps([plain, _heads(tensors)]).encode()
+    values = [value.detach().cpu().contiguous() for value in tensors.values()]
+    data = [each.reshape(-1).view(torch.uint8).numpy().data for each in values]
+    return b"".join([len(head).to_bytes(8, "little"), head, *data])
+
+
+def unpacked(data: bytes) -> State:
+    """Return the state that `packed` made these bytes of, in host memory."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    state, heads = json.loads(data[8:start])
+    whole: State = state
+    every = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    for name, key, dtype, shape in heads:
+        kind = getattr(torch, dtype)
+        size = math.prod(shape) * kind.itemsize
+        # A copy, as a place among other bytes may suit no number.
+        whole[name][key] = every[start : start + size].clone().view(kind).view(shape)
+        start += size
+    return whole
+
+
+_Tensors = Mapping[tuple[str, str], Tensor]  # by name and key
+
+
+def _sorted(state: State) -> tuple[State, _Tensors]:
+    """What JSON can hold of a state, and the tensors."""
+    tensors = {
+        (name, key): value
+        for name, values in state.items()
+        for key, value in values.items()
+        if isinstance(value, Tensor)
+    }
+    plain = {
+        name: {key: value for key, value in values.items() if (name, key) not in tensors}
+        for name, values in state.items()
+    }
+    return plain, tensors
+
+
+def _heads(tensors: _Tensors) -> list[list[Any]]:
+    """Name, key, dtype and shape of each tensor."""
+    return [[*place, _dtype(value), list(value.shape)] for place, value in tensors.items()]
 
 
 def load_tensors(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:

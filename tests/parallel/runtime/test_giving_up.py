@@ -15,6 +15,7 @@ from pathoseg.giving_up import GivenUpError
 from pathoseg.parallel.activations import saved_tensor_hooks as keeping
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.runtime.runner import Runner
+from pathoseg.parallel.runtime.state import packed
 from tests.parallel.comm.thread_ranks import run_ranks
 from tests.parallel.runtime.cases import Case, microbatches, prepare, start
 
@@ -30,14 +31,20 @@ CASES = [
 
 
 class _Signal:
-    """Answers True from its n-th question on."""
+    """Answers True from its n-th question on; what a rank has begun with never changes."""
 
-    def __init__(self, when: int) -> None:
-        self._left = when
+    def __init__(self, when: int, runner: Runner) -> None:
+        self._left, self._runner = when, runner
+        self._begun = packed(runner.begun())
 
     def __call__(self) -> bool:
         self._left -= 1
+        if self._left <= 0:
+            self.look()
         return self._left <= 0
+
+    def look(self) -> None:
+        assert packed(self._runner.begun()) == self._begun
 
 
 _NEVER = 10**6
@@ -68,12 +75,13 @@ def test_all_ranks_give_up_and_have_the_state_of_before(case: Case, data: st.Dat
         runner = start(case, transport)
         for step in range(done):
             runner.step(step, microbatches(case, step))
-        before, batch, signal = _state(runner), microbatches(case, done), moments[transport.rank]
+        before, batch = _state(runner), microbatches(case, done)
+        signal = _Signal(moments[transport.rank], runner)
         try:
             if predicts:
-                runner.predict(batch, _Signal(signal))
+                runner.predict(batch, signal)
             else:
-                runner.step(done, batch, is_given_up=_Signal(signal))
+                runner.step(done, batch, is_given_up=signal, commit=signal.look)
         except GivenUpError:
             return True, before, _state(runner)
         return False, before, _state(runner)
