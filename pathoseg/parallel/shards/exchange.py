@@ -198,7 +198,7 @@ class Halos:
 
         Args:
             give: Returns the gradient of the rows `of` a rank, None where there are none.
-            like: A gradient of other rows.
+            like: Some rows of the same tensor, or of its gradient.
         """
         return self.team.swap(give, lambda rank: _empty(like, self.dim, self.lent(rank).height))
 
@@ -260,7 +260,7 @@ class Extended(torch.autograd.Function):
             if rank == team.rank and (mine := own.within(halos.real)).height:
                 pieces.append(cut(strip, dim, own, mine))
             elif rank in came and halos.of(rank).height:
-                pieces.append(came[rank].contiguous(memory_format=_format(strip)))
+                pieces.append(came[rank].contiguous(memory_format=memory_format(strip)))
         above, below = (
             min(wanted.stop, 0) - wanted.first,
             wanted.stop - max(bounds[-1], wanted.first),
@@ -268,7 +268,7 @@ class Extended(torch.autograd.Function):
         for rows_missing, at in ((above, 0), (below, len(pieces) + 1)):
             if rows_missing > 0:
                 shape = _shape(strip, dim, rows_missing)
-                filled = strip.new_full(shape, fill).contiguous(memory_format=_format(strip))
+                filled = strip.new_full(shape, fill).contiguous(memory_format=memory_format(strip))
                 pieces.insert(at, filled)
         return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].clone()
 
@@ -309,7 +309,8 @@ def _empty(like: Tensor, dim: int, rows: int) -> Tensor | None:
     return like.new_empty(_shape(like, dim, rows)) if rows else None
 
 
-def _format(tensor: Tensor) -> torch.memory_format:
+def memory_format(tensor: Tensor) -> torch.memory_format:
+    """Return the order in which a tensor's elements lie."""
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
         return torch.channels_last
     return torch.contiguous_format

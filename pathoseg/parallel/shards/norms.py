@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pathoseg.parallel.shards.exchange import Team
+from pathoseg.parallel.shards.exchange import Team, memory_format
 from pathoseg.parallel.shards.strip import Rule, Strip
 
 
@@ -50,34 +50,49 @@ class _Norm(torch.autograd.Function):
         groups: int,
         epsilon: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        flat = _flat(x, groups)
-        kept = [1, *range(2, flat.dim())]
-        over = [0, *kept[1:]]
-        wide = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
-        spread, mean = torch.var_mean(wide, over, correction=0)
-        # By rank: how much of the whole, mean, variance; of all samples and channels alike.
-        table = team.table(torch.stack([torch.full_like(mean, share), mean, spread]).double())
-        shares, means, spreads = (_grouped(each, x, groups) for each in table.unbind(1))
-        dims = (0, 3) if groups else 0
-        channels = shares.sum(dims, keepdim=True)
-        whole = (shares * means).sum(dims, keepdim=True) / channels
+        samples, channels = x.shape[:2]
+        order = memory_format(x)
+        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        # Rows normed by their own mean and spread, of each sample and channel; put right below.
+        made, mean, inverse = torch.native_group_norm(
+            wide.contiguous(memory_format=order),
+            None,
+            None,
+            samples,
+            channels,
+            x.shape[2:].numel(),
+            channels,
+            epsilon,
+        )
+        own, inverse = mean.double(), inverse.double()
+        spread = (inverse**-2 - epsilon).clamp_(min=0)
+        # By rank: how much of the whole, mean, variance.
+        table = team.table(torch.stack([torch.full_like(own, share), own, spread]))
+        shares, means, spreads = (_grouped(each, groups) for each in table.unbind(1))
+        dims = (0, 3) if groups else (0, 1)
+        count = shares.sum(dims, keepdim=True)
+        whole = (shares * means).sum(dims, keepdim=True) / count
         parts = shares * (spreads + (means - whole) ** 2)
-        variance = parts.sum(dims, keepdim=True) / channels
+        variance = parts.sum(dims, keepdim=True) / count
         mean, variance = (
-            each.expand(1, *means.shape[1:]).reshape(-1).to(mean)
-            if groups
-            else each.view(-1).to(mean)
+            each.expand(1, *means.shape[1:]).reshape(-1) if groups else each.view(-1)
             for each in (whole, variance)
         )
-        scale, shift = (_per_channel(each, x, groups) for each in (weight, bias))
-        made, _, _ = torch.native_batch_norm(
-            flat, scale, shift, mean, variance, False, 0.0, epsilon
-        )
+        scale = (variance + epsilon).rsqrt()
+        if weight is not None:
+            scale = scale * _per_channel(weight.double(), x, groups)
+        scale = scale.view(-1, channels)
+        shift = (own - mean.view(-1, channels)) * scale
+        if bias is not None:
+            shift += bias
+        shape = [samples, channels, *[1] * (x.dim() - 2)]
+        made.mul_((scale / inverse).view(shape).to(made)).add_(shift.view(shape).to(made))
+        made = made.to(x.dtype).contiguous(memory_format=order)
+        mean, variance = mean.to(wide.dtype), variance.to(wide.dtype)
         ctx.save_for_backward(x, weight, mean, variance)
         ctx.facts = team, share, groups, epsilon, bias is not None
         ctx.mark_non_differentiable(mean, variance)
-        # No view, into which a ReLU behind it could not write.
-        return torch.ops.aten._unsafe_view(made, x.shape) if groups else made, mean, variance
+        return made, mean, variance
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -122,9 +137,9 @@ def _per_channel(tensor: Tensor | None, x: Tensor, groups: int) -> Tensor | None
     return tensor if tensor is None or not groups else tensor.repeat(x.shape[0])
 
 
-def _grouped(table: Tensor, x: Tensor, groups: int) -> Tensor:
-    """By rank, then sample, group and channel of the group; or by rank and channel."""
-    return table.view(len(table), x.shape[0], groups, -1) if groups else table
+def _grouped(table: Tensor, groups: int) -> Tensor:
+    """By rank and sample; then by channel, or by group and channel of the group."""
+    return table.unflatten(2, (groups, -1)) if groups else table
 
 
 def _normed(x: Strip, weight: Any, bias: Any, groups: int, epsilon: float) -> tuple[Any, ...]:

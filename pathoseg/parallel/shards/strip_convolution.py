@@ -129,7 +129,7 @@ class StripConvolution(torch.autograd.Function):
             if of_weight:
                 parts.append(part)
         if of_strip:
-            arrive = halos.give_back(returned.get, gradient)
+            arrive = halos.give_back(returned.get, strip)
         to_strip, to_weight, to_bias = _backward(
             layer,
             gradient,
