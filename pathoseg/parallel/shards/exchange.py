@@ -107,7 +107,7 @@ class Team:
         """
         if self._again is not None:
             known = next(self._again)
-            return lambda: known  # type: ignore[no-any-return]  # what came in the forward
+            return lambda: known  # what came in the forward
         others = [rank for rank in range(self.shards) if rank != self.rank]
         came = {rank: into for rank in others if (into := room(rank)) is not None}
         pending = [self._transport.receive(into, rank, _TAG) for rank, into in came.items()]

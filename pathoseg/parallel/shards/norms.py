@@ -78,10 +78,9 @@ class _Norm(torch.autograd.Function):
             each.expand(1, *means.shape[1:]).reshape(-1) if groups else each.view(-1)
             for each in (whole, variance)
         )
-        scale = (variance + epsilon).rsqrt()
+        scale = (variance + epsilon).rsqrt().view(-1, channels)
         if weight is not None:
-            scale = scale * _per_channel(weight.double(), x, groups)
-        scale = scale.view(-1, channels)
+            scale *= weight
         shift = (own - mean.view(-1, channels)) * scale
         if bias is not None:
             shift += bias
@@ -139,7 +138,7 @@ def _per_channel(tensor: Tensor | None, x: Tensor, groups: int) -> Tensor | None
 
 def _grouped(table: Tensor, groups: int) -> Tensor:
     """By rank and sample; then by channel, or by group and channel of the group."""
-    return table.unflatten(2, (groups, -1)) if groups else table
+    return table.view(*table.shape[:2], groups, -1) if groups else table
 
 
 def _normed(x: Strip, weight: Any, bias: Any, groups: int, epsilon: float) -> tuple[Any, ...]:
