@@ -99,8 +99,9 @@ class _Norm(torch.autograd.Function):
         team, share, groups, epsilon, has_bias = ctx.facts
         flat, given = _flat(x, groups), _flat(gradients[0], groups)
         scale = _per_channel(weight, x, groups)
-        rows, of_scale, of_shift = torch.ops.aten.native_batch_norm_backward(
-            given, flat, scale, mean, variance, None, None, False, epsilon, [True, True, True]
+        # The sums alone: the kernel's gradient would take a temporary of its size.
+        _, of_scale, of_shift = torch.ops.aten.native_batch_norm_backward(
+            given, flat, scale, mean, variance, None, None, False, epsilon, [False, True, True]
         )
         sums = torch.stack([of_shift, of_scale])  # Σ dy and Σ dy · x̂, by channel, of these rows
         weighted = sums if scale is None else sums * scale
@@ -113,9 +114,12 @@ class _Norm(torch.autograd.Function):
             totals = table.sum(3, keepdim=True).expand_as(table).reshape(2, -1)
         inverse = (variance.double() + epsilon).rsqrt()
         of_mean, of_x = totals[0] * inverse / count, totals[1] * inverse**2 / count
+        factor = inverse if scale is None else inverse * scale
         shape = [1, -1, *[1] * (flat.dim() - 2)]
-        constant = (of_mean - of_x * mean).view(shape)
-        rows = rows.addcmul_(flat, of_x.view(shape).to(rows), value=-1.0).sub_(constant.to(rows))
+        by_given, by_x, constant = (
+            each.view(shape).to(given) for each in (factor, of_x, of_mean - of_x * mean)
+        )
+        rows = (given * by_given).addcmul_(flat, by_x, value=-1.0).sub_(constant)
         of_scale, of_shift = (
             each.view(x.shape[0], -1).sum(0) if groups else each for each in (of_scale, of_shift)
         )
