@@ -282,8 +282,7 @@ class Extended(torch.autograd.Function):
             part = halos.of(rank)
             return cut(gradient, dim, wanted, part) if part.height else None
 
-        arrive = halos.give_back(give, gradient)
-        came = arrive()
+        came = halos.give_back(give, gradient)()
         mine = own.within(halos.real)
         if mine == own:
             summed = cut(gradient, dim, wanted, own).clone()
