@@ -1,9 +1,9 @@
 """Norms over all strips of a tile, and dropout with the random numbers of the whole tile.
 
-Each rank norms its own rows, by torch's kernel, which tells their mean and spread; the table of all
-ranks' gives those of the whole tile by the rule for joining variances (Chan, Golub & LeVeque, 1979),
-so that nothing is lost where the mean is large, and the rows are scaled and shifted to them in
-place. The backward needs two sums over the same elements (Ioffe & Szegedy, 2015):
+Each rank norms its own rows by torch's kernel, which tells their mean and spread; the table of all
+ranks' gives those of the whole tile by the rule for joining variances (Chan, Golub & LeVeque,
+1979), so that nothing is lost where the mean is large; then the rows are scaled and shifted to
+these in place. The backward needs two sums over the same elements (Ioffe & Szegedy, 2015):
 
     dL/dx = w / σ · (dy - mean(dy) - x̂ · mean(dy · x̂))
 """
