@@ -23,11 +23,11 @@ class StripCosts:
     """Prices the layers of one strip: implements CostModel.
 
         a tile of the strip's height  +  bytes that only strips move  +  halos, sums of norms
-        (kernels that were timed)        (rows joined, a norm's passes)   (by the link)
+        (kernels that were timed)        (rows at halos, norms' passes)  (by the link)
 
     A rank between two others sends its edge rows to both and waits for theirs, in the forward and,
-    as gradients, in the backward; nothing hides it. A norm's sum is a reduce-scatter and an
-    all-gather.
+    as gradients, in the backward; this is priced as if no kernel hid it. A norm's sum is a
+    reduce-scatter and an all-gather.
 
     Args:
         alone: Prices a layer of a whole tile.

@@ -13,8 +13,9 @@ it is a part, and parts add up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.shards.rows import Rows, Split, strips
 
 _TAG = 0  # of all halos: a pair of ranks sends them in the order in which layers run
+Arrival = Callable[[], dict[int, Tensor]]
 
 
 class Team:
@@ -91,18 +93,21 @@ class Team:
 
     def swap(
         self, give: Callable[[int], Tensor | None], room: Callable[[int], Tensor | None]
-    ) -> dict[int, Tensor]:
-        """Send a tensor to each rank that gets one, and receive one from each that sends one.
+    ) -> Arrival:
+        """Begin to send a tensor to each rank that gets one, and to receive from each that sends.
+
+        Ranks begin their swaps in the same order, and each waits for one before the next.
 
         Args:
-            give: Returns what a rank gets, or None.
+            give: Returns what a rank gets, or None; it must not change before the wait.
             room: Returns a contiguous tensor for what a rank sends, or None.
 
         Returns:
-            What came, by ascending rank.
+            Waits for the messages, and returns what came, by ascending rank.
         """
         if self._again is not None:
-            return next(self._again)
+            known = next(self._again)
+            return lambda: known  # what came in the forward
         others = [rank for rank in range(self.shards) if rank != self.rank]
         came = {rank: into for rank in others if (into := room(rank)) is not None}
         pending = [self._transport.receive(into, rank, _TAG) for rank, into in came.items()]
@@ -110,12 +115,17 @@ class Team:
             sent = give(rank)
             if sent is not None:
                 pending.append(self._transport.send(sent.contiguous(), rank, _TAG))
-        with self.waiting():
-            for each in pending:
-                each.wait()
-        if self._heard is not None:
-            self._heard.append(came)
-        return came
+        heard = self._heard
+
+        def arrive() -> dict[int, Tensor]:
+            with self.waiting():
+                for each in pending:
+                    each.wait()
+            if heard is not None:
+                heard.append(came)
+            return came
+
+        return arrive
 
 
 def total(team: Team, part: Tensor) -> Tensor:
@@ -133,6 +143,69 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return ctx.team.total(gradients[0]), None
+
+
+@dataclass(frozen=True)
+class Halos:
+    """The rows that each rank reads of a tensor of which it owns a strip.
+
+    Attributes:
+        team: The ranks.
+        dim: The dimension of the rows.
+        bounds: First row of each rank's strip, and the height at the end.
+        reads: The rows that each rank needs; some may lie beyond the tensor.
+    """
+
+    team: Team
+    dim: int
+    bounds: tuple[int, ...]
+    reads: tuple[Rows, ...]
+
+    @property
+    def own(self) -> Rows:
+        """The rows of this rank's strip."""
+        return strips(self.bounds)[self.team.rank]
+
+    @property
+    def wanted(self) -> Rows:
+        """The rows that this rank needs."""
+        return self.reads[self.team.rank]
+
+    @property
+    def real(self) -> Rows:
+        """Those of them that the tensor has."""
+        return self.wanted.within(Rows(0, self.bounds[-1]))
+
+    def of(self, rank: int) -> Rows:
+        """Return the rows that this rank needs of another's strip; of no count where none."""
+        return strips(self.bounds)[rank].within(self.real)
+
+    def lent(self, rank: int) -> Rows:
+        """Return the rows that another rank needs of this one's strip; of no count where none."""
+        return self.own.within(self.reads[rank].within(Rows(0, self.bounds[-1])))
+
+    def fetch(self, strip: Tensor) -> Arrival:
+        """Begin to lend rows of this rank's strip, and to receive the rows `of` each other rank."""
+
+        def give(rank: int) -> Tensor | None:
+            part = self.lent(rank)
+            return cut(strip, self.dim, self.own, part) if part.height else None
+
+        return self.team.swap(give, lambda rank: _empty(strip, self.dim, self.of(rank).height))
+
+    def give_back(self, give: Callable[[int], Tensor | None], like: Tensor) -> Arrival:
+        """Begin to return the gradients of rows to their owners, and to receive one's own.
+
+        Args:
+            give: Returns the gradient of the rows `of` a rank, None where there are none.
+            like: Some rows of the same tensor, or of its gradient.
+        """
+        return self.team.swap(give, lambda rank: _empty(like, self.dim, self.lent(rank).height))
+
+    def add(self, came: Mapping[int, Tensor], gradient: Tensor) -> None:
+        """Add to the gradient of this rank's strip what `give_back` brought."""
+        for rank, part in came.items():
+            cut(gradient, self.dim, self.own, self.lent(rank)).add_(part)
 
 
 def extended(
@@ -179,25 +252,15 @@ class Extended(torch.autograd.Function):
         reads: tuple[Rows, ...],
         fill: float,
     ) -> Tensor:
-        ctx.facts = team, dim, bounds, reads
-        owned, whole = strips(bounds), Rows(0, bounds[-1])
-        own, wanted = owned[team.rank], reads[team.rank]
-        real = wanted.within(whole)
-
-        def give(rank: int) -> Tensor | None:
-            part = own.within(reads[rank].within(whole))
-            return _cut(strip, dim, own, part) if part.height else None
-
-        def room(rank: int) -> Tensor | None:
-            return _empty(strip, dim, owned[rank].within(real).height)
-
-        came = team.swap(give, room)
+        ctx.halos = halos = Halos(team, dim, bounds, reads)
+        own, wanted = halos.own, halos.wanted
+        came = halos.fetch(strip)()
         pieces = []
-        for rank, rows in enumerate(owned):
-            if rank == team.rank and (mine := own.within(real)).height:
-                pieces.append(_cut(strip, dim, own, mine))
-            elif rank in came and rows.within(real).height:
-                pieces.append(came[rank].contiguous(memory_format=_format(strip)))
+        for rank in range(team.shards):
+            if rank == team.rank and (mine := own.within(halos.real)).height:
+                pieces.append(cut(strip, dim, own, mine))
+            elif rank in came and halos.of(rank).height:
+                pieces.append(came[rank].contiguous(memory_format=memory_format(strip)))
         above, below = (
             min(wanted.stop, 0) - wanted.first,
             wanted.stop - max(bounds[-1], wanted.first),
@@ -205,40 +268,34 @@ class Extended(torch.autograd.Function):
         for rows_missing, at in ((above, 0), (below, len(pieces) + 1)):
             if rows_missing > 0:
                 shape = _shape(strip, dim, rows_missing)
-                filled = strip.new_full(shape, fill).contiguous(memory_format=_format(strip))
+                filled = strip.new_full(shape, fill).contiguous(memory_format=memory_format(strip))
                 pieces.insert(at, filled)
         return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         [gradient] = gradients
-        team, dim, bounds, reads = ctx.facts
-        owned, whole = strips(bounds), Rows(0, bounds[-1])
-        own, wanted = owned[team.rank], reads[team.rank]
-        real = wanted.within(whole)
+        halos: Halos = ctx.halos
+        dim, own, wanted = halos.dim, halos.own, halos.wanted
 
         def give(rank: int) -> Tensor | None:
-            part = owned[rank].within(real)
-            return _cut(gradient, dim, wanted, part) if part.height else None
+            part = halos.of(rank)
+            return cut(gradient, dim, wanted, part) if part.height else None
 
-        def room(rank: int) -> Tensor | None:
-            return _empty(gradient, dim, own.within(reads[rank].within(whole)).height)
-
-        came = team.swap(give, room)
-        mine = own.within(real)
+        came = halos.give_back(give, gradient)()
+        mine = own.within(halos.real)
         if mine == own:
-            summed = _cut(gradient, dim, wanted, own).clone()
+            summed = cut(gradient, dim, wanted, own).clone()
         else:
             shape = _shape(gradient, dim, own.height)
             summed = gradient.new_zeros(shape)
             if mine.height:
-                _cut(summed, dim, own, mine).copy_(_cut(gradient, dim, wanted, mine))
-        for rank, part in came.items():
-            _cut(summed, dim, own, own.within(reads[rank].within(whole))).add_(part)
+                cut(summed, dim, own, mine).copy_(cut(gradient, dim, wanted, mine))
+        halos.add(came, summed)
         return summed, None, None, None, None, None
 
 
-def _cut(tensor: Tensor, dim: int, has: Rows, wanted: Rows) -> Tensor:
+def cut(tensor: Tensor, dim: int, has: Rows, wanted: Rows) -> Tensor:
     """The rows `wanted` of a tensor with the rows `has`, as a view."""
     return tensor.narrow(dim, wanted.first - has.first, wanted.height)
 
@@ -251,7 +308,8 @@ def _empty(like: Tensor, dim: int, rows: int) -> Tensor | None:
     return like.new_empty(_shape(like, dim, rows)) if rows else None
 
 
-def _format(tensor: Tensor) -> torch.memory_format:
+def memory_format(tensor: Tensor) -> torch.memory_format:
+    """Return the order in which a tensor's elements lie."""
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
         return torch.channels_last
     return torch.contiguous_format
@@ -287,8 +345,8 @@ def rebuilt(rows: Tensor, strip: Tensor, dim: int, has: Rows, own: Rows) -> Iter
         is_rows = tensor.untyped_storage()._cdata == storage and tensor.shape == shape
         if not is_rows or tensor.storage_offset() != offset:
             return (keep(tensor),)
-        above = _cut(tensor, dim, has, Rows(has.first, mine.first)).clone()
-        below = _cut(tensor, dim, has, Rows(mine.stop, has.stop)).clone()
+        above = cut(tensor, dim, has, Rows(has.first, mine.first)).clone()
+        below = cut(tensor, dim, has, Rows(mine.stop, has.stop)).clone()
         return keep(above), keep(kept[0]), keep(below)
 
     def unpack(packed: tuple[Any, ...]) -> Tensor:
@@ -297,7 +355,7 @@ def rebuilt(rows: Tensor, strip: Tensor, dim: int, has: Rows, own: Rows) -> Iter
         above, strip, below = map(back, packed)
         if outer is None and strip._version != version:
             raise RuntimeError("a strip that a layer's backward needs was written into")
-        return torch.cat([above, _cut(strip, dim, own, mine), below], dim)
+        return torch.cat([above, cut(strip, dim, own, mine), below], dim)
 
     with saved_tensors_hooks(pack, unpack):
         yield

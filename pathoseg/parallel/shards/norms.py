@@ -1,8 +1,9 @@
 """Norms over all strips of a tile, and dropout with the random numbers of the whole tile.
 
-Each rank finds mean and spread of its own rows; the table of all ranks' gives those of the whole
-tile by the rule for joining variances (Chan, Golub & LeVeque, 1979), so that nothing is lost where
-the mean is large. The backward needs two sums over the same elements (Ioffe & Szegedy, 2015):
+Each rank norms its own rows by torch's kernel, which tells their mean and spread; the table of all
+ranks' gives those of the whole tile by the rule for joining variances (Chan, Golub & LeVeque,
+1979), so that nothing is lost where the mean is large; then the rows are scaled and shifted to
+these in place. The backward needs two sums over the same elements (Ioffe & Szegedy, 2015):
 
     dL/dx = w / σ · (dy - mean(dy) - x̂ · mean(dy · x̂))
 """
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pathoseg.parallel.shards.exchange import Team
+from pathoseg.parallel.shards.exchange import Team, memory_format
 from pathoseg.parallel.shards.strip import Rule, Strip
 
 
@@ -50,34 +51,48 @@ class _Norm(torch.autograd.Function):
         groups: int,
         epsilon: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        flat = _flat(x, groups)
-        kept = [1, *range(2, flat.dim())]
-        over = [0, *kept[1:]]
-        wide = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
-        spread, mean = torch.var_mean(wide, over, correction=0)
-        # By rank: how much of the whole, mean, variance; of all samples and channels alike.
-        table = team.table(torch.stack([torch.full_like(mean, share), mean, spread]).double())
-        shares, means, spreads = (_grouped(each, x, groups) for each in table.unbind(1))
-        dims = (0, 3) if groups else 0
-        channels = shares.sum(dims, keepdim=True)
-        whole = (shares * means).sum(dims, keepdim=True) / channels
+        samples, channels = x.shape[:2]
+        order = memory_format(x)
+        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        # Rows normed by their own mean and spread, of each sample and channel; put right below.
+        made, mean, inverse = torch.native_group_norm(
+            wide.contiguous(memory_format=order),
+            None,
+            None,
+            samples,
+            channels,
+            x.shape[2:].numel(),
+            channels,
+            epsilon,
+        )
+        own, inverse = mean.double(), inverse.double()
+        spread = (inverse**-2 - epsilon).clamp_(min=0)
+        # By rank: how much of the whole, mean, variance.
+        table = team.table(torch.stack([torch.full_like(own, share), own, spread]))
+        shares, means, spreads = (_grouped(each, groups) for each in table.unbind(1))
+        dims = (0, 3) if groups else (0, 1)
+        count = shares.sum(dims, keepdim=True)
+        whole = (shares * means).sum(dims, keepdim=True) / count
         parts = shares * (spreads + (means - whole) ** 2)
-        variance = parts.sum(dims, keepdim=True) / channels
+        variance = parts.sum(dims, keepdim=True) / count
         mean, variance = (
-            each.expand(1, *means.shape[1:]).reshape(-1).to(mean)
-            if groups
-            else each.view(-1).to(mean)
+            each.expand(1, *means.shape[1:]).reshape(-1) if groups else each.view(-1)
             for each in (whole, variance)
         )
-        scale, shift = (_per_channel(each, x, groups) for each in (weight, bias))
-        made, _, _ = torch.native_batch_norm(
-            flat, scale, shift, mean, variance, False, 0.0, epsilon
-        )
+        scale = (variance + epsilon).rsqrt().view(-1, channels)
+        if weight is not None:
+            scale *= weight
+        shift = (own - mean.view(-1, channels)) * scale
+        if bias is not None:
+            shift += bias
+        shape = [samples, channels, *[1] * (x.dim() - 2)]
+        made.mul_((scale / inverse).view(shape).to(made)).add_(shift.view(shape).to(made))
+        made = made.to(x.dtype).contiguous(memory_format=order)
+        mean, variance = mean.to(wide.dtype), variance.to(wide.dtype)
         ctx.save_for_backward(x, weight, mean, variance)
         ctx.facts = team, share, groups, epsilon, bias is not None
         ctx.mark_non_differentiable(mean, variance)
-        # No view, into which a ReLU behind it could not write.
-        return torch.ops.aten._unsafe_view(made, x.shape) if groups else made, mean, variance
+        return made, mean, variance
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -85,8 +100,9 @@ class _Norm(torch.autograd.Function):
         team, share, groups, epsilon, has_bias = ctx.facts
         flat, given = _flat(x, groups), _flat(gradients[0], groups)
         scale = _per_channel(weight, x, groups)
-        rows, of_scale, of_shift = torch.ops.aten.native_batch_norm_backward(
-            given, flat, scale, mean, variance, None, None, False, epsilon, [True, True, True]
+        # The sums alone: the kernel's gradient would take a temporary of its size.
+        _, of_scale, of_shift = torch.ops.aten.native_batch_norm_backward(
+            given, flat, scale, mean, variance, None, None, False, epsilon, [False, True, True]
         )
         sums = torch.stack([of_shift, of_scale])  # Σ dy and Σ dy · x̂, by channel, of these rows
         weighted = sums if scale is None else sums * scale
@@ -99,9 +115,12 @@ class _Norm(torch.autograd.Function):
             totals = table.sum(3, keepdim=True).expand_as(table).reshape(2, -1)
         inverse = (variance.double() + epsilon).rsqrt()
         of_mean, of_x = totals[0] * inverse / count, totals[1] * inverse**2 / count
+        factor = inverse if scale is None else inverse * scale
         shape = [1, -1, *[1] * (flat.dim() - 2)]
-        constant = (of_mean - of_x * mean).view(shape)
-        rows = rows.addcmul_(flat, of_x.view(shape).to(rows), value=-1.0).sub_(constant.to(rows))
+        by_given, by_x, constant = (
+            each.view(shape).to(given) for each in (factor, of_x, of_mean - of_x * mean)
+        )
+        rows = (given * by_given).addcmul_(flat, by_x, value=-1.0).sub_(constant)
         of_scale, of_shift = (
             each.view(x.shape[0], -1).sum(0) if groups else each for each in (of_scale, of_shift)
         )
@@ -122,9 +141,9 @@ def _per_channel(tensor: Tensor | None, x: Tensor, groups: int) -> Tensor | None
     return tensor if tensor is None or not groups else tensor.repeat(x.shape[0])
 
 
-def _grouped(table: Tensor, x: Tensor, groups: int) -> Tensor:
-    """By rank, then sample, group and channel of the group; or by rank and channel."""
-    return table.view(len(table), x.shape[0], groups, -1) if groups else table
+def _grouped(table: Tensor, groups: int) -> Tensor:
+    """By rank and sample; then by channel, or by group and channel of the group."""
+    return table.view(*table.shape[:2], groups, -1) if groups else table
 
 
 def _normed(x: Strip, weight: Any, bias: Any, groups: int, epsilon: float) -> tuple[Any, ...]:

@@ -151,6 +151,11 @@ class Window:
         first = made.first * self.stride - self.padding
         return Rows(first, (made.stop - 1) * self.stride - self.padding + self.span)
 
+    def reached(self, rows: Rows) -> Rows:
+        """Return the output rows whose windows reach over any of these input rows."""
+        first = (rows.first + self.padding - self.span) // self.stride + 1
+        return Rows(first, -(-(rows.stop + self.padding) // self.stride))
+
     def spread(self, rows: int, more: int) -> int:
         """Return the output rows of a transposed layer; `more` is its output padding."""
         return (rows - 1) * self.stride - 2 * self.padding + self.span + more

@@ -1,7 +1,7 @@
 """The layers of one strip of a tile as plain data, read without its other ranks and without memory.
 
 The model's layers run on a fake strip by the rules of this room, as on a rank with a neighbour on
-each side: what they save (the halos), hold for a moment (strip and halos joined) and send is what
+each side: what they save (the halos), hold for a moment (rows that are joined) and send is what
 a rank saves, holds and sends.
 """
 

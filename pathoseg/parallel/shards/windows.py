@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pathoseg.parallel.shards.exchange import rebuilt, total
+from pathoseg.parallel.shards.exchange import Halos, rebuilt, total
 from pathoseg.parallel.shards.rows import Rows, Window, check_halos, checked, strips
 from pathoseg.parallel.shards.strip import Rule, Strip, strips_in
+from pathoseg.parallel.shards.strip_convolution import Convolution, StripConvolution, as_autocast
 
 
 def _each(value: Any, count: int) -> list[int]:
@@ -58,6 +59,15 @@ def _convolution(
     height = window.height(x.bounds[-1], afters[axis])
     bounds = checked(x.shards.team.split.of(height), "a convolution")
     reads = [window.reads(one) for one in strips(bounds)]
+    made_rows = strips(bounds)[x.shards.team.rank]
+    layer = Convolution(function, strides, befores, dilations, groups, window, made_rows)
+    is_batch, is_even = x.dim() == count + 2, befores == afters
+    if is_batch and is_even and reads != strips(x.bounds) and layer.runs_on(x.own):
+        check_halos(x.bounds, reads, "A convolution")
+        halos = Halos(x.shards.team, x.strip_dim, x.bounds, tuple(reads))
+        given = (None if each is None else as_autocast(each) for each in (x.local, weight, bias))
+        made = StripConvolution.apply(*given, halos, layer)  # type: ignore[no-untyped-call]  # torch's
+        return x.like(made, bounds)
     rows = _ready(x, reads, "A convolution")
     befores = [0 if at == axis else before for at, before in enumerate(befores)]
     uneven = [0 if at == axis else afters[at] - befores[at] for at in range(count)]

@@ -85,8 +85,8 @@ def test_strips_cost_more_than_their_rows() -> None:
     assert extra["encoder.0.relu1"] == extra["encoder.1.pool"] == extra["head"] == 0
     slow = replace(hardware, inside=Link(), bandwidth=1.0)
     moved = StripCosts(alone, slow, 2, tile).time(layers["encoder.0.conv2"])
-    joined = 4 * 33 * 64 * 4  # channels, the strip with its halo, width, bytes
-    assert moved.forward >= 2 * joined - 4 * 4 * 64 * 4, "strip and halo are read, and written"
+    row = 4 * 64 * 4  # channels, width, bytes
+    assert 0 < moved.forward < 16 * row, "a few rows at the halo, not the 32 of the strip"
     pooled = StripCosts(alone, slow, 2, tile).time(layers["encoder.1.pool"])
     assert pooled.forward == alone.time(layers["encoder.1.pool"]).forward
     other = trace(UNet(2, width=4, depth=1), torch.empty(1, 3, 32, 64, device="meta"))

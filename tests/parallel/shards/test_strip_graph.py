@@ -75,8 +75,9 @@ def test_peaks_of_strips_are_the_allocators(name: str, shards: int) -> None:
         traced.model.zero_grad()
         really = allocated(lambda layers=layers: _run_strip(traced, layers, shards, 1 % shards))
         stage = model.stage(layers)
-        print(name, shards, layers, (stage.peak() - stage.weights) / really)
-        # assert stage.peak() - stage.weights == pytest.approx(really, rel=0.01)
+        found = stage.peak() - stage.weights
+        # Three strips' lowest convolutions take less than the workspace counted for them.
+        assert 0.99 * really <= found <= (1.03 if shards == 3 else 1.01) * really
 
 
 @pytest.mark.slow
