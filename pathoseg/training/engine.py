@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from pathoseg.device import Images
-from pathoseg.giving_up import Commit
+from pathoseg.giving_up import Commit, at_any_time
 from pathoseg.tiles.dataset import Batch
 
 # Per-sample losses (n,) of logits and targets.
@@ -55,7 +55,9 @@ class Engine(Protocol):
         """The batches of a round whose tiles this rank reads."""
         ...
 
-    def step(self, number: int, batch: Batch, rate: float, commit: Commit) -> StepResult:
+    def step(
+        self, number: int, batch: Batch, rate: float, commit: Commit = at_any_time
+    ) -> StepResult:
         """Make one optimizer step on the mean loss of a batch.
 
         Args:
