@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -194,7 +195,8 @@ def run(task: Task, folder: Path) -> list[dict[str, float]]:
     command = [sys.executable, __file__, "--work", json.dumps(asdict(task)), str(folder)]
     ranks = 1 if task.way in (WHOLE, TURNED) else SHARDS
     if ranks == 1:
-        code = subprocess.run(command, check=False).returncode
+        one = {**os.environ, "OMP_NUM_THREADS": "1"}  # as ranks have; kernels take memory by it
+        code = subprocess.run(command, check=False, env=one).returncode
     else:
         code = start_local(ranks, command, "gloo")
     if code:

@@ -66,7 +66,7 @@ class _Alive(Heartbeat):
     """A heartbeat that finds every rank alive: threads cannot be lost."""
 
     def __init__(self) -> None:
-        pass
+        self.host = "127.0.0.1"
 
     def check(self, patience: float = 0) -> None:
         pass
