@@ -122,7 +122,7 @@ from pathoseg.workflows.second_attempt import SecondAttempt, leave_word, start_r
 
 @dataclass(frozen=True)
 class _Asked:
-    """What one attempt is asked to do: arguments of `train`."""
+    """The arguments of one attempt, as `train` was given them."""
 
     config_file: Path | None
     flags: Mapping[str, Mapping[str, Any]]

@@ -242,7 +242,7 @@ def not_held(place: Path) -> str:
 
 
 def _end_while_held(process: Forked) -> str:
-    """What a process has said that ends while its kernel runs, and not after it."""
+    """Return the output of a process; it must end while its kernel still runs."""
     while not Path("held").exists():
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.05)

@@ -206,7 +206,7 @@ _Tensors = Mapping[tuple[str, str], Tensor]  # by name and key
 
 
 def _sorted(state: State) -> tuple[State, _Tensors]:
-    """What JSON can hold of a state, and the tensors."""
+    """Split a state into the values that JSON can hold and the tensors, by name and key."""
     tensors = {
         (name, key): value
         for name, values in state.items()

@@ -173,7 +173,7 @@ class Halos:
 
     @property
     def real(self) -> Rows:
-        """Those of them that the tensor has."""
+        """The rows of `wanted` that lie within the tensor."""
         return self.wanted.within(Rows(0, self.bounds[-1]))
 
     def of(self, rank: int) -> Rows:
