@@ -352,7 +352,7 @@ class Runner:
         }
 
     def _told(self, held: Mapping[str, torch.Tensor]) -> State:
-        """Return the part of the state that this rank sends; of strips, the first alone sends one."""
+        """Return the part of the state that this rank sends; of strips, the first alone."""
         is_first = self._sharding is None or not self._sharding.team.rank
         names_told = self._holdings.told if is_first else []
         told: State = {name: {"": held[name]} for name in names_told}
