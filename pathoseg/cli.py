@@ -480,6 +480,9 @@ def calibrate(
     debug: Debug = False,
 ) -> None:
     """Measure what layers take on this device, and write it to a file for `plan`."""
+    from pathoseg.workflows.early_checks import check_device
+
+    check_device(device)
     from pathoseg.workflows.calibrate import calibrate as run_calibration
 
     run_calibration(out, quick, device)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import typer.main
 from PIL import Image
 
@@ -103,6 +104,8 @@ def test_wrong_input_is_refused_before_torch_is_imported(tmp_path: Path) -> None
         "evaluate --slides empty --model plain": "plain",
         "check --slides empty": "holds no slides",
     }
+    if not (torch.version.cuda or torch.version.hip or torch.version.xpu):
+        refused["calibrate --device cuda"] = "has the CPU alone"
     program = (
         "import sys, pathoseg.__main__\n"
         f"for arguments in {[*refused]}:\n"

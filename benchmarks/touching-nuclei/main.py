@@ -32,8 +32,9 @@ HERE = Path(__file__).resolve().parent
 DATA = Path(os.environ.get("PATHOSEG_DATA", HERE.parents[2] / "shared" / "data"))
 MPP = 0.25
 RADIUS_UM = 6.0  # of paired centroids
-OBJECT_UM, SMALLEST_UM2 = 40.0, 10.0
+OBJECT_UM = 40.0
 DEPTHS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)  # pixels
+SMALLEST = (1.25, 2.5, 5.0, 10.0)  # µm², below which what is found is left out
 ARMS = ("objects", "components")
 CROWDED, SHOWN = 30, 256  # objects of an image that is drawn; pixels of it
 
@@ -136,7 +137,8 @@ def scored(
 ) -> dict[str, float]:
     """Figures of held-out images, and of all of DSB where it was not trained on.
 
-    The depth of objects is the one of best PQ on the trained images.
+    The depth of objects, and the area below which what is found is left out, are those of best PQ
+    on the trained images.
     """
     config = Config()
     config = replace(config, data=replace(config.data, assume_mpp=MPP))
@@ -144,23 +146,23 @@ def scored(
     with (folder / "metrics.csv").open(newline="") as file:
         steps = float(list(csv.DictReader(file))[-1]["step"])
     figures = {f"{arm}_steps": steps}
-    best = 0.0
-    if arm == "objects":
-        planes = list(predicted(segmenter, trained))
-        truth = [labels_of(mask) for _, mask in trained]
-        for depth in DEPTHS:
-            found = [separated(each, depth) for each in planes]
-            figures[f"objects_trained_pq_at_{depth:g}"] = counted(truth, found)["pq"]
-        best = max(DEPTHS, key=lambda depth: figures[f"objects_trained_pq_at_{depth:g}"])
-        figures["objects_depth"] = best
+    planes = list(predicted(segmenter, trained))
+    truth = [labels_of(mask) for _, mask in trained]
+    tuned = []
+    for depth in DEPTHS if arm == "objects" else DEPTHS[:1]:
+        for smallest in SMALLEST:
+            found = [FINDERS[arm](each, depth, smallest) for each in planes]
+            known = counted(truth, found)
+            tuned.append((known["pq"], depth, smallest))
+            name = f"{arm}_trained_{{}}_at_{depth:g}px_{smallest:g}um2"
+            figures |= {name.format(each): round(known[each], 4) for each in ("pq", "object_ratio")}
+    _, depth, smallest = max(tuned)
+    figures |= {f"{arm}_depth": depth, f"{arm}_smallest_um2": smallest}
     places = {arm: held_out}
     if "monuseg" in folder.name:
         places[f"{arm}_dsb"] = [pair for part in split("dsb") for pair in part]
     for name, pairs in places.items():
-        found = [
-            separated(each, best) if arm == "objects" else components(each[0])
-            for each in predicted(segmenter, pairs)
-        ]
+        found = [FINDERS[arm](each, depth, smallest) for each in predicted(segmenter, pairs)]
         figures |= named(name, counted([labels_of(mask) for _, mask in pairs], found))
     if picture is not None and arm == "objects":
         draw(pairs, found, picture)  # the last ones, which are of DSB
@@ -201,11 +203,11 @@ def predicted(segmenter: Segmenter, pairs: Sequence[tuple[Path, Path]]) -> Itera
             yield np.concatenate([row.planes for row in rows], axis=1)
 
 
-def separated(planes: Pixels, depth: float) -> Numbers:
+def separated(planes: Pixels, depth: float, smallest: float) -> Numbers:
     """Numbers of the objects of an image, as `infer` finds them."""
     height, width = planes.shape[1:]
     options = ObjectOptions(
-        round(depth * HEIGHT_LEVELS), round(OBJECT_UM / MPP), round(SMALLEST_UM2 / MPP**2)
+        round(depth * HEIGHT_LEVELS), round(OBJECT_UM / MPP), round(smallest / MPP**2)
     )
     labels, count = np.zeros((height, width), np.int32), 0
     for found in ObjectFinder(Size(width, height), options).add(planes):
@@ -216,13 +218,17 @@ def separated(planes: Pixels, depth: float) -> Numbers:
     return labels
 
 
-def components(classes: Pixels) -> Numbers:
+def components(planes: Pixels, _: float, smallest: float) -> Numbers:
     """Connected areas (of eight neighbours) of the nuclei, none smaller than objects may be."""
-    labels, _ = ndimage.label(classes == 1, np.ones((3, 3)))
+    labels, _ = ndimage.label(planes[0] == 1, np.ones((3, 3)))
     sizes = np.bincount(labels.reshape(-1))
-    small = sizes < round(SMALLEST_UM2 / MPP**2)
+    small = sizes < round(smallest / MPP**2)
     small[0] = False
-    return np.where(small[labels], 0, labels).astype(np.int32)
+    kept = np.where(small, 0, np.cumsum(~small) - 1)
+    return kept[labels].astype(np.int32)
+
+
+FINDERS = {"objects": separated, "components": components}
 
 
 def counted(truth: Sequence[Numbers], found: Sequence[Numbers]) -> dict[str, float]:

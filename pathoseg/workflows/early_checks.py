@@ -6,11 +6,16 @@ that one rank tells what is wrong and not all.
 
 from __future__ import annotations
 
+import runpy
+import sys
 from collections.abc import Mapping
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from pathoseg.config import FORMAT, UNNUMBERED, Config, ParallelConfig, load_config
+from pathoseg.errors import PathosegError
 from pathoseg.models.model_options import check_side
 from pathoseg.parallel.comm.launcher import find_world
 from pathoseg.parallel.planning.orders import find_order
@@ -54,7 +59,7 @@ def check_training_input(
         if config.train.start_from is None and config.model.encoder_weights is None:
             _check_tile(config)  # else sizes of the network may follow from the weights
         _check_slides(config, are_read=config.train.start_from is None)
-    _check_device(wanted.device)
+    check_device(wanted.device)
 
 
 def check_evaluation_input(config_file: Path | None, flags: Flags, model: Path | None) -> None:
@@ -70,7 +75,7 @@ def check_evaluation_input(config_file: Path | None, flags: Flags, model: Path |
     bundle_of(model)
     if config.data.slides:  # else they are those of the model's run
         _check_slides(config, are_read=False)
-    _check_device(config.parallel.device)
+    check_device(config.parallel.device)
 
 
 def check_folder_input(config_file: Path | None, flags: Flags) -> None:
@@ -131,8 +136,32 @@ def _check_slides(config: Config, *, are_read: bool) -> None:
             find_labelled_slides(config)
 
 
-def _check_device(name: str | None) -> None:
-    if name is not None and name != "cpu":
-        from pathoseg.device import pick_device
+def check_device(name: str | None) -> None:
+    """Refuse a device that is not there; one that the installed PyTorch cannot have, unimported.
 
-        pick_device(name)
+    Args:
+        name: As for `pick_device`.
+
+    Raises:
+        PathosegError: There is none of this name.
+    """
+    if name is None or name == "cpu":
+        return
+    if "torch" not in sys.modules and not entry_points(group="torch.backends"):
+        build = _torch_build()
+        if sys.platform != "darwin" and not any(build.get(key) for key in ("cuda", "hip", "xpu")):
+            raise PathosegError(
+                f"There is no device {name} here: torch {build['__version__']} has the CPU alone.",
+                "Install the PyTorch of your GPU (https://pytorch.org), or leave --device out.",
+            )
+    from pathoseg.device import pick_device
+
+    pick_device(name)
+
+
+def _torch_build() -> Mapping[str, Any]:
+    """Return what torch's `version.py` defines, without importing torch."""
+    spec = find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    return runpy.run_path(str(Path(spec.origin).with_name("version.py")))

@@ -59,6 +59,7 @@ from pathoseg.time_spent import time_told
 from pathoseg.training.distributed import errors_left_to_rank_0, silent
 from pathoseg.training.run_folder import bundle_of
 from pathoseg.version import __version__
+from pathoseg.workflows.early_checks import check_device
 
 if TYPE_CHECKING:
     from pathoseg.inference.slide_job import SlideJob, WorkerContext
@@ -124,6 +125,7 @@ def infer(
     if arguments is not None and config.parallel.ranks > 1 and world.launcher is None:
         with silent():  # rank 0 tells it
             _find_request(inputs, annotations, model, out, config, overwrite)
+        check_device(config.parallel.device)
         command = [sys.executable, "-m", "pathoseg", *arguments]
         return start_workers(config.parallel.ranks, command)
     advice = f"What is done is in {out}. Go on with the same command and --resume."
@@ -139,9 +141,7 @@ def infer(
             readers = config.infer.readers or cores
             config = replace(config, infer=replace(config.infer, readers=readers))
             request = _find_request(inputs, annotations, model, out, config, overwrite)
-            from pathoseg.device import pick_device
-
-            pick_device(config.parallel.device)  # refused a second before the rest is imported
+            check_device(config.parallel.device)  # refused a second before the rest is imported
             from pathoseg.inference.segmenter import load_segmenter
             from pathoseg.inference.slide_job import SlideJob, WorkerContext
 
