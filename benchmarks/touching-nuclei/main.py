@@ -224,8 +224,9 @@ def components(planes: Pixels, _: float, smallest: float) -> Numbers:
     sizes = np.bincount(labels.reshape(-1))
     small = sizes < round(smallest / MPP**2)
     small[0] = False
-    kept = np.where(small, 0, np.cumsum(~small) - 1)
-    return kept[labels].astype(np.int32)
+    kept: Numbers = np.where(small, 0, np.cumsum(~small) - 1).astype(np.int32)
+    numbers: Numbers = kept[labels]
+    return numbers
 
 
 FINDERS = {"objects": separated, "components": components}
