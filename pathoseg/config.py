@@ -336,8 +336,8 @@ class ParallelConfig:
         parked: What waits in host memory while its stage is not at work, copied in the form of
             `offload`: "parameters", "gradients", "optimizer" (its state). The first two pay only
             where a rank has several stages. Plans count neither what it saves nor its copies.
-        transport: What joins the ranks of a run; "auto" is MPI where there is one, else gloo;
-            "nccl" takes a GPU for each rank, and has never been run on one.
+        transport: What joins the ranks of a run; "auto" is MPI where there is one, else gloo, and
+            NCCL on top where each rank has a GPU of its own (no GPU has run it yet).
     """
 
     device: DeviceName | None = None

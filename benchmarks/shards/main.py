@@ -73,6 +73,7 @@ class Counting:
         self.messages = self.bytes = self.sums = self.summed = 0
         self._transport = transport
         self.receive, self.gather = transport.receive, transport.gather
+        self.prepare = transport.prepare
         self.barrier, self.abort, self.close = transport.barrier, transport.abort, transport.close
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Pending:

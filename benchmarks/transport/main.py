@@ -13,8 +13,8 @@ from statistics import median
 
 import torch
 
-from pathoseg.parallel.comm.gloo import connect_gloo, keep_store
-from pathoseg.parallel.comm.launcher import connect
+from pathoseg.parallel.comm.gloo import keep_store
+from pathoseg.parallel.comm.launcher import World, connect
 from pathoseg.parallel.comm.link_benchmark import measure_links
 from pathoseg.parallel.comm.local_ranks import start_local
 from pathoseg.parallel.comm.transport import Pending, Transport
@@ -43,7 +43,7 @@ def measure(rounds: int) -> dict[str, float | str]:
     mpi = connect("mpi")
     store, own = keep_store()  # rank 0's counts
     port = int(mpi.gather(str(own))[0])
-    gloo = connect_gloo(mpi.rank, mpi.ranks, "127.0.0.1", port, local=True, hosted=True)
+    gloo = connect("gloo", World("torchrun", mpi.rank, mpi.ranks, port=port, hosted=True))
     factor = torch.randn(512, 512)
 
     def piece() -> None:

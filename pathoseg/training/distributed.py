@@ -82,8 +82,14 @@ def joined(
         if world.rank:
             stack.enter_context(silent())
             stack.enter_context(errors_left_to_rank_0())
-        share_devices(pick_device(device), find_host_share(world).rank)
-        transport = connect(choice, world)
+        share = find_host_share(world)
+        if choice in ("auto", "nccl"):
+            from pathoseg.parallel.comm.nccl import prepare_cuda
+
+            prepare_cuda(share.ranks)
+        wanted = pick_device(device)
+        share_devices(wanted, share.rank)
+        transport = connect(choice, world, wanted)
         stack.callback(transport.close)
         try:
             yield transport

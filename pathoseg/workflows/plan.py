@@ -83,8 +83,9 @@ def plan(
     hardware = find_hardware(config.parallel)
     dtype = dtype_on(hardware, config.train.amp)
     hardware = with_dtype(hardware, dtype)
-    direct = hardware.device if config.parallel.transport == "nccl" else ""
-    hardware = with_wire(hardware, [direct])
+    hardware = with_wire(
+        hardware, ["cuda"] if config.parallel.transport in ("auto", "nccl") else []
+    )
     memory = memory_to_plan(config.parallel, hardware.memory, hardware.device)
     teams(config.parallel, config.parallel.ranks)
     model = _build(config)
@@ -114,11 +115,12 @@ def plan(
         f"{config.model.name}, tiles of {config.tiles.side} px, steps of {request.batch}, on "
         f"{count_ranks(request.ranks * shards)} of {memory_text(memory)} ({hardware.name}{margin})."
     )
-    if hardware.device not in ("cpu", direct) and request.ranks * shards > 1:
-        say(
-            "Messages are priced as copied through host memory (gloo, most MPI). [parallel] "
-            'transport = "nccl" prices them from device to device.'
+    if hardware.device != "cpu" and request.ranks * shards > 1:
+        by_nccl = hardware.device == "cuda" and config.parallel.transport in ("auto", "nccl")
+        way = (
+            "from device to device, by NCCL" if by_nccl else "through host memory (gloo, most MPI)"
         )
+        say(f"Messages are priced {way}.")
     if shards > 1:
         reason = f": {found.reason}" if found.reason else ""
         say(f"Each tile is cut into {shards} strips of rows, on as many ranks{reason}.")

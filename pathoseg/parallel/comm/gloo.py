@@ -7,7 +7,7 @@ import contextlib
 import ipaddress
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,21 +17,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.comm.heartbeat import MEETING, Heartbeat
-from pathoseg.parallel.comm.process_transport import ProcessTransport, own_address, reached_by
+from pathoseg.parallel.comm.heartbeat import MEETING
+from pathoseg.parallel.comm.process_transport import own_address, reached_by
 
 LONG = timedelta(days=365)  # the heartbeat, not a time limit, ends the wait for a lost rank
 _NAP = 0.05  # seconds
 _FAREWELL = 5  # seconds
 _NOBODYS = 2**30  # a tag that no message has
-
-
-def connect_gloo(
-    rank: int, ranks: int, host: str, port: int, *, local: bool, hosted: bool = False
-) -> ProcessTransport:
-    """Join ranks by gloo, with the arguments and errors of `join_gloo`."""
-    wire = join_gloo(rank, ranks, host, port, local=local, hosted=hosted)
-    return ProcessTransport(wire, Heartbeat(rank, ranks, wire.host, wire.announce))
 
 
 def join_gloo(
@@ -124,6 +116,15 @@ class GlooWire:
         if self.rank == 0:
             self.store.set("heartbeat", text)
         return str(self.store.get("heartbeat").decode())
+
+    def open(self, pairs: Sequence[tuple[int, int]], groups: Sequence[tuple[int, ...]]) -> None:
+        pass  # all ranks are connected
+
+    def carries(self, device: torch.device, other: int) -> bool:
+        return False
+
+    def sum(self, data: Tensor, ranks: tuple[int, ...]) -> None:
+        return None
 
     def send(self, data: Tensor, to: int, tag: int) -> GlooRequest:
         return self._begin(lambda: self._group.send([data], to, tag))

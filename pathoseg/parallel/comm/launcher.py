@@ -22,7 +22,9 @@ from pathoseg.host_memory import keep_freed_memory
 from pathoseg.platform_support import cores_to_use, usable_cores
 
 if TYPE_CHECKING:  # torch, which a command that is refused does not wait for
-    from pathoseg.parallel.comm.process_transport import ProcessTransport
+    import torch
+
+    from pathoseg.parallel.comm.process_transport import ProcessTransport, Wire
     from pathoseg.parallel.comm.transport import Transport
 
 Choice = Literal["auto", "mpi", "gloo", "nccl"]
@@ -195,38 +197,61 @@ def _number(environment: Mapping[str, str], name: str) -> int:
         ) from error
 
 
-def connect(choice: Choice = "auto", world: World | None = None) -> ProcessTransport:
+def connect(
+    choice: Choice = "auto", world: World | None = None, device: torch.device | None = None
+) -> ProcessTransport:
     """Joins the ranks of this world, each with its share of the machine's cores.
 
     Under MPI a process can do so once. From then on it keeps what it frees (`keep_freed_memory`).
 
     Args:
-        choice: The transport; "auto" is MPI under its launchers and gloo elsewhere.
+        choice: The transport. "auto" is MPI under its launchers and gloo elsewhere, and NCCL on top
+            where each rank has a GPU of its own; "nccl" is the same or an error.
         world: From `find_world`; None calls it.
+        device: The accelerator on which this rank is to compute, as from `pick_device`, or the CPU.
+            None is the CPU, or a GPU where NCCL is asked for.
 
     Raises:
         PathosegError: The ranks cannot meet, or not by this transport.
     """
     import torch
 
-    world = find_world() if world is None else world
-    if choice == "mpi" or (choice == "auto" and world.launcher == "mpirun"):
-        from pathoseg.parallel.comm.mpi import connect_mpi
+    from pathoseg.parallel.comm.heartbeat import Heartbeat
+    from pathoseg.parallel.comm.process_transport import ProcessTransport
 
-        transport = connect_mpi(world.ranks)
+    world = find_world() if world is None else world
+    if device is None:
+        device = torch.device("cuda" if choice == "nccl" else "cpu")
+    if choice in ("auto", "nccl"):
+        from pathoseg.parallel.comm.nccl import prepare_cuda, refuse_without_gpus
+
+        if choice == "nccl":
+            refuse_without_gpus(1)
+        prepare_cuda(find_host_share(world).ranks)
+    wire: Wire
+    if choice == "mpi" or (choice != "gloo" and world.launcher == "mpirun"):
+        from pathoseg.parallel.comm.mpi import join_mpi
+
+        wire = mpi = join_mpi(world.ranks)
+        heartbeat = Heartbeat(mpi.rank, mpi.ranks, mpi.host, mpi.announce)
     elif world.launcher == "mpirun":
         raise PathosegError(
             f"Under the launcher of an MPI, {choice} is not told where its ranks meet.",
             "Use the transport 'mpi', or start the ranks by torchrun, srun or --ranks.",
         )
     else:
-        if choice == "nccl":
-            from pathoseg.parallel.comm.nccl import connect_nccl as join
-        else:
-            from pathoseg.parallel.comm.gloo import connect_gloo as join
-        transport = join(
+        from pathoseg.parallel.comm.gloo import join_gloo
+
+        wire = gloo = join_gloo(
             world.rank, world.ranks, world.host, world.port, local=world.local, hosted=world.hosted
         )
+        heartbeat = Heartbeat(gloo.rank, gloo.ranks, gloo.host, gloo.announce)
+    if choice == "nccl" or (choice == "auto" and wire.ranks > 1):
+        from pathoseg.parallel.comm.nccl import by_nccl
+
+        transport = by_nccl(wire, heartbeat, device, asked=choice == "nccl")
+    else:
+        transport = ProcessTransport(wire, heartbeat)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(share_of_cores(transport))
     keep_freed_memory()

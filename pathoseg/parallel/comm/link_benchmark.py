@@ -40,10 +40,11 @@ def measure_links(
     second = transport.ranks - 1 if second is None else second
     if first == second:
         return Link()
+    other = {first: second, second: first}.get(transport.rank)
+    transport.prepare([] if other is None else [other], [])
     transport.barrier()
     link = Link()
-    if transport.rank in (first, second):
-        other = second if transport.rank == first else first
+    if other is not None:
         link = fit_link({size: _one_way(transport, other, size, device) for size in _SIZES})
     told = transport.gather(json.dumps([link.alpha, link.beta]))
     return Link(*json.loads(told[first]))

@@ -5,22 +5,23 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
+from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.comm.heartbeat import Heartbeat
 from pathoseg.parallel.comm.process_transport import (
+    ALL_TAGS,
     TAGS,
-    ProcessTransport,
     look_again,
     reached_by,
     wrong_size,
 )
 
 if TYPE_CHECKING:
+    import torch
     from mpi4py import MPI
 
 _LARGEST = 2**30  # bytes of one MPI message; its count is a C int
@@ -28,8 +29,8 @@ _ANNOUNCEMENT = 512  # bytes
 _NAME = 256  # bytes of a host's name
 
 
-def connect_mpi(started: int = 1) -> ProcessTransport:
-    """Joins the ranks of MPI's world; each process calls this once.
+def join_mpi(started: int = 1) -> MpiWire:
+    """Join the ranks of MPI's world; each process calls this once.
 
     Args:
         started: Number of ranks that the launcher says it has started.
@@ -45,7 +46,7 @@ def connect_mpi(started: int = 1) -> ProcessTransport:
             "Start with the mpirun of that MPI, or set MPI4PY_MPIABI or build mpi4py for the "
             "launcher's (pip install --no-binary mpi4py mpi4py).",
         )
-    return ProcessTransport(wire, Heartbeat(wire.rank, wire.ranks, wire.host, wire.announce))
+    return wire
 
 
 class MpiWire:
@@ -67,8 +68,8 @@ class MpiWire:
                 f"The tags of {self.library} end at {largest}, pathoseg needs {TAGS - 1}.",
                 "Use another MPI, or the transport 'gloo'.",
             )
-        self._callers = world.Dup()
-        self._own = world.Dup()
+        # Tags of MPI end early: those that lie TAGS apart have communicators of their own.
+        self._comms = [world.Dup() for _ in range(ALL_TAGS // TAGS)]
         node = world.Split_type(self._mpi.COMM_TYPE_SHARED)
         local = node.Get_size() == self.ranks
         node.Free()
@@ -78,8 +79,17 @@ class MpiWire:
     def announce(self, text: str) -> str:
         """Return rank 0's text on every rank; the other ranks' own are ignored."""
         data = bytearray(text.encode().ljust(_ANNOUNCEMENT))
-        self._own.Bcast([data, self._mpi.BYTE], root=0)
+        self._comms[0].Bcast([data, self._mpi.BYTE], root=0)
         return data.decode().strip()
+
+    def open(self, pairs: Sequence[tuple[int, int]], groups: Sequence[tuple[int, ...]]) -> None:
+        pass  # all ranks are connected
+
+    def carries(self, device: torch.device, other: int) -> bool:
+        return device.type in self.reads
+
+    def sum(self, data: Tensor, ranks: tuple[int, ...]) -> None:
+        return None
 
     def send(self, data: Tensor, to: int, tag: int) -> MpiRequest:
         comm, tag = self._comm(tag)
@@ -97,20 +107,20 @@ class MpiWire:
     def close(self, well: bool) -> None:
         # To finalize with a lost rank would hang; to end without it lets mpirun end the others.
         if well:
-            self._callers.Free()
-            self._own.Free()
+            for comm in self._comms:
+                comm.Free()
             self._mpi.Finalize()
 
     def _address(self) -> str:
         """Return the address at which other hosts reach this rank, found by their names."""
         own = bytearray(socket.gethostname().encode().ljust(_NAME))
         names = bytearray(_NAME * self.ranks)
-        self._own.Allgather([own, self._mpi.BYTE], [names, self._mpi.BYTE])
+        self._comms[0].Allgather([own, self._mpi.BYTE], [names, self._mpi.BYTE])
         each = (names[at : at + _NAME].decode().strip() for at in range(0, len(names), _NAME))
         return reached_by(each)
 
     def _comm(self, tag: int) -> tuple[MPI.Intracomm, int]:
-        return (self._callers, tag) if tag < TAGS else (self._own, tag - TAGS)
+        return self._comms[tag // TAGS], tag % TAGS
 
     def _pieces(self, data: Tensor) -> list[tuple[MPI.buffer, MPI.Datatype]]:
         # An address instead of an array: numpy knows no bfloat16 and no CUDA memory.

@@ -1,4 +1,14 @@
-"""Messages by NCCL, from GPU to GPU, matched in order where channels know no tags."""
+"""Messages and sums by NCCL, from GPU to GPU, beside another library that tells who is ready.
+
+    from      to        by                                            matched by
+    GPU       GPU       a channel of the two ranks, if `prepare` named them   order, agreed by words
+    GPUs      GPUs      a group of these ranks, if `prepare` named it         order of the calls
+    all else            the other library (gloo, MPI), through host memory    tags
+
+NCCL blocks while it connects ranks, and may wait then for work that is on the device. So all are
+connected ahead of the first message, one pair and group after the other in an order that is common
+to all ranks (`NcclChannels.open`).
+"""
 
 from __future__ import annotations
 
@@ -9,21 +19,23 @@ import os
 import socket
 import threading
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from itertools import permutations
 from typing import Any, Protocol
 
 import torch
 import torch.distributed
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
 from torch.distributed.distributed_c10d import PrefixStore, Store, Work
 
+from pathoseg.device import device_identity, share_devices
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.comm.gloo import LONG, join_gloo
+from pathoseg.parallel.comm.gloo import LONG
 from pathoseg.parallel.comm.heartbeat import MEETING, Heartbeat
 from pathoseg.parallel.comm.process_transport import (
+    ALL_TAGS,
     TAGS,
     ProcessTransport,
     Request,
@@ -32,21 +44,32 @@ from pathoseg.parallel.comm.process_transport import (
     wrong_size,
 )
 
-# Tags of words, beyond those of all messages: one says that a message comes, the others ask for one
-# and lie as far above the first of them as the message's own tag above 0.
-_COMES = 2 * TAGS
-_ASKED = _COMES + 1
+# Tags of words, beyond those of all messages: those that ask for one lie as far above the first of
+# them as the message's own tag above 0; the last says that a message comes.
+_ASKED = 2 * TAGS
+_COMES = ALL_TAGS - 1
 
 
 class Channels(Protocol):
-    """A channel from each rank to each other one, on which only the order of the calls counts.
+    """Channels between ranks, and groups of them, on which only the order of the calls counts.
 
-    The n-th send and the n-th receive of a channel belong together. A message need not move
-    before both have been called; once they have, it moves whatever other channels do.
+    The n-th send and the n-th receive of a channel belong together, and so do the n-th sums of a
+    group. Nothing need move before all its ranks have made the call; once they have, it moves
+    whatever other channels and groups do.
     """
 
-    def carries(self, data: Tensor) -> bool:
-        """Return True if this tensor is sent over an NCCL channel."""
+    def open(self, pairs: Sequence[tuple[int, int]], groups: Sequence[tuple[int, ...]]) -> None:
+        """Connect pairs and groups; all ranks call it with the same, nothing being under way."""
+
+    def carries(self, device: torch.device, other: int) -> bool:
+        """Return True if there are channels to and from a rank for tensors of this device."""
+
+    def sum(self, data: Tensor, ranks: tuple[int, ...]) -> Request | None:
+        """Begin to sum a tensor in place, once the current stream has come here; never blocks.
+
+        Returns:
+            None where these ranks are no group.
+        """
 
     def send(self, data: Tensor, to: int) -> Request:
         """Begin to send a tensor (uint8, one dimension, not empty) to rank `to`; never blocks."""
@@ -93,13 +116,23 @@ class OrderedWire:
         self._leaving = {rank: _Leaving(words, channels, rank) for rank in others}
         self._coming = {rank: _Coming(words, channels, rank) for rank in others}
 
+    def open(self, pairs: Sequence[tuple[int, int]], groups: Sequence[tuple[int, ...]]) -> None:
+        self._channels.open(pairs, groups)
+
+    def carries(self, device: torch.device, other: int) -> bool:
+        return self._channels.carries(device, other) or self._words.carries(device, other)
+
+    def sum(self, data: Tensor, ranks: tuple[int, ...]) -> Request | None:
+        request = self._channels.sum(data, ranks)
+        return None if request is None else _Sum(self, request)
+
     def send(self, data: Tensor, to: int, tag: int) -> Request:
-        if not self._channels.carries(data):
+        if not self._channels.carries(data.device, to):
             return self._words.send(data, to, tag)
         return self._leaving[to].begin(_Message(self, data), tag)
 
     def receive(self, into: Tensor, source: int, tag: int) -> Request:
-        if not self._channels.carries(into):
+        if not self._channels.carries(into.device, source):
             return self._words.receive(into, source, tag)
         return self._coming[source].begin(_Message(self, into), tag)
 
@@ -139,6 +172,17 @@ class _Message:
         if self.size is not None and self.size != self.data.numel():
             raise wrong_size(self.size, self.data.numel())
         return self.size is not None and not self.begun
+
+
+class _Sum:
+    """A sum: implements Request. Who waits for it moves the messages that others wait for."""
+
+    def __init__(self, wire: OrderedWire, request: Request) -> None:
+        self._wire, self._request = wire, request
+
+    def done(self) -> bool:
+        self._wire.move()
+        return self._request.done()
 
 
 class _Leaving:
@@ -216,11 +260,31 @@ def _say(wire: Wire, to: int, kind: int, tag: int, size: int) -> Request:
     return wire.send(numbers.view(torch.uint8), to, kind)
 
 
-_MOST_RANKS = (
-    17  # torch has 32 streams for communicators; two that share one could block each other
-)
+# CUDA and torch read them when they begin.
+_VARIABLES = {
+    # Kernels that are loaded at their first call wait for the device, which may wait for a message.
+    "CUDA_MODULE_LOADING": "EAGER",
+    # Fewer queues than streams would let one channel wait for another.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    # The heartbeat, not torch's watchdog, ends the ranks, and says why.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+}
+_STREAMS = 32  # that torch has for communicators; two that share one could block each other
 _FAREWELL = 5  # seconds
 _USE_ANOTHER = "Use the transport 'gloo', or 'mpi' (one that reads CUDA memory copies GPU to GPU)."
+
+
+def prepare_cuda(ranks: int) -> None:
+    """Set what CUDA reads when it begins, where each rank of this machine can have a GPU.
+
+    Variables that are set already stay as they are.
+
+    Args:
+        ranks: Ranks on the machine.
+    """
+    if ranks <= torch.cuda.device_count():
+        for name, value in _VARIABLES.items():
+            os.environ.setdefault(name, value)
 
 
 def refuse_without_gpus(ranks: int) -> None:
@@ -243,138 +307,145 @@ def refuse_without_gpus(ranks: int) -> None:
         )
 
 
-def connect_nccl(
-    rank: int, ranks: int, host: str, port: int, *, local: bool, hosted: bool = False
+def by_nccl(
+    words: Wire, heartbeat: Heartbeat, device: torch.device, asked: bool
 ) -> ProcessTransport:
-    """Joins ranks that know where to meet, each with a GPU of its own, which becomes the current.
+    """Join ranks by NCCL where each has a GPU of its own, which becomes its current device.
 
-    CUDA tensors go by NCCL, all else by gloo.
+    All ranks of `words` call it. No two of them are connected yet: `ProcessTransport.prepare`.
 
     Args:
-        rank: This rank.
-        ranks: Number of ranks.
-        host: As `connect_gloo`.
-        port: As `connect_gloo`.
-        local: As `connect_gloo`.
-        hosted: As `connect_gloo`.
+        words: Joins the ranks already; carries what NCCL does not.
+        heartbeat: Tells of lost ranks.
+        device: The accelerator that this rank is to use (`pick_device`), or the CPU.
+        asked: Whether the user wants NCCL or nothing.
+
+    Returns:
+        A transport that has NCCL, or where it does not suit all ranks, one of `words` alone.
 
     Raises:
-        PathosegError: The ranks do not meet within a minute, or do not each have a GPU.
+        PathosegError: It was asked for, and does not suit.
     """
-    refuse_without_gpus(1)
-    # Fewer queues than streams would let one channel wait for another. Read when CUDA starts.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    # The heartbeat, not torch's watchdog, ends the ranks, and says why.
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    words = join_gloo(rank, ranks, host, port, local=local, hosted=hosted)
-    heartbeat = Heartbeat(rank, ranks, words.host, words.announce)
-    meeting = ProcessTransport(words, heartbeat)
-    hosts = meeting.gather(socket.gethostname())
-    index = hosts[:rank].count(hosts[rank]) % torch.cuda.device_count()
-    told = [hosts[rank], str(torch.cuda.get_device_properties(index).uuid)]
-    problem = shared_gpu(meeting.gather(json.dumps(told)))
-    if problem is not None:
-        meeting.close()
+    plain = ProcessTransport(words, heartbeat)
+    hosts = plain.gather(socket.gethostname())
+    gpu = ""
+    if device.type == "cuda" and torch.distributed.is_nccl_available():
+        device = share_devices(device, hosts[: words.rank].count(hosts[words.rank]))
+        gpu = json.dumps([hosts[words.rank], device_identity(device)])
+    problem = not_one_each(plain.gather(gpu))
+    if problem is not None and asked:
+        plain.close()
         raise problem
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
-    channels = NcclChannels(PrefixStore("nccl", words.store), rank, ranks, device)
-    channels.open()
+    if problem is not None:
+        return plain
+    port = 0
+    if not words.rank:
+        store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+        port = store.port
+    port = int(plain.gather(str(port))[0])
+    if words.rank:
+        store = TCPStore(heartbeat.host, port, timeout=timedelta(seconds=MEETING))
+    channels = NcclChannels(store, words.rank, device)
     return ProcessTransport(OrderedWire(words, channels), heartbeat)
 
 
-def shared_gpu(gpus: Sequence[str]) -> PathosegError | None:
-    """Return the error of ranks that NCCL cannot join: too many, or two with one GPU; else None.
+def not_one_each(gpus: Sequence[str]) -> PathosegError | None:
+    """Return the error of ranks that NCCL cannot join as they have no GPU each, else None.
 
     Args:
-        gpus: By rank, a text that identifies its GPU.
+        gpus: By rank, a text that identifies its GPU; empty where it has none, or no NCCL.
     """
-    if len(gpus) > _MOST_RANKS:
-        return PathosegError(
-            f"NCCL joins at most {_MOST_RANKS} ranks here, not {len(gpus)}.", _USE_ANOTHER
-        )
     for rank, gpu in enumerate(gpus):
-        if (first := gpus.index(gpu)) != rank:
-            return PathosegError(
-                f"NCCL needs a GPU for each rank: ranks {first} and {rank} have the same.",
-                _USE_ANOTHER,
-            )
+        first = gpus.index(gpu)
+        if not gpu or first != rank:
+            problem = f"ranks {first} and {rank} have the same" if gpu else f"rank {rank} has none"
+            return PathosegError(f"NCCL needs a GPU for each rank: {problem}.", _USE_ANOTHER)
     return None
 
 
 class NcclChannels:
-    """A group of two ranks for each channel of this rank: implements Channels.
+    """Communicators of two ranks for channels, and of several for sums: implements Channels.
 
-    NCCL puts a message on the GPU as work of a stream and comes back; this work waits there for
-    the other end's. So each channel has a stream, and no stream waits for what a rank computes:
-    what is sent has been computed, and what is received into is free (see `ProcessTransport`).
+    NCCL puts a message or sum on the GPU as work of a stream and comes back; this work waits there
+    for the other ranks'. So each communicator has a stream, and what is computed waits for none of
+    them. A message waits for nothing: what is sent has been computed, and what is received into is
+    free (see `ProcessTransport`). A sum is begun ahead of that, and its stream waits for the
+    current one: the ranks of a group begin its sums in one order.
+
+    Torch has streams for 32 communicators of a rank. Those beyond are left out, on all their ranks
+    alike: what they would carry goes by the words' wire.
 
     Args:
-        store: The store at which the ranks meet.
+        store: A store at which the ranks meet.
         rank: This rank.
-        ranks: Number of ranks.
         device: This rank's GPU.
     """
 
-    def __init__(self, store: Store, rank: int, ranks: int, device: torch.device) -> None:
-        # Only a torch that was built with NCCL has this name; torch's stubs lack `send`, `recv`.
-        from torch.distributed.distributed_c10d import ProcessGroupNCCL
-
-        nccl: Any = ProcessGroupNCCL
+    def __init__(self, store: Store, rank: int, device: torch.device) -> None:
+        self._store = store
         self._rank = rank
         self._device = device
-        # A group lets its stream wait for the current one.
+        # A communicator lets its stream wait for the current one.
         self._idle = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
-        self._groups: dict[tuple[int, int], Any] = {}
-        for source, to in permutations(range(ranks), 2):
-            if rank in (source, to):
-                options = nccl.Options(is_high_priority_stream=True)
-                options._timeout = LONG  # the heartbeat ends the wait for a lost rank
-                place = PrefixStore(f"{source}-{to}", store)
-                self._groups[source, to] = nccl(place, int(rank == to), 2, options)
+        self._channels: dict[tuple[int, int], Any] = {}  # by sender and receiver
+        self._groups: dict[tuple[int, ...], Any] = {}
+        self._seen: set[tuple[str, tuple[int, ...]]] = set()
+        self._taken: Counter[int] = Counter()  # streams of each rank
         atexit.register(self.close, False)
 
-    def open(self) -> None:
-        """Make the communicator of every channel, by one byte through each.
+    def open(self, pairs: Sequence[tuple[int, int]], groups: Sequence[tuple[int, ...]]) -> None:
+        """Connect pairs and groups of ranks, by one byte through each.
 
-        NCCL blocks both ends while it makes one; in an order common to all ranks none waits for
-        another.
+        NCCL blocks the ranks of each while it connects them. They are connected in one order, so
+        of those that are not yet, the first has all its ranks waiting for it alone: none hangs.
 
         Raises:
-            PathosegError: NCCL cannot join two ranks.
+            PathosegError: NCCL cannot join some ranks.
         """
-        byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
         torch.cuda.synchronize(self._device)
-        for source, to in self._groups:
-            deadline = time.monotonic() + MEETING
-            request = self.send(byte, to) if source == self._rank else self.receive(byte, source)
-            while not request.done():
-                if time.monotonic() > deadline:
-                    raise _failure(f"rank {to} did not hear rank {source} within {MEETING:.0f} s")
-                time.sleep(1e-3)
+        byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        for ranks in groups:
+            if self._is_new("group", ranks, 1) and self._rank in ranks:
+                self._groups[ranks] = self._communicator("group", ranks)
+                self._await(self.sum(byte, ranks), f"the sum of ranks {ranks}")
+        for pair in pairs:
+            if self._is_new("pair", pair, 2) and self._rank in pair:
+                for source, to in (pair, pair[::-1]):
+                    self._channels[source, to] = self._communicator("channel", (source, to))
+                    is_mine = source == self._rank
+                    moved = self.send(byte, to) if is_mine else self.receive(byte, source)
+                    self._await(moved, f"a message from rank {source} to rank {to}")
 
-    def carries(self, data: Tensor) -> bool:
-        if data.device.type != self._device.type:
+    def carries(self, device: torch.device, other: int) -> bool:
+        if device.type != self._device.type or (self._rank, other) not in self._channels:
             return False
-        if data.device != self._device:
-            raise _failure(f"a tensor is on {data.device}, this rank's GPU is {self._device}")
+        if device != self._device:
+            raise _failure(f"a tensor is on {device}, this rank's GPU is {self._device}")
         return True
 
+    def sum(self, data: Tensor, ranks: tuple[int, ...]) -> NcclRequest | None:
+        group = self._groups.get(ranks)
+        if group is None or data.device != self._device or not data.numel():
+            return None
+        return _begin(lambda: group.allreduce([data]), data)
+
     def send(self, data: Tensor, to: int) -> NcclRequest:
-        group = self._groups[self._rank, to]
-        return self._begin(lambda: group.send([data], 1, 0))
+        group = self._channels[self._rank, to]
+        with torch.cuda.stream(self._idle):
+            return _begin(lambda: group.send([data], 1, 0), data)
 
     def receive(self, into: Tensor, source: int) -> NcclRequest:
-        group = self._groups[source, self._rank]
-        return self._begin(lambda: group.recv([into], 0, 0))
+        group = self._channels[source, self._rank]
+        with torch.cuda.stream(self._idle):
+            return _begin(lambda: group.recv([into], 0, 0), into)
 
     def pause(self, turns: int) -> None:
         look_again(turns)
 
     def close(self, well: bool) -> None:
         atexit.unregister(self.close)
-        groups = [*self._groups.values()]
-        self._groups = {}
+        groups = [*self._channels.values(), *self._groups.values()]
+        self._channels, self._groups = {}, {}
         if well:
             for group in groups:
                 group.shutdown()
@@ -387,19 +458,40 @@ class NcclChannels:
             for abort in aborts:
                 abort.join(_FAREWELL)
 
-    def _begin(self, start: Callable[[], Work]) -> NcclRequest:
-        try:
-            with torch.cuda.stream(self._idle):
-                return NcclRequest(start())
-        except RuntimeError as error:
-            raise _failure(str(error).splitlines()[0]) from error
+    def _is_new(self, kind: str, ranks: tuple[int, ...], streams: int) -> bool:
+        """Return True, the first time, if each rank has so many streams left; counts them."""
+        if (kind, ranks) in self._seen:
+            return False
+        self._seen.add((kind, ranks))
+        has_room = all(self._taken[rank] + streams <= _STREAMS for rank in ranks)
+        if has_room:
+            self._taken.update(dict.fromkeys(ranks, streams))
+        return has_room
+
+    def _communicator(self, kind: str, ranks: tuple[int, ...]) -> Any:
+        # Only a torch that was built with NCCL has this name; torch's stubs lack `send`, `recv`.
+        from torch.distributed.distributed_c10d import ProcessGroupNCCL
+
+        nccl: Any = ProcessGroupNCCL
+        options = nccl.Options(is_high_priority_stream=True)
+        options._timeout = LONG  # the heartbeat ends the wait for a lost rank
+        place = PrefixStore(f"{kind} {ranks}", self._store)
+        return nccl(place, ranks.index(self._rank), len(ranks), options)
+
+    def _await(self, request: NcclRequest | None, what: str) -> None:
+        deadline = time.monotonic() + MEETING
+        while request is not None and not request.done():
+            if time.monotonic() > deadline:
+                raise _failure(f"{what} did not come within {MEETING:.0f} s")
+            time.sleep(1e-3)
 
 
 class NcclRequest:
-    """A send or receive of NCCL: implements Request."""
+    """A send, receive or sum of NCCL: implements Request; holds the tensor until it is done."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, data: Tensor) -> None:
         self._work = work
+        self._data: Tensor | None = data
 
     def done(self) -> bool:
         try:
@@ -408,11 +500,20 @@ class NcclRequest:
             self._work.wait(timedelta(seconds=MEETING))  # raises what failed; lets go of the tensor
         except RuntimeError as error:
             raise _failure(str(error).splitlines()[0]) from error
+        self._data = None
         return True
+
+
+def _begin(start: Callable[[], Work], data: Tensor) -> NcclRequest:
+    try:
+        return NcclRequest(start(), data)
+    except RuntimeError as error:
+        raise _failure(str(error).splitlines()[0]) from error
 
 
 def _failure(problem: str) -> PathosegError:
     return PathosegError(
         f"NCCL cannot deliver a message: {problem}.",
-        "Look for the first error of another rank; NCCL_DEBUG=INFO makes NCCL tell more.",
+        "Look for the first error of another rank; NCCL_DEBUG=INFO makes NCCL tell more. "
+        '[parallel] transport = "gloo" or "mpi" does without NCCL.',
     )

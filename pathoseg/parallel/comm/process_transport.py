@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -50,6 +51,7 @@ def reached_by(hosts: Iterable[str]) -> str:
 
 
 TAGS = 2**20  # the callers' tags lie below; those of sums, texts and barriers from here to 2**21
+ALL_TAGS = 5 * TAGS  # those of a wire, words about messages (`OrderedWire`) included
 _LOOKS = 2000  # at a request in a row, before a waiting rank sleeps between them
 _NAP = 1e-4  # seconds
 _Steps = Iterator[Sequence["Request"]]
@@ -87,6 +89,22 @@ class Wire(Protocol):
     rank: int
     ranks: int
     reads: frozenset[str]
+
+    def open(self, pairs: Sequence[tuple[int, int]], groups: Sequence[tuple[int, ...]]) -> None:
+        """Connect these pairs and groups of ranks as directly as the library can.
+
+        All ranks call it with the same arguments, and nothing is under way.
+        """
+
+    def carries(self, device: torch.device, other: int) -> bool:
+        """Return True if it sends an accelerator's memory to and from rank `other` as it is."""
+
+    def sum(self, data: Tensor, ranks: tuple[int, ...]) -> Request | None:
+        """Begin the library's own sum in place, after what the current stream has to do.
+
+        Returns:
+            None where the library has none for this tensor and these ranks.
+        """
 
     def send(self, data: Tensor, to: int, tag: int) -> Request:
         """Begin to send a tensor: uint8, one dimension; it must not change until that is done."""
@@ -146,13 +164,14 @@ class Operation:
 class ProcessTransport:
     """One rank's end of a wire: implements Transport.
 
-    Sums are taken by exchange: each rank adds up one part of the tensor, in the order of the
-    ranks, and sends it to the others (a reduce-scatter and an all-gather in two rounds; a rank
-    sends 2 (n - 1) / n of the tensor, as in a ring). So the result is equal to the bit on all
-    ranks, in every run and with every library. 16-bit floats are added up in float32.
+    Where the wire has no sum of its own, sums are taken by exchange: each rank adds up one part of
+    the tensor, in the order of the ranks, and sends it to the others (a reduce-scatter and an
+    all-gather in two rounds; a rank sends 2 (n - 1) / n of the tensor, as in a ring). So the result
+    is equal to the bit on all ranks, in every run and with every library. 16-bit floats are added
+    up in float32.
 
-    CUDA tensors go through pinned memory unless the wire reads them; what is received is ready
-    for work enqueued on the stream that was current when the receive was posted.
+    An accelerator's tensors go through pinned memory unless the wire carries them; what is received
+    is ready for work enqueued on the stream that was current when the receive was posted.
 
     Args:
         wire: Carries the bytes.
@@ -174,6 +193,15 @@ class ProcessTransport:
         self._turns: deque[Turn] = deque()  # messages that wait for the device
         self._moving: list[_Chain] = []  # chains of several steps, moved at every call
         self._held: set[_Chain] = set()  # the others, kept with their buffers until they are done
+
+    def prepare(self, peers: Collection[int], groups: Collection[tuple[int, ...]]) -> None:
+        told = [json.loads(text) for text in self.gather(json.dumps([[*peers], [*groups]]))]
+        pairs = {
+            (min(rank, peer), max(rank, peer)) for rank, (own, _) in enumerate(told) for peer in own
+        }
+        self._wire.open(
+            sorted(pairs), sorted({tuple(each) for _, own in told for each in own if len(each) > 1})
+        )
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Operation:
         what = f"rank {to} to take message {tag}"
@@ -249,7 +277,7 @@ class ProcessTransport:
     def _send(self, tensor: Tensor, to: int, tag: int) -> _Steps:
         data = _bytes(tensor)
         if not tensor.is_cpu:
-            if tensor.device.type not in self._wire.reads:
+            if not self._wire.carries(tensor.device, to):
                 data = torch.empty_like(data, device="cpu", pin_memory=True)
                 data.copy_(_bytes(tensor), non_blocking=True)
             yield [Turn(record(tensor.device), self._turns)]
@@ -259,7 +287,7 @@ class ProcessTransport:
         data = _bytes(into)
         if into.is_cpu:
             yield [self._wire.receive(data, source, tag)]
-        elif into.device.type in self._wire.reads:
+        elif self._wire.carries(into.device, source):
             # Work that was enqueued earlier may still use this memory.
             yield [Turn(record(into.device), self._turns)]
             yield [self._wire.receive(data, source, tag)]
@@ -271,6 +299,11 @@ class ProcessTransport:
                 data.copy_(pinned, non_blocking=True)
 
     def _sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> _Steps:
+        half = tensor.dtype in (torch.float16, torch.bfloat16)
+        request = None if half else self._wire.sum(tensor.detach(), ranks)
+        if request is not None:
+            yield [request]
+            return
         parts = dict(zip(ranks, tensor.detach().view(-1).tensor_split(len(ranks)), strict=True))
         mine = parts[self.rank]
         tags = {rank: self._next_tag(rank) for rank in ranks if rank != self.rank}
@@ -280,7 +313,6 @@ class ProcessTransport:
         ]
         came[self.rank] = mine
         first, *rest = ranks
-        half = mine.dtype in (torch.float16, torch.bfloat16)
         total = came[first].float() if half else came[first]
         for rank in rest:
             total += came[rank]

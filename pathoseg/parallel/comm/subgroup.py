@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ class Subgroup:
 
     Two ranks belong to one subgroup of those in use at most, or no tag is used by both: messages
     are those of the whole transport. `gather` and `barrier` are called by all its ranks together,
-    whatever their subgroup; `abort` ends all.
+    whatever their subgroup, and so is `prepare`; `abort` ends all.
 
     Args:
         whole: The transport.
@@ -26,6 +26,10 @@ class Subgroup:
         self.reads = whole.reads
         self._whole, self._members = whole, tuple(members)
         self.barrier, self.abort = whole.barrier, whole.abort
+
+    def prepare(self, peers: Collection[int], groups: Collection[tuple[int, ...]]) -> None:
+        of_whole = [tuple(self._members[rank] for rank in group) for group in groups]
+        self._whole.prepare([self._members[rank] for rank in peers], of_whole)
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Pending:
         return self._whole.send(tensor, self._members[to], tag)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
 from torch import Tensor
@@ -43,6 +44,17 @@ class Transport(Protocol):
     rank: int
     ranks: int
     reads: frozenset[str]
+
+    def prepare(self, peers: Collection[int], groups: Collection[tuple[int, ...]]) -> None:
+        """Say what this rank will send and sum; all ranks call it, with nothing under way.
+
+        NCCL connects these ranks from device to device. Messages and sums that were not named are
+        right all the same, and go through host memory.
+
+        Args:
+            peers: The ranks that it exchanges messages with.
+            groups: The ascending ranks of each sum in which it takes part.
+        """
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Pending:
         """Start a message to rank `to`.

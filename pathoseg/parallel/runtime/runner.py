@@ -38,6 +38,7 @@ from pathoseg.parallel.runtime.executor import (
 )
 from pathoseg.parallel.runtime.grad_clip import ClippedStep, GradientNorm
 from pathoseg.parallel.runtime.memory_check import Memory, compare_hosts
+from pathoseg.parallel.runtime.messages import MessageRoute
 from pathoseg.parallel.runtime.reduction import GradientReduction
 from pathoseg.parallel.runtime.stage import Pass, Stage, Training
 from pathoseg.parallel.runtime.state import (
@@ -131,6 +132,7 @@ class Runner:
             "weights": self._holdings.digest(),
         }
         compare_ranks(transport, own)
+        self._prepare(whole, shards)
         self._holdings.settle(device)
         self._placement = whole.placement
         homes = whole.placement.homes
@@ -404,6 +406,21 @@ class Runner:
             return bool(sharding.team.total(own))
 
         return any_gives_up
+
+    def _prepare(self, schedule: Schedule, shards: int) -> None:
+        """Name the messages and sums of a step: of stages, gradients, norms and strips."""
+        rank = self._transport.rank
+        route = MessageRoute.of(schedule, rank)
+        peers = {*route.receives, *route.receivers.values()}
+        self._transport.prepare(peers, [tuple(range(schedule.ranks))])
+        holders = [schedule.placement.holders(stage) for stage in range(schedule.stages)]
+        every = [
+            tuple(holder * shards + shard for holder in of_stage for shard in range(shards))
+            for of_stage in holders
+        ]
+        self._world.prepare([], [each for each in every if self._world.rank in each])
+        if self._sharding is not None:
+            self._sharding.team.prepare()
 
     def _holders(self, stage: int) -> tuple[int, ...]:
         return tuple(self._placement.holders(stage))

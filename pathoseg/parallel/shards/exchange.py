@@ -71,6 +71,12 @@ class Team:
         finally:
             self._heard = self._again = None
 
+    def prepare(self) -> None:
+        """Name the messages and sums of the ranks, as for `Transport`."""
+        self._transport.prepare(
+            [rank for rank in range(self.shards) if rank != self.rank], [tuple(range(self.shards))]
+        )
+
     def total(self, tensor: Tensor) -> Tensor:
         """Return the sum over the ranks, equal to the bit on all; not differentiable."""
         summed = tensor.detach().clone(memory_format=torch.contiguous_format)

@@ -7,7 +7,7 @@ a rank saves, holds and sends.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +94,8 @@ class Nowhere:
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
         self.heard = 0
+
+    def prepare(self, peers: Collection[int], groups: Collection[tuple[int, ...]]) -> None: ...
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Pending:
         return _Done()

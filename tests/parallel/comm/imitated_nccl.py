@@ -18,10 +18,19 @@ from pathoseg.parallel.comm.heartbeat import MEETING, Heartbeat
 from pathoseg.parallel.comm.launcher import find_world
 from pathoseg.parallel.comm.nccl import NcclChannels, OrderedWire
 from pathoseg.parallel.comm.process_transport import ProcessTransport
+from pathoseg.parallel.comm.transport import Transport
+
+
+def prepare_all(transport: Transport) -> None:
+    """Connect all pairs, and the groups whose sums the conformance suite takes."""
+    everyone = tuple(range(transport.ranks))
+    groups = [everyone, (0, everyone[-1]), everyone[:-1]]
+    others = [rank for rank in everyone if rank != transport.rank]
+    transport.prepare(others, [group for group in groups if transport.rank in group])
 
 
 def connect_imitated() -> ProcessTransport:
-    """As `connect_nccl`, in host memory."""
+    """As `by_nccl`, in host memory."""
     world = find_world()
     words = join_gloo(
         world.rank, world.ranks, world.host, world.port, local=world.local, hosted=world.hosted
@@ -33,13 +42,14 @@ def connect_imitated() -> ProcessTransport:
     mock.patch.object(distributed_c10d, "ProcessGroupNCCL", Group, create=True).start()
     heartbeat = Heartbeat(words.rank, words.ranks, words.host, words.announce)
     place = PrefixStore("imitated", words.store)
-    channels = NcclChannels(place, words.rank, words.ranks, torch.device("cpu"))
-    channels.open()
-    return ProcessTransport(OrderedWire(words, channels), heartbeat)
+    channels = NcclChannels(place, words.rank, torch.device("cpu"))
+    transport = ProcessTransport(OrderedWire(words, channels), heartbeat)
+    prepare_all(transport)
+    return transport
 
 
 class Group:
-    """Two ranks; the first message makes their connection, and blocks while it does."""
+    """Some ranks; the first message or sum connects them, and blocks while it does."""
 
     class Options:
         _timeout: timedelta
@@ -48,19 +58,20 @@ class Group:
             assert is_high_priority_stream
 
     def __init__(self, store: Store, rank: int, size: int, options: Options) -> None:
-        assert size == 2
         assert options._timeout > timedelta(days=1)
-        self._store = store
-        self._rank = rank
+        self._store, self._rank, self._size = store, rank, size
         self._made: Any = None
 
     def send(self, data: list[Tensor], to: int, tag: int) -> Sent:
-        assert (self._rank, to) == (0, 1)
+        assert (self._rank, to, self._size) == (0, 1, 2)
         return Sent(self._group().send(data, to, 0))
 
     def recv(self, into: list[Tensor], source: int, tag: int) -> Sent:
-        assert (self._rank, source) == (1, 0)
+        assert (self._rank, source, self._size) == (1, 0, 2)
         return Sent(self._group().recv(into, source, 0))
+
+    def allreduce(self, data: list[Tensor]) -> Sent:
+        return Sent(self._group().allreduce(data))
 
     def shutdown(self) -> None:
         pass
@@ -74,7 +85,7 @@ class Group:
             options = gloo._Options()
             options._devices = [gloo.create_device(hostname="127.0.0.1")]
             options._timeout = timedelta(seconds=MEETING)
-            self._made = gloo(self._store, self._rank, 2, options)
+            self._made = gloo(self._store, self._rank, self._size, options)
         return self._made
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -13,9 +14,9 @@ from pathoseg.parallel.comm.launcher import connect, find_world
 from pathoseg.parallel.comm.nccl import OrderedWire
 from pathoseg.parallel.comm.process_transport import ProcessTransport
 from pathoseg.parallel.comm.transport import Pending, Transport
-from tests.parallel.comm.imitated_nccl import connect_imitated
+from tests.parallel.comm.imitated_nccl import connect_imitated, prepare_all
 
-Library = Literal["gloo", "mpi", "ordered"]
+Library = Literal["gloo", "mpi", "ordered", "imitated"]
 _ONLY_TAG = 2**22
 
 
@@ -26,7 +27,9 @@ def join(library: str) -> Transport:
     if library == "imitated":
         return connect_imitated()
     if library == "nccl":
-        return OnDevice(connect("nccl"), torch.device("cuda", torch.cuda.current_device()))
+        transport = connect("nccl")
+        prepare_all(transport)
+        return OnDevice(transport, torch.device("cuda", torch.cuda.current_device()))
     return connect()
 
 
@@ -46,8 +49,14 @@ class GlooChannels:
     def __init__(self, wire: GlooWire) -> None:
         self._wire = wire
 
-    def carries(self, data: Tensor) -> bool:
+    def open(self, pairs: Sequence[tuple[int, int]], groups: Sequence[tuple[int, ...]]) -> None:
+        pass  # all are
+
+    def carries(self, device: torch.device, other: int) -> bool:
         return True
+
+    def sum(self, data: Tensor, ranks: tuple[int, ...]) -> None:
+        return None
 
     def send(self, data: Tensor, to: int) -> GlooRequest:
         return self._wire.send(data, to, _ONLY_TAG)
@@ -69,6 +78,7 @@ class OnDevice:
         self.rank, self.ranks, self.reads = transport.rank, transport.ranks, transport.reads
         self._transport, self._device = transport, device
         self.gather, self.barrier = transport.gather, transport.barrier
+        self.prepare = transport.prepare
         self.abort, self.close = transport.abort, transport.close
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Pending:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import HashStore
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.comm.launcher import Choice, World, connect
 from pathoseg.parallel.comm.local_ranks import start_local
-from pathoseg.parallel.comm.nccl import shared_gpu
+from pathoseg.parallel.comm.nccl import NcclChannels, not_one_each
 from pathoseg.parallel.comm.transport import Transport
 from tests.parallel.comm import transport_conformance
 from tests.parallel.comm.joined import OnDevice
@@ -46,13 +52,45 @@ def test_a_rank_without_a_gpu_is_refused() -> None:
 
 
 def test_ranks_that_share_a_gpu_are_refused() -> None:
-    assert shared_gpu(["a 1", "a 2", "b 1"]) is None
-    shared = shared_gpu(["a 1", "b 1", "a 2", "b 1"])
+    assert not_one_each(["a 1", "a 2", "b 1"]) is None
+    shared = not_one_each(["a 1", "b 1", "a 2", "b 1"])
     assert shared is not None
     assert "ranks 1 and 3 have the same" in shared.problem
-    many = shared_gpu([str(rank) for rank in range(18)])
-    assert many is not None
-    assert "at most 17 ranks" in many.problem
+    without = not_one_each(["a 1", "", ""])
+    assert without is not None
+    assert "rank 1 has none" in without.problem
+
+
+@given(
+    st.lists(st.sets(st.integers(0, 23), min_size=2, max_size=2).map(sorted), max_size=300),
+    st.lists(st.sets(st.integers(0, 23), min_size=2).map(sorted), max_size=40),
+)
+def test_both_ends_agree_on_what_torch_has_streams_for(
+    pairs: list[list[int]], groups: list[list[int]]
+) -> None:
+    opened: list[tuple[set[tuple[int, ...]], set[tuple[int, ...]]]] = []
+    for rank in range(24):
+        with (
+            mock.patch.multiple(torch.cuda, Stream=mock.DEFAULT, synchronize=mock.DEFAULT),
+            mock.patch.object(torch.cuda, "stream", return_value=nullcontext()),
+            mock.patch.object(NcclChannels, "_communicator"),
+            mock.patch.object(NcclChannels, "_await"),
+        ):
+            channels = NcclChannels(HashStore(), rank, torch.device("cpu"))
+            for _ in range(2):  # the second finds all of them open, or left out
+                channels.open(
+                    sorted({(one, other) for one, other in pairs}), sorted({*map(tuple, groups)})
+                )
+            atexit.unregister(channels.close)
+        opened.append(({*channels._channels}, {*channels._groups}))
+    for rank, (routes, teams) in enumerate(opened):
+        assert len(routes) + len(teams) <= 32
+        assert all(route in opened[end][0] for route in routes for end in route)
+        assert all(team in opened[end][1] for team in teams for end in team)
+        wanted = 2 * sum(rank in pair for pair in {*map(tuple, pairs)})
+        wanted += sum(rank in group for group in {*map(tuple, groups)})
+        full = any(len(a) + len(b) > 30 for a, b in opened)
+        assert full or len(routes) + len(teams) == wanted
 
 
 def test_the_suite_runs_on_tensors_of_a_device() -> None:
@@ -67,7 +105,8 @@ def test_the_calls_to_nccl_are_right_where_gloo_answers_them(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     assert _start(3, "comm/transport_conformance.py", "imitated", "gloo") == 0
-    assert capfd.readouterr().out.split() == ["passed:", *NAMES]
+    names = [case.__name__ for case in transport_conformance.cases_of("imitated")]
+    assert capfd.readouterr().out.split() == ["passed:", *names]
 
 
 @pytest.mark.process
@@ -75,7 +114,7 @@ def test_a_lost_rank_aborts_every_communicator(capfd: pytest.CaptureFixture[str]
     assert _start(3, "comm/faults.py", "imitated", "gloo", "kill") in (2, 137)
     out = capfd.readouterr().out
     assert "rank 0 waited: Rank 2 ended without a word" in out
-    assert out.count("aborted") == 4  # rank 0's, to and from two others
+    assert out.count("aborted") == 7  # rank 0's, to and from two others, and three groups
 
 
 @pytest.mark.cuda

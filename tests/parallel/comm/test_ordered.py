@@ -1,11 +1,11 @@
-"""Whatever the order of the calls, tagged messages cross channels without tags, and none blocks."""
+"""Whatever the order of the calls and the pace of ranks, messages and sums of NCCL end right."""
 
 from __future__ import annotations
 
 import random
 from collections import defaultdict, deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from pathoseg.parallel.comm.nccl import OrderedWire
 from pathoseg.parallel.comm.process_transport import Request
 
 Route = tuple[int, int, int]  # sender, receiver, tag
+Group = tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -64,6 +65,32 @@ class Library:
         return True
 
 
+class Device:
+    """Sums of groups of ranks, each a moment after the last of its ranks has begun it."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance = chance
+        self._begun: dict[Group, dict[int, deque[Delivery]]] = {}
+
+    def begin(self, group: Group, rank: int, data: Tensor) -> Delivery:
+        own = self._begun.setdefault(group, {each: deque() for each in group})
+        delivery = Delivery(data)
+        own[rank].append(delivery)
+        return delivery
+
+    def move(self) -> bool:
+        """Do one sum that all its ranks have begun; return True if there was one."""
+        ready = [group for group, own in self._begun.items() if all(own.values())]
+        if not ready:
+            return False
+        begun = [own.popleft() for own in self._begun[self._chance.choice(ready)].values()]
+        total = torch.stack([each.data for each in begun]).sum(0)
+        for each in begun:
+            each.data.copy_(total)
+            each.over = True
+        return True
+
+
 class Tagged:
     """One rank's end of a library that knows tags: implements Wire."""
 
@@ -86,14 +113,19 @@ class Tagged:
 
 
 class Channels:
-    """The same without tags: implements Channels."""
+    """The same without tags, and sums: implements Channels."""
 
-    def __init__(self, wire: Tagged) -> None:
-        self._wire = wire
+    def __init__(self, wire: Tagged, device: Device) -> None:
+        self._wire, self._device = wire, device
         self.pause, self.close = wire.pause, wire.close
 
-    def carries(self, data: Tensor) -> bool:
+    def open(self, pairs: Sequence[tuple[int, int]], groups: Sequence[tuple[int, ...]]) -> None: ...
+
+    def carries(self, device: torch.device, other: int) -> bool:
         return True
+
+    def sum(self, data: Tensor, ranks: Group) -> Request:
+        return self._device.begin(ranks, self._wire.rank, data)
 
     def send(self, data: Tensor, to: int) -> Request:
         return self._wire.send(data, to, 0)
@@ -102,24 +134,38 @@ class Channels:
         return self._wire.receive(into, source, 0)
 
 
-def wires(ranks: int, seed: int) -> tuple[list[OrderedWire], Library, Library]:
+def wires(ranks: int, seed: int) -> tuple[list[OrderedWire], Library, Library, Device]:
     chance = random.Random(seed)
-    words, channels = Library(chance), Library(chance)
+    words, channels, device = Library(chance), Library(chance), Device(chance)
     joined = [
-        OrderedWire(Tagged(words, rank, ranks), Channels(Tagged(channels, rank, ranks)))
+        OrderedWire(Tagged(words, rank, ranks), Channels(Tagged(channels, rank, ranks), device))
         for rank in range(ranks)
     ]
-    return joined, words, channels
+    return joined, words, channels, device
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a rank's program: the message's route, its number there, and whether to wait."""
+    """One call of a rank's program: its message or sum, and whether to wait.
 
-    route: Route
+    Attributes:
+        route: The sender, receiver and tag of a message; the ranks of a sum.
+        number: Its number on this route.
+        size: Of the tensor.
+        waits: Whether the rank waits for it before its next call.
+        is_sum: Whether it is a sum.
+    """
+
+    route: Route | Group
     number: int
     size: int
     waits: bool
+    is_sum: bool = False
+
+    @property
+    def ends(self) -> int:
+        """Ranks that have to make the call before it can be done."""
+        return len(self.route) if self.is_sum else 2
 
 
 @st.composite
@@ -133,6 +179,8 @@ def programs(draw: st.DrawFn) -> list[list[Call]]:
     routes = st.tuples(st.integers(0, ranks - 1), st.integers(0, ranks - 1), st.integers(0, 2))
     drawn = st.tuples(routes.filter(lambda route: route[0] != route[1]), st.integers(0, 5))
     messages = draw(st.lists(drawn, min_size=1, max_size=16))
+    groups = st.sets(st.integers(0, ranks - 1), min_size=2).map(lambda group: tuple(sorted(group)))
+    sums = draw(st.lists(groups, max_size=5))
     chance = draw(st.randoms(use_true_random=False))
     calls: list[list[Call]] = [[] for _ in range(ranks)]
     for rank in range(ranks):
@@ -147,13 +195,21 @@ def programs(draw: st.DrawFn) -> list[list[Call]]:
             waits = chance.random() < 0.6
             calls[rank].append(Call(route, counts[route], sizes[route].popleft(), waits))
             counts[route] += 1
+        place = 0
+        for at, group in enumerate(sums):  # all ranks begin theirs in this order
+            if rank in group:
+                place = chance.randint(place, len(calls[rank]))
+                number = sums[:at].count(group)
+                own = Call(group, number, 3, chance.random() < 0.6, is_sum=True)
+                calls[rank].insert(place, own)
+                place += 1
     return _legal(calls)
 
 
 def _legal(calls: list[list[Call]]) -> list[list[Call]]:
     """Without the waits at which ranks would be stuck although messages have tags."""
     at = [0] * len(calls)
-    begun: dict[tuple[Route, int], int] = defaultdict(int)
+    begun: dict[tuple[bool, Route | Group, int], int] = defaultdict(int)
     counted = [False] * len(calls)
     while True:
         moved = False
@@ -162,9 +218,9 @@ def _legal(calls: list[list[Call]]) -> list[list[Call]]:
                 continue
             call = own[at[rank]]
             if not counted[rank]:
-                begun[call.route, call.number] += 1
+                begun[call.is_sum, call.route, call.number] += 1
                 counted[rank] = moved = True
-            if not call.waits or begun[call.route, call.number] == 2:
+            if not call.waits or begun[call.is_sum, call.route, call.number] == call.ends:
                 at[rank], counted[rank], moved = at[rank] + 1, False, True
         stuck = [rank for rank, own in enumerate(calls) if at[rank] < len(own)]
         if not stuck:
@@ -172,10 +228,12 @@ def _legal(calls: list[list[Call]]) -> list[list[Call]]:
         if not moved:
             rank = stuck[0]
             call = calls[rank][at[rank]]
-            calls[rank][at[rank]] = Call(call.route, call.number, call.size, False)
+            calls[rank][at[rank]] = replace(call, waits=False)
 
 
 def content(call: Call) -> Tensor:
+    if call.is_sum:
+        return torch.tensor([len(call.route), sum(call.route), call.number])
     source, to, tag = call.route
     return torch.tensor([source, to, tag, call.number, 7][: call.size], dtype=torch.uint8)
 
@@ -184,13 +242,19 @@ def run(wire: OrderedWire, calls: list[Call]) -> Iterator[None]:
     """A rank's program; gives way where a process would wait."""
     received, begun = [], []
     for call in calls:
-        source, to, tag = call.route
-        if source == wire.rank:
-            request = wire.send(content(call), to, tag)
-        else:
-            into = torch.full((call.size,), 255, dtype=torch.uint8)
-            request = wire.receive(into, source, tag)
+        into = torch.full((call.size,), 255, dtype=torch.uint8)
+        request: Request | None
+        if call.is_sum:
+            last = wire.rank == call.route[-1]
+            into = torch.tensor([1, wire.rank, call.number if last else 0])
+            request = wire.sum(into, call.route)
             received.append((call, into))
+        elif call.route[0] == wire.rank:
+            request = wire.send(content(call), *call.route[1:])
+        else:
+            request = wire.receive(into, call.route[0], call.route[2])
+            received.append((call, into))
+        assert request is not None
         begun.append(request)
         while call.waits and not request.done():
             yield
@@ -203,7 +267,7 @@ def run(wire: OrderedWire, calls: list[Call]) -> Iterator[None]:
 
 @given(programs(), st.integers(0, 2**20))
 def test_every_legal_order_of_calls_ends_and_is_right(calls: list[list[Call]], seed: int) -> None:
-    joined, words, channels = wires(len(calls), seed)
+    joined, *libraries = wires(len(calls), seed)
     chance = random.Random(seed)
     running = [run(wire, own) for wire, own in zip(joined, calls, strict=True)]
     idle = 0
@@ -212,12 +276,12 @@ def test_every_legal_order_of_calls_ends_and_is_right(calls: list[list[Call]], s
         rank = chance.choice(running)
         if next(rank, "ended") == "ended":
             running.remove(rank)
-        moved = chance.choice((words, channels)).move()
+        moved = chance.choice(libraries).move()
         idle = 0 if moved else idle + 1
 
 
 def test_a_message_of_another_size_is_an_error_where_it_is_received() -> None:
-    (first, second), words, channels = wires(2, 0)
+    (first, second), words, channels, _ = wires(2, 0)
     sent = first.send(torch.ones(3, dtype=torch.uint8), 1, 5)
     received = second.receive(torch.ones(4, dtype=torch.uint8), 0, 5)
     for _ in range(4):

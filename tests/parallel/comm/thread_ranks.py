@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -55,6 +55,10 @@ class ThreadTransport:
         self.ranks = hub.ranks
         self._hub = hub
         self._sums: dict[tuple[int, ...], int] = defaultdict(int)
+
+    def prepare(self, peers: Collection[int], groups: Collection[tuple[int, ...]]) -> None:
+        assert self.rank not in peers
+        assert all(self.rank in group for group in groups)
 
     def send(self, tensor: Tensor, to: int, tag: int) -> ThreadPending:
         what = f"rank {to} to take message {tag}"

@@ -34,7 +34,7 @@ def cases_of_processes(ranks: int, library: str) -> list[Case]:
     of two inputs are.
     """
     plans = [*PLANS, *HYBRIDS] if ranks == 4 else [*PLANS]
-    if library == "ordered":
+    if library in ("ordered", "imitated"):
         return [Case("branches", plan, ranks) for plan in plans if plan in CROSSING]
     found = [Case("branches", plan, ranks) for plan in plans]
     if ranks < 4:
@@ -49,7 +49,7 @@ def cases_of_processes(ranks: int, library: str) -> list[Case]:
 def main(library: str, verdicts: Path) -> None:
     torch.set_num_threads(1)
     transport = join(library)
-    conform = transport_conformance.run_all(transport)
+    conform = transport_conformance.run_all(transport, library)
     cases = cases_of_processes(transport.ranks, library)
     expected = load_verdicts(verdicts)
     for case in cases:

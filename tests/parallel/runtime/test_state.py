@@ -27,6 +27,7 @@ class _Slow:
     def __init__(self, transport: ThreadTransport) -> None:
         self.rank, self.ranks, self.reads = transport.rank, transport.ranks, transport.reads
         self._transport = transport
+        self.prepare = transport.prepare
         self.sum, self.gather, self.barrier = transport.sum, transport.gather, transport.barrier
         self.abort, self.close = transport.abort, transport.close
 

@@ -178,7 +178,7 @@ def test_a_rank_has_its_device_before_the_ranks_meet(monkeypatch: pytest.MonkeyP
     """An MPI that knows accelerators takes the device that is current when it begins."""
     found = []
 
-    def connect(choice: Choice, world: World) -> NoReturn:
+    def connect(choice: Choice, world: World, device: torch.device) -> NoReturn:
         found.append((world.rank, torch.accelerator.current_device_index()))
         raise PathosegError("The ranks do not meet.", "This is a test.")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -46,6 +47,14 @@ class _MemoryWire:
 
     def __init__(self, rank: int, boxes: defaultdict[_Route, deque[Tensor]]) -> None:
         self.rank, self.ranks, self._boxes = rank, 2, boxes
+
+    def open(self, pairs: Sequence[tuple[int, int]], groups: Sequence[tuple[int, ...]]) -> None: ...
+
+    def carries(self, device: torch.device, other: int) -> bool:
+        return False
+
+    def sum(self, data: Tensor, ranks: tuple[int, ...]) -> None:
+        return None
 
     def send(self, data: Tensor, to: int, tag: int) -> _Sent:
         assert data.is_cpu
