@@ -11,12 +11,13 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
+from torch.distributed.distributed_c10d import ProcessGroupGloo, Store, Work
 
-from pathoseg.parallel.comm.gloo import join_gloo
+from pathoseg.parallel.comm import nccl
+from pathoseg.parallel.comm.gloo import GlooWire, join_gloo
 from pathoseg.parallel.comm.heartbeat import MEETING, Heartbeat
 from pathoseg.parallel.comm.launcher import find_world
-from pathoseg.parallel.comm.nccl import NcclChannels, OrderedWire
+from pathoseg.parallel.comm.mpi import MpiWire, join_mpi
 from pathoseg.parallel.comm.process_transport import ProcessTransport
 from pathoseg.parallel.comm.transport import Transport
 
@@ -30,20 +31,25 @@ def prepare_all(transport: Transport) -> None:
 
 
 def connect_imitated() -> ProcessTransport:
-    """As `by_nccl`, in host memory."""
+    """As `connect("nccl")`, in host memory, and on top of MPI under its launcher."""
     world = find_world()
-    words = join_gloo(
-        world.rank, world.ranks, world.host, world.port, local=world.local, hosted=world.hosted
-    )
+    words: GlooWire | MpiWire
+    if world.launcher == "mpirun":
+        words = join_mpi(world.ranks)
+    else:
+        words = join_gloo(
+            world.rank, world.ranks, world.host, world.port, local=world.local, hosted=world.hosted
+        )
     for name in ("Stream", "synchronize"):
         mock.patch.object(torch.cuda, name).start()
     nothing = contextlib.nullcontext()
     mock.patch.object(torch.cuda, "stream", return_value=nothing).start()
+    mock.patch.object(torch.distributed, "is_nccl_available", return_value=True).start()
+    mock.patch.object(nccl, "share_devices", return_value=torch.device("cpu")).start()
+    mock.patch.object(nccl, "device_identity", return_value=f"GPU {words.rank}").start()
     mock.patch.object(distributed_c10d, "ProcessGroupNCCL", Group, create=True).start()
     heartbeat = Heartbeat(words.rank, words.ranks, words.host, words.announce)
-    place = PrefixStore("imitated", words.store)
-    channels = NcclChannels(place, words.rank, torch.device("cpu"))
-    transport = ProcessTransport(OrderedWire(words, channels), heartbeat)
+    transport = nccl.by_nccl(words, heartbeat, torch.device("cuda"), asked=True)
     prepare_all(transport)
     return transport
 

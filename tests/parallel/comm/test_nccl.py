@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
@@ -61,6 +61,7 @@ def test_ranks_that_share_a_gpu_are_refused() -> None:
     assert "rank 1 has none" in without.problem
 
 
+@settings(max_examples=20)
 @given(
     st.lists(st.sets(st.integers(0, 23), min_size=2, max_size=2).map(sorted), max_size=300),
     st.lists(st.sets(st.integers(0, 23), min_size=2).map(sorted), max_size=40),
@@ -101,10 +102,14 @@ def test_the_suite_runs_on_tensors_of_a_device() -> None:
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("words", ["gloo", "mpi"])
 def test_the_calls_to_nccl_are_right_where_gloo_answers_them(
-    capfd: pytest.CaptureFixture[str],
+    words: Choice, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert _start(3, "comm/transport_conformance.py", "imitated", "gloo") == 0
+    """On top of both libraries that carry its words."""
+    if words == "mpi" and not Path(sys.executable).with_name("mpirun").exists():
+        pytest.skip("no mpirun beside this Python: pip install 'pathoseg[mpi]'")
+    assert _start(3, "comm/transport_conformance.py", "imitated", words) == 0
     names = [case.__name__ for case in transport_conformance.cases_of("imitated")]
     assert capfd.readouterr().out.split() == ["passed:", *names]
 
