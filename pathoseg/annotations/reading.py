@@ -398,10 +398,13 @@ def _natural(name: str) -> list[str | int]:
 
 
 def _fresh_colour(taken: list[Colour]) -> Colour:
-    """A bright colour; hues a golden section apart never come close again."""
+    """A bright colour; hues a golden section apart never come close again.
+
+    The first are cyan and amber: red, pink and violet are those of the tissue.
+    """
     step = len(taken)
     while True:
-        red, green, blue = colorsys.hsv_to_rgb(step * 0.618034 % 1, 0.75, 0.9)
+        red, green, blue = colorsys.hsv_to_rgb((0.5 + step * 0.618034) % 1, 0.75, 0.9)
         colour = round(red * 255), round(green * 255), round(blue * 255)
         if colour not in taken:
             return colour

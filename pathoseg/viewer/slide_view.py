@@ -38,10 +38,10 @@ _FEATURES_FOR_COLOURS = 5_000
 _MOST_PROBLEMS = 20
 _MOST_KNOWN = 64  # headers of slides that may have to be opened once more: more than threads read
 _UNKNOWN_MPP = Mpp(1.0, 1.0)
-# Colours of classes for which no file has one.
+# Colours of classes for which no file has one; those of the tissue come late.
 _COLOURS: tuple[Colour, ...] = (
-    *((230, 80, 60), (60, 120, 230), (40, 170, 90), (240, 170, 20)),
-    *((150, 80, 200), (20, 180, 190), (220, 80, 160), (130, 130, 40)),
+    *((20, 180, 190), (240, 170, 20), (60, 120, 230), (40, 170, 90)),
+    *((130, 130, 40), (230, 80, 60), (150, 80, 200), (220, 80, 160)),
 )
 
 
