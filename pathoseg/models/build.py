@@ -124,6 +124,31 @@ def declared_inputs(model: nn.Module, mpp: float, tile: int) -> tuple[ModelInput
     return inputs
 
 
+def labelled_input(model: nn.Module, inputs: Sequence[ModelInput]) -> str | None:
+    """Return the name of the input beside the tile on whose labels a network is trained, too.
+
+    It is the attribute `labelled_input`. In training such a network returns two tensors: the answer
+    for the tile, and one of the same shape for the pixels of this input, which are as many.
+
+    Args:
+        model: The network.
+        inputs: From `declared_inputs`: the tile, and others.
+
+    Raises:
+        PathosegError: It names no such input.
+    """
+    name: str | None = getattr(model, "labelled_input", None)
+    tile, *others = inputs
+    fitting = [each.name for each in others if each.size == tile.size]
+    if name is not None and name not in fitting:
+        raise PathosegError(
+            f"{type(model).__name__}.labelled_input is {name!r}.",
+            "Name an input beside the tile that has as many pixels: "
+            f"{', '.join(fitting) or 'there is none'}.",
+        )
+    return name
+
+
 def check_inputs(inputs: Sequence[ModelInput], mpp: float, tile: int, multiple: int) -> None:
     """Refuse inputs that cannot be read pixel for pixel around the centre of every tile.
 

@@ -20,12 +20,13 @@ from both. Along one axis, d = 4, T = 256, a letter is 4 pixels of 16m:
 They coincide exactly, and never by halves, as T is divisible by 4 · 2^d: then T/2^d, and the 3/8 of
 (1) on either side, are whole and even.
 
-(3) What the context alone says of a class, a 1×1 convolution of that quarter and one pixel more on
-    each side, drawn out to the tile's pixels, is added to the logits. By way of the hook alone the
-    context hears of the classes late, when the tile's branch has learnt all that it can tell, and
-    learns nothing more (`benchmarks/context`: Dice 0.43 without, 0.97 with it). In the paper a
-    second loss, on a mask of the context, does that; what is above (1) in the context's decoder is
-    left out with it.
+(3) What the context alone says of a class is a 1×1 convolution of (1). Of the quarter, and one
+    pixel more on each side, it is drawn out to the tile's pixels and added to the logits.
+(4) In training the whole of it is returned, too, drawn out to the context's pixels, for a second
+    loss: on the labels of the context, as in the paper. By way of the hook alone the context hears
+    of the classes late, when the tile's branch has learnt all that it can tell, and from a
+    sixteenth of what it sees. (3) passes no gradient, which would ask of the context what the tile
+    lacks, and not what it sees (`benchmarks/context` has what each of these is worth).
 
 The paper convolves without padding, tiles of 284 px. Here all convolutions are padded, so that a
 mask is as large as its tile. The zeros at the context's edge do not reach the quarter that is cut
@@ -63,9 +64,12 @@ class HookNet(nn.Module):
         multiple: A tile's sides must be divisible by it: 4 · 2^depth, a pixel at the bottom of the
             context's branch.
         reach: As `UNet.reach`, from the tile's edge.
+        labelled_input: Name of the input beside the tile whose labels training asks for, too.
         context_reach: As `reach`, by name of the input beside the tile: pixels from that one's edge
             to the tile's field from which a larger one gives the same logits; empty without one.
     """
+
+    labelled_input = CONTEXT
 
     def __init__(self, classes: int, width: int = 32, depth: int = 4, norm: Norm = "batch") -> None:
         super().__init__()
@@ -77,7 +81,7 @@ class HookNet(nn.Module):
         self.decoder = _decoder(channels, channels[hooked], norm)
         self.head = nn.Conv2d(width, classes, 1)
         self.context_head = nn.Conv2d(channels[hooked], classes, 1)
-        self._scale = 2**depth
+        self._scale, self._context_scale = 2**depth, 2**hooked
         self.multiple = _RATIO * 2**depth
         self.reach = padding_reach(depth, depth) if norm == "batch" else None
         self.context_reach: dict[str, int] = {}
@@ -89,45 +93,55 @@ class HookNet(nn.Module):
         """Return microns per pixel and side of each input, for a tile of these."""
         return {IMAGE: (mpp, tile), CONTEXT: (_RATIO * mpp, tile)}
 
-    def forward(self, image: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, image: torch.Tensor, context: torch.Tensor
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Logits of a tile.
 
         Args:
             image: The tile, (n, 3, h, w), its sides divisible by `multiple`.
             context: The field around it, (n, 3, h/4 + 2·k, w/4 + 2·l): its middle h/4 × w/4 pixels
                 are the tile's field; k and l are multiples of `multiple` / 8, not 0. Mostly
-                (n, 3, h, w).
+                (n, 3, h, w), and in training always.
 
         Returns:
-            Shape (n, classes, h, w).
+            Shape (n, classes, h, w); in training beside it, likewise, the logits of the context's
+            pixels (4).
         """
-        features, skips, coarse = self._hooked(image, context)
+        features, skips, said = self._hooked(image, context)
         for block in self.decoder:
             features = block(features, skips.pop())
-        logits: torch.Tensor = self.head(features) + coarse
-        return logits
+        logits: torch.Tensor = self.head(features) + self._drawn_out(said, image)
+        if not self.training:
+            return logits
+        return logits, _enlarged(said, self._context_scale)
 
     def logits_inside(self, inputs: Mapping[str, torch.Tensor], inside: Box) -> torch.Tensor:
         """Logits of a part of a tile alone, as `UNet.logits_inside`; the inputs are named."""
-        features, skips, coarse = self._hooked(inputs[IMAGE], inputs[CONTEXT])
+        image = inputs[IMAGE]
+        features, skips, said = self._hooked(image, inputs[CONTEXT])
         logits: torch.Tensor = self.head(decode_inside(self.decoder, features, skips, inside))
         rows, columns = slice(inside.y, inside.bottom), slice(inside.x, inside.right)
-        return logits + coarse[..., rows, columns]
+        return logits + self._drawn_out(said, image)[..., rows, columns]
 
     def _hooked(
         self, image: torch.Tensor, context: torch.Tensor
     ) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
-        """Return the input of the tile's decoder, its skips from the top down, and (3)."""
+        """Return the input of the tile's decoder, its skips from the top down, and what the context
+        says of the classes, in the pixels of (1)."""
         seen, skips = _down(self.context_encoder, context)
         for block in self.context_decoder:
             seen = block(seen, skips.pop())
         features, skips = _down(self.encoder, image)
-        height, width = features.shape[2:]
-        coarse = self.context_head(_middle(seen, height + 2, width + 2))
+        said: torch.Tensor = self.context_head(seen)
+        return torch.cat([features, _middle(seen, *features.shape[2:])], 1), skips, said
+
+    def _drawn_out(self, said: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+        """Return what the context says of the tile's field, in the tile's pixels (3)."""
         scale = self._scale
-        coarse = F.interpolate(coarse, scale_factor=float(scale), mode="bilinear")
-        coarse = coarse[..., scale:-scale, scale:-scale]
-        return torch.cat([features, _middle(seen, height, width)], 1), skips, coarse
+        height, width = (side // scale for side in image.shape[2:])
+        drawn = _enlarged(_middle(said.detach(), height + 2, width + 2), scale)
+        return drawn[..., scale:-scale, scale:-scale]
 
 
 def _encoder(channels: list[int], norm: Norm) -> nn.ModuleList:
@@ -156,6 +170,10 @@ def _down(
         skips.append(features)
     skips.pop()
     return features, skips
+
+
+def _enlarged(logits: torch.Tensor, scale: int) -> torch.Tensor:
+    return F.interpolate(logits, scale_factor=float(scale), mode="bilinear")
 
 
 def _middle(seen: torch.Tensor, height: int, width: int) -> torch.Tensor:

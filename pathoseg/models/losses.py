@@ -19,6 +19,9 @@ from pathoseg.models.model_options import LossConfig, Task
 
 IGNORE = 255
 
+# What a network makes of a tile, or of a tile and of its context.
+Answer = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
 # One pixel in numerator and denominator of the soft Dice: bounded gradients for tiny regions, and
 # a slope that shrinks a class which the sample does not hold.
 _SMOOTH = 1.0
@@ -26,13 +29,15 @@ _SMOOTH = 1.0
 
 def build_loss(
     config: LossConfig, task: Task = "segment"
-) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+) -> Callable[[Answer, torch.Tensor], torch.Tensor]:
     """The loss that `config` describes, computed in float32 even of half-precision logits.
 
     Returns:
         A function of logits and integer targets (255 is ignored) to a tensor of shape (n,); for
         `objects`, of the answer (n, classes + 1, h, w) and targets (n, 2, h, w), the class and the
-        height. It raises PathosegError where the class weights do not match the logits.
+        height. Of a pair of answers the second is that for a context, whose classes are one more
+        plane of the targets: (n, 2, h, w), for `objects` (n, 3, h, w). It raises PathosegError
+        where the class weights do not match the logits.
 
     Raises:
         PathosegError: A weight is negative or not finite, all are 0, or tile labels meet Dice.
@@ -40,6 +45,7 @@ def build_loss(
     dice = config.dice if config.dice is not None else float(task != "classify")
     parts = {"cross_entropy": config.cross_entropy, "focal": config.focal, "dice": dice}
     numbers = {**parts, "focal_gamma": config.focal_gamma, "height": config.height}
+    numbers["context"] = config.context
     numbers |= {f"class_weights[{i}]": w for i, w in enumerate(config.class_weights or ())}
     for key, number in numbers.items():
         if not 0 <= number < math.inf:
@@ -74,7 +80,18 @@ def build_loss(
         of_classes = loss(answer[:, :-1], targets[:, 0])
         return of_classes + config.height * height_error(answer[:, -1], targets[:, 1])
 
-    return with_height if task == "objects" else loss
+    separates = task == "objects"
+    of_tile = with_height if separates else loss
+
+    def with_context(answer: Answer, targets: torch.Tensor) -> torch.Tensor:
+        if isinstance(answer, torch.Tensor):
+            return of_tile(answer, targets)
+        tile, around = answer
+        of_own = of_tile(tile, targets[:, :-1] if separates else targets[:, 0])
+        classes = around[:, :-1] if separates else around
+        return of_own + config.context * loss(classes, targets[:, -1])
+
+    return with_context
 
 
 def height_error(height: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

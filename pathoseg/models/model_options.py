@@ -281,6 +281,8 @@ class LossConfig:
         class_weights: Weight of each class, background first, in cross-entropy and focal loss;
             None means 1.
         height: Weight of the error of the height where objects are separated.
+        context: Weight of the same loss on the labels of all that a network sees around its tile,
+            where it tells their classes, too (`hooknet`).
     """
 
     cross_entropy: float = 1.0
@@ -289,3 +291,4 @@ class LossConfig:
     focal_gamma: float = 2.0
     class_weights: tuple[float, ...] | None = None
     height: float = 0.5
+    context: float = 1.0

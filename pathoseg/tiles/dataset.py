@@ -21,7 +21,7 @@ from pathoseg.errors import PathosegError
 from pathoseg.geometry import IMAGE
 from pathoseg.tiles.class_pixels import class_counts
 from pathoseg.tiles.tiles import SlideTiles, Tile, tile_labels
-from pathoseg.tiles.transform import Augmentation
+from pathoseg.tiles.transform import Around, Augmentation
 
 # What a random stream is for, so that no two of them begin alike.
 _ORDER, _CHANGES, _PLACE = 0, 1, 2
@@ -36,12 +36,14 @@ class Sample(NamedTuple):
         mask: Class indices, shape (height, width).
         context: The network's other inputs by name.
         objects: Colours of objects, shape (height, width); None where they are not learnt.
+        around: Class indices of one of `context`, as `Tile.around`.
     """
 
     image: NDArray[np.uint8]
     mask: NDArray[np.uint8]
     context: Mapping[str, NDArray[np.uint8]]
     objects: NDArray[np.uint8] | None
+    around: NDArray[np.uint8] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,8 @@ class Batch:
         context: The network's other inputs by name, RGB, shape (n, size, size, 3).
         objects: Colours of objects (`Labels.objects`), shape (n, height, width), 0 where
             `masks` is 0 and 255 where it is 255; None where objects are not learnt.
+        around: Class indices of one of `context`, shape (n, size, size); None where they are not
+            learnt.
     """
 
     images: NDArray[np.uint8]
@@ -77,6 +81,7 @@ class Batch:
     samples: tuple[SampleId, ...]
     context: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
     objects: NDArray[np.uint8] | None = None
+    around: NDArray[np.uint8] | None = None
 
     def inputs(self, part: slice) -> Images:
         """Return the input of some samples, or their inputs by name where there are several."""
@@ -85,9 +90,18 @@ class Batch:
             return images
         return {IMAGE: images, **{name: seen[part] for name, seen in self.context.items()}}
 
-    def labels(self, part: slice) -> tuple[NDArray[np.uint8], NDArray[np.uint8] | None]:
-        """Return the masks of some samples, and their objects."""
-        return self.masks[part], None if self.objects is None else self.objects[part]
+    def labels(self, part: slice) -> LabelPlanes:
+        """Return the labels of some samples."""
+        others = (None if each is None else each[part] for each in (self.objects, self.around))
+        return LabelPlanes(self.masks[part], *others)
+
+
+class LabelPlanes(NamedTuple):
+    """Labels of some tiles: `masks`, `objects` and `around` as in `Batch`."""
+
+    masks: NDArray[np.uint8]
+    objects: NDArray[np.uint8] | None = None
+    around: NDArray[np.uint8] | None = None
 
 
 def stacked(tiles: Sequence[Tile]) -> Images:
@@ -100,13 +114,11 @@ def stacked(tiles: Sequence[Tile]) -> Images:
     return {IMAGE: images, **context}
 
 
-def stacked_labels(
-    tiles: Sequence[Tile],
-) -> tuple[NDArray[np.uint8], NDArray[np.uint8] | None]:
-    """Return the masks of tiles (n, height, width), and their objects where they are learnt."""
+def stacked_labels(tiles: Sequence[Tile]) -> LabelPlanes:
+    """Return the labels of tiles, without those of their context."""
     masks = np.stack([tile.mask for tile in tiles])
     objects = [tile.objects for tile in tiles if tile.objects is not None]
-    return masks, np.stack(objects) if objects else None
+    return LabelPlanes(masks, np.stack(objects) if objects else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,14 +276,22 @@ class TrainingSet:
             rng = self._rng(_PLACE, epoch, sample.position)
             tile = slide.read_near(sample.tile, rng, lambda mask: self._holds(mask, wanted))
         if self._augmentation is None:
-            return Sample(tile.image, tile.mask, tile.context, tile.objects)
+            return Sample(tile.image, tile.mask, tile.context, tile.objects, tile.around)
         rng = self._rng(_CHANGES, epoch, sample.position)
-        context = {name: (seen, slide.ratios[name]) for name, seen in tile.context.items()}
-        if tile.objects is None:
-            return Sample(*self._augmentation.together(tile.image, tile.mask, context, rng), None)
-        planes = np.stack([tile.mask, tile.objects], axis=-1)
-        image, planes, around = self._augmentation.together(tile.image, planes, context, rng)
-        return Sample(image, planes[..., 0], around, planes[..., 1])
+        context = {
+            name: Around(seen, slide.ratios[name], tile.around if name == slide.labelled else None)
+            for name, seen in tile.context.items()
+        }
+        planes, objects = tile.mask, None
+        if tile.objects is not None:
+            planes = np.stack([tile.mask, tile.objects], axis=-1)
+        image, mask, found = self._augmentation.together(tile.image, planes, context, rng)
+        if tile.objects is not None:
+            mask, objects = mask[..., 0], mask[..., 1]
+        around = None if slide.labelled is None else found[slide.labelled].mask
+        return Sample(
+            image, mask, {name: each.image for name, each in found.items()}, objects, around
+        )
 
     def batches(
         self, epoch: int, first_step: int = 0, rows: Sequence[int] | None = None
@@ -339,7 +359,9 @@ class TrainingSet:
         others = [future.result().context for future in futures]
         names = others[0] if others else ()
         context = {name: np.stack([seen[name] for seen in others]) for name in names}
-        return Batch(images, masks, samples, context, objects)
+        known = [future.result().around for future in futures]
+        around = [each for each in known if each is not None]
+        return Batch(images, masks, samples, context, objects, np.stack(around) if around else None)
 
     def _rng(self, *purpose: int) -> np.random.Generator:
         return np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=purpose))

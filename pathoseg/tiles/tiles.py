@@ -39,6 +39,8 @@ class Tile:
             centre; white outside the slide and where unread.
         objects: Colours of objects as `Labels.objects` has them, shape (height, width), 0
             where `mask` is 0 and 255 where it is 255; None where objects are not learnt.
+        around: Class indices of the input `TileOptions.labelled`, as `mask`, shape (size, size);
+            None where there is none.
     """
 
     image: NDArray[np.uint8]
@@ -46,6 +48,7 @@ class Tile:
     unread: int
     context: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
     objects: NDArray[np.uint8] | None = None
+    around: NDArray[np.uint8] | None = None
 
 
 class TissueShare(Protocol):
@@ -70,6 +73,7 @@ class TileOptions:
         context: What the network sees beside the tile, around its centre.
         apart: Pixels within which two objects differ in colour (`object_distance`); None where
             objects are not learnt.
+        labelled: Name of the input of `context` whose labels are read, too; None for none.
     """
 
     tile: int
@@ -80,6 +84,7 @@ class TileOptions:
     codec: Codec = "lossless"
     context: tuple[ModelInput, ...] = ()
     apart: float | None = None
+    labelled: str | None = None
 
 
 # Parts of the stride within which a place is looked for, one after the other.
@@ -171,8 +176,10 @@ class SlideTiles:
         tissue: Of the grid's tiles; None where tiles are read on the grid alone.
         context: The network's other inputs, and the slide at the resolution of each.
         apart: As in `TileOptions`.
+        labelled: As in `TileOptions`.
 
     Attributes:
+        labelled: As the argument.
         ratios: Name of each of these inputs → pixels of the tile that one of its is wide.
         stain: Applied to every image, where one is set.
         grid_pixels: Pixels per class of all tiles of the grid, also those that are not kept.
@@ -189,6 +196,7 @@ class SlideTiles:
         tissue: TissueGrid | None = None,
         context: Sequence[tuple[ModelInput, SlidePixels]] = (),
         apart: float | None = None,
+        labelled: str | None = None,
     ) -> None:
         self.slide, self.frame, self.cache = pixels.slide, pixels.frame, pixels.cache
         self.grid, self.indices, self.class_pixels = grid, indices, class_pixels
@@ -197,6 +205,7 @@ class SlideTiles:
         self.grid_pixels = class_pixels.sum(axis=0)
         self._pixels, self._tissue, self._context = pixels, tissue, context
         self._apart = apart
+        self.labelled = labelled
         mpp = pixels.frame.mpp.x
         self.ratios = {each.name: each.ratio(mpp) for each, _ in context}
         self._step = math.lcm(*self.ratios.values())  # 1 without context
@@ -308,20 +317,24 @@ class SlideTiles:
 
     def _tile(self, box: Box, mask: NDArray[np.uint8]) -> Tile:
         region, mpp = self._pixels.read(box), self.frame.mpp.x
-        context = {
-            each.name: self._stained(pixels.read(each.around(box, mpp)))
-            for each, pixels in self._context
-        }
-        objects = None
+        context, around, objects = {}, None, None
+        for each, pixels in self._context:
+            place = each.around(box, mpp)
+            seen = pixels.read(place)
+            context[each.name] = self._stained(seen)
+            if each.name == self.labelled:
+                around = self.labels.rasterise(place, pixels.frame, self.classes)
+                if seen.unread is not None:
+                    around[seen.unread] = IGNORE
         if self._apart is not None:
             objects = self.labels.objects(box, self.frame, self.classes, mask, self._apart)
         image = self._stained(region)
         if region.unread is None:
-            return Tile(image, mask, 0, context, objects)
+            return Tile(image, mask, 0, context, objects, around)
         mask[region.unread] = IGNORE
         if objects is not None:
             objects[region.unread] = IGNORE
-        return Tile(image, mask, int(region.unread.sum()), context, objects)
+        return Tile(image, mask, int(region.unread.sum()), context, objects, around)
 
     def _stained(self, region: Region) -> NDArray[np.uint8]:
         return self.stain.apply(region.pixels) if self.stain else region.pixels
@@ -453,6 +466,7 @@ def cut_tiles(
         around,
         context,
         options.apart,
+        options.labelled,
     )
     tiles.grid_pixels = counts.sum(axis=0)
     return tiles

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
@@ -45,6 +45,20 @@ class _Warp:
     bend: NDArray[np.float32] | None
 
 
+class Around(NamedTuple):
+    """An input of a network beside the tile, around the same centre.
+
+    Attributes:
+        image: RGB, shape (size, size, 3).
+        ratio: How many pixels of the tile one of its pixels is wide.
+        mask: Class indices, shape (size, size), or None.
+    """
+
+    image: Image
+    ratio: int
+    mask: Image | None = None
+
+
 class Augmentation:
     """Varies tiles; may be called by several threads.
 
@@ -78,9 +92,9 @@ class Augmentation:
         self,
         image: Image,
         mask: Image,
-        context: Mapping[str, tuple[Image, int]],
+        context: Mapping[str, Around],
         rng: np.random.Generator,
-    ) -> tuple[Image, Image, dict[str, Image]]:
+    ) -> tuple[Image, Image, dict[str, Around]]:
         """As `__call__`, with the other inputs of a network changed in the same way.
 
         In micrometres they move about the tile's centre as it does; what bends the tile's edge
@@ -90,13 +104,19 @@ class Augmentation:
             image: As for `__call__`; square where there is context.
             mask: Likewise; or several planes, shape (height, width, planes), such as class indices
                 and colours of objects, which move together.
-            context: By name, RGB of shape (size, size, 3), and how many pixels of the tile one of
-                its pixels is wide.
+            context: By name. Their masks are 255 where nothing is known of what was moved in.
             rng: Draws the same numbers with and without context.
         """
         options = self._options
         changed, labels = np.empty(image.shape, np.uint8), np.empty(mask.shape, np.uint8)
-        around = {name: np.empty(seen.shape, np.uint8) for name, (seen, _) in context.items()}
+        around = {
+            name: Around(
+                np.empty(seen.image.shape, np.uint8),
+                seen.ratio,
+                None if seen.mask is None else np.empty(seen.mask.shape, np.uint8),
+            )
+            for name, seen in context.items()
+        }
         shape = mask.shape[:2]
         turns, mirror = _flip(shape, rng) if options.flip else (0, False)
         if rng.random() < options.warp:
@@ -105,19 +125,29 @@ class Augmentation:
             self._turn(mask, turns, mirror, turned_labels)
             warp = self._draw_warp(shape, rng)
             self._warp(turned, turned_labels, warp, changed, labels)
-            for name, (seen, ratio) in context.items():
-                turned = self._kept(f"context {name}", seen)
-                self._turn(seen, turns, mirror, turned)
-                _warp_context(turned, ratio, warp, shape, around[name])
+            for name, seen in context.items():
+                turned = self._kept(f"context {name}", seen.image)
+                self._turn(seen.image, turns, mirror, turned)
+                turned_mask = None
+                if seen.mask is not None:
+                    turned_mask = self._kept(f"mask of {name}", seen.mask)
+                    self._turn(seen.mask, turns, mirror, turned_mask)
+                _warp_context(Around(turned, seen.ratio, turned_mask), warp, shape, around[name])
         else:
             self._turn(image, turns, mirror, changed)
             self._turn(mask, turns, mirror, labels)
-            for name, (seen, _) in context.items():
-                self._turn(seen, turns, mirror, around[name])
+            for name, seen in context.items():
+                self._turn(seen.image, turns, mirror, around[name].image)
+                found = around[name].mask
+                if seen.mask is not None and found is not None:
+                    self._turn(seen.mask, turns, mirror, found)
         again = {name: deepcopy(rng) for name in context}
         changed = self._change_colour(changed, rng)
-        around = {name: self._change_colour(seen, again[name]) for name, seen in around.items()}
-        return changed, labels, around
+        coloured = {
+            name: seen._replace(image=self._change_colour(seen.image, again[name]))
+            for name, seen in around.items()
+        }
+        return changed, labels, coloured
 
     def _change_colour(self, image: Image, rng: np.random.Generator) -> Image:
         """Change an image in place where that can be."""
@@ -226,11 +256,9 @@ _STEEPEST = 1.88  # deviation of the slope of a cubic between knots of deviation
 _ROUNDING = 0.1  # pixels: corners are taken to 1/256
 
 
-def _warp_context(
-    image: Image, ratio: int, warp: _Warp, shape: tuple[int, ...], warped: Image
-) -> None:
-    """Warps what lies around a tile of `shape` as the tile, of which its pixels are `ratio`."""
-    side, (height, width) = len(image), shape
+def _warp_context(seen: Around, warp: _Warp, shape: tuple[int, ...], warped: Around) -> None:
+    """Warps what lies around a tile of `shape` as the tile."""
+    ratio, side, (height, width) = seen.ratio, len(seen.image), shape
     middle = np.float32((side - 1) / 2)
     along = np.float32(ratio) * (np.arange(side, dtype=np.float32) - middle)
     x = np.float32(warp.cos) * along - np.float32(warp.sin) * along[:, None]
@@ -245,7 +273,11 @@ def _warp_context(
         x += bend[..., 0]
         y += bend[..., 1]
     x, y = x / np.float32(ratio) + middle, y / np.float32(ratio) + middle
-    cv2.remap(image, x, y, cv2.INTER_LINEAR, dst=warped, borderMode=cv2.BORDER_REFLECT_101)
+    mirrored, nothing = cv2.BORDER_REFLECT_101, cv2.BORDER_CONSTANT
+    cv2.remap(seen.image, x, y, cv2.INTER_LINEAR, dst=warped.image, borderMode=mirrored)
+    if seen.mask is not None and warped.mask is not None:
+        nearest = cv2.INTER_NEAREST
+        cv2.remap(seen.mask, x, y, nearest, warped.mask, nothing, borderValue=_ALL_IGNORED)
 
 
 def _flip(shape: tuple[int, ...], rng: np.random.Generator) -> tuple[int, bool]:

@@ -224,7 +224,7 @@ class OneDevice:
 
     def _microbatches(self, batch: Batch) -> Iterator[tuple[Inputs, torch.Tensor]]:
         size = self._config.microbatch or len(batch.images)
-        targets = self._task.targets(*batch.labels(slice(None)))
+        targets = self._task.targets(batch.labels(slice(None)))
         for start in range(0, len(batch.images), size):
             if self._is_given_up():
                 raise GivenUpError

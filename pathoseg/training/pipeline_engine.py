@@ -112,7 +112,7 @@ class PipelineEngine:
         microbatches = Microbatches(
             [size] * self.round,
             lambda each: self._inputs(batch.inputs(own[each])),
-            lambda each: self._targets(self._task.targets(*batch.labels(own[each]))),
+            lambda each: self._targets(self._task.targets(batch.labels(own[each]))),
         )
         traced = self._drawing is not None and self._steps == _TRACED
         done = self._runner.step(number, microbatches, traced, self._is_given_up, commit)

@@ -15,6 +15,7 @@ from pathoseg.annotations.annotation import IGNORE, ClassTable
 from pathoseg.device import widest
 from pathoseg.models.metrics import Confusion, TileScores, accuracy_and_auc
 from pathoseg.tiles.class_pixels import class_counts
+from pathoseg.tiles.dataset import LabelPlanes
 from pathoseg.tiles.tiles import tile_labels
 
 # Plain numbers in lists, by name.
@@ -51,13 +52,10 @@ class Task(Protocol):
         """The names of the judge's figures beyond the fixed columns of metrics.csv."""
         ...
 
-    def targets(self, masks: NDArray[np.uint8], objects: NDArray[np.uint8] | None) -> NDArray[Any]:
-        """Return the targets of the loss.
+    def targets(self, labels: LabelPlanes) -> NDArray[Any]:
+        """Return the targets of the loss: planes of each pixel, or the class of each tile.
 
-        Args:
-            masks: Class indices, shape (n, h, w), 255 ignored.
-            objects: Colours of objects, of the same shape, 0 where there is none and 255 where
-                unknown; None but for the task "objects".
+        Where labels of a context are known its classes are the last plane.
         """
         ...
 
@@ -77,8 +75,10 @@ class _Segment:
         self._classes = classes
         self.columns = [f"val_{what}_{name}" for what in ("dice", "iou") for name in classes.names]
 
-    def targets(self, masks: NDArray[np.uint8], objects: NDArray[np.uint8] | None) -> NDArray[Any]:
-        return masks
+    def targets(self, labels: LabelPlanes) -> NDArray[Any]:
+        if labels.around is None:
+            return labels.masks
+        return np.stack([labels.masks, labels.around], axis=1)
 
     def judge(self) -> Judge:
         return _SegmentJudge(self._classes)
@@ -121,10 +121,13 @@ class _ObjectTask:
         self._classes = classes
         self.columns = [*_Segment(classes).columns, "val_height_error"]
 
-    def targets(self, masks: NDArray[np.uint8], objects: NDArray[np.uint8] | None) -> NDArray[Any]:
-        assert objects is not None
-        heights = [object_height(each) for each in objects]
-        return np.stack([masks.astype(np.float32), np.stack(heights)], axis=1)
+    def targets(self, labels: LabelPlanes) -> NDArray[Any]:
+        assert labels.objects is not None
+        heights = np.stack([object_height(each) for each in labels.objects])
+        planes: list[NDArray[Any]] = [labels.masks, heights]
+        if labels.around is not None:
+            planes.append(labels.around)
+        return np.stack(planes, axis=1, dtype=np.float32)
 
     def judge(self) -> Judge:
         return _ObjectJudge(self._classes)
@@ -204,8 +207,8 @@ class _Classify:
         self._classes, self._min_cover = classes, min_cover
         self.columns = ["val_accuracy", *(f"val_auc_{name}" for name in classes.names)]
 
-    def targets(self, masks: NDArray[np.uint8], objects: NDArray[np.uint8] | None) -> NDArray[Any]:
-        return tile_labels(class_counts(masks, len(self._classes)), self._min_cover)
+    def targets(self, labels: LabelPlanes) -> NDArray[Any]:
+        return tile_labels(class_counts(labels.masks, len(self._classes)), self._min_cover)
 
     def judge(self) -> Judge:
         return _ClassifyJudge(self._classes)

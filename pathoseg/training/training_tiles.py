@@ -37,11 +37,13 @@ def cut_labelled_slides(
     slides: SlidePool,
     interruption: Interruption,
     context: tuple[ModelInput, ...] = (),
+    labelled: str | None = None,
 ) -> SplitTiles:
     """Finds tissue on every training and validation slide and cuts it; test slides stay whole.
 
     Training tiles overlap as configured, validation tiles never do, so that a pixel counts once.
-    `context` is what the network sees beside the tile.
+    `context` is what the network sees beside the tile, `labelled` that of it whose labels training
+    asks for.
 
     Raises:
         PathosegError: A slide or its annotation cannot be read, or no slide is left to train on.
@@ -53,7 +55,8 @@ def cut_labelled_slides(
         for source in used:
             training = members[source.name].split == "train"
             overlap = config.tiles.overlap if training else 0
-            tiles = cut(config, source, sources, slides, overlap, context)
+            asked = labelled if training else None
+            tiles = cut(config, source, sources, slides, overlap, context, asked)
             (train if training else val).append(tiles)
             bar.advance()
             interruption.raise_if_asked()
@@ -77,9 +80,10 @@ def cut(
     slides: SlidePool,
     overlap: int,
     context: tuple[ModelInput, ...] = (),
+    labelled: str | None = None,
 ) -> SlideTiles:
     """Cut one slide into its tiles."""
-    return cut_with_tissue(config, source, sources.classes, slides, overlap, context)[0]
+    return cut_with_tissue(config, source, sources.classes, slides, overlap, context, labelled)[0]
 
 
 def cut_with_tissue(
@@ -89,6 +93,7 @@ def cut_with_tissue(
     slides: SlidePool,
     overlap: int,
     context: tuple[ModelInput, ...] = (),
+    labelled: str | None = None,
 ) -> tuple[SlideTiles, Tissue]:
     """Cut one slide into its tiles; return them and its tissue."""
     options = TileOptions(
@@ -102,6 +107,7 @@ def cut_with_tissue(
         apart=object_distance(config.augment, config.tiles.side)
         if config.model.task == "objects"
         else None,
+        labelled=labelled,
     )
     with slides.borrow(source.slide) as slide:
         tissue = find_tissue(slide, config.tissue)

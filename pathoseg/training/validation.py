@@ -112,8 +112,8 @@ class Validation:
         for firsts, sizes, tiles in self._rounds(engine):
             images = {at: stacked(own) for at, own in tiles.items()}
             for at, logits in engine.predict(sizes, images).items():
-                masks, objects = stacked_labels(tiles[at])
-                targets = torch.from_numpy(self._task.targets(masks, objects)).to(logits.device)
+                labels = stacked_labels(tiles[at])
+                targets = torch.from_numpy(self._task.targets(labels)).to(logits.device)
                 with torch.inference_mode():
                     losses = loss(logits, targets)
                     loss_sum += float(losses.sum())
@@ -122,10 +122,12 @@ class Validation:
                     continue
                 row = self._shown - firsts[at]
                 if 0 <= row < sizes[at]:
-                    picture = to_text(self._compared(tiles[at][row].image, masks[row], logits[row]))
+                    picture = to_text(
+                        self._compared(tiles[at][row].image, labels.masks[row], logits[row])
+                    )
                 for row, value in enumerate(losses.tolist()):
-                    for name in _extremes_of(value, firsts[at] + row, masks[row], extremes):
-                        image, mask = tiles[at][row].image, masks[row]
+                    for name in _extremes_of(value, firsts[at] + row, labels.masks[row], extremes):
+                        image, mask = tiles[at][row].image, labels.masks[row]
                         step = -(-max(mask.shape) // _EXTREME_SIDE)
                         extremes[name] = {
                             "rank": (value, firsts[at] + row),

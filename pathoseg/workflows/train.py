@@ -33,6 +33,7 @@ from pathoseg.models.build import (
     check_tile,
     declared_inputs,
     edge_reach,
+    labelled_input,
     tile_multiple,
 )
 from pathoseg.models.bundle import Bundle, load_card, save_bundle
@@ -291,7 +292,10 @@ def _train(asked: _Asked, transport: ProcessTransport | None, spent: TimeSpent) 
         tuned_kernels(pick_device(config.parallel.device), config.parallel.memory is not None),
     ):
         with spent.on("cutting tiles"):
-            tiles = cut_labelled_slides(config, sources, members, pool, interruption, card.context)
+            tiles = cut_labelled_slides(
+                *(config, sources, members, pool, interruption, card.context),
+                labelled_input(model, card.inputs),
+            )
             facts = facts_of_training(config, sources, members, [*tiles.train, *tiles.val])
         for line in (*class_lines(facts, sources.classes), *context_lines(tiles.train)):
             say(line)

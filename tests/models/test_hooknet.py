@@ -31,7 +31,9 @@ def test_logits_are_as_large_as_the_tile(
     tile, context = declared_inputs(model, 0.5, side)
     assert (tile.size, context.size, context.mpp, context.name) == (side, side, 2.0, "context")
     image, around = torch.rand(2, 1, 3, side, side)
-    assert model(image, around).shape == (1, classes, side, side)
+    assert model.eval()(image, around).shape == (1, classes, side, side)
+    of_tile, of_context = model.train()(image, around)  # in training that of the context, too
+    assert of_tile.shape == of_context.shape == (1, classes, side, side)
     assert not context_reach(model) or norm == "batch"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -247,3 +248,14 @@ def test_heights_count_where_they_are_known(n: int, seed: int, weight: float) ->
         huber = np.where(error < 1, error**2 / 2, error - 0.5)
         expected = float(alone[sample]) + weight * (huber.mean() if huber.size else 0)
         assert float(found[sample]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("task", ["segment", "objects"])
+def test_a_context_counts_as_a_tile_of_its_own(task: Literal["segment", "objects"]) -> None:
+    separates = task == "objects"
+    own, around = torch.randn(2, 3, 4 + separates, 5, 6, dtype=torch.float64)
+    planes = torch.randint(0, 4, (3, 2 + separates, 5, 6)).double()
+    found = build_loss(LossConfig(context=0.3), task)((own, around), planes)
+    alone = build_loss(LossConfig(), task)(own, planes[:, :2] if separates else planes[:, 0])
+    beside = build_loss(LossConfig())(around[:, :4], planes[:, -1])
+    torch.testing.assert_close(found, alone + 0.3 * beside)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from pathoseg.errors import PathosegError, UnreadableError
+from pathoseg.geometry import ModelInput
 from pathoseg.tiles.class_pixels import class_counts
 from pathoseg.tiles.dataset import Batch, TrainingSet
 from pathoseg.tiles.tile_options import AugmentOptions
@@ -228,6 +229,26 @@ def test_objects_come_with_the_same_images_and_masks(make_bench: MakeBench) -> N
         assert ((own.objects == 255) == unknown).all()
         assert (((own.objects == 1) | unknown) == (own.masks > 0)).all(), "they are far apart"
         assert (part.objects == own.objects[[1, 4]]).all()
+
+
+def test_labels_of_a_context_come_with_it(make_bench: MakeBench) -> None:
+    wide = {"context": (ModelInput("wide", 2.0, 64),), "labelled": "wide"}
+    cut = [
+        make_bench(f"{name}.svs", s).cut(offsets="random", **wide) for s, name in enumerate("ab")
+    ]
+    usual = {"offsets": "random", "balance": "class", "balance_limit": 4.0}
+    for changes in (None, Augmentation(AugmentOptions())):
+        training = TrainingSet(cut, 6, 7, augmentation=changes, threads=2, **usual)
+        for batch, part in zip(training.batches(2, 6), training.batches(2, 6, [1, 4]), strict=True):
+            assert batch.around is not None
+            assert part.around is not None
+            assert (part.around == batch.around[[1, 4]]).all()
+            middle = batch.around[:, 24:40, 24:40]
+            fine = (
+                batch.masks.reshape(6, 16, 4, 16, 4).transpose(0, 1, 3, 2, 4).reshape(6, 16, 16, 16)
+            )
+            even = (fine == fine[..., :1]).all(axis=-1)
+            assert (middle == fine[..., 0])[even].mean() > 0.9
 
 
 @pytest.mark.parametrize("rows", [[], [2], [0, 3], [0, 1, 2, 3]])

@@ -449,6 +449,7 @@ def test_context_lies_around_the_centre_of_the_tile(
         offsets="random",
         context=(ModelInput("wide", 2.0, 64),),
         cache=tmp_path / "cache" if cached else None,
+        labelled="wide",
     )
     assert tiles.ratios == {"wide": 4}
     rng = np.random.default_rng(0)
@@ -464,6 +465,14 @@ def test_context_lies_around_the_centre_of_the_tile(
                 for image in (read.context["wide"], cells)
             )
             np.testing.assert_array_equal(ours, np.floor(theirs + 0.5))
+            assert read.around is not None
+            part = slice((64 - within) // 2, (64 + within) // 2)
+            fine = read.mask.reshape(tile // 4, 4, tile // 4, 4).transpose(0, 2, 1, 3)
+            at = (tile // 4 - within) // 2
+            fine = fine[at : at + within, at : at + within].reshape(within, within, 16)
+            even = (fine == fine[..., :1]).all(axis=-1)  # cells that no outline crosses
+            assert even.any()
+            assert (read.around[part, part] == fine[..., 0])[even].all()
 
 
 def test_tiles_that_do_not_lie_on_the_pixels_of_the_context_are_refused(

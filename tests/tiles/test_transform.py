@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pathoseg.annotations.object_colours import colours, near_numbers, rows_of_cells
 from pathoseg.errors import PathosegError
 from pathoseg.tiles.tile_options import AugmentOptions
-from pathoseg.tiles.transform import Augmentation, object_distance
+from pathoseg.tiles.transform import Around, Augmentation, object_distance
 
 NOTHING = {
     "flip": False,
@@ -175,15 +175,26 @@ def test_context_moves_and_colours_as_its_tile(seed: int) -> None:
     mask = np.zeros(image.shape[:2], np.uint8)
     augmentation = Augmentation(AugmentOptions(warp=1.0, noise=0.0, blur=0.0, colour=0.0))
     alone = augmentation(image, mask, np.random.default_rng(seed))
+    stripes = (np.arange(256) // 32 % 2).astype(np.uint8)
+    tile_mask = np.repeat(stripes, 2)[128:384] * np.ones((256, 1), np.uint8)
     found, labels, around = augmentation.together(
-        image, mask, {"wide": (context, 2)}, np.random.default_rng(seed)
+        image,
+        np.stack([mask, tile_mask], axis=-1),
+        {"wide": Around(context, 2, stripes * np.ones((256, 1), np.uint8))},
+        np.random.default_rng(seed),
     )
+    moved, labels = labels[..., 1], labels[..., 0]
     assert (found == alone[0]).all()
     assert (labels == alone[1]).all()
     theirs = cv2.resize(found, (128, 128), interpolation=cv2.INTER_AREA).astype(int)
-    ours = around["wide"][64:192, 64:192]
+    wide = around["wide"]
+    assert wide.mask is not None
+    ours = wide.image[64:192, 64:192]
     inside = cv2.resize(labels, (128, 128), interpolation=cv2.INTER_AREA) == 0  # not mirrored
     assert np.abs(ours - theirs)[inside].max() <= 3
+    # Classes of the context are those of the tile, but beside their edges.
+    same = wide.mask[64:192, 64:192] == moved[::2, ::2]
+    assert same[inside].mean() > 0.9
 
 
 @settings(max_examples=25)
