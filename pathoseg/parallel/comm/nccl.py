@@ -1,9 +1,10 @@
 """Messages and sums by NCCL, from GPU to GPU, beside another library that tells who is ready.
 
-    from      to        by                                            matched by
-    GPU       GPU       a channel of the two ranks, if `prepare` named them   order, agreed by words
-    GPUs      GPUs      a group of these ranks, if `prepare` named it         order of the calls
-    all else            the other library (gloo, MPI), through host memory    tags
+    what                         by                                   matched by
+    a message, GPU to GPU        a channel of its two ranks           an order agreed by words
+    a sum over GPUs              a communicator of its ranks          the order of the calls
+    what `prepare` did not name, the other library (gloo, MPI),       tags
+    and all in host memory       through host memory
 
 NCCL blocks while it connects ranks, and may wait then for work that is on the device. So all are
 connected ahead of the first message, one pair and group after the other in an order that is common
