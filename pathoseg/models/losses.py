@@ -84,7 +84,7 @@ def build_loss(
     of_tile = with_height if separates else loss
 
     def with_context(answer: Answer, targets: torch.Tensor) -> torch.Tensor:
-        if isinstance(answer, torch.Tensor):
+        if not isinstance(answer, tuple):  # a tensor, or its rows on one of several ranks
             return of_tile(answer, targets)
         tile, around = answer
         of_own = of_tile(tile, targets[:, :-1] if separates else targets[:, 0])
