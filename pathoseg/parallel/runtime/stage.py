@@ -22,7 +22,7 @@ A visit is one microbatch at this stage; `_Visit` is what is held for it from (1
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
@@ -107,6 +107,7 @@ class _Visit:
             loss.
         gradients: Received gradients, by edge.
         away: Saved tensors in host memory, in the order in which the backward needs them.
+        heard: What ranks that share the tile have sent, where the layers are to run again.
     """
 
     received: dict[str, Tensor] = field(default_factory=dict)
@@ -114,6 +115,7 @@ class _Visit:
     roots: dict[str, GradientEdge] = field(default_factory=dict)
     gradients: dict[Edge, Tensor | None] = field(default_factory=dict)
     away: list[ref[Piece]] = field(default_factory=list)
+    heard: list[Any] = field(default_factory=list)
 
 
 class Stage:
@@ -252,7 +254,7 @@ class Stage:
         row = self.statistics.lend()
         versions = {} if keep else {name: each._version for name, each in visit.received.items()}
         state = {name: buffer.clone() for name, buffer in self._to_check.items()}
-        with torch.set_grad_enabled(keep):
+        with torch.set_grad_enabled(keep), nullcontext() if keep else self._hearing(visit):
             values = self._run(visit, this.step, microbatch, keep)
             if self.is_last:
                 self.losses[microbatch] = self._finish(visit, values, this, microbatch, keep)
@@ -267,12 +269,17 @@ class Stage:
         """Run the layers of (2) once more, with a graph, for the backward alone."""
         visit = self._visits[microbatch]
         self.statistics.lend()
-        with torch.enable_grad():
+        with torch.enable_grad(), self._hearing(visit):
             values = self._run(visit, this.step, microbatch, keep=True)
             if self.is_last:
                 self._finish(visit, values, this, microbatch, keep=True)
             values = self._rows(values)
         self._hold(visit, values)
+
+    def _hearing(self, visit: _Visit) -> AbstractContextManager[None]:
+        """Make the context of layers that run twice: the second time other ranks send nothing."""
+        sharding = self._sharding
+        return nullcontext() if sharding is None else sharding.team.hearing(visit.heard)
 
     def backward(self, microbatch: int) -> dict[Edge, Tensor | None]:
         """(4) Add to the parameters' gradients.

@@ -58,18 +58,24 @@ class Team:
 
     @contextmanager
     def hearing(self, heard: list[Any]) -> Iterator[None]:
-        """Make a context for a layer that may run once more, and then sends nothing.
+        """Make a context for layers that may run once more, and then send nothing.
+
+        A stage that runs again hears what it heard, while layers of it that may run a third time
+        make a note of that.
 
         Args:
-            heard: Empty the first time, when it gains what the layer hears of other ranks; a
-                layer that runs again hears the same of it.
+            heard: Empty the first time, when it gains what the layers hear of other ranks; layers
+                that run again hear the same of it.
         """
-        self._again = iter(heard) if heard else None
-        self._heard = None if heard else heard
+        before = self._again, self._heard
+        if heard:
+            self._again = iter(heard)
+        else:
+            self._heard = heard
         try:
             yield
         finally:
-            self._heard = self._again = None
+            self._again, self._heard = before
 
     def prepare(self) -> None:
         """Name the messages and sums of the ranks, as for `Transport`."""
@@ -90,9 +96,10 @@ class Team:
 
     def _sum(self, tensor: Tensor) -> Tensor:
         if self._again is not None:
-            return next(self._again).clone()  # type: ignore[no-any-return]  # a tensor
-        with self.waiting():
-            self._transport.sum(tensor, tuple(range(self.shards))).wait()
+            tensor = next(self._again).clone()
+        else:
+            with self.waiting():
+                self._transport.sum(tensor, tuple(range(self.shards))).wait()
         if self._heard is not None:
             self._heard.append(tensor.clone())  # the layer may write into what it is given
         return tensor
@@ -112,8 +119,10 @@ class Team:
             Waits for the messages, and returns what came, by ascending rank.
         """
         if self._again is not None:
-            known = next(self._again)
-            return lambda: known  # what came in the forward
+            known = next(self._again)  # what came in the forward
+            if self._heard is not None:
+                self._heard.append(known)
+            return lambda: known
         others = [rank for rank in range(self.shards) if rank != self.rank]
         came = {rank: into for rank in others if (into := room(rank)) is not None}
         pending = [self._transport.receive(into, rank, _TAG) for rank, into in came.items()]

@@ -20,6 +20,7 @@ from pathoseg.parallel.activations.stage_offload import Park
 from pathoseg.parallel.comm.local_ranks import start_local
 from pathoseg.parallel.runtime.memory_check import Memory
 from pathoseg.parallel.runtime.runner import Runner
+from pathoseg.parallel.runtime.stage import Pass, Stage
 from tests.parallel.activations.test_saved_tensor_hooks import mixtures
 from tests.parallel.comm.thread_ranks import ThreadTransport, run_ranks
 from tests.parallel.computing_device import DEVICE
@@ -103,6 +104,29 @@ def test_strips_of_which_layers_are_offloaded_and_recomputed_train_as_whole_tile
     for rank, (verdict, sent) in enumerate(found):
         compare(sharded, rank, verdict, expected)
         assert sent == _sent_where_all_is_kept(model, plan, case.ranks, shards)[rank]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["unet", "dropout"])
+def test_a_stage_that_is_recomputed_sends_nothing(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hears what was kept of its forward."""
+    recompute, recomputed = Stage.recompute, []
+
+    def counted(stage: Stage, microbatch: int, this: Pass) -> None:
+        assert stage._sharding is not None
+        whole: Any = stage._sharding.team._transport
+        before = whole._whole.sent
+        recompute(stage, microbatch, this)
+        recomputed.append(whole._whole.sent - before)
+
+    monkeypatch.setattr(Stage, "recompute", counted)
+    sharded = Sharded(Case(model, "1f1b-recomputed", 2, DOUBLE), 2)
+    prepare(sharded)
+    run_ranks(sharded.ranks, lambda transport: _counted(sharded, transport))
+    assert recomputed
+    assert not any(recomputed)
 
 
 class Counting(ThreadTransport):
