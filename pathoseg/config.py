@@ -369,6 +369,7 @@ _FORMER_DEFAULTS: Mapping[int, Mapping[str, Mapping[str, Any]]] = {
     1: {
         "annotations": {"roi": [], "unclassified": "skip", "labels": "centre"},
         "tiles": {"tile": 1024, "offsets": "grid", "balance_limit": math.inf},
+        "loss": {"context": 0.0},
         "parallel": {"shards": 1},
     }
 }
