@@ -65,6 +65,7 @@ def slow_disk(work: Path, filled_from: Path, rate: int) -> Iterator[SlowDisk]:
         subprocess.run(["umount", str(folder)], check=True)
         _mounted(device, folder)
         stack.callback(subprocess.run, ["umount", "--lazy", str(folder)], check=True)
+        _forgotten(folder)
         group = _GROUPS / f"pathoseg-{os.getpid()}"
         group.mkdir()
         stack.callback(group.rmdir)
@@ -78,3 +79,14 @@ def slow_disk(work: Path, filled_from: Path, rate: int) -> Iterator[SlowDisk]:
 def _mounted(device: str, folder: Path) -> None:
     """Each write goes to the disk at once, at the cost of who writes."""
     subprocess.run(["mount", "-o", "sync", device, str(folder)], check=True)
+
+
+def _forgotten(folder: Path) -> None:
+    """Drop the files from memory.
+
+    `umount` does so, unless another test made a mount namespace meanwhile, which holds on to it.
+    """
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
