@@ -128,7 +128,7 @@ def _version(
 
 def _refuse_wrong_options(config: Path | None, flags: dict[str, dict[str, Any]]) -> None:
     """Refuse a wrong value within half a second, before torch is imported."""
-    from pathoseg.config import load_config
+    from pathoseg.config_file import load_config
 
     load_config(config, flags)
 

@@ -6,16 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pathoseg import config as config_module
-from pathoseg.config import (
-    FORMAT,
-    UNNUMBERED,
-    Config,
-    TileConfig,
-    given_options,
-    load_config,
-    write_config,
-)
+from pathoseg import config_file
+from pathoseg.config import FORMAT, Config, TileConfig
+from pathoseg.config_file import UNNUMBERED, given_options, load_config, write_config
 from pathoseg.errors import PathosegError
 
 
@@ -97,8 +90,8 @@ def test_a_run_keeps_the_defaults_of_its_format(
         1: {"": {"seed": 7}, "tiles": {"overlap": 5}, "train": {"batch": 1, "lr": 0.5}},
         2: {"tiles": {"overlap": 6, "balance": "none"}},
     }
-    monkeypatch.setattr(config_module, "_FORMER_DEFAULTS", former)
-    monkeypatch.setattr(config_module, "FORMAT", 3)
+    monkeypatch.setattr(config_file, "_FORMER_DEFAULTS", former)
+    monkeypatch.setattr(config_file, "FORMAT", 3)
     path = tmp_path / "config.toml"
 
     def defaults(text: str, unnumbered: int) -> tuple[object, ...]:
@@ -126,7 +119,7 @@ def test_former_defaults_are_values_that_keys_take(tmp_path: Path, number: int) 
 def test_a_retired_key_is_accepted_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(config_module, "_RETIRED", {"tiles.sieve": "no tile is sieved any more"})
+    monkeypatch.setattr(config_file, "_RETIRED", {"tiles.sieve": "no tile is sieved any more"})
     path = tmp_path / "config.toml"
     path.write_text("[tiles]\nsieve = 3\ntile = 64\n")
     assert load_config(path) == load_config(None, {"tiles": {"tile": 64}})

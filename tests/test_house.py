@@ -44,7 +44,8 @@ WALLS: dict[str, set[str]] = {
     "tiles": {"slides", "annotations", *GROUND},
     "models": GROUND,
     "outputs": {"tiles.grid", "annotations", *GROUND},
-    "config": {"annotations", "tiles", "models", "progress", "duration", *GROUND},
+    "config": {"annotations", "tiles", "models", "duration", *GROUND},
+    "config_file": {"config", "errors", "progress"},
     "parallel": {
         *("parallel.comm", "parallel.cost", "parallel.fitting", "parallel.planning"),
         "parallel.runtime",
@@ -75,8 +76,8 @@ WALLS: dict[str, set[str]] = {
         *("slides", "annotations", "outputs", "tiles.slide_pool"),
         *("inference.result_folder", *GROUND),
     },
-    "workflows": {*FLOWS, "outputs", "training", "inference", "viewer", "parallel"},
-    "cli": {"command_parser", "config", "workflows", "errors", "version"},
+    "workflows": {*FLOWS, "config_file", "outputs", "training", "inference", "viewer", "parallel"},
+    "cli": {"command_parser", "config_file", "workflows", "errors", "version"},
     "command_parser": {"config", "errors"},
     "__main__": {"cli", "errors"},
 }

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tifffile
 
-from pathoseg.config import UNNUMBERED, load_config
+from pathoseg.config_file import UNNUMBERED, load_config
 from pathoseg.inference.result_folder import read_state
 from pathoseg.inference.segmenter import MaskRow
 from pathoseg.inference.slide_job import SavedRows

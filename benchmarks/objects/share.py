@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ours import CLASSES, Figures, post_process
 from synthetic import HEIGHT_LEVELS
 
-from pathoseg.config import load_config
+from pathoseg.config_file import load_config
 from pathoseg.geometry import Box
 from pathoseg.inference.segmenter import Segmenter
 from pathoseg.interruption import Interruption

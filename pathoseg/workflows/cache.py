@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pathoseg.config import Config, load_config
+from pathoseg.config import Config
+from pathoseg.config_file import load_config
 from pathoseg.geometry import IMAGE, ModelInput
 from pathoseg.interruption import Interruption
 from pathoseg.models.model_options import HOOKNET

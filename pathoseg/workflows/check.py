@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import ClassTable
-from pathoseg.config import Config, load_config
+from pathoseg.config import Config
+from pathoseg.config_file import load_config
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, ModelInput, Mpp, Size
 from pathoseg.interruption import Interruption

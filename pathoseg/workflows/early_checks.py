@@ -14,7 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from pathoseg.config import FORMAT, UNNUMBERED, Config, ParallelConfig, load_config
+from pathoseg.config import FORMAT, Config, ParallelConfig
+from pathoseg.config_file import UNNUMBERED, load_config
 from pathoseg.errors import PathosegError
 from pathoseg.models.model_options import check_side
 from pathoseg.parallel.comm.launcher import find_world

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from pathoseg.annotations.annotation import IGNORE
 from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.object_areas import ObjectAreas, TrueObject
-from pathoseg.config import UNNUMBERED, Config, load_config
+from pathoseg.config import Config
+from pathoseg.config_file import UNNUMBERED, load_config
 from pathoseg.device import pick_device
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, ObjectMask

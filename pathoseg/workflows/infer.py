@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pathoseg.annotations.reading import annotation_of, few
-from pathoseg.config import Config, load_config
+from pathoseg.config import Config
+from pathoseg.config_file import load_config
 from pathoseg.errors import PathosegError, StoppedError
 from pathoseg.host_memory import share_one_heap
 from pathoseg.inference.leases import Leases

@@ -11,7 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from pathoseg.config import Config, load_config
+from pathoseg.config import Config
+from pathoseg.config_file import load_config
 from pathoseg.device import pick_device
 from pathoseg.errors import PathosegError
 from pathoseg.memory_size import memory_text

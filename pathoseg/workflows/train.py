@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from pathoseg.annotations.annotation import ClassTable
-from pathoseg.config import (
+from pathoseg.config import Config
+from pathoseg.config_file import (
     UNNUMBERED,
-    Config,
     changed_options,
     given_options,
     load_config,
@@ -313,7 +313,7 @@ def _train(asked: _Asked, transport: ProcessTransport | None, spent: TimeSpent) 
         stop = interruption.is_asked
         if transport is None or plan is None:
             device = pick_device(config.parallel.device)
-            whole = WholeModel(model.to(device), traced, config.seed, device)
+            whole = WholeModel(model.to(device), traced, config.seed, device, config.train.compile)
             engine = OneDevice(model, whole.forward, loss, task, card, config.train, stop)
         else:
             drawing = partial(draw_step, run, planned) if asked.trace else None

@@ -17,7 +17,8 @@ from typing import Any
 
 import uvicorn
 
-from pathoseg.config import UNNUMBERED, Config, load_config
+from pathoseg.config import Config
+from pathoseg.config_file import UNNUMBERED, load_config
 from pathoseg.errors import PathosegError, StoppedError
 from pathoseg.platform_support import cores_to_use, follow_pointer, signals_held
 from pathoseg.progress import say

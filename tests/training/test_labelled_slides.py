@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pathoseg.config import Config, load_config
+from pathoseg.config import Config
+from pathoseg.config_file import load_config
 from pathoseg.errors import PathosegError
 from pathoseg.interruption import Interruption
 from pathoseg.slides.slide import open_slide

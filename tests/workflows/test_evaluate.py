@@ -17,7 +17,7 @@ import tifffile
 from PIL import Image
 from sklearn.metrics import confusion_matrix
 
-from pathoseg.config import load_config
+from pathoseg.config_file import load_config
 from pathoseg.inference.segmenter import Segmenter
 from pathoseg.inference.windows import Windows
 from pathoseg.interruption import Interruption

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from pathoseg.config import load_config
+from pathoseg.config_file import load_config
 from pathoseg.device import to_input
 from pathoseg.geometry import Box, Frame, ModelInput
 from pathoseg.inference.segmenter import Segmenter

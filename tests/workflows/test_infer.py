@@ -21,7 +21,7 @@ from PIL import Image
 from shapely.geometry import shape
 
 import pathoseg
-from pathoseg.config import load_config
+from pathoseg.config_file import load_config
 from pathoseg.device import to_input
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Size

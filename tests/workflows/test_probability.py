@@ -13,7 +13,7 @@ import tifffile
 from numpy.typing import NDArray
 from PIL import Image
 
-from pathoseg.config import load_config
+from pathoseg.config_file import load_config
 from pathoseg.inference.segmenter import MaskRow, Segmenter
 from pathoseg.inference.slide_job import SavedRows
 from pathoseg.models.bundle import load_bundle

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pathoseg.config import load_config
+from pathoseg.config_file import load_config
 from pathoseg.inference.leases import Leases
 from pathoseg.inference.segmenter import MaskRow, Segmenter, SlidePlan
 from pathoseg.inference.slide_job import SavedRows, SharedSlide

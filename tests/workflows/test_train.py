@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 from pathoseg import config as config_module
-from pathoseg.config import load_config
+from pathoseg.config_file import load_config
 from pathoseg.errors import PathosegError
 from pathoseg.host_memory import LARGE
 from pathoseg.models.bundle import load_bundle

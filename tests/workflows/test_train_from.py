@@ -14,7 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from pathoseg.config import load_config
+from pathoseg.config_file import load_config
 from pathoseg.errors import PathosegError
 from pathoseg.models.bundle import load_bundle
 from pathoseg.models.bundle_identity import bundle_id
