@@ -96,7 +96,9 @@ class Case:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--side", type=int, help="of a tile; left out: 128, on a GPU 1,024")
-    parser.add_argument("--compile", action="store_true", help="a compiled plain step, too")
+    parser.add_argument(
+        "--compile", action="store_true", help="ours and plain compiled, too"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -126,9 +128,8 @@ def on_one_device(cases: list[Case], device: torch.device, compiles: bool) -> di
     train = TrainConfig(batch=COUNT, microbatch=1)
     for case in cases:
         model = case.model().to(device)
-        traced = Traced(model, torch.empty(1, 3, case.side, case.side, device="meta"))
         task = make_task("segment", CLASSES, 0.5)
-        whole = WholeModel(model, traced, 0, device)
+        whole = WholeModel(model, traced_of(model, case), 0, device)
         engine = OneDevice(model, whole.forward, LOSS, task, case.card(), train)
         ways = {
             "ours": stepping(engine, case.batch),
@@ -139,9 +140,18 @@ def on_one_device(cases: list[Case], device: torch.device, compiles: bool) -> di
             compiled = case.model().to(device)
             compiled.compile()
             ways["compiled"] = plain(compiled, case, train, device, torch.channels_last)
+            own = case.model().to(device)
+            whole = WholeModel(own, traced_of(own, case), 0, device, compiles=True)
+            own_train = replace(train, compile=True)
+            engine = OneDevice(own, whole.forward, LOSS, task, case.card(), own_train)
+            ways["ours_compiled"] = stepping(engine, case.batch)
         taken = in_turn(ways, device, None)
         figures |= compared(case, taken)
     return figures
+
+
+def traced_of(model: nn.Module, case: Case) -> Traced:
+    return Traced(model, torch.empty(1, 3, case.side, case.side, device="meta"))
 
 
 def on_two_ranks(cases: list[Case]) -> dict[str, float]:
@@ -265,9 +275,14 @@ def compared(case: Case, taken: Mapping[str, list[float]]) -> dict[str, float]:
         for name, seconds in taken.items()
     }
     ours = [name for name in taken if name.startswith("ours")]
-    rivals = {"ours_data_parallel": ["ddp"], "ours_gpipe": ["torch_pipelining"]}
+    rivals = {
+        "ours": ["plain", "channels_last"],
+        "ours_compiled": ["compiled"],
+        "ours_data_parallel": ["ddp"],
+        "ours_gpipe": ["torch_pipelining"],
+    }
     for mine in ours:
-        for peer in rivals.get(mine, [name for name in taken if name != mine]):
+        for peer in rivals[mine]:
             pairs = zip(taken[peer], taken[mine], strict=True)
             figures[f"vs_{peer}_{case.name}"] = median(theirs / own for theirs, own in pairs)
     return figures

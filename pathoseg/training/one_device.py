@@ -150,6 +150,8 @@ class OneDevice:
         set_rate(self._optimizer, rate)
         samples = len(batch.images)
         self._model.train()
+        # Compiled layers do not end one by one.
+        between_layers = never if self._config.compile else self._is_given_up
         with (
             memory_told(
                 f"A microbatch of {min(samples, self._config.microbatch or samples)} tiles",
@@ -160,7 +162,7 @@ class OneDevice:
                 can_be_planned=True,
             ),
             buffers_kept(dict(self._model.named_buffers(remove_duplicate=False))) as self._before,
-            asking(self._model, self._device, self._is_given_up),
+            asking(self._model, self._device, between_layers),
         ):
             result = train_step(
                 self._model,

@@ -82,6 +82,7 @@ class PipelineEngine:
             config.seed,
             amp_dtype(self._device, config.train.amp),
             config.train.clip,
+            config.train.compile,
         )
         self._layout = lay_out(model, card.model)
         tile = card.inputs[0]

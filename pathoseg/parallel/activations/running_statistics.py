@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
@@ -81,9 +81,10 @@ class RunningStatistics:
         return row
 
     @property
-    def watches(self) -> bool:
-        """Return True if `enter` has to be called before each layer."""
-        return bool(self._again)
+    def watched(self) -> Collection[int]:
+        """Return the positions of the layers before which `enter` has to be called, in a step."""
+        several = len(self._rounds) > 1
+        return {position for calls in self._rounds for position, _ in calls if several}
 
     def enter(self, position: int) -> None:
         """Point the norms of the layer at `position`, which runs next, to their part of the row."""

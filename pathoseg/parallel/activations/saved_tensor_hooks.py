@@ -19,7 +19,7 @@ by its own tensor where stages park: its bytes may be away meanwhile, and back b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import ref
@@ -124,6 +124,11 @@ class SavedTensorHooks:
     def active(self) -> bool:
         """Return True if any saved tensor is offloaded or dropped."""
         return bool(self._fates) or self._parks
+
+    @property
+    def leaving(self) -> Collection[int]:
+        """Return the positions of the layers whose saved tensors are offloaded or dropped."""
+        return self._fates.keys()
 
     def recording(self, microbatch: int, received: Mapping[str, Tensor], again: Again) -> Recording:
         """Return the recording of one forward, to be entered by its `hooks`.

@@ -108,6 +108,50 @@ def call(root: Any, node: Any, look: Callable[[Any], Any]) -> Any:
     return node.target(*args, **kwargs)
 
 
+class Block:
+    """Consecutive layers as one compiled function, which runs the modules of the root.
+
+    Args:
+        root: The module that was traced.
+        nodes: The layers, in order; the last one's value is returned.
+
+    Attributes:
+        sources: What the function takes, in order: nodes of layers, inputs and attributes that the
+            layers read. Attributes are inputs too, as parameters and buffers may be replaced.
+    """
+
+    def __init__(self, root: nn.Module, nodes: Sequence[Any]) -> None:
+        from torch._dynamo.exc import TorchDynamoException  # 1.5 s, for what compiles alone
+
+        inside = set(nodes)
+        read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
+        self.sources = [source for source in read if source not in inside]
+        graph = fx.Graph()
+        known = {source: graph.placeholder(f"value_{at}") for at, source in enumerate(self.sources)}
+        for node in nodes:
+            known[node] = graph.node_copy(node, known.__getitem__)
+        graph.output(known[nodes[-1]])
+        self._compiled = torch.compile(fx.GraphModule(root, graph), fullgraph=True, dynamic=False)
+        self._failures = TorchDynamoException
+        self._said = f"{nodes[0].meta['layer']} to {nodes[-1].meta['layer']}"
+
+    def __call__(self, *values: Any) -> Any:
+        """Run the layers on the values of `sources`; they are compiled for each new shape.
+
+        Raises:
+            PathosegError: torch.compile failed.
+        """
+        try:
+            return self._compiled(*values)
+        except self._failures as error:
+            why = " ".join(str(error).split("\n")[:2])  # the first names the backend alone
+            raise PathosegError(
+                f"torch.compile fails for the layers from {self._said} ({why}).",
+                "Leave out [train] compile, or install what it needs: a C++ compiler for a CPU, "
+                "Triton for a GPU.",
+            ) from error
+
+
 def expect(value: Any, wanted: bool) -> None:
     """Check a condition on the input that the model branches on; it runs in place of the branch.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
@@ -12,6 +12,7 @@ from typing import Any
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.graph import fx_tracer as fx
+from pathoseg.parallel.graph.compiled_blocks import compiled_step, find_blocks
 from pathoseg.parallel.graph.fx_tracer import (
     MODEL,
     attribute,
@@ -118,9 +119,34 @@ class Traced:
 
     def segment(self, layers: range) -> Segment:
         """Return a callable that runs the layers at these positions."""
+        return self._segment(layers, self._steps)
+
+    def compiled_segment(self, layers: range, apart: Collection[int]) -> Segment:
+        """Return a callable that in training runs the layers in blocks, compiled by torch.compile.
+
+        Args:
+            layers: Their positions.
+            apart: Positions of those that run by themselves, as do opaque layers.
+        """
+        graph, in_training = self.graph, dict(self._steps[True])
+        others = {
+            position
+            for position in layers
+            if position not in in_training
+            or graph.layers[position].kind == graph.modules.get(graph.layers[position].module)
+        }
+        for block in find_blocks(graph, layers, others | {*apart}):
+            step = compiled_step(self._root, [self._nodes[position] for position in block])
+            for position in block:
+                del in_training[position]
+            in_training[block[-1]] = step
+        ordered = {position: in_training[position] for position in sorted(in_training)}
+        return self._segment(layers, {**self._steps, True: ordered})
+
+    def _segment(self, layers: range, steps: Mapping[bool, Mapping[int, Step]]) -> Segment:
         model = self.model
         return Segment(
-            self.graph, layers, self._steps, lambda: model.training, fx.to_tensor, fx.from_tensor
+            self.graph, layers, steps, lambda: model.training, fx.to_tensor, fx.from_tensor
         )
 
     def reordered(self, order: Sequence[int]) -> Traced:
@@ -136,6 +162,7 @@ class Traced:
                 training: {new: known[old] for new, old in enumerate(order) if old in known}
                 for training, known in self._steps.items()
             }
+            other._nodes = [self._nodes[old] for old in order]
         return other
 
     def measured(
@@ -186,6 +213,7 @@ class Traced:
         self._ends = {
             training: self._step(graph.output_node()) for training, graph in graphs.items()
         }
+        self._nodes = nodes  # by position, of the graph in training
         self._found = nodes, opaque
         self.graph, parts, self.strides = self._measure(nodes, opaque)
         if whole != parts:

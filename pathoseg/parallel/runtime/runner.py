@@ -394,11 +394,12 @@ class Runner:
         """The question to ask ahead of each visit; it is asked between layers too.
 
         Ranks that share a tile give up together, as each waits for the others' rows: ahead of a
-        visit alone.
+        visit alone. So do compiled layers, of which none ends before the visit does.
         """
         sharding = self._sharding
         if sharding is None:
-            stack.enter_context(asking(self._model, self._device, is_given_up))
+            between = never if self._training.compiles else is_given_up
+            stack.enter_context(asking(self._model, self._device, between))
             return is_given_up
 
         def any_gives_up() -> bool:

@@ -59,6 +59,8 @@ class Training:
         seed: Seed of the random numbers that layers draw, together with step, microbatch and layer.
         dtype: Autocast precision, or None; with float16 the loss is scaled.
         clip: Largest global L2 norm of the gradient; 0 leaves it.
+        compiles: Whether the layers are compiled, in blocks between those that draw or are
+            offloaded, of stages that recompute none and have whole tiles.
     """
 
     loss: Loss
@@ -66,6 +68,7 @@ class Training:
     seed: int = 0
     dtype: torch.dtype | None = None
     clip: float = 0.0
+    compiles: bool = False
 
 
 def stage_edges(partition: Partition) -> dict[Edge, StageEdge]:
@@ -170,7 +173,9 @@ class Stage:
         self.losses: dict[int, Tensor] = {}
         self._traced, self._loss = traced, training.loss
         self._device, self._dtype = device, training.dtype
-        self._segment = traced.segment(layers)
+        self._layers = layers
+        self._segment = self._training = traced.segment(layers)
+        self._compiles = training.compiles and not retention.runs_again and sharding is None
         self._randomness = Randomness(traced.graph, layers, training.seed, device)
         self._returned = set(traced.graph.outputs) if self.is_last else set()
         self._visits: dict[int, _Visit] = {}
@@ -186,9 +191,18 @@ class Stage:
             self._to_check = {name: b for name, b in buffers.items() if id(b) not in counted}
 
     def begin(self) -> None:
-        """Forget the visits and losses of earlier steps."""
+        """Forget the visits and losses of earlier steps.
+
+        From the second step on layers are compiled: the first has shown which of them draw. Not
+        within a step, as compiled norms count as writing what uncompiled ones in flight have saved.
+        """
         self._visits.clear()
         self.losses.clear()
+        drawing = self._randomness.drawing
+        if self._compiles and drawing is not None:
+            self._compiles = False
+            apart = {*drawing, *self._keeping.leaving, *self.statistics.watched}
+            self._training = self._traced.compiled_segment(self._layers, apart)
 
     def feed(self, microbatch: int, inputs: Mapping[str, Tensor]) -> None:
         """(1) Take the model's inputs that this stage reads.
@@ -326,14 +340,15 @@ class Stage:
             before = None
             if step is not None:
                 before = stack.enter_context(self._randomness.of(step, microbatch))
-            if self.statistics.watches:
+            if self.statistics.watched:
                 before = _both(self.statistics.enter, before)
             stack.enter_context(self._autocast())
             given, sharding = self._given(visit), self._sharding
             if sharding is not None:
                 sharding.team.waiting = self._randomness.paused
+            segment = self._segment if step is None else self._training
             if step is None or not keep or not self._keeping.active:
-                return self._segment(given, before, None if sharding is None else sharding.run)
+                return segment(given, before, None if sharding is None else sharding.run)
 
             @contextmanager
             def again() -> Iterator[Callable[[int], None] | None]:
@@ -343,7 +358,7 @@ class Stage:
             recording = self._keeping.recording(microbatch, visit.received, again)
             run = recording.run if sharding is None else sharding.recorded(recording.run)
             with recording.hooks():
-                values = self._segment(given, before, run)
+                values = segment(given, before, run)
             visit.away = recording.finish()
             return values
 
