@@ -171,19 +171,18 @@ class Made:
         fate: Its policy.
         given: The stage's own or received tensor in it, where no layer made it.
         makers: The positions of the layers that wrote it, each with the version that it found.
-        pieces: Its content by version, as long as somebody refers to it.
-        passing: Likewise content that is made again for recomputed layers behind it alone (TWICE).
+        pieces: Its content, as long as somebody refers to it: by version, and whether it is made
+            again in passing, for recomputed layers behind it alone (TWICE).
     """
 
     known: StorageWeakRef
     fate: Fate
     given: Tensor | None
     makers: list[tuple[int, int]]
-    pieces: dict[int, ref[Piece]] = field(default_factory=dict)
-    passing: dict[int, ref[Piece]] = field(default_factory=dict)
+    pieces: dict[tuple[int, bool], ref[Piece]] = field(default_factory=dict)
 
     def piece(self, version: int, passing: bool = False) -> Piece | None:
-        found = (self.passing if passing else self.pieces).get(version)
+        found = self.pieces.get((version, passing))
         return None if found is None else found()
 
     def maker(self, version: int) -> int:
@@ -241,10 +240,12 @@ class Storages:
 
     Args:
         given: The stage's own and received tensors: their content is always kept.
+        known: The storages of other given tensors, as of an earlier forward; None where there is
+            none.
     """
 
-    def __init__(self, given: Iterable[Tensor]) -> None:
-        self._known: dict[int, Made] = {}
+    def __init__(self, given: Iterable[Tensor], known: Storages | None = None) -> None:
+        self._known: dict[int, Made] = {} if known is None else dict(known._known)
         for tensor in given:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._known:
@@ -385,7 +386,7 @@ def _source(leaf: Leaf, run: Again, recorded: Mapping[int, Recorded]) -> Piece:
             f"{name} cannot be recomputed: {writer} writes into what it has read.",
             f"Keep what {name} makes.",
         )
-    (made.passing if passing else made.pieces)[version] = ref(source)
+    made.pieces[version, passing] = ref(source)
     return source
 
 

@@ -105,16 +105,11 @@ class SavedTensorHooks:
         if copies is None:
             self._fates = {at: f for at, f in self._fates.items() if f is not Fate.OFFLOAD}
         self.recomputes = retention.runs_again
-        own = {
-            name
-            for position in layers
-            for name in (*graph.layers[position].parameters, *graph.layers[position].buffers)
-        }
-        # Modules and names: looking them up would be done for each microbatch.
-        self._own = [
-            (traced.model.get_submodule(path), last)
-            for path, _, last in (name.rpartition(".") for name in sorted(own))
-        ]
+        own = [graph.layers[position] for position in layers]
+        self._parameters = _owners(traced.model, (name for each in own for name in each.parameters))
+        # Of norms others in each microbatch (`RunningStatistics.lend`).
+        self._buffers = _owners(traced.model, (name for each in own for name in each.buffers))
+        self._given: Storages | None = None
         self._norms = {
             position: norms_at(traced.model, graph, position) if self.recomputes else []
             for position in layers
@@ -130,6 +125,10 @@ class SavedTensorHooks:
         """Return the positions of the layers whose saved tensors are offloaded or dropped."""
         return self._fates.keys()
 
+    def begin(self) -> None:
+        """Begin a step: parameters may have moved to other memory since the last one."""
+        self._given = None
+
     def recording(self, microbatch: int, received: Mapping[str, Tensor], again: Again) -> Recording:
         """Return the recording of one forward, to be entered by its `hooks`.
 
@@ -139,13 +138,10 @@ class SavedTensorHooks:
             again: Makes a context in which its layers run once more, with the same random numbers
                 and precision.
         """
-        given = [
-            tensor
-            for module, name in self._own
-            if isinstance(tensor := getattr(module, name), Tensor) and is_plain(tensor)
-        ]
-        given += [each for each in received.values() if is_plain(each)]
-        return Recording(self, microbatch, given, again)
+        if self._given is None or self._parks:
+            self._given = Storages(_tensors_of(self._parameters))
+        given = [*_tensors_of(self._buffers), *filter(is_plain, received.values())]
+        return Recording(self, microbatch, Storages(given, self._given), again)
 
     def uncounted(self, positions: Iterable[int]) -> AbstractContextManager[None]:
         """Return a context in which the norms of these layers update no running statistics."""
@@ -159,11 +155,11 @@ class Recording:
     """
 
     def __init__(
-        self, keeping: SavedTensorHooks, microbatch: int, given: Iterable[Tensor], again: Again
+        self, keeping: SavedTensorHooks, microbatch: int, storages: Storages, again: Again
     ) -> None:
         self._keeping, self._microbatch, self._again = keeping, microbatch, again
         self._fates, self._names, self._copies = keeping._fates, keeping._names, keeping._copies
-        self._storages = Storages(given)
+        self._storages = storages
         self._position: int | None = None
         self._saves: list[tuple[Made, int] | None] = []
         self._recorded: dict[int, Recorded] = {}
@@ -229,15 +225,13 @@ class Recording:
 
     def _run_recorded(self, position: int, step: Step, values: Mapping[str, Any]) -> Any:
         reads = {name: self._note_of(name, values[name]) for name in step.inputs}
-        found = [
-            (tensor, leaf)
-            for name in reads
-            for tensor, leaf in zip(
-                filter(is_plain, leaves_of(values[name], Tensor)),
-                leaves_in(reads[name]),
-                strict=True,
-            )
-        ]
+        found: list[tuple[Tensor, Leaf]] = []
+        for name, note in reads.items():
+            if isinstance(note, Leaf):
+                found.append((values[name], note))
+            else:
+                tensors = filter(is_plain, leaves_of(values[name], Tensor))
+                found += zip(tensors, leaves_in(note), strict=True)
         saves: list[tuple[Made, int] | None] = []
         self._saves = saves
         made = step.run(values)
@@ -286,7 +280,7 @@ class Recording:
         piece = made.piece(version)
         if piece is None:
             piece = self._piece(made, tensor)
-            made.pieces[version] = ref(piece)
+            made.pieces[version, False] = ref(piece)
             self._pieces.append((ref(piece), made, version))
         self._count += 1
         piece.needed = self._count
@@ -313,6 +307,18 @@ class Recording:
         assert self._copies is not None
         label = Label(self._keeping._number, self._microbatch, self._names[made.makers[0][0]])
         return Away(self._copies, self._copies.leave(bytes_of(storage), label))
+
+
+def _owners(model: nn.Module, names: Iterable[str]) -> list[tuple[nn.Module, str]]:
+    """Return modules and names of tensors, which would take long to look up in each microbatch."""
+    parts = (name.rpartition(".") for name in sorted({*names}))
+    return [(model.get_submodule(path), last) for path, _, last in parts]
+
+
+def _tensors_of(owners: Iterable[tuple[nn.Module, str]]) -> Iterator[Tensor]:
+    for module, name in owners:
+        if isinstance(tensor := getattr(module, name), Tensor) and is_plain(tensor):
+            yield tensor
 
 
 def _nothing(position: int) -> None:

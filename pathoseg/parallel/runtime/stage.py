@@ -198,6 +198,7 @@ class Stage:
         """
         self._visits.clear()
         self.losses.clear()
+        self._keeping.begin()
         drawing = self._randomness.drawing
         if self._compiles and drawing is not None:
             self._compiles = False
@@ -352,7 +353,8 @@ class Stage:
 
             @contextmanager
             def again() -> Iterator[Callable[[int], None] | None]:
-                with self._randomness.of(step, microbatch) as before, self._autocast():
+                precision = nullcontext() if self._dtype is None else self._autocast()
+                with self._randomness.of(step, microbatch) as before, precision:
                     yield before
 
             recording = self._keeping.recording(microbatch, visit.received, again)
