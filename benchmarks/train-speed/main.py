@@ -96,9 +96,7 @@ class Case:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--side", type=int, help="of a tile; left out: 128, on a GPU 1,024")
-    parser.add_argument(
-        "--compile", action="store_true", help="ours and plain compiled, too"
-    )
+    parser.add_argument("--compile", action="store_true", help="ours and plain compiled, too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
