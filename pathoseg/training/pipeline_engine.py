@@ -102,6 +102,12 @@ class PipelineEngine:
             row for each in self.reads for row in range(each * size, (each + 1) * size)
         ]
         self._steps = 0
+        as_they_are = sum(plan.shards > 1 or policy.runs_again for policy in plan.retention)
+        if config.train.compile and as_they_are and self.leads:
+            say(
+                f"{as_they_are} of {plan.stages} stages are not compiled: they recompute layers, "
+                "or have strips of tiles."
+            )
 
     def step(
         self, number: int, batch: Batch, rate: float, commit: Commit = at_any_time

@@ -471,7 +471,9 @@ def read_model(model: nn.Module, config: Config) -> Traced | None:
     size = config.train.microbatch or config.train.batch
     try:
         return _trace(model, like_microbatch(model, config.tiles.mpp, config.tiles.side, size))
-    except PathosegError:
+    except PathosegError as error:
+        if config.train.compile:
+            say(f"Nothing is compiled, as no graph can be made of the model: {error.problem}")
         return None
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from PIL import Image
 
-from pathoseg import config as config_module
+from pathoseg import config_file
 from pathoseg.config_file import load_config
 from pathoseg.errors import PathosegError
 from pathoseg.host_memory import LARGE
@@ -206,13 +206,35 @@ def test_a_resumed_run_keeps_the_defaults_of_its_format(
     toy_slides: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the file it began by, too, which says nothing of formats."""
-    monkeypatch.setattr(config_module, "_FORMER_DEFAULTS", {1: {"train": {"epochs": 2}}})
+    monkeypatch.setattr(config_file, "_FORMER_DEFAULTS", {1: {"train": {"epochs": 2}}})
     text = Path("tiny.toml").read_text().replace("epochs = 4\n", "")
     text = text.replace("[data]", '[data]\nslides = "slides"')
     Path("run").mkdir()
     for name in ("tiny.toml", "run/config.toml"):
         Path(name).write_text(text)
     assert len(_rows(train(Path("tiny.toml"), {}, Path("run"), resume=True))) == 2
+
+
+@pytest.mark.parametrize("parallel", [{}, {"memory": "2GiB"}], ids=["alone", "planned"])
+def test_layers_are_compiled_where_it_is_asked_for(
+    parallel: dict[str, str], toy_slides: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a compiler that does nothing: the weights are those of a run without, to the bit."""
+    blocks = []
+
+    def compile_nothing(block: torch.nn.Module, **_: Any) -> torch.nn.Module:
+        blocks.append(block)
+        return block
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
+    flags: dict[str, dict[str, Any]] = {"data": {"slides": str(toy_slides)}, "parallel": parallel}
+    weights = []
+    for compiles in (False, True):
+        assert not blocks
+        flags["train"] = {"epochs": 1, "compile": compiles}
+        weights.append(_weights(train(Path("tiny.toml"), flags, Path(str(compiles)), resume=False)))
+    assert blocks
+    torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=0)
 
 
 def test_resuming_in_other_microbatches_says_what_changes(

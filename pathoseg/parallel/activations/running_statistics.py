@@ -83,8 +83,9 @@ class RunningStatistics:
     @property
     def watched(self) -> Collection[int]:
         """Return the positions of the layers before which `enter` has to be called, in a step."""
-        several = len(self._rounds) > 1
-        return {position for calls in self._rounds for position, _ in calls if several}
+        if len(self._rounds) < 2:
+            return ()
+        return {position for calls in self._rounds for position, _ in calls}
 
     def enter(self, position: int) -> None:
         """Point the norms of the layer at `position`, which runs next, to their part of the row."""

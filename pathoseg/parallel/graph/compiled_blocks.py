@@ -7,7 +7,8 @@
 
 A layer stands apart if something is done around it that compiled code would not see: it draws
 random numbers, which are seeded ahead of it; its saved tensors leave for the host; its norm writes
-statistics elsewhere in each call. Inside a block the values between layers may never exist.
+statistics elsewhere in each call. Inside a block the values between layers may never exist. What
+torch.compile makes nothing of (a layer that asks for a tensor's value) runs as it is.
 """
 
 from __future__ import annotations

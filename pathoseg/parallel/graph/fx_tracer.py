@@ -131,7 +131,7 @@ class Block:
         for node in nodes:
             known[node] = graph.node_copy(node, known.__getitem__)
         graph.output(known[nodes[-1]])
-        self._compiled = torch.compile(fx.GraphModule(root, graph), fullgraph=True, dynamic=False)
+        self._compiled = torch.compile(fx.GraphModule(root, graph), dynamic=False)
         self._failures = TorchDynamoException
         self._said = f"{nodes[0].meta['layer']} to {nodes[-1].meta['layer']}"
 
@@ -486,11 +486,13 @@ class Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped i
 
     Attributes:
         guessed: Positions of the layers that asked for a tensor's value, and were told one.
+        drawing: Positions of the layers whose forward draws random numbers by torch.
     """
 
     def __init__(self, fake: FakeTensorMode, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.guessed: list[int] = []
+        self.drawing: set[int] = set()
         self._fake = fake
         self._recorder = recorder
         self._tape = recorder.tape
@@ -529,6 +531,8 @@ class Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped i
         kwargs = kwargs or {}
         if not self._tape.forward:
             self._locate()
+        elif _draws(func, args, kwargs):
+            self.drawing.add(self._tape.position)
         try:
             made = func(*args, **kwargs)
         except DataDependentOutputException:
@@ -556,6 +560,15 @@ class Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped i
         if len(self.guessed) > _MOST_GUESSES:
             raise UntraceableError("it loops until a tensor has a certain value")
         return False if dtype == torch.bool else 1
+
+
+def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return True if an operator draws random numbers; attention without dropout does not."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) > 0
 
 
 def _contexts() -> tuple[bool, ...]:

@@ -126,7 +126,8 @@ class Traced:
 
         Args:
             layers: Their positions.
-            apart: Positions of those that run by themselves, as do opaque layers.
+            apart: Positions of those that run by themselves, as do those that draw random numbers,
+                and opaque ones.
         """
         graph, in_training = self.graph, dict(self._steps[True])
         others = {
@@ -135,7 +136,7 @@ class Traced:
             if position not in in_training
             or graph.layers[position].kind == graph.modules.get(graph.layers[position].module)
         }
-        for block in find_blocks(graph, layers, others | {*apart}):
+        for block in find_blocks(graph, layers, others | self._drawing | {*apart}):
             step = compiled_step(self._root, [self._nodes[position] for position in block])
             for position in block:
                 del in_training[position]
@@ -163,6 +164,7 @@ class Traced:
                 for training, known in self._steps.items()
             }
             other._nodes = [self._nodes[old] for old in order]
+            other._drawing = {new for new, old in enumerate(order) if old in self._drawing}
         return other
 
     def measured(
@@ -215,7 +217,7 @@ class Traced:
         }
         self._nodes = nodes  # by position, of the graph in training
         self._found = nodes, opaque
-        self.graph, parts, self.strides = self._measure(nodes, opaque)
+        self.graph, parts, self.strides, self._drawing = self._measure(nodes, opaque)
         if whole != parts:
             raise PathosegError(
                 f"{type(self.model).__name__} cannot be cut: its layers return {parts}, the model "
@@ -271,11 +273,11 @@ class Traced:
         place: Callable[[str, Any], Any] = lambda name, tensor: tensor,
         run: Call | None = None,
         tensors: Callable[[Any], Any] = lambda values: values,
-    ) -> tuple[LayerGraph, str, Mapping[str, tuple[tuple[int, ...], ...]]]:
+    ) -> tuple[LayerGraph, str, Mapping[str, tuple[tuple[int, ...], ...]], set[int]]:
         """Runs the layers one by one, then their backward.
 
         Returns:
-            What that took, what it returned, and `Traced.strides`.
+            What that took, what it returned, `Traced.strides`, and the positions that draw.
         """
         root, steps, end = self._root, self._steps[True], self._ends[True]
         tape = MemoryProfile(len(nodes))
@@ -329,7 +331,8 @@ class Traced:
             for name, buffer in root.named_buffers()
             if id(buffer) in used or buffer.untyped_storage() in recorder.changed
         }
-        return replace(graph, ties=find_ties(graph, recorder.writes, changing)), summary, strides
+        graph = replace(graph, ties=find_ties(graph, recorder.writes, changing))
+        return graph, summary, strides, listener.drawing
 
     def _layers(
         self,

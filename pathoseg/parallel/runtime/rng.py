@@ -50,15 +50,12 @@ class Randomness:
         layers: Positions of the stage's.
         seed: The run's seed.
         device: The stage's device.
-
-    Attributes:
-        drawing: Positions of the layers that draw; None until the first forward has been seen.
     """
 
     def __init__(self, graph: LayerGraph, layers: range, seed: int, device: torch.device) -> None:
         self._seed, self._device = seed, device
         self._numbers = graph.numbers
-        self.drawing: set[int] | None = None
+        self._drawing: set[int] | None = None
         self._throws: _Throws | None = None
         self._opaque = {
             position
@@ -78,10 +75,10 @@ class Randomness:
             A function to call with each layer's position before it runs, which seeds PyTorch's
             generators by (seed, step, microbatch, layer); None where no layer draws.
         """
-        if self.drawing is not None and not self.drawing:
+        if self._drawing is not None and not self._drawing:
             yield None
             return
-        throws = self._throws = _Throws(self.drawing, self._device)
+        throws = self._throws = _Throws(self._drawing, self._device)
 
         def before(position: int) -> None:
             throws.enter(position, seed_of(self._seed, step, microbatch, self._numbers[position]))
@@ -91,8 +88,8 @@ class Randomness:
         finally:
             self._throws = None
             throws.leave()
-        if self.drawing is None:
-            self.drawing = throws.drew | self._opaque
+        if self._drawing is None:
+            self._drawing = throws.drew | self._opaque
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -118,8 +115,7 @@ class WholeModel:
         traced: Its layers, read from a microbatch of the usual size; None where it has no graph.
         seed: The run's seed.
         device: The model's device.
-        compiles: Whether the layers that do not draw are compiled, after the first microbatch; what
-            has no graph is not.
+        compiles: Whether the layers that do not draw are compiled; what has no graph is not.
     """
 
     def __init__(
@@ -133,7 +129,6 @@ class WholeModel:
         self._model, self._traced, self._seed, self._device = model, traced, seed, device
         self._compiles = compiles
         self._known: dict[_Shapes, tuple[Traced, Segment, Randomness] | None] = {}
-        self._compiled: dict[_Shapes, Segment] = {}
 
     def forward(self, step: int, microbatch: int, inputs: Inputs) -> Any:
         """Return what the model makes of a microbatch; the generators are left as they were.
@@ -154,13 +149,8 @@ class WholeModel:
         if known is None:
             return self._as_one_layer(step, microbatch, inputs)
         traced, segment, randomness = known
-        if self._compiles and randomness.drawing is not None:
-            if shapes not in self._compiled:
-                layers = range(len(traced.graph.layers))
-                self._compiled[shapes] = traced.compiled_segment(layers, randomness.drawing)
-            segment = self._compiled[shapes]
         with randomness.of(step, microbatch) as before:
-            if before is None and shapes not in self._compiled:
+            if before is None and not self._compiles:
                 return answer(self._model, inputs)
             return traced.assemble({**named, **segment(named, before)})
 
@@ -185,7 +175,8 @@ class WholeModel:
                 return None
         layers = range(len(traced.graph.layers))
         randomness = Randomness(traced.graph, layers, self._seed, self._device)
-        return traced, traced.segment(layers), randomness
+        segment = traced.compiled_segment(layers, ()) if self._compiles else traced.segment(layers)
+        return traced, segment, randomness
 
 
 class _Throws:

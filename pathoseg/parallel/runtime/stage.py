@@ -174,7 +174,7 @@ class Stage:
         self._traced, self._loss = traced, training.loss
         self._device, self._dtype = device, training.dtype
         self._layers = layers
-        self._segment = self._training = traced.segment(layers)
+        self._segment = self._segment_of_steps = traced.segment(layers)
         self._compiles = training.compiles and not retention.runs_again and sharding is None
         self._randomness = Randomness(traced.graph, layers, training.seed, device)
         self._returned = set(traced.graph.outputs) if self.is_last else set()
@@ -191,19 +191,13 @@ class Stage:
             self._to_check = {name: b for name, b in buffers.items() if id(b) not in counted}
 
     def begin(self) -> None:
-        """Forget the visits and losses of earlier steps.
-
-        From the second step on layers are compiled: the first has shown which of them draw. Not
-        within a step, as compiled norms count as writing what uncompiled ones in flight have saved.
-        """
+        """Forget the visits and losses of earlier steps."""
         self._visits.clear()
         self.losses.clear()
         self._keeping.begin()
-        drawing = self._randomness.drawing
-        if self._compiles and drawing is not None:
-            self._compiles = False
-            apart = {*drawing, *self._keeping.leaving, *self.statistics.watched}
-            self._training = self._traced.compiled_segment(self._layers, apart)
+        if self._compiles and self._segment_of_steps is self._segment:
+            apart = {*self._keeping.leaving, *self.statistics.watched}
+            self._segment_of_steps = self._traced.compiled_segment(self._layers, apart)
 
     def feed(self, microbatch: int, inputs: Mapping[str, Tensor]) -> None:
         """(1) Take the model's inputs that this stage reads.
@@ -347,14 +341,13 @@ class Stage:
             given, sharding = self._given(visit), self._sharding
             if sharding is not None:
                 sharding.team.waiting = self._randomness.paused
-            segment = self._segment if step is None else self._training
+            segment = self._segment if step is None else self._segment_of_steps
             if step is None or not keep or not self._keeping.active:
                 return segment(given, before, None if sharding is None else sharding.run)
 
             @contextmanager
             def again() -> Iterator[Callable[[int], None] | None]:
-                precision = nullcontext() if self._dtype is None else self._autocast()
-                with self._randomness.of(step, microbatch) as before, precision:
+                with self._randomness.of(step, microbatch) as before, self._autocast():
                     yield before
 
             recording = self._keeping.recording(microbatch, visit.received, again)
@@ -364,8 +357,10 @@ class Stage:
             visit.away = recording.finish()
             return values
 
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self._device.type, self._dtype, enabled=self._dtype is not None)
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self._dtype is None:
+            return nullcontext()  # one of torch's would take microseconds of each layer that reruns
+        return torch.autocast(self._device.type, self._dtype)
 
     def _check(
         self, visit: _Visit, versions: Mapping[str, int], state: Mapping[str, Tensor]

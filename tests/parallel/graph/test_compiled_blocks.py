@@ -1,4 +1,4 @@
-"""How layers are cut into blocks that are compiled, and what a block that fails says."""
+"""The cut of layers into blocks for torch.compile, and the error of a block that fails."""
 
 from __future__ import annotations
 

@@ -12,17 +12,9 @@ from torch import nn
 
 from pathoseg.parallel.runtime.rng import WholeModel
 from tests.parallel.comm.thread_ranks import run_ranks
-from tests.parallel.networks.runtime_models import per_sample_loss, samples
-from tests.parallel.runtime.cases import (
-    Case,
-    judged,
-    microbatches,
-    prepare,
-    reset,
-    start,
-    traced,
-    training_of,
-)
+from tests.parallel.networks.runtime_models import MODELS, per_sample_loss, samples
+from tests.parallel.runtime import cases
+from tests.parallel.runtime.cases import Case
 from tests.parallel.runtime.judge import STEPS
 
 pytestmark = [
@@ -58,34 +50,43 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_ranks_train_as_one_process(case: Case, compiled: list[set[str]]) -> None:
-    prepare(case)
+    cases.prepare(case)
 
     def body(transport: Any) -> dict[str, Any]:
-        runner = start(case, transport, replace(training_of(case), compiles=True))
+        runner = cases.start(case, transport, replace(cases.training_of(case), compiles=True))
         for step in range(STEPS):
-            assert runner.step(step, microbatches(case, step)).finite
+            assert runner.step(step, cases.microbatches(case, step)).finite
         return runner.state().get("model", {})
 
     state = run_ranks(case.ranks, body)[0]
-    expected = judged(case.model, case.dtype, tuple(case.sizes()), case.clip).state
+    expected = cases.judged(case.model, case.dtype, tuple(case.sizes()), case.clip).state
     torch.testing.assert_close(dict(state), expected, rtol=1e-10, atol=1e-12)
     inside = set.union(*compiled)
     assert "Conv2d" in inside
     assert not {"Dropout", "Dropout2d", "AlphaDropout"} & inside
 
 
-def test_one_process_trains_as_without(compiled: list[set[str]]) -> None:
+@pytest.mark.parametrize(("model", "blocks"), [("dropout", 2), ("branches", 3)])
+def test_one_process_trains_as_without(model: str, blocks: int, compiled: list[set[str]]) -> None:
+    """Also where a norm asks for the value of a tensor, on which nothing can be compiled."""
     sizes = (2, 1)
-    expected = judged("dropout", torch.float64, sizes, 0.0)
-    alone = reset(traced("dropout", torch.float64, "judge"))
-    whole = WholeModel(alone.model, alone, 0, torch.device("cpu"), compiles=True)
-    gradients = None
-    for _ in range(2):  # the first time as it is
-        alone.model.zero_grad()
-        for microbatch, size in enumerate(sizes):
-            images, targets = samples(0, microbatch, size, torch.float64)
-            loss = per_sample_loss(whole.forward(0, microbatch, images), targets).sum()
-            (loss / sum(sizes)).backward()
-        gradients = {name: p.grad for name, p in alone.model.named_parameters()}
-    assert len(compiled) == 2 * 2  # blocks, of two shapes each
+    expected = cases.judged(model, torch.float64, sizes, 0.0)
+    alone = cases.reset(cases.traced(model, torch.float64, "judge"))
+    kind = MODELS[model]
+
+    def whole() -> WholeModel:
+        return WholeModel(alone.model, alone, 0, torch.device("cpu"), compiles=True)
+
+    one, returned = whole(), []
+    for microbatch, size in enumerate(sizes):
+        images, targets = samples(0, microbatch, size, torch.float64)
+        returned.append(one.forward(0, microbatch, kind.inputs(images)))
+        loss = per_sample_loss(returned[-1], targets).sum()
+        (loss / sum(sizes)).backward()
+    assert len(compiled) == 2 * blocks  # of two shapes
+    gradients = {name: p.grad for name, p in alone.model.named_parameters()}
     torch.testing.assert_close(gradients, expected.gradients, rtol=1e-10, atol=1e-12)
+    # One that begins later, as a process that resumes, has the same digits from the start.
+    images, _ = samples(0, 1, sizes[1], torch.float64)
+    resumed = whole().forward(0, 1, kind.inputs(images))
+    torch.testing.assert_close(resumed, returned[1], rtol=0, atol=0)
