@@ -18,7 +18,7 @@ import numpy as np
 import tifffile
 import torch
 import torch.nn.functional as F
-from main import DEPTHS, MPP, SMALLEST_UM2, counted, labels_of, separated, split
+from main import DEPTHS, MPP, counted, labels_of, separated, split
 from numpy.typing import NDArray
 from scipy import ndimage
 
@@ -31,6 +31,7 @@ from pathoseg.tiles.transform import Augmentation
 from pathoseg.training.tasks import object_height
 
 SIDE, BATCH, RATE = 256, 4, 2e-3
+SMALLEST_UM2 = 10.0  # of both heads: what is smaller is left out
 MULTIPLE = 16  # of a picture's sides, for the network
 
 Pixels = NDArray[np.uint8]
@@ -73,7 +74,7 @@ class Distance:
 
     def objects(self, answer: torch.Tensor, setting: float) -> Numbers:
         maps = torch.cat([answer[:2].softmax(0), answer[2:]])
-        return separated(object_planes(maps).numpy(), setting)
+        return separated(object_planes(maps).numpy(), setting, SMALLEST_UM2)
 
 
 class HorizontalVertical:
