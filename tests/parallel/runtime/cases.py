@@ -227,10 +227,11 @@ def traced(model: str, dtype: torch.dtype, whose: object) -> Traced:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         kind = (MODELS | BRANCHED_MODELS)[model]
-        made = kind.make().to(dtype)
+        made = kind.make()
         for parameter in made.parameters():
             if parameter.ndim == 1:  # zeros would leave nothing but their gradients to compare
                 nn.init.normal_(parameter, parameter.mean().item(), 0.1)
+        made = made.to(dtype)  # last: the first weights are the same in every precision
     found = Traced(made, kind.inputs(torch.empty(2, 3, SIDE, SIDE, dtype=dtype)))
     found.first = deepcopy(made.state_dict())
     return found

@@ -93,21 +93,40 @@ def run_strips(
 _ROUNDING = {torch.float32: 1e-6, torch.float64: 1e-13}
 
 
-def compare(sharded: Sharded, rank: int, verdict: Verdict, expected: Verdict) -> None:
-    """Fails where a rank differs from the judge by more than rounding.
+def compare(
+    sharded: Sharded,
+    rank: int,
+    verdict: Verdict,
+    expected: Verdict,
+    exact: Verdict | None = None,
+) -> None:
+    """Fails where a rank differs from the judge by more than rounding, each tensor for itself.
 
     The gradient of a bias ahead of a norm is 0 but for rounding: no gradient counts as smaller than
-    a tenth of the mean one. In single precision the judge's own gradients are 1e-6 off the true
-    ones (measured against double precision), so two ways to compute them differ by some 1e-6.
+    a tenth of the mean one.
+
+    Args:
+        sharded: The case.
+        rank: The rank.
+        verdict: What it found.
+        expected: What the judge found.
+        exact: What the judge found in double precision, of a case in single precision. Gradients of
+            the judge itself are 1e-6 to 6e-6 off there: a rank may be twice as far off.
     """
     most, where = _ROUNDING[sharded.case.dtype], f"{sharded}, rank {rank}"
     for found, loss in zip(verdict.losses, expected.losses, strict=True):
         assert abs(found - loss) <= most * abs(loss), f"{where}: loss {found}, not {loss}"
     norms = [float(gradient.double().norm()) for gradient in expected.gradients.values()]
     least = sum(norms) / len(norms) / 10
+    allowed, truth = most, expected
+    if exact is not None:
+        truth = exact
+        shares = [_share(each, truth.gradients[n], least) for n, each in expected.gradients.items()]
+        allowed = max(most, 2 * max(shares))
+        assert allowed <= 12 * most, f"{sharded}: rounding turns over a ReLU or pooling"
     for name, gradient in verdict.gradients.items():
-        share = _share(gradient, expected.gradients[name], least)
-        assert share <= 5 * most, f"{where}: gradient of {name} differs by {share:.2g}"
+        share = _share(gradient, truth.gradients[name], least)
+        assert share <= allowed, f"{where}: gradient of {name} differs by {share:.2g}"
     assert set(verdict.state) == (set() if rank else set(expected.state)), where
     for name, value in verdict.state.items():
         share = _share(value, expected.state[name], 1e-30)

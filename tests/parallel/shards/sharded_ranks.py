@@ -14,23 +14,34 @@ from tests.parallel.runtime.cases import JUDGE, Case, load_verdicts
 from tests.parallel.shards.sharded_cases import Sharded, compare, run_strips
 
 
-def cases_of_processes(ranks: int) -> list[Sharded]:
+def cases_of_processes(library: str, ranks: int) -> list[Sharded]:
     """Two strips on each rank of a pipeline, and all ranks' strips of one model."""
-    shards = 2
-    plans = ("1f1b-recomputed", "gems-mast") if ranks > shards else ("data-parallel",)
-    models = ("branches", "dropout")
-    found = [
+    cases = {
+        ("gloo", 4): [
+            ("resnet-v2", "1f1b", 2),
+            ("hooknet", "gems-mast", 2),
+            ("unet", "data-parallel", 4),
+            ("branches", "1f1b-recomputed", 2),
+            ("dropout", "gems-mast", 2),
+        ],
+        ("gloo", 3): [("unet-group-norm", "data-parallel", 3)],
+        ("mpi", 4): [
+            ("hooknet", "1f1b", 2),
+            ("unet-group-norm", "gems-mast", 2),
+            ("resnet-v2", "data-parallel", 4),
+        ],
+        ("mpi", 3): [("unet", "data-parallel", 3)],
+    }
+    return [
         Sharded(Case(model, plan, ranks // shards, torch.float64), shards)
-        for model in models
-        for plan in plans
+        for model, plan, shards in cases[library, ranks]
     ]
-    return [*found, Sharded(Case("unet", "data-parallel", 1, torch.float64), ranks)]
 
 
 def main(library: str, verdicts: Path) -> None:
     torch.set_num_threads(1)
     transport = join(library)
-    cases, expected = cases_of_processes(transport.ranks), load_verdicts(verdicts)
+    cases, expected = cases_of_processes(library, transport.ranks), load_verdicts(verdicts)
     for case in cases:
         try:
             verdict = run_strips(case, transport, whose=JUDGE)
