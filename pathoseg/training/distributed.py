@@ -9,19 +9,28 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, closing, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
-from pathoseg.errors import PathosegError, StoppedError
+from pathoseg.errors import MemoryExhaustedError, PathosegError, StoppedError
 from pathoseg.interruption import Interruption
-from pathoseg.parallel.comm.launcher import Choice, World, connect, find_host_share, find_world
+from pathoseg.parallel.comm.launcher import (
+    Choice,
+    World,
+    connect_on,
+    find_host_share,
+    find_world,
+    join_wire,
+)
 from pathoseg.parallel.comm.local_ranks import start_local
 from pathoseg.platform_support import physical_memory
 
 if TYPE_CHECKING:  # torch, which a command that is refused does not wait for
     import torch
 
+    from pathoseg.parallel.comm.gloo import GlooWire
+    from pathoseg.parallel.comm.mpi import MpiWire
     from pathoseg.parallel.comm.process_transport import ProcessTransport
     from pathoseg.parallel.comm.transport import Transport
 
@@ -53,35 +62,54 @@ def start_ranks(
     return start_local(ranks, command, choice, variables)
 
 
-@contextmanager
-def joined(
-    choice: Choice, alone: bool = False, device: str | None = None
-) -> Iterator[ProcessTransport | None]:
-    """Make a context with a transport between this job's ranks; all but rank 0 are silent in it.
+class Ranks:
+    """The ranks of this job, joined for one attempt after the other; all but rank 0 are silent.
 
-    An error of one rank is told by rank 0, and ends all. Each rank's device is the current one
-    before the ranks meet: an MPI that knows accelerators takes the one that it finds then.
-
-    Args:
-        choice: The transport.
-        alone: Whether one rank gets a transport too, to run a plan.
-        device: As for `pick_device`.
-
-    Yields:
-        The transport; None where there is one rank alone.
+    A context: in it an error of one rank is told by rank 0 alone.
     """
-    world = find_world()
-    if world.ranks == 1 and not alone:
-        yield None
-        return
-    from pathoseg.device import pick_device, share_devices
 
-    if world.ranks == 1:
-        choice, world = "gloo", World()
-    with ExitStack() as stack:
-        if world.rank:
-            stack.enter_context(silent())
-            stack.enter_context(errors_left_to_rank_0())
+    def __init__(self) -> None:
+        self.world = find_world()
+        self._silence = ExitStack()
+        self._wire: MpiWire | GlooWire | None = None  # of the attempt before
+
+    def __enter__(self) -> Self:
+        if self.world.rank:
+            self._silence.enter_context(silent())
+            self._silence.enter_context(errors_left_to_rank_0())
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._silence.__exit__(*error)
+
+    @contextmanager
+    def joined(
+        self, choice: Choice, alone: bool = False, device: str | None = None
+    ) -> Iterator[ProcessTransport | None]:
+        """Make a context with a transport between the ranks, all of which enter it.
+
+        An error of one rank ends the context on all. Each rank's device is the current one before
+        the ranks meet: an MPI that knows accelerators takes the one that it finds then.
+
+        Args:
+            choice: The transport.
+            alone: Whether one rank gets a transport too, to run a plan.
+            device: As for `pick_device`.
+
+        Yields:
+            The transport; None where there is one rank alone.
+
+        Raises:
+            PathosegError: The ranks do not meet; where they have met before, within a minute.
+        """
+        world = self.world
+        if world.ranks == 1 and not alone:
+            yield None
+            return
+        from pathoseg.device import pick_device, share_devices
+
+        if world.ranks == 1:
+            choice, world = "gloo", World()
         share = find_host_share(world)
         if choice in ("auto", "nccl"):
             from pathoseg.parallel.comm.nccl import prepare_cuda
@@ -89,21 +117,24 @@ def joined(
             prepare_cuda(share.ranks)
         wanted = pick_device(device)
         share_devices(wanted, share.rank)
-        transport = connect(choice, world, wanted)
-        stack.callback(transport.close)
-        try:
-            yield transport
-        except PathosegError as error:
-            transport.abort(f"Rank {transport.rank}: {error.problem} {error.hint}")
-            raise
-        except StoppedError:
-            if transport.rank:
-                time.sleep(_HEAD_START)
-            transport.abort(f"Rank {transport.rank} was stopped by a signal.")
-            raise
-        except BaseException as error:
-            transport.abort(f"Rank {transport.rank} ended ({type(error).__name__}).")
-            raise
+        self._wire = join_wire(choice, world) if self._wire is None else self._wire.again()
+        transport = connect_on(self._wire, choice, wanted)
+        with closing(transport):
+            try:
+                yield transport
+            except PathosegError as error:
+                fits = error.fits if isinstance(error, MemoryExhaustedError) else None
+                told = f"Rank {transport.rank}: {error.problem} {error.hint}"
+                transport.abort(told, fits)
+                raise
+            except StoppedError:
+                if transport.rank:
+                    time.sleep(_HEAD_START)
+                transport.abort(f"Rank {transport.rank} was stopped by a signal.")
+                raise
+            except BaseException as error:
+                transport.abort(f"Rank {transport.rank} ended ({type(error).__name__}).")
+                raise
 
 
 @contextmanager

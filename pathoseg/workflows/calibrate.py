@@ -36,7 +36,7 @@ from pathoseg.parallel.cost.timing import time_copies
 from pathoseg.parallel.schedule.costs import Link
 from pathoseg.platform_support import physical_memory, processor_name, usable_cores
 from pathoseg.progress import progress_bar, say
-from pathoseg.training.distributed import joined, own_device
+from pathoseg.training.distributed import Ranks, own_device
 
 _ROUNDS, _QUICK_ROUNDS = 3, 2
 _QUICK_SCALE = 0.15
@@ -63,7 +63,7 @@ def calibrate(out: Path, quick: bool = False, device: str | None = None) -> Path
         StoppedError: A signal came; nothing was written.
     """
     _check(out)
-    with joined("auto", device=device) as transport:
+    with Ranks() as ranks, ranks.joined("auto", device=device) as transport:
         links = {} if transport is None else _links(transport, device)
         if transport is not None and transport.rank:
             transport.barrier()  # until rank 0 is done

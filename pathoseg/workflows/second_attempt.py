@@ -3,10 +3,10 @@
     attempt 1    step, step, MemoryExhaustedError: how much fits
     attempt 2    goes on from the last checkpoint, or begins, as --resume --memory SIZE would
 
-One process makes both. Ranks that this command has started end together, as after any error; the
-rank that ran out has left a file (1) for the process that started them, which starts them again
-(2). Ranks of mpirun, srun or torchrun end with the error, whose hint names the size: nobody is left
-who could start them.
+One process makes both. So do ranks of mpirun, srun or torchrun, whom nobody would start again: they
+drop what is under way, join once more and go on. Ranks that this command has started end together,
+as after any error, and free all their memory; each has left a file (1) for the process that started
+them, which starts them again (2).
 """
 
 from __future__ import annotations
@@ -14,18 +14,23 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from pathoseg.device import let_go_of_memory
 from pathoseg.errors import MemoryExhaustedError
 from pathoseg.outputs.atomic import write_text
 from pathoseg.parallel.comm.launcher import Choice
 from pathoseg.progress import say
 from pathoseg.training.distributed import start_ranks
 
-_FOLDER = "PATHOSEG_SECOND_ATTEMPT"  # an environment variable of ranks that are started again
+if TYPE_CHECKING:
+    from pathoseg.parallel.comm.transport import Transport
+
+# An environment variable of ranks that are started again; empty once they have been.
+_FOLDER = "PATHOSEG_SECOND_ATTEMPT"
 _MIB = 2**20
 # Options of the first attempt that the second is given otherwise: with a value, and without.
 _REPLACED, _DROPPED = ("--out", "--memory"), ("--overwrite", "--resume")
@@ -69,6 +74,27 @@ class SecondAttempt:
                 kept.append(each)
         return [*kept, "--resume", "--out", str(self.run), "--memory", self.size]
 
+    @classmethod
+    def here(cls, error: MemoryExhaustedError) -> SecondAttempt | None:
+        """Return None, too, where the process that has started this rank makes the attempt."""
+        return None if _FOLDER in os.environ else cls.after(error)
+
+    def begun(self, transport: Transport | None) -> SecondAttempt:
+        """Free the memory of the first attempt and tell of this one; all ranks call it.
+
+        Args:
+            transport: Joins the ranks; None where this process is alone.
+
+        Returns:
+            The attempt with the least memory that any rank knows of.
+        """
+        let_go_of_memory()
+        own = str(self.memory)
+        told = [own] if transport is None else transport.gather(own)
+        attempt = replace(self, memory=min(map(int, told)))
+        attempt.tell()
+        return attempt
+
     def tell(self) -> None:
         say(f"Once more, with a plan of {self.size} a rank: {self.run}")
 
@@ -76,7 +102,7 @@ class SecondAttempt:
 def leave_word(error: MemoryExhaustedError, rank: int) -> None:
     """Tell the process that has started this rank, if one has, of another attempt (1)."""
     folder, attempt = os.environ.get(_FOLDER), SecondAttempt.after(error)
-    if folder is not None and attempt is not None:
+    if folder and attempt is not None:
         told = json.dumps([str(attempt.run), attempt.memory])
         write_text(Path(folder) / f"{rank}.json", told)
 
@@ -94,4 +120,4 @@ def start_ranks_twice(ranks: int, arguments: Sequence[str], choice: Choice) -> i
     run, memory = min(told, key=lambda each: each[1])
     attempt = SecondAttempt(Path(run), memory)
     attempt.tell()
-    return start_ranks(ranks, attempt.arguments(arguments), choice)
+    return start_ranks(ranks, attempt.arguments(arguments), choice, {_FOLDER: ""})

@@ -24,7 +24,7 @@ from pathoseg.config_file import (
     load_config,
     write_config,
 )
-from pathoseg.device import MEAN, STD, device_name, let_go_of_memory, pick_device, tuned_kernels
+from pathoseg.device import MEAN, STD, device_name, pick_device, tuned_kernels
 from pathoseg.errors import MemoryExhaustedError, PathosegError, StoppedError
 from pathoseg.inference.segmenter import class_table_of, default_overlap
 from pathoseg.interruption import Interruption
@@ -55,7 +55,7 @@ from pathoseg.progress import say
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.slide_pool import SlidePool
 from pathoseg.time_spent import TimeSpent, time_told
-from pathoseg.training.distributed import agree_on, joined, stopped_together
+from pathoseg.training.distributed import Ranks, agree_on, stopped_together
 from pathoseg.training.earlier_model import (
     EarlierModel,
     read_earlier,
@@ -192,23 +192,20 @@ def train(
         StoppedError: A signal came; `--resume` goes on.
     """
     asked = _Asked(config_file, flags, out, resume, trace, overwrite, ends_process)
-    try:
-        return _attempt(asked, verbose)
-    except MemoryExhaustedError as error:
-        second = SecondAttempt.after(error)
-        if second is None or find_world().ranks > 1:
-            raise
-        say(str(error))
-    # Out of the handler, which holds what the attempt has made.
-    let_go_of_memory()
-    second.tell()
-    flags = second.flags(flags)
-    asked = replace(asked, flags=flags, out=second.run, resume=True, overwrite=False)
-    return _attempt(asked, verbose)
+    with Ranks() as ranks:
+        try:
+            return _attempt(asked, ranks, verbose, None)
+        except MemoryExhaustedError as error:
+            second = SecondAttempt.here(error)
+            if second is None:
+                raise
+            say(str(error))
+        # Out of the handler, which holds what the attempt has made.
+        return _attempt(asked, ranks, verbose, second)
 
 
-def _attempt(asked: _Asked, verbose: bool) -> Path:
-    """Train as `train` does, but end where memory does.
+def _attempt(asked: _Asked, ranks: Ranks, verbose: bool, second: SecondAttempt | None) -> Path:
+    """Train as `train` does, but end where memory does; all ranks call it.
 
     Raises:
         MemoryExhaustedError: A step of this rank found no memory.
@@ -216,7 +213,7 @@ def _attempt(asked: _Asked, verbose: bool) -> Path:
     wanted = ranks_to_start(asked.config_file, asked.flags, asked.out, asked.resume)
     refuse_overwriting(asked.out, asked.resume, asked.overwrite)
     pick_device(wanted.device)  # before slides are read
-    world = find_world()
+    world = ranks.world
     teams(wanted, wanted.ranks if world.launcher is None else world.ranks)
     if wanted.ranks > 1 and world.launcher is None:
         raise PathosegError(
@@ -225,7 +222,12 @@ def _attempt(asked: _Asked, verbose: bool) -> Path:
         )
     # Where memory is limited a plan says what is kept of it, on one rank too.
     alone = wanted.memory is not None
-    with joined(wanted.transport, alone, wanted.device) as transport, time_told(verbose) as spent:
+    joined = ranks.joined(wanted.transport, alone, wanted.device)
+    with joined as transport, time_told(verbose) as spent:
+        if second is not None:
+            second = second.begun(transport)
+            flags = second.flags(asked.flags)
+            asked = replace(asked, flags=flags, out=second.run, resume=True, overwrite=False)
         return _train(asked, transport, spent)
 
 

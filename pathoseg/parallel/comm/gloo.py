@@ -140,6 +140,21 @@ class GlooWire:
         atexit.unregister(self._end)
         self._end(well)
 
+    def again(self) -> GlooWire:
+        """Join the same ranks anew; all of them call it, after a `close` that was not well.
+
+        Raises:
+            PathosegError: A rank does not come within a minute.
+        """
+        try:
+            return GlooWire(PrefixStore("again", self.store), self.rank, self.ranks, self.host)
+        except RuntimeError as error:
+            raise PathosegError(
+                f"Rank {self.rank} does not find the other ranks again: "
+                f"{str(error).splitlines()[0]}",
+                "Look for the first error of another rank.",
+            ) from error
+
     def _end(self, well: bool = False) -> None:
         # A thread that still waits when Python has ended would bring the process down. What
         # wakes all of them is a wait that lasts too long.

@@ -11,8 +11,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from pathoseg.errors import PathosegError
+from pathoseg.errors import MemoryExhaustedError, PathosegError
 
 BEAT = 1.0  # seconds between two signs of life
 # Own signs of life without one of another rank, after which that counts as lost: turns, not
@@ -23,6 +24,18 @@ _FAREWELL = 2.0  # seconds that a rank which leaves waits for its word to be hea
 _TOKEN = 32
 _GREETING = _TOKEN + 8  # the token and the rank
 _HINT = "Mend the cause and start again; `pathoseg train --resume` goes on from its checkpoint."
+
+
+class Reason(NamedTuple):
+    """Why a rank has given up, or is lost.
+
+    Attributes:
+        told: In words.
+        fits: Where an accelerator ran out of memory, the bytes that another plan may fill.
+    """
+
+    told: str
+    fits: int | None = None
 
 
 class Heartbeat:
@@ -48,7 +61,7 @@ class Heartbeat:
 
     def __init__(self, rank: int, ranks: int, host: str, announce: Callable[[str], str]) -> None:
         self.host = host
-        self._reason: str | None = None
+        self._reason: Reason | None = None
         self._left = threading.Event()
         self._parted = threading.Event()
         self._peers: list[_Peer] = []
@@ -82,12 +95,15 @@ class Heartbeat:
         """
         if patience:
             self._parted.wait(patience)
-        if self._reason is not None:
-            raise PathosegError(self._reason, _HINT)
+        if self._reason is None:
+            return
+        if self._reason.fits is not None:
+            raise MemoryExhaustedError(self._reason.told, _HINT, self._reason.fits)
+        raise PathosegError(self._reason.told, _HINT)
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, fits: int | None = None) -> None:
         """Make `check` fail with this reason on every rank; returns once all know it."""
-        self._blame(reason)
+        self._blame(Reason(reason, fits))
         if not self._alone:
             self._leave()
 
@@ -118,8 +134,10 @@ class Heartbeat:
                     peer.silent += 1
                     if peer.silent > SILENCE:
                         self._blame(
-                            f"Rank {peer.rank} has given no sign of life for "
-                            f"{SILENCE * BEAT:.0f} s: it is stopped, or its machine is."
+                            Reason(
+                                f"Rank {peer.rank} has given no sign of life for "
+                                f"{SILENCE * BEAT:.0f} s: it is stopped, or its machine is."
+                            )
                         )
         self._part()
 
@@ -127,14 +145,15 @@ class Heartbeat:
         words = peer.listen()
         if words is None:
             self._drop(peer)
-            self._blame(f"Rank {peer.rank} ended without a word: it was killed, or it crashed.")
+            died = f"Rank {peer.rank} ended without a word: it was killed, or it crashed."
+            self._blame(Reason(died))
         elif "bye" in words:
             self._drop(peer)
         else:
-            for reason in (word for word in words if word != "beat"):
-                self._blame(reason)
+            for reason in (word for word in words if isinstance(word, list)):
+                self._blame(Reason(*reason))
 
-    def _blame(self, reason: str) -> None:
+    def _blame(self, reason: Reason) -> None:
         # The first reason is the cause, later ones follow from it.
         if self._reason is None:
             self._reason = reason
@@ -158,7 +177,7 @@ class Heartbeat:
 
 
 class _Peer:
-    """The connection to one rank: words, each a line of JSON."""
+    """The connection to one rank: words, each a line of JSON: "beat", "bye" or a Reason."""
 
     def __init__(self, connection: socket.socket, rank: int) -> None:
         self.rank = rank
@@ -166,12 +185,12 @@ class _Peer:
         self.silent = 0  # turns
         self._unread = b""
 
-    def say(self, word: str) -> None:
+    def say(self, word: str | Reason) -> None:
         # A broken connection shows when it is read: as the loss of the rank.
         with contextlib.suppress(OSError):
             self.connection.sendall(json.dumps(word).encode() + b"\n")
 
-    def listen(self) -> list[str] | None:
+    def listen(self) -> list[Any] | None:
         """Return the words that have come; None at the end of the connection."""
         try:
             came = self.connection.recv(65536)

@@ -24,7 +24,9 @@ from pathoseg.platform_support import cores_to_use, usable_cores
 if TYPE_CHECKING:  # torch, which a command that is refused does not wait for
     import torch
 
-    from pathoseg.parallel.comm.process_transport import ProcessTransport, Wire
+    from pathoseg.parallel.comm.gloo import GlooWire
+    from pathoseg.parallel.comm.mpi import MpiWire
+    from pathoseg.parallel.comm.process_transport import ProcessTransport
     from pathoseg.parallel.comm.transport import Transport
 
 Choice = Literal["auto", "mpi", "gloo", "nccl"]
@@ -216,36 +218,58 @@ def connect(
     """
     import torch
 
-    from pathoseg.parallel.comm.heartbeat import Heartbeat
-    from pathoseg.parallel.comm.process_transport import ProcessTransport
-
-    world = find_world() if world is None else world
     if device is None:
         device = torch.device("cuda" if choice == "nccl" else "cpu")
+    return connect_on(join_wire(choice, find_world() if world is None else world), choice, device)
+
+
+def join_wire(choice: Choice, world: World) -> MpiWire | GlooWire:
+    """Join the ranks of a world by MPI or gloo.
+
+    Args:
+        choice, world: As for `connect`.
+
+    Raises:
+        PathosegError: As `connect`.
+    """
     if choice in ("auto", "nccl"):
         from pathoseg.parallel.comm.nccl import prepare_cuda, refuse_without_gpus
 
         if choice == "nccl":
             refuse_without_gpus(1)
         prepare_cuda(find_host_share(world).ranks)
-    wire: Wire
     if choice == "mpi" or (choice != "gloo" and world.launcher == "mpirun"):
         from pathoseg.parallel.comm.mpi import join_mpi
 
-        wire = mpi = join_mpi(world.ranks)
-        heartbeat = Heartbeat(mpi.rank, mpi.ranks, mpi.host, mpi.announce)
-    elif world.launcher == "mpirun":
+        return join_mpi(world.ranks)
+    if world.launcher == "mpirun":
         raise PathosegError(
             f"Under the launcher of an MPI, {choice} is not told where its ranks meet.",
             "Use the transport 'mpi', or start the ranks by torchrun, srun or --ranks.",
         )
-    else:
-        from pathoseg.parallel.comm.gloo import join_gloo
+    from pathoseg.parallel.comm.gloo import join_gloo
 
-        wire = gloo = join_gloo(
-            world.rank, world.ranks, world.host, world.port, local=world.local, hosted=world.hosted
-        )
-        heartbeat = Heartbeat(gloo.rank, gloo.ranks, gloo.host, gloo.announce)
+    return join_gloo(
+        world.rank, world.ranks, world.host, world.port, local=world.local, hosted=world.hosted
+    )
+
+
+def connect_on(wire: MpiWire | GlooWire, choice: Choice, device: torch.device) -> ProcessTransport:
+    """Make the transport of ranks that a wire joins, as `connect`; all of them call it.
+
+    Args:
+        wire: From `join_wire`, or one that has joined them again.
+        choice, device: As for `connect`.
+
+    Raises:
+        PathosegError: As `connect`.
+    """
+    import torch
+
+    from pathoseg.parallel.comm.heartbeat import Heartbeat
+    from pathoseg.parallel.comm.process_transport import ProcessTransport
+
+    heartbeat = Heartbeat(wire.rank, wire.ranks, wire.host, wire.announce)
     if choice == "nccl" or (choice == "auto" and wire.ranks > 1):
         from pathoseg.parallel.comm.nccl import by_nccl
 

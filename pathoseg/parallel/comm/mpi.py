@@ -5,13 +5,15 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from pathoseg.errors import PathosegError
+from pathoseg.parallel.comm.heartbeat import MEETING
 from pathoseg.parallel.comm.process_transport import (
     ALL_TAGS,
     TAGS,
@@ -30,7 +32,7 @@ _NAME = 256  # bytes of a host's name
 
 
 def join_mpi(started: int = 1) -> MpiWire:
-    """Join the ranks of MPI's world; each process calls this once.
+    """Join the ranks of MPI's world; each process calls this once (`MpiWire.again`).
 
     Args:
         started: Number of ranks that the launcher says it has started.
@@ -69,7 +71,10 @@ class MpiWire:
                 "Use another MPI, or the transport 'gloo'.",
             )
         # Tags of MPI end early: those that lie TAGS apart have communicators of their own.
-        self._comms = [world.Dup() for _ in range(ALL_TAGS // TAGS)]
+        made = [world.Idup() for _ in range(ALL_TAGS // TAGS)]
+        self._comms = [comm for comm, _ in made]
+        self._under_way: set[MpiRequest] = set()  # not seen to be done
+        self._wait(self._mpi.Request.Testall, [request for _, request in made])
         node = world.Split_type(self._mpi.COMM_TYPE_SHARED)
         local = node.Get_size() == self.ranks
         node.Free()
@@ -94,12 +99,12 @@ class MpiWire:
     def send(self, data: Tensor, to: int, tag: int) -> MpiRequest:
         comm, tag = self._comm(tag)
         begun = [comm.Isend(each, to, tag) for each in self._pieces(data)]
-        return MpiRequest(self._mpi, begun, None)
+        return MpiRequest(self._mpi, begun, None, data, self._under_way)
 
     def receive(self, into: Tensor, source: int, tag: int) -> MpiRequest:
         comm, tag = self._comm(tag)
         begun = [comm.Irecv(each, source, tag) for each in self._pieces(into)]
-        return MpiRequest(self._mpi, begun, into.numel())
+        return MpiRequest(self._mpi, begun, into.numel(), into, self._under_way)
 
     def pause(self, turns: int) -> None:
         look_again(turns)
@@ -110,6 +115,44 @@ class MpiWire:
             for comm in self._comms:
                 comm.Free()
             self._mpi.Finalize()
+
+    def again(self) -> MpiWire:
+        """Join the same ranks anew; all of them call it, after a `close` that was not well.
+
+        Messages that are under way arrive nowhere: MPI lets go of their buffers.
+
+        Raises:
+            PathosegError: A rank does not come within a minute.
+        """
+        anew = MpiWire()
+        own = [request for each in self._under_way for request in each.withdraw()]
+        self._wait(self._arrived, own)
+        # Until all ranks have come so far, what they have sent may still arrive.
+        self._wait(self._arrived, [anew._comms[0].Ibarrier()])
+        for comm in self._comms:
+            comm.Free()
+        return anew
+
+    def _arrived(self, requests: Sequence[MPI.Request]) -> bool:
+        """Receive, for nobody, what has come; return True if all these requests are done."""
+        for comm in self._comms:
+            status = self._mpi.Status()
+            while (message := comm.Improbe(status=status)) is not None:
+                message.Recv(bytearray(status.Get_count(self._mpi.BYTE)))
+        return bool(self._mpi.Request.Testall(requests))
+
+    def _wait(
+        self, are_done: Callable[[Sequence[MPI.Request]], bool], requests: Sequence[MPI.Request]
+    ) -> None:
+        deadline, turns = time.monotonic() + MEETING, 0
+        while not are_done(requests):
+            if time.monotonic() > deadline:
+                raise PathosegError(
+                    f"Rank {self.rank} has waited {MEETING:.0f} s for the other ranks of its MPI.",
+                    "Look for the first error of another rank.",
+                )
+            look_again(turns)
+            turns += 1
 
     def _address(self) -> str:
         """Return the address at which other hosts reach this rank, found by their names."""
@@ -138,19 +181,41 @@ class MpiRequest:
         mpi: The library.
         begun: A request for each piece.
         size: Bytes that must come; None for a message that is sent.
+        data: The message's memory, which MPI uses until it is done.
+        under_way: Where the request stands until then.
     """
 
-    def __init__(self, mpi: ModuleType, begun: list[MPI.Request], size: int | None) -> None:
+    def __init__(
+        self,
+        mpi: ModuleType,
+        begun: list[MPI.Request],
+        size: int | None,
+        data: Tensor,
+        under_way: set[MpiRequest],
+    ) -> None:
         self._mpi = mpi
         self._begun = begun
         self._size = size
+        self._data: Tensor | None = data
+        self._under_way = under_way
+        under_way.add(self)
+
+    def withdraw(self) -> list[MPI.Request]:
+        """Receive nothing any more.
+
+        Returns:
+            Requests that are done once MPI does not use the memory any more.
+        """
+        if self._size is not None:
+            for each in self._begun:
+                if each != self._mpi.REQUEST_NULL:
+                    each.Cancel()
+        return self._begun
 
     def done(self) -> bool:
         try:
-            if self._size is None:
-                return bool(self._mpi.Request.Testall(self._begun))
-            statuses = [self._mpi.Status() for _ in self._begun]
-            if not self._mpi.Request.Testall(self._begun, statuses):
+            statuses = [] if self._size is None else [self._mpi.Status() for _ in self._begun]
+            if not self._mpi.Request.Testall(self._begun, statuses or None):
                 return False
         except self._mpi.Exception as error:
             raise PathosegError(
@@ -158,8 +223,10 @@ class MpiRequest:
                 "Look for the first error of another rank; if there is none, the two ranks do "
                 "not run the same plan.",
             ) from error
+        self._under_way.discard(self)
+        self._data = None
         came = sum(status.Get_count(self._mpi.BYTE) for status in statuses)
-        if came != self._size:
+        if self._size is not None and came != self._size:
             raise wrong_size(came, self._size)
         return True
 

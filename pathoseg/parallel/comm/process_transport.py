@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pathoseg.device import current_stream, record
-from pathoseg.errors import PathosegError
+from pathoseg.errors import MemoryExhaustedError, PathosegError
 from pathoseg.parallel.comm.heartbeat import Heartbeat
 from pathoseg.platform_support import yield_core
 
@@ -222,8 +222,8 @@ class ProcessTransport:
     def barrier(self) -> None:
         self.gather("")
 
-    def abort(self, reason: str) -> None:
-        self._heartbeat.abort(reason)
+    def abort(self, reason: str, fits: int | None = None) -> None:
+        self._heartbeat.abort(reason, fits)
         self._well = False
 
     def close(self) -> None:
@@ -264,6 +264,8 @@ class ProcessTransport:
     def _check(self, what: str, patience: float = 0) -> None:
         try:
             self._heartbeat.check(patience)
+        except MemoryExhaustedError:
+            raise
         except PathosegError as lost:
             problem = f"{lost.problem} (Rank {self.rank} waited for {what}.)"
             raise PathosegError(problem, lost.hint) from None

@@ -87,10 +87,15 @@ class Transport(Protocol):
     def barrier(self) -> None:
         """Wait until all ranks have called it."""
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, fits: int | None = None) -> None:
         """Make all that is pending, and all later calls, fail with this reason on every rank.
 
         The first reason counts; an `abort` after another does nothing.
+
+        Args:
+            reason: In words.
+            fits: Where an accelerator ran out of memory, the bytes that another plan may fill: then
+                the calls of all ranks raise MemoryExhaustedError.
         """
 
     def close(self) -> None:

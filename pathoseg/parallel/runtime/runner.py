@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pathoseg.errors import PathosegError, is_out_of_memory
+from pathoseg.errors import MemoryExhaustedError, PathosegError, is_out_of_memory
 from pathoseg.giving_up import (
     Commit,
     GivenUpError,
@@ -445,7 +445,8 @@ class Runner:
             )
             if is_out_of_memory(error):
                 failure = self._memory.exhausted(error, rank, self._device, self.doing)
-            self._transport.abort(failure.problem)
+            fits = failure.fits if isinstance(failure, MemoryExhaustedError) else None
+            self._transport.abort(failure.problem, fits)
             raise failure from error
         except BaseException:
             self._transport.abort(f"Rank {rank} was stopped {self.doing}.")

@@ -58,6 +58,18 @@ def test_a_lost_rank_ends_all_with_the_reason(
     assert later.startswith(f"rank 0 later: {reason}")
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("library", ["gloo", "mpi"])
+def test_ranks_that_have_given_up_join_once_more(
+    library: Choice, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What was under way disturbs nobody: the conformance suite passes on the same tags."""
+    ended = start(3, library, "joined_again.py")
+    out, err = capfd.readouterr()
+    assert ended == 0, err
+    assert out.split() == NAMES
+
+
 def test_a_world_of_one_is_joined_without_others() -> None:
     transport = connect("gloo", World())
     tensor = torch.ones(3)

@@ -86,7 +86,7 @@ class ThreadTransport:
     def barrier(self) -> None:
         self.gather("")
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, fits: int | None = None) -> None:
         self._hub.abort(reason)
 
     def close(self) -> None:

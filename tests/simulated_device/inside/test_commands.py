@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gc
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from pathoseg.errors import PathosegError
 from pathoseg.models.bundle import load_bundle
 from pathoseg.models.unet import UNet
 from pathoseg.parallel.comm.launcher import Choice, World
+from pathoseg.parallel.comm.local_ranks import start_local
 from pathoseg.parallel.cost.hardware import load_hardware, save_hardware
 from pathoseg.training import distributed
 from pathoseg.training.one_device import OneDevice
@@ -117,6 +119,31 @@ def test_a_device_without_memory_is_given_a_plan_with_less(exact: Path, command:
         assert {k: float(v) for k, v in found.items()} == pytest.approx(
             {k: float(v) for k, v in expected.items()}, rel=1e-4
         )
+
+
+def test_ranks_of_a_launcher_whose_device_has_no_memory_make_a_second_attempt(
+    exact: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They join once more, with less between forward and backward, and learn the same."""
+    save_hardware(replace(load_hardware("v100"), device="sim"), Path("sim.json"))
+    text = Path("exact.toml").read_text().replace("tile = 32", "tile = 128")
+    text = text.replace("width = 4", "width = 16")
+    parallel = '[parallel]\nhardware = "sim.json"\norder = "1f1b"\ndevice = "sim"\n'
+    Path("exact.toml").write_text(f"{text}\n{parallel}")
+    script = str(Path(__file__).with_name("exhausted_rank.py"))
+    choices: tuple[Choice, ...] = ("gloo", "mpi")
+    for how, choice in (("calm", "gloo"), *(("tight", each) for each in choices)):
+        train = ("train", "--slides", "slides", "--config", "exact.toml", "--out", how + choice)
+        code = start_local(2, [sys.executable, script, how, *train], choice)
+        output = "".join(capfd.readouterr())
+        assert code == 0, output
+        assert output.count("Once more, with a plan of") == (how == "tight"), output
+        assert output.count("sim out of memory") == 0
+        assert _figures(how + choice)
+        for found, expected in zip(_figures(how + choice), _figures("calmgloo"), strict=True):
+            assert {k: float(v) for k, v in found.items()} == pytest.approx(
+                {k: float(v) for k, v in expected.items()}, rel=1e-4
+            )
 
 
 def test_what_fits_is_what_was_held_and_free_less_what_was_missing() -> None:
