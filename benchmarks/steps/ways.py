@@ -29,7 +29,8 @@ from pathoseg.parallel.schedule.schedule import Schedule
 RANKS, COUNT = 2, 8  # COUNT microbatches a step
 CPU = torch.device("cpu")
 LOSS = build_loss(LossConfig())
-TRAINING = Training(LOSS, lambda parameters: torch.optim.AdamW(parameters, 1e-4))
+# Updates are fused, as those of `pathoseg train`.
+TRAINING = Training(LOSS, lambda own: torch.optim.AdamW(own, 1e-4, fused=True))
 
 # Does a step, of which it is told the number, and returns the loss where it is known.
 Way = Callable[[int], float]

@@ -39,6 +39,7 @@ from pathoseg.parallel.activations.offload import Copies
 from pathoseg.parallel.graph.segment import Step
 
 GIVEN = -1  # in place of a layer's position: what no layer of the stage made
+_NOTHING = torch.empty(0)  # in place of a tensor that nobody will read
 
 
 class Fate(Enum):
@@ -352,6 +353,7 @@ def plan_again(
             continue
         key = made.maker(version), passing
         piece.run = run = runs.get(key) or Again(recorded[key[0]], passing, context)
+        run.makes.append((made, version, ref(piece)))
         if key in runs:
             continue
         runs[key] = run
@@ -397,11 +399,13 @@ class Again:
         layer: The record of its forward.
         passing: Whether for layers behind it, and not for the backward of what it saves (TWICE).
         sources: The content that it reads; emptied when it has run.
+        makes: The content that it is to make, by storage and version.
     """
 
     def __init__(self, layer: Recorded, passing: bool, context: Context) -> None:
         self.layer, self.passing = layer, passing
         self.sources: dict[tuple[Made, int], Piece] = {}
+        self.makes: list[tuple[Made, int, ref[Dropped]]] = []
         self._context = context
 
     def give(self, piece: Dropped) -> None:
@@ -444,11 +448,10 @@ class Again:
             return tensor.requires_grad_(leaf.requires_grad)
 
         saves: list[Tensor] = []
-        nothing = torch.empty(0)
 
         def save(tensor: Tensor) -> Tensor:
             saves.append(tensor.detach())
-            return nothing  # the tensor itself could hold on to what saves it
+            return _NOTHING  # the tensor itself could hold on to what saves it
 
         with torch.autograd.graph.saved_tensors_hooks(save, _never):
             returns = layer.step.run(map_leaves(layer.reads, Leaf, restore))
@@ -458,14 +461,19 @@ class Again:
                 f"{len(layer.saves)} in its forward.",
                 f"Keep what {layer.step.name} makes.",
             )
-        for known, tensor in zip(layer.saves, saves, strict=True):
-            if known is not None:
-                self._give(*known, tensor.untyped_storage())
-        made = filter(is_plain, leaves_of(returns, Tensor))
-        for leaf, tensor in zip(leaves_in(layer.returns), made, strict=True):
-            self._give(leaf.made, leaf.version, tensor.untyped_storage())
-        for leaf, version in layer.writes:
-            self._give(leaf.made, version, storages[leaf.made, leaf.version])
+        made = {
+            (leaf.made, version): storages[leaf.made, leaf.version]
+            for leaf, version in layer.writes
+        }
+        plain = filter(is_plain, leaves_of(returns, Tensor))
+        for leaf, tensor in zip(leaves_in(layer.returns), plain, strict=True):
+            made[leaf.made, leaf.version] = tensor.untyped_storage()
+        for saved, tensor in zip(layer.saves, saves, strict=True):
+            if saved is not None:
+                made[saved] = tensor.untyped_storage()
+        for known, version, dropped in self.makes:
+            if (piece := dropped()) is not None and piece.made is None:
+                piece.made = made.get((known, version))
         for key, source in self.sources.items():
             source.readers -= 1
             if key in overwritten and isinstance(source, Dropped):
@@ -485,11 +493,6 @@ class Again:
         written = any((leaf.made, leaf.version) == key for leaf, _ in self.layer.writes)
         shared = source.packed or source.readers > 1 or not isinstance(source, Dropped)
         return storage.clone() if written and shared else storage  # type: ignore[no-untyped-call]  # torch's
-
-    def _give(self, made: Made, version: int, storage: torch.UntypedStorage) -> None:
-        for piece in (made.piece(version), made.piece(version, passing=True)):
-            if isinstance(piece, Dropped) and piece.run is self and piece.made is None:
-                piece.made = storage
 
 
 class _Inner(torch.autograd.Function):
