@@ -205,18 +205,18 @@ def test_a_rank_has_its_device_before_the_ranks_meet(monkeypatch: pytest.MonkeyP
     """An MPI that knows accelerators takes the device that is current when it begins."""
     found = []
 
-    def connect(choice: Choice, world: World, device: torch.device) -> NoReturn:
+    def join_wire(choice: Choice, world: World) -> NoReturn:
         found.append((world.rank, torch.accelerator.current_device_index()))
         raise PathosegError("The ranks do not meet.", "This is a test.")
 
-    monkeypatch.setattr(distributed, "connect", connect)
+    monkeypatch.setattr(distributed, "join_wire", join_wire)
     for rank, name in [(0, None), (1, None), (3, "sim"), (0, "sim:1"), (1, "sim:0")]:
         host = {"RANK": rank, "SIZE": 4, "LOCAL_RANK": rank % 2, "LOCAL_SIZE": 2}
         for key, value in host.items():
             monkeypatch.setenv(f"OMPI_COMM_WORLD_{key}", str(value))
         torch.accelerator.set_device_index(0)
         silent = pytest.raises(SystemExit if rank else PathosegError)
-        with silent, distributed.joined("mpi", device=name):
+        with silent, distributed.Ranks() as ranks, ranks.joined("mpi", device=name):
             raise AssertionError
     torch.accelerator.set_device_index(0)
     assert found == [(0, 0), (1, 1), (3, 1), (0, 1), (1, 0)]
