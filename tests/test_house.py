@@ -70,6 +70,10 @@ WALLS: dict[str, set[str]] = {
         *("parallel.planning", "parallel.comm", "parallel.activations", "parallel.runtime"),
         *GROUND,
     },
+    "parallel.visit_time": {
+        *("parallel.graph", "parallel.schedule", "parallel.planning", "parallel.comm"),
+        *("parallel.runtime", *GROUND),
+    },
     "training": {*FLOWS, "outputs.atomic"},
     "inference": {*FLOWS, "outputs"},
     "viewer": {

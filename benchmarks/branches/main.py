@@ -27,7 +27,7 @@ from pathoseg.parallel.comm.link_benchmark import measure_links
 from pathoseg.parallel.comm.local_ranks import start_local
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.cost.cost_model import cost_model
-from pathoseg.parallel.cost.hardware import load_hardware
+from pathoseg.parallel.cost.hardware import Hardware, load_hardware
 from pathoseg.parallel.graph.traced import Traced, trace
 from pathoseg.parallel.planning.orders import DATA_PARALLEL
 from pathoseg.parallel.planning.plan import BranchChoice, Plan, PlanRequest
@@ -36,7 +36,7 @@ from pathoseg.parallel.planning.stage_costs import StageCosts
 from pathoseg.parallel.retention.policy_options import AllowedPolicies
 from pathoseg.parallel.runtime.executor import Microbatches
 from pathoseg.parallel.runtime.runner import Runner
-from pathoseg.parallel.schedule.costs import Link
+from pathoseg.parallel.visit_time import measure_visit
 
 RANKS = 2  # that are measured
 HARDWARE = "a100"
@@ -218,13 +218,20 @@ def measured(quick: bool, file: Path | None) -> None:
     """One rank's part of the measurement."""
     torch.set_num_threads(1)
     transport = connect("mpi")
-    link = measure_links(transport)
+    joined = replace(
+        load_hardware("cpu"),
+        inside=measure_links(transport),
+        visit=measure_visit(transport, CPU),
+        memory=2**40,
+    )
+    if transport.rank == 0:
+        print(f"\nA visit of a stage takes {joined.visit * 1e3:.3f} ms beside its layers.")
     found: dict[str, Times] = {}
     for name, network in NETWORKS.items():
         if quick and name in SLOW:
             continue
         for count in (1, 4):
-            times = _time(network, count, transport, link, 3 if quick else 9)
+            times = _time(network, count, transport, joined, 3 if quick else 9)
             found[f"{name} × {count}"] = times
             if transport.rank == 0:
                 _print(f"{name}, {count} microbatches of 1 × {network.small_side}²", times)
@@ -258,7 +265,9 @@ def _figures(found: Mapping[str, Times]) -> dict[str, float]:
     return figures
 
 
-def _time(network: Network, count: int, transport: Transport, link: Link, rounds: int) -> Times:
+def _time(
+    network: Network, count: int, transport: Transport, joined: Hardware, rounds: int
+) -> Times:
     """All ways in turn, several times over; the first time does not count."""
     torch.manual_seed(0)
     model = network.make(network.small)
@@ -267,7 +276,7 @@ def _time(network: Network, count: int, transport: Transport, link: Link, rounds
     shape = (count,) if network.labels_tiles else (count, *pixels)
     targets = torch.randint(0, 2 if network.labels_tiles else 3, shape)
     times = Times()
-    plans = _plans(model, images, targets, transport, link, times)
+    plans = _plans(model, images, targets, transport, joined, times)
     ways: dict[str, Way] = {}
     alone = one_process(deepcopy(model), images, targets, count)
     ways[ALONE] = lambda number: alone(number) if transport.rank == 0 else 0.0
@@ -287,14 +296,13 @@ def _plans(
     images: Tensor,
     targets: Tensor,
     transport: Transport,
-    link: Link,
+    joined: Hardware,
     times: Times,
 ) -> dict[str, Plan]:
     """The plans of rank 0, by layers that both ranks time at once, as they will compute at once."""
     traced = Traced(deepcopy(model), images[:1])
-    hardware = replace(load_hardware("cpu"), inside=link, memory=2**40)
     transport.barrier()
-    priced = StageCosts(traced.graph, Timed(traced, images[:1], targets[:1]), hardware)
+    priced = StageCosts(traced.graph, Timed(traced, images[:1], targets[:1]), joined)
     request = PlanRequest(RANKS, 2**40, len(images), all_ranks=True, ways=KEPT)
     told: dict[str, str] = {}
     if transport.rank == 0:

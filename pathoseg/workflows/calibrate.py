@@ -34,6 +34,7 @@ from pathoseg.parallel.cost.hardware import Hardware, load_hardware, save_hardwa
 from pathoseg.parallel.cost.regression import TimedCase, calibrated, time_cases
 from pathoseg.parallel.cost.timing import time_copies
 from pathoseg.parallel.schedule.costs import Link
+from pathoseg.parallel.visit_time import measure_visit
 from pathoseg.platform_support import physical_memory, processor_name, usable_cores
 from pathoseg.progress import progress_bar, say
 from pathoseg.training.distributed import Ranks, own_device
@@ -46,7 +47,8 @@ _UNKNOWN_GPU = "a100"
 def calibrate(out: Path, quick: bool = False, device: str | None = None) -> Path:
     """Times layers of many kinds and sizes, fits them, and writes what was learnt.
 
-    Under mpirun, srun or torchrun it times the links between ranks too; rank 0 times the layers.
+    Under mpirun, srun or torchrun it times the links between ranks and the visits of stages, too;
+    rank 0 times the layers.
 
     Args:
         out: The hardware file; the timings go beside it, as `.csv`.
@@ -65,10 +67,11 @@ def calibrate(out: Path, quick: bool = False, device: str | None = None) -> Path
     _check(out)
     with Ranks() as ranks, ranks.joined("auto", device=device) as transport:
         links = {} if transport is None else _links(transport, device)
+        visit = None if transport is None else _visit(transport, device)
         if transport is not None and transport.rank:
             transport.barrier()  # until rank 0 is done
             return out
-        _calibrate(out, quick, pick_device(device), links)
+        _calibrate(out, quick, pick_device(device), links, visit)
         if transport is not None:
             transport.barrier()
     return out
@@ -92,7 +95,16 @@ def _links(transport: Transport, name: str | None) -> dict[str, Link]:
     return found
 
 
-def _calibrate(out: Path, quick: bool, device: torch.device, links: Mapping[str, Link]) -> None:
+def _visit(transport: Transport, name: str | None) -> float:
+    """Times a visit of a stage beside its layers."""
+    seconds = measure_visit(transport, own_device(transport, name))
+    say(f"A visit of a stage takes {seconds * 1e3:.2g} ms beside its layers.")
+    return seconds
+
+
+def _calibrate(
+    out: Path, quick: bool, device: torch.device, links: Mapping[str, Link], visit: float | None
+) -> None:
     rounds = _QUICK_ROUNDS if quick else _ROUNDS
     keep_freed_memory()  # as ranks do, whose steps are planned
     torch.manual_seed(0)
@@ -111,7 +123,7 @@ def _calibrate(out: Path, quick: bool, device: torch.device, links: Mapping[str,
         timed = time_cases(cases, device, rounds, advance)
         bar.note("networks")
         asked = interruption.raise_if_asked
-        known = _known(device, out.stem, links)
+        known = _known(device, out.stem, links, visit)
         hardware = calibrated(known, timed, device, rounds, asked)
     save_hardware(hardware, out)
     write_text(out.with_suffix(".csv"), _table(timed))
@@ -129,8 +141,10 @@ def _check(out: Path) -> None:
         raise PathosegError(f"{out.parent} cannot be written.", "Choose another folder.")
 
 
-def _known(device: torch.device, name: str, links: Mapping[str, Link]) -> Hardware:
-    """Describe the device before its layers are timed: its memory and links."""
+def _known(
+    device: torch.device, name: str, links: Mapping[str, Link], visit: float | None
+) -> Hardware:
+    """Describe the device before its layers are timed: its memory, links and visits."""
     if device.type != "cpu":
         title = device_name(device)
         like = shipped_name(title) or _UNKNOWN_GPU
@@ -158,6 +172,7 @@ def _known(device: torch.device, name: str, links: Mapping[str, Link]) -> Hardwa
         host=time_copies(device),
         inside=links.get("inside", base.inside),
         between=links.get("between", base.between),
+        visit=base.visit if visit is None else visit,
         threads=threads,
         measured=f"{date.today().isoformat()}, {title}, torch {torch.__version__}",
         fit=None,

@@ -115,7 +115,7 @@ workflow.calibrate(Path("linked.json"), quick=True)
 
 
 @pytest.mark.slow
-def test_ranks_measure_the_link_between_them(
+def test_ranks_measure_their_link_and_visits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -130,4 +130,7 @@ def test_ranks_measure_the_link_between_them(
     assert found.inside != known.inside
     assert found.between == known.between
     assert 0 < found.inside.beta < 1e-6
+    assert "A visit of a stage takes " in said
+    assert found.inside.alpha < found.visit < 0.1
+    assert found.visit != known.visit
     assert sorted(file.name for file in tmp_path.iterdir()) == ["linked.csv", "linked.json"]
