@@ -160,9 +160,9 @@ def _known(
     base = load_hardware(like)
     if device.type != "cpu" and shipped_name(title) is None:
         base = roofline_of(device) or base
-    for link in ("inside", "between"):
+    for link, takes in (("inside", "two ranks on a host"), ("between", "ranks on two hosts")):
         if link not in links:
-            say(f"The link {link} is not measured (it takes mpirun): it is that of `{base.name}`.")
+            say(f"The link {link} is not measured (it takes {takes}): it is that of `{base.name}`.")
     return replace(
         base,
         name=name,
