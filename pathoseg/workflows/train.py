@@ -201,6 +201,8 @@ def train(
                 raise
             say(str(error))
         # Out of the handler, which holds what the attempt has made.
+        flags = second.flags(flags)
+        asked = replace(asked, flags=flags, out=second.run, resume=True, overwrite=False)
         return _attempt(asked, ranks, verbose, second)
 
 
@@ -225,9 +227,7 @@ def _attempt(asked: _Asked, ranks: Ranks, verbose: bool, second: SecondAttempt |
     joined = ranks.joined(wanted.transport, alone, wanted.device)
     with joined as transport, time_told(verbose) as spent:
         if second is not None:
-            second = second.begun(transport)
-            flags = second.flags(asked.flags)
-            asked = replace(asked, flags=flags, out=second.run, resume=True, overwrite=False)
+            asked = replace(asked, flags=second.begun(transport).flags(asked.flags))
         return _train(asked, transport, spent)
 
 

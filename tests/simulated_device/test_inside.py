@@ -30,7 +30,8 @@ RUNTIME = [
     f"({_MIXED}) or {_PARKED} or {_KEPT} or (train_as and (({_JUDGED}) or ({_SUMMED})))",
 ]
 PARTS = [
-    ["test_commands.py"],
+    ["test_commands.py", "-k", "not launcher"],
+    ["test_commands.py", "-k", "launcher"],
     ["test_device.py", "test_copies.py", "test_messages.py", "test_plans.py"],
     RUNTIME,
 ]
@@ -42,7 +43,7 @@ needs_compiler = pytest.mark.skipif(
 @pytest.mark.process
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("part", PARTS, ids=["commands", "device", "runtime"])
+@pytest.mark.parametrize("part", PARTS, ids=["commands", "launchers", "device", "runtime"])
 def test_on_the_simulated_device(part: list[str]) -> None:
     built_library()
     run = command(part)
