@@ -63,7 +63,7 @@ def test_a_lost_rank_ends_all_with_the_reason(
 def test_ranks_that_have_given_up_join_once_more(
     library: Choice, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """What was under way disturbs nobody: the conformance suite passes on the same tags."""
+    """The conformance suite passes on the tags of messages that were left under way."""
     ended = start(3, library, "joined_again.py")
     out, err = capfd.readouterr()
     assert ended == 0, err
