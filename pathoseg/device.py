@@ -190,7 +190,7 @@ def memory_of(device: torch.device) -> tuple[int, int] | None:
     for source in (torch.accelerator, _module(device)):
         ask = getattr(source, "get_memory_info", None) or getattr(source, "mem_get_info", None)
         if ask is not None:
-            with suppress(RuntimeError, NotImplementedError):  # there, but not for this device
+            with _untold():  # there, but not for this device
                 free, total = ask(device)
                 return int(free), int(total)
     with suppress(AttributeError):
@@ -207,9 +207,20 @@ def peak_memory(device: torch.device) -> int | None:
 def _allocated(which: str, device: torch.device) -> int | None:
     for source in (_module(device), torch.accelerator):
         # Each torch has it in one of the two, and MPS in none.
-        with suppress(AttributeError, RuntimeError, NotImplementedError):
+        with _untold():
             return int(getattr(source, which)(device))
     return None
+
+
+@contextmanager
+def _untold() -> Iterator[None]:
+    """Suppress the errors of a torch that has no such figure; not those of a device that fails."""
+    try:
+        yield
+    except torch.AcceleratorError:  # a RuntimeError, too
+        raise
+    except (AttributeError, RuntimeError):
+        pass
 
 
 _TRIED = re.compile(r"Tried to allocate (\d+(?:\.\d+)? [KMGT]iB)")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import product
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -118,6 +118,19 @@ def test_what_a_device_does_not_tell_is_none(here: Here, monkeypatch: pytest.Mon
     assert peak_memory(pick_device()) == 3
     here("privateuseone")
     assert memory_of(pick_device()) is None
+
+
+def test_a_device_that_fails_is_not_one_that_does_not_tell(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(device: torch.device) -> NoReturn:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    here("cuda", mem_get_info=fails, max_memory_allocated=fails)
+    monkeypatch.delattr(torch.accelerator, "get_memory_info", raising=False)
+    for figure in (memory_of, peak_memory):
+        with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+            figure(pick_device())
 
 
 def test_random_numbers_are_drawn_again(here: Here) -> None:

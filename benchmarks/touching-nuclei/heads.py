@@ -22,7 +22,7 @@ from main import DEPTHS, MPP, counted, labels_of, separated, split
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from pathoseg.models.build import build_model
+from pathoseg.models.build import build_model, lay_out
 from pathoseg.models.losses import height_error
 from pathoseg.models.model_options import ModelConfig
 from pathoseg.outputs.stitch import object_planes
@@ -184,8 +184,9 @@ def train(
     """Train until `seconds` of processor time are used; the rate falls to zero over them."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
-    model = build_model(ModelConfig("unet", "segment", 2 + head.channels, width=16))
-    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in its stub
+    config = ModelConfig("unet", "segment", 2 + head.channels, width=16)
+    model = build_model(config)
+    layout = lay_out(model, config)
     optimiser = torch.optim.AdamW(model.parameters(), RATE)
     augment, began, steps = Augmentation(AugmentOptions()), time.process_time(), 0
     while (used := (time.process_time() - began) / seconds) < 1:
@@ -196,10 +197,10 @@ def train(
             torch.from_numpy(np.stack(each)) for each in zip(*tiles, strict=True)
         )
         optimiser.param_groups[0]["lr"] = RATE * (1 - used) ** 0.9
-        answer = model(inputs.contiguous(memory_format=torch.channels_last))
+        answer = model(inputs.contiguous(memory_format=layout))
         loss = F.cross_entropy(answer[:, :2], classes) + head.loss(answer[:, 2:], maps)
         optimiser.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+        torch.autograd.backward(loss)
         optimiser.step()
         steps += 1
     return model.eval(), steps

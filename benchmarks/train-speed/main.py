@@ -236,7 +236,7 @@ def plain(
                 replicated.require_backward_grad_sync = at == count - 1
             with torch.autocast(device.type, dtype, enabled=dtype is not None):
                 loss = LOSS(model(images), targets).sum() / count
-            loss.backward()  # type: ignore[no-untyped-call]  # torch's
+            torch.autograd.backward(loss)
             losses.append(loss.detach())
         nn.utils.clip_grad_norm_(model.parameters(), train.clip)
         optimizer.step()

@@ -67,8 +67,8 @@ def lay_out(model: nn.Module, config: ModelConfig) -> torch.memory_format:
     """Lay a network's weights out channels-last, in place, and return the layout of its input.
 
     On a CPU a step of a narrow U-Net then takes a quarter less, one of ResNet-v2 a tenth, and one
-    of a wide U-Net up to 4 % more (docs/performance.md). A factory's network keeps the layout that
-    it came with.
+    of a wide U-Net up to 4 % more, with AVX2 alone 30 % (docs/performance.md,
+    benchmarks/train-speed). A factory's network keeps the layout that it came with.
     """
     if config.is_factory:
         return torch.contiguous_format
