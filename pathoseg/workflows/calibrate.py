@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,7 +34,6 @@ from pathoseg.parallel.cost.features import family
 from pathoseg.parallel.cost.hardware import Hardware, load_hardware, save_hardware
 from pathoseg.parallel.cost.regression import TimedCase, calibrated, time_cases
 from pathoseg.parallel.cost.timing import time_copies
-from pathoseg.parallel.schedule.costs import Link
 from pathoseg.parallel.visit_time import measure_visit
 from pathoseg.platform_support import physical_memory, processor_name, usable_cores
 from pathoseg.progress import progress_bar, say
@@ -66,45 +66,42 @@ def calibrate(out: Path, quick: bool = False, device: str | None = None) -> Path
     """
     _check(out)
     with Ranks() as ranks, ranks.joined("auto", device=device) as transport:
-        links = {} if transport is None else _links(transport, device)
-        visit = None if transport is None else _visit(transport, device)
+        shared = {} if transport is None else _measure_together(transport, device)
         if transport is not None and transport.rank:
             transport.barrier()  # until rank 0 is done
             return out
-        _calibrate(out, quick, pick_device(device), links, visit)
+        _calibrate(out, quick, pick_device(device), shared)
         if transport is not None:
             transport.barrier()
     return out
 
 
-def _links(transport: Transport, name: str | None) -> dict[str, Link]:
-    """Times the link of two ranks of one host (`inside`), and of two hosts (`between`)."""
+def _measure_together(transport: Transport, name: str | None) -> dict[str, Any]:
+    """Time what takes several ranks; all of them call it.
+
+    Returns:
+        Fields of `Hardware`: the link of two ranks of one host (`inside`) and of two hosts
+        (`between`), where there are such ranks, and the visit of a stage (`visit`).
+    """
     device = own_device(transport, name)
     hosts = transport.gather(socket.gethostname())
     pairs = {
         "inside": next((at for at in range(1, len(hosts)) if hosts[at] in hosts[:at]), None),
         "between": next((at for at in range(1, len(hosts)) if hosts[at] != hosts[0]), None),
     }
-    found = {}
+    found: dict[str, Any] = {}
     for name, second in pairs.items():
         if second is not None:
             first = hosts.index(hosts[second]) if name == "inside" else 0
             link = found[name] = measure_links(transport, first, second, device)
             each = f"{link.alpha * 1e6:.3g} µs a message, {1e-9 / link.beta:.3g} GB/s"
             say(f"The link {name} {'a host' if name == 'inside' else 'hosts'}: {each}.")
+    visit = found["visit"] = measure_visit(transport, device)
+    say(f"A visit of a stage takes {visit * 1e3:.2g} ms beside its layers.")
     return found
 
 
-def _visit(transport: Transport, name: str | None) -> float:
-    """Times a visit of a stage beside its layers."""
-    seconds = measure_visit(transport, own_device(transport, name))
-    say(f"A visit of a stage takes {seconds * 1e3:.2g} ms beside its layers.")
-    return seconds
-
-
-def _calibrate(
-    out: Path, quick: bool, device: torch.device, links: Mapping[str, Link], visit: float | None
-) -> None:
+def _calibrate(out: Path, quick: bool, device: torch.device, shared: Mapping[str, Any]) -> None:
     rounds = _QUICK_ROUNDS if quick else _ROUNDS
     keep_freed_memory()  # as ranks do, whose steps are planned
     torch.manual_seed(0)
@@ -123,7 +120,7 @@ def _calibrate(
         timed = time_cases(cases, device, rounds, advance)
         bar.note("networks")
         asked = interruption.raise_if_asked
-        known = _known(device, out.stem, links, visit)
+        known = _known(device, out.stem, shared)
         hardware = calibrated(known, timed, device, rounds, asked)
     save_hardware(hardware, out)
     write_text(out.with_suffix(".csv"), _table(timed))
@@ -141,9 +138,7 @@ def _check(out: Path) -> None:
         raise PathosegError(f"{out.parent} cannot be written.", "Choose another folder.")
 
 
-def _known(
-    device: torch.device, name: str, links: Mapping[str, Link], visit: float | None
-) -> Hardware:
+def _known(device: torch.device, name: str, shared: Mapping[str, Any]) -> Hardware:
     """Describe the device before its layers are timed: its memory, links and visits."""
     if device.type != "cpu":
         title = device_name(device)
@@ -161,7 +156,7 @@ def _known(
     if device.type != "cpu" and shipped_name(title) is None:
         base = roofline_of(device) or base
     for link, takes in (("inside", "two ranks on a host"), ("between", "ranks on two hosts")):
-        if link not in links:
+        if link not in shared:
             say(f"The link {link} is not measured (it takes {takes}): it is that of `{base.name}`.")
     return replace(
         base,
@@ -170,12 +165,10 @@ def _known(
         memory=memory,
         per_node=count,
         host=time_copies(device),
-        inside=links.get("inside", base.inside),
-        between=links.get("between", base.between),
-        visit=base.visit if visit is None else visit,
         threads=threads,
         measured=f"{date.today().isoformat()}, {title}, torch {torch.__version__}",
         fit=None,
+        **shared,
     )
 
 

@@ -50,10 +50,19 @@ class SecondAttempt:
 
     @classmethod
     def after(cls, error: MemoryExhaustedError) -> SecondAttempt | None:
-        """Return None where there is no run yet, or no memory to speak of."""
+        """Return the attempt after an error; None where there is no run yet or no memory fits."""
         if error.run is None or error.fits < _MIB:
             return None
         return cls(error.run, error.fits // _MIB)
+
+    @classmethod
+    def in_this_process(cls, error: MemoryExhaustedError) -> SecondAttempt | None:
+        """Return the attempt that this process makes itself, as `after`.
+
+        Returns:
+            None also where the process that has started this rank starts it again, or has.
+        """
+        return None if _FOLDER in os.environ else cls.after(error)
 
     @property
     def size(self) -> str:
@@ -73,11 +82,6 @@ class SecondAttempt:
             elif each not in _DROPPED and each.partition("=")[0] not in _REPLACED:
                 kept.append(each)
         return [*kept, "--resume", "--out", str(self.run), "--memory", self.size]
-
-    @classmethod
-    def here(cls, error: MemoryExhaustedError) -> SecondAttempt | None:
-        """Return None, too, where the process that has started this rank makes the attempt."""
-        return None if _FOLDER in os.environ else cls.after(error)
 
     def begun(self, transport: Transport | None) -> SecondAttempt:
         """Free the memory of the first attempt and tell of this one; all ranks call it.

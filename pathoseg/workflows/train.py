@@ -196,7 +196,7 @@ def train(
         try:
             return _attempt(asked, ranks, verbose, None)
         except MemoryExhaustedError as error:
-            second = SecondAttempt.here(error)
+            second = SecondAttempt.in_this_process(error)
             if second is None:
                 raise
             say(str(error))

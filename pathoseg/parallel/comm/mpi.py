@@ -119,13 +119,13 @@ class MpiWire:
     def again(self) -> MpiWire:
         """Join the same ranks anew; all of them call it, after a `close` that was not well.
 
-        Messages that are under way arrive nowhere: MPI lets go of their buffers.
+        Messages that are under way are discarded, and MPI uses their buffers no more.
 
         Raises:
             PathosegError: A rank does not come within a minute.
         """
         anew = MpiWire()
-        own = [request for each in self._under_way for request in each.withdraw()]
+        own = [request for each in self._under_way for request in each.cancel()]
         self._wait(self._arrived, own)
         # Until all ranks have come so far, what they have sent may still arrive.
         self._wait(self._arrived, [anew._comms[0].Ibarrier()])
@@ -134,7 +134,7 @@ class MpiWire:
         return anew
 
     def _arrived(self, requests: Sequence[MPI.Request]) -> bool:
-        """Receive, for nobody, what has come; return True if all these requests are done."""
+        """Receive and discard what has come; return True if all these requests are done."""
         for comm in self._comms:
             status = self._mpi.Status()
             while (message := comm.Improbe(status=status)) is not None:
@@ -200,11 +200,11 @@ class MpiRequest:
         self._under_way = under_way
         under_way.add(self)
 
-    def withdraw(self) -> list[MPI.Request]:
-        """Receive nothing any more.
+    def cancel(self) -> list[MPI.Request]:
+        """Cancel a receive; a send stays.
 
         Returns:
-            Requests that are done once MPI does not use the memory any more.
+            The message's requests, which are done once MPI uses its memory no more.
         """
         if self._size is not None:
             for each in self._begun:

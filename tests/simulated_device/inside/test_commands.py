@@ -124,7 +124,7 @@ def test_a_device_without_memory_is_given_a_plan_with_less(exact: Path, command:
 def test_ranks_of_a_launcher_whose_device_has_no_memory_make_a_second_attempt(
     exact: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """They join once more, with less between forward and backward, and learn the same."""
+    """They join once more, keep less between forward and backward, and learn the same."""
     save_hardware(replace(load_hardware("v100"), device="sim"), Path("sim.json"))
     text = Path("exact.toml").read_text().replace("tile = 32", "tile = 128")
     text = text.replace("width = 4", "width = 16")
