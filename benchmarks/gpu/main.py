@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SIMULATED = "sim"  # tests/simulated_device
 _TOLD = 2000  # characters of a failed job's output that are kept
-_END = 10  # seconds between SIGTERM and SIGKILL
+_END = 10  # seconds between SIGINT and SIGKILL
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ def jobs(place: Place, device: str, quick: bool) -> list[Job]:
         device: The kind of device, such as `cuda`.
         quick: Small networks and tiles: whether all of it runs, not how fast.
     """
-    pytest = ["-m", "pytest", "-p", "no:cacheprovider", "-n0"]
+    # pytest-benchmark, where a machine brings it along, warns of xdist; here warnings are errors.
+    pytest = ["-m", "pytest", "-p", "no:cacheprovider", "-p", "no:benchmark", "-n0"]
     if device == SIMULATED:
         pytest += ["-p", "tests.simulated_device.clean_device"]
     small = ["--quick"] if quick else []
@@ -222,7 +223,8 @@ def _run(job: Job, work: Path, seconds: float) -> tuple[str, str]:
 
 
 def _end(running: subprocess.Popen[bytes]) -> None:
-    os.killpg(running.pid, signal.SIGTERM)
+    """Stop a job as Ctrl-C does: pytest then tells the failures that it has seen."""
+    os.killpg(running.pid, signal.SIGINT)
     try:
         running.wait(_END)
     except subprocess.TimeoutExpired:

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from benchmarks.offload.caps import caps
-from benchmarks.offload.study import study
+from benchmarks.offload.study import STEPS, study
 from benchmarks.offload.subject import DEVICE
 from benchmarks.offload.trace import write_trace
 from benchmarks.offload.waiting import waiting
@@ -31,6 +31,10 @@ def main() -> None:
         help="what the planner prices by; best a file of `pathoseg calibrate` on this device",
     )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace of a step")
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, help="of each form in the study (default: 160)"
+    )
+    parser.add_argument("--side", type=int, help="of the caps' tiles; left out: 1,024 and 2,048")
     parser.add_argument("--part", choices=("study", "caps", "waiting"), help="one of them")
     options = parser.parse_args()
     name = device_name(DEVICE)
@@ -38,9 +42,9 @@ def main() -> None:
     figures: dict[str, float | str] = {"device": name}
     hardware = load_hardware(options.hardware)
     if options.part in (None, "study"):
-        figures.update(study(options.quick))
+        figures.update(study(options.quick, options.steps))
     if options.part in (None, "caps"):
-        figures.update(caps(options.quick, hardware))
+        figures.update(caps(options.quick, hardware, options.side))
     if options.part in (None, "waiting"):
         figures.update(waiting(options.quick, hardware))
     if options.trace:

@@ -34,14 +34,15 @@ _PUBLISHED = "1.7–5.0"  # times the baseline, over the study's networks and fo
 _STAGES = 8  # the network's parts, of which all but one or two wait
 
 
-def study(quick: bool) -> Iterator[tuple[str, float]]:
+def study(quick: bool, steps: int) -> Iterator[tuple[str, float]]:
     """Prints a table for activations and one for parameters; yields the figures.
 
     Args:
-        quick: A small part of each network, two images, two steps.
+        quick: A small part of each network, two images, one step.
+        steps: Timed steps of each form, where not quick.
     """
-    yield from _table("activations", _activations, quick)
-    for name, ratio in _table("parameters", _parameters, quick):
+    yield from _table("activations", _activations, quick, steps)
+    for name, ratio in _table("parameters", _parameters, quick, steps):
         yield name, ratio
         if "_overlapped_" in name:
             yield name.replace("_parameters", ""), ratio
@@ -64,8 +65,10 @@ def _parameters(subject: Subject) -> _Run:
     return run
 
 
-def _table(what: str, ways: Callable[[Subject], _Run], quick: bool) -> Iterator[tuple[str, float]]:
-    batch, rounds, width = (2, 1, 1 / 16) if quick else (BATCH, STEPS, 1.0)
+def _table(
+    what: str, ways: Callable[[Subject], _Run], quick: bool, steps: int
+) -> Iterator[tuple[str, float]]:
+    batch, rounds, width = (2, 1, 1 / 16) if quick else (BATCH, steps, 1.0)
     print(f"\n## Forms of offload, {what} ({batch} images, {rounds} steps; median step)\n")
     print("| network | form | seconds | to none | published | ms out (min, max) | ms back |")
     print("|---|---|---|---|---|---|---|")

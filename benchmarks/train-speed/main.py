@@ -96,6 +96,7 @@ class Case:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--side", type=int, help="of a tile; left out: 128, on a GPU 1,024")
+    parser.add_argument("--network", choices=NETWORKS, help="this one alone")
     parser.add_argument("--compile", action="store_true", help="ours and plain compiled, too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
@@ -103,12 +104,12 @@ def main() -> None:
     torch.set_num_threads(1)
     device = pick_device()
     side = options.side or (SIDE_ON_CPU if device.type == "cpu" else SIDE)
-    cases = [Case.of(name, side) for name in NETWORKS]
+    torch.backends.cudnn.benchmark = True  # as `train` has it where memory is not limited
+    cases = [Case.of(name, side) for name in NETWORKS if options.network in (None, name)]
     if options.rank:
         figures = on_two_ranks(cases)
     else:
         figures = on_one_device(cases, device, options.compile)
-        print("", *(f"{name:44} {value}" for name, value in figures.items()), sep="\n", flush=True)
     if options.json and figures:
         before = (
             json.loads(options.json.read_text())
@@ -143,8 +144,9 @@ def on_one_device(cases: list[Case], device: torch.device, compiles: bool) -> di
             own_train = replace(train, compile=True)
             engine = OneDevice(own, whole.forward, LOSS, task, case.card(), own_train)
             ways["ours_compiled"] = stepping(engine, case.batch)
-        taken = in_turn(ways, device, None)
-        figures |= compared(case, taken)
+        found = compared(case, in_turn(ways, device, None))
+        print(*(f"{name:44} {value}" for name, value in found.items()), sep="\n", flush=True)
+        figures |= found
     return figures
 
 

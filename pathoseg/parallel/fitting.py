@@ -34,11 +34,13 @@ class Fit:
         plan: The stages and actions of every rank.
         runner: This rank's part.
         inputs: Names of the model's inputs, in the order in which it takes them.
+        device: The device on which this rank computes.
     """
 
     plan: Plan
     runner: Runner
     inputs: tuple[str, ...]
+    device: torch.device
 
     def step(
         self,
@@ -53,6 +55,7 @@ class Fit:
             number: The run's step, from 0.
             inputs: The whole batch, of several inputs each by name; a rank reads only the
                 microbatches that it needs (`runner.reads_inputs`), the others may hold anything.
+                On any device: a microbatch is copied to this rank's when its turn comes.
             targets: Likewise (`runner.reads_targets`).
             trace: Whether the result says what this rank did when.
 
@@ -84,7 +87,7 @@ class Fit:
         microbatches = Microbatches(
             [size] * count,
             lambda microbatch: {name: part(each, microbatch) for name, each in named.items()},
-            lambda microbatch: part(targets, microbatch),
+            lambda microbatch: part(targets, microbatch).to(self.device),
         )
         return self.runner.step(number, microbatches, trace)
 
@@ -213,4 +216,4 @@ def split(
     runner = Runner(
         traced, partition, plan.schedule, transport, device, training, memory, plan.shards
     )
-    return Fit(plan, runner, tuple(traced.graph.inputs))
+    return Fit(plan, runner, tuple(traced.graph.inputs), device)

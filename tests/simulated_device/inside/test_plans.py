@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from pathoseg.models.unet import UNet
+from pathoseg.parallel.comm.launcher import World, connect
 from pathoseg.parallel.cost.cost_model import cost_model
 from pathoseg.parallel.cost.hardware import load_hardware
-from pathoseg.parallel.fitting import Fit, best
+from pathoseg.parallel.fitting import Fit, best, fit
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.plan import PlanRequest
 from pathoseg.parallel.planning.stage_costs import StageCosts
@@ -106,3 +107,19 @@ def test_the_end_of_a_step_takes_what_was_planned(optimizer: str, ranks: int) ->
     assert planned == pytest.approx(parameters * (3 + slots), rel=0.02)
     for rank, peak in enumerate(run_ranks(ranks, run)):
         assert peak - before[rank] == pytest.approx(planned, rel=0.02)
+
+
+def test_a_batch_of_host_memory_is_copied_to_the_device() -> None:
+    seen: list[torch.device] = []
+
+    def losses(made: Tensor, targets: Tensor) -> Tensor:
+        seen.append(targets.device)
+        return _loss(made, targets)
+
+    model, inputs = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2)), torch.rand(4, 8)
+    training = Training(losses, lambda parameters: torch.optim.SGD(parameters, 1e-3))
+    asked = PlanRequest(1, 2**40, 4, "sequential")
+    transport = connect("gloo", World())
+    run = fit(model, inputs[:1], training, asked, load_hardware("h200"), transport, SIM)
+    run.step(0, inputs, torch.zeros(4, 2))
+    assert {device.type for device in seen} == {"sim"}
