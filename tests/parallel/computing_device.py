@@ -1,7 +1,8 @@
 """The device of the runtime's tests: the CPU, the simulated one where that is loaded, or a GPU.
 
-The judge computes on the CPU in either case. The numbers of the simulated device are equal to its
-numbers to the bit; a GPU, which PATHOSEG_TEST_DEVICE names (`make gpu`), has kernels of its own.
+The judge computes on the CPU, and the numbers of the simulated device are equal to its numbers to
+the bit. A GPU, which PATHOSEG_TEST_DEVICE names (`make gpu`), has kernels and random numbers of its
+own: there the judge computes on it, too.
 """
 
 from __future__ import annotations

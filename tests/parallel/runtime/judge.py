@@ -9,12 +9,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from pathoseg.device import CPU, seed_random
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.runtime.rng import seed_of
+from tests.parallel.computing_device import DEVICE, HAS_OWN_KERNELS
 from tests.parallel.networks.runtime_models import RuntimeModel, per_sample_loss, samples
 
 LEARNING_RATE = 0.01
 STEPS = 3
+# A GPU draws other random numbers than a CPU, so there it is judged by itself.
+_ON = DEVICE if HAS_OWN_KERNELS else CPU
 
 
 @dataclass
@@ -40,6 +44,7 @@ def judge(kind: RuntimeModel, traced: Traced, sizes: Sequence[int], clip: float)
     """Trains the traced model; it is left as it was."""
     model, verdict = traced.model, Verdict()
     before = deepcopy(model.state_dict())
+    model.to(_ON)
     dtype = next(model.parameters()).dtype
     steps = optimizer([*model.parameters()])
     for step in range(STEPS):
@@ -49,19 +54,22 @@ def judge(kind: RuntimeModel, traced: Traced, sizes: Sequence[int], clip: float)
             if not size:
                 continue
             images, targets = samples(step, microbatch, size, dtype)
-            returned = _forward(traced, kind.inputs(images), step, microbatch)
-            loss = per_sample_loss(returned, targets).sum()
+            returned = _forward(traced, kind.inputs(images.to(_ON)), step, microbatch)
+            loss = per_sample_loss(returned, targets.to(_ON)).sum()
             (loss / sum(sizes)).backward()
             total += loss.item()
         if clip:
             _clip([p.grad for p in model.parameters()], clip)
         if step == 0:
             verdict.gradients = {
-                name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad
+                name: p.grad.to(CPU, copy=True)
+                for name, p in model.named_parameters()
+                if p.requires_grad
             }
         steps.step()
         verdict.losses.append(total)
-    verdict.state = deepcopy(model.state_dict())
+    verdict.state = {name: each.to(CPU, copy=True) for name, each in model.state_dict().items()}
+    model.to(CPU)
     model.load_state_dict(before)
     model.zero_grad()
     return verdict
@@ -79,8 +87,8 @@ def _forward(traced: Traced, inputs: dict[str, Tensor], step: int, microbatch: i
     whole = traced.segment(range(len(traced.graph.layers)))
 
     def seed(position: int) -> None:
-        # The judge computes on the CPU. torch.manual_seed would format the stack three times, for
-        # devices that are not there: 1.5 ms a layer.
-        torch.default_generator.manual_seed(seed_of(0, step, microbatch, position))
+        # torch.manual_seed would format the stack three times, for devices that are not there:
+        # 1.5 ms a layer.
+        seed_random(_ON, seed_of(0, step, microbatch, position))
 
     return traced.assemble(whole(inputs, seed))
