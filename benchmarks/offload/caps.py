@@ -51,17 +51,18 @@ def _networks(quick: bool) -> dict[str, Callable[[], nn.Module]]:
     return {"unet": lambda: UNet(2, width=64), "resnet110": lambda: ResNetV2(2, depth=110)}
 
 
-def caps(quick: bool, hardware: Hardware, side: int | None) -> Iterator[tuple[str, float]]:
+def caps(quick: bool, hardware: Hardware, only: int | None) -> Iterator[tuple[str, float]]:
     """Prints a table for each network and size; yields the figures of the smallest tile.
 
     Args:
         quick: Small networks and tiles, few steps.
         hardware: By which the planner prices layers and copies.
-        side: Of the tiles, in pixels; None is the usual ones.
+        only: Side of the tiles in pixels; None is all the usual ones.
     """
     dtype = torch.bfloat16 if DEVICE.type != "cpu" else None
     sides, rounds = ((192,), 1) if quick else ((1024, 2048), 10)
-    sides = sides if side is None else (side,)
+    if only is not None:
+        sides = (only,)
     for name, make in _networks(quick).items():
         for side in sides:
             figures = dict(_one_in_flight(name, Subject(make, side, dtype=dtype), hardware, rounds))

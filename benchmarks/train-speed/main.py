@@ -106,8 +106,7 @@ def main() -> None:
     side = options.side or (SIDE_ON_CPU if device.type == "cpu" else SIDE)
     torch.backends.cudnn.benchmark = True  # as `train` has it where memory is not limited
     cases = [Case.of(name, side) for name in NETWORKS if options.network in (None, name)]
-    on_one = not options.rank
-    figures = on_one_device(cases, device, options.compile) if on_one else on_two_ranks(cases)
+    figures = on_two_ranks(cases) if options.rank else on_one_device(cases, device, options.compile)
     if options.json and figures:
         before = (
             json.loads(options.json.read_text())
