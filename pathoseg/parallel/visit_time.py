@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from statistics import median
 
 import torch
 from torch import Tensor, nn
 
+from pathoseg.errors import PathosegError
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.partition import cut
@@ -20,15 +22,15 @@ from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.schedule import Placement
 
 _STAGES = 40  # and twice as many
-_ROUNDS = 9  # the first ones warm up
+_ROUNDS = 9  # of both in turn; the first ones warm up
 _WARM_UP = 2
 
 
 def measure_visit(transport: Transport, device: torch.device) -> float:
     """Time stages that do next to nothing, one after the other on the ranks in turn.
 
-    The step of 80 stages less that of 40 is 80 visits, each with the message to the next rank. All
-    ranks call this; nothing else may be under way.
+    The step of 80 stages less that of 40 just before it is 80 visits, each with the message to the
+    next rank. All ranks call this; nothing else may be under way.
 
     Args:
         transport: Joins the ranks.
@@ -36,10 +38,20 @@ def measure_visit(transport: Transport, device: torch.device) -> float:
 
     Returns:
         Seconds of a forward or backward of a stage, the same on every rank (`Hardware.visit`).
+
+    Raises:
+        PathosegError: Other work disturbs the steps so much that more stages take no longer.
     """
-    few, many = (_seconds(transport, device, stages) for stages in (_STAGES, 2 * _STAGES))
-    own = max(0.0, (many - few) / (2 * _STAGES))
-    return max(map(float, transport.gather(str(own))))
+    few, many = (_steps(transport, device, stages) for stages in (_STAGES, 2 * _STAGES))
+    pairs = [(few(step), many(step)) for step in range(_ROUNDS)][_WARM_UP:]
+    own = median(more - less for less, more in pairs) / (2 * _STAGES)
+    longest = max(map(float, transport.gather(str(own))))
+    if longest <= 0:
+        raise PathosegError(
+            f"Visits of stages cannot be timed: steps with {_STAGES} more of them took no longer.",
+            "Run it again while these machines do nothing else.",
+        )
+    return longest
 
 
 class _Products(nn.Module):
@@ -57,7 +69,8 @@ class _Products(nn.Module):
         return number
 
 
-def _seconds(transport: Transport, device: torch.device, stages: int) -> float:
+def _steps(transport: Transport, device: torch.device, stages: int) -> Callable[[int], float]:
+    """Set up a network of so many stages; return a function that makes a step and times it."""
     number = torch.ones(1, 1)
     traced = Traced(_Products(stages), number)
     partition = cut(traced.graph, range(stages + 1))
@@ -69,10 +82,11 @@ def _seconds(transport: Transport, device: torch.device, stages: int) -> float:
     )
     [name] = traced.graph.inputs
     batch = Microbatches([1], lambda _: {name: number}, lambda _: None)
-    seconds = []
-    for step in range(_ROUNDS):
+
+    def step(at: int) -> float:
         transport.barrier()
         begin = time.perf_counter()
-        runner.step(step, batch)
-        seconds.append(time.perf_counter() - begin)
-    return median(seconds[_WARM_UP:])
+        runner.step(at, batch)
+        return time.perf_counter() - begin
+
+    return step

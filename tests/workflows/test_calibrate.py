@@ -17,6 +17,8 @@ from typer.testing import CliRunner
 
 from pathoseg.cli import app
 from pathoseg.errors import PathosegError, StoppedError
+from pathoseg.parallel import visit_time
+from pathoseg.parallel.comm.launcher import World, connect
 from pathoseg.parallel.comm.local_ranks import start_local
 from pathoseg.parallel.cost.calibration_layers import Case, draw_cases
 from pathoseg.parallel.cost.cost_model import cost_model
@@ -134,3 +136,9 @@ def test_ranks_measure_their_link_and_visits(
     assert found.inside.alpha < found.visit < 0.1
     assert found.visit != known.visit
     assert sorted(file.name for file in tmp_path.iterdir()) == ["linked.csv", "linked.json"]
+
+
+def test_a_visit_that_noise_hides_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(visit_time, "_steps", lambda *_: lambda step: 1e-3)
+    with pytest.raises(PathosegError, match="took no longer"):
+        visit_time.measure_visit(connect("gloo", World()), torch.device("cpu"))
