@@ -34,13 +34,11 @@ class Fit:
         plan: The stages and actions of every rank.
         runner: This rank's part.
         inputs: Names of the model's inputs, in the order in which it takes them.
-        device: The device on which this rank computes.
     """
 
     plan: Plan
     runner: Runner
     inputs: tuple[str, ...]
-    device: torch.device
 
     def step(
         self,
@@ -87,7 +85,7 @@ class Fit:
         microbatches = Microbatches(
             [size] * count,
             lambda microbatch: {name: part(each, microbatch) for name, each in named.items()},
-            lambda microbatch: part(targets, microbatch).to(self.device),
+            lambda microbatch: part(targets, microbatch).to(self.runner.device),
         )
         return self.runner.step(number, microbatches, trace)
 
@@ -216,4 +214,4 @@ def split(
     runner = Runner(
         traced, partition, plan.schedule, transport, device, training, memory, plan.shards
     )
-    return Fit(plan, runner, tuple(traced.graph.inputs), device)
+    return Fit(plan, runner, tuple(traced.graph.inputs))

@@ -90,6 +90,7 @@ class Runner:
             (`rows`).
 
     Attributes:
+        device: The device on which this rank computes.
         own: The trained parameters on this rank, by name. Of what is parked, they have the shapes.
         optimizer: Updates this rank's parameters (set the learning rate in its groups), or None
             where there are none.
@@ -120,7 +121,7 @@ class Runner:
         check_fit(partition, schedule, transport)
         whole = schedule.expanded()
         self._model, self._transport, self._training = traced.model, transport, training
-        self._device = device
+        self.device = device
         self._holdings = RankParameters(
             traced.model, traced.graph, partition, whole.placement, transport.rank
         )
@@ -329,7 +330,7 @@ class Runner:
         """
         told = self._told(self._holdings.tensors())
         with self._failing():
-            whole = gather(told, self._transport, self._device)
+            whole = gather(told, self._transport, self.device)
         return {} if self._world.rank else self.joined(whole)
 
     def begun(self) -> State:
@@ -399,11 +400,11 @@ class Runner:
         sharding = self._sharding
         if sharding is None:
             between = never if self._training.compiles else is_given_up
-            stack.enter_context(asking(self._model, self._device, between))
+            stack.enter_context(asking(self._model, self.device, between))
             return is_given_up
 
         def any_gives_up() -> bool:
-            own = torch.tensor([float(is_given_up())], device=self._device)
+            own = torch.tensor([float(is_given_up())], device=self.device)
             return bool(sharding.team.total(own))
 
         return any_gives_up
@@ -444,7 +445,7 @@ class Runner:
                 "Run it on one rank to see whether the model itself fails.",
             )
             if is_out_of_memory(error):
-                failure = self._memory.exhausted(error, rank, self._device, self.doing)
+                failure = self._memory.exhausted(error, rank, self.device, self.doing)
             fits = failure.fits if isinstance(failure, MemoryExhaustedError) else None
             self._transport.abort(failure.problem, fits)
             raise failure from error
