@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pathoseg.device import Arrival, answer, memory_told, to_inputs
-from pathoseg.errors import PathosegError
+from pathoseg.device import Arrival, Images, answer, memory_told, to_inputs
+from pathoseg.errors import PathosegError, is_out_of_memory
 from pathoseg.geometry import IMAGE, Box
 from pathoseg.giving_up import IsGivenUp, asking, never
 from pathoseg.models.bundle import Bundle
@@ -70,11 +70,17 @@ def predict(
         GivenUpError: `is_given_up` says so.
     """
     device = next(model.parameters()).device
-    layout = _laid_out(model, card, device)
+    layout = _lay_out(model, torch.channels_last)  # twice as fast, on CPUs too
     logits_inside: Any = getattr(model, "logits_inside", None)
     if logits_inside is None:
         inside = None
     waiting, spent = deque[_Batch](), spent or TimeSpent()
+
+    def logits_of(seen: Images, part: Box | None) -> torch.Tensor:
+        inputs = to_inputs(seen, card.mean, card.std, device, layout)
+        logits: torch.Tensor
+        logits = answer(model, inputs) if part is None else logits_inside(inputs, part)
+        return logits
 
     def read_tile(tile: tuple[int, bool]) -> _Read:
         index, last = tile
@@ -111,16 +117,22 @@ def predict(
                 torch.autocast(device.type, dtype, enabled=dtype is not None),
             ):
                 seen = {IMAGE: images, **others} if others else images
-                inputs = to_inputs(seen, card.mean, card.std, device, layout)
-                if inside is None:
-                    logits = answer(model, inputs)
-                else:
-                    part = inside(group[0][0])
-                    logits = logits_inside(inputs, part)
-                    if logits.shape[-2:] != (part.height, part.width):
-                        wrong = f"{type(model).__name__}.logits_inside answers {(*logits.shape,)}"
-                        told = f"{wrong}, not {part.height} rows and {part.width} columns."
-                        raise PathosegError(told, "Let it return the logits of that part alone.")
+                part = None if inside is None else inside(group[0][0])
+                logits: torch.Tensor | None = None
+                try:
+                    logits = logits_of(seen, part)
+                except RuntimeError as error:
+                    is_tried = layout == torch.contiguous_format or not card.model.is_factory
+                    if is_tried or is_out_of_memory(error):
+                        raise
+                    # It may ask for views that only the usual layout has; any other fault recurs.
+                    layout = _lay_out(model, torch.contiguous_format)
+                if logits is None:  # out of the handler, which holds what the attempt has made
+                    logits = logits_of(seen, part)
+                if part is not None and logits.shape[-2:] != (part.height, part.width):
+                    wrong = f"{type(model).__name__}.logits_inside answers {(*logits.shape,)}"
+                    told = f"{wrong}, not {part.height} rows and {part.width} columns."
+                    raise PathosegError(told, "Let it return the logits of that part alone.")
                 chances = _maps(logits.float().contiguous(), card.model.classes)
                 waiting.append((group, chances, Arrival(chances.sum())))
             # A batch is looked at while a device computes the next one.
@@ -137,22 +149,10 @@ def _maps(answer: torch.Tensor, classes: int) -> torch.Tensor:
     return torch.cat([answer[:, :classes].softmax(1), answer[:, classes:]], dim=1)
 
 
-def _laid_out(model: torch.nn.Module, card: Bundle, device: torch.device) -> torch.memory_format:
-    """Lays a model's weights out channels-last, twice as fast on CPUs too, where it takes that."""
-    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in its stub
-    if card.model.is_factory:
-        blank = {
-            each.name: np.zeros((1, each.size, each.size, 3), np.uint8) for each in card.inputs
-        }
-        seen = blank if len(blank) > 1 else blank[IMAGE]
-        try:
-            with torch.inference_mode():
-                answer(model, to_inputs(seen, card.mean, card.std, device, torch.channels_last))
-        # It asks for views that only the usual layout has; what else is wrong the first tile tells.
-        except RuntimeError:
-            model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # not in its stub
-            return torch.contiguous_format
-    return torch.channels_last
+def _lay_out(model: torch.nn.Module, layout: torch.memory_format) -> torch.memory_format:
+    """Lay a model's weights out so; returns the layout, for its inputs."""
+    model.to(memory_format=layout)  # type: ignore[call-overload]  # not in its stub
+    return layout
 
 
 def _checked(group: _Group, chances: torch.Tensor, total: Arrival) -> Iterator[Prediction]:

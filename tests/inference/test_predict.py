@@ -64,6 +64,16 @@ class Greedy(Plain):
         return super().forward(torch.empty(2**52))
 
 
+class Full(Plain):
+    """Finds no memory once, and finds some the next time."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(images)
+        if len(self.layouts) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return logits
+
+
 class Wrong(Plain):
     """Fails for another reason."""
 
@@ -121,6 +131,13 @@ def test_memory_that_is_used_up_is_told_with_what_to_change() -> None:
     assert "[infer] batch" in told.value.hint
     with pytest.raises(RuntimeError, match="to have 3 channels"):
         _predicted(Wrong().eval(), [[3, 4]], 2)
+
+
+def test_memory_that_is_used_up_says_nothing_of_the_layout() -> None:
+    model = Full().eval()
+    with pytest.raises(PathosegError, match="2 tiles does not fit"):
+        _predicted(model, [[3, 4]], 2)
+    assert model.layouts == [True]
 
 
 def test_a_network_that_can_computes_only_the_part_that_is_wanted() -> None:
