@@ -16,8 +16,8 @@ _HEAD = """# The configuration file
 
 `--config FILE.toml` takes everything that the flags take, and the rest. Flags overrule the file;
 what a run used in the end is written to `RUN/config.toml`, which `--config` takes again. An
-unknown key is refused with the nearest known one. A key that is left out, or whose default is
-"–", is decided by what its description says.
+unknown key is refused with the nearest known one, a misplaced one with the table that it belongs
+to. A key that is left out, or whose default is "–", is decided by what its description says.
 
 A run keeps the defaults that it began with. Its `config.toml` states their number, `format`:
 `--resume` and `evaluate` give keys that are left out the defaults of that number, or of format 1

@@ -214,6 +214,8 @@ def _refuse_unknown(cls: type, table: Mapping[str, Any], where: str, prefix: str
         if key not in names:
             near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
             hint = f"Did you mean `{near[0]}`?" if near else f"Known here: {', '.join(names)}."
+            if homes := list(_homes(key)):  # known elsewhere: misplaced, not misspelt
+                hint = f"It belongs {' or '.join(homes)}."
             raise PathosegError(f"{where}: unknown key `{prefix}{key}`.", hint)
         if is_dataclass(known[key]) and isinstance(known[key], type):
             if not isinstance(value, dict):
@@ -222,6 +224,16 @@ def _refuse_unknown(cls: type, table: Mapping[str, Any], where: str, prefix: str
                     f"Write it as [{prefix}{key}] with keys below.",
                 )
             _refuse_unknown(known[key], value, where, f"{prefix}{key}.")
+
+
+def _homes(key: str) -> Iterator[str]:
+    """Yield the places of the file that know a key, in words."""
+    for name, kind in get_type_hints(Config).items():
+        is_table = isinstance(kind, type) and is_dataclass(kind)
+        if is_table and key in (entry.name for entry in fields(kind)):
+            yield f"to [{name}]"
+        if name == key:
+            yield f"to the top level, as [{name}]" if is_table else "above the first table"
 
 
 def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,11 @@ def test_flags_overrule_the_file_and_the_record_keeps_both(tmp_path: Path) -> No
     [
         ("[tiles]\ntille = 3\n", "unknown key `tiles.tille`", "`tile`"),
         ("[trian]\n", "unknown key `trian`", "`train`"),
+        ("classes = ['a']\n", "unknown key `classes`", r"It belongs to \[data\]\.$"),
+        ("[model]\nclasses = []\n", "`model.classes`", r"It belongs to \[data\]\.$"),
+        ("[train]\ntile = 3\n", "`train.tile`", r"It belongs to \[tiles\] or to \[infer\]\.$"),
+        ("[train]\nseed = 3\n", "`train.seed`", "It belongs above the first table"),
+        ("[train.data]\n", "`train.data`", r"It belongs to the top level, as \[data\]\.$"),
         ("[train]\nbatch = 'many'\n", "train.batch = 'many'", "configuration.md"),
         ("[model]\nnorm = 'layer'\n", "model.norm = 'layer'", "configuration.md"),
         ("tiles = 3\n", "is a table", r"\[tiles\]"),

@@ -128,7 +128,7 @@ class ClassTable:
             raise PathosegError(
                 f"{path} has regions of class {quoted(unknown)}, beside the classes of this run: "
                 f"{quoted(self.names)}.",
-                "Train with it among the config's `classes`, or rename it with `[annotations] "
+                "Train with it among `[data] classes`, or rename it with `[annotations] "
                 "rename`: a name that ends in * is ignored.",
             )
         return {name: self.index(name) for name in names} | dict.fromkeys(background, BACKGROUND)

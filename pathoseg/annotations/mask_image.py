@@ -323,7 +323,7 @@ class MaskLabels:
             raise PathosegError(
                 f"{self._path} holds the value {max(self._pixels.colours)}, but the run has "
                 f"{len(classes) - 1} classes.",
-                "Name as many `classes` in the config as the mask has; 255 means ignored. "
+                "Name as many in `[data] classes` as the mask has; 255 means ignored. "
                 + ("" if self._values == "instances" else _IF_NUMBERS),
             )
         table[1 : len(classes)] = np.arange(1, len(classes))

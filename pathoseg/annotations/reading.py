@@ -310,7 +310,7 @@ def class_table(labels: Sequence[Labels], wanted: tuple[str, ...] | None) -> Cla
     if wanted is None and len(names) > _MOST_UNNAMED:
         raise PathosegError(
             f"The annotations use {len(names)} classes, {names[0]} to {names[-1]}.",
-            "Name those to learn in the config's `classes`. If the values of masks number objects, "
+            "Name those to learn in `[data] classes`. If the values of masks number objects, "
             'set `[annotations] mask = "binary"` to learn where there are any, or "instances" to '
             "separate them.",
         )
@@ -318,7 +318,7 @@ def class_table(labels: Sequence[Labels], wanted: tuple[str, ...] | None) -> Cla
     if len(names) > most or len(set(names)) < len(names):
         raise PathosegError(
             f"The config names {len(names)} classes; {most} are possible, no two of one name.",
-            "Correct the config's `classes`.",
+            "Correct `[data] classes`.",
         )
     taken: list[Colour] = []
     for name in names:

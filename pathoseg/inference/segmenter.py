@@ -183,7 +183,7 @@ def load_segmenter(
     if config.data.classes not in (None, card.class_names):
         raise PathosegError(
             f"The model {bundle} tells apart {names}, not {', '.join(config.data.classes or ())}.",
-            "Name another model with --model, or leave `classes` out of the configuration.",
+            "Name another model with --model, or leave `[data] classes` out of the configuration.",
         )
     say(f"Model: {bundle} ({names}; {card.mpp:g} µm)")
     if card.tiling == "blended" and config.infer.tile is None and edge_reach(model) is not None:

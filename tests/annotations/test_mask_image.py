@@ -221,7 +221,7 @@ def test_values_beyond_the_classes_are_refused(tmp_path: Path, names: tuple[str,
     labels = MaskLabels(_saved(tmp_path, PATTERN), Size(4, 3))
     with pytest.raises(PathosegError, match=r"s_mask\.png.*3") as refused:
         _whole(labels, Size(4, 3), ClassTable(names, ((0, 0, 0),) * len(names)))
-    assert "`classes`" in refused.value.hint
+    assert "`[data] classes`" in refused.value.hint
 
 
 @pytest.mark.parametrize("values", ["indices", "binary"])
