@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -163,8 +164,9 @@ class _Check:
         self._training = list[SlideTiles]()
         self._context: tuple[ModelInput, ...] = ()
         self._unreadable = list[str]()  # of those without an annotation
+        self._uncut = dict[str, PathosegError]()  # what cannot be cut → why
         self._pictures = dict[str, str]()  # hash of a thumbnail → the slide
-        bad = [f"{name}: {error}" for name, error in self.read.bad.items()]
+        bad = [text for _, text in self._alike(self.read.bad)]
         if config.data.skip_bad_slides:
             self.warnings += [f"Left out: {text}" for text in bad]
         else:
@@ -216,8 +218,7 @@ class _Check:
                 member = self.members.get(name)
                 seen.refused = member is None or member.split != "test"
                 seen.left_out = str(error)
-                told = self.refusals if seen.refused else self.warnings
-                told.append(f"{name}: {error}")
+                self._uncut[name] = error
             elif not seen.left_out or seen.left_out == NO_ANNOTATION:
                 seen.left_out = f"{NO_ANNOTATION}, and cannot be read: {error.problem}"
                 self._unreadable.append(name)
@@ -256,8 +257,28 @@ class _Check:
                 "on it would be too good. Give both one patient in slides.csv."
             )
 
+    def _alike(self, errors: Mapping[str, PathosegError]) -> Iterator[tuple[Collection[str], str]]:
+        """Yield the slides of each error, and a text: alike are errors but for the file they name.
+
+        Args:
+            errors: By slide.
+        """
+        found = defaultdict[str, list[str]](list)
+        for name, error in errors.items():
+            labels = [self._sources[name].labels] if name in self._sources else []
+            said = str(error)
+            for file in (self.read.files[name], *(file for one in labels for file in one.files)):
+                said = said.replace(str(file), "")
+            found[said].append(name)
+        for first, *others in found.values():
+            whose = f"{1 + len(others)} slides ({some([first, *others])})" if others else first
+            yield (first, *others), f"{whose}: {errors[first]}"
+
     def conclude(self) -> None:
         """Find out what follows from all slides together."""
+        refused = {seen.name for seen in self.slides if seen.refused}
+        for names, text in self._alike(self._uncut):
+            (self.warnings if refused.isdisjoint(names) else self.refusals).append(text)
         if self.members and self.classes is not None:
             try:
                 if not any(member.split == "train" for member in self.members.values()):

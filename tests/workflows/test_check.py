@@ -107,6 +107,27 @@ def test_a_slide_that_cannot_be_cut_is_refused_where_training_cuts_it(
     assert (command(*train)[0] == 2) == (not trains)
 
 
+def test_what_is_wrong_with_many_slides_is_said_once(toy_slides: Path, command: Command) -> None:
+    for number in range(4):
+        _outlines(toy_slides / f"slide{number}.png", ("disc", 5, 5, 60, 60), ("ring", 70, 5, 90, 9))
+    rows = "slide0,train\nslide1,train\nslide2,val\nslide3,test\n"
+    (toy_slides / "slides.csv").write_text(f"slide,split\n{rows}")
+    code, said = command(*CHECK)
+    assert code == 2
+    assert said.count('has regions of class "ring"') == 1
+    names = ", ".join(f"slide{number}.png" for number in range(4))
+    assert f"Training would refuse: 4 slides ({names}): slides/slide0.geojson has" in said
+    assert {row["training"] for row in _rows().values()} == {"refused", "left out"}
+    config = Path("tiny.toml").read_text().replace("assume_mpp = 0.5\n", "")
+    Path("tiny.toml").write_text(config)
+    code, said = command(*CHECK)
+    assert (code, said.count("--assume-mpp")) == (2, 1)
+    _outlines(toy_slides / "slide0.png", ("disc", 5, 5, 60, 60), ("dot", 70, 5, 90, 9))
+    code, said = command(*CHECK, "--assume-mpp", 0.5)
+    assert said.count("Training would refuse: slide0.png: ") == 1, "another class"
+    assert said.count("Training would refuse: 3 slides (slide1.png, ") == 1
+
+
 @pytest.mark.parametrize(
     ("rows", "options", "why"),
     [
