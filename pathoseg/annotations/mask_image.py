@@ -134,9 +134,16 @@ class MaskLabels:
                 classes[name] = classes.get(name) or self._pixels.colours[value]
         return classes
 
+    def file_classes(self) -> Set[str]:
+        """Return "class 1"… of the values in use."""
+        return set(self._file_names().values())
+
+    def _file_names(self) -> dict[int, str]:
+        return {value: f"class {value}" for value in self._pixels.colours}
+
     def _names(self) -> dict[int, str]:
         """Return the class name of each value that the mask has."""
-        own = {value: f"class {value}" for value in self._pixels.colours}
+        own = self._file_names()
         return {value: self._rename.get(name, name) for value, name in own.items()}
 
     def rasterise(self, box: Box, frame: Frame, classes: ClassTable) -> NDArray[np.uint8]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -67,6 +67,7 @@ class PolygonLabels:
         slide_size: Level-0 pixels of the slide.
         options: How they are understood.
         passed_over: Number of other objects in the file by kind, for the report.
+        file_classes: Class names in the file, of all its objects.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class PolygonLabels:
         slide_size: Size,
         options: AnnotationOptions | None = None,
         passed_over: Mapping[str, int] = MappingProxyType({}),
+        file_classes: Set[str] = frozenset(),
     ) -> None:
         options = options or AnnotationOptions()
         named = [region for region in annotations if region.class_name is not None]
@@ -94,6 +96,7 @@ class PolygonLabels:
         regions.sort(key=lambda region: -region.geometry.area)
         regions += sorted(named, key=lambda region: -region.geometry.area)
         self._path = path
+        self._file_classes = file_classes
         self._slide_size = slide_size
         self._unlabelled = IGNORE if options.unlabelled == "ignore" else BACKGROUND
         self._by_centre = options.labels == "centre"
@@ -165,6 +168,10 @@ class PolygonLabels:
     def classes(self) -> Mapping[str, Colour | None]:
         """Names in use with their colours, without ignored ones, regions and background."""
         return self._classes
+
+    def file_classes(self) -> Set[str]:
+        """Return the class names that the file itself has."""
+        return self._file_classes
 
     def rasterise(self, box: Box, frame: Frame, classes: ClassTable) -> NDArray[np.uint8]:
         """Return the class index of each pixel of `box`, in pixels of `frame`.

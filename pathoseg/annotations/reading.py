@@ -6,8 +6,9 @@ import colorsys
 import difflib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 import shapely
@@ -15,6 +16,7 @@ import shapely
 from pathoseg.annotations import asap_xml, imagescope_xml
 from pathoseg.annotations.annotation import (
     IGNORE,
+    UNCLASSIFIED,
     Annotation,
     AnnotationFile,
     AnnotationReport,
@@ -148,8 +150,8 @@ def read_labels(
     """
     if path.name.lower().endswith(MASK_SUFFIXES):
         return MaskLabels(path, slide_size, options)
-    annotations, passed_over = _read_outlines(path, slide_size, origin, options)
-    return PolygonLabels(path, annotations, slide_size, options, passed_over)
+    annotations, passed_over, classes = _read_outlines(path, slide_size, origin, options)
+    return PolygonLabels(path, annotations, slide_size, options, passed_over, classes)
 
 
 def read_regions_of_interest(
@@ -168,15 +170,18 @@ def read_regions_of_interest(
     """
     if path.name.lower().endswith(MASK_SUFFIXES):
         return []
-    annotations, _ = _read_outlines(path, slide_size, origin, options)
+    annotations, *_ = _read_outlines(path, slide_size, origin, options)
     marked = [region for region in annotations if options.is_roi(region.class_name or "")]
     return regions_on_slide(marked, slide_size)
 
 
 def _read_outlines(
     path: Path, slide_size: Size, origin: tuple[int, int], options: AnnotationOptions
-) -> tuple[list[Annotation], Counter[str]]:
-    """Return the outlines of a file in the slide's frame, and by kind the number of the rest."""
+) -> tuple[list[Annotation], Counter[str], set[str]]:
+    """Return the outlines of a file in the slide's frame, and of the rest the number by kind.
+
+    The class names that the file has come third.
+    """
     name = path.name.lower()
     if name.endswith(".xml"):
         file, frame = _read_xml(path, options), "full"
@@ -196,7 +201,12 @@ def _read_outlines(
     passed_over = Counter[str]()
     for kind, count in file.passed_over.items():
         passed_over[kind.what] += count
-    return annotations, passed_over
+    drawn = {region.class_name for region in file.annotations}
+    drawn |= {kind.class_name for kind in file.passed_over}
+    classes = {name for name in drawn if name is not None}
+    if file.annotations and not classes:
+        classes = {UNCLASSIFIED}
+    return annotations, passed_over, classes
 
 
 def _understood(
@@ -374,6 +384,31 @@ def what_is_limited(reports: Iterable[AnnotationReport]) -> list[str]:
             "background unless [annotations] unlabelled says otherwise."
         )
     return lines
+
+
+def unknown_names(labels: Collection[Labels], rename: Mapping[str, str]) -> list[str]:
+    """Describe which keys of `[annotations] rename` no file has, a sentence each.
+
+    Args:
+        labels: Of all slides.
+        rename: Names of classes in files → names in the run.
+    """
+    if not rename:
+        return []
+    classes = sorted({name for one in labels for name in one.file_classes()})
+    lines = []
+    for missing in (name for name in rename if name not in classes):
+        nearest = sorted(classes, key=partial(_likeness, missing), reverse=True)
+        there_are = few([quoted([name]) for name in nearest]) or "none"
+        lines.append(
+            "[annotations] rename: no annotation that can be read has a class "
+            f"{quoted([missing])}; there are {there_are}."
+        )
+    return lines
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one.casefold(), other.casefold()).ratio()
 
 
 _WITHOUT_CLASS = "outlines without a class"

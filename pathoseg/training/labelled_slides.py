@@ -15,6 +15,7 @@ from pathoseg.annotations.reading import (
     class_table,
     read_labels,
     stray_annotations,
+    unknown_names,
     what_is_left_out,
     what_is_limited,
 )
@@ -55,6 +56,7 @@ class LabelledSlides:
         left_out: By name, the reason why a slide is not used.
         notes: A sentence for each kind of what annotations hold and training leaves out.
         remarks: Sentences about annotations that limit what is known, which are no fault.
+        warnings: Sentences about options that say nothing of these annotations.
     """
 
     usable: tuple[LabelledSlide, ...]
@@ -62,6 +64,7 @@ class LabelledSlides:
     left_out: dict[str, str]
     notes: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 NO_ANNOTATION = "it has no annotation"
@@ -220,9 +223,16 @@ def labelled_slides(
     strays = dict[Path, Path | None]()
     for folder in sorted(places):
         strays |= stray_annotations(folder, files)
-    reports = [source.labels.report for source in read.usable]
-    notes, remarks = what_is_left_out(reports, strays, table), what_is_limited(reports)
-    return LabelledSlides(read.usable, table, read.left_out, tuple(notes), tuple(remarks))
+    labels = [source.labels for source in read.usable]
+    reports = [one.report for one in labels]
+    return LabelledSlides(
+        read.usable,
+        table,
+        read.left_out,
+        notes=tuple(what_is_left_out(reports, strays, table)),
+        remarks=tuple(what_is_limited(reports)),
+        warnings=tuple(unknown_names(labels, config.annotations.rename)),
+    )
 
 
 def classes_held(sources: LabelledSlides) -> dict[str, Collection[str]]:

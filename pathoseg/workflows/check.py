@@ -174,7 +174,7 @@ class _Check:
         try:
             labelled = labelled_slides(config, self.read)
             self.classes, held = labelled.classes, classes_held(labelled)
-            self.warnings += labelled.notes
+            self.warnings += (*labelled.notes, *labelled.warnings)
             table = find_table(config.data)
             self.members = split_slides([*held], table, config.seed, config.data.val_share, held)
         except PathosegError as error:

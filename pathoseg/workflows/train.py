@@ -250,8 +250,7 @@ def _train(asked: _Asked, transport: ProcessTransport | None, spent: TimeSpent) 
     # A run goes on with the slides and splits that it began with.
     recorded = run / SPLITS if going_on and (run / SPLITS).is_file() else None
     own = None if recorded is None else read_rows(recorded).keys()
-    known = _recorded_classes(run) if going_on else None
-    sources = find_labelled_slides(config, known, own)
+    sources = find_labelled_slides(config, _recorded_classes(run) if going_on else None, own)
     table = find_table(config.data) if recorded is None else recorded
     held = classes_held(sources)
     members = split_slides([*held], table, config.seed, config.data.val_share, held)
@@ -282,7 +281,8 @@ def _train(asked: _Asked, transport: ProcessTransport | None, spent: TimeSpent) 
     card = _card(config, sources, members, model, origin)
     left_out = [f"Left out: {name}: {reason}" for name, reason in sources.left_out.items()]
     overview = split_lines(members, table, sources.classes.names)
-    for line in (*overview, *left_out, *sources.remarks, *sources.notes):
+    warned = [f"Take care: {warning}" for warning in sources.warnings]
+    for line in (*overview, *left_out, *sources.remarks, *sources.notes, *warned):
         say(line)
     pool = SlidePool(lambda path: open_slide(path, config.data.assume_mpp))
     advice = "Nothing is trained yet: start the same command again."
@@ -425,7 +425,7 @@ def _report(
         class_rows=class_rows,
         slide_columns=[(title, at > 2) for at, title in enumerate((*titles, *classes.names))],
         slide_rows=slide_rows,
-        warnings=warnings_of(facts, classes, config, ()),
+        warnings=[*sources.warnings, *warnings_of(facts, classes, config, ())],
         left_out=sources.left_out,
         options=changed_options(load_config(run / CONFIG, unnumbered=UNNUMBERED)),
         made=[

@@ -22,6 +22,7 @@ from pathoseg.annotations.reading import (
     find_annotation,
     read_labels,
     stray_annotations,
+    unknown_names,
     what_is_left_out,
     what_is_limited,
 )
@@ -439,6 +440,27 @@ def test_outlines_of_no_slide_are_found_with_the_slide_they_are_named_like(tmp_p
         tmp_path / "case 2 corrected.xml": slides[1],
         tmp_path / "lab.geojson": None,
     }
+
+
+def test_names_that_no_file_has_are_told_with_those_that_are_there(tmp_path: Path) -> None:
+    point = _square(0, 0, name="Mark")
+    point["geometry"] = {"type": "Point", "coordinates": [5, 5]}
+    marked, bare = _square(0, 0, name="Stroma"), _square(0, 0)
+    del bare["properties"]["classification"]
+    files = [_outlines_to_rename(tmp_path), _mask_to_rename(tmp_path)]
+    files += [_geojson(tmp_path, marked, point, name="b.json")]
+    files += [_geojson(tmp_path, bare, name="c.json")]
+
+    def told(rename: Mapping[str, str]) -> list[str]:
+        options = AnnotationOptions(rename=rename)
+        labels = [read_labels(path, SLIDE, (0, 0), options) for path in files]
+        return unknown_names(labels, rename)
+
+    assert told({}) == told({**RENAME, "Mark": "x*", "annotation": "tumour"}) == []
+    [line] = told({**RENAME, "class1": "tumour"})
+    assert 'has a class "class1"; there are "class 1", "class 2", "class 3", 8 more.' in line
+    [line] = told({"tumor ": "tumour"})
+    assert 'has a class "tumor "; there are "Tumor", "tumour", ' in line
 
 
 class _Labels:

@@ -128,6 +128,24 @@ def test_what_is_wrong_with_many_slides_is_said_once(toy_slides: Path, command: 
     assert said.count("Training would refuse: 3 slides (slide1.png, ") == 1
 
 
+def test_a_renamed_class_that_is_nowhere_is_said_once(toy_slides: Path, command: Command) -> None:
+    rename = '[annotations.rename]\nDisk = "disc"\n"Disc 2" = "disc"\n'
+    Path("tiny.toml").write_text(Path("tiny.toml").read_text() + rename)
+    for number, name in enumerate(("Disc 2", "disc", "disc", "disc")):
+        _outlines(toy_slides / f"slide{number}.png", (name, 5, 5, 60, 60))
+    code, said = command(*CHECK)
+    line = (
+        "Take care: [annotations] rename: no annotation that can be read has a class "
+        '"Disk"; there are "disc", "Disc 2".\n'
+    )
+    assert (code, said.count(line), said.count("[annotations] rename")) == (1, 1, 1)
+    code, said = command("train", *CHECK[1:], "--epochs", 1, "--out", "run")
+    assert (code, said.count(line), said.count("[annotations] rename")) == (0, 1, 1)
+    assert "Disk" in Path("run/report.html").read_text()
+    code, said = command("evaluate", "--model", "run", "--slides", "slides")
+    assert (code, "Disk" in said) == (0, False), "one of the run's classes need not be there"
+
+
 @pytest.mark.parametrize(
     ("rows", "options", "why"),
     [
