@@ -67,27 +67,35 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno or errno.EIO, reason, str(path)) from error
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> bool:
     """Replace the file `path` by `text` in UTF-8, whole or not at all.
 
     File names in the text keep the bytes that are no UTF-8.
 
+    Returns:
+        True if there was such a file.
+
     Raises:
         OSError: The folder cannot be written, or the disk is full.
     """
+    is_there = path.exists()
     with replaced(path) as draft:
         draft.write_text(text, encoding="utf-8", errors="surrogateescape", newline="")
+    return is_there
 
 
 def write_rows(
     path: Path, rows: Iterable[Mapping[str, object]], columns: Sequence[str] | None = None
-) -> None:
+) -> bool:
     """Replace `path` by a CSV table, whole or not at all.
 
     Args:
         path: The file.
         rows: Each maps every column to its value.
         columns: In their order, for a table that may have no rows; None takes the first row's.
+
+    Returns:
+        True if there was such a file.
 
     Raises:
         OSError: The disk is full or cannot be written.
@@ -96,4 +104,4 @@ def write_rows(
     writer = csv.DictWriter(text, columns or list(entries[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(entries)
-    write_text(path, text.getvalue())
+    return write_text(path, text.getvalue())

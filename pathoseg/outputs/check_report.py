@@ -106,7 +106,9 @@ class CheckPage:
     version: str
 
 
-def write_check(folder: Path, rows: Sequence[Mapping[str, object]], page: CheckPage) -> Path:
+def write_check(
+    folder: Path, rows: Sequence[Mapping[str, object]], page: CheckPage
+) -> tuple[Path, bool]:
     """Write check.csv and check.html.
 
     Args:
@@ -115,13 +117,13 @@ def write_check(folder: Path, rows: Sequence[Mapping[str, object]], page: CheckP
         page: What check.html shows.
 
     Returns:
-        The path of check.csv.
+        The path of check.csv, and whether an earlier one was replaced.
 
     Raises:
         OSError: The disk is full or cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_rows(folder / TABLE, rows)
+    has_replaced = write_rows(folder / TABLE, rows)
     date = datetime.date.today().isoformat()
     write_page(folder / PAGE, "check.html", of=page, version=page.version, date=date)
-    return folder / TABLE
+    return folder / TABLE, has_replaced

@@ -183,7 +183,7 @@ def best_median_worst(slides: Sequence[ScoredSlide]) -> list[tuple[str, ScoredSl
     return [("Best", ranked[0]), ("Median", ranked[len(ranked) // 2]), ("Worst", ranked[-1])]
 
 
-def write_evaluation(folder: Path, split: str | None, evaluation: Evaluation) -> Path:
+def write_evaluation(folder: Path, split: str | None, evaluation: Evaluation) -> tuple[Path, bool]:
     """Write an evaluation's tables, its JSON and its HTML page.
 
     They are evaluation.csv, evaluation-slides.csv, confusion.csv, evaluation.json and
@@ -195,7 +195,7 @@ def write_evaluation(folder: Path, split: str | None, evaluation: Evaluation) ->
         evaluation: The figures.
 
     Returns:
-        The path of evaluation.csv.
+        The path of evaluation.csv, and whether an earlier one was replaced.
 
     Raises:
         OSError: The disk is full or cannot be written.
@@ -203,7 +203,7 @@ def write_evaluation(folder: Path, split: str | None, evaluation: Evaluation) ->
     folder.mkdir(parents=True, exist_ok=True)
     end = "" if split is None else f"-{split}"
     table = folder / f"evaluation{end}.csv"
-    write_rows(table, _figure_rows(evaluation))
+    has_replaced = write_rows(table, _figure_rows(evaluation))
     write_rows(folder / f"evaluation-slides{end}.csv", _slide_rows(evaluation))
     write_rows(folder / f"confusion{end}.csv", _confusion_rows(evaluation))
     text = json.dumps(_without_nan(_document(evaluation)), indent=2, allow_nan=False)
@@ -216,7 +216,7 @@ def write_evaluation(folder: Path, split: str | None, evaluation: Evaluation) ->
         version=evaluation.version,
         date=datetime.date.today().isoformat(),
     )
-    return table
+    return table, has_replaced
 
 
 def _figure_rows(evaluation: Evaluation) -> Iterable[dict[str, object]]:

@@ -115,9 +115,11 @@ def check(
                 bar.advance()
                 interruption.raise_if_asked()
         found.conclude()
-    table = write_check(out, [found.row(one) for one in found.slides], found.page())
+    rows = [found.row(one) for one in found.slides]
+    table, has_replaced = write_check(out, rows, found.page())
     found.tell()
-    say(f"Written to {table}; to look at: {out / PAGE}")
+    instead = ", in place of an earlier one" if has_replaced else ""
+    say(f"Written to {table}{instead}; to look at: {out / PAGE}")
     return FolderCheck(table, out / PAGE, tuple(found.refusals), tuple(found.warnings))
 
 

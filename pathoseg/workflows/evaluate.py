@@ -149,7 +149,7 @@ def _evaluate(
         ),
         version=__version__,
     )
-    path = write_evaluation(out or bundle.parent, split, evaluation)
+    path, has_replaced = write_evaluation(out or bundle.parent, split, evaluation)
     for part in evaluation.splits:
         for line in _lines("all", part.name, {name: f.value for name, f in part.figures.items()}):
             say(line)
@@ -160,7 +160,8 @@ def _evaluate(
         say(f"Left out: {name}: {reason}")
     for note in (*sources.remarks, *sources.notes):
         say(note)
-    say(f"Written to {path}; to read: {path.with_suffix('.html')}")
+    instead = ", in place of an earlier one" if has_replaced else ""
+    say(f"Written to {path}{instead}; to read: {path.with_suffix('.html')}")
     return path
 
 

@@ -139,9 +139,9 @@ def plan(
         say(line)
     costs = priced.costs(partition, of_strip.ranks, best.retention, best.window)
     events = simulate(best.schedule, costs).events
-    write_text(out / PLAN, best.to_json())
+    told = _written(out / PLAN, best.to_json())
     write_text(out / TIMELINE, timeline.draw_svg({"planned": events}))
-    say(f"Plan: {out / PLAN}. Timeline: {out / TIMELINE}.")
+    say(f"Plan: {told}. Timeline: {out / TIMELINE}.")
     if level in _DEPTHS and best.line:  # modules run at once, so that none is a row of its own
         graph, times, stages = _at_level(whole, None, level)
     else:
@@ -150,11 +150,16 @@ def plan(
         say("")
         say(adjacency(graph))
     if draw is not None:
-        write_text(draw, svg(graph, seconds=times, partition=stages))
-        say(f"Drawing: {draw}.")
+        told = _written(draw, svg(graph, seconds=times, partition=stages))
+        say(f"Drawing: {told}.")
         if stages is None:
             say(f"It shows no stages: they begin inside of a {level}.")
     return best
+
+
+def _written(path: Path, text: str) -> str:
+    """Write a file; return its path as it is told, with whether an earlier one was replaced."""
+    return f"{path}, in place of an earlier one" if write_text(path, text) else str(path)
 
 
 def _at_level(

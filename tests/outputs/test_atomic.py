@@ -12,8 +12,8 @@ from pathoseg.outputs.atomic import new_folder, replaced, write_text
 
 def test_the_new_text_takes_the_place_of_the_old(tmp_path: Path) -> None:
     path = tmp_path / "summary.csv"
-    write_text(path, "old\n")
-    write_text(path, "µ\n")
+    assert not write_text(path, "old\n")
+    assert write_text(path, "µ\n")
     assert path.read_bytes() == "µ\n".encode()
     assert list(tmp_path.iterdir()) == [path]
 

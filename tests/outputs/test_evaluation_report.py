@@ -70,7 +70,8 @@ def test_what_does_not_exist_is_left_open_everywhere(tmp_path: Path) -> None:
         splits=(split, replace(split, name="val")),
         version="1",
     )
-    table = write_evaluation(tmp_path, None, evaluation)
+    table, has_replaced = write_evaluation(tmp_path, None, evaluation)
+    assert not has_replaced
     assert {path.name for path in tmp_path.iterdir()} == {
         "evaluation.csv", "evaluation-slides.csv", "evaluation.json", "evaluation.html",
         "confusion.csv",

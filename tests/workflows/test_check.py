@@ -48,6 +48,7 @@ def test_it_says_what_train_does(toy_slides: Path, command: Command) -> None:
     code, said = command(*CHECK)
     assert code == 0, said
     assert "Take care" not in said
+    assert "Written to check.csv; to look at: check.html" in said
     rows = _rows()
     code, trained = command("train", *CHECK[1:], "--epochs", 1, "--out", "run")
     assert code == 0, trained
@@ -124,6 +125,7 @@ def test_what_is_wrong_with_many_slides_is_said_once(toy_slides: Path, command: 
     assert (code, said.count("--assume-mpp")) == (2, 1)
     _outlines(toy_slides / "slide0.png", ("disc", 5, 5, 60, 60), ("dot", 70, 5, 90, 9))
     code, said = command(*CHECK, "--assume-mpp", 0.5)
+    assert "Written to check.csv, in place of an earlier one; to look at: check.html" in said
     assert said.count("Training would refuse: slide0.png: ") == 1, "another class"
     assert said.count("Training would refuse: 3 slides (slide1.png, ") == 1
 

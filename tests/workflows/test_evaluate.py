@@ -250,7 +250,10 @@ def test_one_split_alone_and_slides_the_run_never_saw(toy_slides: Path, command:
     assert "of these: train, val; what the model's run never saw is unseen" in said
     for name in ("slide0.png", "slide0_mask.png"):
         (toy_slides / name).rename(toy_slides / name.replace("0", "9"))
-    assert command(*evaluate, "--split", "unseen")[0] == 0
+    written = "Written to figures/evaluation-unseen.csv"
+    assert f"{written}; to read: " in command(*evaluate, "--split", "unseen")[1]
+    code, said = command(*evaluate, "--split", "unseen")
+    assert (code, f"{written}, in place of an earlier one; to read: " in said) == (0, True)
     assert set(_rows(Path("figures/evaluation-unseen.csv"))) == {
         ("slide9.png", "unseen"), ("all", "unseen"),
     }  # fmt: skip

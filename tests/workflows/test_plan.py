@@ -49,7 +49,9 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def _plan(command: Command, *more: object) -> tuple[Plan, str]:
     code, said = command("plan", "--config", "small.toml", *more)
     assert code == 0, said
-    folder = re.search(r"^Plan: (.*?)\. Timeline: (.*)\.$", said, re.MULTILINE)
+    folder = re.search(
+        r"^Plan: (.*?)(?:, in place of an earlier one)?\. Timeline: (.*)\.$", said, re.MULTILINE
+    )
     assert folder is not None
     ElementTree.fromstring(Path(folder[2]).read_text())
     return Plan.from_json(Path(folder[1]).read_text()), said
@@ -97,6 +99,14 @@ def test_the_files_go_where_they_are_asked_for(command: Command) -> None:
         "there/plans/timeline.svg",
     ]
     ElementTree.parse("model.svg")
+
+
+def test_files_that_are_replaced_are_told(command: Command) -> None:
+    options = ("--draw", "model.svg", "--order", "1f1b")
+    assert "earlier" not in _plan(command, *options)[1]
+    again = _plan(command, *options)[1].splitlines()
+    assert "Plan: plan.json, in place of an earlier one. Timeline: timeline.svg." in again
+    assert "Drawing: model.svg, in place of an earlier one." in again
 
 
 def test_the_drawing_shows_times_and_stages(command: Command) -> None:
