@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 from unittest import mock
 
@@ -252,6 +253,15 @@ class Root(nn.Module):
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.inputs = [self._imitate(tensor) for _, tensor in tensors.values()]
 
+    def on(self, model: nn.Module) -> Root:
+        """Return a root of another model with the same modules, and the same example."""
+        other = copy(self)
+        other._modules = {**self._modules, "model": model}
+        other._arguments = copy(self._arguments)  # `run` replaces its tensors
+        other.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        other.inputs = [other._imitate(tensor) for tensor in self.inputs]
+        return other
+
     @contextmanager
     def lent(self) -> Iterator[None]:
         """Make a context in which the model has fake parameters and buffers, and gradients."""
@@ -493,9 +503,7 @@ class Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped i
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.guessed: list[int] = []
         self.drawing: set[int] = set()
-        self._fake = fake
-        self._recorder = recorder
-        self._tape = recorder.tape
+        self._fake, self._recorder, self._tape = fake, recorder, recorder.tape
         self._starts: list[int] = []
 
     @contextmanager

@@ -150,6 +150,17 @@ class Traced:
             self.graph, layers, steps, lambda: model.training, fx.to_tensor, fx.from_tensor
         )
 
+    def on(self, model: fx.Module) -> Traced:
+        """Return the same layers, run by another model of the same modules.
+
+        Args:
+            model: A copy of the model that was read. Its values may differ, its modules may not.
+        """
+        other = copy(self)
+        other.model, other._root = model, self._root.on(model)
+        other._bind(self._nodes)
+        return other
+
     def reordered(self, order: Sequence[int]) -> Traced:
         """Return the same model, its layers in another order (`reorder.reordered`).
 
@@ -205,16 +216,8 @@ class Traced:
                 break
             opaque.update(dict.fromkeys(odd, "it does something else in eval mode"))
         nodes = layer_nodes(graphs[True])
-        position = {node.meta["layer"]: index for index, node in enumerate(nodes)}
-        self._steps = {
-            training: {
-                position[node.meta["layer"]]: self._step(node) for node in layer_nodes(graph)
-            }
-            for training, graph in graphs.items()
-        }
-        self._ends = {
-            training: self._step(graph.output_node()) for training, graph in graphs.items()
-        }
+        self._graphs = graphs
+        self._bind(nodes)
         self._nodes = nodes  # by position, of the graph in training
         self._found = nodes, opaque
         self.graph, parts, self.strides, self._drawing = self._measure(nodes, opaque)
@@ -224,6 +227,19 @@ class Traced:
                 f"itself {whole}.",
                 "Train it on one rank, or give what is unusual in it a module of its own.",
             )
+
+    def _bind(self, nodes: Sequence[Any]) -> None:
+        """Makes the steps, which run the modules of the root; `nodes` are the layers in order."""
+        position = {node.meta["layer"]: index for index, node in enumerate(nodes)}
+        self._steps = {
+            training: {
+                position[node.meta["layer"]]: self._step(node) for node in layer_nodes(graph)
+            }
+            for training, graph in self._graphs.items()
+        }
+        self._ends = {
+            training: self._step(graph.output_node()) for training, graph in self._graphs.items()
+        }
 
     def _trace(self, training: bool, opaque: dict[str, str]) -> Any:
         known = -1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 
@@ -56,3 +58,25 @@ def test_stages_follow_eval(name: str) -> None:
     (input_name,) = traced.graph.inputs
     parts, _ = run_stages(traced, [0, place, len(traced.graph.layers)], {input_name: images})
     assert torch.equal(parts, model(images))
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_copy_of_the_model_runs_the_layers_that_were_read(name: str) -> None:
+    """Another model's values, in training and in eval mode; the graph is that of its own."""
+    read, images = _model(name)
+    other = deepcopy(read)
+    for parameter in other.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    bound = Traced(read, images).on(other)
+    assert bound.graph.to_json() == Traced(other, images).graph.to_json()
+    (input_name,) = bound.graph.inputs
+    whole = bound.segment(range(len(bound.graph.layers)))
+    for training in (True, False):
+        other.train(training)
+        torch.manual_seed(1)
+        expected = other(images)
+        torch.manual_seed(1)
+        made = bound.assemble(whole({input_name: images}))
+        for one, two in zip(_parts(made), _parts(expected), strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
+    assert bound.measured(lambda _, tensor: tensor).to_json() == bound.graph.to_json()

@@ -157,6 +157,11 @@ BRANCHED_MODELS = {
     "two-heads": RuntimeModel(TwoHeads),
 }
 
+# As deep as the networks that strips are for.
+DEEP = {"resnet110-v2": RuntimeModel(lambda: ResNetV2(CLASSES, depth=110, width=8))}
+
+ALL_MODELS = MODELS | BRANCHED_MODELS | DEEP
+
 _OBJECT_LOSS = build_loss(LossConfig(), "objects")
 
 

@@ -92,6 +92,47 @@ def test_a_plan_runs_as_it_says(ranks: int, share: float, batch: int, order: str
         assert Plan.from_json(each.to_json()) == each
 
 
+@cache
+def _chain() -> StageCosts:
+    """A network of which a plan takes seconds where layers are offloaded and recomputed."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 8, 3, padding=1)]
+    for channels, following in ((8, 16), (16, 4), (4, 8)):
+        layers += [nn.BatchNorm2d(channels), nn.ReLU(), nn.Conv2d(channels, following, 3)]
+    with torch.device("meta"):
+        graph = trace(nn.Sequential(*layers), torch.empty(1, 3, 64, 64))
+    return StageCosts(graph, Roofline(DEVICE), DEVICE)
+
+
+@pytest.mark.slow
+@settings(max_examples=12, deadline=None)
+@given(
+    st.sampled_from(["sequential", "gpipe", "1f1b"]),
+    st.integers(1, 3),
+    st.floats(0.2, 1),
+    st.floats(0.2, 1),
+)
+def test_what_fits_in_some_memory_fits_in_more(
+    order: str, ranks: int, one: float, other: float
+) -> None:
+    def planned(memory: int) -> list[Plan]:
+        return plan([_chain()], PlanRequest(ranks, memory, 4, order))
+
+    whole = max((max(each.memory) for each in planned(2**40)), default=2**20)
+    smaller, larger = (planned(int(share * whole)) for share in sorted((one, other)))
+    assert larger or not smaller
+
+
+def test_a_byte_less_than_a_policy_takes_is_planned_for_too() -> None:
+    """The next leaner policy takes much less; what a rank holds beside its stage is told apart."""
+    request = PlanRequest(2, 2**40, 4, "gpipe", ways=AllowedPolicies(offload=False))
+    found = plan([_chain()], request)
+    for _ in range(3):
+        memory = max(found[0].memory)
+        found = plan([_chain()], replace(request, memory=memory - 1))
+        assert found
+        assert max(found[0].memory) < memory - 1000
+
+
 @pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(

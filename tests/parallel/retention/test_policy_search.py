@@ -41,6 +41,7 @@ from tests.parallel.networks.small import small_graph
 
 DEVICE = load_hardware("v100")
 ONLY_RECOMPUTE = AllowedPolicies(offload=False)
+ONLY_OFFLOAD = AllowedPolicies(recompute=False)
 
 
 class _Residual(nn.Module):
@@ -181,6 +182,28 @@ def test_a_choice_holds_what_it_says_and_is_made_again(
     if choice is not None:
         _holds_what_it_says(facts, choice, cap, in_flight)
         assert chooser.seconds(choice, in_flight) >= 0.999 * chooser.bound(cap, in_flight)
+
+
+@pytest.mark.slow
+@settings(max_examples=20, deadline=None)
+@given(
+    st.sampled_from(sorted(TINY)),
+    st.sampled_from([AllowedPolicies(), ONLY_RECOMPUTE, ONLY_OFFLOAD]),
+    st.floats(0.15, 1),
+    st.floats(0.15, 1),
+    st.integers(1, 4),
+)
+@example("unet", ONLY_OFFLOAD, 0.346, 0.361, 2)  # no program has the first answer's excess to spare
+def test_what_fits_under_a_cap_fits_under_a_larger_one(
+    name: str, ways: AllowedPolicies, one: float, other: float, in_flight: int
+) -> None:
+    chooser, whole = _chooser(name, ways), _whole(_facts(name), in_flight)
+    smaller, larger = (
+        chooser.choose(int(share * whole), in_flight) for share in sorted((one, other))
+    )
+    assert smaller is None or larger is not None
+    if larger is not None:
+        _holds_what_it_says(_facts(name), larger, int(max(one, other) * whole), in_flight)
 
 
 # Skip connections are held long. Of ResNet-v2, `test_no_mixture_is_much_faster` asks the same.

@@ -36,8 +36,7 @@ from pathoseg.parallel.schedule.schedule import Schedule, folded, linear, mirror
 from pathoseg.parallel.schedule.synthesise import synthesise
 from tests.parallel.computing_device import DEVICE, HAS_OWN_KERNELS
 from tests.parallel.networks.runtime_models import (
-    BRANCHED_MODELS,
-    MODELS,
+    ALL_MODELS,
     SIDE,
     per_sample_loss,
     samples,
@@ -160,7 +159,7 @@ class Case:
         if self.plan == "branched-synthesised":  # may take microbatches in any order
             return False
         replicas = self.schedule()[0].placement.replicas * self.setting.groups
-        return (MODELS | BRANCHED_MODELS)[self.model].keeps_order and replicas == 1
+        return ALL_MODELS[self.model].keeps_order and replicas == 1
 
     def schedule(self) -> tuple[Schedule, Partition]:
         """Return the lowered schedule, its groups not written out, and the cut of the model."""
@@ -224,17 +223,22 @@ def _planned(model: str, name: str, ranks: int) -> PlannedStep:
 @cache
 def traced(model: str, dtype: torch.dtype, whose: object) -> Traced:
     """A seeded model, one for each that asks; `reset` brings it back to its first weights."""
+    found = _read(model, dtype).on(deepcopy(_read(model, dtype).model))
+    found.first = deepcopy(found.model.state_dict())
+    return found
+
+
+@cache
+def _read(model: str, dtype: torch.dtype) -> Traced:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        kind = (MODELS | BRANCHED_MODELS)[model]
+        kind = ALL_MODELS[model]
         made = kind.make()
         for parameter in made.parameters():
             if parameter.ndim == 1:  # zeros would leave nothing but their gradients to compare
                 nn.init.normal_(parameter, parameter.mean().item(), 0.1)
         made = made.to(dtype)  # last: the first weights are the same in every precision
-    found = Traced(made, kind.inputs(torch.empty(2, 3, SIDE, SIDE, dtype=dtype)))
-    found.first = deepcopy(made.state_dict())
-    return found
+    return Traced(made, kind.inputs(torch.empty(2, 3, SIDE, SIDE, dtype=dtype)))
 
 
 def reset(found: Traced) -> Traced:
@@ -253,7 +257,7 @@ def training_of(case: Case) -> Training:
 def microbatches(case: Case, step: int) -> Microbatches:
     """The samples of one step."""
     sizes = case.sizes()
-    kind = (MODELS | BRANCHED_MODELS)[case.model]
+    kind = ALL_MODELS[case.model]
 
     def part(index: int) -> tuple[Tensor, Tensor]:
         return samples(step, index, sizes[index], case.dtype)
@@ -303,7 +307,7 @@ def run_case(
 
 @cache
 def judged(model: str, dtype: torch.dtype, sizes: tuple[int, ...], clip: float) -> Verdict:
-    return judge((MODELS | BRANCHED_MODELS)[model], reset(traced(model, dtype, JUDGE)), sizes, clip)
+    return judge(ALL_MODELS[model], reset(traced(model, dtype, JUDGE)), sizes, clip)
 
 
 def save_verdicts(cases: Sequence[Case], path: Path) -> None:

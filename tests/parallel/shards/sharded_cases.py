@@ -12,7 +12,7 @@ from pathoseg.parallel.runtime.executor import Microbatches
 from pathoseg.parallel.runtime.memory_check import Memory
 from pathoseg.parallel.runtime.runner import Runner
 from tests.parallel.computing_device import DEVICE
-from tests.parallel.networks.runtime_models import BRANCHED_MODELS, MODELS, SIDE, samples
+from tests.parallel.networks.runtime_models import ALL_MODELS, SIDE, samples
 from tests.parallel.runtime.cases import Case, judged, reset, traced, training_of
 from tests.parallel.runtime.judge import STEPS, Verdict
 
@@ -48,7 +48,7 @@ def prepare(sharded: Sharded) -> None:
 def microbatches(case: Case, step: int, runner: Runner) -> Microbatches:
     """The rows of one rank of a step's samples."""
     sizes, rows = case.sizes(), runner.rows(SIDE)
-    kind = (MODELS | BRANCHED_MODELS)[case.model]
+    kind = ALL_MODELS[case.model]
 
     def of(microbatch: int) -> tuple[Tensor, Tensor]:
         return samples(step, microbatch, sizes[microbatch], case.dtype)
