@@ -218,12 +218,9 @@ def measured(quick: bool, file: Path | None) -> None:
     """One rank's part of the measurement."""
     torch.set_num_threads(1)
     transport = connect("mpi")
-    joined = replace(
-        load_hardware("cpu"),
-        inside=measure_links(transport),
-        visit=measure_visit(transport, CPU),
-        memory=2**40,
-    )
+    link = measure_links(transport)
+    visit = measure_visit(transport, CPU, link)
+    joined = replace(load_hardware("cpu"), inside=link, visit=visit, memory=2**40)
     if transport.rank == 0:
         print(f"\nA visit of a stage takes {joined.visit * 1e3:.3f} ms beside its layers.")
     found: dict[str, Times] = {}
