@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from math import inf
 
 from pathoseg.parallel.graph.activation_policy import ActivationPolicy
@@ -42,6 +43,8 @@ _CAUTIOUS = (Copying(at_once=2), Copying(1.5, at_once=4))
 # nothing is to be proven.
 _MANY = 300
 _NEAREST = (8, 24)
+# The least room of a program is found to within this share of it.
+_FINE = 1 / 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,7 @@ class Chooser:
         self._everything = Choice(ActivationPolicy(), 0, retain(facts, ActivationPolicy()))
         self._runs: list[BlockRun] = []
         self._patterns: list[list[PolicyOption]] = []
+        self._lean = cache(self._find_lean)
 
     def choose(self, cap: int, in_flight: int = 1) -> Choice | None:
         """The choice that takes least time, or None where none fits.
@@ -86,7 +90,9 @@ class Chooser:
         well than it says: it is solved without copies, then with copies as they are, then with
         slower ones and with room for more of them, and what these give is replayed, tensor by
         tensor (`simulate`). A program whose relaxed one is no better than the fastest of these is
-        not solved: it cannot gain, or, with slower copies, is not likely to.
+        not solved: it cannot gain, or, with slower copies, is not likely to. Where none of these
+        fits though a program has answers, the fastest of `_find_lean` that fits is taken, which
+        are the same for all caps: what fits under a cap fits under a larger one.
 
         Args:
             cap: Bytes for what microbatches hold, for workspace and the windows.
@@ -102,14 +108,20 @@ class Chooser:
                 seconds = self.seconds(choice, in_flight)
                 if seconds < fastest:
                     best, fastest = choice, seconds
-        return best
+        if best is not None or relax(self._whole(cap, in_flight).program) is None:
+            return best
+        fitting = [
+            self._widened(choice, cap, in_flight)
+            for choice in self._lean(in_flight)
+            if choice.need(in_flight) <= cap
+        ]
+        return min(fitting, key=lambda choice: self.seconds(choice, in_flight), default=None)
 
     def bound(self, cap: int, in_flight: int = 1) -> float:
         """Seconds of a microbatch below which no mixture of the ways of all blocks comes: of the
         program with all of them, where copies are a fluid; inf where none fits."""
         self._prepare()
-        copying = _AS_IT_IS if self._ways.offload else _NOT_AT_ALL
-        posed = self._pose(self._patterns, copying, cap, in_flight)
+        posed = self._whole(cap, in_flight)
         return least(posed.program) * posed.second
 
     def seconds(self, choice: Choice, in_flight: int = 1) -> float:
@@ -130,6 +142,33 @@ class Chooser:
             self._patterns = [
                 patterns_of(self._facts, run, self._host, self._ways) for run in self._runs
             ]
+
+    @property
+    def _freest(self) -> Copying:
+        """The assumption about copies under which a program has most answers."""
+        return _AS_IT_IS if self._ways.offload else _NOT_AT_ALL
+
+    def _whole(self, cap: int, in_flight: int) -> RetentionProgram:
+        return self._pose(self._patterns, self._freest, cap, in_flight)
+
+    def _find_lean(self, in_flight: int) -> list[Choice]:
+        """Choices of less and less memory: the program's answers while its least room is sought.
+
+        `_fitting` lowers its room by what the last answer took too much, which may be more than
+        any program can do without, where an answer to a room in between would have fitted.
+        """
+        small, large = 0, self._everything.need(in_flight)
+        found: list[Choice] = []
+        while large - small > _FINE * large:
+            room = (small + large) // 2
+            answers = [
+                Choice(retention, window, retain(self._facts, retention))
+                for answer in self._solved(self._freest, room, in_flight, inf)
+                for retention, window in answer
+            ]
+            found += answers
+            small, large = (small, room) if answers else (room, large)
+        return found
 
     def _fitting(self, copying: Copying, cap: int, in_flight: int, fastest: float) -> list[Choice]:
         """The program's answers, each in the first arrangement that fits.
