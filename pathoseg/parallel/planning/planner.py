@@ -484,11 +484,14 @@ class _Search:
         if simulate(lower(order, frame.edges), frame.costs).time >= fastest:
             return False
         in_flight = candidate.order.in_flight(stages, candidate.microbatches)
-        room = request.memory
+        # What a rank holds beside what its stage takes by itself: tensors between stages, and a
+        # window as large as any stage's.
+        beside = [0] * stages
         while self._choices < _CHOICES:
             self._choices += stages
             fitting = []
             for stage in range(stages):
+                room = request.memory - beside[stage]
                 choice = priced.choose(partition, stage, room, in_flight[stage], request.ways)
                 if choice is None:
                     return True
@@ -502,11 +505,15 @@ class _Search:
             if max(step_memory(schedule, frame.costs)) > request.memory:
                 return True
             simulation = simulate(schedule, frame.costs)
-            excess = max(simulation.peak_memory) - request.memory
-            if excess <= 0:
+            if max(simulation.peak_memory) <= request.memory:
                 self._keep(candidate, partition, frame, order, simulation, retention=retention)
                 return True
-            room -= excess  # tensors between stages, which a stage by itself does not see
+            taken = [
+                priced.taken(partition, stage, choice, in_flight[stage], request.ways)
+                for stage, choice in enumerate(fitting)
+            ]
+            found = zip(beside, simulation.peak_memory, taken, strict=True)
+            beside = [max(known, peak - own) for known, peak, own in found]
         return False
 
     def _keep(

@@ -172,10 +172,20 @@ class StageCosts:
             ways: Whether layers may be offloaded, recomputed, or both.
         """
         first, stop = partition.bounds[stage : stage + 2]
-        need = self._stage_memory(first, stop)
-        held = need.received + self._heard_by(first, stop) * ways.recompute
-        room = memory - need.weights - in_flight * held
+        room = memory - self._always(first, stop, in_flight, ways)
         return self._choice(first, stop, ways, room, in_flight) if room > 0 else None
+
+    def taken(
+        self,
+        partition: Partition,
+        stage: int,
+        choice: Choice,
+        in_flight: int,
+        ways: AllowedPolicies,
+    ) -> int:
+        """Return the bytes that a stage takes under what `choose` chose for it."""
+        first, stop = partition.bounds[stage : stage + 2]
+        return self._always(first, stop, in_flight, ways) + choice.need(in_flight)
 
     def retained(self, partition: Partition, stage: int, retention: ActivationPolicy) -> Retained:
         """Return the memory, copies and recomputation of a stage under an activation policy."""
@@ -258,6 +268,13 @@ class StageCosts:
             backward_workspace=retained.backward_peak - retained.kept - leaving,
             tensors=retained.tensors,
         )
+
+    def _always(self, first: int, stop: int, in_flight: int, ways: AllowedPolicies) -> int:
+        """The bytes that a stage holds under any activation policy: weights, and what it is given
+        for so many microbatches."""
+        need = self._stage_memory(first, stop)
+        held = need.received + self._heard_by(first, stop) * ways.recompute
+        return need.weights + in_flight * held
 
     def _heard_by(self, first: int, stop: int) -> int:
         """The bytes of `heard` of a stage whose layers run once more, at most."""
