@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import nn
@@ -11,10 +12,11 @@ from benchmarks.offload.ours import everything, graph_of, ours
 from benchmarks.offload.subject import (
     DEVICE,
     SHARES,
+    MakeStep,
     Step,
     Subject,
     optimizer,
-    peak_of,
+    peak_alone,
     plain,
     seconds_of,
 )
@@ -30,18 +32,20 @@ from pathoseg.errors import PathosegError
 from pathoseg.models.resnet_v2 import ResNetV2
 from pathoseg.models.unet import UNet
 from pathoseg.parallel.comm.launcher import World, connect
+from pathoseg.parallel.cost.cost_model import cost_model
 from pathoseg.parallel.cost.hardware import Hardware
-from pathoseg.parallel.fitting import Fit, fit
+from pathoseg.parallel.fitting import best, split
 from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.layer_graph import LayerGraph
-from pathoseg.parallel.planning.plan import PlanRequest
+from pathoseg.parallel.planning.kernel_workspace import workspace_of
+from pathoseg.parallel.planning.plan import Plan, PlanRequest
+from pathoseg.parallel.planning.stage_costs import StageCosts
 from pathoseg.parallel.runtime.stage import Training
 from pathoseg.parallel.schedule.action import Kind
 
 _IN_FLIGHT = 4
 _TORCHS: dict[str, Way] = {"save_on_cpu": saved_on_cpu, "checkpoint": checkpointed}
 _CHEAP = ("native_batch_norm", "relu")
-_RETRIES = 4
 _ROOMY = 2**50
 
 
@@ -65,49 +69,70 @@ def caps(quick: bool, hardware: Hardware, only: int | None) -> Iterator[tuple[st
         sides = (only,)
     for name, make in _networks(quick).items():
         for side in sides:
-            figures = dict(_one_in_flight(name, Subject(make, side, dtype=dtype), hardware, rounds))
+            figures = dict(one_in_flight(name, Subject(make, side, dtype=dtype), hardware, rounds))
             several = Subject(make, side, _IN_FLIGHT, _IN_FLIGHT, dtype)
             figures |= _several_in_flight(name, several, rounds)
             if side == sides[0]:
                 yield from figures.items()
 
 
-def _one_in_flight(
+def one_in_flight(
     name: str, subject: Subject, hardware: Hardware, rounds: int
 ) -> Iterator[tuple[str, float]]:
+    """Measure a step with everything kept, offloaded and recomputed, and under caps.
+
+    Prints the peak GiB and the seconds of a step of each way, and what was planned for it in the
+    precision of the run. Peaks are taken one way at a time; for the times, which take turns, the
+    networks of all ways are on the device at once.
+
+    Args:
+        name: The network's name, for the title and the figures.
+        subject: The network and its tile.
+        hardware: By which the planner prices layers and copies.
+        rounds: How often each way is timed, all in turn.
+
+    Yields:
+        `time_at_SHAREpct_NAME`: the seconds under a cap over those with everything kept.
+        `vs_PEER_SHAREpct_NAME`: those of torch's own way under this cap over ours.
+    """
     graph = graph_of(subject)
-    names = everything(graph)
-    whole: dict[str, Step] = {
-        "keep": ours(subject, ActivationPolicy()).step,
-        "offload all": ours(subject, ActivationPolicy(offloaded=names)).step,
-        "recompute all": ours(subject, ActivationPolicy(recomputed=_within_blocks(graph))).step,
+    names, blocks = everything(graph), _within_blocks(graph)
+    whole: dict[str, MakeStep] = {
+        "keep": lambda: ours(subject, ActivationPolicy()).step,
+        "offload all": lambda: ours(subject, ActivationPolicy(offloaded=names)).step,
+        "recompute all": lambda: ours(subject, ActivationPolicy(recomputed=blocks)).step,
     }
-    peaks = {way: peak_of(step) for way, step in whole.items()}
-    seconds = seconds_of(whole, rounds)
+    priced = StageCosts(graph, cost_model(hardware), hardware, 0, workspace_of(hardware))
+    roomy = max(_best(subject, priced, _ROOMY).memory)
+    peaks = {way: peak_alone(make) for way, make in whole.items()}
+    seconds = seconds_of({way: make() for way, make in whole.items()}, rounds)
     print(f"\n## {name}, {subject.side} px, one tile at a time\n")
-    print("| cap | way | peak GiB | seconds | to keep |")
-    print("|---|---|---|---|---|")
+    print("| cap | way | planned GiB | peak GiB | seconds | to keep |")
+    print("|---|---|---|---|---|---|")
     for way in whole:
-        _row("none", way, peaks[way], seconds[way], seconds["keep"])
-    del whole
-    free = peaks["keep"] or max(_fitted(subject, _ROOMY, hardware).plan.memory)
+        planned = roomy if way == "keep" else 0
+        _row("none", way, planned, peaks[way], seconds[way], seconds["keep"])
     for share in SHARES:
-        cap = free * share // 100
-        ways = {"keep": ours(subject, ActivationPolicy()).step}
-        found = _planned(subject, cap, hardware)
+        cap = (peaks["keep"] or roomy) * share // 100
+        ways = {"keep": whole["keep"]}
+        planned = 0
+        found = _planned(subject, priced, cap)
         if found is not None:
-            ways["planned"] = found
-        peers = _TORCHS if DEVICE.type == "cuda" else {}
+            ways["planned"] = partial(_run, subject, found)
+            planned = max(found.memory)
+        peers = _TORCHS if DEVICE.type != "cpu" else {}
         for peer, around in peers.items():
-            step = _under(subject, around, cap)
-            if step is not None:
-                ways[peer] = step
-        seconds = seconds_of(ways, rounds)
+            make = _under(subject, around, cap)
+            if make is not None:
+                ways[peer] = make
+        peaks = {way: peak_alone(make) for way, make in ways.items()}
+        seconds = seconds_of({way: make() for way, make in ways.items()}, rounds)
         for way in ("planned", *peers):
             if way not in ways:
-                print(f"| {share} % | {way} | does not fit | – | – |")
+                print(f"| {share} % | {way} | – | does not fit | – | – |")
                 continue
-            _row(f"{share} %", way, peak_of(ways[way]), seconds[way], seconds["keep"])
+            prediction = planned if way == "planned" else 0
+            _row(f"{share} %", way, prediction, peaks[way], seconds[way], seconds["keep"])
         if "planned" in ways:
             yield f"time_at_{share}pct_{name}", seconds["planned"] / seconds["keep"]
             for peer in peers:
@@ -115,40 +140,43 @@ def _one_in_flight(
                     yield f"vs_{peer}_{share}pct_{name}", seconds[peer] / seconds["planned"]
 
 
-def _planned(subject: Subject, cap: int, hardware: Hardware) -> Step | None:
-    """The planner's choice; what the device takes beyond the prediction is taken off the cap."""
-    room = cap
-    for _ in range(_RETRIES):
+def _planned(subject: Subject, priced: StageCosts, cap: int) -> Plan | None:
+    """Return a plan of which a step takes at most `cap` bytes on the device; None without one.
+
+    The planner is given the cap, less what the last step took beyond it, as long as it finds
+    plans; and half of the way back up from where it finds none.
+    """
+    room, least, resolution = cap, 0, cap // 100
+    most = cap  # a step of what is planned for so much takes too much
+    while True:
         try:
-            made = _fitted(subject, room, hardware)
+            found = _best(subject, priced, room)
         except PathosegError:  # nothing fits
+            least = room
+            room = (least + most) // 2
+        else:
+            beyond = peak_alone(partial(_run, subject, found)) - cap
+            if beyond <= 0:
+                return found
+            most = room
+            room = max(room - max(beyond, resolution), (least + most) // 2)
+        if most - least <= resolution:
             return None
 
-        def step(number: int, made: Fit = made) -> float:
-            return made.step(number, subject.images, subject.targets).loss_sum
 
-        beyond = peak_of(step) - cap
-        if beyond <= 0:
-            return step
-        room -= beyond
-    return None
+def _best(subject: Subject, priced: StageCosts, memory: int) -> Plan:
+    return best([priced], PlanRequest(1, memory, subject.batch, "sequential"))
 
 
-def _fitted(subject: Subject, memory: int, hardware: Hardware) -> Fit:
-    size = subject.batch // subject.microbatches
-    return fit(
-        subject.model(),
-        torch.empty((size, *subject.images.shape[1:])),
-        Training(subject.loss, optimizer, dtype=subject.dtype),
-        PlanRequest(1, memory, subject.batch, "sequential"),
-        hardware,
-        connect("gloo", World()),
-        DEVICE,
-        optimizer_slots=0,
-    )
+def _run(subject: Subject, plan: Plan) -> Step:
+    """Make the step of a plan."""
+    training = Training(subject.loss, optimizer, dtype=subject.dtype)
+    transport = connect("gloo", World())
+    made = split(subject.model(), subject.example(), plan, training, transport, DEVICE)
+    return lambda number: made.step(number, subject.images, subject.targets).loss_sum
 
 
-def _under(subject: Subject, way: Way, cap: int) -> Step | None:
+def _under(subject: Subject, way: Way, cap: int) -> MakeStep | None:
     """Torch's own way on as few blocks as the cap allows."""
 
     def on(count: int) -> Step:
@@ -156,8 +184,9 @@ def _under(subject: Subject, way: Way, cap: int) -> Step | None:
         put_around(blocks_of(model)[:count], way)
         return plain(subject, model)
 
-    count = fewest(len(blocks_of(subject.model())), lambda count: peak_of(on(count)), cap)
-    return None if count is None else on(count)
+    most = len(blocks_of(subject.model()))
+    count = fewest(most, lambda count: peak_alone(partial(on, count)), cap)
+    return None if count is None else partial(on, count)
 
 
 def _several_in_flight(name: str, subject: Subject, rounds: int) -> Iterator[tuple[str, float]]:
@@ -176,14 +205,13 @@ def _several_in_flight(name: str, subject: Subject, rounds: int) -> Iterator[tup
         all copies in a traced step.
     """
     cheap, rest = recomputed_and_rest(graph_of(subject))
-    ways = {
-        "keep": ours(subject, ActivationPolicy()).step,
-        "recompute norms": ours(subject, ActivationPolicy((), cheap)).step,
-        "and offload the rest": ours(subject, ActivationPolicy(rest, cheap)).step,
+    ways: dict[str, MakeStep] = {
+        "keep": lambda: ours(subject, ActivationPolicy()).step,
+        "recompute norms": lambda: ours(subject, ActivationPolicy((), cheap)).step,
+        "and offload the rest": lambda: ours(subject, ActivationPolicy(rest, cheap)).step,
     }
-    peaks = {way: peak_of(step) for way, step in ways.items()}
-    seconds = seconds_of(ways, rounds)
-    del ways
+    peaks = {way: peak_alone(make) for way, make in ways.items()}
+    seconds = seconds_of({way: make() for way, make in ways.items()}, rounds)
     traced = ours(subject, ActivationPolicy(rest, cheap), trace=True)
     for number in range(2):
         traced.step(number)
@@ -217,8 +245,9 @@ def _within_blocks(graph: LayerGraph) -> tuple[str, ...]:
     return tuple(name for name in everything(graph) if name not in leaving)
 
 
-def _row(cap: str, way: str, peak: int, seconds: float, keep: float) -> None:
-    print(f"| {cap} | {way} | {_gib(peak)} | {seconds:.4f} | {seconds / keep:.2f} |")
+def _row(cap: str, way: str, planned: int, peak: int, seconds: float, keep: float) -> None:
+    sizes = f"{_gib(planned)} | {_gib(peak)}"
+    print(f"| {cap} | {way} | {sizes} | {seconds:.4f} | {seconds / keep:.2f} |")
 
 
 def _gib(size: int) -> str:

@@ -41,10 +41,10 @@ class Ours:
 
 
 def graph_of(subject: Subject) -> LayerGraph:
-    """The layers for one microbatch."""
+    """The layers for one microbatch, in the precision of the run."""
     with torch.device("meta"):
         model = subject.make()
-    return Traced(model, _example(subject)).graph
+    return Traced(model, subject.example(), subject.dtype).graph
 
 
 def ours(
@@ -69,7 +69,7 @@ def ours(
         stages: Into how many even stages it is cut.
         parked: What of the stages that are not at work waits in host memory.
     """
-    traced = Traced(subject.model(), _example(subject))
+    traced = Traced(subject.model(), subject.example(), subject.dtype)
     partition = even(traced.graph, stages)
     schedule = lower(
         gpipe(Placement(1, ((0,) * stages,)), subject.microbatches),
@@ -102,11 +102,6 @@ def ours(
         return result.loss_sum
 
     return Ours(runner, step, events)
-
-
-def _example(subject: Subject) -> torch.Tensor:
-    size = subject.batch // subject.microbatches
-    return torch.empty((size, 3, subject.side, subject.side), device="meta")
 
 
 def everything(graph: LayerGraph) -> tuple[str, ...]:

@@ -23,6 +23,8 @@ _SEGMENTATION = build_loss(LossConfig())
 
 # Runs one step, of which it is told the number; returns the sum of the samples' losses.
 Step = Callable[[int], float]
+# Makes a step, with a network of its own on the device.
+MakeStep = Callable[[], Step]
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,11 @@ class Subject:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return self.make().to(DEVICE)
+
+    def example(self) -> Tensor:
+        """A microbatch of its images without values."""
+        size = self.batch // self.microbatches
+        return torch.empty((size, 3, self.side, self.side), device="meta")
 
     def autocast(self) -> AbstractContextManager[object]:
         return torch.autocast(DEVICE.type, self.dtype, enabled=self.dtype is not None)
@@ -118,6 +125,15 @@ def peak_of(step: Step) -> int:
     step(0)
     settle()
     return peak_memory(DEVICE) or 0
+
+
+def peak_alone(make: MakeStep) -> int:
+    """Most bytes of the device that are taken while a step runs that is made for this alone.
+
+    Every other step in the process has its weights, and after it has run its gradients, on the
+    device, and they would count: the caller holds none.
+    """
+    return peak_of(make())
 
 
 def seconds_of(steps: dict[str, Step], rounds: int) -> dict[str, float]:

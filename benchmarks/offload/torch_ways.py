@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.offload.subject import DEVICE
 from pathoseg.models.resnet_v2 import ResNetV2
 from pathoseg.models.unet import UNet
 
@@ -23,8 +23,8 @@ def checkpointed(forward: Callable[..., Any], given: tuple[Any, ...]) -> Any:
 
 
 def saved_on_cpu(forward: Callable[..., Any], given: tuple[Any, ...]) -> Any:
-    """torch.autograd.graph.save_on_cpu, with pinned memory where there is a GPU."""
-    with save_on_cpu(pin_memory=torch.cuda.is_available()):
+    """torch.autograd.graph.save_on_cpu, with pinned memory where there is an accelerator."""
+    with save_on_cpu(DEVICE.type != "cpu", DEVICE.type):
         return forward(*given)
 
 
