@@ -10,7 +10,9 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,8 +25,9 @@ from pathoseg.config_file import load_config
 from pathoseg.errors import PathosegError
 from pathoseg.host_memory import LARGE
 from pathoseg.models.bundle import load_bundle
-from pathoseg.training import step_plan
+from pathoseg.training import step_plan, trainer
 from pathoseg.training.run_folder import bundle_of
+from pathoseg.workflows import train as workflow
 from pathoseg.workflows.train import train
 from tests.conftest import draw_disc
 from tests.forked import Forked
@@ -169,9 +172,14 @@ def test_a_signal_saves_and_says_how_to_go_on(
 
 
 def test_a_time_limit_ends_in_order_and_is_laid_over_the_schedule(
-    toy_slides: Path, capsys: pytest.CaptureFixture[str]
+    toy_slides: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = {"data": {"slides": str(toy_slides)}, "train": {"epochs": None, "time_limit": 8.0}}
+    """By a clock that ticks whenever it is read, so that no busy machine changes the course."""
+    ticks = count()
+    clock = SimpleNamespace(monotonic=lambda: 0.02 * next(ticks))
+    for module in (trainer, workflow):
+        monkeypatch.setattr(module, "time", clock)
+    flags = {"data": {"slides": str(toy_slides)}, "train": {"epochs": None, "time_limit": 1.0}}
     config = Path("limited.toml")
     config.write_text(Path("tiny.toml").read_text().replace("epochs = 4\n", ""))
     run = train(config, flags, None, resume=False)
