@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import pytest
@@ -127,6 +128,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@cache
+def _read(model: nn.Module) -> Traced:
+    return Traced(deepcopy(model), torch.empty(SAMPLES, 3, 8, 8))
+
+
 def _train(
     model: nn.Module,
     offload: Callable[[int], bool],
@@ -138,8 +144,7 @@ def _train(
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and state after two steps; layers are chosen by position."""
     images = torch.randn(COUNT, SAMPLES, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    model = deepcopy(model)
-    whole = [Traced(deepcopy(model), images[0]) for _ in range(stages)]
+    whole = [_read(model).on(deepcopy(model)) for _ in range(stages)]
     graph = whole[0].graph
     partition = even(graph, stages)
 

@@ -122,6 +122,11 @@ def _first() -> nn.Module:
         return Net()
 
 
+@cache
+def _read() -> Traced:
+    return Traced(deepcopy(_first()), torch.empty(SAMPLES, 3, 6, 6))
+
+
 def _on_ranks(case: Case, memory: Memory, work: Callable[[Runner, Microbatches], Any]) -> list[Any]:
     """Run `work` on each rank of a case; the ranks are threads.
 
@@ -135,7 +140,7 @@ def _on_ranks(case: Case, memory: Memory, work: Callable[[Runner, Microbatches],
         By rank, what `work` returned.
     """
     whole = ORDERS[case.order]()
-    traced = [Traced(deepcopy(_first()), torch.empty(SAMPLES, 3, 6, 6)) for _ in range(whole.ranks)]
+    traced = [_read().on(deepcopy(_first())) for _ in range(whole.ranks)]
     graph = traced[0].graph
     partition = even(graph, whole.stages)
     names = [[graph.layers[at].name for at in partition.layers(s)] for s in range(whole.stages)]
