@@ -89,6 +89,9 @@ def _asked(wrong: Mapping[str, Any], within: Sequence[str], key: str) -> str:
         **dict.fromkeys(("float_parsing", "float_type"), "must be a number"),
         "finite_number": "must be a finite number",
         **dict.fromkeys(("bool_parsing", "bool_type"), "must be true or false"),
+        **dict.fromkeys(("tuple_type", "list_type"), "must be a list: [ … ]"),
+        "dict_type": "must be a table: {{ … }}",
+        "string_type": 'must be a text: " … "',
     }.get(wrong["type"])
     why = said.format(**bounds) if said else str(wrong["msg"]).removeprefix("Value error, ")
     table: Any = Config()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -128,10 +129,17 @@ class ClassTable:
             raise PathosegError(
                 f"{path} has regions of class {quoted(unknown)}, beside the classes of this run: "
                 f"{quoted(self.names)}.",
-                "Train with it among `[data] classes`, or rename it with `[annotations] "
-                "rename`: a name that ends in * is ignored.",
+                "Train with it among `[data] classes`, or write `[annotations] rename = "
+                f'{{ "{unknown[0]}" = "{self._like(unknown[0])}" }}`: a name that ends in * is '
+                "ignored.",
             )
         return {name: self.index(name) for name in names} | dict.fromkeys(background, BACKGROUND)
+
+    def _like(self, name: str) -> str:
+        """Return the class that a name is most likely meant to be; none has it ignored."""
+        known = {each.casefold(): each for each in self.names}
+        near = get_close_matches(name.casefold(), known, n=1, cutoff=0.7)
+        return known[near[0]] if near else f"{name}*"
 
     def __len__(self) -> int:
         """Number of classes with background."""

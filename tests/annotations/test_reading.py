@@ -524,3 +524,12 @@ def test_instances_taken_for_classes_are_noticed() -> None:
     with pytest.raises(PathosegError, match="71 classes, class 1 to class 71") as refused:
         class_table([instances], None)
     assert 'mask = "binary"' in refused.value.hint
+
+
+@pytest.mark.parametrize(("name", "to"), [("Tumor", "tumour"), ("fat", "fat*")])
+def test_a_class_beside_the_runs_is_refused_with_the_line_that_renames_it(
+    name: str, to: str
+) -> None:
+    with pytest.raises(PathosegError, match=f'regions of class "{name}"') as refused:
+        TABLE.indices({"tumour", name}, Path("a.geojson"))
+    assert f'`[annotations] rename = {{ "{name}" = "{to}" }}`' in refused.value.hint
