@@ -13,6 +13,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$$($(PYTHON) -V 2>&1): Python 3.11 or newer is needed: make PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV); PyTorch alone takes a minute or two."
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,mpi]'
 	touch $@
 
