@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.cluster.hosts import NODES, Hosts
@@ -68,10 +70,38 @@ def test_ranks_on_several_hosts_segment_what_one_process_does(
     start: Starter, hosts: Hosts, lab: Lab
 ) -> None:
     alone, out = lab.segmented, f"slides-{start.__name__}"
-    _end(hosts, start(hosts, lab, [PATHOSEG, "infer", *lab.inference(out)]), code=0)
+    started = start(hosts, lab, [PATHOSEG, "infer", *lab.inference(out)])
+    _hold_the_first(hosts, lab.folder / out / "states")
+    _end(hosts, started, code=0)
     assert lab.results(out) == alone
-    states = [json.loads(p.read_text()) for p in (lab.folder / out / "states").glob("*.json")]
-    assert {state["host"] for state in states} == set(NODES)
+    assert _began(lab.folder / out / "states") == set(NODES)
+
+
+def _hold_the_first(hosts: Hosts, states: Path) -> None:
+    """Stop the host that begins first until the other one has begun a slide: no load decides."""
+    _until(lambda: _began(states) != set())
+    first = next(iter(_began(states)))
+    held = [psutil.Process(pid) for pid in hosts.running(first)]
+    held = [each for each in held if Path(each.cmdline()[0]).name.startswith("python")]
+    for process in held:
+        process.suspend()
+    try:
+        _until(lambda: _began(states) == set(NODES))
+    finally:
+        for process in held:
+            process.resume()
+
+
+def _began(states: Path) -> set[str]:
+    """The hosts that have begun a slide."""
+    return {json.loads(path.read_text())["host"] for path in states.glob("[!.]*.json")}
+
+
+def _until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 200
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def _end(hosts: Hosts, started: list[subprocess.Popen[str]], code: int) -> str:
