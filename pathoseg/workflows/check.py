@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -168,7 +168,7 @@ class _Check:
         self._unreadable = list[str]()  # of those without an annotation
         self._uncut = dict[str, PathosegError]()  # what cannot be cut → why
         self._pictures = dict[str, str]()  # hash of a thumbnail → the slide
-        bad = [text for _, text in self._alike(self.read.bad)]
+        bad = [*self._alike(self.read.bad)]
         if config.data.skip_bad_slides:
             self.warnings += [f"Left out: {text}" for text in bad]
         else:
@@ -259,8 +259,8 @@ class _Check:
                 "on it would be too good. Give both one patient in slides.csv."
             )
 
-    def _alike(self, errors: Mapping[str, PathosegError]) -> Iterator[tuple[Collection[str], str]]:
-        """Yield the slides of each error, and a text: alike are errors but for the file they name.
+    def _alike(self, errors: Mapping[str, PathosegError]) -> Iterator[str]:
+        """Yield a text for each error and its slides; alike are errors but for the file they name.
 
         Args:
             errors: By slide.
@@ -274,13 +274,13 @@ class _Check:
             found[said].append(name)
         for first, *others in found.values():
             whose = f"{1 + len(others)} slides ({some([first, *others])})" if others else first
-            yield (first, *others), f"{whose}: {errors[first]}"
+            yield f"{whose}: {errors[first]}"
 
     def conclude(self) -> None:
         """Find out what follows from all slides together."""
         refused = {seen.name for seen in self.slides if seen.refused}
-        for names, text in self._alike(self._uncut):
-            (self.warnings if refused.isdisjoint(names) else self.refusals).append(text)
+        self.refusals += self._alike({n: e for n, e in self._uncut.items() if n in refused})
+        self.warnings += self._alike({n: e for n, e in self._uncut.items() if n not in refused})
         if self.members and self.classes is not None:
             try:
                 if not any(member.split == "train" for member in self.members.values()):
