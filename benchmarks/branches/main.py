@@ -219,19 +219,19 @@ def measured(quick: bool, file: Path | None) -> None:
     torch.set_num_threads(1)
     transport = connect("mpi")
     link = measure_links(transport)
-    visit = measure_visit(transport, CPU, link)
-    joined = replace(load_hardware("cpu"), inside=link, visit=visit, memory=2**40)
-    if transport.rank == 0:
-        print(f"\nA visit of a stage takes {joined.visit * 1e3:.3f} ms beside its layers.")
     found: dict[str, Times] = {}
     for name, network in NETWORKS.items():
         if quick and name in SLOW:
             continue
         for count in (1, 4):
+            # Anew, as the layers are: what a visit takes changes by half within minutes here.
+            visit = measure_visit(transport, CPU, link)
+            joined = replace(load_hardware("cpu"), inside=link, visit=visit, memory=2**40)
             times = _time(network, count, transport, joined, 3 if quick else 9)
             found[f"{name} × {count}"] = times
             if transport.rank == 0:
-                _print(f"{name}, {count} microbatches of 1 × {network.small_side}²", times)
+                title = f"{name}, {count} microbatches of 1 × {network.small_side}²"
+                _print(f"{title}; a visit takes {visit * 1e3:.3f} ms", times)
     transport.close()
     if transport.rank == 0:
         figures = _figures(found)
