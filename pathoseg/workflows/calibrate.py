@@ -124,10 +124,12 @@ def _calibrate(out: Path, quick: bool, device: torch.device, shared: Mapping[str
         asked = interruption.raise_if_asked
         known = _known(device, out.stem, shared)
         hardware = calibrated(known, timed, device, rounds, asked)
+    timings = out.with_suffix(".csv")
+    instead = ", in place of an earlier one" if out.exists() else ""
     save_hardware(hardware, out)
-    write_text(out.with_suffix(".csv"), _table(timed))
+    write_text(timings, _table(timed))
     say(f"{len(timed)} layers were timed: {_rates(hardware)} ({hardware.measured}).")
-    say(f"The fit is in {out}, the timings in {out.with_suffix('.csv')}.")
+    say(f"The fit is in {out}{instead}; the timings are in {timings}.")
     say(f"Plan by it with `pathoseg plan --hardware {out}`.")
 
 

@@ -332,7 +332,7 @@ class _Check:
         say_table(columns, rows[:_MOST_ROWS])
         if len(rows) > _MOST_ROWS:
             say(f"… and {len(rows) - _MOST_ROWS} more slides.")
-        if self.classes is not None and len(self.classes.names) <= _MOST_CLASSES:
+        if self._facts and self.classes and len(self.classes.names) <= _MOST_CLASSES:
             say(f"Of each class: {_CELL}.")
         if self.classes is not None and self._facts:
             for line in (*class_lines(self._facts, self.classes), *context_lines(self._training)):

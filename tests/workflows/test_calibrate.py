@@ -123,8 +123,10 @@ def test_ranks_measure_their_link_and_visits(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    Path("linked.json").write_text("an earlier file")
     assert start_local(2, [sys.executable, "-c", RANKS]) == 0
     said = "".join(capfd.readouterr())
+    assert "The fit is in linked.json, in place of an earlier one" in said
     assert "The link inside a host: " in said
     assert "The link between is not measured" in said
     known, found = load_hardware("cpu"), load_hardware("linked.json")
