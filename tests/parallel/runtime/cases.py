@@ -163,7 +163,7 @@ class Case:
 
     def schedule(self) -> tuple[Schedule, Partition]:
         """Return the lowered schedule, its groups not written out, and the cut of the model."""
-        order, partition = _cut(self.model, self.plan, self.ranks)
+        order, partition = _cut(self.model, self.plan, self.ranks, self.dtype)
         lowered = lower(
             order,
             list(stage_edges(partition)),
@@ -179,8 +179,9 @@ class Case:
         return _planned(self.model, self.plan, self.ranks).line if self.setting.branched else ()
 
     def graph(self) -> LayerGraph:
-        """The layers of the model."""
-        return traced(self.model, torch.float32, JUDGE).graph
+        """The layers of the model; branches are planned by the toy's single precision."""
+        dtype = torch.float32 if self.setting.branched else self.dtype
+        return traced(self.model, dtype, JUDGE).graph
 
     def sizes(self) -> list[int]:
         """Samples of each microbatch."""
@@ -189,8 +190,8 @@ class Case:
 
 
 @cache
-def _cut(model: str, name: str, ranks: int) -> tuple[Schedule, Partition]:
-    case = Case(model, name, ranks)
+def _cut(model: str, name: str, ranks: int, dtype: torch.dtype) -> tuple[Schedule, Partition]:
+    case = Case(model, name, ranks, dtype)
     if case.setting.branched:
         found = _planned(model, name, ranks)
         return Schedule.parse(found.text), found.partition(reordered(case.graph(), found.line))
@@ -284,7 +285,7 @@ def start(
 
 def prepare(case: Case) -> None:
     """Traces the models of ranks that are threads: torch.fx patches torch for all threads."""
-    judged(case.model, case.dtype, tuple(case.sizes()), case.clip)
+    judged_case(case)
     for rank in range(case.ranks):
         traced(case.model, case.dtype, rank)
 
@@ -310,14 +311,16 @@ def judged(model: str, dtype: torch.dtype, sizes: tuple[int, ...], clip: float) 
     return judge(ALL_MODELS[model], reset(traced(model, dtype, JUDGE)), sizes, clip)
 
 
+def judged_case(case: Case) -> Verdict:
+    """Return what one process finds."""
+    return judged(case.model, case.dtype, tuple(case.sizes()), case.clip)
+
+
 def save_verdicts(cases: Sequence[Case], path: Path) -> None:
     """Judges cases for ranks that are processes, which then need not each do so."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the ranks have: others would add in another order
-    found = {
-        str(case): asdict(judged(case.model, case.dtype, tuple(case.sizes()), case.clip))
-        for case in cases
-    }
+    found = {str(case): asdict(judged_case(case)) for case in cases}
     torch.set_num_threads(threads)
     torch.save(found, path)
 
@@ -334,7 +337,7 @@ _OTHER_KERNELS = {torch.float32: 1e-4, torch.float64: 1e-11}
 def compare(case: Case, rank: int, verdict: Verdict, expected: Verdict | None = None) -> None:
     """Fails where a rank differs from the judge by more than the order of sums explains."""
     if expected is None:
-        expected = judged(case.model, case.dtype, tuple(case.sizes()), case.clip)
+        expected = judged_case(case)
     most = _ROUNDING[case.dtype]
     if HAS_OWN_KERNELS:
         most = _OTHER_KERNELS[case.dtype]

@@ -59,7 +59,7 @@ def test_ranks_train_as_one_process(case: Case, compiled: list[set[str]]) -> Non
         return runner.state().get("model", {})
 
     state = run_ranks(case.ranks, body)[0]
-    expected = cases.judged(case.model, case.dtype, tuple(case.sizes()), case.clip).state
+    expected = cases.judged_case(case).state
     torch.testing.assert_close(dict(state), expected, rtol=1e-10, atol=1e-12)
     inside = set.union(*compiled)
     assert "Conv2d" in inside

@@ -10,9 +10,11 @@ import torch
 
 from pathoseg.parallel.comm.local_ranks import start_local
 from tests.parallel.comm import transport_conformance
+from tests.parallel.comm.forked_ranks import run_forked
 from tests.parallel.comm.joined import Library
 from tests.parallel.comm.thread_ranks import run_ranks
 from tests.parallel.networks.runtime_models import MODELS
+from tests.parallel.runtime import judged_ranks
 from tests.parallel.runtime.cases import (
     BRANCHED,
     HYBRIDS,
@@ -23,7 +25,6 @@ from tests.parallel.runtime.cases import (
     run_case,
     save_verdicts,
 )
-from tests.parallel.runtime.judged_ranks import cases_of_processes
 
 pytestmark = pytest.mark.slow  # many seconds in all
 
@@ -111,12 +112,15 @@ def test_processes_conform_and_train_as_one(
     """Transports are tested here, too: a world of processes starts in seconds, and does both."""
     if library == "mpi" and not Path(sys.executable).with_name("mpirun").exists():
         pytest.skip("no mpirun beside this Python: pip install 'pathoseg[mpi]'")
-    script = Path(__file__).with_name("judged_ranks.py")
-    choice = library if library in ("gloo", "mpi") else "gloo"
-    cases, verdicts = cases_of_processes(ranks, library), tmp_path / "verdicts.pt"
-    save_verdicts(cases, verdicts)
-    code = start_local(ranks, [sys.executable, str(script), library, str(verdicts)], choice)
-    out, err = capfd.readouterr()
-    assert code == 0, err
+    cases = judged_ranks.cases_of_processes(ranks, library)
+    if library == "mpi":
+        verdicts = tmp_path / "verdicts.pt"
+        save_verdicts(cases, verdicts)
+        command = [sys.executable, judged_ranks.__file__, library, str(verdicts)]
+        code = start_local(ranks, command, "mpi")
+        out, err = capfd.readouterr()
+        assert code == 0, err
+    else:
+        out = run_forked(judged_ranks.fork, library, ranks)
     conform = [case.__name__ for case in transport_conformance.cases_of(library)]
     assert out.split() == ["passed:", *conform, *map(str, cases)]

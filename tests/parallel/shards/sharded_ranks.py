@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+from tests.parallel.comm.forked_ranks import fork_ranks
 from tests.parallel.comm.joined import join
-from tests.parallel.runtime.cases import JUDGE, Case, load_verdicts
+from tests.parallel.runtime.cases import JUDGE, Case, judged_case, load_verdicts
+from tests.parallel.runtime.judge import Verdict
 from tests.parallel.shards.sharded_cases import Sharded, compare, run_strips
 
 
@@ -38,10 +41,18 @@ def cases_of_processes(library: str, ranks: int) -> list[Sharded]:
     ]
 
 
-def main(library: str, verdicts: Path) -> None:
-    torch.set_num_threads(1)
+def fork(library: str, ranks: int) -> int:
+    """Judge ranks of gloo by what this process, from which they are forked, has found ahead."""
+    torch.set_num_threads(1)  # as the ranks: more would add in another order
+    cases = cases_of_processes(library, ranks)
+    expected = {str(each.case): judged_case(each.case) for each in cases}
+    return fork_ranks(ranks, lambda: judge_rank(library, expected))
+
+
+def judge_rank(library: str, expected: Mapping[str, Verdict]) -> None:
+    """Do one rank's part of all cases."""
     transport = join(library)
-    cases, expected = cases_of_processes(library, transport.ranks), load_verdicts(verdicts)
+    cases = cases_of_processes(library, transport.ranks)
     for case in cases:
         try:
             verdict = run_strips(case, transport, whose=JUDGE)
@@ -56,4 +67,5 @@ def main(library: str, verdicts: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    torch.set_num_threads(1)
+    judge_rank(sys.argv[1], load_verdicts(Path(sys.argv[2])))

@@ -23,11 +23,20 @@ from pathoseg.parallel.runtime.memory_check import Memory
 from pathoseg.parallel.runtime.runner import Runner
 from pathoseg.parallel.runtime.stage import Pass, Stage
 from tests.parallel.activations.test_saved_tensor_hooks import mixtures
+from tests.parallel.comm.forked_ranks import run_forked
 from tests.parallel.comm.thread_ranks import ThreadTransport, run_ranks
 from tests.parallel.computing_device import DEVICE
 from tests.parallel.networks.runtime_models import SIDE, samples
-from tests.parallel.runtime.cases import Case, judged, reset, save_verdicts, traced, training_of
+from tests.parallel.runtime.cases import (
+    Case,
+    judged_case,
+    reset,
+    save_verdicts,
+    traced,
+    training_of,
+)
 from tests.parallel.runtime.judge import Verdict
+from tests.parallel.shards import sharded_ranks
 from tests.parallel.shards.sharded_cases import (
     Sharded,
     compare,
@@ -78,10 +87,10 @@ def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_strips_train_as_whole_tiles(sharded: Sharded) -> None:
     prepare(sharded)
     case = sharded.case
-    expected = judged(case.model, case.dtype, tuple(case.sizes()), case.clip)
+    expected = judged_case(case)
     exact = None
     if case.dtype is not DOUBLE:
-        exact = judged(case.model, DOUBLE, tuple(case.sizes()), case.clip)
+        exact = judged_case(replace(case, dtype=DOUBLE))
     verdicts = run_ranks(sharded.ranks, lambda transport: run_strips(sharded, transport))
     for rank, verdict in enumerate(verdicts):
         compare(sharded, rank, verdict, expected, exact)
@@ -126,7 +135,7 @@ def test_strips_of_which_layers_are_offloaded_and_recomputed_train_as_whole_tile
     case, memory = data.draw(mixtures(model, plan))
     sharded = Sharded(replace(case, dtype=DOUBLE), shards)
     prepare(sharded)
-    expected = judged(model, DOUBLE, tuple(case.sizes()), case.clip)
+    expected = judged_case(sharded.case)
     found = run_ranks(sharded.ranks, lambda transport: _counted(sharded, transport, memory))
     for rank, (verdict, sent) in enumerate(found):
         compare(sharded, rank, verdict, expected)
@@ -191,13 +200,16 @@ def test_processes_train_strips_as_one(
 ) -> None:
     if library == "mpi" and not Path(sys.executable).with_name("mpirun").exists():
         pytest.skip("no mpirun beside this Python: pip install 'pathoseg[mpi]'")
-    script = Path(__file__).with_name("sharded_ranks.py")
-    cases, verdicts = cases_of_processes(library, ranks), tmp_path / "verdicts.pt"
-    save_verdicts([each.case for each in cases], verdicts)
-    choice: Any = library
-    code = start_local(ranks, [sys.executable, str(script), library, str(verdicts)], choice)
-    out, err = capfd.readouterr()
-    assert code == 0, err
+    cases = cases_of_processes(library, ranks)
+    if library == "mpi":
+        verdicts = tmp_path / "verdicts.pt"
+        save_verdicts([each.case for each in cases], verdicts)
+        command = [sys.executable, sharded_ranks.__file__, library, str(verdicts)]
+        code = start_local(ranks, command, "mpi")
+        out, err = capfd.readouterr()
+        assert code == 0, err
+    else:
+        out = run_forked(sharded_ranks.fork, library, ranks)
     assert out.split() == ["passed:", *map(str, cases)]
 
 
