@@ -21,13 +21,15 @@ def polish(work: Workload, timetable: Timetable, replays: int) -> Timetable:
     Args:
         work: What is ordered.
         timetable: Where to start from.
-        replays: About how many swaps to try.
+        replays: About how many swaps to try; none once no order can end earlier.
     """
     search = _Search(work, timetable)
     current = best = search.replay()
     order = timetable.order
     rounds = 0
     while current is not None and best is not None and search.tried < replays:
+        if work.none_ends_before(best.end):
+            break
         rounds += 1
         current = search.move(current, best, rounds)
         if current is not None and current.worth < best.worth:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from typing import NamedTuple
 
 from pathoseg.errors import PathosegError
@@ -112,6 +113,31 @@ class Workload:
             extra=self.extra[::-1],
         )
 
+    def none_ends_before(self, end: float) -> bool:
+        """Return True if no order is known to end earlier than this, but for rounding."""
+        return end <= self._shortest * (1 + 1e-12)
+
+    @cached_property
+    def _shortest(self) -> float:
+        """A time below which no order ends, however much memory there is.
+
+              ahead of its first visit   all its visits, none of which waits   after its last one
+        rank  |------------------------|=====================================|-------------------|
+        """
+        ranks = range(len(self.caps))
+        first, last, busy = ([inf] * len(ranks), [inf] * len(ranks), [0.0] * len(ranks))
+        longest = 0.0  # way of a microbatch
+        for replica in {*self.replica_of}:
+            route, microbatches = self.routes[replica], self.replica_of.count(replica)
+            ahead = _earliest(route.before, self.times)
+            behind = _earliest(route.mirrored().before, self.times[::-1])[::-1]
+            for home, time, head, tail in zip(route.homes, self.times, ahead, behind, strict=True):
+                first[home], last[home] = min(first[home], head), min(last[home], tail)
+                busy[home] += microbatches * time
+                longest = max(longest, head + time + tail)
+        whole = [first[rank] + busy[rank] + last[rank] for rank in ranks if first[rank] < inf]
+        return max([longest, *whole])
+
     def _numbered(self, by_replica: list[Links]) -> list[list[tuple[int, float]]]:
         return [
             [(microbatch * self.length + visit, delay) for visit, delay in own]
@@ -125,6 +151,15 @@ class Workload:
         held = sum(size for home, size in zip(homes, self.held, strict=False) if home == rank)
         extra = (size for home, size in zip(homes, self.extra, strict=True) if home == rank)
         return held, max(extra, default=0)
+
+
+def _earliest(before: Links, times: Sequence[float]) -> list[float]:
+    """Return when each visit of a microbatch could start if nothing else were on the ranks."""
+    starts: list[float] = []
+    for own in before:
+        ready = (starts[earlier] + times[earlier] + delay for earlier, delay in own)
+        starts.append(max([0.0, *ready]))
+    return starts
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,8 @@ def _works(draw: st.DrawFn) -> Workload:
 
 @pytest.fixture(scope="session")
 def judge() -> Judge:
-    """Fails where a timetable breaks an order, has a rank do two things, or exceeds a cap."""
+    """Fails where a timetable breaks an order, has a rank do two things, exceeds a cap, or ends
+    before what is said to be the earliest end."""
     return _judge
 
 
@@ -61,6 +62,7 @@ def _judge(work: Workload, timetable: Timetable) -> None:
     starts = timetable.starts
     ends = [start + time for start, time in zip(starts, work.durations, strict=True)]
     assert timetable.end == max(ends)
+    assert not work.none_ends_before(timetable.end + 1)
     for visit, start in enumerate(starts):
         assert all(ends[earlier] + delay <= start for earlier, delay in work.before[visit])
     for rank, cap in enumerate(work.caps):

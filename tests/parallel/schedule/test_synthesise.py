@@ -20,6 +20,7 @@ from pathoseg.parallel.schedule.schedule import Schedule, folded, linear, mirror
 from pathoseg.parallel.schedule.simulate import simulate
 from pathoseg.parallel.schedule.synthesise import synthesise
 from pathoseg.parallel.schedule.validate import validate
+from pathoseg.parallel.schedule.workload import workload
 
 
 @pytest.mark.slow
@@ -155,6 +156,15 @@ def test_small_steps_are_as_short_as_they_can_be(
     placement = mirrored(ranks) if bidirectionally else linear(ranks)
     costs = Costs.equal(ranks, 2, 4)
     assert simulate(synthesise(placement, costs, microbatches, held), costs).time == optimum
+
+
+def test_an_order_that_never_lets_the_slowest_rank_wait_is_known_to_be_the_shortest() -> None:
+    costs = Costs((StageCost(1, 2, 1), StageCost(1, 2, 1), StageCost(3, 2, 1)))
+    work = workload(Schedule("", linear(3), chain(3), (0,) * 8, ()), costs, 3, ())
+    end = (1 + 1) + 8 * (3 + 2) + (2 + 2)
+    assert simulate(one_f_one_b(3, 8), costs).time == end
+    assert work.none_ends_before(end)
+    assert not work.none_ends_before(end + 1)
 
 
 @pytest.mark.slow
