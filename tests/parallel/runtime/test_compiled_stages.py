@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,6 +25,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the graphs of torch.compile by torch's own kernels: no C++ is compiled, for a minute."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 
 @pytest.fixture
@@ -48,6 +55,7 @@ CASES = [
 ]
 
 
+@pytest.mark.usefixtures("captured")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_ranks_train_as_one_process(case: Case, compiled: list[set[str]]) -> None:
     cases.prepare(case)
