@@ -146,7 +146,8 @@ class NetConfig:
         depth: (U-Net) number of poolings.
         norm: Normalisation layer; of networks with an encoder, that of the decoder.
         options: Keyword arguments of a `module:factory`. Of `vit_seg`: `size` ("S", "B", "L", "H",
-            "H2", "g"), `patch`, `registers`, `mlp`, `layer_scale`, `positions` (docs/encoders.md).
+            "H2", "g"), `patch`, `registers`, `mlp`, `layer_scale`, `positions`, `lora`
+            (docs/encoders.md).
         encoder_weights: File, run or bundle to take the encoder from; options left out follow.
         licence: Of `encoder_weights`; None takes that in timm's `config.json` or in the bundle.
         mean: Of each channel of pixels in 0…1; None takes the config's, else ImageNet's.
@@ -186,10 +187,10 @@ class TrainConfig:
         start_from: Run, bundle or .safetensors file whose weights training starts from (`--from`);
             left out, they are random.
         epochs: Passes over the samples; None means 50, or as many as the time limit holds.
-        time_limit: Time for the whole run, resumed parts counted together: "1h30m", "90s", or a
-            number of seconds. In text, as on the command line, a bare number is minutes.
+        time_limit: Time for the whole run, resumed parts counted together: "1h30m", "90s". Without
+            a unit, a number (120) is seconds; a text ("120") and `--time-limit 120` are minutes.
         samples_per_epoch: Tiles drawn an epoch; None means as many as there are.
-        batch: Tiles a step.
+        batch: Tiles a step, of all ranks together.
         microbatch: Tiles a forward pass; gradients accumulate over a step. None means the whole
             batch in one process; by a plan (`parallel.ranks`, `parallel.memory`) one tile where the
             model has batch norm, whose statistics are those of a microbatch, else what is fastest.
@@ -333,8 +334,9 @@ class ParallelConfig:
         parked: What waits in host memory while its stage is not at work, copied in the form of
             `offload`: "parameters", "gradients", "optimizer" (its state). The first two pay only
             where a rank has several stages. Plans count neither what it saves nor its copies.
-        transport: What joins the ranks of a run; "auto" is MPI where there is one, else gloo, and
-            NCCL on top where each rank has a GPU of its own (no GPU has run it yet).
+        transport: What joins the ranks of a run; "auto" is MPI under an MPI's launcher, and by
+            `--ranks` where pathoseg[mpi] is installed, else gloo; and NCCL on top where each rank
+            has a GPU of its own (no GPU has run it yet).
     """
 
     device: DeviceName | None = None

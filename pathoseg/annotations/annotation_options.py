@@ -34,8 +34,8 @@ class AnnotationOptions:
             "ignore"d everywhere; background is then drawn as the class "background".
         unclassified: What outlines without a class are: "ignore" makes their insides unknown where
             no outline with a class covers them, "skip" takes them for not drawn, "refuse" refuses
-            the file, any other text is their class. Those that hold outlines with a class say
-            nothing, and where nothing has any class, all are of the class "annotation".
+            the file, any other text is their class. One that contains outlines with a class is
+            not used; where no outline has any class, all are of the class "annotation".
         labels: Which class a pixel of a label has: that which covers most of it ("majority"), or
             that of its "centre", as runs had it until format 1.
 

@@ -67,12 +67,12 @@ def find_hardware(config: ParallelConfig) -> Hardware:
     if (roofline := roofline_of(device)) is not None:
         say(
             f"{title} is priced by its clock, cores and memory bus. `pathoseg calibrate --out "
-            "FILE` measures it, which is better; name that file with --hardware."
+            "FILE` measures it, which is better; name that file as [parallel] hardware."
         )
         return roofline
     raise PathosegError(
         f"Nothing is known of this machine's {title}.",
-        "Measure it with `pathoseg calibrate --out FILE`, and name that file with --hardware.",
+        "Measure it with `pathoseg calibrate --out FILE`, and name that file as [parallel] hardware.",
     )
 
 

@@ -19,7 +19,8 @@ def test_training_that_is_stopped_and_put_back_ends_as_if_it_had_not_been(
     slurm: Slurm, lab: Lab
 ) -> None:
     train = [*SMALL, "--output=train.log", str(SCRIPTS / "train.sbatch")]
-    job = slurm.submit(lab.folder, *train, *lab.training("queued")[2:])
+    options = [*lab.training("queued")[2:], "--order", "gems-mast"]
+    job = slurm.submit(lab.folder, *train, *options)
     lab.wait_for_epochs("queued", 1)
     slurm.signal(job, "TERM")  # as ahead of the time limit: the job puts itself back
     slurm.wait_for_requeue(job)
@@ -28,7 +29,7 @@ def test_training_that_is_stopped_and_put_back_ends_as_if_it_had_not_been(
     slurm.cancel(job)
     slurm.wait(job, "CANCELLED")
     assert lab.epochs("queued") < lab.epochs(lab.undisturbed.name)
-    again = slurm.submit(lab.folder, *train, *lab.training("queued")[2:])
+    again = slurm.submit(lab.folder, *train, *options)
     slurm.wait(again, "COMPLETED", "FAILED")
     log = (lab.folder / "train.log").read_text()
     assert slurm.state(again) == "COMPLETED", log
