@@ -35,7 +35,7 @@ def cases_of_processes(ranks: int, library: str) -> list[Case]:
 
     Without tags only those orders whose messages cross: all else is the same code as with them. Of
     encoders those that are trained in part: messages are those of the others, as those of a network
-    of two inputs are. Each library joins two worlds, and each model is trained in one of them.
+    of two inputs are. A library of two worlds trains each model in one of them.
     """
     plans = [*PLANS, *HYBRIDS] if ranks == 4 else [*PLANS]
     if library in ("ordered", "imitated"):
@@ -46,7 +46,9 @@ def cases_of_processes(ranks: int, library: str) -> list[Case]:
     else:
         found.append(Case("two-heads", "branched-hybrid", ranks))
     models = [model for model in MODELS if model not in ("unet-resnet", "vit", "hooknet")]
-    for model in models[ranks // 4 :: 2]:
+    if library in ("gloo", "mpi"):
+        models = models[ranks // 4 :: 2]
+    for model in models:
         found += [Case(model, plan, ranks) for plan in ("1f1b-recomputed", "gems-master")]
     return list(dict.fromkeys(found))
 
