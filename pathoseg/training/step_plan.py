@@ -72,7 +72,7 @@ def find_hardware(config: ParallelConfig) -> Hardware:
         return roofline
     raise PathosegError(
         f"Nothing is known of this machine's {title}.",
-        "Measure it with `pathoseg calibrate --out FILE`, and name that file as [parallel] hardware.",
+        "Measure it with `pathoseg calibrate --out FILE`; name that file as [parallel] hardware.",
     )
 
 
