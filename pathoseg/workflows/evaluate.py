@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import IGNORE
-from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.object_areas import ObjectAreas, TrueObject
 from pathoseg.config import Config
-from pathoseg.config_file import UNNUMBERED, load_config
+from pathoseg.config_file import UNNUMBERED, given_options, load_config
 from pathoseg.device import pick_device
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, ObjectMask
@@ -174,9 +173,9 @@ def _configured(
     run = load_config(recorded, None, UNNUMBERED)
     if config_file is not None:
         config = load_config(config_file, flags)
-        annotations = config.annotations
-        if annotations == AnnotationOptions():
-            annotations = run.annotations
+        stated = given_options(config_file, flags).get("annotations", {})
+        own = {key: getattr(config.annotations, key) for key in stated}
+        annotations = replace(run.annotations, **own)
         assume_mpp = config.data.assume_mpp or run.data.assume_mpp
         data = replace(config.data, assume_mpp=assume_mpp)
         return replace(config, annotations=annotations, data=data)

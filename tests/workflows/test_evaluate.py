@@ -25,6 +25,7 @@ from pathoseg.models.bundle import load_bundle, save_bundle
 from pathoseg.models.model_options import ModelConfig
 from pathoseg.outputs.stitch import CONFIDENCE_LEVELS
 from pathoseg.slides.slide import open_slide
+from pathoseg.workflows.evaluate import _configured
 
 Command = Callable[..., tuple[int, str]]
 SaveBundle = Callable[..., Path]
@@ -282,6 +283,18 @@ def test_slides_are_read_as_the_run_read_them(toy_slides: Path, command: Command
     assert command("evaluate", "--slides", others, "--annotations", masks)[0] == 0
     code, said = command("evaluate", "--slides", others, "--config", "tiny.toml")
     assert code == 2
+
+
+def test_a_configuration_overrules_what_it_states_and_nothing_else(tmp_path: Path) -> None:
+    recorded, own = tmp_path / "config.toml", tmp_path / "own.toml"
+    recorded.write_text(
+        'format = 2\n[annotations]\nrename = {"Tumor" = "tumour"}\nunlabelled = "ignore"\n'
+    )
+    run = load_config(recorded).annotations
+    own.write_text("[annotations]\nroi = []\n")
+    assert _configured(recorded, own, {}).annotations == replace(run, roi=())
+    own.write_text('[annotations]\nunlabelled = "background"\n')  # the default, yet stated
+    assert _configured(recorded, own, {}).annotations == replace(run, unlabelled="background")
 
 
 def test_a_class_the_model_does_not_know_is_refused(

@@ -11,7 +11,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from tests.parallel.comm import transport_conformance
-from tests.parallel.comm.forked_ranks import fork_ranks
 from tests.parallel.comm.joined import join
 from tests.parallel.networks.runtime_models import MODELS
 from tests.parallel.runtime.cases import (
@@ -21,11 +20,11 @@ from tests.parallel.runtime.cases import (
     PLANS,
     Case,
     compare,
-    judged_case,
     load_verdicts,
     run_case,
 )
 from tests.parallel.runtime.judge import Verdict
+from tests.parallel.runtime.judged_worlds import fork_judged, judge_all
 
 CROSSING = ("gpipe-folded", "gems-master", "bidirectional", "synthesised-mirrored", "hybrid-gpipe")
 
@@ -54,30 +53,22 @@ def cases_of_processes(ranks: int, library: str) -> list[Case]:
 
 
 def fork(library: str, ranks: int) -> int:
-    """Judge ranks of gloo by what this process, from which they are forked, has found ahead."""
-    torch.set_num_threads(1)  # as the ranks: more would add in another order
+    """Judge ranks of gloo that are forked from this process."""
     cases = cases_of_processes(ranks, library)
-    expected = {str(case): judged_case(case) for case in cases}
-    return fork_ranks(ranks, lambda: judge_rank(library, expected))
+    return fork_judged(ranks, cases, lambda expected: judge_rank(library, expected))
 
 
 def judge_rank(library: str, expected: Mapping[str, Verdict]) -> None:
     """Do one rank's part of all cases."""
     transport = join(library)
     conform = transport_conformance.run_all(transport, library)
-    cases = cases_of_processes(transport.ranks, library)
-    for case in cases:
-        try:
-            # The judge's model is free in this process, and traced for the schedule already.
-            verdict = run_case(case, transport, whose=JUDGE)
-            compare(case, transport.rank, verdict, expected[str(case)])
-        except BaseException as error:
-            transport.abort(f"Rank {transport.rank}: {case}: {error!r}")
-            raise
-        transport.barrier()
-    transport.close()
-    if transport.rank == 0:
-        print("passed:", *conform, *cases, flush=True)
+
+    def judge(case: Case) -> None:
+        # The judge's model is free in this process, and traced for the schedule already.
+        verdict = run_case(case, transport, whose=JUDGE)
+        compare(case, transport.rank, verdict, expected[str(case)])
+
+    judge_all(transport, cases_of_processes(transport.ranks, library), judge, conform)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ pytestmark = [
 
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the graphs of torch.compile by torch's own kernels: no C++ is compiled, for a minute."""
+    """Runs what torch.compile captures by torch's own kernels: C++ takes a minute to compile."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 

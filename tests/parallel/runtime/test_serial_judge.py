@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from pathoseg.parallel.comm.local_ranks import start_local
 from tests.parallel.comm import transport_conformance
-from tests.parallel.comm.forked_ranks import run_forked
 from tests.parallel.comm.joined import Library
 from tests.parallel.comm.thread_ranks import run_ranks
 from tests.parallel.networks.runtime_models import MODELS
@@ -23,8 +20,8 @@ from tests.parallel.runtime.cases import (
     compare,
     prepare,
     run_case,
-    save_verdicts,
 )
+from tests.parallel.runtime.judged_worlds import run_world
 
 pytestmark = pytest.mark.slow  # many seconds in all
 
@@ -110,17 +107,7 @@ def test_processes_conform_and_train_as_one(
     library: Library, ranks: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Transports are tested here, too: a world of processes starts in seconds, and does both."""
-    if library == "mpi" and not Path(sys.executable).with_name("mpirun").exists():
-        pytest.skip("no mpirun beside this Python: pip install 'pathoseg[mpi]'")
     cases = judged_ranks.cases_of_processes(ranks, library)
-    if library == "mpi":
-        verdicts = tmp_path / "verdicts.pt"
-        save_verdicts(cases, verdicts)
-        command = [sys.executable, judged_ranks.__file__, library, str(verdicts)]
-        code = start_local(ranks, command, "mpi")
-        out, err = capfd.readouterr()
-        assert code == 0, err
-    else:
-        out = run_forked(judged_ranks.fork, library, ranks)
+    out = run_world(judged_ranks, library, ranks, cases, tmp_path, capfd)
     conform = [case.__name__ for case in transport_conformance.cases_of(library)]
     assert out.split() == ["passed:", *conform, *map(str, cases)]

@@ -10,10 +10,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tests.parallel.comm.forked_ranks import fork_ranks
 from tests.parallel.comm.joined import join
-from tests.parallel.runtime.cases import JUDGE, Case, judged_case, load_verdicts
+from tests.parallel.runtime.cases import JUDGE, Case, load_verdicts
 from tests.parallel.runtime.judge import Verdict
+from tests.parallel.runtime.judged_worlds import fork_judged, judge_all
 from tests.parallel.shards.sharded_cases import Sharded, compare, run_strips
 
 
@@ -42,28 +42,20 @@ def cases_of_processes(library: str, ranks: int) -> list[Sharded]:
 
 
 def fork(library: str, ranks: int) -> int:
-    """Judge ranks of gloo by what this process, from which they are forked, has found ahead."""
-    torch.set_num_threads(1)  # as the ranks: more would add in another order
-    cases = cases_of_processes(library, ranks)
-    expected = {str(each.case): judged_case(each.case) for each in cases}
-    return fork_ranks(ranks, lambda: judge_rank(library, expected))
+    """Judge ranks of gloo that are forked from this process."""
+    cases = [each.case for each in cases_of_processes(library, ranks)]
+    return fork_judged(ranks, cases, lambda expected: judge_rank(library, expected))
 
 
 def judge_rank(library: str, expected: Mapping[str, Verdict]) -> None:
     """Do one rank's part of all cases."""
     transport = join(library)
-    cases = cases_of_processes(library, transport.ranks)
-    for case in cases:
-        try:
-            verdict = run_strips(case, transport, whose=JUDGE)
-            compare(case, transport.rank, verdict, expected[str(case.case)])
-        except BaseException as error:
-            transport.abort(f"Rank {transport.rank}: {case}: {error!r}")
-            raise
-        transport.barrier()
-    transport.close()
-    if transport.rank == 0:
-        print("passed:", *cases, flush=True)
+
+    def judge(sharded: Sharded) -> None:
+        verdict = run_strips(sharded, transport, whose=JUDGE)
+        compare(sharded, transport.rank, verdict, expected[str(sharded.case)])
+
+    judge_all(transport, cases_of_processes(library, transport.ranks), judge)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from functools import cache
 from itertools import combinations, product
@@ -18,12 +17,10 @@ from pathoseg.errors import PathosegError
 from pathoseg.giving_up import GivenUpError
 from pathoseg.parallel.activations import saved_tensor_hooks
 from pathoseg.parallel.activations.stage_offload import Park
-from pathoseg.parallel.comm.local_ranks import start_local
 from pathoseg.parallel.runtime.memory_check import Memory
 from pathoseg.parallel.runtime.runner import Runner
 from pathoseg.parallel.runtime.stage import Pass, Stage
 from tests.parallel.activations.test_saved_tensor_hooks import mixtures
-from tests.parallel.comm.forked_ranks import run_forked
 from tests.parallel.comm.thread_ranks import ThreadTransport, run_ranks
 from tests.parallel.computing_device import DEVICE
 from tests.parallel.networks.runtime_models import SIDE, samples
@@ -31,11 +28,11 @@ from tests.parallel.runtime.cases import (
     Case,
     judged_case,
     reset,
-    save_verdicts,
     traced,
     training_of,
 )
 from tests.parallel.runtime.judge import Verdict
+from tests.parallel.runtime.judged_worlds import run_world
 from tests.parallel.shards import sharded_ranks
 from tests.parallel.shards.sharded_cases import (
     Sharded,
@@ -198,18 +195,9 @@ def _sent_where_all_is_kept(model: str, plan: str, ranks: int, shards: int) -> l
 def test_processes_train_strips_as_one(
     library: str, ranks: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    if library == "mpi" and not Path(sys.executable).with_name("mpirun").exists():
-        pytest.skip("no mpirun beside this Python: pip install 'pathoseg[mpi]'")
     cases = cases_of_processes(library, ranks)
-    if library == "mpi":
-        verdicts = tmp_path / "verdicts.pt"
-        save_verdicts([each.case for each in cases], verdicts)
-        command = [sys.executable, sharded_ranks.__file__, library, str(verdicts)]
-        code = start_local(ranks, command, "mpi")
-        out, err = capfd.readouterr()
-        assert code == 0, err
-    else:
-        out = run_forked(sharded_ranks.fork, library, ranks)
+    judged = [each.case for each in cases]
+    out = run_world(sharded_ranks, library, ranks, judged, tmp_path, capfd)
     assert out.split() == ["passed:", *map(str, cases)]
 
 
