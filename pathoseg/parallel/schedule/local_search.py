@@ -10,8 +10,8 @@ from pathoseg.parallel.schedule.workload import Timetable, Workload
 
 Swap = tuple[int, int]  # a rank, and the position of the first of two neighbours in its list
 
-# Swaps by visit of the step that may better nothing before the search ends. With all replays in
-# its place, no ratio of benchmarks/schedules is another.
+# Swaps by visit of the step that may better nothing before the search ends. Of 208 steps of
+# benchmarks/schedules one is 1.5 % longer than with all replays; its tables are the same.
 _IN_VAIN = 8
 
 
