@@ -32,7 +32,10 @@ def main() -> NoReturn:
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
     """Ends a command that has nothing to save yet; once it has, `Interruption` takes over."""
-    os.write(sys.stderr.fileno(), b"Stopped. Run the same command again.\n")
+    # Not sys.stderr: what checks slides quietly has replaced it. There may be no file behind it.
+    if sys.__stderr__ is not None:
+        with suppress(OSError, ValueError):
+            os.write(sys.__stderr__.fileno(), b"Stopped. Run the same command again.\n")
     # Not an exception: a library that is being imported would catch it and fail in its own way.
     os._exit(128 + number)
 
