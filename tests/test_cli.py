@@ -237,20 +237,20 @@ def test_a_signal_at_any_moment_of_the_start_ends_quietly(
         assert "Stopped." in said
 
 
+_STOPPED_QUIETLY = """import signal, pathoseg.__main__ as start
+from pathoseg.training.distributed import silent
+signal.signal(signal.SIGTERM, start._stop)
+with silent():
+    signal.raise_signal(signal.SIGTERM)
+"""
+
+
+@pytest.mark.process
 def test_a_signal_while_slides_are_checked_quietly_is_answered() -> None:
-    said = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import signal, pathoseg.__main__ as start; from pathoseg.training.distributed import "
-            "silent; signal.signal(signal.SIGTERM, start._stop)\n"
-            "with silent(): signal.raise_signal(signal.SIGTERM)",
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
+    done = subprocess.run(
+        [sys.executable, "-c", _STOPPED_QUIETLY], capture_output=True, text=True, check=False
     )
-    assert (said.returncode, said.stderr) == (143, "Stopped. Run the same command again.\n")
+    assert (done.returncode, done.stderr) == (143, "Stopped. Run the same command again.\n")
 
 
 def _wait_for_handlers(process: subprocess.Popen[str]) -> None:
