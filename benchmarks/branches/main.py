@@ -30,6 +30,7 @@ from pathoseg.parallel.cost.cost_model import cost_model
 from pathoseg.parallel.cost.hardware import Hardware, load_hardware
 from pathoseg.parallel.graph.traced import Traced, trace
 from pathoseg.parallel.planning.orders import DATA_PARALLEL
+from pathoseg.parallel.planning.partition import cut
 from pathoseg.parallel.planning.plan import BranchChoice, Plan, PlanRequest
 from pathoseg.parallel.planning.planner import plan
 from pathoseg.parallel.planning.stage_costs import StageCosts
@@ -225,7 +226,7 @@ def measured(quick: bool, file: Path | None) -> None:
             continue
         for count in (1, 4):
             # Anew, as the layers are: what a visit takes changes by half within minutes here.
-            visit = measure_visit(transport, CPU, link)
+            visit = measure_visit(transport, CPU)
             joined = replace(load_hardware("cpu"), inside=link, visit=visit, memory=2**40)
             times = _time(network, count, transport, joined, 3 if quick else 9)
             found[f"{name} × {count}"] = times
@@ -314,7 +315,9 @@ def _plans(
     told = json.loads(transport.gather(json.dumps(told))[0])
     plans = {name: Plan.from_json(text) for name, text in told.items()}
     times.predicted = {name: each.seconds for name, each in plans.items()}
-    times.predicted[ALONE] = times.predicted[BOTH] = len(images) * priced.seconds
+    whole = priced.costs(cut(traced.graph, [0, len(traced.graph.layers)]), 1).stages[0]
+    times.predicted[ALONE] = len(images) * priced.seconds + whole.step
+    times.predicted[BOTH] = times.predicted[ALONE]
     times.told = {name: f"{each.order}, {each.stages} stages" for name, each in plans.items()}
     return plans
 

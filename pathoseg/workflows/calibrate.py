@@ -34,7 +34,6 @@ from pathoseg.parallel.cost.features import family
 from pathoseg.parallel.cost.hardware import Hardware, load_hardware, save_hardware
 from pathoseg.parallel.cost.regression import TimedCase, calibrated, time_cases
 from pathoseg.parallel.cost.timing import time_copies
-from pathoseg.parallel.schedule.costs import Link
 from pathoseg.parallel.visit_time import measure_visit
 from pathoseg.platform_support import physical_memory, processor_name, usable_cores
 from pathoseg.progress import progress_bar, say
@@ -97,8 +96,7 @@ def _measure_together(transport: Transport, name: str | None) -> dict[str, Any]:
             link = found[name] = measure_links(transport, first, second, device)
             each = f"{link.alpha * 1e6:.3g} µs a message, {1e-9 / link.beta:.3g} GB/s"
             say(f"The link {name} {'a host' if name == 'inside' else 'hosts'}: {each}.")
-    link = found.get("inside") or found.get("between") or Link()
-    visit = found["visit"] = measure_visit(transport, device, link)
+    visit = found["visit"] = measure_visit(transport, device)
     say(f"A visit of a stage takes {visit * 1e3:.2g} ms beside its layers.")
     return found
 

@@ -24,7 +24,6 @@ from pathoseg.parallel.cost.calibration_layers import Case, draw_cases
 from pathoseg.parallel.cost.cost_model import cost_model
 from pathoseg.parallel.cost.hardware import load_hardware
 from pathoseg.parallel.graph.traced import trace
-from pathoseg.parallel.schedule.costs import Link
 from pathoseg.workflows import calibrate as workflow
 
 
@@ -144,4 +143,4 @@ def test_ranks_measure_their_link_and_visits(
 def test_a_visit_that_noise_hides_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(visit_time, "_steps", lambda *_: lambda step: 1e-3)
     with pytest.raises(PathosegError, match="took no longer"):
-        visit_time.measure_visit(connect("gloo", World()), torch.device("cpu"), Link())
+        visit_time.measure_visit(connect("gloo", World()), torch.device("cpu"))

@@ -201,7 +201,8 @@ class StageCosts:
         """Return the costs of these stages on so many ranks, for the simulator.
 
         The optimizer's step reads and writes its state, the parameters and, reading only, the
-        gradients, all at the memory's bandwidth. A value that several stages read comes back as
+        gradients, all at the memory's bandwidth; where it takes one parameter after the other, each
+        costs what a pass of a layer costs at least. A value that several stages read comes back as
         one gradient from each.
 
         Args:
@@ -307,8 +308,17 @@ class StageCosts:
             checkpoint=batch,
             # AdamW's roots of the second moments; SGD's gradients with weight decay. One of each.
             update_workspace=memory.gradients * updates_at_once(self.hardware.device),
-            step=(3 + 2 * self._slots) * memory.gradients / self.hardware.bandwidth,
+            step=self._update(first, stop, memory.gradients),
         )
+
+    def _update(self, first: int, stop: int, gradients: int) -> float:
+        """Return the seconds of the optimizer's step of a stage with so many bytes of gradients."""
+        used = {name for layer in self.graph.layers[first:stop] for name in layer.parameters}
+        calls = sum(self.graph.parameters[name].trained for name in used)
+        if updates_at_once(self.hardware.device):
+            calls = min(calls, 1)
+        moved = (3 + 2 * self._slots) * gradients / self.hardware.bandwidth
+        return moved + calls * self.hardware.overhead
 
     def _stage_memory(self, first: int, stop: int) -> StageMemory:
         row = self._rows.get(first)  # missing where the user's cut is none of the cutter's places
