@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from benchmarks.networks.amoebanet import AmoebaNetD
 from benchmarks.networks.branched import FourResolutions, SplitTransformer, ThreeDecoders
 from benchmarks.networks.inception import InceptionV3
 from benchmarks.steps.timed import Timed
-from benchmarks.steps.ways import CPU, TRAINING, Way, in_turn, one_process
+from benchmarks.steps.ways import CPU, LOSS, TRAINING, Way, in_turn, one_process
 from pathoseg.models.hooknet import HookNet
 from pathoseg.parallel.comm.launcher import connect
 from pathoseg.parallel.comm.link_benchmark import measure_links
@@ -30,19 +31,21 @@ from pathoseg.parallel.cost.cost_model import cost_model
 from pathoseg.parallel.cost.hardware import Hardware, load_hardware
 from pathoseg.parallel.graph.traced import Traced, trace
 from pathoseg.parallel.planning.orders import DATA_PARALLEL
-from pathoseg.parallel.planning.partition import cut
 from pathoseg.parallel.planning.plan import BranchChoice, Plan, PlanRequest
 from pathoseg.parallel.planning.planner import plan
 from pathoseg.parallel.planning.stage_costs import StageCosts
 from pathoseg.parallel.retention.policy_options import AllowedPolicies
 from pathoseg.parallel.runtime.executor import Microbatches
 from pathoseg.parallel.runtime.runner import Runner
-from pathoseg.parallel.visit_time import measure_visit
+from pathoseg.parallel.schedule.simulate import simulate
+from pathoseg.parallel.visit_time import measure_visit, pipelines
 
 RANKS = 2  # that are measured
+_UPDATES = 9
 HARDWARE = "a100"
 ALONE, BOTH, CHAIN = "one process", "two processes at once", "best chain"
 BRANCHES, DATA = "branches", "data parallel"
+FEW, MANY = "few visits", "many visits"
 SLOW = ("hrnet", "inception_v3", "amoebanet_d")  # left out by --quick
 # Everything is kept, in the chains as in the branches, so that what differs is the cut.
 KEPT = AllowedPolicies(offload=False, recompute=False)
@@ -189,9 +192,18 @@ def _told(found: Plan | None) -> str:
 
 @dataclass
 class Times:
-    """Seconds of steps by way, round by round, and what the simulator said ahead of them."""
+    """Seconds of steps by way, round by round, and what the simulator says of them.
+
+    Attributes:
+        rounds: By way, seconds of the steps.
+        planned: By way, the step by the visit that was timed ahead of the plans.
+        predicted: Likewise by the visit that was timed in the rounds.
+        losses: By way, of the first step.
+        told: By way, its plan.
+    """
 
     rounds: dict[str, list[float]] = field(default_factory=dict)
+    planned: dict[str, float] = field(default_factory=dict)
     predicted: dict[str, float] = field(default_factory=dict)
     losses: dict[str, float] = field(default_factory=dict)
     told: dict[str, str] = field(default_factory=dict)
@@ -203,8 +215,8 @@ class Times:
 
     @property
     def takes_branches(self) -> bool:
-        """Return True if branches are predicted to be faster than every other way."""
-        return min(self.predicted, key=self.predicted.__getitem__) == BRANCHES
+        """Return True if the planner takes branches to be faster than every other way."""
+        return min(self.planned, key=self.planned.__getitem__) == BRANCHES
 
     def error(self, way: str) -> float:
         """The predicted step over the measured one, less 1.
@@ -225,14 +237,14 @@ def measured(quick: bool, file: Path | None) -> None:
         if quick and name in SLOW:
             continue
         for count in (1, 4):
-            # Anew, as the layers are: what a visit takes changes by half within minutes here.
+            # Plans need it ahead of the rounds, in which it is timed again.
             visit = measure_visit(transport, CPU)
             joined = replace(load_hardware("cpu"), inside=link, visit=visit, memory=2**40)
             times = _time(network, count, transport, joined, 3 if quick else 9)
             found[f"{name} × {count}"] = times
             if transport.rank == 0:
                 title = f"{name}, {count} microbatches of 1 × {network.small_side}²"
-                _print(f"{title}; a visit takes {visit * 1e3:.3f} ms", times)
+                _print(f"{title}; planned with {visit * 1e3:.3f} ms a visit", times)
     transport.close()
     if transport.rank == 0:
         figures = _figures(found)
@@ -274,14 +286,32 @@ def _time(
     shape = (count,) if network.labels_tiles else (count, *pixels)
     targets = torch.randint(0, 2 if network.labels_tiles else 3, shape)
     times = Times()
-    plans = _plans(model, images, targets, transport, joined, times)
+    traced = Traced(deepcopy(model), images[:1])
+    transport.barrier()
+    layers = Timed(traced, images[:1], targets[:1])
+    priced = StageCosts(traced.graph, layers, joined)
+    plans = _plans(priced, count, transport, times)
     ways: dict[str, Way] = {}
     alone = one_process(deepcopy(model), images, targets, count)
     ways[ALONE] = lambda number: alone(number) if transport.rank == 0 else 0.0
     ways[BOTH] = one_process(deepcopy(model), images, targets, count)
     for name, chosen in plans.items():
         ways[name] = _on_ranks(deepcopy(model), chosen, images, targets, transport)
+    visits = pipelines(transport, CPU)
+    ways |= {FEW: visits.few, MANY: visits.many}
     times.rounds, times.losses = in_turn(ways, rounds, transport)
+    pairs = zip(times.rounds.pop(FEW), times.rounds.pop(MANY), strict=True)
+    visit = median(many - few for few, many in pairs) / visits.visits
+    for name, chosen in plans.items():
+        times.told[name] += f", {visit * 1e3:.2f} ms a visit"
+        again = StageCosts(
+            traced.reordered(chosen.line).graph, layers, replace(joined, visit=visit)
+        )
+        costs = again.costs(chosen.partition(again.graph), RANKS)
+        times.predicted[name] = simulate(chosen.schedule, costs).time
+    del times.losses[FEW], times.losses[MANY]
+    update = _update_time(deepcopy(model), images[:1], targets[:1])
+    times.predicted[ALONE] = times.predicted[BOTH] = count * priced.seconds + update
     expected = times.losses[ALONE]
     for name, loss in times.losses.items():
         if abs(loss - expected) > 1e-5 * abs(expected):
@@ -289,19 +319,21 @@ def _time(
     return times
 
 
-def _plans(
-    model: nn.Module,
-    images: Tensor,
-    targets: Tensor,
-    transport: Transport,
-    joined: Hardware,
-    times: Times,
-) -> dict[str, Plan]:
+def _update_time(model: nn.Module, image: Tensor, target: Tensor) -> float:
+    """Return the seconds of the update of a plain loop, which finds no norms."""
+    optimizer = TRAINING.optimizer([*model.parameters()])
+    torch.autograd.backward(LOSS(model(image), target).sum())
+    seconds = []
+    for _ in range(_UPDATES):
+        begin = time.perf_counter()
+        optimizer.step()
+        seconds.append(time.perf_counter() - begin)
+    return median(seconds)
+
+
+def _plans(priced: StageCosts, count: int, transport: Transport, times: Times) -> dict[str, Plan]:
     """The plans of rank 0, by layers that both ranks time at once, as they will compute at once."""
-    traced = Traced(deepcopy(model), images[:1])
-    transport.barrier()
-    priced = StageCosts(traced.graph, Timed(traced, images[:1], targets[:1]), joined)
-    request = PlanRequest(RANKS, 2**40, len(images), all_ranks=True, ways=KEPT)
+    request = PlanRequest(RANKS, 2**40, count, all_ranks=True, ways=KEPT)
     told: dict[str, str] = {}
     if transport.rank == 0:
         for name, best in (
@@ -310,14 +342,12 @@ def _plans(
         ):
             assert best is not None, f"no plan of {name}"
             told[name] = best.to_json()
-        if len(images) > 1:
+        if count > 1:
             told[DATA] = plan([priced], replace(request, order=DATA_PARALLEL))[0].to_json()
     told = json.loads(transport.gather(json.dumps(told))[0])
     plans = {name: Plan.from_json(text) for name, text in told.items()}
-    times.predicted = {name: each.seconds for name, each in plans.items()}
-    whole = priced.costs(cut(traced.graph, [0, len(traced.graph.layers)]), 1).stages[0]
-    times.predicted[ALONE] = len(images) * priced.seconds + whole.step
-    times.predicted[BOTH] = times.predicted[ALONE]
+    times.planned = {name: each.seconds for name, each in plans.items()}
+    times.planned[ALONE] = count * priced.seconds
     times.told = {name: f"{each.order}, {each.stages} stages" for name, each in plans.items()}
     return plans
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
 
 import torch
@@ -29,17 +30,44 @@ _ROUNDS = 9  # of both in turn; the first ones warm up
 _WARM_UP = 2
 
 
-def measure_visit(transport: Transport, device: torch.device) -> float:
-    """Time the same layers in few and in many stages, with so many microbatches that no rank waits.
+@dataclass(frozen=True)
+class Pipelines:
+    """The same layers in few stages and in twice as many, on the ranks in turn.
 
         few    rank 0  | layers 0, 1 of microbatch 0 | layers 0, 1 of microbatch 1 | …
                rank 1                                | layers 2, 3 of microbatch 0 | …
         many   rank 0  | layer 0 | layer 0 | layer 0 | layer 0 | layer 2 | layer 2 | …
                rank 1            | layer 1 | layer 1 | layer 1 | layer 1 | layer 3 | …
 
-    The step of twice as many stages of a layer less that of stages of two layers, just before it,
-    is the visits that each rank makes more: what it does ahead of its layers, behind them, and with
-    messages while they leave and arrive. All ranks call this; nothing else may be under way.
+    There are so many microbatches that no rank waits. So a step of many less one of few is the
+    visits that a rank makes more: what it does ahead of its layers, behind them, and with messages
+    while they leave and arrive.
+
+    Attributes:
+        few: Does a step, given its number, and returns its seconds; all ranks call it.
+        many: Likewise.
+        visits: The forwards and backwards that a rank makes more in a step of many.
+    """
+
+    few: Callable[[int], float]
+    many: Callable[[int], float]
+    visits: int
+
+
+def pipelines(transport: Transport, device: torch.device) -> Pipelines:
+    """Make both pipelines on the ranks of a transport, each of which computes on its device."""
+    ranks = transport.ranks
+    stages, microbatches = ranks * math.ceil(_STAGES / ranks), 2 * ranks
+    traced = Traced(_network(2 * stages), torch.empty(1, _CHANNELS, _SIDE, _SIDE))
+    few, many = (
+        _steps(traced.on(_network(2 * stages)), transport, device, count, microbatches)
+        for count in (stages, 2 * stages)
+    )
+    return Pipelines(few, many, 2 * stages * microbatches // ranks)
+
+
+def measure_visit(transport: Transport, device: torch.device) -> float:
+    """Time the steps of `pipelines` in turn. All ranks call this; nothing else may be under way.
 
     Args:
         transport: Joins the ranks.
@@ -51,20 +79,13 @@ def measure_visit(transport: Transport, device: torch.device) -> float:
     Raises:
         PathosegError: Other work disturbs the steps so much that more stages take no longer.
     """
-    ranks = transport.ranks
-    stages, microbatches = ranks * math.ceil(_STAGES / ranks), 2 * ranks
-    traced = Traced(_network(2 * stages), torch.empty(1, _CHANNELS, _SIDE, _SIDE))
-    few, many = (
-        _steps(traced.on(_network(2 * stages)), transport, device, count, microbatches)
-        for count in (stages, 2 * stages)
-    )
-    pairs = [(few(step), many(step)) for step in range(_ROUNDS)][_WARM_UP:]
-    visits = 2 * stages * microbatches // ranks  # that a rank makes more: forwards and backwards
-    own = median(more - less for less, more in pairs) / visits
+    both = pipelines(transport, device)
+    pairs = [(both.few(step), both.many(step)) for step in range(_ROUNDS)][_WARM_UP:]
+    own = median(more - less for less, more in pairs) / both.visits
     longest = max(map(float, transport.gather(str(own))))
     if longest <= 0:
         raise PathosegError(
-            f"Visits of stages cannot be timed: {visits} more of them took no longer.",
+            f"Visits of stages cannot be timed: {both.visits} more of them took no longer.",
             "Run it again while these machines do nothing else.",
         )
     return longest

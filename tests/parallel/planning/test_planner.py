@@ -21,6 +21,7 @@ from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition
 from pathoseg.parallel.graph.traced import trace
 from pathoseg.parallel.planning.orders import AUTO, ORDERS, PLACEMENTS, OrderSetting
+from pathoseg.parallel.planning.partition import cut
 from pathoseg.parallel.planning.plan import Plan, PlanRequest
 from pathoseg.parallel.planning.planner import least_bytes, least_seconds, plan
 from pathoseg.parallel.planning.stage_costs import StageCosts, stage_edges
@@ -225,6 +226,23 @@ def test_branches_are_planned_side_by_side() -> None:
     costs, edges = priced.costs(partition, best.ranks), stage_edges(partition)
     frame = OrderSetting(PLACEMENTS[best.placement](best.ranks), 1, costs, edges, 2**40)
     assert least_seconds(frame, 1) == pytest.approx(best.seconds, rel=0.05)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_an_update_costs_its_calls(kind: str) -> None:
+    """One for each parameter on a CPU, one for all on a GPU; those that are frozen have none."""
+    network = torch.nn.Sequential(*(torch.nn.Conv2d(3, 3, 1) for _ in range(4)))
+    network[2].requires_grad_(requires_grad=False)
+    graph = trace(network, torch.empty(1, 3, 8, 8))
+    partition = cut(graph, [0, 1, 4])
+
+    def steps(overhead: float) -> list[float]:
+        device = replace(DEVICE, device=kind, overhead=overhead)
+        costs = StageCosts(graph, Roofline(device), device).costs(partition, 2)
+        return [each.step for each in costs.stages]
+
+    calls = [more - less for more, less in zip(steps(1.0), steps(0.0), strict=True)]
+    assert calls == pytest.approx([2, 4] if kind == "cpu" else [1, 1])
 
 
 @pytest.mark.slow
