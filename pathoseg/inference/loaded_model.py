@@ -95,7 +95,7 @@ class LoadedModel:
                 f"predict cannot take mpp = {mpp}.", "Give the microns per pixel of the picture."
             )
         found = self._segmenter.probabilities(ArraySlide(image, mpp))
-        if self.card.model.task == "segment" and found.shape[1:] != image.shape[:2]:
+        if self.card.model.task != "classify" and found.shape[1:] != image.shape[:2]:
             height, width = image.shape[:2]
             found = np.stack([cv2.resize(each, (width, height)) for each in found])  # bilinear
         return Prediction(found.argmax(0).astype(np.uint8), found)

@@ -12,7 +12,7 @@ import tifffile
 from PIL import Image
 
 import pathoseg
-from pathoseg.models.model_options import ModelConfig
+from pathoseg.models.model_options import ModelConfig, Task
 
 RNG = np.random.default_rng(5)
 
@@ -38,9 +38,11 @@ def test_a_picture_is_predicted_as_its_file_is_segmented(
     np.testing.assert_array_equal(found.probabilities.argmax(0), found.classes)
 
 
-def test_a_finer_picture_keeps_its_own_pixels(tiny_bundle: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("task", ["segment", "objects"])
+def test_a_finer_picture_keeps_its_own_pixels(task: Task, tiny_bundle: Callable[..., Path]) -> None:
     picture = _picture(96, 128)
-    model = pathoseg.load_model(tiny_bundle())
+    network = ModelConfig("unet", task, 3, width=4, depth=2)
+    model = pathoseg.load_model(tiny_bundle(network=network))
     coarse = model.predict(picture, mpp=0.5)
     fine = model.predict(picture.repeat(2, axis=0).repeat(2, axis=1), mpp=0.25)
     for one, other in zip(coarse.probabilities, fine.probabilities, strict=True):
