@@ -135,7 +135,8 @@ def main() -> None:
     if device.type == "cpu":
         sys.exit("There is no accelerator here; each benchmark runs on a CPU by itself.")
     label = re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")
-    place = Place(options.out / "gpu-work", options.out, f"{label}-{date.today()}")
+    label = f"{label}-{date.today()}" + "-quick" * options.quick
+    place = Place(options.out / "gpu-work", options.out, label)
     known = jobs(place, device.type, options.quick)
     names = [each.name for each in known]
     if unknown := set(options.only or ()) - {*names}:

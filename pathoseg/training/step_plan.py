@@ -12,7 +12,15 @@ import torch
 from torch import nn
 
 from pathoseg.config import Config, ParallelConfig
-from pathoseg.device import Inputs, Precision, amp_dtype, choose_precision, device_name, pick_device
+from pathoseg.device import (
+    Inputs,
+    Precision,
+    amp_dtype,
+    choose_precision,
+    device_name,
+    memory_of,
+    pick_device,
+)
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import IMAGE
 from pathoseg.host_memory import LARGE, keep_freed_memory
@@ -63,7 +71,9 @@ def find_hardware(config: ParallelConfig) -> Hardware:
         return load_hardware("cpu")
     title = device_name(device)
     if (known := shipped_name(title)) is not None:
-        return load_hardware(known)
+        hardware, memory = load_hardware(known), memory_of(device)
+        # Cards of one name differ: an A100 has 40 or 80 GB.
+        return replace(hardware, memory=min(hardware.memory, memory[1])) if memory else hardware
     if (roofline := roofline_of(device)) is not None:
         say(
             f"{title} is priced by its clock, cores and memory bus. `pathoseg calibrate --out "

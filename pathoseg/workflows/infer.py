@@ -231,12 +231,14 @@ def _find_request(
     names = _slides(inputs, annotations)
     annotated = _annotations(names, annotations)
     folders = result_folders(out, names)
-    if len(folders) == 1:
-        open_slide(next(iter(folders)), config.data.assume_mpp).close()
+    if len(folders) == 1 and not (slide := next(iter(folders))).exists():
+        raise PathosegError(f"{slide} does not exist.", "Check the path.")
     bundle = bundle_of(model)
     request = _Request(names, annotated, folders, bundle, provenance_of(bundle, config))
     if not overwrite:
         refuse_other_results(out, request.provenance, folders.values())
+    if request.only is not None:
+        open_slide(request.only, config.data.assume_mpp).close()
     return request
 
 

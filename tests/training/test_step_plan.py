@@ -43,6 +43,7 @@ _GIB = 2**30
     ("title", "roofline", "found"),
     [
         ("NVIDIA H100 80GB HBM3", "t4", "h100"),
+        ("NVIDIA A100-SXM4-40GB", "t4", "a100"),
         ("NVIDIA H100 PCIe", "t4", "roofline"),
         ("NVIDIA Something", "t4", "roofline"),
         ("Something else", None, None),
@@ -61,6 +62,7 @@ def test_an_accelerator_has_shipped_figures_or_its_roofline_or_is_refused(
     monkeypatch.setattr(step_plan, "pick_device", lambda name: torch.device(name or "cuda"))
     monkeypatch.setattr(step_plan, "device_name", lambda device: title)
     monkeypatch.setattr(step_plan, "roofline_of", derived)
+    monkeypatch.setattr(step_plan, "memory_of", lambda device: (30 * _GIB, 40 * _GIB))
     assert find_hardware(ParallelConfig(hardware="v100")).name == "v100"
     assert find_hardware(ParallelConfig(device="cpu")).name == "cpu"
     capsys.readouterr()
@@ -68,7 +70,10 @@ def test_an_accelerator_has_shipped_figures_or_its_roofline_or_is_refused(
         with pytest.raises(PathosegError, match=f"Nothing is known of this machine's {title}"):
             find_hardware(ParallelConfig())
         return
-    assert find_hardware(ParallelConfig()).name == found
+    hardware = find_hardware(ParallelConfig())
+    assert hardware.name == found
+    if found != "roofline":
+        assert hardware.memory == 40 * _GIB  # the card's, not the 80 of its kind
     assert ("pathoseg calibrate" in capsys.readouterr().err) == (found == "roofline")
 
 

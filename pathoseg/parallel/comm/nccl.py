@@ -272,7 +272,10 @@ _VARIABLES = {
 }
 _STREAMS = 32  # that torch has for communicators; two that share one could block each other
 _FAREWELL = 5  # seconds
-_USE_ANOTHER = "Use the transport 'gloo', or 'mpi' (one that reads CUDA memory copies GPU to GPU)."
+_USE_ANOTHER = (
+    "Use the transport 'mpi' under an MPI's launcher (an MPI that reads CUDA memory copies GPU to "
+    "GPU), 'gloo' under another."
+)
 
 
 def prepare_cuda(ranks: int) -> None:
@@ -283,7 +286,9 @@ def prepare_cuda(ranks: int) -> None:
     Args:
         ranks: Ranks on the machine.
     """
-    if ranks <= torch.cuda.device_count():
+    # Slurm's --gpus-per-task shows each task its own alone; the second name is that of 23.11 on.
+    own = "SLURM_GPUS_PER_TASK" in os.environ or "SLURM_TRES_PER_TASK" in os.environ
+    if ranks <= torch.cuda.device_count() or (own and torch.cuda.device_count()):
         for name, value in _VARIABLES.items():
             os.environ.setdefault(name, value)
 
@@ -339,13 +344,13 @@ def by_nccl(
         raise problem
     if problem is not None:
         return plain
-    port = 0
+    where = ""
     if not words.rank:
         store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-        port = store.port
-    port = int(plain.gather(str(port))[0])
+        where = f"{heartbeat.host} {store.port}"
+    host, port = plain.gather(where)[0].split()
     if words.rank:
-        store = TCPStore(heartbeat.host, port, timeout=timedelta(seconds=MEETING))
+        store = TCPStore(host, int(port), timeout=timedelta(seconds=MEETING))
     channels = NcclChannels(store, words.rank, device)
     return ProcessTransport(OrderedWire(words, channels), heartbeat)
 

@@ -178,7 +178,7 @@ class ProcessTransport:
         heartbeat: Tells of lost ranks.
 
     Attributes:
-        host: Rank 0's address.
+        host: This rank's address, at which the others reach it.
     """
 
     def __init__(self, wire: Wire, heartbeat: Heartbeat) -> None:

@@ -48,6 +48,8 @@ def connect_imitated() -> ProcessTransport:
     mock.patch.object(nccl, "share_devices", return_value=torch.device("cpu")).start()
     mock.patch.object(nccl, "device_identity", return_value=f"GPU {words.rank}").start()
     mock.patch.object(distributed_c10d, "ProcessGroupNCCL", Group, create=True).start()
+    if words.rank:
+        words.host = "192.0.2.1"  # its own on another host (RFC 5737: nobody's)
     heartbeat = Heartbeat(words.rank, words.ranks, words.host, words.announce)
     transport = nccl.by_nccl(words, heartbeat, torch.device("cuda"), asked=True)
     prepare_all(transport)

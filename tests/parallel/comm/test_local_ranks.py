@@ -110,6 +110,17 @@ def test_without_mpirun_mpi_is_refused_with_the_hint(
         start_local(2, shell("true"), "mpi")
 
 
+def test_the_mpirun_of_another_mpi_is_not_called(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It would not know the options of Open MPI 5, as a conda environment's MPICH."""
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(launch, "distributions", lambda name: iter(()))
+    (tmp_path / "mpirun").write_text("#!/bin/sh\nexit 9\n")
+    (tmp_path / "mpirun").chmod(0o700)
+    assert start_local(2, shell("true")) == 0  # by gloo
+
+
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 TORCHRUN |= {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 STEP = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2"}

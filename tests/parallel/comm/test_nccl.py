@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from pathoseg.errors import PathosegError
+from pathoseg.parallel.comm import nccl
 from pathoseg.parallel.comm.launcher import Choice, World, connect
 from pathoseg.parallel.comm.local_ranks import start_local
 from pathoseg.parallel.comm.nccl import NcclChannels, not_one_each
@@ -99,6 +102,29 @@ def test_the_suite_runs_on_tensors_of_a_device() -> None:
         return transport_conformance.run_all(OnDevice(transport, torch.device("cpu")))
 
     assert run_ranks(2, body) == [NAMES] * 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "variables", "are_set"),
+    [
+        (4, 4, {}, True),
+        (4, 1, {}, False),  # which they share
+        (4, 1, {"SLURM_GPUS_PER_TASK": "1"}, True),  # each is shown its own
+        (1, 0, {"SLURM_GPUS_PER_TASK": "1"}, False),
+    ],
+)
+def test_cuda_is_prepared_where_each_rank_can_have_a_gpu(
+    ranks: int,
+    gpus: int,
+    variables: Mapping[str, str],
+    are_set: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    environment = dict(variables)
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    nccl.prepare_cuda(ranks)
+    assert ("CUDA_MODULE_LOADING" in environment) == are_set
 
 
 @pytest.mark.process
