@@ -286,8 +286,8 @@ def prepare_cuda(ranks: int) -> None:
     Args:
         ranks: Ranks on the machine.
     """
-    # Slurm's --gpus-per-task shows each task its own alone; the second name is that of 23.11 on.
-    own = "SLURM_GPUS_PER_TASK" in os.environ or "SLURM_TRES_PER_TASK" in os.environ
+    # Slurm's --gpus-per-task shows each task its own alone. The second variable names cores, too.
+    own = "SLURM_GPUS_PER_TASK" in os.environ or "gpu" in os.environ.get("SLURM_TRES_PER_TASK", "")
     if ranks <= torch.cuda.device_count() or (own and torch.cuda.device_count()):
         for name, value in _VARIABLES.items():
             os.environ.setdefault(name, value)

@@ -110,6 +110,8 @@ def test_the_suite_runs_on_tensors_of_a_device() -> None:
         (4, 4, {}, True),
         (4, 1, {}, False),  # which they share
         (4, 1, {"SLURM_GPUS_PER_TASK": "1"}, True),  # each is shown its own
+        (4, 1, {"SLURM_TRES_PER_TASK": "cpu=4,gres/gpu=1"}, True),
+        (4, 1, {"SLURM_TRES_PER_TASK": "cpu=4"}, False),
         (1, 0, {"SLURM_GPUS_PER_TASK": "1"}, False),
     ],
 )
