@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import subprocess
@@ -24,7 +25,9 @@ from pathoseg.inference import windows
 from pathoseg.models.build import build_model, declared_inputs, tile_multiple
 from pathoseg.models.bundle import Bundle, save_bundle
 from pathoseg.models.model_options import ModelConfig
+from tests.fork_server import start_server
 from tests.forked import Forked
+from tests.forked_starts.sitecustomize import SERVER
 
 # Examples are not timed: this suite runs on machines with two busy cores. They are the same in
 # every run, so that a change is judged and not the luck of the draw.
@@ -46,6 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if "not process" in config.option.markexpr:
         sys.addaudithook(_refuse_start)
         BaseProcess.start = _start_of_multiprocessing
+    elif SERVER not in os.environ:  # the workers of xdist have that of the process above them
+        start_server()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -56,6 +61,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.process)
         if item.path.parent == _HERE / "workflows" or _LARGE.search(item.name):
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported and collected out of each later collection of garbage."""
+    gc.collect()
+    gc.freeze()  # a fifteenth of the time of the tests that trace networks
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -176,6 +187,7 @@ def start_python(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]
             process = subprocess.Popen(
                 [sys.executable, "-m", "pathoseg", *arguments],
                 cwd=tmp_path,
+                env={name: value for name, value in os.environ.items() if name != SERVER},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,

@@ -123,7 +123,8 @@ def test_ranks_measure_their_link_and_visits(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     Path("linked.json").write_text("an earlier file")
-    assert start_local(2, [sys.executable, "-c", RANKS]) == 0
+    Path("ranks.py").write_text(RANKS)
+    assert start_local(2, [sys.executable, "ranks.py"]) == 0
     said = "".join(capfd.readouterr())
     assert "The fit is in linked.json, in place of an earlier one" in said
     assert "The link inside a host: " in said
@@ -137,7 +138,11 @@ def test_ranks_measure_their_link_and_visits(
     assert "A visit of a stage takes " in said
     assert found.inside.alpha < found.visit < 0.1
     assert found.visit != known.visit
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["linked.csv", "linked.json"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "linked.csv",
+        "linked.json",
+        "ranks.py",
+    ]
 
 
 def test_a_visit_that_noise_hides_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

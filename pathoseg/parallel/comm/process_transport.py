@@ -272,7 +272,11 @@ class ProcessTransport:
 
     def _begin(self, what: str, steps: _Steps, several: bool) -> Operation:
         self._check(what)
-        chain = _Chain(steps)
+        try:
+            chain = _Chain(steps)
+        except PathosegError:
+            self._check(what, patience=2)  # as in `moved`
+            raise
         (self._moving.append if several else self._held.add)(chain)
         return Operation(self, what, chain)
 

@@ -1,14 +1,19 @@
-"""Messages that wait for a device begin in the order of the calls."""
+"""Messages that wait for a device begin in the order of the calls; a lost rank is named."""
 
 from __future__ import annotations
 
 import random
 from collections import deque
+from typing import cast
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pathoseg.parallel.comm.process_transport import Turn
+from pathoseg.errors import PathosegError
+from pathoseg.parallel.comm.heartbeat import Heartbeat
+from pathoseg.parallel.comm.process_transport import ProcessTransport, Turn, Wire
 
 
 class Stream:
@@ -53,3 +58,37 @@ def test_turns_end_in_the_order_in_which_they_began(
                 looked_at.remove(turn)
                 ended.append(turn)
     assert ended == turns
+
+
+class ClosedWire:
+    """A wire whose connections are closed, as the other rank has ended."""
+
+    rank, ranks = 0, 2
+    reads: frozenset[str] = frozenset()
+
+    def sum(self, *_: object) -> None:
+        return None
+
+    def send(self, *_: object) -> None:
+        raise PathosegError("connection closed by peer", "")
+
+    receive = send
+
+
+class LateHeartbeat:
+    """A heartbeat that hears why the other rank has ended a moment after its connections do."""
+
+    host = "127.0.0.1"
+
+    def check(self, patience: float = 0) -> None:
+        if patience:
+            raise PathosegError("Rank 1 has no slides.", "")
+
+
+@pytest.mark.parametrize("what", ["send", "receive", "sum"])
+def test_a_message_to_a_closed_connection_names_the_cause(what: str) -> None:
+    wire, heartbeat = cast(Wire, ClosedWire()), cast(Heartbeat, LateHeartbeat())
+    transport = ProcessTransport(wire, heartbeat)
+    arguments: tuple[object, ...] = ((0, 1),) if what == "sum" else (1, 0)
+    with pytest.raises(PathosegError, match=r"^Rank 1 has no slides\. \(Rank 0 waited for"):
+        getattr(transport, what)(torch.zeros(2), *arguments)
