@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +30,8 @@ PATIENCE = 30.0  # seconds until a trial counts as hung; those that end take 5
 FAREWELL = 2.0  # seconds that ranks have to end after another
 COUNT, SIDE = 8, 32
 CPU = torch.device("cpu")
+MISTAKE = "a mistake of this file, not an answer of torch:"
+DISTRIBUTED = Path(dist.__file__).parent
 # Where stages begin. A pooling is the first layer of its block: SHARED cuts before it, so that
 # another stage reads what the pooling reads; the others cut behind.
 TWO = ("decoder.0",)
@@ -145,6 +148,8 @@ def attempt(name: str, trial: Trial) -> str:
             rank.wait()
     if crashed:
         return f"a rank crashes ({signal.Signals(-crashed[0]).name})"
+    if texts and texts[0].startswith(MISTAKE):
+        raise RuntimeError(f"{name}: {texts[0]}")
     return texts[0] if texts else f"hangs (ended after {PATIENCE:.0f} s)"
 
 
@@ -158,6 +163,10 @@ def run_rank(trial: Trial, folder: Path, rank: int) -> None:
         answer = trial.run(rank)
         dist.barrier()  # what one rank has done is no answer while another still waits
     except Exception as error:  # whatever torch refuses with is the answer
+        files = {Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)}
+        if not any(file.is_relative_to(DISTRIBUTED) for file in files):
+            told.write_text(f"{MISTAKE} {error!r}")
+            raise
         first = re.sub(r"^\[[^]]*\] ", "", str(error).partition("\n")[0])
         told.write_text(f"refused: {first.split(', but ')[0].split(' (')[0]}")
         raise
