@@ -79,3 +79,5 @@ def test_a_second_run_does_nothing_and_a_change_only_what_depends_on_it(
     assert rules("--dry-run") == everything
     assert rules("run/summary.json") == ["cache", "train"]
     assert (laboratory / "run/model/weights.safetensors").read_bytes() != weights
+    [aside] = laboratory.glob("run.*")
+    assert (aside / "model/weights.safetensors").read_bytes() == weights
