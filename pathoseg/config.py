@@ -380,7 +380,7 @@ class Config:
     """
 
     format: Annotated[int, Field(ge=1, strict=True)] = FORMAT
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     data: DataConfig = field(default_factory=DataConfig)
     annotations: AnnotationOptions = field(default_factory=AnnotationOptions)
     tiles: TileConfig = field(default_factory=TileConfig)

@@ -168,10 +168,6 @@ class LossScale:
         return dict(self._state) if self.enabled else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the state of this class or of torch's.
-
-        Raises:
-            KeyError: The state is that of a run without scaling.
-        """
-        if self.enabled:
+        """Take over the state of this class or of torch's; a run without scaling has none."""
+        if self.enabled and state:
             self._state = {key: state[key] for key in self._state}

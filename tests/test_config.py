@@ -51,6 +51,7 @@ def test_flags_overrule_the_file_and_the_record_keeps_both(tmp_path: Path) -> No
         (f"format = {FORMAT + 1}\n[new]\n", f"is of format {FORMAT + 1}", "newer"),
         ("format = 0\n", "format = 0", "configuration.md"),
         ("format = true\n", "format = True", "configuration.md"),
+        ("seed = -1\n", "seed = -1", "configuration.md"),
     ],
 )
 def test_mistakes_name_the_key_and_the_hint(

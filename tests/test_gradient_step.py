@@ -50,8 +50,12 @@ def test_without_half_precision_nothing_is_scaled() -> None:
     scale.update(BAD)
     assert scale.scale == 1.0
     assert scale.state_dict() == torch.amp.GradScaler("cpu", enabled=False).state_dict()
-    with pytest.raises(KeyError):
-        LossScale(enabled=True).load_state_dict({})
+
+
+def test_a_run_begun_without_half_precision_goes_on_with_it() -> None:
+    scale = LossScale(enabled=True)
+    scale.load_state_dict(LossScale(enabled=False).state_dict())
+    assert scale.state_dict() == LossScale(enabled=True).state_dict()
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -28,9 +28,14 @@ _SMOOTH = 1.0
 
 
 def build_loss(
-    config: LossConfig, task: Task = "segment"
+    config: LossConfig, task: Task = "segment", classes: int | None = None
 ) -> Callable[[Answer, torch.Tensor], torch.Tensor]:
     """The loss that `config` describes, computed in float32 even of half-precision logits.
+
+    Args:
+        config: The `loss` table.
+        task: The model's.
+        classes: Their number, background included, where it is known.
 
     Returns:
         A function of logits and integer targets (255 is ignored) to a tensor of shape (n,); for
@@ -40,8 +45,11 @@ def build_loss(
         where the class weights do not match the logits.
 
     Raises:
-        PathosegError: A weight is negative or not finite, all are 0, or tile labels meet Dice.
+        PathosegError: A weight is negative or not finite, all are 0, tile labels meet Dice, or
+            the class weights are not as many as `classes`.
     """
+    if classes is not None:
+        _refuse_other_number(config.class_weights, classes)
     dice = config.dice if config.dice is not None else float(task != "classify")
     parts = {"cross_entropy": config.cross_entropy, "focal": config.focal, "dice": dice}
     numbers = {**parts, "focal_gamma": config.focal_gamma, "height": config.height}
@@ -176,12 +184,16 @@ def _mean_of_valid(values: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return values.sum(dim=1) / (targets != IGNORE).sum(dim=1).clamp(min=1)
 
 
+def _refuse_other_number(weights: tuple[float, ...] | None, classes: int) -> None:
+    if weights is not None and len(weights) != classes:
+        raise PathosegError(
+            f"[loss] class_weights has {len(weights)} numbers for {classes} classes.",
+            "Give one number a class, background first.",
+        )
+
+
 def _class_weights(weights: tuple[float, ...] | None, log_p: torch.Tensor) -> torch.Tensor | None:
     if weights is None:
         return None
-    if len(weights) != log_p.shape[1]:
-        raise PathosegError(
-            f"[loss] class_weights has {len(weights)} numbers for {log_p.shape[1]} classes.",
-            "Give one number a class, background first.",
-        )
+    _refuse_other_number(weights, log_p.shape[1])
     return torch.tensor(weights, dtype=log_p.dtype, device=log_p.device)

@@ -91,12 +91,22 @@ def named_run(out: Path) -> Path:
     return follow_pointer(out)
 
 
-def clear_run(run: Path) -> None:
+def clear_run(run: Path, overwrite: bool) -> None:
     """Remove a run from its folder; killed at any moment, what is left is a run or none.
 
+    Args:
+        run: The folder.
+        overwrite: Whether that was asked for: else another command has begun the run just now.
+
     Raises:
+        PathosegError: It was not.
         OSError: The disk cannot be written.
     """
+    if not overwrite:
+        raise PathosegError(
+            f"Another command has begun a run in {run} meanwhile.",
+            "Start this one again; give each of several that start together an --out of its own.",
+        )
     reopen_run(run)
     for path in (path for name in (*_WRITTEN, START, SPLITS, CONFIG) for path in run.glob(name)):
         if path.is_dir() and not path.is_symlink():  # a link may lead to a larger disk

@@ -190,7 +190,7 @@ def read_rows(table: Path) -> dict[str, dict[str, str]]:
         Its rows by the slide's name; in each, text by column name in lower case.
 
     Raises:
-        PathosegError: It cannot be read, or has no column `slide`.
+        PathosegError: It cannot be read, has no column `slide`, or two rows of a slide differ.
     """
     try:
         with table.open(newline="", encoding="utf-8-sig") as file:
@@ -206,7 +206,14 @@ def read_rows(table: Path) -> dict[str, dict[str, str]]:
         raise PathosegError(
             f"{table} has no column `slide`.", "Its first line should be: slide,patient,split"
         )
-    return {row["slide"].replace("\\", "/"): row for row in rows}
+    found: dict[str, dict[str, str]] = {}
+    for row in rows:
+        name = row["slide"].replace("\\", "/")
+        if found.setdefault(name, row) != row:
+            raise PathosegError(
+                f"{table} has two rows of {name} that differ.", "Leave the one that holds."
+            )
+    return found
 
 
 class _Rows:

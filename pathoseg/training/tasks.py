@@ -40,7 +40,7 @@ class Judge(Protocol):
         ...
 
     def score(self) -> float:
-        """The score by which epochs are compared; higher is better."""
+        """The score by which epochs are compared: higher is better, -inf where none was judged."""
         ...
 
 
@@ -110,8 +110,8 @@ class _SegmentJudge:
         return self._confusion.matrix
 
     def score(self) -> float:
-        mean = self._confusion.mean_dice
-        return -math.inf if math.isnan(mean) else mean
+        # Of slides without any class Dice knows false positives alone: 0 as soon as there is one.
+        return self._confusion.mean_dice if self._confusion.matrix[1:].any() else -math.inf
 
 
 class _ObjectTask:

@@ -104,11 +104,12 @@ class Progress:
         timed_steps: Steps of the epoch under way since `timed_seconds` counts.
         timed_seconds: Seconds that these took, with the wait for their tiles.
         skipped_steps: Steps left out because a gradient was not finite.
-        best: Best validation score so far.
+        best: Best validation score so far, -inf where no epoch was judged.
         best_epoch: The epoch it was reached in.
         seconds: Time spent, all parts of the run together.
         rows: Rows of metrics.csv so far.
         prolonged: Epochs finished when the run was last given other limits; 0 where it never was.
+        validation_seconds: Seconds that the last validation took, or a guess ahead of the first.
     """
 
     epoch: int = 0
@@ -125,6 +126,12 @@ class Progress:
     seconds: float = 0.0
     rows: list[dict[str, float]] = field(default_factory=list)
     prolonged: int = 0
+    validation_seconds: float = 0.0
+
+    @property
+    def score(self) -> float | None:
+        """The best validation score; None where no epoch was judged."""
+        return self.best if math.isfinite(self.best) else None
 
 
 def save_checkpoint(path: Path, progress: Progress, state: dict[str, Any]) -> None:
@@ -187,7 +194,17 @@ def _checkpoint_errors(path: Path) -> Iterator[None]:
     """Raise errors of reading `path` as one PathosegError."""
     try:
         yield
-    except (OSError, EOFError, RuntimeError, KeyError, ValueError, pickle.UnpicklingError) as error:
+    except torch.OutOfMemoryError:
+        raise PathosegError(
+            f"The checkpoint {path} does not fit into the device's memory.",
+            "Free the device, or go on with --ranks or a lower [parallel] memory.",
+        ) from None
+    except OSError as error:
+        raise PathosegError(
+            f"The checkpoint {path} cannot be read ({error.strerror or error}).",
+            "Make the file readable, and start the same command again.",
+        ) from None
+    except (EOFError, RuntimeError, KeyError, ValueError, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise PathosegError(
             f"The checkpoint {path} cannot be used ({reason}).",
@@ -196,6 +213,7 @@ def _checkpoint_errors(path: Path) -> Iterator[None]:
 
 
 _DEFAULT_EPOCHS = 50
+_UNJUDGED = float("-inf")
 # Of a time limit that stays as it was: after so much of it nothing worth a start is left.
 _USED_UP = 0.9
 
@@ -242,6 +260,20 @@ def check_limits(run: Path, before: TrainConfig, now: TrainConfig) -> None:
         )
 
 
+def likely_steps(config: TrainConfig, at: Progress, steps_per_epoch: int) -> int:
+    """Steps of the whole run while the clock of a time limit still measures.
+
+    That clock is ready once a share of the limit has passed, so the run is longer than the steps
+    so far over that share; where the epochs end it before, it is as long as they are.
+    """
+    likely = max(_DEFAULT_EPOCHS * steps_per_epoch, round(at.step / _MEASURED_SHARE))
+    if at.prolonged and config.time_limit is not None and at.seconds:
+        likely = round(at.step * max(1.0, config.time_limit / at.seconds))
+    elif config.epochs is not None:
+        likely = config.epochs * steps_per_epoch
+    return likely if config.epochs is None else min(likely, config.epochs * steps_per_epoch)
+
+
 class Trainer:
     """Trains one network, whatever the engine; every rank of it runs the same loop.
 
@@ -280,7 +312,6 @@ class Trainer:
         self._started, self._spent_before = started, self._progress.seconds
         self._elapsed = self._saved_at = self._spent_before
         self._clock: StepBudget | None = None
-        self._validation_seconds = 0.0
         self._is_stopping = False  # as all ranks know; a signal may come to one of them at any time
         self._begun = self._progress  # what `leave` saves
         self._tidy: Callable[[], None] = lambda: None
@@ -425,7 +456,8 @@ class Trainer:
 
     def _step(self, batch: Batch, records: RunLog | None, interruption: Interruption) -> None:
         at, began = self._progress, self._elapsed
-        rate = learning_rate(self._config, at.step, at.total_steps or self._likely_steps())
+        likely = at.total_steps or likely_steps(self._config, at, self._epoch_steps)
+        rate = learning_rate(self._config, at.step, likely)
         with self._abandonable(interruption, at) as commit:
             done = self._engine.step(at.step, batch, rate, commit)
         samples = self._training.batch
@@ -440,13 +472,6 @@ class Trainer:
         if self._clock is not None:
             self._clock.saw(self._elapsed - began)
 
-    def _likely_steps(self) -> int:
-        """Steps of the whole run while the clock of a time limit still measures."""
-        at, limit = self._progress, self._config.time_limit
-        if at.prolonged and limit is not None and at.seconds:
-            return round(at.step * max(1.0, limit / at.seconds))
-        return _DEFAULT_EPOCHS * self._epoch_steps
-
     def _lay_schedule(self, bar: Bar) -> None:
         """Turns the time limit into steps, once, and records them before anything else."""
         assert self._clock is not None
@@ -456,7 +481,7 @@ class Trainer:
         at.total_steps = self._clock.total_steps(at.step, self._elapsed)
         if self._config.epochs is not None:
             at.total_steps = min(at.total_steps, self._config.epochs * self._epoch_steps)
-        self._validation_seconds = self._clock.validation_seconds
+        at.validation_seconds = self._clock.validation_seconds
         self._clock = None
         bar.total(at.total_steps * self._training.batch)
         self._save()
@@ -494,9 +519,14 @@ class Trainer:
             if records and verdict.picture is not None:
                 records.picture(verdict.picture, at.epoch, at.step)
             self._agree(interruption)
-            self._validation_seconds = self._elapsed - began
-            # Nothing judges without validation tiles, so the newest weights are the ones to keep.
-            if verdict.score > at.best or not (at.best_epoch and self._validation.batches):
+            at.validation_seconds = self._elapsed - began
+            if self._validation.batches and verdict.score == _UNJUDGED and not at.best_epoch:
+                say(
+                    "Take care: no validation tile shows a class, so nothing tells which epoch is "
+                    "best. The newest model is kept."
+                )
+            # A score that is lost later, as of a network that diverges, replaces none.
+            if verdict.score > at.best or at.best == _UNJUDGED or not self._validation.batches:
                 at.best, at.best_epoch = verdict.score, at.epoch
                 self._save(BEST, publish=True)
                 if records and verdict.confusion is not None:
@@ -520,7 +550,7 @@ class Trainer:
             return True
         if config.time_limit is not None:
             left = config.time_limit - self._elapsed
-            if at.step and left < self._validation_seconds:
+            if at.step and left < at.validation_seconds:
                 return True
         return bool(config.patience and at.best_epoch) and (
             at.epoch - max(at.best_epoch, at.prolonged) >= config.patience

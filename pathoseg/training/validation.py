@@ -106,7 +106,7 @@ class Validation:
             PathosegError: A tile cannot be read, or the device's memory is too small.
         """
         if not self._tiles:
-            return Verdict({}, 0.0, None)
+            return Verdict({}, -math.inf, None)
         judge, loss_sum, picture = self._task.judge(), 0.0, ""
         extremes = dict[str, dict[str, Any]]()
         for firsts, sizes, tiles in self._rounds(engine):
@@ -208,5 +208,5 @@ def _held(name: str, parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, An
 
 def _most_varied(slides: Sequence[SlideTiles]) -> int:
     """The tile to show: the one whose rarest class fills most of it."""
-    rarest = [tiles.class_pixels[:, 1:].min(axis=1) for tiles in slides]
+    rarest = [tiles.class_pixels[:, 1:].min(axis=1) for tiles in slides if len(tiles)]
     return int(np.concatenate(rarest).argmax()) if rarest else 0

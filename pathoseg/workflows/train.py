@@ -252,6 +252,7 @@ def _train(asked: _Asked, transport: ProcessTransport | None, spent: TimeSpent) 
     own = None if recorded is None else read_rows(recorded).keys()
     sources = find_labelled_slides(config, _recorded_classes(run) if going_on else None, own)
     table = find_table(config.data) if recorded is None else recorded
+    loss = build_loss(config.loss, config.model.task, len(sources.classes))
     held = classes_held(sources)
     members = split_slides([*held], table, config.seed, config.data.val_share, held)
     model, origin = first_network(run, config, sources.classes, earlier)
@@ -305,11 +306,10 @@ def _train(asked: _Asked, transport: ProcessTransport | None, spent: TimeSpent) 
             say(f"Take care: {warning}")
         if transport is None or transport.rank == 0:
             if not going_on and (run / CONFIG).exists():
-                clear_run(run)
+                clear_run(run, asked.overwrite)
             _begin(run, config, members, plan, model, card)
         interruption.advice = f"Continue with: pathoseg train --resume --out {run}"
         task = make_task(config.model.task, sources.classes, config.tiles.min_cover)
-        loss = build_loss(config.loss, config.model.task)
         batch = config.train.microbatch or config.train.batch
         engine: Engine
         stop = interruption.is_asked
@@ -367,7 +367,7 @@ def _train(asked: _Asked, transport: ProcessTransport | None, spent: TimeSpent) 
         "steps": progress.step,
         "seconds": round(progress.seconds, 1),
         "best_epoch": progress.best_epoch,
-        "best_score": progress.best if tiles.val else None,
+        "best_score": progress.score,
         "skipped_steps": progress.skipped_steps,
         "left_out": sources.left_out,
     }
@@ -376,7 +376,7 @@ def _train(asked: _Asked, transport: ProcessTransport | None, spent: TimeSpent) 
         finish_run(run, summary)
     if asked.trace and not (run / TIMELINE).exists():
         say("No step is drawn: the run had too few, as the first ones warm up.")
-    kept = f"{'Best' if tiles.val else 'Last'} epoch: {progress.best_epoch}"
+    kept = f"{'Last' if progress.score is None else 'Best'} epoch: {progress.best_epoch}"
     say(f"{kept}. Model: {run / 'model'}. Figures: {run / 'metrics.csv'}; to read: {run / PAGE}")
     return run
 
@@ -403,7 +403,6 @@ def _report(
             cells = slide_cells(by_name[name], classes.names)
         cells["Patient"] = member.patient
         slide_rows.append([cells.get(title, "") for title in (*titles, *classes.names)])
-    has_score = progress.best_epoch and any(one.member.split == "val" for one in facts)
     device, ranks = pick_device(config.parallel.device), 1 if plan is None else plan.ranks
     name = processor_name() if device.type == "cpu" else device_name(device)
     order = "" if plan is None or ranks == 1 else f": {plan.order}, {plan.stages} stages"
@@ -416,7 +415,7 @@ def _report(
         unit="tiles" if config.model.task == "classify" else "pixels",
         state="It is finished." if is_finished else f"It was stopped before its end. {going_on}",
         best_epoch=progress.best_epoch,
-        best_score=progress.best if has_score else None,
+        best_score=progress.score,
         epochs=progress.epoch,
         steps=progress.step,
         skipped_steps=progress.skipped_steps,

@@ -223,6 +223,8 @@ def test_class_weights_must_match_the_classes() -> None:
     loss = build_loss(LossConfig(class_weights=(1.0, 2.0)))
     with pytest.raises(PathosegError, match="2 numbers for 3 classes"):
         loss(torch.zeros(1, 3, 2, 2), torch.zeros(1, 2, 2, dtype=torch.long))
+    with pytest.raises(PathosegError, match="2 numbers for 3 classes"):
+        build_loss(LossConfig(class_weights=(1.0, 2.0)), classes=3)
 
 
 def test_tile_labels_have_no_dice() -> None:

@@ -98,6 +98,7 @@ def test_a_rare_class_is_given_to_both_sides() -> None:
         ("slide,patient,split\na.svs,p,training\n", "split 'training'"),
         ("name,split\na.svs,train\n", "no column `slide`"),
         ("slide,patient,split\na.svs,p,train\nb.svs,p,val\n", "more than one split"),
+        ("slide,patient,split\na.svs,p,train\na.svs,q,test\n", "two rows of a.svs that differ"),
         ("", "no column `slide`"),
     ],
 )

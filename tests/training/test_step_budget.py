@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pathoseg.training.trainer import StepBudget
+from pathoseg.config import TrainConfig
+from pathoseg.training.optimizer import learning_rate
+from pathoseg.training.trainer import Progress, StepBudget, likely_steps
 
 
 @given(
@@ -36,3 +39,30 @@ def test_the_first_steps_do_not_count() -> None:
         clock.saw(seconds)
     assert clock.ready
     assert clock.step_seconds == 1.0
+
+
+@pytest.mark.parametrize("epochs", [2, 50, 200])
+def test_epochs_that_end_ahead_of_the_time_limit_have_their_rate(epochs: int) -> None:
+    """The limit is so long that its clock still measures when they end."""
+    config = TrainConfig(epochs=epochs, time_limit=1e6)
+    rates = []
+    for step in range(10 * epochs):
+        total = likely_steps(config, Progress(step=step, seconds=step), 10)
+        rates.append(learning_rate(config, step, total))
+    by_epochs = TrainConfig(epochs=epochs)
+    assert rates == [learning_rate(by_epochs, step, 10 * epochs) for step in range(10 * epochs)]
+
+
+def test_a_rate_does_not_end_before_the_clock_is_ready() -> None:
+    config = TrainConfig(time_limit=1e6)
+    rates = [
+        learning_rate(config, step, likely_steps(config, Progress(step=step), 10))
+        for step in range(0, 100_000, 999)
+    ]
+    assert min(rates[1:]) > 0.5 * config.lr
+
+
+def test_a_prolonged_run_counts_its_epochs_too() -> None:
+    config = TrainConfig(epochs=100, time_limit=86_400.0)
+    at = Progress(epoch=50, step=500, seconds=1_800.0, prolonged=50)
+    assert likely_steps(config, at, 10) == 1_000

@@ -25,7 +25,7 @@ from pathoseg.config_file import load_config
 from pathoseg.errors import PathosegError
 from pathoseg.host_memory import LARGE
 from pathoseg.models.bundle import load_bundle
-from pathoseg.training import step_plan, trainer
+from pathoseg.training import run_folder, step_plan, trainer
 from pathoseg.training.run_folder import bundle_of
 from pathoseg.workflows import train as workflow
 from pathoseg.workflows.train import train
@@ -452,3 +452,50 @@ def test_without_validation_the_last_epoch_is_kept(
     assert f"Patients and splits: {table}" in said
     assert "a patient of its own" not in said
     assert "Last epoch: 3. Model:" in said
+
+
+@pytest.mark.parametrize("tissue", [True, False])
+def test_validation_slides_without_any_class_judge_no_epoch(
+    toy_slides: Path, capsys: pytest.CaptureFixture[str], tissue: bool
+) -> None:
+    """Of normal slides alone Dice knows false positives: it is 0 as soon as there is one."""
+    Image.fromarray(np.zeros((96, 96), np.uint8)).save(toy_slides / "slide3_mask.png")
+    if not tissue:
+        Image.fromarray(np.full((96, 96, 3), 255, np.uint8)).save(toy_slides / "slide3.png")
+    table = toy_slides / "slides.csv"
+    splits = ["train", "train", "train", "val"]
+    rows = [f"slide{number}.png,p{number},{split}\n" for number, split in enumerate(splits)]
+    table.write_text("".join(["slide,patient,split\n", *rows]))
+    flags = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 3, "patience": 1}}
+    run = train(Path("tiny.toml"), flags, None, resume=False)
+    assert len(_rows(run)) == 3, "patience waits for a score"
+    last = torch.load(run / "checkpoints" / "last.pt", weights_only=True)
+    torch.testing.assert_close(_weights(run), dict(last["model"]), rtol=0, atol=0)
+    assert json.loads((run / "summary.json").read_text())["best_score"] is None
+    said = capsys.readouterr().err
+    assert ("nothing tells which epoch is best" in said) == tissue
+    assert "Last epoch: 3. Model:" in said
+
+
+def test_a_run_that_another_command_has_begun_meanwhile_is_kept(
+    toy_slides: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 1}}
+    cut = workflow.cut_labelled_slides
+
+    def overtaken(*arguments: Any) -> Any:
+        monkeypatch.setattr(workflow, "cut_labelled_slides", cut)
+        train(Path("tiny.toml"), flags, Path("run"), resume=False)
+        return cut(*arguments)
+
+    monkeypatch.setattr(workflow, "cut_labelled_slides", overtaken)
+    with pytest.raises(PathosegError, match="Another command has begun a run in run meanwhile"):
+        train(Path("tiny.toml"), flags, Path("run"), resume=False)
+    assert (run_folder.is_finished(Path("run")), len(_rows(Path("run")))) == (True, 1)
+
+
+def test_class_weights_for_other_classes_are_refused_ahead_of_the_run(toy_slides: Path) -> None:
+    flags = {"data": {"slides": str(toy_slides)}, "loss": {"class_weights": [1.0, 2.0, 3.0]}}
+    with pytest.raises(PathosegError, match="3 numbers for 2 classes"):
+        train(Path("tiny.toml"), flags, Path("run"), resume=False)
+    assert not Path("run").exists()
