@@ -22,6 +22,7 @@ from pathoseg.errors import PathosegError
 from pathoseg.outputs.atomic import write_text
 from pathoseg.outputs.report import Summary, read_summary
 from pathoseg.outputs.typed_json import from_json
+from pathoseg.tiles.fingerprint import Fingerprint
 
 STATES, WORK = "states", ".work"
 OVERLAY = "overlay.png"
@@ -57,6 +58,7 @@ class State:
         problem: Why it failed.
         hint: The hint that mends it.
         provenance: Of the last attempt; None in states of earlier versions.
+        place: The slide's absolute path; empty in states of earlier versions.
         written: When, in seconds of the file system's clock; 0 before it is read back.
     """
 
@@ -70,6 +72,7 @@ class State:
     problem: str = ""
     hint: str = ""
     provenance: Provenance | None = None
+    place: str = ""
     written: float = 0.0
 
     def is_whole(self, folder: Path) -> bool:
@@ -179,6 +182,41 @@ def _refuse_shared(folders: Mapping[Path, Path], out: Path) -> None:
                 f"The result of {slide} would lie in {inside or out / STATES}, which is in use.",
                 "Rename the folder that the slide is in.",
             )
+
+
+def refuse_namesakes(out: Path, folders: Mapping[Path, Path]) -> None:
+    """Refuse slides whose folder holds the result of another slide with the same file name.
+
+    Where that one is no longer at its place, it was moved, and may be this one.
+
+    Args:
+        out: The folder of the batch.
+        folders: The folder of each slide's result.
+
+    Raises:
+        PathosegError: There is one.
+    """
+    for slide, folder in folders.items():
+        before = read_state(state_file(out, folder))
+        if before is None or Path(before.slide).name != slide.name:
+            continue
+        other = Path(before.place or before.slide)
+        if _is_another(other, slide):
+            raise PathosegError(
+                f"{folder} holds the result of another {slide.name}, {other}.",
+                "Give --out another folder, give the folder that holds both slides, or replace "
+                "that result with --overwrite.",
+            )
+
+
+def _is_another(other: Path, slide: Path) -> bool:
+    try:
+        if other.samefile(slide):
+            return False
+        one, two = Fingerprint.of(other), Fingerprint.of(slide)
+    except (OSError, PathosegError):
+        return False
+    return (one.size, one.digest) != (two.size, two.digest)  # a copy has a time of its own
 
 
 def results(out: Path) -> dict[Path, Summary]:

@@ -401,6 +401,7 @@ class SlideJob:
         begun = replace(
             before,
             slide=str(self.slide),
+            place=str(self.slide.absolute()),
             status="begun",
             attempts=before.attempts + 1,
             host=socket.gethostname(),

@@ -108,7 +108,7 @@ def read_source(slide: Path, size: Size) -> DicomSource | None:
     Raises:
         PathosegError: The header lacks what a segmentation needs, or cannot be read.
     """
-    if not is_dicom(slide):
+    if slide.is_dir() or not is_dicom(slide):
         return None
     with _refused(slide):
         path = _level0_file(slide, size)

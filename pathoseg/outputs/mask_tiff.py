@@ -138,7 +138,11 @@ def _rgba(colour: Colour) -> int:
 
 
 def _metadata(name: str, mpp: Mpp, origin: str | None) -> dict[str, object]:
-    identity = uuid4() if origin is None else uuid5(NAMESPACE_OID, origin)
+    identity = uuid4()
+    if origin is not None:
+        # A file's name may hold bytes that are no UTF-8, which Python keeps as lone surrogates.
+        told = origin.encode(errors="surrogateescape").decode(errors="backslashreplace")
+        identity = uuid5(NAMESPACE_OID, told)
     return {
         "UUID": f"urn:uuid:{identity}",
         "Name": name,

@@ -121,7 +121,9 @@ def tifffile_door(refusal: type[PathosegError], problem: str, hint: str) -> Iter
     log.addFilter(silence)
     try:
         yield
-    except Exception as error:  # TypeError, IndexError, struct.error, DeflateError, MemoryError…
+    except MemoryError:  # says nothing of the file
+        raise
+    except Exception as error:  # TypeError, IndexError, struct.error, DeflateError…
         raise refusal(f"{problem}: {reason(error)}.", hint) from error
     finally:
         log.removeFilter(silence)

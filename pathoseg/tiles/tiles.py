@@ -177,6 +177,7 @@ class SlideTiles:
         context: The network's other inputs, and the slide at the resolution of each.
         apart: As in `TileOptions`.
         labelled: As in `TileOptions`.
+        sparse: What nobody outlined is unknown, so background is annotation too, such as pen ink.
 
     Attributes:
         labelled: As the argument.
@@ -197,6 +198,7 @@ class SlideTiles:
         context: Sequence[tuple[ModelInput, SlidePixels]] = (),
         apart: float | None = None,
         labelled: str | None = None,
+        sparse: bool = False,
     ) -> None:
         self.slide, self.frame, self.cache = pixels.slide, pixels.frame, pixels.cache
         self.grid, self.indices, self.class_pixels = grid, indices, class_pixels
@@ -204,7 +206,7 @@ class SlideTiles:
         self.stain: StainNormaliser | None = None
         self.grid_pixels = class_pixels.sum(axis=0)
         self._pixels, self._tissue, self._context = pixels, tissue, context
-        self._apart = apart
+        self._apart, self._sparse = apart, sparse
         self.labelled = labelled
         mpp = pixels.frame.mpp.x
         self.ratios = {each.name: each.ratio(mpp) for each, _ in context}
@@ -352,7 +354,7 @@ class SlideTiles:
             shift_x, shift_y = rng.integers((-across, -down), (across, down), endpoint=True)
             box = self._moved_inside(home, int(shift_x), int(shift_y))
             mask = self.labels.rasterise(box, self.frame, self.classes)
-            annotated = (mask != BACKGROUND) & (mask != IGNORE)
+            annotated = (mask != IGNORE) & (self._sparse | (mask != BACKGROUND))
             if accept(mask) and (
                 tissue.has_enough(box.x / stride.width, box.y / stride.height) or annotated.any()
             ):
@@ -439,7 +441,8 @@ def cut_tiles(
     shares = np.array([tissue.share(box, frame) for box in grid], np.float32)
     known = counts.any(axis=1)
     enough = shares >= options.min_tissue
-    indices = np.flatnonzero(known & (enough | counts[:, 1:].any(axis=1)))
+    sparse = annotations.unlabelled == "ignore"
+    indices = np.flatnonzero(known & (enough | sparse | counts[:, 1:].any(axis=1)))
     around = None
     if options.offsets == "random":
         around = TissueGrid(shares.reshape(grid.rows, grid.columns), options.min_tissue)
@@ -467,6 +470,7 @@ def cut_tiles(
         context,
         options.apart,
         options.labelled,
+        sparse,
     )
     tiles.grid_pixels = counts.sum(axis=0)
     return tiles

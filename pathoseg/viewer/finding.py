@@ -72,7 +72,8 @@ def find_entries(
         elif _holds_results(path):
             outs.append(path)
         else:
-            slides.update(find_slides([path]))
+            for name, slide in find_slides([path]).items():
+                slides[name if name not in slides else str(slide)] = slide
     given = Known({**known.by_name, **slides}, known.asked)
     for out in outs:
         results += _results(out, given)

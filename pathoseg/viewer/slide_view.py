@@ -24,7 +24,7 @@ from pathoseg.geometry import Box, Frame, Mpp, Size
 from pathoseg.outputs.mask_reader import MaskReader
 from pathoseg.outputs.overlay import thumbnail_frame
 from pathoseg.outputs.report import Summary
-from pathoseg.slides.image_reader import is_image
+from pathoseg.slides.image_reader import is_picture
 from pathoseg.slides.region import Region, read_region
 from pathoseg.slides.slide import Slide, open_slide
 from pathoseg.tiles.slide_pool import SlidePool
@@ -103,7 +103,7 @@ class Handles:
         Raises:
             PathosegError: It cannot be opened.
         """
-        with self._one_picture if _is_picture(path) else nullcontext():
+        with self._one_picture if is_picture(path) else nullcontext():
             slide = open_slide(path, assume_mpp)
             slide.close()
         return slide
@@ -134,15 +134,6 @@ class Handles:
         """Close what nobody reads now."""
         self._pyramids.close()
         self._pictures.close()
-
-
-def _is_picture(path: Path) -> bool:
-    """Return True if a file is decoded whole when it is opened."""
-    try:
-        with path.open("rb") as file:
-            return is_image(file.read(16))
-    except OSError:
-        return False
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from pathoseg.inference.result_folder import (
     Provenance,
     failures,
     read_state,
+    refuse_namesakes,
     result_folders,
     results,
     state_file,
@@ -237,6 +238,7 @@ def _find_request(
     request = _Request(names, annotated, folders, bundle, provenance_of(bundle, config))
     if not overwrite:
         refuse_other_results(out, request.provenance, folders.values())
+        refuse_namesakes(out, folders)
     if request.only is not None:
         open_slide(request.only, config.data.assume_mpp).close()
     return request
