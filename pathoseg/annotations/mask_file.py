@@ -82,7 +82,7 @@ def class_mask(path: Path) -> Path | None:
     Raises:
         PathosegError: There are several.
     """
-    stem = path.stem.removesuffix("_mask")
+    stem = path.stem.removesuffix(".ome").removesuffix("_mask")
     files = [path.with_name(f"{stem}_classes{suffix}") for suffix in MASK_SUFFIXES]
     found = [file for file in files if file.is_file()]
     if len(found) > 1:

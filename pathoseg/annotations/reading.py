@@ -38,6 +38,7 @@ from pathoseg.geometry import Size
 
 _GEOJSON = (".geojson", ".geojson.gz")
 _OUTLINES = (".geojson", ".geojson.gz", ".json", ".xml")
+_MASKS = tuple(f"_mask{suffix}" for suffix in (*MASK_SUFFIXES, ".ome.tif", ".ome.tiff"))
 
 # More are seldom meant: instances or free-text names look like this.
 _MOST_UNNAMED = 32
@@ -48,18 +49,23 @@ def find_annotation(slide: Path, folder: Path | None) -> Path | None:
 
     It lies in `folder`, beside the slide where that is None, and is named like the slide, with its
     suffix or without: of `X.svs`, `X.geojson` or `X.svs.geojson`; likewise
-    `.geojson.gz`, `.json`, `.xml`, `_mask.png` and `_mask.tif`, in another folder than the slide's
-    also `X.png` and `X.tif`. Of `X.ome.tif`, X is `X.ome` or `X`.
+    `.geojson.gz`, `.json`, `.xml`, `_mask.png`, `_mask.tif` and `_mask.ome.tif`, in another folder
+    than the slide's also `X.png` and `X.tif`. A mask's suffix may be in capitals. Of `X.ome.tif`, X
+    is `X.ome` or `X`.
 
     Raises:
         PathosegError: There are several.
     """
     place = folder or slide.parent
-    suffixes = [*_OUTLINES, *(f"_mask{suffix}" for suffix in MASK_SUFFIXES)]
+    suffixes = [*_OUTLINES, *_MASKS]
     if place.resolve() != slide.parent.resolve():
         suffixes += MASK_SUFFIXES
     names = dict.fromkeys(stem + suffix for stem in _stems(slide) for suffix in suffixes)
     found = [place / name for name in names if (place / name).is_file()]
+    if not found:  # else they may be the same files, where capitals make no difference
+        capitals = [f"_mask{suffix.upper()}" for suffix in MASK_SUFFIXES]
+        names = dict.fromkeys(stem + suffix for stem in _stems(slide) for suffix in capitals)
+        found = [place / name for name in names if (place / name).is_file()]
     if len(found) > 1:
         raise PathosegError(
             f"{slide} has several annotation files: {', '.join(map(str, found))}.",

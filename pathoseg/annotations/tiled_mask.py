@@ -23,6 +23,8 @@ _BITS, _COMPRESSION, _PHOTOMETRIC, _FILL_ORDER = 258, 259, 262, 266
 _PREDICTOR, _COLOURS, _WIDTH, _HEIGHT, _OFFSETS, _COUNTS = 317, 320, 322, 323, 324, 325
 _SAMPLE_FORMAT = 339
 _INDICES = (1, 3)  # dark is 0, or the number of a colour in a palette
+_DIFFERENCES = 2  # the predictor that stores of a pixel what it is above its left neighbour
+_UNPREDICTED = (1, 32773)  # codecs that have none, whatever the tag says
 
 _DECODERS: dict[int, Callable[..., Any]] = {
     1: lambda data, out: data,
@@ -42,6 +44,7 @@ class TiledMask:
         size: Its pixels.
         tile: Pixels of a tile.
         compression: The number that TIFF gives to the codec.
+        differs: Whether pixels are stored as differences from their left neighbours.
         places: Offset and length of each tile in bytes, row by row; length 0 for one that is
             left out, which is background. Shape (tiles, 2).
         palette: Red, green and blue of index 0, of index 1, and so on; empty where there is none.
@@ -51,6 +54,7 @@ class TiledMask:
     size: Size
     tile: Size
     compression: int
+    differs: bool
     places: NDArray[np.int64]
     palette: list[int]
 
@@ -65,7 +69,8 @@ class TiledMask:
             and compression in _DECODERS
             and tags.get(_BITS, (1,)) == (8,)
             and tags.get(_PHOTOMETRIC) in _INDICES
-            and tags.get(_FILL_ORDER, 1) == tags.get(_PREDICTOR, 1) == 1
+            and tags.get(_FILL_ORDER, 1) == 1
+            and tags.get(_PREDICTOR, 1) in (1, _DIFFERENCES)
             and tags.get(_SAMPLE_FORMAT, (1,)) == (1,)
         ):
             return None
@@ -77,7 +82,8 @@ class TiledMask:
         places = np.stack([np.array(offsets, np.int64), np.array(counts, np.int64)], axis=1)
         # All reds, then all greens, then all blues, in 16 bits.
         colours = np.array(tags.get(_COLOURS, ()), np.int64).reshape(3, -1).T.ravel() >> 8
-        return cls(path, size, tile, compression, places, colours.tolist())
+        differs = tags.get(_PREDICTOR) == _DIFFERENCES and compression not in _UNPREDICTED
+        return cls(path, size, tile, compression, differs, places, colours.tolist())
 
     def values(self) -> set[int]:
         """The indices in use.
@@ -133,7 +139,8 @@ class TiledMask:
         pixels = np.frombuffer(decoded, np.uint8)
         if pixels.size != self.tile.pixels:
             raise ValueError(f"a tile has {pixels.size} of its {self.tile.pixels} pixels")
-        return pixels.reshape(self.tile.height, self.tile.width)
+        pixels = pixels.reshape(self.tile.height, self.tile.width)
+        return np.cumsum(pixels, axis=1, dtype=np.uint8) if self.differs else pixels
 
 
 def _read(file: BinaryIO, place: NDArray[np.int64]) -> bytes:

@@ -157,10 +157,9 @@ def _stems(path: Path) -> Iterator[str]:
 
 def _is_mask(path: Path, stems: Collection[str]) -> bool:
     """Return True if a file is a mask of another: `X_mask.png` or `X_classes.png` of `X.svs`."""
-    stem = path.stem.removesuffix("_mask").removesuffix("_classes")
-    if path.suffix.lower() not in _MASK_SUFFIXES or stem == path.stem:
-        return False
-    return stem in stems
+    name = path.stem.removesuffix(".ome")  # of a pyramid, X_mask.ome.tif
+    stem = name.removesuffix("_mask").removesuffix("_classes")
+    return path.suffix.lower() in _MASK_SUFFIXES and stem != name and stem in stems
 
 
 def _first_of_series(slides: list[Path]) -> list[Path]:

@@ -23,7 +23,7 @@ from pathoseg.parallel.comm.launcher import (
     find_world,
     join_wire,
 )
-from pathoseg.parallel.comm.local_ranks import start_local
+from pathoseg.parallel.comm.local_ranks import LAST_WORDS, start_local
 from pathoseg.platform_support import physical_memory
 
 if TYPE_CHECKING:  # torch, which a command that is refused does not wait for
@@ -163,6 +163,8 @@ def silent() -> Iterator[None]:
 def errors_left_to_rank_0(head_start: float = 0.0) -> Iterator[None]:
     """Turn an error of this context, which rank 0 meets too and tells, into a silent exit.
 
+    It is left in the file that `start_local` names, should rank 0 be ended before it hears of it.
+
     Args:
         head_start: Seconds ahead of the exit, in which rank 0 may tell it: some launchers end all
             ranks as soon as one has failed.
@@ -172,7 +174,9 @@ def errors_left_to_rank_0(head_start: float = 0.0) -> Iterator[None]:
     """
     try:
         yield
-    except PathosegError:
+    except PathosegError as error:
+        if place := os.environ.get(LAST_WORDS):
+            Path(place).write_text(f"{error}\n", encoding="utf-8")
         time.sleep(head_start)
         raise SystemExit(2) from None
     except StoppedError as stopped:

@@ -120,13 +120,9 @@ def load_by_name(
     names: Mapping[torch.Tensor, str],
     state: Mapping[str, dict[str, Any]],
 ) -> None:
-    """Gives an optimizer of some or all parameters what `state_by_name` kept.
-
-    Raises:
-        KeyError: Only some of its parameters are in `state`.
-    """
+    """Gives an optimizer what `state_by_name` kept; a parameter that had no gradient has none."""
     whole = optimizer.state_dict()
     own = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     # Through the optimizer's own door, which brings tensors to the parameters' devices.
-    whole["state"] = {index: state[name] for index, name in enumerate(own)} if state else {}
+    whole["state"] = {index: state[name] for index, name in enumerate(own) if name in state}
     optimizer.load_state_dict(whole)

@@ -48,13 +48,26 @@ def new_run(out: Path | None, overwrite: bool = False) -> Path:
             f"{run / CONFIG}.",
             "Continue it with --resume, choose another --out, or replace it with --overwrite.",
         )
-    place = next(folder for folder in (run, *run.absolute().parents) if folder.exists())
+    refuse_unwritable(run, "run's folder")
+    return run
+
+
+def refuse_unwritable(folder: Path, what: str) -> None:
+    """Refuse a folder that cannot be made or written, ahead of hours of work.
+
+    Args:
+        folder: Which need not exist.
+        what: Its name in the message.
+
+    Raises:
+        PathosegError: It cannot.
+    """
+    place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
         raise PathosegError(
-            f"The run's folder {run} cannot be made: {place} is no folder that can be written.",
+            f"The {what} {folder} cannot be written: {place} is no folder that can be written.",
             "Give --out a folder on a disk that can be written.",
         )
-    return run
 
 
 def refuse_overwriting(out: Path | None, resume: bool, overwrite: bool) -> None:

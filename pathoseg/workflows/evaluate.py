@@ -45,7 +45,7 @@ from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide
 from pathoseg.time_spent import TimeSpent, time_told
 from pathoseg.training.labelled_slides import LabelledSlide, find_labelled_slides
-from pathoseg.training.run_folder import CONFIG, SPLITS, bundle_of
+from pathoseg.training.run_folder import CONFIG, SPLITS, bundle_of, refuse_unwritable
 from pathoseg.training.splits import find_table, patients_in, read_rows
 from pathoseg.version import __version__
 
@@ -100,6 +100,7 @@ def _evaluate(
     ends_process: bool,
 ) -> Path:
     bundle = bundle_of(model)
+    refuse_unwritable(out or bundle.parent, "evaluation's folder")
     config = _configured(bundle.parent / CONFIG, config_file, flags)
     pick_device(config.parallel.device)  # refused before slides are read
     card = load_card(bundle)

@@ -379,7 +379,10 @@ def test_a_real_slide_with_its_real_annotation(shared_data: Path) -> None:
 
 @pytest.mark.parametrize(
     "suffix",
-    [".geojson", ".geojson.gz", ".json", ".xml", "_mask.png", "_mask.tif", "_mask.tiff"],
+    [
+        *(".geojson", ".geojson.gz", ".json", ".xml", "_mask.png", "_mask.tif", "_mask.tiff"),
+        *("_mask.ome.tif", "_mask.TIF", "_mask.PNG"),
+    ],
 )
 @pytest.mark.parametrize("stem", ["a.b", "a.b.svs"])
 def test_the_annotation_is_found_beside_the_slide_and_elsewhere(

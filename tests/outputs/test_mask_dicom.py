@@ -392,3 +392,7 @@ def test_dciodvfy_finds_no_error(tmp_path: Path, source: DicomSource) -> None:
         lines = (told.stdout + told.stderr).splitlines()
         assert "Segmentation" in lines
         assert [line for line in lines if line.startswith(("Error", "Warning"))] == []
+
+
+def test_a_slide_that_is_a_folder_is_no_dicom(tmp_path: Path) -> None:
+    assert read_source(tmp_path, Size(8, 8)) is None

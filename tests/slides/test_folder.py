@@ -43,6 +43,7 @@ def test_slides_sorted_by_name_without_the_rest(tmp_path: Path, image: Any) -> N
 def test_masks_beside_their_slides_are_none(tmp_path: Path, image: Any) -> None:
     for name in ("a.svs", "a_mask.png", "b.tif", "b_mask.TIF", "c_mask.png", "d_mask.jpg"):
         image(name)
+    image("a_mask.ome.tif")
     image("d.png")
     image("masks/b_mask.png")
     assert _names(tmp_path) == ["a.svs", "b.tif", "c_mask.png", "d.png", "d_mask.jpg"]

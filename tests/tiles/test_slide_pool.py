@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from PIL import Image
 
 from pathoseg.slides.slide import Slide
 from pathoseg.tiles.slide_pool import SlidePool
@@ -42,6 +43,23 @@ def test_a_slide_is_opened_once_and_again_only_for_another_reader() -> None:
     assert len(opened.log) == 2
     pool.close()
     assert opened.still() == []
+
+
+def test_a_plain_picture_is_decoded_once_for_all_its_readers(tmp_path: Path) -> None:
+    picture = tmp_path / "a.png"
+    Image.new("RGB", (4, 4)).save(picture)
+    opened, together = Opened(), threading.Semaphore(0)
+
+    def read() -> None:
+        together.release()
+        with pool.borrow(picture):
+            together.acquire(timeout=0.05)  # let the others try, too
+
+    pool = SlidePool(opened.open)
+    with ThreadPoolExecutor(4) as readers:
+        for done in [readers.submit(read) for _ in range(8)]:
+            done.result()
+    assert len(opened.log) == 1
 
 
 def test_only_so_many_stay_open_and_the_newest_of_them() -> None:

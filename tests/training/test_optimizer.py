@@ -48,3 +48,15 @@ def test_gradients_and_state_of_any_layout_give_what_torch_gives(
     for found, expected in zip(network.parameters(), judge.parameters(), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
         assert found.stride() != expected.stride() or found.ndim < 4 or found.shape[2] == 1
+
+
+def test_a_parameter_that_the_loss_does_not_reach_has_no_state_to_load() -> None:
+    network = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])  # the second is not used
+    names = {parameter: name for name, parameter in network.named_parameters()}
+    first = make_optimizer(network.parameters(), TrainConfig())
+    network[0](torch.ones(1, 2)).sum().backward()
+    first.step()
+    kept = state_by_name(first, names)
+    second = make_optimizer(network.parameters(), TrainConfig())
+    load_by_name(second, names, kept)
+    assert state_by_name(second, names).keys() == kept.keys() == {"0.weight", "0.bias"}

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from pathoseg.errors import PathosegError
 from pathoseg.inference.result_folder import State, state_file, write_state
@@ -96,6 +97,15 @@ def test_slides_of_one_name_are_told_apart(own_place: Place) -> None:
     entries = find_entries([own_place.folder / "results", own_place.folder / "again"])
     names = [entry.name for entry in entries]
     assert len(set(names)) == len(names) == 4
+
+
+def test_slides_of_one_name_in_two_folders_are_both_shown(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        Image.new("RGB", (8, 8)).save(tmp_path / folder / "HE.png")
+    entries = find_entries([tmp_path / "a", tmp_path / "b"])
+    assert {entry.slide for entry in entries} == {*tmp_path.glob("*/HE.png")}
+    assert len({entry.name for entry in entries}) == 2
 
 
 def test_slides_that_two_batches_lost_are_told_apart(tmp_path: Path) -> None:

@@ -249,6 +249,9 @@ def test_one_split_alone_and_slides_the_run_never_saw(toy_slides: Path, command:
     code, said = command(*evaluate, "--split", "test")
     assert code == 2
     assert "of these: train, val; what the model's run never saw is unseen" in said
+    evaluate_into_a_file = (*evaluate[:-1], "tiny.toml", "--split", "val")
+    code, said = command(*evaluate_into_a_file)
+    assert (code, "the evaluation's folder" in said.lower(), "slide" in said) == (2, True, False)
     for name in ("slide0.png", "slide0_mask.png"):
         (toy_slides / name).rename(toy_slides / name.replace("0", "9"))
     written = "Written to figures/evaluation-unseen.csv"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -387,6 +389,39 @@ def test_no_result_takes_the_place_of_another_ones(
     code, said = command(*infer, again, folder)
     assert (code, f"would lie in {again / 'x'}" in said) == (2, True), said
     assert {path.name for path in (again / "x").iterdir()} >= FILES
+
+
+def test_a_slide_of_the_same_name_does_not_replace_the_result_of_another(
+    tmp_path: Path, command: Command, tiny_bundle: SaveBundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another patient, in another folder: `infer case/HE.png` for one after the other."""
+    one, other = _draw(tmp_path / "a" / "HE.png", 1), _draw(tmp_path / "b" / "HE.png", 2)
+    infer = ("infer", "--model", tiny_bundle(), *MPP, "--out", tmp_path / "out")
+    monkeypatch.chdir(one.parent)
+    assert command(*infer, "HE.png")[0] == 0
+    mask = tmp_path / "out" / "HE" / "mask.ome.tiff"
+    before = mask.read_bytes()
+    monkeypatch.chdir(other.parent)
+    code, said = command(*infer, "HE.png", "--resume")
+    assert (code, mask.read_bytes() == before) == (2, True), said
+    assert f"holds the result of another HE.png, {one}" in " ".join(said.split())
+    copied = tmp_path / "c" / "HE.png"
+    copied.parent.mkdir()
+    copied.write_bytes(one.read_bytes())
+    assert command(*infer, copied)[0] == 0, "the same slide in another place"
+    assert command(*infer, "HE.png", "--overwrite")[0] == 0
+    assert mask.read_bytes() != before
+    other.rename(tmp_path / "HE.png")
+    assert command(*infer, tmp_path / "HE.png")[0] == 0, "it was moved"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="file names are UTF-8 there")
+def test_a_name_that_is_no_utf_8(tmp_path: Path, command: Command, tiny_bundle: SaveBundle) -> None:
+    slide = tmp_path / os.fsdecode(b"Pr\xe4parat.png")
+    _draw(tmp_path / "s.png").rename(slide)
+    code, said = command("infer", slide, "--model", tiny_bundle(), *MPP, "--out", tmp_path / "out")
+    assert code == 0, said
+    assert {path.name for path in (tmp_path / "out" / slide.stem).iterdir()} >= FILES
 
 
 def test_a_failure_keeps_the_earlier_result(

@@ -23,11 +23,14 @@ GRACE = 5.0  # seconds that the other ranks have to end by themselves once one h
 _LAST_WORDS = 20  # lines
 _NAP = 0.05  # seconds
 _SHELL = Path("/bin/sh")
+# A file for the error of a rank that leaves it to rank 0 to tell, and that rank 0 may not hear.
+LAST_WORDS = "PATHOSEG_LAST_WORDS"
 
 # Runs a command as one rank. "$0" is the folder for its process group, its exit code and, but for
 # rank 0, its output. The traps leave a signal to the command.
 _RANK = """
 rank=${OMPI_COMM_WORLD_RANK:-$RANK}
+export PATHOSEG_LAST_WORDS="$0/words.$rank"
 trap : INT TERM
 echo $$ > "$0/group.$rank"
 [ "$rank" = 0 ] || exec > "$0/output.$rank" 2>&1
@@ -153,11 +156,16 @@ class _Run:
         return [int(path.suffix[1:]) for path in paths]
 
     def _show(self, rank: int) -> None:
-        output = self._folder / f"output.{rank}"
-        lines = output.read_text(errors="replace").splitlines() if output.exists() else []
-        if lines:  # those of rank 0 have been seen, and a rank that left the word to it has none
+        lines = self._lines(f"output.{rank}")
+        if not (self._folder / "failed.0").exists():  # it was ended before it told what it heard
+            lines += self._lines(f"words.{rank}")
+        if lines:  # those of rank 0 have been seen
             lines = lines[-_LAST_WORDS:]
             print(f"Rank {rank} failed first. Its last words:", *lines, sep="\n", file=sys.stderr)
+
+    def _lines(self, name: str) -> list[str]:
+        path = self._folder / name
+        return path.read_text(errors="replace").splitlines() if path.exists() else []
 
 
 @contextmanager

@@ -98,12 +98,18 @@ class MpiWire:
 
     def send(self, data: Tensor, to: int, tag: int) -> MpiRequest:
         comm, tag = self._comm(tag)
-        begun = [comm.Isend(each, to, tag) for each in self._pieces(data)]
+        try:
+            begun = [comm.Isend(each, to, tag) for each in self._pieces(data)]
+        except self._mpi.Exception as error:
+            raise _failure(error) from error
         return MpiRequest(self._mpi, begun, None, data, self._under_way)
 
     def receive(self, into: Tensor, source: int, tag: int) -> MpiRequest:
         comm, tag = self._comm(tag)
-        begun = [comm.Irecv(each, source, tag) for each in self._pieces(into)]
+        try:
+            begun = [comm.Irecv(each, source, tag) for each in self._pieces(into)]
+        except self._mpi.Exception as error:
+            raise _failure(error) from error
         return MpiRequest(self._mpi, begun, into.numel(), into, self._under_way)
 
     def pause(self, turns: int) -> None:
@@ -218,17 +224,21 @@ class MpiRequest:
             if not self._mpi.Request.Testall(self._begun, statuses or None):
                 return False
         except self._mpi.Exception as error:
-            raise PathosegError(
-                f"MPI cannot deliver a message: {error.Get_error_string()}.",
-                "Look for the first error of another rank; if there is none, the two ranks do "
-                "not run the same plan.",
-            ) from error
+            raise _failure(error) from error
         self._under_way.discard(self)
         self._data = None
         came = sum(status.Get_count(self._mpi.BYTE) for status in statuses)
         if self._size is not None and came != self._size:
             raise wrong_size(came, self._size)
         return True
+
+
+def _failure(error: MPI.Exception) -> PathosegError:
+    return PathosegError(
+        f"MPI cannot deliver a message: {error.Get_error_string()}.",
+        "Look for the first error of another rank; if there is none, the two ranks do not run the "
+        "same plan.",
+    )
 
 
 def _import_mpi() -> ModuleType:

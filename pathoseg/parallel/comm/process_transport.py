@@ -199,9 +199,12 @@ class ProcessTransport:
         pairs = {
             (min(rank, peer), max(rank, peer)) for rank, (own, _) in enumerate(told) for peer in own
         }
-        self._wire.open(
-            sorted(pairs), sorted({tuple(each) for _, own in told for each in own if len(each) > 1})
-        )
+        together = sorted({tuple(each) for _, own in told for each in own if len(each) > 1})
+        try:
+            self._wire.open(sorted(pairs), together)
+        except PathosegError:
+            self._check("all ranks to connect", patience=2)  # as in `moved`
+            raise
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Operation:
         what = f"rank {to} to take message {tag}"

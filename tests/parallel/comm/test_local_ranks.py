@@ -58,6 +58,33 @@ def test_the_first_rank_to_fail_gives_code_and_last_words(
     assert err == "Rank 2 failed first. Its last words:\nthe glass broke\n"
 
 
+LEAVES_IT_TO_RANK_0 = """
+from pathoseg.errors import PathosegError
+from pathoseg.training.distributed import errors_left_to_rank_0
+
+with errors_left_to_rank_0():
+    raise PathosegError("The glass broke.", "Take another.")
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("hears", [True, False])
+def test_an_error_that_rank_0_does_not_hear_in_time_is_told(
+    hears: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As within a layer that computes for longer."""
+    monkeypatch.setattr(launch, "GRACE", 0.5)
+    program = tmp_path / "rank.py"
+    program.write_text(LEAVES_IT_TO_RANK_0)
+    rank_0 = "exit 2" if hears else "sleep 60"
+    script = f"[ $rank = 1 ] && exec {sys.executable} {program}; "
+    script += f"until [ -e $0/failed.1 ]; do sleep 0.1; done; {rank_0}"
+    script = script.replace("$0/failed.1", "$(dirname $PATHOSEG_LAST_WORDS)/failed.1")
+    assert start_local(2, shell(script)) == 2
+    told = "Rank 1 failed first. Its last words:\nThe glass broke. Take another.\n"
+    assert capfd.readouterr().err == ("" if hears else told)
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_ranks_that_outlive_a_failure_are_ended(
