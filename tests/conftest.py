@@ -95,6 +95,7 @@ def _start_of_multiprocessing(process: BaseProcess) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     global _test
     _test = item.nodeid
+    torch.manual_seed(0)  # what it draws does not depend on the tests before it in its worker
     try:
         return (yield)
     finally:
