@@ -172,6 +172,17 @@ def load_checkpoint(path: Path, engine: Engine) -> Progress:
         return _progress(state)
 
 
+def _compare(own: Progress, path: Path, engine: Engine) -> None:
+    """Refuse ranks that have read different checkpoints, as of folders copied from host to host."""
+    steps = [json.loads(text) for text in engine.gather(json.dumps([own.step, own.seconds]))]
+    if any(each != steps[0] for each in steps):
+        told = ", ".join(f"rank {rank}: step {step}" for rank, (step, _) in enumerate(steps))
+        raise PathosegError(
+            f"The ranks read different checkpoints as {path} ({told}).",
+            "Put the run's folder where all hosts see the same files.",
+        )
+
+
 def read_progress(path: Path) -> Progress:
     """Read the progress of a checkpoint without its weights; zero progress where there is none.
 
@@ -308,6 +319,7 @@ class Trainer:
         self._progress = Progress()
         if (run / "checkpoints" / LAST).exists():
             self._progress = load_checkpoint(run / "checkpoints" / LAST, engine)
+        _compare(self._progress, run / "checkpoints" / LAST, engine)
         self._epoch_steps = training.steps_per_epoch
         self._started, self._spent_before = started, self._progress.seconds
         self._elapsed = self._saved_at = self._spent_before

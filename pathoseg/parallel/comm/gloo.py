@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ipaddress
+import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -52,9 +53,11 @@ def join_gloo(
             timeout=patience,
             wait_for_workers=False,
         )
-        # A rank that connects for the n-th time meets others that do.
-        turn = store.add(f"pathoseg/turn/{rank}", 1)
-        store = PrefixStore(f"pathoseg/{turn}", store)
+        # A rank that connects for the n-th time meets others that do, since torchrun has last
+        # started all of them: not each may have come so far before.
+        start = f"pathoseg/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        turn = store.add(f"{start}/turn/{rank}", 1)
+        store = PrefixStore(f"{start}/{turn}", store)
         return GlooWire(
             store, rank, ranks, "127.0.0.1" if local else _address(store, rank, ranks, host)
         )

@@ -22,6 +22,7 @@ SILENCE = 10
 MEETING = 60.0  # seconds that the ranks have to meet
 _FAREWELL = 2.0  # seconds that a rank which leaves waits for its word to be heard
 _TOKEN = 32
+_NOWHERE = "nowhere"  # what rank 0 announces where it cannot listen
 _GREETING = _TOKEN + 8  # the token and the rank
 _HINT = "Mend the cause and start again; `pathoseg train --resume` goes on from its checkpoint."
 
@@ -69,8 +70,6 @@ class Heartbeat:
         self._alone = ranks == 1
         if self._alone:
             return
-        self._wake, self._waker = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
         try:
             met = meet(rank, ranks, host, announce)
         except OSError as error:
@@ -79,6 +78,8 @@ class Heartbeat:
                 "Check that every rank has started and that MASTER_ADDR, where it is set, names "
                 "an address of the first node that all nodes reach.",
             ) from error
+        self._wake, self._waker = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
         self._peers = [_Peer(connection, other) for other, connection in met.items()]
         self._selector.register(self._wake, selectors.EVENT_READ)
         for peer in self._peers:
@@ -230,9 +231,14 @@ def meet(
     if rank:
         return {0: _join(rank, announce)}
     token = secrets.token_hex(_TOKEN // 2)
-    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     met: dict[int, socket.socket] = {}
-    with socket.create_server((host, 0), family=family, backlog=ranks) as server:
+    try:
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        listening = socket.create_server((host, 0), family=family, backlog=ranks)
+    except OSError:
+        announce(_NOWHERE)  # the others wait for it
+        raise
+    with listening as server:
         announce(f"{host} {server.getsockname()[1]} {token}")
         deadline = time.monotonic() + MEETING
         while len(met) < ranks - 1:
@@ -248,7 +254,10 @@ def meet(
 
 
 def _join(rank: int, announce: Callable[[str], str]) -> socket.socket:
-    host, port, token = announce("").split()
+    told = announce("")
+    if told == _NOWHERE:
+        raise OSError("rank 0 cannot listen at its address; MASTER_ADDR may name another host")
+    host, port, token = told.split()
     connection = socket.create_connection((host, int(port)), timeout=MEETING)
     connection.sendall(f"{token}{rank:8d}".encode())
     return connection
