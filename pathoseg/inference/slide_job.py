@@ -26,6 +26,7 @@ import shutil
 import socket
 import struct
 import time
+import traceback
 import zlib
 from collections.abc import Generator, Iterator
 from contextlib import closing, suppress
@@ -38,7 +39,8 @@ from uuid import uuid4
 import numpy as np
 
 from pathoseg.config import Config
-from pathoseg.errors import PathosegError
+from pathoseg.errors import PathosegError, StoppedError
+from pathoseg.giving_up import GivenUpError
 from pathoseg.inference.leases import Leases
 from pathoseg.inference.provenance import key_options, refuse_difference
 from pathoseg.inference.publish import plan_slide, publish
@@ -287,6 +289,18 @@ class WorkerContext:
     overwrite: bool = False
 
 
+def _told(raised: Exception, slide: Path) -> PathosegError:
+    """Return what a slide failed with as an error to tell; the batch goes on with the next."""
+    if isinstance(raised, PathosegError):
+        return raised
+    last = traceback.extract_tb(raised.__traceback__)[-1]
+    what = " ".join(f"{type(raised).__name__}: {raised}".split())
+    return PathosegError(
+        f"{slide} cannot be segmented ({what}, in {Path(last.filename).name}:{last.lineno}).",
+        "This is a fault of pathoseg, or memory is short: report it, or try fewer --readers.",
+    )
+
+
 class SlideJob:
     """One slide of a batch, as one process sees it.
 
@@ -426,7 +440,10 @@ class SlideJob:
                     publish(self.name, planned, rows, partial, segmenter, config)
                 self._refuse_change()
                 outputs = {path.name: stored_bytes(path) for path in sorted(partial.iterdir())}
-        except PathosegError as error:
+        except (OSError, StoppedError, GivenUpError):
+            raise
+        except Exception as raised:
+            error = _told(raised, self.slide)
             # Who takes over removes what is half done, which is then missing here.
             if not context.leases.owns(self._work / _SLIDE_CLAIM):
                 return False

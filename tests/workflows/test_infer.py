@@ -27,6 +27,7 @@ from pathoseg.config_file import load_config
 from pathoseg.device import to_input
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Size
+from pathoseg.inference import slide_job
 from pathoseg.inference.segmenter import Segmenter
 from pathoseg.inference.windows import Windows
 from pathoseg.models.build import edge_reach
@@ -422,6 +423,35 @@ def test_a_name_that_is_no_utf_8(tmp_path: Path, command: Command, tiny_bundle: 
     code, said = command("infer", slide, "--model", tiny_bundle(), *MPP, "--out", tmp_path / "out")
     assert code == 0, said
     assert {path.name for path in (tmp_path / "out" / slide.stem).iterdir()} >= FILES
+
+
+@pytest.mark.parametrize("kind", [ValueError, MemoryError])
+def test_an_unforeseen_failure_ends_its_slide_alone(
+    tmp_path: Path,
+    command: Command,
+    tiny_bundle: SaveBundle,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[Exception],
+) -> None:
+    for seed, name in enumerate("abc"):
+        _draw(tmp_path / "slides" / f"{name}.png", seed)
+
+    def stumble(name: str, *arguments: Any) -> None:
+        if name == "b.png":
+            raise kind("no such luck")
+        publish(name, *arguments)
+
+    publish = slide_job.publish
+    monkeypatch.setattr(slide_job, "publish", stumble)
+    out = tmp_path / "out"
+    infer = ("infer", tmp_path / "slides", "--model", tiny_bundle(), *MPP, "--out", out)
+    code, said = command(*infer)
+    assert (code, "2 of 3 slides done" in said, "Traceback" in said) == (1, True, False), said
+    [failure] = _table(out / "failures.csv")
+    assert failure["slide"] == "b.png"
+    assert f"({kind.__name__}: no such luck, in test_infer.py:" in " ".join(failure.values())
+    monkeypatch.undo()
+    assert command(*infer, "--resume")[0] == 0
 
 
 def test_a_failure_keeps_the_earlier_result(
