@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from pathoseg.config import Config
+from pathoseg.config import Config, TrainConfig
 from pathoseg.errors import PathosegError
 from pathoseg.inference.result_folder import (
     SUMMARY,
@@ -46,6 +46,8 @@ def key_options(config: Config) -> dict[str, object]:
     }
     if outputs := _of_key(config.outputs):
         told["outputs"] = outputs
+    if config.train.amp != TrainConfig().amp:
+        told["amp"] = config.train.amp
     return told
 
 
@@ -74,7 +76,7 @@ def _options(config: Config) -> dict[str, str]:
         "infer": config.infer,
         "outputs": config.outputs,
     }
-    values: dict[str, object] = {_OF_SLIDE: config.data.assume_mpp}
+    values: dict[str, object] = {_OF_SLIDE: config.data.assume_mpp, "train.amp": config.train.amp}
     for table, options in tables.items():
         for option in fields(options):
             if option.name not in _CHANGES_NOTHING:

@@ -20,8 +20,12 @@ _MASK_SUFFIXES = {".png", ".tif", ".tiff"}
 _INDEX_SUFFIXES = {".vms", ".vmu"}  # text files that name the images of a Hamamatsu slide
 _DICOM_SUFFIX, _DICOM_MAGIC, _DICOM_MAGIC_AT = ".dcm", b"DICM", 128
 _SERIES_TAG = b"\x20\x00\x0e\x00UI"  # SeriesInstanceUID, explicit little endian
-# Segmentations and other DICOM that refers to images, by the class that the head of a file names.
-_DICOM_ABOUT_IMAGES = b"1.2.840.10008.5.1.4.1.1.66."
+# DICOM that refers to images, by the class that the head of a file names: segmentations, annotations,
+# reports, PDFs, and the list of a folder's files (DICOMDIR).
+_DICOM_ABOUT_IMAGES = (
+    *(b"1.2.840.10008.5.1.4.1.1.66.", b"1.2.840.10008.5.1.4.1.1.91.1"),
+    *(b"1.2.840.10008.5.1.4.1.1.88.", b"1.2.840.10008.5.1.4.1.1.104.1", b"1.2.840.10008.1.3.10"),
+)
 _HEAD_BYTES, _SERIES_BYTES = 256, 65_536
 
 # What folders that hold no slides are known by: all entries of one of these sets are in them.
@@ -146,7 +150,7 @@ def is_slide(path: Path) -> bool:
         return True
     head = _head(path)
     if _is_dicom(head):
-        return _DICOM_ABOUT_IMAGES not in head
+        return not any(kind in head for kind in _DICOM_ABOUT_IMAGES)
     return suffix == _DICOM_SUFFIX or is_tiff(head) or is_image(head)
 
 

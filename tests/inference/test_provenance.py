@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pathoseg.config import Config, OutputsConfig
+from pathoseg.config import Config, OutputsConfig, TrainConfig
 from pathoseg.errors import PathosegError
 from pathoseg.inference.provenance import (
     key_options,
@@ -118,3 +118,14 @@ def test_of_a_result_without_its_options_the_model_is_compared(tmp_path: Path) -
         assert ours.model in refusal.value.problem
         assert str(bundle) in refusal.value.problem
         assert ("runs/other" in refusal.value.problem) == (number == 3)
+
+
+def test_half_precision_is_an_option_too(tmp_path: Path) -> None:
+    """Rows of one slide in two precisions would make one mask."""
+    bundle, out = _bundle(tmp_path / "bundle"), tmp_path / "out"
+    exact = Config(train=TrainConfig(amp="none"))
+    ours = provenance_of(bundle, exact)
+    _result(out, "a", ours.model, _state(provenance_of(bundle, Config())))
+    with pytest.raises(PathosegError, match=r"train\.amp = .auto., which is .none."):
+        refuse_other_results(out, ours, [out / "a"])
+    assert key_options(exact) != key_options(Config())

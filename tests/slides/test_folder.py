@@ -70,8 +70,19 @@ def test_a_dicom_series_is_one_slide(tmp_path: Path) -> None:
     assert _names(tmp_path) == ["0.dcm", "1.dcm", "2.dcm", "4.dcm"]
 
 
-def test_a_dicom_segmentation_is_no_slide(tmp_path: Path) -> None:
-    image, mask = "1.2.840.10008.5.1.4.1.1.77.1.6", "1.2.840.10008.5.1.4.1.1.66.4"
+@pytest.mark.parametrize(
+    "mask",
+    [
+        "1.2.840.10008.5.1.4.1.1.66.4",
+        "1.2.840.10008.5.1.4.1.1.91.1",
+        "1.2.840.10008.5.1.4.1.1.88.33",
+        "1.2.840.10008.5.1.4.1.1.104.1",
+        "1.2.840.10008.1.3.10",
+    ],
+    ids=["segmentation", "annotations", "report", "PDF", "directory"],
+)
+def test_dicom_that_is_no_image_is_no_slide(tmp_path: Path, mask: str) -> None:
+    image = "1.2.840.10008.5.1.4.1.1.77.1.6"
     for name, kind in (("a.dcm", image), ("b.dcm", mask), ("c", mask), ("d", image)):
         uid = kind.encode() + b"\0" * (len(kind) % 2)
         meta = b"\x02\0\x02\0UI" + len(uid).to_bytes(2, "little") + uid
