@@ -20,8 +20,8 @@ _MASK_SUFFIXES = {".png", ".tif", ".tiff"}
 _INDEX_SUFFIXES = {".vms", ".vmu"}  # text files that name the images of a Hamamatsu slide
 _DICOM_SUFFIX, _DICOM_MAGIC, _DICOM_MAGIC_AT = ".dcm", b"DICM", 128
 _SERIES_TAG = b"\x20\x00\x0e\x00UI"  # SeriesInstanceUID, explicit little endian
-# DICOM that refers to images, by the class that the head of a file names: segmentations, annotations,
-# reports, PDFs, and the list of a folder's files (DICOMDIR).
+# DICOM that refers to images, by the class that the head of a file names: segmentations,
+# annotations, reports, PDFs, and the list of a folder's files (DICOMDIR).
 _DICOM_ABOUT_IMAGES = (
     *(b"1.2.840.10008.5.1.4.1.1.66.", b"1.2.840.10008.5.1.4.1.1.91.1"),
     *(b"1.2.840.10008.5.1.4.1.1.88.", b"1.2.840.10008.5.1.4.1.1.104.1", b"1.2.840.10008.1.3.10"),

@@ -55,6 +55,7 @@ from pathoseg.progress import say
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.slide_pool import SlidePool
 from pathoseg.time_spent import TimeSpent, time_told
+from pathoseg.training.checkpoint import Progress
 from pathoseg.training.distributed import Ranks, agree_on, stopped_together
 from pathoseg.training.earlier_model import (
     EarlierModel,
@@ -112,7 +113,7 @@ from pathoseg.training.splits import (
 )
 from pathoseg.training.step_plan import agreed_plan, check_host, read_model, teams
 from pathoseg.training.tasks import make_task
-from pathoseg.training.trainer import Progress, Trainer, check_limits, limits_text
+from pathoseg.training.trainer import Trainer, check_limits, limits_text
 from pathoseg.training.training_tiles import cut_labelled_slides, training_set
 from pathoseg.training.validation import Validation
 from pathoseg.version import __version__

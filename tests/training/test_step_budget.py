@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pathoseg.config import TrainConfig
+from pathoseg.training.checkpoint import Progress
 from pathoseg.training.optimizer import learning_rate
-from pathoseg.training.trainer import Progress, StepBudget, likely_steps
+from pathoseg.training.trainer import StepBudget, likely_steps
 
 
 @given(

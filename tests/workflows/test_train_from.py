@@ -19,8 +19,9 @@ from pathoseg.errors import PathosegError
 from pathoseg.models.bundle import load_bundle
 from pathoseg.models.bundle_identity import bundle_id
 from pathoseg.training import trainer
+from pathoseg.training.checkpoint import LAST, Progress, read_progress, save_checkpoint
 from pathoseg.training.run_folder import bundle_of, is_finished
-from pathoseg.training.trainer import LAST, Progress, check_limits, read_progress, save_checkpoint
+from pathoseg.training.trainer import check_limits
 from pathoseg.workflows.train import train
 from tests.forked import Forked
 

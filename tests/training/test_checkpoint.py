@@ -1,4 +1,4 @@
-"""The loop around the steps: what all ranks must agree on."""
+"""Checkpoints: what all ranks must agree on."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import cast
 import pytest
 
 from pathoseg.errors import PathosegError
-from pathoseg.training import trainer
+from pathoseg.training.checkpoint import Progress, compare_checkpoints
 from pathoseg.training.engine import Engine
-from pathoseg.training.trainer import Progress
 
 
 @pytest.mark.parametrize("other", [[7, 1.0], [8, 2.0], [0, 0.0]])
@@ -21,7 +20,7 @@ def test_ranks_that_read_different_checkpoints_are_refused(other: list[float]) -
 
     def compare(theirs: list[float]) -> None:
         engine = SimpleNamespace(gather=lambda text: [text, json.dumps(theirs)])
-        trainer._compare(own, Path("run/checkpoints/last.pt"), cast(Engine, engine))
+        compare_checkpoints(own, Path("run/checkpoints/last.pt"), cast(Engine, engine))
 
     compare([8, 1.0])
     with pytest.raises(PathosegError, match=rf"run/.*rank 0: step 8, rank 1: step {other[0]}\)"):
