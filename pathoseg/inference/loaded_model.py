@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -96,6 +97,23 @@ class LoadedModel:
             )
         found = self._segmenter.probabilities(ArraySlide(image, mpp))
         if self.card.model.task != "classify" and found.shape[1:] != image.shape[:2]:
-            height, width = image.shape[:2]
-            found = np.stack([cv2.resize(each, (width, height)) for each in found])  # bilinear
+            found = _of_picture(found, image.shape[:2], self.card.mpp / mpp)
         return Prediction(found.argmax(0).astype(np.uint8), found)
+
+
+def _of_picture(
+    planes: NDArray[np.float32], shape: tuple[int, ...], scale: float
+) -> NDArray[np.float32]:
+    """Interpolate planes at the pixels of a picture; the last row and column may reach beyond it.
+
+    Args:
+        planes: Shape (n, h, w), at the model's resolution.
+        shape: The picture's height and width.
+        scale: Pixels of the picture to one of the model's.
+    """
+    height, width = (
+        max(side, math.ceil(pixels * scale - 1e-6))
+        for side, pixels in zip(shape, planes.shape[1:], strict=True)
+    )
+    whole = np.stack([cv2.resize(each, (width, height)) for each in planes])  # bilinear
+    return whole[:, : shape[0], : shape[1]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -142,8 +143,10 @@ def stopped_together(interruption: Interruption, transport: Transport | None) ->
     """Make a context in which the end of another rank after a signal raises StoppedError here."""
     try:
         yield
-    except PathosegError:
-        if transport is not None:
+    except PathosegError as error:
+        # Some launchers signal all ranks as soon as one has failed: then its error is to be told.
+        has_failed = re.match(r"Rank \d+: ", error.problem) is not None
+        if transport is not None and not has_failed:
             interruption.raise_if_asked()
         raise
 

@@ -49,6 +49,19 @@ def test_a_finer_picture_keeps_its_own_pixels(task: Task, tiny_bundle: Callable[
         np.testing.assert_array_equal(cv2.resize(one, (256, 192)), other)
 
 
+def test_what_the_model_sees_lies_where_it_is_in_the_picture(
+    tiny_bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 101 pixels its last one, a quarter as fine, covers one, not four."""
+    model = pathoseg.load_model(tiny_bundle())
+    ramp = np.tile(np.arange(26, dtype=np.float32), (3, 26, 1))
+    monkeypatch.setattr(model._segmenter, "probabilities", lambda _: ramp)
+    found = model.predict(_picture(101, 101), mpp=0.125).probabilities
+    assert found.shape == (3, 101, 101)
+    expected = np.clip((np.arange(101) + 0.5) / 4 - 0.5, 0, 25)
+    np.testing.assert_allclose(found[1, 50], expected, atol=1e-4)
+
+
 def test_a_classifier_answers_by_tile(tiny_bundle: Callable[..., Path]) -> None:
     network = ModelConfig("resnet11_v2", "classify", 3, width=4)
     model = pathoseg.load_model(tiny_bundle(network=network, overlap=0))
