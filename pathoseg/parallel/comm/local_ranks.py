@@ -30,7 +30,7 @@ LAST_WORDS = "PATHOSEG_LAST_WORDS"
 # rank 0, its output. The traps leave a signal to the command.
 _RANK = """
 rank=${OMPI_COMM_WORLD_RANK:-$RANK}
-export PATHOSEG_LAST_WORDS="$0/words.$rank"
+export LAST_WORDS="$0/words.$rank"
 trap : INT TERM
 echo $$ > "$0/group.$rank"
 [ "$rank" = 0 ] || exec > "$0/output.$rank" 2>&1
@@ -38,7 +38,7 @@ echo $$ > "$0/group.$rank"
 code=$?
 [ $code = 0 ] || echo $code > "$0/failed.$rank"
 exit $code
-"""
+""".replace("LAST_WORDS", LAST_WORDS)
 
 
 def start_local(
