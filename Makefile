@@ -39,7 +39,7 @@ demo: install
 # Two workers a core (tests/conftest.py): what one waits for, the other computes.
 # Each worker begins with its share of the tests, in their order, and takes others from the end of those
 # that are left to another: so most of what the tests of a file share is made once.
-# Ranks are interpreters of their own: they read the bytecode that the first of them has written.
+# Interpreters of their own read the bytecode that the first of them has written.
 test: install
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal
 

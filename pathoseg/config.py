@@ -358,13 +358,6 @@ class ParallelConfig:
     parked: tuple[Literal["parameters", "gradients", "optimizer"], ...] = ()
     transport: Literal["auto", "mpi", "gloo", "nccl"] = "auto"
 
-    def __post_init__(self) -> None:
-        if self.parked and self.offload == "none":
-            raise PathosegError(
-                '[parallel] parked asks for offload, and offload = "none" excludes it.',
-                'Choose another form of offload, such as "overlapped", or leave out parked.',
-            )
-
 
 # Number of today's defaults. Raise it once a version with the current number has been released.
 FORMAT = 2

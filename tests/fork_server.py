@@ -13,8 +13,9 @@ too: they join MPI after the fork, by the environment that mpirun gave. One serv
 workers of pytest; it imports when it is first asked.
 
 An interpreter in other namespaces than the server, or under other limits, is refused and does all
-itself. What an interpreter does of itself at its start is not seen in a fork: `start_python` of
-conftest.py is for that.
+itself. What a fork does not show, and tests without `SERVER` in their environment do: what Python
+and imports do at the start and at the end of a process, its parent, and hashes and unseeded random
+numbers of numpy that differ between processes.
 """
 
 from __future__ import annotations
@@ -90,15 +91,20 @@ def serve(listening: socket.socket) -> None:
         _tell_ended(running)
         for process, connection in running.items():
             if connection in ready:  # who asked has ended
-                os.killpg(process, signal.SIGKILL)
+                _kill(process)
         if 0 in ready:
             for process in running:
-                os.killpg(process, signal.SIGKILL)
+                _kill(process)
             return
         if listening in ready:
             connection, _ = listening.accept()
             _import_all()
             _fork(connection, running, [woken, wake, listening.fileno()])
+
+
+def _kill(process: int) -> None:
+    with suppress(ProcessLookupError):  # it has just ended
+        os.killpg(process, signal.SIGKILL)
 
 
 def _tell_ended(running: dict[int, socket.socket]) -> None:
@@ -112,7 +118,7 @@ def _tell_ended(running: dict[int, socket.socket]) -> None:
 
 
 def _tell(connection: socket.socket, number: int) -> None:
-    with suppress(BrokenPipeError):  # who asked has ended
+    with suppress(ConnectionError):  # who asked has ended
         connection.sendall(number.to_bytes(8, "little", signed=True))
 
 
@@ -130,14 +136,19 @@ def _fork(connection: socket.socket, running: dict[int, socket.socket], own: lis
         running: The processes so far, this one from now on.
         own: Other descriptors of the server, which the process closes.
     """
-    size, streams, _, _ = socket.recv_fds(connection, 8, 3)
-    call = connection.recv(int.from_bytes(size, "little"), socket.MSG_WAITALL)
-    arguments, folder, environment, ignored, its_place = marshal.loads(call)
+    streams: list[int] = []
+    try:
+        size, streams, _, _ = socket.recv_fds(connection, 8, 3)
+        call = connection.recv(int.from_bytes(size, "little"), socket.MSG_WAITALL)
+        arguments, folder, environment, ignored, its_place = marshal.loads(call)
+    except (OSError, EOFError, ValueError):  # who asks has ended
+        its_place = None
     if its_place != place():
         _tell(connection, _REFUSED)
         connection.close()
     elif process := os.fork():
-        os.setpgid(process, process)
+        with suppress(OSError):  # it has ended, or has done so itself
+            os.setpgid(process, process)
         running[process] = connection
         _tell(connection, process)
     else:
@@ -171,8 +182,9 @@ def _live(
     os.environ.update(environment)
     import torch
 
-    cores = len(place()[-1])
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", cores)))
+    from pathoseg.platform_support import cores_to_use
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or cores_to_use()))
     sys.orig_argv = [sys.executable, *arguments]
     code = 1
     try:

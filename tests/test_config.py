@@ -65,13 +65,6 @@ def test_mistakes_name_the_key_and_the_hint(
     assert str(path) in caught.value.problem
 
 
-def test_what_waits_in_host_memory_needs_a_form_of_offload() -> None:
-    flags = {"parallel": {"parked": ["optimizer"], "offload": "none"}}
-    with pytest.raises(PathosegError, match="asks for offload") as caught:
-        load_config(None, flags)
-    assert caught.match("leave out parked")
-
-
 def test_what_is_given_is_told_from_defaults(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text("seed = 3\n[tiles]\nmpp = 0.5\n[annotations.rename]\na = 'b'\n")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,18 @@ def refuse_other_images(path: Path, image: ImageFile, slide_size: Size, is_tiled
         )
 
 
+def mask_files(folder: Path, stems: Iterable[str]) -> list[Path]:
+    """Find the masks of these names, with a suffix in small letters or else in capitals."""
+    small = (*MASK_SUFFIXES, ".ome.tif", ".ome.tiff")
+    capitals = [f"{inner}{last.upper()}" for inner, last in map(os.path.splitext, small)]
+    capitals += [suffix.upper() for suffix in MASK_SUFFIXES]
+    for suffixes in (small, capitals):  # on some systems they are the same files
+        paths = [folder / f"{stem}{suffix}" for stem in stems for suffix in suffixes]
+        if found := [path for path in dict.fromkeys(paths) if path.is_file()]:
+            return found
+    return []
+
+
 def class_mask(path: Path) -> Path | None:
     """Find the mask of the classes beside one of object numbers: `X_classes.png` of `X_mask.png`.
 
@@ -83,8 +96,7 @@ def class_mask(path: Path) -> Path | None:
         PathosegError: There are several.
     """
     stem = path.stem.removesuffix(".ome").removesuffix("_mask")
-    files = [path.with_name(f"{stem}_classes{suffix}") for suffix in MASK_SUFFIXES]
-    found = [file for file in files if file.is_file()]
+    found = mask_files(path.parent, [f"{stem}_classes"])
     if len(found) > 1:
         raise PathosegError(
             f"{path} has several masks of classes: {', '.join(map(str, found))}.",

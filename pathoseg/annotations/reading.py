@@ -27,7 +27,7 @@ from pathoseg.annotations.annotation import (
     quoted,
 )
 from pathoseg.annotations.annotation_options import AnnotationOptions
-from pathoseg.annotations.mask_file import MASK_SUFFIXES
+from pathoseg.annotations.mask_file import MASK_SUFFIXES, mask_files
 from pathoseg.annotations.mask_image import MaskLabels
 from pathoseg.annotations.qupath_geojson import read_geojson
 from pathoseg.annotations.raster import PolygonLabels
@@ -38,7 +38,6 @@ from pathoseg.geometry import Size
 
 _GEOJSON = (".geojson", ".geojson.gz")
 _OUTLINES = (".geojson", ".geojson.gz", ".json", ".xml")
-_MASKS = tuple(f"_mask{suffix}" for suffix in (*MASK_SUFFIXES, ".ome.tif", ".ome.tiff"))
 
 # More are seldom meant: instances or free-text names look like this.
 _MOST_UNNAMED = 32
@@ -57,15 +56,11 @@ def find_annotation(slide: Path, folder: Path | None) -> Path | None:
         PathosegError: There are several.
     """
     place = folder or slide.parent
-    suffixes = [*_OUTLINES, *_MASKS]
-    if place.resolve() != slide.parent.resolve():
-        suffixes += MASK_SUFFIXES
-    names = dict.fromkeys(stem + suffix for stem in _stems(slide) for suffix in suffixes)
+    names = [stem + suffix for stem in _stems(slide) for suffix in _OUTLINES]
     found = [place / name for name in names if (place / name).is_file()]
-    if not found:  # else they may be the same files, where capitals make no difference
-        capitals = [f"_mask{suffix.upper()}" for suffix in MASK_SUFFIXES]
-        names = dict.fromkeys(stem + suffix for stem in _stems(slide) for suffix in capitals)
-        found = [place / name for name in names if (place / name).is_file()]
+    found += mask_files(place, [f"{stem}_mask" for stem in _stems(slide)])
+    if place.resolve() != slide.parent.resolve():
+        found += mask_files(place, _stems(slide))
     if len(found) > 1:
         raise PathosegError(
             f"{slide} has several annotation files: {', '.join(map(str, found))}.",

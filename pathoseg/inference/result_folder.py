@@ -185,7 +185,7 @@ def _refuse_shared(folders: Mapping[Path, Path], out: Path) -> None:
 
 
 def refuse_namesakes(out: Path, folders: Mapping[Path, Path]) -> None:
-    """Refuse slides whose folder holds the result of another slide with the same file name.
+    """Refuse slides whose folder is that of another slide with the same file name.
 
     Where that one is no longer at its place, it was moved, and may be this one.
 
@@ -198,12 +198,12 @@ def refuse_namesakes(out: Path, folders: Mapping[Path, Path]) -> None:
     """
     for slide, folder in folders.items():
         before = read_state(state_file(out, folder))
-        if before is None or Path(before.slide).name != slide.name:
+        if before is None or before.status == "failed" or Path(before.slide).name != slide.name:
             continue
         other = Path(before.place or before.slide)
         if _is_another(other, slide):
             raise PathosegError(
-                f"{folder} holds the result of another {slide.name}, {other}.",
+                f"{folder} is the result of another {slide.name}, {other}.",
                 "Give --out another folder, give the folder that holds both slides, or replace "
                 "that result with --overwrite.",
             )

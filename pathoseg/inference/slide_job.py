@@ -49,6 +49,7 @@ from pathoseg.inference.result_folder import (
     Provenance,
     State,
     read_state,
+    refuse_namesakes,
     result_folder,
     state_file,
     stored_bytes,
@@ -293,7 +294,8 @@ def _told(raised: Exception, slide: Path) -> PathosegError:
     """Return what a slide failed with as an error to tell; the batch goes on with the next."""
     if isinstance(raised, PathosegError):
         return raised
-    last = traceback.extract_tb(raised.__traceback__)[-1]
+    frames = traceback.extract_tb(raised.__traceback__)
+    last = [each for each in frames if "pathoseg" in Path(each.filename).parts][-1]
     what = " ".join(f"{type(raised).__name__}: {raised}".split())
     return PathosegError(
         f"{slide} cannot be segmented ({what}, in {Path(last.filename).name}:{last.lineno}).",
@@ -440,8 +442,8 @@ class SlideJob:
                     publish(self.name, planned, rows, partial, segmenter, config)
                 self._refuse_change()
                 outputs = {path.name: stored_bytes(path) for path in sorted(partial.iterdir())}
-        except (OSError, StoppedError, GivenUpError):
-            raise
+        except (OSError, StoppedError, GivenUpError, RuntimeError):
+            raise  # what torch or a device fails with, the next slide would meet, too
         except Exception as raised:
             error = _told(raised, self.slide)
             # Who takes over removes what is half done, which is then missing here.
@@ -462,11 +464,13 @@ class SlideJob:
         return True
 
     def _refuse_others(self, mine: bool) -> None:
-        """Refuse to replace what a process with another provenance makes, or has made meanwhile.
+        """Refuse to replace what another process makes, or has made meanwhile, of another slide or
+        with another provenance.
 
         What was there when the batch began has been compared (`refuse_other_results`).
         """
         context, state = self._context, self.state
+        refuse_namesakes(self._out, {self.slide: self.folder})
         if state is None or state.provenance is None or state.written < context.since:
             return
         if state.status == "done" or (state.status == "begun" and not mine):

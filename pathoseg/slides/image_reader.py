@@ -36,15 +36,6 @@ def is_image(head: bytes) -> bool:
     return _decoder(head) is not None
 
 
-def is_picture(path: Path) -> bool:
-    """Return True if a file is a plain image, which is decoded whole when it is opened."""
-    try:
-        with path.open("rb") as file:
-            return is_image(file.read(16))
-    except OSError:
-        return False
-
-
 def _decoder(head: bytes) -> type[ImageFile] | None:
     return next((kind for magic, kind in _DECODERS.items() if magic.match(head)), None)
 

@@ -102,6 +102,16 @@ def open_slide(path: Path, assume_mpp: float | None = None) -> Slide:
     return slide
 
 
+def is_picture(path: Path) -> bool:
+    """Return True if a file is a plain image, which is decoded whole when it is opened."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(16)
+    except OSError:
+        return False
+    return is_image(head) and scanner_format(path) is None  # MIRAX begins as a JPEG
+
+
 def _open_file(path: Path, assume_mpp: float | None) -> Slide:
     head = _head(path)
     slide: Slide

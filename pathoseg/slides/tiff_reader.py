@@ -121,9 +121,7 @@ def tifffile_door(refusal: type[PathosegError], problem: str, hint: str) -> Iter
     log.addFilter(silence)
     try:
         yield
-    except MemoryError:  # says nothing of the file
-        raise
-    except Exception as error:  # TypeError, IndexError, struct.error, DeflateError…
+    except Exception as error:  # TypeError, IndexError, struct.error, DeflateError, MemoryError…
         raise refusal(f"{problem}: {reason(error)}.", hint) from error
     finally:
         log.removeFilter(silence)

@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from threading import Lock, RLock
 
-from pathoseg.slides.image_reader import is_picture
-from pathoseg.slides.slide import Slide
+from pathoseg.slides.slide import Slide, is_picture
 
 
 class SlidePool:

@@ -407,7 +407,7 @@ def cut_tiles(
     options: TileOptions,
     slides: SlidePool,
 ) -> SlideTiles:
-    """The tiles of a slide that hold enough tissue, or anything of a class.
+    """The tiles of a slide that hold enough tissue, or anything that somebody outlined.
 
     All tiles have the same size whatever the slide's; what reaches outside is padding. Where all of
     a tile is ignored, as outside the regions of interest, it is left out.

@@ -10,7 +10,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import (
+    ExitStack,
+    closing,
+    contextmanager,
+    redirect_stderr,
+    redirect_stdout,
+    suppress,
+)
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -179,7 +186,8 @@ def errors_left_to_rank_0(head_start: float = 0.0) -> Iterator[None]:
         yield
     except PathosegError as error:
         if place := os.environ.get(LAST_WORDS):
-            Path(place).write_text(f"{error}\n", encoding="utf-8")
+            with suppress(OSError):  # the disk is full
+                Path(place).write_text(f"{error}\n", encoding="utf-8")
         time.sleep(head_start)
         raise SystemExit(2) from None
     except StoppedError as stopped:

@@ -400,8 +400,8 @@ class Trainer:
             at.validation_seconds = self._elapsed - began
             if self._validation.batches and verdict.score == _UNJUDGED and not at.best_epoch:
                 say(
-                    "Take care: no validation tile shows a class, so nothing tells which epoch is "
-                    "best. The newest model is kept."
+                    "Take care: the validation tiles give no score, as where none shows a class, "
+                    "so nothing tells which epoch is best. The newest model is kept."
                 )
             # A score that is lost later, as of a network that diverges, replaces none.
             if verdict.score > at.best or at.best == _UNJUDGED or not self._validation.batches:

@@ -68,12 +68,12 @@ def find_entries(
                 "Give slides, or the folder that `pathoseg infer` wrote its results into.",
             )
         if path.is_file() or is_zarr_slide(path):
-            slides[path.name if path.name not in slides else str(path)] = path
+            slides[_key(slides, path.name, path)] = path
         elif _holds_results(path):
             outs.append(path)
         else:
             for name, slide in find_slides([path]).items():
-                slides[name if name not in slides else str(slide)] = slide
+                slides[_key(slides, name, slide)] = slide
     given = Known({**known.by_name, **slides}, known.asked)
     for out in outs:
         results += _results(out, given)
@@ -86,6 +86,11 @@ def find_entries(
             "Give slides, or the folder that `pathoseg infer` wrote its results into.",
         )
     return entries
+
+
+def _key(slides: Mapping[str, Path], name: str, slide: Path) -> str:
+    """Return the name of a slide, or its path where another slide has that name."""
+    return name if slides.get(name, slide).resolve() == slide.resolve() else str(slide)
 
 
 def _holds_results(folder: Path) -> bool:

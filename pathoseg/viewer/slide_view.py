@@ -24,9 +24,8 @@ from pathoseg.geometry import Box, Frame, Mpp, Size
 from pathoseg.outputs.mask_reader import MaskReader
 from pathoseg.outputs.overlay import thumbnail_frame
 from pathoseg.outputs.report import Summary
-from pathoseg.slides.image_reader import is_picture
 from pathoseg.slides.region import Region, read_region
-from pathoseg.slides.slide import Slide, open_slide
+from pathoseg.slides.slide import Slide, is_picture, open_slide
 from pathoseg.tiles.slide_pool import SlidePool
 from pathoseg.viewer import drawing
 from pathoseg.viewer.drawing import MARGIN, Style

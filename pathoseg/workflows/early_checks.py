@@ -105,6 +105,11 @@ def ranks_to_start(
             config_file, unnumbered = begun, UNNUMBERED
     wanted = load_config(config_file, flags, unnumbered).parallel
     find_order(wanted.order)  # before any rank starts
+    if wanted.parked and wanted.offload == "none" and not resume:
+        raise PathosegError(
+            '[parallel] parked asks for offload, and offload = "none" excludes it.',
+            'Choose another form of offload, such as "overlapped", or leave out parked.',
+        )
     return wanted
 
 

@@ -116,7 +116,7 @@ def infer(
     Raises:
         PathosegError: The model, the only slide or an option cannot be used, or an input is
             missing, or two slides would have one annotation, or `out` holds results of another
-            model or of other options.
+            model, of other options or of other slides with the same names.
         StoppedError: A signal came; what is finished is kept.
     """
     entered = time.monotonic()

@@ -53,14 +53,16 @@ class Asked:
         self._connection.close()
 
     def _told(self) -> int:
-        number = self._connection.recv(8, 256)  # MSG_WAITALL
+        import socket
+
+        number = self._connection.recv(8, socket.MSG_WAITALL)
         if len(number) < 8:
             raise ConnectionError("the tests' fork server has ended")
         return int.from_bytes(number, "little", signed=True)
 
 
-def place() -> tuple[list[str], list[tuple[int, int]], list[int]]:
-    """Return what a fork cannot take over: this process's namespaces, limits and cores."""
+def place() -> tuple[list[str], list[tuple[int, int]], list[int], tuple[int, ...]]:
+    """Return what a fork cannot take over: this process's namespaces, limits, cores and user."""
     import resource
 
     spaces = "/proc/self/ns"
@@ -70,6 +72,7 @@ def place() -> tuple[list[str], list[tuple[int, int]], list[int]]:
         [os.readlink(f"{spaces}/{name}") for name in known if "children" not in name],
         [resource.getrlimit(getattr(resource, name)) for name in limits],
         sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
+        (os.getuid(), os.geteuid(), os.getgid(), os.getegid()),
     )
 
 
@@ -91,8 +94,10 @@ def _hand_over(arguments: Sequence[str]) -> None:
     told = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     passed = [each for each in told if signal.getsignal(each) != signal.SIG_IGN]
     before = {each: signal.signal(each, pass_on) for each in passed}
-    process = Asked(arguments, os.getcwd(), (0, 1, 2))
-    if process.pid is None:
+    process = None
+    with suppress(OSError):  # the server has ended
+        process = Asked(arguments, os.getcwd(), (0, 1, 2))
+    if process is None or process.pid is None:
         for number, handler in before.items():
             signal.signal(number, handler)
         for number in came:
@@ -100,7 +105,10 @@ def _hand_over(arguments: Sequence[str]) -> None:
         return
     begun.append(process.pid)
     pass_on()
-    code = process.code()
+    try:
+        code = process.code()
+    except OSError:
+        os._exit(70)  # EX_SOFTWARE: the server has ended, and the process with it
     if code < 0:
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)

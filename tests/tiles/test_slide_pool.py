@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -10,7 +11,8 @@ from typing import Any, cast
 import pytest
 from PIL import Image
 
-from pathoseg.slides.slide import Slide
+from pathoseg.slides import slide as slide_file
+from pathoseg.slides.slide import Slide, is_picture
 from pathoseg.tiles.slide_pool import SlidePool
 
 
@@ -48,16 +50,16 @@ def test_a_slide_is_opened_once_and_again_only_for_another_reader() -> None:
 def test_a_plain_picture_is_decoded_once_for_all_its_readers(tmp_path: Path) -> None:
     picture = tmp_path / "a.png"
     Image.new("RGB", (4, 4)).save(picture)
-    opened, together = Opened(), threading.Semaphore(0)
+    opened, together = Opened(), threading.Barrier(4)
 
     def read() -> None:
-        together.release()
+        together.wait(timeout=10)
         with pool.borrow(picture):
-            together.acquire(timeout=0.05)  # let the others try, too
+            time.sleep(0.05)  # while the others ask
 
     pool = SlidePool(opened.open)
     with ThreadPoolExecutor(4) as readers:
-        for done in [readers.submit(read) for _ in range(8)]:
+        for done in [readers.submit(read) for _ in range(4)]:
             done.result()
     assert len(opened.log) == 1
 
@@ -99,3 +101,13 @@ def test_threads_never_share_a_slide() -> None:
     assert len(opened.still()) <= 3
     pool.close()
     assert opened.still() == []
+
+
+def test_a_mirax_slide_begins_as_a_picture_and_is_none(tmp_path: Path) -> None:
+    """Its readers would wait for each other."""
+    slide = tmp_path / "a.mrxs"
+    slide.write_bytes(b"\xff\xd8\xff\xe0" + bytes(64))
+    assert is_picture(slide), "OpenSlide knows nothing of it"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slide_file, "scanner_format", lambda _: "mirax")
+        assert not is_picture(slide)

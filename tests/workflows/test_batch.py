@@ -25,6 +25,7 @@ from PIL import Image
 from pathoseg.parallel.comm.local_ranks import local_mpirun
 from tests.conftest import save_tiny_bundle
 from tests.forked import Forked
+from tests.forked_starts.sitecustomize import SERVER
 from tests.outputs.test_batch_report import parsed
 from tests.workflows.slow_disk import slow_disk
 
@@ -184,15 +185,20 @@ def test_a_killed_rank_takes_nothing_down(place: Place, tmp_path: Path) -> None:
     assert _states(out)["tall"]["attempts"] == 2
 
 
-def test_ranks_end_with_their_launcher(place: Place, tmp_path: Path) -> None:
+def test_ranks_end_with_their_launcher(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SERVER)  # the parent of what it forks is the fork server
     out = tmp_path / "out"
-    process = place.start("--ranks", "2", out=out)
+    process = place.start("--ranks", "2", out=out, before=(sys.executable, "-m", "pathoseg"))
     _until(lambda: len(_rows(out, "tall")) > 2, process)
     ranks = psutil.Process(process.pid).children()
     assert len(ranks) == 2
     process.kill()
     _, left = psutil.wait_procs(ranks, timeout=60)
     assert not left
+    monkeypatch.undo()
+    assert _states(out)["tall"]["status"] == "begun"
     place.resumed(out)
 
 

@@ -405,7 +405,7 @@ def test_a_slide_of_the_same_name_does_not_replace_the_result_of_another(
     monkeypatch.chdir(other.parent)
     code, said = command(*infer, "HE.png", "--resume")
     assert (code, mask.read_bytes() == before) == (2, True), said
-    assert f"holds the result of another HE.png, {one}" in " ".join(said.split())
+    assert f"is the result of another HE.png, {one}" in " ".join(said.split())
     copied = tmp_path / "c" / "HE.png"
     copied.parent.mkdir()
     copied.write_bytes(one.read_bytes())
@@ -449,7 +449,7 @@ def test_an_unforeseen_failure_ends_its_slide_alone(
     assert (code, "2 of 3 slides done" in said, "Traceback" in said) == (1, True, False), said
     [failure] = _table(out / "failures.csv")
     assert failure["slide"] == "b.png"
-    assert f"({kind.__name__}: no such luck, in test_infer.py:" in " ".join(failure.values())
+    assert f"({kind.__name__}: no such luck, in slide_job.py:" in " ".join(failure.values())
     monkeypatch.undo()
     assert command(*infer, "--resume")[0] == 0
 

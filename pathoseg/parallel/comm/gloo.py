@@ -53,9 +53,10 @@ def join_gloo(
             timeout=patience,
             wait_for_workers=False,
         )
-        # A rank that connects for the n-th time meets others that do, since torchrun has last
-        # started all of them: not each may have come so far before.
-        start = f"pathoseg/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        # A rank that connects for the n-th time meets others that do. Where one agent of torchrun
+        # has all ranks it counts its starts of them: not each may have come so far before.
+        count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if local else "0"
+        start = f"pathoseg/{count}"
         turn = store.add(f"{start}/turn/{rank}", 1)
         store = PrefixStore(f"{start}/{turn}", store)
         return GlooWire(

@@ -15,6 +15,7 @@ from pathoseg.parallel.comm import local_ranks as launch
 from pathoseg.parallel.comm.launcher import Choice, World, connect
 from pathoseg.parallel.comm.link_benchmark import fit_link, measure_links
 from pathoseg.parallel.schedule.costs import Link
+from tests.forked_starts.sitecustomize import SERVER
 from tests.parallel.comm import transport_conformance
 from tests.parallel.comm.thread_ranks import ThreadTransport, run_ranks
 
@@ -47,8 +48,15 @@ def test_threads_conform(ranks: int) -> None:
     ],
 )
 def test_a_lost_rank_ends_all_with_the_reason(
-    library: Choice, fault: str, code: int, reason: str, capfd: pytest.CaptureFixture[str]
+    library: Choice,
+    fault: str,
+    code: int,
+    reason: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if fault == "kill":  # interpreters of their own, as at a user's
+        monkeypatch.delenv(SERVER, raising=False)
     ended = start(3, library, "faults.py", fault)
     out, err = capfd.readouterr()
     assert ended in (code, 2), err  # 2 where another rank was quicker to end
@@ -61,9 +69,13 @@ def test_a_lost_rank_ends_all_with_the_reason(
 @pytest.mark.process
 @pytest.mark.parametrize("library", ["gloo", "mpi"])
 def test_ranks_that_have_given_up_join_once_more(
-    library: Choice, capfd: pytest.CaptureFixture[str]
+    library: Choice, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The conformance suite passes on the tags of messages that were left under way."""
+    """The conformance suite passes on the tags of messages that were left under way.
+
+    Ranks are interpreters of their own, not forks.
+    """
+    monkeypatch.delenv(SERVER, raising=False)
     ended = start(3, library, "joined_again.py")
     out, err = capfd.readouterr()
     assert ended == 0, err
