@@ -70,7 +70,7 @@ def amounts(layer: Layer, work: Work, slowness: float = 1.0) -> tuple[float, ...
         return flops, work.read, work.written, 1.0
     # Memory that is new to a process costs it more than memory that it has used before.
     fresh = work.peak
-    window = prod(_ints(layer.attributes.get("kernel_size"))) * prod(layer.outputs[0].shape)
+    window = prod(_ints(layer.attributes.get("kernel_size"))) * prod(_made(layer))
     return (
         work.read,
         work.written,
@@ -93,11 +93,16 @@ def features(layer: Layer, work: Work) -> tuple[float, ...]:
     if layer.kind == "convolution":
         return (*_convolution_features(layer), log(max(1, work.flops) / moved))
     if layer.forward.flops:
-        rows = prod(layer.outputs[0].shape[:-1])
+        rows = prod(_made(layer)[:-1])
         return log(max(1, work.flops)), log(moved), log(max(1, rows))
-    shape = _ints(layer.attributes.get("input")) or layer.outputs[0].shape
+    shape = _ints(layer.attributes.get("input")) or _made(layer)
     kernel = prod(_ints(layer.attributes.get("kernel_size")))
     return log(moved), log(max(1, prod(shape[2:]))), log(kernel), work.peak / moved
+
+
+def _made(layer: Layer) -> tuple[int, ...]:
+    """Return the shape of what a layer makes; a write into a slice of a tensor makes none."""
+    return layer.outputs[0].shape if layer.outputs else ()
 
 
 def _convolution_amounts(layer: Layer, flops: float) -> tuple[float, ...]:

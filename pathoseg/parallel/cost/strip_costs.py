@@ -94,6 +94,8 @@ def halo_bytes(layer: Layer) -> int:
     `span` - stride rows beyond its strip, on both sides together.
     """
     facts: dict[str, Any] = dict(layer.attributes)
+    if layer.kind == "convolution" and len(facts["stride"]) < 2:
+        return 0  # no rows
     if layer.kind == "convolution":
         kernel, stride, dilation = (facts[key][-2] for key in ("weight", "stride", "dilation"))
         span = dilation * (kernel - 1) + 1

@@ -323,7 +323,8 @@ def mode(model: nn.Module, training: bool) -> Iterator[None]:
 _IN_FLOAT32 = {
     *("group_norm", "layer_norm", "normalize", "norm", "softmax", "log_softmax", "softmin"),
     *("softplus", "cumsum", "cumprod", "sum", "prod", "exp", "log", "pow", "__pow__"),
-    *("reciprocal", "rsqrt", "cosine_similarity", "cdist"),
+    *("reciprocal", "rsqrt", "cosine_similarity", "cdist", "interpolate", "upsample"),
+    *("rms_norm", "logsumexp"),
 }
 
 

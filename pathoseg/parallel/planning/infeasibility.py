@@ -93,11 +93,18 @@ def _changes(
     shares = [need * share // _SHARES for share in range(1, _SHARES)]
     first = bisect_left(shares, True, key=lambda size: fits(priced, replace(leaner, memory=size)))
     yield f"{count_ranks(partition.stages)} of {memory_text([*shares, need][first])}"
-    fitting = bisect_left(sides, True, key=lambda side: not fits(at(side), request))
+    fitting = bisect_left(sides, True, key=lambda side: not _fits_at(side, at, request))
     if fitting:
         yield f"tiles of {sides[fitting - 1]} px"
     if request.ways != AllowedPolicies() and fits(priced, replace(request, ways=AllowedPolicies())):
         yield "offload and recomputation, which [parallel] offload and recompute forbid"
+
+
+def _fits_at(side: int, at: Callable[[int], StageCosts], request: PlanRequest) -> bool:
+    try:
+        return fits(at(side), request)
+    except PathosegError:  # strips of so small a tile are lower than a halo
+        return False
 
 
 def _enough_ranks(priced: StageCosts, request: PlanRequest) -> int | None:

@@ -142,8 +142,14 @@ def writes_in_place(function: Any) -> bool:
 _WRITING = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "and"))}
 
 
+_NUMPYS = {"axis": "dim", "keepdims": "keepdim"}  # names that torch takes as well
+
+
 def _call(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Compute a function of strips by its rule; without one, on whole tensors."""
+    kwargs = {_NUMPYS.get(name, name): value for name, value in kwargs.items()}
+    if not args and "input" in kwargs:
+        args = (kwargs.pop("input"),)
     first = strips_in(args, kwargs)[0]
     shards, name = first.shards, name_of(function)
     rule = shards.rule(name)

@@ -22,6 +22,7 @@ from pathoseg.parallel.cost.regression import RawPolynomial, Sample, learn
 from pathoseg.parallel.graph.layer_graph import Layer, Work
 from pathoseg.parallel.graph.traced import trace
 from pathoseg.parallel.schedule.costs import Link
+from tests.parallel.networks.odd import TRACEABLE, between
 from tests.parallel.networks.small import SMALL, small_graph
 
 FREE = Link()
@@ -121,6 +122,16 @@ def test_every_layer_of_a_network_has_a_time(name: str) -> None:
             assert min(time.forward, time.backward) >= 0
         time = _models()[1].time(layer)
         assert (time.forward > 0) == bool(layer.forward.written)
+
+
+@pytest.mark.parametrize("make", TRACEABLE)
+def test_every_layer_of_an_odd_network_has_a_time(make: type[nn.Module]) -> None:
+    """Of one that makes no tensor, too, as a write into a slice."""
+    models = [cost_model(load_hardware(name)) for name in ("cpu", "h100")]
+    for layer in trace(between(make()), torch.empty(2, 3, 32, 32)).layers:
+        for model in models:
+            time = model.time(layer)
+            assert min(time.forward, time.backward) >= 0
 
 
 @pytest.mark.slow

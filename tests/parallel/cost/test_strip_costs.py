@@ -92,3 +92,21 @@ def test_strips_cost_more_than_their_rows() -> None:
     other = trace(UNet(2, width=4, depth=1), torch.empty(1, 3, 32, 64, device="meta"))
     with pytest.raises(PathosegError, match="other layers for 2 strips"):
         StripCosts(alone, hardware, 2, other).time(layers["encoder.2.conv1"])
+
+
+class ChannelAttention(nn.Module):
+    """As of ECA-Net (Wang et al. 2020): a convolution over channels, without rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over_channels = nn.Conv1d(1, 1, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.over_channels(x.mean((2, 3)).unsqueeze(1)).sigmoid()
+        return x * weights.transpose(1, 2).unsqueeze(-1)
+
+
+def test_a_convolution_without_rows_has_no_halo() -> None:
+    layers = trace(ChannelAttention(), torch.empty(1, 4, 16, 16)).layers
+    [one] = [layer for layer in layers if layer.kind == "convolution"]
+    assert halo_bytes(one) == 0

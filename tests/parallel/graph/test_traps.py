@@ -7,9 +7,11 @@ import random
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from pathoseg.errors import PathosegError
+from pathoseg.parallel.graph import fx_tracer
 from pathoseg.parallel.graph.traced import Traced, trace
 from tests.parallel.networks.odd import (
     OPAQUE,
@@ -155,3 +157,12 @@ def test_ties_say_why(odd: type[nn.Module], reason: str) -> None:
 def test_a_model_that_fails_says_where(model: nn.Module, example: object, words: str) -> None:
     with pytest.raises(PathosegError, match=words):
         trace(model, example)
+
+
+def test_upsampling_is_in_float32_where_an_accelerator_does_it_so() -> None:
+    """As torch's list for CUDA says; CPUs' autocast leaves bfloat16 as it is."""
+    x = torch.ones(1, 1, 2, 2, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16), fx_tracer._AcceleratorLists():
+        for mode in ("nearest", "bilinear"):
+            assert F.interpolate(x, scale_factor=2, mode=mode).dtype == torch.float32
+            assert nn.Upsample(scale_factor=2, mode=mode)(x).dtype == torch.float32
