@@ -321,10 +321,9 @@ def mode(model: nn.Module, training: bool) -> Iterator[None]:
 # ("CUDA Ops that can autocast to float32" in torch's reference of `torch.amp`), as far as networks
 # have it between their layers.
 _IN_FLOAT32 = {
-    *("group_norm", "layer_norm", "normalize", "norm", "softmax", "log_softmax", "softmin"),
-    *("softplus", "cumsum", "cumprod", "sum", "prod", "exp", "log", "pow", "__pow__"),
-    *("reciprocal", "rsqrt", "cosine_similarity", "cdist", "interpolate", "upsample"),
-    *("rms_norm", "logsumexp"),
+    *("group_norm", "layer_norm", "rms_norm", "normalize", "norm", "softmax", "log_softmax"),
+    *("softmin", "softplus", "cumsum", "cumprod", "sum", "prod", "exp", "log", "logsumexp", "pow"),
+    *("__pow__", "reciprocal", "rsqrt", "cosine_similarity", "cdist", "interpolate", "upsample"),
 }
 
 
