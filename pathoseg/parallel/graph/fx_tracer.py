@@ -29,6 +29,7 @@ from torch.utils.flop_counter import flop_registry
 
 from pathoseg.device import autocast_types
 from pathoseg.errors import PathosegError
+from pathoseg.parallel.graph.lent_model import unchanged
 from pathoseg.parallel.graph.memory_profile import Recorder
 
 # Under this name the root that is traced holds the model.
@@ -273,16 +274,12 @@ class Root(nn.Module):
             if tensor is not None
         ]
         fakes = {id(tensor): self._imitate(tensor) for _, _, tensor in own}
-        attributes = [(module, dict(vars(module))) for module in self.model.modules()]
         try:
             for module, name, tensor in own:
                 setattr(module, name, fakes[id(tensor)])
-            with torch.enable_grad():
+            with torch.enable_grad(), unchanged(self.model):
                 yield
         finally:
-            for module, before in attributes:
-                vars(module).clear()
-                vars(module).update(before)
             for module, name, tensor in own:
                 setattr(module, name, tensor)
 
@@ -434,10 +431,11 @@ class Tracer(fx.Tracer):
         path = self.path_of_module(m)
         if not self.is_leaf_module(m, path):
             mark, depth = len(self.graph.nodes), len(self.module_stack)
-            attributes, dice = dict(vars(m)), _dice()
+            attributes, buffers, dice = dict(vars(m)), dict(m._buffers), _dice()
             try:
                 made = super().call_module(m, forward, args, kwargs)
-                if any(isinstance(value, fx.Proxy) for value in vars(m).values()):
+                held = (*vars(m).values(), *m._buffers.values())
+                if any(isinstance(value, fx.Proxy) for value in held):
                     raise UntraceableError("it keeps a tensor as an attribute")
                 if _thrown_since(dice):
                     raise UntraceableError("it draws random numbers outside of torch's layers")
@@ -446,6 +444,8 @@ class Tracer(fx.Tracer):
                 _throw_again(dice)
                 vars(m).clear()
                 vars(m).update(attributes)
+                m._buffers.clear()
+                m._buffers.update(buffers)
                 self._take_back(mark, depth)
             else:
                 return made

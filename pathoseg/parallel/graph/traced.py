@@ -30,6 +30,7 @@ from pathoseg.parallel.graph.layer_graph import (
     Value,
     find_ties,
 )
+from pathoseg.parallel.graph.lent_model import unchanged
 from pathoseg.parallel.graph.memory_profile import MemoryProfile, Recorder, strides_of
 from pathoseg.parallel.graph.reorder import reordered
 from pathoseg.parallel.graph.segment import Call, Segment, SegmentPlan, Step
@@ -206,7 +207,7 @@ class Traced:
 
     def _read(self) -> None:
         """Traces and measures, while the model has fake parameters."""
-        with _failing(self.model, "fails its own forward"):
+        with _failing(self.model, "fails its own forward"), unchanged(self.model):
             whole = self._run_whole()
         opaque: dict[str, str] = {}
         while True:
@@ -245,7 +246,7 @@ class Traced:
         known = -1
         while len(opaque) > known:
             known = len(opaque)
-            with fx.mode(self.model, training):
+            with fx.mode(self.model, training), unchanged(self.model):
                 graph = fx.Tracer(self._root, opaque).nodes()
         for node, name in name_layers(graph).items():
             node.meta["layer"] = name

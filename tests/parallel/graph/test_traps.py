@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.graph import fx_tracer
@@ -98,6 +100,8 @@ def test_the_model_is_left_as_it_was(odd: type[nn.Module]) -> None:
     assert all(torch.equal(one, two) for (_, one), two in zip(after, values, strict=True))
     assert all(tensor.grad is None for _, tensor in after)
     assert [set(vars(module)) for module in model.modules()] == attributes
+    held = [value for module in model.modules() for value in tree_leaves(dict(vars(module)))]
+    assert not any(isinstance(value, FakeTensor) for value in held)
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")

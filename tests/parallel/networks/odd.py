@@ -95,6 +95,42 @@ class KeepsATensor(Odd):
         return self.seen * 2
 
 
+class CachesAGrid(Odd):
+    """As CoordConv, positional encodings and cached masks do."""
+
+    grid: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        if self.grid is None:
+            self.grid = torch.ones_like(x[:1]).cumsum(2)
+        return x + self.grid
+
+
+class CachesInADictionary(Odd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.grids: dict[torch.Size, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        if x.shape[2:] not in self.grids:
+            self.grids[x.shape[2:]] = torch.ones_like(x[:1]).cumsum(2)
+        return x + self.grids[x.shape[2:]]
+
+
+class CachesInABuffer(Odd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("grid", None, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        if self.grid is None:
+            self.grid = torch.ones_like(x[:1]).cumsum(2)
+        return x + self.grid
+
+
 class DropsPaths(Odd):
     """Stochastic depth, whose eval mode is another."""
 
@@ -122,6 +158,9 @@ OPAQUE = [
     Autocasts,
     ReversesGradient,
     KeepsATensor,
+    CachesAGrid,
+    CachesInADictionary,
+    CachesInABuffer,
     DropsPaths,
     LoopsOverTheBatch,
 ]

@@ -1,0 +1,40 @@
+"""Gives a model back as it was lent, whatever its forward keeps in its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
+from typing import Any
+
+
+@contextmanager
+def unchanged(model: Any) -> Iterator[None]:
+    """Make a context after which modules have the attributes of before: a forward may cache some,
+    such as a grid of coordinates, in an attribute, a buffer that was None, a dictionary or a list.
+    """
+    before = [
+        (module, dict(vars(module)), dict(module._buffers), _holders(module))
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers, holders in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            for name, items in holders.items():
+                holder = attributes[name]
+                holder.clear()
+                (holder.extend if isinstance(holder, list) else holder.update)(items)
+
+
+def _holders(module: Any) -> dict[str, Any]:
+    kinds = (dict, list, set)
+    return {
+        name: copy(value)
+        for name, value in vars(module).items()
+        if type(value) in kinds and not name.startswith("_")
+    }
