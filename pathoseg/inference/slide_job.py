@@ -290,12 +290,15 @@ class WorkerContext:
     overwrite: bool = False
 
 
+_PACKAGE = Path(__file__).parents[1]
+
+
 def _told(raised: Exception, slide: Path) -> PathosegError:
     """Return what a slide failed with as an error to tell; the batch goes on with the next."""
     if isinstance(raised, PathosegError):
         return raised
     frames = traceback.extract_tb(raised.__traceback__)
-    last = [each for each in frames if "pathoseg" in Path(each.filename).parts][-1]
+    last = [each for each in frames if Path(each.filename).is_relative_to(_PACKAGE)][-1]
     what = " ".join(f"{type(raised).__name__}: {raised}".split())
     return PathosegError(
         f"{slide} cannot be segmented ({what}, in {Path(last.filename).name}:{last.lineno}).",
@@ -444,7 +447,9 @@ class SlideJob:
                 outputs = {path.name: stored_bytes(path) for path in sorted(partial.iterdir())}
         except (OSError, StoppedError, GivenUpError, RuntimeError):
             raise  # what torch or a device fails with, the next slide would meet, too
-        except Exception as raised:
+        except (
+            Exception
+        ) as raised:  # a fault of this package, or no memory: it ends this slide alone
             error = _told(raised, self.slide)
             # Who takes over removes what is half done, which is then missing here.
             if not context.leases.owns(self._work / _SLIDE_CLAIM):

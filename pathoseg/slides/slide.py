@@ -105,11 +105,9 @@ def open_slide(path: Path, assume_mpp: float | None = None) -> Slide:
 def is_picture(path: Path) -> bool:
     """Return True if a file is a plain image, which is decoded whole when it is opened."""
     try:
-        with path.open("rb") as file:
-            head = file.read(16)
-    except OSError:
+        return is_image(_head(path)) and scanner_format(path) is None  # MIRAX begins as a JPEG
+    except PathosegError:
         return False
-    return is_image(head) and scanner_format(path) is None  # MIRAX begins as a JPEG
 
 
 def _open_file(path: Path, assume_mpp: float | None) -> Slide:

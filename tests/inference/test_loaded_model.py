@@ -52,7 +52,7 @@ def test_a_finer_picture_keeps_its_own_pixels(task: Task, tiny_bundle: Callable[
 def test_what_the_model_sees_lies_where_it_is_in_the_picture(
     tiny_bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 101 pixels its last one, a quarter as fine, covers one, not four."""
+    """Test a side of 101 px, whose last pixel fills a quarter of the model's last pixel."""
     model = pathoseg.load_model(tiny_bundle())
     ramp = np.tile(np.arange(26, dtype=np.float32), (3, 26, 1))
     monkeypatch.setattr(model._segmenter, "probabilities", lambda _: ramp)

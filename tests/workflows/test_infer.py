@@ -395,7 +395,7 @@ def test_no_result_takes_the_place_of_another_ones(
 def test_a_slide_of_the_same_name_does_not_replace_the_result_of_another(
     tmp_path: Path, command: Command, tiny_bundle: SaveBundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of another patient, in another folder: `infer case/HE.png` for one after the other."""
+    """Segment two patients' `HE.png` into one output folder, in a call for each."""
     one, other = _draw(tmp_path / "a" / "HE.png", 1), _draw(tmp_path / "b" / "HE.png", 2)
     infer = ("infer", "--model", tiny_bundle(), *MPP, "--out", tmp_path / "out")
     monkeypatch.chdir(one.parent)

@@ -126,7 +126,7 @@ def test_every_layer_of_a_network_has_a_time(name: str) -> None:
 
 @pytest.mark.parametrize("make", TRACEABLE)
 def test_every_layer_of_an_odd_network_has_a_time(make: type[nn.Module]) -> None:
-    """Of one that makes no tensor, too, as a write into a slice."""
+    """Price layers without an output, too, such as a write into a slice."""
     models = [cost_model(load_hardware(name)) for name in ("cpu", "h100")]
     for layer in trace(between(make()), torch.empty(2, 3, 32, 32)).layers:
         for model in models:

@@ -98,7 +98,9 @@ class KeepsATensor(Odd):
 class CachesAGrid(Odd):
     """As CoordConv, positional encodings and cached masks do."""
 
-    grid: torch.Tensor | None = None
+    def __init__(self) -> None:
+        super().__init__()
+        self.grid: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.inner(x)
@@ -119,16 +121,11 @@ class CachesInADictionary(Odd):
         return x + self.grids[x.shape[2:]]
 
 
-class CachesInABuffer(Odd):
+class CachesInABuffer(CachesAGrid):
     def __init__(self) -> None:
         super().__init__()
+        del self.grid
         self.register_buffer("grid", None, persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inner(x)
-        if self.grid is None:
-            self.grid = torch.ones_like(x[:1]).cumsum(2)
-        return x + self.grid
 
 
 class DropsPaths(Odd):
