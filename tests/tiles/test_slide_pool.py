@@ -104,7 +104,7 @@ def test_threads_never_share_a_slide() -> None:
 
 
 def test_a_mirax_slide_begins_as_a_picture_and_is_none(tmp_path: Path) -> None:
-    """Its readers would wait for each other."""
+    """Lend it to several readers at once: OpenSlide decodes tiles, not the whole."""
     slide = tmp_path / "a.mrxs"
     slide.write_bytes(b"\xff\xd8\xff\xe0" + bytes(64))
     assert is_picture(slide), "OpenSlide knows nothing of it"

@@ -72,7 +72,7 @@ with errors_left_to_rank_0():
 def test_an_error_that_rank_0_does_not_hear_in_time_is_told(
     hears: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As within a layer that computes for longer."""
+    """Test a rank 0 whose layer computes longer than it is given to end."""
     monkeypatch.setattr(launch, "GRACE", 0.5)
     program = tmp_path / "rank.py"
     program.write_text(LEAVES_IT_TO_RANK_0)

@@ -95,7 +95,7 @@ def test_strips_cost_more_than_their_rows() -> None:
 
 
 class ChannelAttention(nn.Module):
-    """As of ECA-Net (Wang et al. 2020): a convolution over channels, without rows."""
+    """Attention of ECA-Net (Wang et al. 2020): its convolution is over channels, without rows."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -164,7 +164,7 @@ def test_a_model_that_fails_says_where(model: nn.Module, example: object, words:
 
 
 def test_upsampling_is_in_float32_where_an_accelerator_does_it_so() -> None:
-    """As torch's list for CUDA says; CPUs' autocast leaves bfloat16 as it is."""
+    """Follow torch's list for CUDA; CPUs' autocast leaves bfloat16 as it is."""
     x = torch.ones(1, 1, 2, 2, dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16), fx_tracer._AcceleratorLists():
         for mode in ("nearest", "bilinear"):

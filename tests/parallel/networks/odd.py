@@ -96,7 +96,7 @@ class KeepsATensor(Odd):
 
 
 class CachesAGrid(Odd):
-    """As CoordConv, positional encodings and cached masks do."""
+    """Caches a grid at its first forward, like CoordConv, positional encodings and cached masks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -126,7 +126,7 @@ def resizings(draw: st.DrawFn) -> nn.Module:
 
 
 class NamedAsNumpy(nn.Module):
-    """Names of arguments that torch takes beside its own."""
+    """Calls functions by the names of arguments that torch takes from numpy."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * x.mean(axis=1, keepdims=True) + x.sum(axis=(2, 3))[..., None, None]
