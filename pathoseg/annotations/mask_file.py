@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,12 +78,11 @@ def refuse_other_images(path: Path, image: ImageFile, slide_size: Size, is_tiled
 
 def mask_files(folder: Path, stems: Iterable[str]) -> list[Path]:
     """Find the masks of these names, with a suffix in small letters or else in capitals."""
-    small = (*MASK_SUFFIXES, ".ome.tif", ".ome.tiff")
-    capitals = [f"{inner}{last.upper()}" for inner, last in map(os.path.splitext, small)]
-    capitals += [suffix.upper() for suffix in MASK_SUFFIXES]
-    for suffixes in (small, capitals):  # on some systems they are the same files
-        paths = [folder / f"{stem}{suffix}" for stem in stems for suffix in suffixes]
-        if found := [path for path in dict.fromkeys(paths) if path.is_file()]:
+    names = [f"{stem}{inner}" for stem in stems for inner in ("", ".ome")]
+    for suffixes in (MASK_SUFFIXES, map(str.upper, MASK_SUFFIXES)):
+        # Small letters and capitals are the same files on some systems.
+        paths = [folder / f"{name}{suffix}" for suffix in suffixes for name in dict.fromkeys(names)]
+        if found := [path for path in paths if path.is_file()]:
             return found
     return []
 

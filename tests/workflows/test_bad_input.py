@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from pathoseg.errors import PathosegError
+from pathoseg.workflows.early_checks import ranks_to_start
+
 Command = Callable[..., tuple[int, str]]
 SaveBundle = Callable[..., Path]
 
@@ -267,3 +270,10 @@ def test_a_device_that_is_not_there(
     assert code == 2
     assert "--device CUDA 1 does not fit" in said
     assert "a name such as cpu, cuda or cuda:1" in " ".join(said.split())
+
+
+def test_what_waits_in_host_memory_needs_a_form_of_offload() -> None:
+    flags = {"parallel": {"parked": ["optimizer"], "offload": "none"}}
+    with pytest.raises(PathosegError, match="asks for offload") as refused:
+        ranks_to_start(None, flags, None, resume=False)
+    assert "leave out parked" in refused.value.hint
