@@ -31,7 +31,7 @@ class SampleLayout:
 
     Attributes:
         photometric: PhotometricInterpretation, 6 (YCbCr) where the decoder gives YCbCr.
-        bits: Bits of one sample.
+        bits: Bits of one sample that its values use; cameras store 12 in 16.
         samples: Samples of a pixel.
         extra: ExtraSamples.
         palette: ColorMap, shape (3, 2**bits), 16 bits a value.
@@ -86,7 +86,7 @@ class SampleLayout:
 
     def _to_8_bit(self, pixels: NDArray[Any]) -> NDArray[np.uint8]:
         if self.bits > 8:
-            pixels = pixels >> (self.bits - 8)
+            pixels = np.minimum(pixels >> (self.bits - 8), 255)
         elif self.bits < 8:
             pixels = pixels.astype(np.uint16) * 255 // (2**self.bits - 1)
         return pixels.astype(np.uint8, copy=False)

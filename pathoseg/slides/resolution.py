@@ -138,6 +138,16 @@ def ome_magnification(xml: str) -> float | None:
     return None if objective is None else positive(objective.get("NominalMagnification"))
 
 
+def ome_significant_bits(xml: str) -> int:
+    """The most bits that the values of an image use, 0 where none of the images says.
+
+    Raises:
+        ValueError, SyntaxError: The text is no XML, or declares entities.
+    """
+    images = ElementTree.fromstring(xml).iterfind(".//{*}Pixels")
+    return max((int(positive(each.get("SignificantBits")) or 0) for each in images), default=0)
+
+
 def _microns(pixels: Element, name: str) -> float | None:
     length = positive(pixels.get(name))
     unit = MICRONS_PER_UNIT.get(pixels.get(f"{name}Unit", "µm"))

@@ -34,6 +34,7 @@ from pathoseg.slides.resolution import (
     aperio_mpp,
     ome_magnification,
     ome_mpp,
+    ome_significant_bits,
     slide_mpp,
     tagged_mpp,
 )
@@ -212,11 +213,21 @@ def _layout(key: TiffPage) -> SampleLayout:
     )
     return SampleLayout(
         photometric=PHOTOMETRIC.RGB if becomes_rgb else key.photometric,
-        bits=key.bitspersample,
+        bits=_used_bits(key) if key.bitspersample > 8 else key.bitspersample,
         samples=key.samplesperpixel,
         extra=key.extrasamples,
         palette=key.colormap,
     )
+
+
+def _used_bits(key: TiffPage) -> int:
+    """The bits that the values use by OME-XML or MaxSampleValue, else those that are stored."""
+    xml = key.parent.ome_metadata
+    used = ome_significant_bits(xml) if xml else 0
+    largest = key.tags.get("MaxSampleValue")
+    if not used and largest:
+        used = int(np.max(largest.value)).bit_length()
+    return used if 8 < used < key.bitspersample else key.bitspersample
 
 
 class _OpenTiff:

@@ -89,10 +89,14 @@ def test_kinds_of_pixels(write: Writer, picture: Callable[..., Any]) -> None:
     clear = np.where(alpha == 255, rgb, 255)
     inverted = {"photometric": "miniswhite"}
     bits = rgb[..., 0] > 127
+    twelve = [(281, "H", 3, (4095,) * 3, True)]  # MaxSampleValue
+    ome = {"ome": True, "metadata": {"axes": "YXS", "SignificantBits": 12}}
     for pixels, how, expected in [
         (gray[..., 0], {}, np.repeat(gray, 3, 2)),
         (gray[..., 0], inverted, 255 - np.repeat(gray, 3, 2)),
         (rgb.astype(np.uint16) * 257, {"photometric": "rgb"}, rgb),
+        (rgb.astype(np.uint16) * 16 + 15, {"photometric": "rgb", "extratags": twelve}, rgb),
+        (rgb.astype(np.uint16) * 16 + 15, {"photometric": "rgb", **ome}, rgb),
         (np.concatenate([rgb, alpha], 2), {"extrasamples": ["unassalpha"]}, clear),
         (np.concatenate([rgb * (alpha // 255), alpha], 2), {"extrasamples": ["assocalpha"]}, clear),
         (bits, {"photometric": "minisblack"}, np.where(bits[..., None], 255, 0).repeat(3, 2)),
