@@ -157,6 +157,20 @@ def reopen_run(run: Path) -> None:
             _point_latest(max(others, key=lambda other: (other / _FINISHED).stat().st_mtime))
 
 
+def moved_options(recorded: Config, asked: Config) -> Config:
+    """Return `recorded` with what no batch depends on as `asked`: folders, cache and readers."""
+    data = replace(recorded.data, slides=asked.data.slides, annotations=asked.data.annotations)
+    tiles = replace(recorded.tiles, cache=asked.tiles.cache)
+    train = replace(recorded.train, readers=asked.train.readers)
+    return replace(recorded, data=data, tiles=tiles, train=train)
+
+
+def with_limits(recorded: Config, asked: Config) -> Config:
+    """Return `recorded` with the limits of `asked`."""
+    limits = {limit: getattr(asked.train, limit) for limit in LIMITS}
+    return replace(recorded, train=replace(recorded.train, **limits))
+
+
 def refuse_changes(run: Path, recorded: Config, asked: Config) -> None:
     """Refuse other options for a run that goes on, but for its ranks and its microbatches.
 

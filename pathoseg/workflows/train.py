@@ -81,18 +81,19 @@ from pathoseg.training.one_device import OneDevice
 from pathoseg.training.pipeline_engine import TIMELINE, PipelineEngine, draw_step
 from pathoseg.training.run_folder import (
     CONFIG,
-    LIMITS,
     SPLITS,
     START,
     clear_run,
     finish_run,
     is_finished,
     make_run,
+    moved_options,
     named_run,
     new_run,
     refuse_changes,
     refuse_overwriting,
     reopen_run,
+    with_limits,
 )
 from pathoseg.training.slide_facts import (
     SlideFacts,
@@ -481,15 +482,14 @@ def _start(
     recorded = load_config(out / CONFIG, unnumbered=UNNUMBERED)
     # What is left out goes on as it was, also where the earlier model had decided it.
     wanted = load_config(out / CONFIG, given, UNNUMBERED)
+    recorded = moved_options(recorded, wanted)
     if wanted.model.name == recorded.model.name:
         # Options that the encoder's weights had decided.
         options = {**recorded.model.options, **wanted.model.options}
         wanted = replace(wanted, model=replace(wanted.model, options=options))
-    limits = {limit: getattr(wanted.train, limit) for limit in LIMITS}
-    train = replace(recorded.train, **limits)
+    train = with_limits(recorded, wanted).train
     refuse_changes(out, replace(recorded, train=train), wanted)
-    longer = train != recorded.train
-    if longer:
+    if longer := train != recorded.train:
         check_limits(out, recorded.train, train)
         say(f"{out} goes on to {limits_text(train)} (before: {limits_text(recorded.train)}).")
     # A batch that was one microbatch stays one, on however many ranks, unless another is asked for.
@@ -508,9 +508,8 @@ def _begin(
     card: Bundle,
 ) -> None:
     """Makes the run's folder, not before all input is read: what is refused leaves nothing."""
-    recorded = None
-    if (run / CONFIG).exists():
-        recorded = load_config(run / CONFIG, unnumbered=UNNUMBERED)
+    exists = (run / CONFIG).exists()
+    recorded = load_config(run / CONFIG, unnumbered=UNNUMBERED) if exists else None
     before, now = (
         each and (each.train.microbatch or each.train.batch) for each in (recorded, config)
     )
@@ -523,9 +522,11 @@ def _begin(
             f"Microbatches of {now}, not {before} as before: random layers draw other numbers, and "
             "batch norm, if there is one, sees so many tiles."
         )
-    if before != now:
+    kept = moved_options(recorded, config) if recorded else config
+    kept = kept if before == now else replace(kept, train=config.train)
+    if kept != recorded:
         with replaced(run / CONFIG) as draft:
-            write_config(replace(recorded or config, train=config.train), draft)
+            write_config(kept, draft)
     if not (run / SPLITS).exists():  # a slide that is away for once keeps its place
         write_splits(run / SPLITS, members.values())
     if plan is not None:
@@ -559,10 +560,9 @@ def _recorded_plan(run: Path) -> Plan | None:
 def _prolong(run: Path, config: Config) -> None:
     """Marks the run as unfinished, and records its new limits."""
     recorded = load_config(run / CONFIG, unnumbered=UNNUMBERED)
-    limits = {limit: getattr(config.train, limit) for limit in LIMITS}
     reopen_run(run)
     with replaced(run / CONFIG) as draft:
-        write_config(replace(recorded, train=replace(recorded.train, **limits)), draft)
+        write_config(with_limits(recorded, config), draft)
 
 
 def _card(

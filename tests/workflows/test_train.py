@@ -332,6 +332,27 @@ def test_slides_that_came_later_stay_out_of_a_run_that_goes_on(toy_slides: Path)
     assert '"slide8.png": "it came after the run began"' in (run / "summary.json").read_text()
 
 
+def test_a_run_goes_on_where_its_slides_were_moved(toy_slides: Path) -> None:
+    """Its batches are those of a run that stayed; what was moved is written down."""
+    longer: dict[str, dict[str, Any]] = {"train": {"epochs": 2}}
+    runs = []
+    for name in "ab":
+        flags: dict[str, Any] = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 1}}
+        run = train(Path("tiny.toml"), flags, Path(name), resume=False)
+        if name == "b":
+            moved = toy_slides.rename("elsewhere")
+            longer = {
+                "data": {"slides": str(moved)},
+                "tiles": {"cache": "cache"},
+                "train": {"epochs": 2, "readers": 1},
+            }
+        runs.append(train(None, longer, run, resume=True))
+    stayed, moved_run = map(_rows, runs)
+    assert [row["train_loss"] for row in moved_run] == [row["train_loss"] for row in stayed]
+    assert 'slides = "elsewhere"' in (runs[1] / "config.toml").read_text()
+    assert train(None, {"train": {"epochs": 3}}, runs[1], resume=True) == runs[1]
+
+
 def test_a_truncated_checkpoint_is_named(toy_slides: Path) -> None:
     flags = {"data": {"slides": str(toy_slides)}}
     run = train(Path("tiny.toml"), flags, Path("run"), resume=False)
