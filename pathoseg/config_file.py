@@ -161,6 +161,7 @@ def _merged(
     for section, values in (flags or {}).items():
         target = table.setdefault(section, {}) if section else table
         target.update({key: value for key, value in values.items() if value is not None})
+    _refuse_unknown(Config, table, "The options", "")  # those of the file are known by now
     return table
 
 

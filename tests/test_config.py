@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,6 +64,19 @@ def test_mistakes_name_the_key_and_the_hint(
         load_config(path)
     assert caught.match(hint)
     assert str(path) in caught.value.problem
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"train": {"epoch": 3}}, "train.epoch"),
+        ({"tile": {"mpp": 1.0}}, "tile"),
+        ({"": {"sead": 3}}, "sead"),
+    ],
+)
+def test_unknown_keys_of_python_are_refused(options: dict[str, dict[str, Any]], key: str) -> None:
+    with pytest.raises(PathosegError, match=f"The options: unknown key `{key}`"):
+        load_config(None, options)
 
 
 def test_what_is_given_is_told_from_defaults(tmp_path: Path) -> None:

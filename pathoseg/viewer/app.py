@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 from urllib.parse import parse_qs, urlsplit
 
 from starlette.applications import Starlette
@@ -45,7 +45,9 @@ _REFUSED = (
     "This viewer answers only to the address that it printed in the terminal, with its token. "
     "Copy it from there.\n"
 )
+_T = TypeVar("_T")
 _CLIENT_GONE = 499
+_FILES = 32  # threads, of which some may wait for a file for ever
 _COOKIE = "pathoseg"
 
 
@@ -173,12 +175,17 @@ def make_app(gallery: Gallery, token: str, once: str | None = None) -> ASGIApp:
 
 
 class _App:
-    """The answers. Pictures are made by as many threads as slides may be read by."""
+    """The answers. Pictures are made by as many threads as slides may be read by.
+
+    No thread is of asyncio's own pool, for whose threads a server that ends would wait: one may
+    read annotations for minutes, or from a file server that has gone away.
+    """
 
     def __init__(self, gallery: Gallery) -> None:
         self._gallery = gallery
         self._pictures = asyncio.Semaphore(gallery.readers)
         self._threads = ThreadPoolExecutor(gallery.readers, "pictures")
+        self._files = ThreadPoolExecutor(_FILES, "files")
         self._annotations = dict[int, asyncio.Task[dict[str, Any]]]()
 
     async def page(self, request: Request) -> Response:
@@ -193,13 +200,13 @@ class _App:
         return Response(content, 200, _HEADERS, f"{found[1]}; charset=utf-8")
 
     async def overview(self, request: Request) -> Response:
-        return await _made(self._gallery.overview)
+        return await self._made(self._gallery.overview)
 
     async def details(self, request: Request) -> Response:
-        return await _made(self._gallery.details, _slide(request))
+        return await self._made(self._gallery.details, _slide(request))
 
     async def status(self, request: Request) -> Response:
-        return await _made(self._gallery.status, _slide(request))
+        return await self._made(self._gallery.status, _slide(request))
 
     async def truth(self, request: Request) -> Response:
         return _json(await self._truth(_slide(request)))
@@ -209,7 +216,7 @@ class _App:
 
         async def read() -> dict[str, Any]:
             try:
-                return await asyncio.to_thread(self._gallery.truth, slide)
+                return await self._in_thread(self._gallery.truth, slide)
             finally:
                 del self._annotations[slide]
 
@@ -224,15 +231,15 @@ class _App:
             raise NotFoundError("no such place") from error
         if not (math.isfinite(x) and math.isfinite(y)):
             raise NotFoundError("no such place")
-        return await _made(self._gallery.at, _slide(request), x, y)
+        return await self._made(self._gallery.at, _slide(request), x, y)
 
     async def table(self, request: Request) -> Response:
         kind = request.path_params["kind"]
-        return await _made(self._gallery.table, _slide(request), kind, request.query_params)
+        return await self._made(self._gallery.table, _slide(request), kind, request.query_params)
 
     async def feature(self, request: Request) -> Response:
         kind, number = request.path_params["kind"], request.path_params["number"]
-        return await _made(self._gallery.feature, _slide(request), kind, number)
+        return await self._made(self._gallery.feature, _slide(request), kind, number)
 
     async def thumbnail(self, request: Request) -> Response:
         layer = request.path_params["layer"]
@@ -271,6 +278,13 @@ class _App:
         kind = "image/jpeg" if layer == "slide" else "image/png"
         return Response(content, 200, _HEADERS, kind)
 
+    async def _made(self, answer: Callable[..., Any], *arguments: Any) -> Response:
+        """Answer with what a thread makes: files may have to be opened for it."""
+        return _json(await self._in_thread(answer, *arguments))
+
+    async def _in_thread(self, work: Callable[..., _T], *arguments: Any) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._files, work, *arguments)
+
     def broken(self, request: Request, error: Exception) -> Response:
         """Answer where a bug or a file that nobody thought of raised; tell the terminal, too."""
         told = f"{request.url.path} fails: {type(error).__name__}: {error}."
@@ -281,11 +295,6 @@ class _App:
 def _slide(request: Request) -> int:
     number: int = request.path_params["slide"]
     return number
-
-
-async def _made(answer: Callable[..., Any], *arguments: Any) -> Response:
-    """Answer with what a thread makes: files may have to be opened for it."""
-    return _json(await asyncio.to_thread(answer, *arguments))
 
 
 def _json(content: Any, status: int = 200) -> Response:

@@ -56,8 +56,11 @@ def find_entries(
     Raises:
         PathosegError: A path does not exist or holds nothing to show.
     """
+    apart = () if annotations is None else (annotations,)
     slides, results = dict[str, Path](), list[Entry]()
-    known = Known(find_slides(slide_folders) if slide_folders else {}, asked=bool(slide_folders))
+    known = Known(
+        find_slides(slide_folders, apart) if slide_folders else {}, asked=bool(slide_folders)
+    )
     outs = list[Path]()
     for path in paths:
         if not path.exists():
@@ -72,7 +75,7 @@ def find_entries(
         elif _holds_results(path):
             outs.append(path)
         else:
-            for name, slide in find_slides([path]).items():
+            for name, slide in find_slides([path], apart).items():
                 slides[_key(slides, name, slide)] = slide
     given = Known({**known.by_name, **slides}, known.asked)
     for out in outs:

@@ -223,9 +223,8 @@ class SlideView:
             self._tell(problem)
 
     def close(self) -> None:
-        """Drop its headers and annotations; readers under way keep theirs."""
-        with self._lock:
-            self._headers = None
+        """Drop its headers and annotations; readers under way keep theirs, and are not awaited."""
+        self._headers = None
 
     @property
     def opened(self) -> _Opened:
@@ -235,9 +234,10 @@ class SlideView:
             PathosegError: Neither the slide nor a mask can be opened.
         """
         with self._lock:
-            if self._headers is None:
-                self._headers = self._open()
-            return self._headers
+            opened = self._headers
+            if opened is None:
+                opened = self._headers = self._open()
+            return opened
 
     def _open(self) -> _Opened:
         problems = list[str]()
@@ -360,7 +360,8 @@ class SlideView:
             raise PathosegError(
                 f"{self.entry.name} has no annotations.", "Name their folder with --annotations."
             )
-        labels = read_labels(path, opened.size, opened.slide.origin, self._options)
+        options = self._options.for_classes(opened.classes.names)
+        labels = read_labels(path, opened.size, opened.slide.origin, options)
         if not labels.classes() and not labels.report.unclassified:
             return labels, opened.classes
         drawn = class_table([labels], None)

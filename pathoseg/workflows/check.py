@@ -21,6 +21,7 @@ from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, ModelInput, Mpp, Size
 from pathoseg.interruption import Interruption
 from pathoseg.models.build import build_model, check_tile, declared_inputs, tile_multiple
+from pathoseg.models.losses import build_loss
 from pathoseg.outputs.check_report import (
     PAGE,
     TABLE,
@@ -44,6 +45,7 @@ from pathoseg.training.labelled_slides import (
     read_slides,
     with_tile,
 )
+from pathoseg.training.run_folder import refuse_unwritable
 from pathoseg.training.slide_facts import (
     SlideFacts,
     class_lines,
@@ -99,12 +101,13 @@ def check(
         out: Folder of check.csv and check.html.
 
     Raises:
-        PathosegError: No slide is found, or an option is wrong.
+        PathosegError: No slide is found, an option is wrong, or the folder cannot be written.
         StoppedError: A signal came.
     """
     config = load_config(config_file, flags)
+    refuse_unwritable(out, "folder of the check")
+    found = _Check(config)
     with Interruption("Nothing is written; run the same command again.") as interruption:
-        found = _Check(config)
         pool = SlidePool(lambda path: open_slide(path, config.data.assume_mpp))
         with (
             closing(pool),
@@ -191,6 +194,8 @@ class _Check:
                 self.config = config = with_tile(config, labelled, tile_multiple(model))
             check_tile(model, config.tiles.side)
             self._context = declared_inputs(model, config.tiles.mpp, config.tiles.side)[1:]
+            if self.classes is not None:
+                build_loss(config.loss, config.model.task, len(self.classes))
         except PathosegError as error:
             self.refusals.append(str(error))
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, ObjectMask
 from pathoseg.host_memory import share_one_heap
 from pathoseg.inference.publish import cut_warning, object_finder
-from pathoseg.inference.segmenter import Segmenter, class_table_of, load_segmenter
+from pathoseg.inference.segmenter import Segmenter, SlidePlan, class_table_of, load_segmenter
 from pathoseg.interruption import Interruption
 from pathoseg.models.boundary_f1 import BoundaryCounts
 from pathoseg.models.bundle import load_card
@@ -43,6 +44,9 @@ from pathoseg.outputs.stitch import CONFIDENCE_LEVELS
 from pathoseg.progress import say
 from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide
+from pathoseg.tiles.class_pixels import count_tiles
+from pathoseg.tiles.grid import TileGrid
+from pathoseg.tiles.tiles import tile_labels
 from pathoseg.time_spent import TimeSpent, time_told
 from pathoseg.training.labelled_slides import LabelledSlide, find_labelled_slides
 from pathoseg.training.run_folder import CONFIG, SPLITS, bundle_of, refuse_unwritable
@@ -118,6 +122,8 @@ def _evaluate(
             f"They are of these: {', '.join(sorted(found))}; what the model's run never saw is "
             f"{_UNSEEN}.",
         )
+    for source in chosen:  # a class that the model does not know is refused before hours of work
+        source.labels.rasterise(Box(0, 0, 1, 1), source.frame, class_table_of(card))
     segmenter = load_segmenter(bundle, config, factory, spent)
     warnings = [*records.warnings(chosen)]
     compared = dict[str, list[_Compared]]()
@@ -184,9 +190,10 @@ def _configured(
     device = flags.get("parallel", {}).get("device")  # another machine's may be the run's
     config = replace(config, parallel=replace(config.parallel, device=device))
     if config.data.slides != run.data.slides:
-        # Where the run's annotations lie says nothing of other slides'.
+        # Where the run's annotations and table lie says nothing of other slides'.
         annotations_folder = flags.get("data", {}).get("annotations")
-        data = replace(config.data, annotations=annotations_folder, table=None)
+        table = flags.get("data", {}).get("table")
+        data = replace(config.data, annotations=annotations_folder, table=table)
         config = replace(config, data=data)
     return config
 
@@ -314,6 +321,7 @@ def _compare(
     tolerance = _boundary_um(segmenter, config)
     if tolerance is not None:
         boundary = BoundaryCounts(classes, tolerance / plan.output.mpp.mean)
+    truth_in = _truth(segmenter, source, plan, config)
     confusion, calibration = Confusion(classes), Calibration()
     objects = _ObjectComparison(plan.output, classes, config) if segmenter.separates else None
     small = [MaskThumbnail(plan.output, thumbnail) for _ in range(2)]
@@ -327,7 +335,7 @@ def _compare(
                 predicted, level, *height = band[:, start : start + rows]
                 prediction = predicted.astype(np.uint8)
                 box = Box(0, top, prediction.shape[1], prediction.shape[0])
-                truth = source.labels.rasterise(box, plan.output, segmenter.classes)
+                truth = truth_in(box)
                 lost = prediction == IGNORE
                 if objects is not None:
                     colours = source.labels.objects(box, plan.output, segmenter.classes, truth)
@@ -370,6 +378,26 @@ def _compare(
         warnings.append(f"{name}: {cut_warning(objects.cut, config.infer)}.")
     packed = [zlib.compress(each.pixels.tobytes()) for each in small]
     return _Compared(source, scored, tally, thumbnail, packed[0], packed[1], tuple(warnings))
+
+
+def _truth(
+    segmenter: Segmenter, source: LabelledSlide, plan: SlidePlan, config: Config
+) -> Callable[[Box], NDArray[np.uint8]]:
+    """Return what gives the annotation in a box of the mask: class indices, 255 where unknown.
+
+    Tiles of a classifier have the labels that it is trained on, not the class of most pixels.
+    """
+    if segmenter.card.model.task != "classify":
+        return partial(source.labels.rasterise, frame=plan.output, classes=segmenter.classes)
+    assert isinstance(plan.grid, TileGrid)  # not windows
+    counts = count_tiles(plan.grid, plan.frame, source.labels, segmenter.classes)
+    labels = tile_labels(counts, config.tiles.min_cover).astype(np.uint8)
+    tiles = labels.reshape(plan.grid.rows, plan.grid.columns)
+
+    def tiles_in(box: Box) -> NDArray[np.uint8]:
+        return tiles[box.y : box.bottom, box.x : box.right].copy()
+
+    return tiles_in
 
 
 class _ObjectComparison:

@@ -33,6 +33,7 @@ from pathoseg.parallel.schedule.simulate import simulate
 from pathoseg.progress import progress_bar, say
 from pathoseg.training.encoder_training import prepare_encoder, with_low_rank
 from pathoseg.training.first_weights import take_encoder
+from pathoseg.training.run_folder import refuse_unwritable
 from pathoseg.training.step_plan import (
     Prices,
     dtype_on,
@@ -79,6 +80,7 @@ def plan(
     config = with_low_rank(load_config(config_file, flags))
     if config.model.encoder_weights is not None:
         _, config = take_encoder(config)
+    refuse_unwritable(out, "plan's folder")
     for folder in (out, *([] if draw is None else [draw.parent])):
         folder.mkdir(parents=True, exist_ok=True)
     hardware = find_hardware(config.parallel)

@@ -106,12 +106,12 @@ def _configured(
         if not ((path / CONFIG).is_file() and (path / SPLITS).is_file()):
             shown.append(path)
             continue
-        run = load_config(path / CONFIG, None, UNNUMBERED)
+        run = load_config(path / CONFIG, flags, UNNUMBERED)  # its slides may have been moved
         if not run.data.slide_folders:
             raise PathosegError(f"The run {path} names no slides.", "Name the slides to show.")
         shown += run.data.slide_folders
         if config_file is None:
-            config = load_config(path / CONFIG, flags, UNNUMBERED)
+            config = run
     return config, shown
 
 

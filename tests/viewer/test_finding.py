@@ -108,6 +108,15 @@ def test_slides_of_one_name_in_two_folders_are_both_shown(tmp_path: Path) -> Non
     assert len({entry.name for entry in entries}) == 2
 
 
+def test_masks_of_the_annotations_folder_are_no_slides(tmp_path: Path) -> None:
+    drawn = tmp_path / "drawn"
+    drawn.mkdir()
+    for folder in (tmp_path, drawn):
+        Image.new("L", (8, 8)).save(folder / "a.png")
+    [entry] = find_entries([tmp_path], annotations=drawn)
+    assert entry.slide == tmp_path / "a.png"
+
+
 def test_slides_that_two_batches_lost_are_told_apart(tmp_path: Path) -> None:
     for batch in "ab":
         out = tmp_path / batch

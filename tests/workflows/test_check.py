@@ -155,12 +155,16 @@ def test_a_renamed_class_that_is_nowhere_is_said_once(toy_slides: Path, command:
         ("slide0,val\n", (), "has no row for slide1.png"),
         ("slide0,val\nslide1,val\nslide2,test\nslide3,val\n", (), "None of the 4 slides is left"),
         ("slide0,val\nslide1,\nslide2,\nslide3,\n", ("--tile", "31"), "31"),
+        ("slide0,val\nslide1,\nslide2,\nslide3,\n", (), "class_weights"),
     ],
 )
 def test_what_training_refuses_of_all_slides_together(
     rows: str, options: tuple[str, ...], why: str, toy_slides: Path, command: Command
 ) -> None:
     (toy_slides / "slides.csv").write_text(f"slide,split\n{rows}")
+    if why == "class_weights":
+        with Path("tiny.toml").open("a") as config:
+            config.write("\n[loss]\nclass_weights = [1.0, 1.0, 1.0]\n")
     code, said = command(*CHECK, *options)
     assert (code, why in said.partition("Training would refuse")[2]) == (2, True), said
     code, said = command("train", *CHECK[1:], *options, "--out", "run")

@@ -184,18 +184,29 @@ def test_confidence_is_the_probability_of_the_predicted_class(
 def test_what_was_classified_in_tiles_is_compared_in_tiles(
     toy_slides: Path, command: Command, tiny_bundle: SaveBundle
 ) -> None:
+    """Tiles have the labels of training: none where nothing is annotated, a class for a corner."""
+    labels = dict[str, int]()
+    for seed in range(4):
+        truth = np.zeros((96, 96), np.uint8)
+        truth[:10, : 20 * seed] = 1  # less than a third of some tiles
+        Image.fromarray(truth).save(toy_slides / f"slide{seed}_mask.png")
+        labels[f"slide{seed}.png"] = int(truth.reshape(3, 32, 3, 32).any(axis=(1, 3)).sum())
     network = ModelConfig("resnet11_v2", "classify", 3, width=2)
     model = tiny_bundle(network=network, tile=32, overlap=0)
     evaluate = ("evaluate", "--slides", toy_slides, "--model", model, "--out", "figures")
     code, said = command(*evaluate, "--assume-mpp", "0.5")
     assert code == 0, said
     rows = _rows(Path("figures/evaluation.csv"))
-    assert {row["pixels"] for (name, _), row in rows.items() if name != "all"} == {"9"}
+    of_slides = {name: int(row["pixels"]) for (name, _), row in rows.items() if name != "all"}
+    assert (
+        of_slides == labels == {f"slide{at}.png": number for at, number in enumerate((0, 1, 2, 2))}
+    )
     assert not [name for name in rows["all", "unseen"] if name.startswith("boundary")]
     told = json.loads(Path("figures/evaluation.json").read_text())
     assert told["unit"] == "tiles"
-    assert sum(b["pixels"] for b in told["splits"]["unseen"]["calibration"]) == 4 * 9
-    assert "36 tiles" in Path("figures/evaluation.html").read_text()
+    assert sum(b["pixels"] for b in told["splits"]["unseen"]["calibration"]) == 5
+    assert [sum(row) for row in told["splits"]["unseen"]["confusion"]] == [0, 5, 0]
+    assert "5 tiles" in Path("figures/evaluation.html").read_text()
 
 
 def test_what_the_figures_rest_on_is_said(
@@ -300,10 +311,20 @@ def test_a_configuration_overrules_what_it_states_and_nothing_else(tmp_path: Pat
     assert _configured(recorded, own, {}).annotations == replace(run, unlabelled="background")
 
 
+def test_the_table_that_is_given_with_other_slides_counts(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('[data]\nslides = "first"\ntable = "first.csv"\n')
+    tables = [
+        _configured(tmp_path / "config.toml", None, {"data": data}).data.table
+        for data in ({"slides": "second"}, {"slides": "second", "table": "second.csv"})
+    ]
+    assert tables == [None, "second.csv"]
+
+
 def test_a_class_the_model_does_not_know_is_refused(
     toy_slides: Path, command: Command, tiny_bundle: SaveBundle
 ) -> None:
-    for mask in toy_slides.glob("*_mask.png"):
+    """Before slides that come earlier are segmented."""
+    for mask in toy_slides.glob("slide[123]_mask.png"):
         mask.unlink()
     (toy_slides / "slide1.geojson").write_text(
         '{"type":"Feature","properties":{"classification":"nerve"},"geometry":'
@@ -324,4 +345,5 @@ def test_a_class_the_model_does_not_know_is_refused(
     assert code == 2
     assert "slide1.geojson" in said
     assert '"nerve"' in said
+    assert "slide0" not in said
     assert not Path("figures").exists()

@@ -89,6 +89,14 @@ def _status(port: int) -> int | None:
         connection.close()
 
 
+def test_slides_of_a_run_that_were_moved_are_shown(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('[data]\nslides = "gone"\nannotations = "drawn"\n')
+    (tmp_path / "splits.csv").write_text("slide,split\n")
+    config, shown = workflow._configured([tmp_path], None, {"data": {"slides": "moved"}})
+    assert shown == [Path("moved")]
+    assert config.data.annotations == "drawn"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_serves_until_a_signal_comes(
     tmp_path: Path, slide: Path, start: Start, number: signal.Signals
@@ -97,16 +105,21 @@ def test_it_serves_until_a_signal_comes(
         port = free.getsockname()[1]
     program = (
         "import pathoseg.workflows.view as view; view.library_is_installed = lambda: True;"
-        # A browser that stays in front: the server does not wait for it.
-        "import os, time; os.environ['DISPLAY'] = ':0';"
-        "view.webbrowser.open = lambda _: time.sleep(60);"
+        # A browser that stays in front, and asks for what lies on a file server that has gone away:
+        # the server waits for neither.
+        "import os, pathlib, time, urllib.request as web; os.environ['DISPLAY'] = ':0';"
+        "browser = web.build_opener(web.HTTPCookieProcessor());"
+        "api = lambda page: browser.open(page.geturl() + 'api/slides');"
+        "view.webbrowser.open = lambda address: api(browser.open(address));"
+        "hang = lambda _: (pathlib.Path('asked').touch(), time.sleep(60));"
+        "view.Gallery.overview = hang;"
         "import runpy; runpy.run_module('pathoseg', run_name='__main__')"
     )
     options = (*OPTIONS[1:], "--port", str(port))  # with a browser
     with Forked(["view", str(slide), *options], tmp_path, program) as server:
         try:
             deadline = time.monotonic() + 30
-            while _status(port) != 403:
+            while _status(port) != 403 or not (tmp_path / "asked").exists():
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
             server.send_signal(number)
