@@ -181,7 +181,8 @@ def publish(
             for row in rows:
                 band, unread_tiles = row.band, unread_tiles + row.unread_tiles
                 if objects is not None:
-                    objects.add(row.planes[:3])
+                    # A copy: what is kept of a view would keep all planes of the row.
+                    objects.add(row.planes[:3].copy())
                 if certainty is not None:
                     certainty.add(row)
                 for add in others:

@@ -447,9 +447,8 @@ class SlideJob:
                 outputs = {path.name: stored_bytes(path) for path in sorted(partial.iterdir())}
         except (OSError, StoppedError, GivenUpError, RuntimeError):
             raise  # what torch or a device fails with, the next slide would meet, too
-        except (
-            Exception
-        ) as raised:  # a fault of this package, or no memory: it ends this slide alone
+        except Exception as raised:
+            # A fault of this package, or no memory: it ends this slide alone.
             error = _told(raised, self.slide)
             # Who takes over removes what is half done, which is then missing here.
             if not context.leases.owns(self._work / _SLIDE_CLAIM):

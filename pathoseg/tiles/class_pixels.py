@@ -17,6 +17,8 @@ from pathoseg.errors import PathosegError
 from pathoseg.geometry import Frame
 from pathoseg.tiles.grid import TileGrid
 
+_RULES = 2  # raised where annotations give other labels than before
+
 
 def class_counts(masks: NDArray[np.uint8], classes: int) -> NDArray[np.int64]:
     """Pixels per class of each mask; ignored ones (255) count nowhere.
@@ -84,7 +86,7 @@ def count_tiles_once(
         raise PathosegError(
             f"{labels.path} cannot be read ({error.strerror}).", "Check the file."
         ) from error
-    what = [*contents, asdict(options), asdict(frame), asdict(grid), classes.names]
+    what = [_RULES, *contents, asdict(options), asdict(frame), asdict(grid), classes.names]
     digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
     path = folder / f"classes-{digest}.npy"
     try:
