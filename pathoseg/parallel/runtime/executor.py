@@ -16,6 +16,11 @@ no message; (6) a tensor leaves the outbox without anybody waiting; (7) a sum is
 copy of the stage on this rank, in parts already while its last backward runs (7b), and awaited much
 later; (8) the last STEP of the list updates all parameters, as clipping needs every gradient.
 
+In the first step of a kind, sums begin after all that computes. On a GPU a sum occupies it until all
+its ranks have begun theirs, and what is done for the first time may wait until it is idle (cuDNN
+frees memory once it has timed its kernels, CUDA loads code). A rank of GEMS that waited so ahead of
+its second stage would keep the rank waiting that has yet to begin the sum.
+
 A step that is given up runs through the rest of its list without computing: (3), (6) and (7) go on,
 so that no rank waits in vain. At (8) every rank learns of it, and none updates a parameter.
 """
@@ -113,6 +118,8 @@ class Executor:
     def __init__(self, setup: RankSetup) -> None:
         self._setup = setup
         self._step = setup.schedule.lists[setup.transport.rank]
+        self._first_step = _sums_last(self._step)
+        self._known = set[tuple[int, ...]]()  # samples of the microbatches of steps so far
         self._prediction = [each for each in self._step if _is_forward(each)]
         without_gradient = {
             edge
@@ -157,7 +164,10 @@ class Executor:
         if trace:
             replicas = setup.schedule.replica_of
             record = StepTrace(setup.transport, setup.streams, setup.host_copies, replicas)
-        execution = self._run(self._step, this, microbatches, record, is_given_up, commit)
+        sizes = tuple(microbatches.sizes)
+        actions = self._step if sizes in self._known else self._first_step
+        execution = self._run(actions, this, microbatches, record, is_given_up, commit)
+        self._known.add(sizes)
         if execution.verdict is None:
             raise GivenUpError
         return execution.verdict, () if record is None else record.events()
@@ -187,13 +197,13 @@ class Executor:
         is_given_up: IsGivenUp,
         commit: Commit = at_any_time,
     ) -> _Execution:
-        sizes = microbatches.sizes
+        sizes, overlaps = microbatches.sizes, actions is not self._first_step
         if not all(sizes):
             actions = [a for a in actions if a.microbatch is None or sizes[a.microbatch]]
         for stage in self._setup.stages.values():
             stage.begin()
         execution = _Execution(
-            *(self._setup, self._channel, actions, this, microbatches, trace),
+            *(self._setup, self._channel, actions, this, microbatches, trace, overlaps),
             *(is_given_up, commit),
         )
         self._under_way = execution
@@ -219,6 +229,7 @@ class _Execution:
         this: Pass,
         microbatches: Microbatches,
         trace: StepTrace | None,
+        overlaps: bool,
         is_given_up: IsGivenUp,
         commit: Commit,
     ) -> None:
@@ -243,6 +254,7 @@ class _Execution:
         }
         self._to_start = sorted(joins, key=joins.__getitem__)
         self._last_backward = {each.stage: each for each in actions if each.kind is Kind.BACKWARD}
+        self._overlaps = overlaps  # sums and what computes
         self._steps_left = sum(each.kind is Kind.STEP for each in actions)
 
     def run(self) -> None:
@@ -353,7 +365,7 @@ class _Execution:
         of a norm sums over strips itself.
         """
         stage = backward.stage
-        if self._setup.strips or self._last_backward[stage] != backward:
+        if not self._overlaps or self._setup.strips or self._last_backward[stage] != backward:
             return nullcontext()
         own = takewhile(lambda each: each[0] == stage, self._to_start)
         buckets = [bucket for _, bucket in own if bucket is not None]
@@ -388,6 +400,18 @@ class _Execution:
                 losses |= stage.losses
             count = len(self._microbatches.sizes)
             self.verdict = self._setup.update.run(losses, count, self.given_up, self._commit)
+
+
+def _sums_last(actions: Sequence[Action]) -> list[Action]:
+    """Return a rank's list with its sums, in the same order, ahead of the first that is awaited."""
+    kinds = [each.kind for each in actions]
+    end = kinds.index(Kind.WAIT_REDUCE) if Kind.WAIT_REDUCE in kinds else len(actions)
+    sums = [each for each in actions[:end] if each.kind is Kind.REDUCE]
+    return [
+        *(each for each in actions[:end] if each.kind is not Kind.REDUCE),
+        *sums,
+        *actions[end:],
+    ]
 
 
 def _is_forward(action: Action) -> bool:

@@ -21,13 +21,14 @@ from pathoseg.gradient_step import LossScale
 from pathoseg.parallel.activations import saved_tensor_hooks as keeping
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.partition import even
+from pathoseg.parallel.runtime import executor
 from pathoseg.parallel.runtime import memory_check as memory_module
 from pathoseg.parallel.runtime.executor import Microbatches
 from pathoseg.parallel.runtime.memory_check import Memory
 from pathoseg.parallel.runtime.rng import WholeModel
 from pathoseg.parallel.runtime.runner import Runner
 from pathoseg.parallel.runtime.stage import Training, stage_edges
-from pathoseg.parallel.schedule.action import Kind
+from pathoseg.parallel.schedule.action import COMPUTE, Kind
 from pathoseg.parallel.schedule.gems import gems
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.one_f_one_b import one_f_one_b
@@ -37,6 +38,7 @@ from pathoseg.training.optimizer import load_by_name, state_by_name
 from tests.parallel.comm.thread_ranks import ThreadPending, ThreadTransport, run_ranks
 from tests.parallel.networks.runtime_models import MODELS, per_sample_loss
 from tests.parallel.runtime.cases import (
+    PLANS,
     Case,
     judged,
     microbatches,
@@ -378,8 +380,10 @@ def test_events_are_the_actions_of_the_schedule(plan: str) -> None:
 def test_sums_begin_within_the_last_backward_in_one_order(
     plan: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In the first step, in which a GPU may have to be idle, they begin after all that computes."""
     case, sums = Case("unet", plan, 2), ThreadTransport.sum
     begun: dict[int, list[tuple[str, int]]] = {0: [], 1: []}
+    first: dict[int, list[tuple[str, int]]] = {}
     runners: dict[int, Runner] = {}
 
     def recorded(self: ThreadTransport, tensor: Tensor, ranks: tuple[int, ...]) -> ThreadPending:
@@ -389,6 +393,8 @@ def test_sums_begin_within_the_last_backward_in_one_order(
     def body(transport: ThreadTransport) -> None:
         runners[transport.rank] = start(case, transport)
         runners[transport.rank].step(0, microbatches(case, 0))
+        first[transport.rank], begun[transport.rank] = begun[transport.rank], []
+        runners[transport.rank].step(1, microbatches(case, 1))
 
     prepare(case)
     monkeypatch.setattr(ThreadTransport, "sum", recorded)
@@ -396,6 +402,21 @@ def test_sums_begin_within_the_last_backward_in_one_order(
     assert [size for _, size in begun[0]] == [size for _, size in begun[1]]
     for rank in begun:
         assert re.match(r"at \d:\dB\d", begun[rank][0][0]), begun[rank]
+        assert [size for _, size in first[rank]] == [size for _, size in begun[rank]]
+        assert all("B" not in doing for doing, _ in first[rank]), first[rank]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_what_computes_comes_ahead_of_sums_that_begin_last(plan: str) -> None:
+    """Each rank's list has the same actions, its sums in the same order."""
+    for actions in Case("unet", plan, 3).schedule()[0].expanded().lists:
+        late = executor._sums_last(actions)
+        kinds = [each.kind for each in late]
+        assert sorted(late, key=str) == sorted(actions, key=str)
+        of_sums = [[each for each in some if each.kind is Kind.REDUCE] for some in (late, actions)]
+        assert of_sums[0] == of_sums[1]
+        if Kind.REDUCE in kinds:
+            assert not COMPUTE & {*kinds[kinds.index(Kind.REDUCE) :]}
 
 
 def test_a_rank_that_fails_names_itself_to_all() -> None:
