@@ -97,7 +97,8 @@ class Ranks:
         """Make a context with a transport between the ranks, all of which enter it.
 
         An error of one rank ends the context on all. Each rank's device is the current one before
-        the ranks meet: an MPI that knows accelerators takes the one that it finds then.
+        the ranks meet: an MPI that knows accelerators takes the one that it finds then. No device
+        is asked for ahead of it: CUDA reads its variables once.
 
         Args:
             choice: The transport.
@@ -108,22 +109,21 @@ class Ranks:
             The transport; None where there is one rank alone.
 
         Raises:
-            PathosegError: The ranks do not meet; where they have met before, within a minute.
+            PathosegError: There is no such device, or the ranks do not meet; where they have met
+                before, within a minute.
         """
-        world = self.world
-        if world.ranks == 1 and not alone:
-            yield None
-            return
         from pathoseg.device import pick_device, share_devices
 
-        if world.ranks == 1:
-            choice, world = "gloo", World()
+        choice, world = ("gloo", World()) if self.world.ranks == 1 else (choice, self.world)
         share = find_host_share(world)
         if choice in ("auto", "nccl"):
             from pathoseg.parallel.comm.nccl import prepare_cuda
 
             prepare_cuda(share.ranks)
         wanted = pick_device(device)
+        if world.ranks == 1 and not alone:
+            yield None
+            return
         share_devices(wanted, share.rank)
         self._wire = join_wire(choice, world) if self._wire is None else self._wire.again()
         transport = connect_on(self._wire, choice, wanted)

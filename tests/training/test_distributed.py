@@ -1,16 +1,53 @@
-"""A signal, and the error of another rank that comes with it."""
+"""Ranks before they have met; a signal, and the error of another rank that comes with it."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
+from unittest import mock
 
 import pytest
+import torch
 
+from pathoseg import device
 from pathoseg.errors import PathosegError, StoppedError
 from pathoseg.interruption import Interruption
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.training.distributed import stopped_together
+
+
+@pytest.fixture
+def as_rank_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this process the second of two ranks that torchrun has started."""
+    world = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in (world | {"MASTER_PORT": "1"}).items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("as_rank_1")
+@pytest.mark.parametrize("name", ["train", "calibrate"])
+def test_cuda_is_prepared_before_a_device_is_asked_for(
+    name: str,
+    command: Callable[..., tuple[int, str]],
+    toy_slides: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The variables of CUDA, wherever a command comes to its first device, which begins CUDA."""
+    seen = []
+
+    def begun() -> None:
+        seen.append(os.environ.get("CUDA_MODULE_LOADING"))
+
+    monkeypatch.setattr(device, "_accelerator", begun)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    own = ["--slides", toy_slides, "--config", "tiny.toml"] if name == "train" else []
+    with mock.patch.dict(os.environ):
+        os.environ.pop("CUDA_MODULE_LOADING", None)
+        assert command(name, *own, "--device", "cuda")[0] == 2
+    assert {*seen} == {"EAGER"}
 
 
 def _signalled() -> None:

@@ -261,14 +261,12 @@ def _say(wire: Wire, to: int, kind: int, tag: int, size: int) -> Request:
     return wire.send(numbers.view(torch.uint8), to, kind)
 
 
-# CUDA and torch read them when they begin.
+# CUDA reads them when it begins.
 _VARIABLES = {
     # Kernels that are loaded at their first call wait for the device, which may wait for a message.
     "CUDA_MODULE_LOADING": "EAGER",
     # Fewer queues than streams would let one channel wait for another.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    # The heartbeat, not torch's watchdog, ends the ranks, and says why.
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
 }
 _STREAMS = 32  # that torch has for communicators; two that share one could block each other
 _FAREWELL = 5  # seconds
@@ -281,14 +279,22 @@ _USE_ANOTHER = (
 def prepare_cuda(ranks: int) -> None:
     """Set what CUDA reads when it begins, where each rank of this machine can have a GPU.
 
-    Variables that are set already stay as they are.
+    It is called before anything asks for a device (`pick_device`). Variables that are set already
+    stay as they are.
 
     Args:
         ranks: Ranks on the machine.
     """
-    # Slurm's --gpus-per-task shows each task its own alone. The second variable names cores, too.
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        return
+    # The heartbeat, not torch's watchdog, ends the ranks, and says why.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    # Slurm shows each task its own GPU alone (--gpus-per-task, --gpu-bind=single:1), and so do
+    # scripts that set CUDA_VISIBLE_DEVICES. The second variable names cores, too.
     own = "SLURM_GPUS_PER_TASK" in os.environ or "gpu" in os.environ.get("SLURM_TRES_PER_TASK", "")
-    if ranks <= torch.cuda.device_count() or (own and torch.cuda.device_count()):
+    of_step = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    if own or ranks <= max(gpus, int(of_step) if of_step.isdecimal() else 0):
         for name, value in _VARIABLES.items():
             os.environ.setdefault(name, value)
 

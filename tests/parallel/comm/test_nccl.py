@@ -112,6 +112,8 @@ def test_the_suite_runs_on_tensors_of_a_device() -> None:
         (4, 1, {"SLURM_GPUS_PER_TASK": "1"}, True),  # each is shown its own
         (4, 1, {"SLURM_TRES_PER_TASK": "cpu=4,gres/gpu=1"}, True),
         (4, 1, {"SLURM_TRES_PER_TASK": "cpu=4"}, False),
+        (4, 1, {"SLURM_GPUS_ON_NODE": "4"}, True),  # srun --gpu-bind=single:1, or a script
+        (4, 1, {"SLURM_GPUS_ON_NODE": "1"}, False),
         (1, 0, {"SLURM_GPUS_PER_TASK": "1"}, False),
     ],
 )
@@ -127,6 +129,8 @@ def test_cuda_is_prepared_where_each_rank_can_have_a_gpu(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     nccl.prepare_cuda(ranks)
     assert ("CUDA_MODULE_LOADING" in environment) == are_set
+    # NCCL may be chosen wherever there is a GPU: scripts can show each rank its own.
+    assert ("TORCH_NCCL_ASYNC_ERROR_HANDLING" in environment) == (gpus > 0)
 
 
 @pytest.mark.process
