@@ -19,7 +19,8 @@ from contextlib import (
     suppress,
 )
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 from pathoseg.errors import MemoryExhaustedError, PathosegError, StoppedError
 from pathoseg.interruption import Interruption
@@ -73,7 +74,8 @@ def start_ranks(
 class Ranks:
     """The ranks of this job, joined for one attempt after the other; all but rank 0 are silent.
 
-    A context: in it an error of one rank is told by rank 0 alone.
+    A context: in it an error of one rank is told by rank 0 alone; by the rank itself where it is
+    raised before the ranks have met, as rank 0 cannot hear of it.
     """
 
     def __init__(self) -> None:
@@ -87,8 +89,19 @@ class Ranks:
             self._silence.enter_context(errors_left_to_rank_0())
         return self
 
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._silence.__exit__(*error)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        has_met = self._wire is not None
+        # `start_local` shows the last words of the ranks that it has started.
+        is_told = has_met or not self.world.rank or LAST_WORDS in os.environ
+        if isinstance(error, PathosegError) and not is_told:
+            place = f"Rank {self.world.rank} on {socket.gethostname()}"
+            print(f"{place}: {error}", file=sys.__stderr__, flush=True)
+        return self._silence.__exit__(kind, error, trace)
 
     @contextmanager
     def joined(
