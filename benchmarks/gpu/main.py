@@ -52,12 +52,14 @@ class Job:
         minutes: It is ended after so long.
         commands: One after the other, of the program's arguments; the first that fails ends it.
         device: The tests' device (`tests/parallel/computing_device.py`), where it runs tests.
+        hardware: A file of `calibrate`, given to the commands if it is there when they begin.
     """
 
     name: str
     minutes: float
     commands: Sequence[Sequence[str]]
     device: str | None = None
+    hardware: Path | None = None
 
 
 def jobs(place: Place, device: str, quick: bool) -> list[Job]:
@@ -84,9 +86,8 @@ def jobs(place: Place, device: str, quick: bool) -> list[Job]:
     ) -> Job:
         main = f"benchmarks/{question or name}/main.py"
         command = [main, *options, "--json", str(place.figures(name))]
-        return Job(name, minutes, [[*command, *prices] if planned else command])
+        return Job(name, minutes, [command], hardware=hardware if planned else None)
 
-    prices = ["--hardware", str(hardware)]
     caps = ["--part", "caps", *(small or ["--side", "1024"])]
     study = ["--part", "study", *(small or ["--steps", "4"])]  # of 160, which take 15 minutes
     # One rank at a time has the 16 GiB: eight of them want more than a card has.
@@ -95,7 +96,7 @@ def jobs(place: Place, device: str, quick: bool) -> list[Job]:
     return [
         Job("cuda-tests", 4, [[*pytest, "-m", "cuda", "tests/parallel"]]),
         Job("runtime", 3, [[*pytest, "-m", "not process", *runtime]], device),
-        Job("calibrate", 3, [["-m", "pathoseg", "calibrate", "--out", str(hardware), *small]]),
+        Job("calibrate", 5, [["-m", "pathoseg", "calibrate", "--out", str(hardware), *small]]),
         Job(
             "commands",
             3,
@@ -212,11 +213,13 @@ def _run(job: Job, work: Path, seconds: float) -> tuple[str, str]:
     environment["PYTHONPATH"] = os.pathsep.join(path)
     if job.device is not None:
         environment["PATHOSEG_TEST_DEVICE"] = job.device
+    measured = job.hardware is not None and job.hardware.is_file()  # else each takes its default
+    prices = ["--hardware", str(job.hardware)] if measured else []
     end, log = time.monotonic() + seconds, work / f"{job.name}.log"
     with log.open("w") as output:
         for command in job.commands:
             running = subprocess.Popen(
-                [sys.executable, *command],
+                [sys.executable, *command, *prices],
                 cwd=ROOT,
                 env=environment,
                 stdout=output,

@@ -42,6 +42,18 @@ def test_a_job_that_fails_or_hangs_stops_no_other(tmp_path: Path) -> None:
     assert json.loads(report.read_text())["late"]["state"] == "no time left"
 
 
+@pytest.mark.process
+def test_a_hardware_file_is_given_to_a_job_once_it_is_there(tmp_path: Path) -> None:
+    """`calibrate`, a job before, may have failed."""
+    hardware, given = tmp_path / "hardware.json", tmp_path / "given"
+    note = f"import sys; open({str(given)!r}, 'a').write(' '.join(sys.argv[1:]) + ';')"
+    plans = Job("plans", 1, [["-c", note, "--quick"]], hardware=hardware)
+    calibrates = Job("calibrates", 1, [["-c", f"open({str(hardware)!r}, 'w')"]])
+    assert run_all([plans], tmp_path, tmp_path / "before.json", 60, "a GPU") == []
+    assert run_all([calibrates, plans], tmp_path, tmp_path / "after.json", 60, "a GPU") == []
+    assert given.read_text() == f"--quick;--quick --hardware {hardware};"
+
+
 @pytest.mark.parametrize("quick", [False, True])
 def test_the_jobs_name_what_is_there(quick: bool, tmp_path: Path) -> None:
     """Files, and options of benchmarks and of the command line."""
@@ -51,6 +63,7 @@ def test_the_jobs_name_what_is_there(quick: bool, tmp_path: Path) -> None:
             paths = [each for each in command if "/" in each and not each.startswith(str(tmp_path))]
             assert all((ROOT / each).exists() for each in paths), paths
             options = {each for each in command if each.startswith("--")}
+            options |= {"--hardware"} if job.hardware else set()
             if command[0].startswith("benchmarks/"):
                 known = (ROOT / command[0]).read_text()
                 assert all(
