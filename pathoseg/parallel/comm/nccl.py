@@ -17,6 +17,7 @@ import atexit
 import contextlib
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -511,7 +512,7 @@ class NcclRequest:
                 return False
             self._work.wait(timedelta(seconds=MEETING))  # raises what failed; lets go of the tensor
         except RuntimeError as error:
-            raise _failure(str(error).splitlines()[0]) from error
+            raise _failure(_told(error)) from error
         self._data = None
         return True
 
@@ -520,7 +521,14 @@ def _begin(start: Callable[[], Work], data: Tensor) -> NcclRequest:
     try:
         return NcclRequest(start(), data)
     except RuntimeError as error:
-        raise _failure(str(error).splitlines()[0]) from error
+        raise _failure(_told(error)) from error
+
+
+def _told(error: RuntimeError) -> str:
+    """Return the first line of an error of NCCL, and its cause, where it names one lines below."""
+    text = str(error)
+    cause = re.search(r"Last error:[ \t]*\n?[ \t]*(\S.*)", text)
+    return text.partition("\n")[0] + (f": {cause[1]}" if cause else "")
 
 
 def _failure(problem: str) -> PathosegError:

@@ -64,6 +64,26 @@ def test_ranks_that_share_a_gpu_are_refused() -> None:
     assert "rank 1 has none" in without.problem
 
 
+@pytest.mark.parametrize(
+    ("last", "told"),
+    [
+        ("\nCuda failure 2 'out of memory'", "version 2.27.5: Cuda failure 2 'out of memory'."),
+        (" socket closed\nraised from here", "version 2.27.5: socket closed."),
+        ("\n\nraised from here", "version 2.27.5."),  # none
+    ],
+)
+def test_the_cause_that_nccl_names_is_told(last: str, told: str) -> None:
+    """It stands lines below the first."""
+    raised = RuntimeError(
+        "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.27.5\n"
+        f"ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:{last}"
+    )
+    work = mock.Mock(is_completed=mock.Mock(side_effect=raised))
+    with pytest.raises(PathosegError) as refused:
+        nccl.NcclRequest(work, torch.empty(1)).done()
+    assert refused.value.problem.endswith(told)
+
+
 @settings(max_examples=20)
 @given(
     st.lists(st.sets(st.integers(0, 23), min_size=2, max_size=2).map(sorted), max_size=300),
