@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
 from torch.distributed.distributed_c10d import PrefixStore, Store, Work
 
-from pathoseg.device import device_identity, share_devices
+from pathoseg.device import cuda_properties, device_identity, share_devices
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.comm.gloo import LONG
 from pathoseg.parallel.comm.heartbeat import MEETING, Heartbeat
@@ -344,7 +344,7 @@ def by_nccl(
     gpu = ""
     if device.type == "cuda" and torch.distributed.is_nccl_available():
         device = share_devices(device, hosts[: words.rank].count(hosts[words.rank]))
-        gpu = json.dumps([hosts[words.rank], device_identity(device)])
+        gpu = json.dumps([hosts[words.rank], card_identity(device)])
     problem = not_one_each(plain.gather(gpu))
     if problem is not None and asked:
         plain.close()
@@ -360,6 +360,17 @@ def by_nccl(
         store = TCPStore(host, int(port), timeout=timedelta(seconds=MEETING))
     channels = NcclChannels(store, words.rank, device)
     return ProcessTransport(OrderedWire(words, channels), heartbeat)
+
+
+def card_identity(device: torch.device) -> str:
+    """Return what tells a GPU's card from the others of its host: its place on the PCI bus.
+
+    NCCL joins one rank of a card, though MIG slices of it have UUIDs of their own. Where torch does
+    not tell the place, it is the UUID.
+    """
+    told = cuda_properties(device)
+    place = [getattr(told, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    return device_identity(device) if None in place else ":".join(map(str, place))
 
 
 def not_one_each(gpus: Sequence[str]) -> PathosegError | None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
+from pathoseg.device import cuda_properties
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.comm import nccl
 from pathoseg.parallel.comm.launcher import Choice, World, connect
@@ -62,6 +64,35 @@ def test_ranks_that_share_a_gpu_are_refused() -> None:
     without = not_one_each(["a 1", "", ""])
     assert without is not None
     assert "rank 1 has none" in without.problem
+
+
+@pytest.mark.parametrize(
+    ("properties", "are_refused"),
+    [
+        (SimpleNamespace(pci_domain_id=0, pci_bus_id=0x18, pci_device_id=0), True),
+        (SimpleNamespace(), False),  # a torch that does not tell
+        (None, False),  # ROCm
+    ],
+)
+def test_mig_slices_of_one_card_are_one_gpu(
+    properties: object, are_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have a UUID each, and one place on the bus, by which NCCL refuses two ranks."""
+    uuids = iter(["MIG-1", "MIG-2"])
+    monkeypatch.setattr(nccl, "cuda_properties", lambda _: properties)
+    monkeypatch.setattr(nccl, "device_identity", lambda _: next(uuids))
+    cards = [nccl.card_identity(torch.device("cuda:0")) for _ in range(2)]
+    assert (not_one_each(cards) is not None) == are_refused
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_card_is_known_by_its_place_on_the_bus() -> None:
+    """What torch tells of a real one (`torch.numa` reads the same)."""
+    properties = cuda_properties(torch.device("cuda:0"))
+    if properties is None:
+        pytest.skip("asks what NVIDIA's driver tells")
+    assert nccl.card_identity(torch.device("cuda:0")).endswith(f":{properties.pci_device_id}")
 
 
 @pytest.mark.parametrize(
