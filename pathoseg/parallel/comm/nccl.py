@@ -23,7 +23,9 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -271,6 +273,7 @@ _VARIABLES = {
 }
 _STREAMS = 32  # that torch has for communicators; two that share one could block each other
 _FAREWELL = 5  # seconds
+_NAP = 0.05  # seconds between two looks at the heartbeat while ranks are connected
 _USE_ANOTHER = (
     "Use the transport 'mpi' under an MPI's launcher (an MPI that reads CUDA memory copies GPU to "
     "GPU), 'gloo' under another."
@@ -358,7 +361,7 @@ def by_nccl(
     host, port = plain.gather(where)[0].split()
     if words.rank:
         store = TCPStore(host, int(port), timeout=timedelta(seconds=MEETING))
-    channels = NcclChannels(store, words.rank, device)
+    channels = NcclChannels(store, words.rank, device, heartbeat.check)
     return ProcessTransport(OrderedWire(words, channels), heartbeat)
 
 
@@ -403,12 +406,16 @@ class NcclChannels:
         store: A store at which the ranks meet.
         rank: This rank.
         device: This rank's GPU.
+        check: Raises once a rank is lost (`Heartbeat.check`).
     """
 
-    def __init__(self, store: Store, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, store: Store, rank: int, device: torch.device, check: Callable[[], None]
+    ) -> None:
         self._store = store
         self._rank = rank
         self._device = device
+        self._check = check
         # A communicator lets its stream wait for the current one.
         self._idle = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
         self._channels: dict[tuple[int, int], Any] = {}  # by sender and receiver
@@ -424,21 +431,23 @@ class NcclChannels:
         of those that are not yet, the first has all its ranks waiting for it alone: none hangs.
 
         Raises:
-            PathosegError: NCCL cannot join some ranks.
+            PathosegError: NCCL cannot join some ranks, or one is lost.
         """
         torch.cuda.synchronize(self._device)
         byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
         for ranks in groups:
             if self._is_new("group", ranks, 1) and self._rank in ranks:
                 self._groups[ranks] = self._communicator("group", ranks)
-                self._await(self.sum(byte, ranks), f"the sum of ranks {ranks}")
+                self._await(partial(self.sum, byte, ranks), f"the sum of ranks {ranks}")
         for pair in pairs:
             if self._is_new("pair", pair, 2) and self._rank in pair:
                 for source, to in (pair, pair[::-1]):
                     self._channels[source, to] = self._communicator("channel", (source, to))
                     is_mine = source == self._rank
-                    moved = self.send(byte, to) if is_mine else self.receive(byte, source)
-                    self._await(moved, f"a message from rank {source} to rank {to}")
+                    move, other = (self.send, to) if is_mine else (self.receive, source)
+                    self._await(
+                        partial(move, byte, other), f"a message from rank {source} to rank {to}"
+                    )
 
     def carries(self, device: torch.device, other: int) -> bool:
         if device.type != self._device.type or (self._rank, other) not in self._channels:
@@ -502,9 +511,29 @@ class NcclChannels:
         place = PrefixStore(f"{kind} {ranks}", self._store)
         return nccl(place, ranks.index(self._rank), len(ranks), options)
 
-    def _await(self, request: NcclRequest | None, what: str) -> None:
+    def _await(self, begin: Callable[[], NcclRequest | None], what: str) -> None:
+        """Begin what connects a communicator's ranks, and wait until it is done.
+
+        Raises:
+            PathosegError: NCCL cannot join the ranks, or one of all ranks is lost.
+        """
+        begun: Future[NcclRequest | None] = Future()
+
+        def connect() -> None:
+            try:
+                share_devices(self._device, 0)  # each thread has a current device
+                begun.set_result(begin())
+            except BaseException as error:
+                begun.set_exception(error)
+
+        # In a thread, as NCCL blocks for ever where the other rank is lost; it is left behind then.
+        threading.Thread(target=connect, name="nccl", daemon=True).start()
+        while not wait([begun], _NAP).done:
+            self._check()
+        request = begun.result()
         deadline = time.monotonic() + MEETING
         while request is not None and not request.done():
+            self._check()
             if time.monotonic() > deadline:
                 raise _failure(f"{what} did not come within {MEETING:.0f} s")
             time.sleep(1e-3)

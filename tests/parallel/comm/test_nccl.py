@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -131,7 +132,7 @@ def test_both_ends_agree_on_what_torch_has_streams_for(
             mock.patch.object(NcclChannels, "_communicator"),
             mock.patch.object(NcclChannels, "_await"),
         ):
-            channels = NcclChannels(HashStore(), rank, torch.device("cpu"))
+            channels = NcclChannels(HashStore(), rank, torch.device("cpu"), lambda: None)
             for _ in range(2):  # the second finds all of them open, or left out
                 channels.open(
                     sorted({(one, other) for one, other in pairs}), sorted({*map(tuple, groups)})
@@ -146,6 +147,33 @@ def test_both_ends_agree_on_what_torch_has_streams_for(
         wanted += sum(rank in group for group in {*map(tuple, groups)})
         full = any(len(a) + len(b) > 30 for a, b in opened)
         assert full or len(routes) + len(teams) == wanted
+
+
+@pytest.mark.parametrize("is_connected", [False, True])
+def test_a_rank_that_is_lost_while_nccl_connects_ends_the_wait(
+    is_connected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL blocks for ever, or never says that the first message has come."""
+    for_ever = threading.Event()
+    never = mock.Mock(is_completed=lambda: False)
+
+    def allreduce(_: object) -> mock.Mock:
+        if not is_connected:
+            for_ever.wait(60)
+        return never
+
+    def lost() -> None:
+        raise PathosegError("Rank 1 ended without a word.", "")
+
+    monkeypatch.setattr(torch.cuda, "Stream", mock.Mock())
+    monkeypatch.setattr(torch.cuda, "synchronize", mock.Mock())
+    group = mock.Mock(allreduce=allreduce)
+    monkeypatch.setattr(NcclChannels, "_communicator", lambda *_: group)
+    channels = NcclChannels(HashStore(), 0, torch.device("cpu"), lost)
+    with pytest.raises(PathosegError, match="Rank 1 ended"):
+        channels.open([], [(0, 1)])
+    for_ever.set()
+    channels.close(well=False)
 
 
 def test_the_suite_runs_on_tensors_of_a_device() -> None:
