@@ -52,12 +52,14 @@ class Job:
         minutes: It is ended after so long.
         commands: One after the other, of the program's arguments; the first that fails ends it.
         device: The tests' device (`tests/parallel/computing_device.py`), where it runs tests.
+        hardware: A file of `calibrate`, given to the commands if it is there when they begin.
     """
 
     name: str
     minutes: float
     commands: Sequence[Sequence[str]]
     device: str | None = None
+    hardware: Path | None = None
 
 
 def jobs(place: Place, device: str, quick: bool) -> list[Job]:
@@ -73,20 +75,28 @@ def jobs(place: Place, device: str, quick: bool) -> list[Job]:
     if device == SIMULATED:
         pytest += ["-p", "tests.simulated_device.clean_device"]
     small = ["--quick"] if quick else []
-    hardware, run = str(place.figures("hardware")), str(place.work / "run")
+    hardware, run = place.figures("hardware"), str(place.work / "run")
     sample = "sample_data/sample_06.svs"
     runtime = [f"tests/parallel/{path}" for path in _RUNTIME]
     if quick:
         runtime += ["-k", "two_stages or (train_as_one and branches and hybrid-gems)"]
 
-    def benchmark(question: str, minutes: float, *options: str, short: Sequence[str] = ()) -> Job:
-        told = [*options, *(short if quick else ()), "--json", str(place.figures(question))]
-        return Job(question, minutes, [[f"benchmarks/{question}/main.py", *told]])
+    def benchmark(
+        name: str, minutes: float, *options: str, planned: bool = False, question: str | None = None
+    ) -> Job:
+        main = f"benchmarks/{question or name}/main.py"
+        command = [main, *options, "--json", str(place.figures(name))]
+        return Job(name, minutes, [command], hardware=hardware if planned else None)
 
+    caps = ["--part", "caps", *(small or ["--side", "1024"])]
+    study = ["--part", "study", *(small or ["--steps", "4"])]  # of 160, which take 15 minutes
+    # One rank at a time has the 16 GiB: eight of them want more than a card has.
+    wall = ["--measure", "--network", "unet64"]
+    wall += ["--way", "sequential", "--way", "sequential_planned"]
     return [
         Job("cuda-tests", 4, [[*pytest, "-m", "cuda", "tests/parallel"]]),
         Job("runtime", 3, [[*pytest, "-m", "not process", *runtime]], device),
-        Job("calibrate", 3, [["-m", "pathoseg", "calibrate", "--out", hardware, *small]]),
+        Job("calibrate", 5, [["-m", "pathoseg", "calibrate", "--out", str(hardware), *small]]),
         Job(
             "commands",
             3,
@@ -106,11 +116,12 @@ def jobs(place: Place, device: str, quick: bool) -> list[Job]:
                 ],
             ],
         ),
-        benchmark("train-speed", 4, short=["--side", "32"]),
+        benchmark("train-speed", 4, *(["--side", "32"] if quick else [])),
+        benchmark("offload-caps", 4, *caps, planned=True, question="offload"),
+        benchmark("memory-wall", 4, *wall, *small, planned=True),
         benchmark("infer-overhead", 3, *small),
-        benchmark("offload", 6, "--hardware", hardware, *small),
+        benchmark("offload-study", 4, *study, planned=True, question="offload"),
         benchmark("retention", 3, "--measure", *small),
-        benchmark("memory-wall", 5, "--measure", "--hardware", hardware, *small),
         benchmark("peers", 3, *small),
     ]
 
@@ -202,11 +213,13 @@ def _run(job: Job, work: Path, seconds: float) -> tuple[str, str]:
     environment["PYTHONPATH"] = os.pathsep.join(path)
     if job.device is not None:
         environment["PATHOSEG_TEST_DEVICE"] = job.device
+    measured = job.hardware is not None and job.hardware.is_file()  # else each takes its default
+    prices = ["--hardware", str(job.hardware)] if measured else []
     end, log = time.monotonic() + seconds, work / f"{job.name}.log"
     with log.open("w") as output:
         for command in job.commands:
             running = subprocess.Popen(
-                [sys.executable, *command],
+                [sys.executable, *command, *prices],
                 cwd=ROOT,
                 env=environment,
                 stdout=output,

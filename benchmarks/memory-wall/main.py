@@ -19,6 +19,7 @@ from cases import RANKS, SIDES, WAYS, Case, networks
 from torch import nn
 
 from pathoseg.device import device_name, pick_device
+from pathoseg.outputs.atomic import write_text
 from pathoseg.parallel.cost.cost_model import cost_model
 from pathoseg.parallel.cost.hardware import Hardware, load_hardware
 from pathoseg.parallel.graph.traced import Traced
@@ -99,12 +100,13 @@ def main() -> None:
                     if seconds is not None:
                         figures[f"seconds_a_tile_{way}_{network}_{tried}"] = seconds
             print(_row(network, way, wall), flush=True)
+            if right:
+                figures["fit_predictions_right"] = sum(right) / len(right)
+                figures["device"] = device_name(pick_device())
+            if options.json:  # each time: what is cut off leaves what it has measured
+                write_text(options.json, json.dumps(figures, indent=2) + "\n")
     if right:
-        figures["fit_predictions_right"] = sum(right) / len(right)
-        figures["device"] = device_name(pick_device())
         print(f"\nPredictions right: {sum(right)} of {len(right)}")
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 def _predict(

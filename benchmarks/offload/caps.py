@@ -69,11 +69,13 @@ def caps(quick: bool, hardware: Hardware, only: int | None) -> Iterator[tuple[st
         sides = (only,)
     for name, make in _networks(quick).items():
         for side in sides:
-            figures = dict(one_in_flight(name, Subject(make, side, dtype=dtype), hardware, rounds))
+            for figure in one_in_flight(name, Subject(make, side, dtype=dtype), hardware, rounds):
+                if side == sides[0]:
+                    yield figure
             several = Subject(make, side, _IN_FLIGHT, _IN_FLIGHT, dtype)
-            figures |= _several_in_flight(name, several, rounds)
-            if side == sides[0]:
-                yield from figures.items()
+            for figure in _several_in_flight(name, several, rounds):
+                if side == sides[0]:
+                    yield figure
 
 
 def one_in_flight(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -17,6 +18,7 @@ from benchmarks.offload.subject import DEVICE
 from benchmarks.offload.trace import write_trace
 from benchmarks.offload.waiting import waiting
 from pathoseg.device import device_name
+from pathoseg.outputs.atomic import write_text
 from pathoseg.parallel.cost.hardware import load_hardware
 
 
@@ -41,16 +43,18 @@ def main() -> None:
     print(f"Device: {name}, torch {torch.__version__}")
     figures: dict[str, float | str] = {"device": name}
     hardware = load_hardware(options.hardware)
-    if options.part in (None, "study"):
-        figures.update(study(options.quick, options.steps))
-    if options.part in (None, "caps"):
-        figures.update(caps(options.quick, hardware, options.side))
-    if options.part in (None, "waiting"):
-        figures.update(waiting(options.quick, hardware))
+    parts: dict[str, Callable[[], Iterable[tuple[str, float]]]] = {
+        "study": lambda: study(options.quick, options.steps),
+        "caps": lambda: caps(options.quick, hardware, options.side),
+        "waiting": lambda: waiting(options.quick, hardware),
+    }
+    for part in [options.part] if options.part else parts:
+        for figure, value in parts[part]():
+            figures[figure] = value
+            if options.json:  # each time: what is cut off leaves what it has measured
+                write_text(options.json, json.dumps(figures, indent=2) + "\n")
     if options.trace:
         write_trace(options.trace, options.quick)
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ from contextlib import (
     suppress,
 )
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 from pathoseg.errors import MemoryExhaustedError, PathosegError, StoppedError
 from pathoseg.interruption import Interruption
@@ -73,7 +74,8 @@ def start_ranks(
 class Ranks:
     """The ranks of this job, joined for one attempt after the other; all but rank 0 are silent.
 
-    A context: in it an error of one rank is told by rank 0 alone.
+    A context: in it an error of one rank is told by rank 0 alone; by the rank itself where it is
+    raised before the ranks have met, as rank 0 cannot hear of it.
     """
 
     def __init__(self) -> None:
@@ -87,8 +89,19 @@ class Ranks:
             self._silence.enter_context(errors_left_to_rank_0())
         return self
 
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._silence.__exit__(*error)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        has_met = self._wire is not None
+        # `start_local` shows the last words of the ranks that it has started.
+        is_told = has_met or not self.world.rank or LAST_WORDS in os.environ
+        if isinstance(error, PathosegError) and not is_told:
+            place = f"Rank {self.world.rank} on {socket.gethostname()}"
+            print(f"{place}: {error}", file=sys.__stderr__, flush=True)
+        return self._silence.__exit__(kind, error, trace)
 
     @contextmanager
     def joined(
@@ -97,7 +110,8 @@ class Ranks:
         """Make a context with a transport between the ranks, all of which enter it.
 
         An error of one rank ends the context on all. Each rank's device is the current one before
-        the ranks meet: an MPI that knows accelerators takes the one that it finds then.
+        the ranks meet: an MPI that knows accelerators takes the one that it finds then. No device
+        is asked for ahead of it: CUDA reads its variables once.
 
         Args:
             choice: The transport.
@@ -108,22 +122,21 @@ class Ranks:
             The transport; None where there is one rank alone.
 
         Raises:
-            PathosegError: The ranks do not meet; where they have met before, within a minute.
+            PathosegError: There is no such device, or the ranks do not meet; where they have met
+                before, within a minute.
         """
-        world = self.world
-        if world.ranks == 1 and not alone:
-            yield None
-            return
         from pathoseg.device import pick_device, share_devices
 
-        if world.ranks == 1:
-            choice, world = "gloo", World()
+        choice, world = ("gloo", World()) if self.world.ranks == 1 else (choice, self.world)
         share = find_host_share(world)
         if choice in ("auto", "nccl"):
             from pathoseg.parallel.comm.nccl import prepare_cuda
 
             prepare_cuda(share.ranks)
         wanted = pick_device(device)
+        if world.ranks == 1 and not alone:
+            yield None
+            return
         share_devices(wanted, share.rank)
         self._wire = join_wire(choice, world) if self._wire is None else self._wire.again()
         transport = connect_on(self._wire, choice, wanted)

@@ -145,13 +145,16 @@ def _check_slides(config: Config, *, are_read: bool) -> None:
 def check_device(name: str | None) -> None:
     """Refuse a device that is not there; one that the installed PyTorch cannot have, unimported.
 
+    Under a launcher nothing is refused: CUDA begins here, and its variables are set later
+    (`prepare_cuda`).
+
     Args:
         name: As for `pick_device`.
 
     Raises:
         PathosegError: There is none of this name.
     """
-    if name is None or name == "cpu":
+    if name is None or name == "cpu" or find_world().launcher is not None:
         return
     if "torch" not in sys.modules and not entry_points(group="torch.backends"):
         build = _torch_build()

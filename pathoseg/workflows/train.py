@@ -216,7 +216,6 @@ def _attempt(asked: _Asked, ranks: Ranks, verbose: bool, second: SecondAttempt |
     """
     wanted = ranks_to_start(asked.config_file, asked.flags, asked.out, asked.resume)
     refuse_overwriting(asked.out, asked.resume, asked.overwrite)
-    pick_device(wanted.device)  # before slides are read
     world = ranks.world
     teams(wanted, wanted.ranks if world.launcher is None else world.ranks)
     if wanted.ranks > 1 and world.launcher is None:

@@ -9,6 +9,8 @@
 #   then kills rank 0, which may not have ended.
 # - Ranks that have lost a host end after 10 s; mpirun would go on waiting for that host. It is to
 #   ask after 5 s of rest, then each second, and to give up after 30 questions.
+# - ssh leaves this shell's environment behind, so that another host would not find the command. What
+#   says where programs and libraries are, and how they run, goes to all hosts.
 # - At SIGTERM and Ctrl-C mpirun would kill the ranks within a second or so. Instead each gets a
 #   SIGTERM and all the time it needs to save.
 : "${HOSTS:?names the hosts and how many ranks each has: node1:4,node2:4}"
@@ -29,8 +31,11 @@ exit $code'
 as_root=
 [ "$(id -u)" != 0 ] || as_root=--allow-run-as-root
 
+names='PATH|LD_LIBRARY_PATH|PYTHONPATH|VIRTUAL_ENV|OMP_NUM_THREADS|MASTER_ADDR|NCCL_[A-Z0-9_]+'
+passed=$(env | sed -n -E "s/^($names)=.*/-x \1/p") # those that are set: mpirun warns of others
+
 trap 'kill -USR1 $mpirun' INT TERM
-setsid mpirun $as_root --host "$HOSTS" --bind-to none --rtos continuous,error-nonzero-status=0 \
+setsid mpirun $as_root $passed --host "$HOSTS" --bind-to none --rtos continuous,error-nonzero-status=0 \
     --prtemca oob_tcp_keepalive_time 5 \
     --prtemca oob_tcp_keepalive_intvl 1 \
     --prtemca oob_tcp_keepalive_probes 30 \

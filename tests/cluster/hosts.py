@@ -47,7 +47,8 @@ class Hosts:
         folder: Where their files are kept.
 
     Attributes:
-        agent: A program that mpirun can call in the place of ssh.
+        agent: A program that mpirun can call in the place of ssh, and that as ssh leaves the
+            caller's environment behind.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -75,7 +76,8 @@ class Hosts:
         text = " ".join(
             f'"{word}"' if "$host" in word else shlex.quote(word) for word in words[:-1]
         )
-        self.agent.write_text(f'#!/bin/sh\nhost=$1; shift\nexec {text} "$*"\n')
+        own = 'env -i HOME="$HOME" PATH=/usr/local/bin:/usr/bin:/bin'
+        self.agent.write_text(f'#!/bin/sh\nhost=$1; shift\nexec {own} {text} "$*"\n')
         self.agent.chmod(0o755)
         return self
 

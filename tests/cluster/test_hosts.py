@@ -25,7 +25,8 @@ Starter = Callable[[Hosts, Lab, list[str]], "list[subprocess.Popen[str]]"]
 def by_mpi(hosts: Hosts, lab: Lab, command: list[str]) -> list[subprocess.Popen[str]]:
     where = {"HOSTS": ",".join(f"{node}:1" for node in NODES)}
     agent = {"PRTE_MCA_plm_ssh_agent": str(hosts.agent)}
-    return [lab.start(hosts.command(NODES[0], MPIRUN, *command), **where, **agent)]
+    named = [Path(command[0]).name, *command[1:]]  # PATH says where it is, on both hosts
+    return [lab.start(hosts.command(NODES[0], MPIRUN, *named), **where, **agent)]
 
 
 def by_gloo(hosts: Hosts, lab: Lab, command: list[str]) -> list[subprocess.Popen[str]]:

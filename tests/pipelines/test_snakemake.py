@@ -31,11 +31,17 @@ def snakemake() -> str:
 
 @pytest.fixture
 def laboratory(tmp_path: Path) -> Path:
-    """Annotated slides, new ones and settings, under the names that config.yaml gives."""
-    for name, seeds in (("annotated", (0, 1, 2)), ("new", (7, 8))):
+    """Annotated slides, new ones and settings, under the names that config.yaml gives.
+
+    One slide of each folder, which the test changes, has a space in its name.
+    """
+    for name, slides in (
+        ("annotated", {"slide 0": 0, "slide1": 1, "slide2": 2}),
+        ("new", {"slide7": 7, "slide 8": 8}),
+    ):
         (tmp_path / name).mkdir()
-        for seed in seeds:
-            draw_disc(tmp_path / f"{name}/slide{seed}.png", seed)
+        for slide, seed in slides.items():
+            draw_disc(tmp_path / name / f"{slide}.png", seed)
     for mask in (tmp_path / "new").glob("*_mask.png"):
         mask.unlink()
     text = TINY.replace("tile = 32", 'tile = 32\ncache = "tiles"').replace(
@@ -66,16 +72,16 @@ def test_a_second_run_does_nothing_and_a_change_only_what_depends_on_it(
     assert rules() == []
 
     kept = (laboratory / "results/slide7/mask.ome.tiff").stat()
-    before = (laboratory / "results/slide8/regions.geojson").read_bytes()
-    changed = laboratory / "new/slide8.png"
+    before = (laboratory / "results/slide 8/regions.geojson").read_bytes()
+    changed = laboratory / "new/slide 8.png"
     draw_disc(changed, 9)
-    changed.with_name("slide8_mask.png").unlink()
+    changed.with_name("slide 8_mask.png").unlink()
     assert rules() == ["all", "infer", "summary"]
     assert (laboratory / "results/slide7/mask.ome.tiff").stat() == kept
-    assert (laboratory / "results/slide8/regions.geojson").read_bytes() != before
+    assert (laboratory / "results/slide 8/regions.geojson").read_bytes() != before
 
     weights = (laboratory / "run/model/weights.safetensors").read_bytes()
-    draw_disc(laboratory / "annotated/slide0.png", 5)
+    draw_disc(laboratory / "annotated/slide 0.png", 5)
     assert rules("--dry-run") == everything
     assert rules("run/summary.json") == ["cache", "train"]
     assert (laboratory / "run/model/weights.safetensors").read_bytes() != weights

@@ -1,16 +1,98 @@
-"""A signal, and the error of another rank that comes with it."""
+"""Ranks before they have met; a signal, and the error of another rank that comes with it."""
 
 from __future__ import annotations
 
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import NoReturn, cast
+from unittest import mock
 
 import pytest
+import torch
 
+from pathoseg import device
 from pathoseg.errors import PathosegError, StoppedError
 from pathoseg.interruption import Interruption
+from pathoseg.parallel.comm.local_ranks import LAST_WORDS
 from pathoseg.parallel.comm.transport import Transport
-from pathoseg.training.distributed import stopped_together
+from pathoseg.training import distributed
+from pathoseg.training.distributed import Ranks, stopped_together
+
+
+@pytest.fixture
+def as_rank_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this process the second of two ranks that torchrun has started."""
+    world = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in (world | {"MASTER_PORT": "1"}).items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("as_rank_1")
+@pytest.mark.parametrize("name", ["train", "calibrate"])
+def test_cuda_is_prepared_before_a_device_is_asked_for(
+    name: str,
+    command: Callable[..., tuple[int, str]],
+    toy_slides: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The variables of CUDA, wherever a command comes to its first device, which begins CUDA."""
+    seen = []
+
+    def begun() -> None:
+        seen.append(os.environ.get("CUDA_MODULE_LOADING"))
+
+    monkeypatch.setattr(device, "_accelerator", begun)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    own = ["--slides", toy_slides, "--config", "tiny.toml"] if name == "train" else []
+    with mock.patch.dict(os.environ):
+        os.environ.pop("CUDA_MODULE_LOADING", None)
+        assert command(name, *own, "--device", "cuda")[0] == 2
+    assert {*seen} == {"EAGER"}
+
+
+@pytest.mark.usefixtures("as_rank_1")
+@pytest.mark.parametrize("is_local", [False, True])
+def test_an_error_before_ranks_have_met_is_told_by_its_rank(
+    is_local: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A rank without the GPU that was asked for; where `--ranks` has started it, a file has it."""
+    words = tmp_path / "words"
+    if is_local:
+        monkeypatch.setenv(LAST_WORDS, str(words))
+    monkeypatch.setattr(device, "_accelerator", lambda: None)
+    with (
+        pytest.raises(SystemExit, match="2"),
+        Ranks() as ranks,
+        ranks.joined("gloo", device="cuda:7"),
+    ):
+        pytest.fail("no such device")
+    told = "There is no device cuda:7 here. Name one of cpu, or none to take cpu.\n"
+    if is_local:
+        assert (words.read_text(), capfd.readouterr().err) == (told, "")
+    else:
+        assert capfd.readouterr().err == f"Rank 1 on {socket.gethostname()}: {told}"
+
+
+@pytest.mark.usefixtures("as_rank_1")
+def test_an_error_of_ranks_that_have_met_is_left_to_rank_0(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What all ranks of a transport raise, such as one GPU that two have."""
+
+    def refused(*_: object) -> NoReturn:
+        raise PathosegError("NCCL needs a GPU for each rank.", "")
+
+    monkeypatch.setattr(distributed, "join_wire", lambda *_: SimpleNamespace())
+    monkeypatch.setattr(distributed, "connect_on", refused)
+    with pytest.raises(SystemExit, match="2"), Ranks() as ranks, ranks.joined("gloo", device="cpu"):
+        pytest.fail("no transport")
+    assert capfd.readouterr() == ("", "")
 
 
 def _signalled() -> None:

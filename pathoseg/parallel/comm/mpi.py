@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _LARGEST = 2**30  # bytes of one MPI message; its count is a C int
 _ANNOUNCEMENT = 512  # bytes
-_NAME = 256  # bytes of a host's name
+_NAMES = 512  # bytes of a host's name and its MASTER_ADDR
 
 
 def join_mpi(started: int = 1) -> MpiWire:
@@ -78,7 +78,7 @@ class MpiWire:
         node = world.Split_type(self._mpi.COMM_TYPE_SHARED)
         local = node.Get_size() == self.ranks
         node.Free()
-        self.host = "127.0.0.1" if local else os.environ.get("MASTER_ADDR") or self._address()
+        self.host = "127.0.0.1" if local else self._address()
         self.reads = frozenset({"cuda"} if _reads_cuda(self._mpi) else ())
 
     def announce(self, text: str) -> str:
@@ -161,12 +161,15 @@ class MpiWire:
             turns += 1
 
     def _address(self) -> str:
-        """Return the address at which other hosts reach this rank, found by their names."""
-        own = bytearray(socket.gethostname().encode().ljust(_NAME))
-        names = bytearray(_NAME * self.ranks)
-        self._comms[0].Allgather([own, self._mpi.BYTE], [names, self._mpi.BYTE])
-        each = (names[at : at + _NAME].decode().strip() for at in range(0, len(names), _NAME))
-        return reached_by(each)
+        """Return rank 0's MASTER_ADDR, else this rank's address on the way to another host."""
+        # All ranks gather, whatever their own variables say: some launchers pass them to a few.
+        names = f"{socket.gethostname()} {os.environ.get('MASTER_ADDR', '')}"
+        own = bytearray(names.encode()[:_NAMES].ljust(_NAMES))
+        told = bytearray(_NAMES * self.ranks)
+        self._comms[0].Allgather([own, self._mpi.BYTE], [told, self._mpi.BYTE])
+        texts = (told[at : at + _NAMES].decode() for at in range(0, len(told), _NAMES))
+        each = [text.strip().partition(" ") for text in texts]
+        return each[0][2] or reached_by(name for name, _, _ in each)
 
     def _comm(self, tag: int) -> tuple[MPI.Intracomm, int]:
         return self._comms[tag // TAGS], tag % TAGS

@@ -17,12 +17,15 @@ import atexit
 import contextlib
 import json
 import os
+import re
 import socket
 import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +34,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time
 from torch.distributed.distributed_c10d import PrefixStore, Store, Work
 
-from pathoseg.device import device_identity, share_devices
+from pathoseg.device import cuda_properties, device_identity, share_devices
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.comm.gloo import LONG
 from pathoseg.parallel.comm.heartbeat import MEETING, Heartbeat
@@ -261,17 +264,16 @@ def _say(wire: Wire, to: int, kind: int, tag: int, size: int) -> Request:
     return wire.send(numbers.view(torch.uint8), to, kind)
 
 
-# CUDA and torch read them when they begin.
+# CUDA reads them when it begins.
 _VARIABLES = {
     # Kernels that are loaded at their first call wait for the device, which may wait for a message.
     "CUDA_MODULE_LOADING": "EAGER",
     # Fewer queues than streams would let one channel wait for another.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    # The heartbeat, not torch's watchdog, ends the ranks, and says why.
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
 }
 _STREAMS = 32  # that torch has for communicators; two that share one could block each other
 _FAREWELL = 5  # seconds
+_NAP = 0.05  # seconds between two looks at the heartbeat while ranks are connected
 _USE_ANOTHER = (
     "Use the transport 'mpi' under an MPI's launcher (an MPI that reads CUDA memory copies GPU to "
     "GPU), 'gloo' under another."
@@ -281,14 +283,22 @@ _USE_ANOTHER = (
 def prepare_cuda(ranks: int) -> None:
     """Set what CUDA reads when it begins, where each rank of this machine can have a GPU.
 
-    Variables that are set already stay as they are.
+    It is called before anything asks for a device (`pick_device`). Variables that are set already
+    stay as they are.
 
     Args:
         ranks: Ranks on the machine.
     """
-    # Slurm's --gpus-per-task shows each task its own alone. The second variable names cores, too.
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        return
+    # The heartbeat, not torch's watchdog, ends the ranks, and says why.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    # Slurm shows each task its own GPU alone (--gpus-per-task, --gpu-bind=single:1), and so do
+    # scripts that set CUDA_VISIBLE_DEVICES. The second variable names cores, too.
     own = "SLURM_GPUS_PER_TASK" in os.environ or "gpu" in os.environ.get("SLURM_TRES_PER_TASK", "")
-    if ranks <= torch.cuda.device_count() or (own and torch.cuda.device_count()):
+    of_step = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    if own or ranks <= max(gpus, int(of_step) if of_step.isdecimal() else 0):
         for name, value in _VARIABLES.items():
             os.environ.setdefault(name, value)
 
@@ -337,7 +347,7 @@ def by_nccl(
     gpu = ""
     if device.type == "cuda" and torch.distributed.is_nccl_available():
         device = share_devices(device, hosts[: words.rank].count(hosts[words.rank]))
-        gpu = json.dumps([hosts[words.rank], device_identity(device)])
+        gpu = json.dumps([hosts[words.rank], card_identity(device)])
     problem = not_one_each(plain.gather(gpu))
     if problem is not None and asked:
         plain.close()
@@ -351,8 +361,19 @@ def by_nccl(
     host, port = plain.gather(where)[0].split()
     if words.rank:
         store = TCPStore(host, int(port), timeout=timedelta(seconds=MEETING))
-    channels = NcclChannels(store, words.rank, device)
+    channels = NcclChannels(store, words.rank, device, heartbeat.check)
     return ProcessTransport(OrderedWire(words, channels), heartbeat)
+
+
+def card_identity(device: torch.device) -> str:
+    """Return what tells a GPU's card from the others of its host: its place on the PCI bus.
+
+    NCCL joins one rank of a card, though MIG slices of it have UUIDs of their own. Where torch does
+    not tell the place, it is the UUID.
+    """
+    told = cuda_properties(device)
+    place = [getattr(told, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    return device_identity(device) if None in place else ":".join(map(str, place))
 
 
 def not_one_each(gpus: Sequence[str]) -> PathosegError | None:
@@ -385,12 +406,16 @@ class NcclChannels:
         store: A store at which the ranks meet.
         rank: This rank.
         device: This rank's GPU.
+        check: Raises once a rank is lost (`Heartbeat.check`).
     """
 
-    def __init__(self, store: Store, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, store: Store, rank: int, device: torch.device, check: Callable[[], None]
+    ) -> None:
         self._store = store
         self._rank = rank
         self._device = device
+        self._check = check
         # A communicator lets its stream wait for the current one.
         self._idle = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
         self._channels: dict[tuple[int, int], Any] = {}  # by sender and receiver
@@ -406,21 +431,23 @@ class NcclChannels:
         of those that are not yet, the first has all its ranks waiting for it alone: none hangs.
 
         Raises:
-            PathosegError: NCCL cannot join some ranks.
+            PathosegError: NCCL cannot join some ranks, or one is lost.
         """
         torch.cuda.synchronize(self._device)
         byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
         for ranks in groups:
             if self._is_new("group", ranks, 1) and self._rank in ranks:
                 self._groups[ranks] = self._communicator("group", ranks)
-                self._await(self.sum(byte, ranks), f"the sum of ranks {ranks}")
+                self._await(partial(self.sum, byte, ranks), f"the sum of ranks {ranks}")
         for pair in pairs:
             if self._is_new("pair", pair, 2) and self._rank in pair:
                 for source, to in (pair, pair[::-1]):
                     self._channels[source, to] = self._communicator("channel", (source, to))
                     is_mine = source == self._rank
-                    moved = self.send(byte, to) if is_mine else self.receive(byte, source)
-                    self._await(moved, f"a message from rank {source} to rank {to}")
+                    move, other = (self.send, to) if is_mine else (self.receive, source)
+                    self._await(
+                        partial(move, byte, other), f"a message from rank {source} to rank {to}"
+                    )
 
     def carries(self, device: torch.device, other: int) -> bool:
         if device.type != self._device.type or (self._rank, other) not in self._channels:
@@ -484,9 +511,29 @@ class NcclChannels:
         place = PrefixStore(f"{kind} {ranks}", self._store)
         return nccl(place, ranks.index(self._rank), len(ranks), options)
 
-    def _await(self, request: NcclRequest | None, what: str) -> None:
+    def _await(self, begin: Callable[[], NcclRequest | None], what: str) -> None:
+        """Begin what connects a communicator's ranks, and wait until it is done.
+
+        Raises:
+            PathosegError: NCCL cannot join the ranks, or one of all ranks is lost.
+        """
+        begun: Future[NcclRequest | None] = Future()
+
+        def connect() -> None:
+            try:
+                share_devices(self._device, 0)  # each thread has a current device
+                begun.set_result(begin())
+            except BaseException as error:
+                begun.set_exception(error)
+
+        # In a thread, as NCCL blocks for ever where the other rank is lost; it is left behind then.
+        threading.Thread(target=connect, name="nccl", daemon=True).start()
+        while not wait([begun], _NAP).done:
+            self._check()
+        request = begun.result()
         deadline = time.monotonic() + MEETING
         while request is not None and not request.done():
+            self._check()
             if time.monotonic() > deadline:
                 raise _failure(f"{what} did not come within {MEETING:.0f} s")
             time.sleep(1e-3)
@@ -505,7 +552,7 @@ class NcclRequest:
                 return False
             self._work.wait(timedelta(seconds=MEETING))  # raises what failed; lets go of the tensor
         except RuntimeError as error:
-            raise _failure(str(error).splitlines()[0]) from error
+            raise _failure(_told(error)) from error
         self._data = None
         return True
 
@@ -514,7 +561,14 @@ def _begin(start: Callable[[], Work], data: Tensor) -> NcclRequest:
     try:
         return NcclRequest(start(), data)
     except RuntimeError as error:
-        raise _failure(str(error).splitlines()[0]) from error
+        raise _failure(_told(error)) from error
+
+
+def _told(error: RuntimeError) -> str:
+    """Return the first line of an error of NCCL, and its cause, where it names one lines below."""
+    text = str(error)
+    cause = re.search(r"Last error:[ \t]*\n?[ \t]*(\S.*)", text)
+    return text.partition("\n")[0] + (f": {cause[1]}" if cause else "")
 
 
 def _failure(problem: str) -> PathosegError:

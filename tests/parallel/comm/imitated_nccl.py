@@ -46,7 +46,7 @@ def connect_imitated() -> ProcessTransport:
     mock.patch.object(torch.cuda, "stream", return_value=nothing).start()
     mock.patch.object(torch.distributed, "is_nccl_available", return_value=True).start()
     mock.patch.object(nccl, "share_devices", return_value=torch.device("cpu")).start()
-    mock.patch.object(nccl, "device_identity", return_value=f"GPU {words.rank}").start()
+    mock.patch.object(nccl, "card_identity", return_value=f"GPU {words.rank}").start()
     mock.patch.object(distributed_c10d, "ProcessGroupNCCL", Group, create=True).start()
     if words.rank:
         words.host = "192.0.2.1"  # its own on another host (RFC 5737: nobody's)

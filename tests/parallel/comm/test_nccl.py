@@ -5,9 +5,11 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -16,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
+from pathoseg.device import cuda_properties
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.comm import nccl
 from pathoseg.parallel.comm.launcher import Choice, World, connect
@@ -64,6 +67,55 @@ def test_ranks_that_share_a_gpu_are_refused() -> None:
     assert "rank 1 has none" in without.problem
 
 
+@pytest.mark.parametrize(
+    ("properties", "are_refused"),
+    [
+        (SimpleNamespace(pci_domain_id=0, pci_bus_id=0x18, pci_device_id=0), True),
+        (SimpleNamespace(), False),  # a torch that does not tell
+        (None, False),  # ROCm
+    ],
+)
+def test_mig_slices_of_one_card_are_one_gpu(
+    properties: object, are_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have a UUID each, and one place on the bus, by which NCCL refuses two ranks."""
+    uuids = iter(["MIG-1", "MIG-2"])
+    monkeypatch.setattr(nccl, "cuda_properties", lambda _: properties)
+    monkeypatch.setattr(nccl, "device_identity", lambda _: next(uuids))
+    cards = [nccl.card_identity(torch.device("cuda:0")) for _ in range(2)]
+    assert (not_one_each(cards) is not None) == are_refused
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_card_is_known_by_its_place_on_the_bus() -> None:
+    """What torch tells of a real one (`torch.numa` reads the same)."""
+    properties = cuda_properties(torch.device("cuda:0"))
+    if properties is None:
+        pytest.skip("asks what NVIDIA's driver tells")
+    assert nccl.card_identity(torch.device("cuda:0")).endswith(f":{properties.pci_device_id}")
+
+
+@pytest.mark.parametrize(
+    ("last", "told"),
+    [
+        ("\nCuda failure 2 'out of memory'", "version 2.27.5: Cuda failure 2 'out of memory'."),
+        (" socket closed\nraised from here", "version 2.27.5: socket closed."),
+        ("\n\nraised from here", "version 2.27.5."),  # none
+    ],
+)
+def test_the_cause_that_nccl_names_is_told(last: str, told: str) -> None:
+    """It stands lines below the first."""
+    raised = RuntimeError(
+        "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.27.5\n"
+        f"ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:{last}"
+    )
+    work = mock.Mock(is_completed=mock.Mock(side_effect=raised))
+    with pytest.raises(PathosegError) as refused:
+        nccl.NcclRequest(work, torch.empty(1)).done()
+    assert refused.value.problem.endswith(told)
+
+
 @settings(max_examples=20)
 @given(
     st.lists(st.sets(st.integers(0, 23), min_size=2, max_size=2).map(sorted), max_size=300),
@@ -80,7 +132,7 @@ def test_both_ends_agree_on_what_torch_has_streams_for(
             mock.patch.object(NcclChannels, "_communicator"),
             mock.patch.object(NcclChannels, "_await"),
         ):
-            channels = NcclChannels(HashStore(), rank, torch.device("cpu"))
+            channels = NcclChannels(HashStore(), rank, torch.device("cpu"), lambda: None)
             for _ in range(2):  # the second finds all of them open, or left out
                 channels.open(
                     sorted({(one, other) for one, other in pairs}), sorted({*map(tuple, groups)})
@@ -95,6 +147,33 @@ def test_both_ends_agree_on_what_torch_has_streams_for(
         wanted += sum(rank in group for group in {*map(tuple, groups)})
         full = any(len(a) + len(b) > 30 for a, b in opened)
         assert full or len(routes) + len(teams) == wanted
+
+
+@pytest.mark.parametrize("is_connected", [False, True])
+def test_a_rank_that_is_lost_while_nccl_connects_ends_the_wait(
+    is_connected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL blocks for ever, or never says that the first message has come."""
+    for_ever = threading.Event()
+    never = mock.Mock(is_completed=lambda: False)
+
+    def allreduce(_: object) -> mock.Mock:
+        if not is_connected:
+            for_ever.wait(60)
+        return never
+
+    def lost() -> None:
+        raise PathosegError("Rank 1 ended without a word.", "")
+
+    monkeypatch.setattr(torch.cuda, "Stream", mock.Mock())
+    monkeypatch.setattr(torch.cuda, "synchronize", mock.Mock())
+    group = mock.Mock(allreduce=allreduce)
+    monkeypatch.setattr(NcclChannels, "_communicator", lambda *_: group)
+    channels = NcclChannels(HashStore(), 0, torch.device("cpu"), lost)
+    with pytest.raises(PathosegError, match="Rank 1 ended"):
+        channels.open([], [(0, 1)])
+    for_ever.set()
+    channels.close(well=False)
 
 
 def test_the_suite_runs_on_tensors_of_a_device() -> None:
@@ -112,6 +191,8 @@ def test_the_suite_runs_on_tensors_of_a_device() -> None:
         (4, 1, {"SLURM_GPUS_PER_TASK": "1"}, True),  # each is shown its own
         (4, 1, {"SLURM_TRES_PER_TASK": "cpu=4,gres/gpu=1"}, True),
         (4, 1, {"SLURM_TRES_PER_TASK": "cpu=4"}, False),
+        (4, 1, {"SLURM_GPUS_ON_NODE": "4"}, True),  # srun --gpu-bind=single:1, or a script
+        (4, 1, {"SLURM_GPUS_ON_NODE": "1"}, False),
         (1, 0, {"SLURM_GPUS_PER_TASK": "1"}, False),
     ],
 )
@@ -127,6 +208,8 @@ def test_cuda_is_prepared_where_each_rank_can_have_a_gpu(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     nccl.prepare_cuda(ranks)
     assert ("CUDA_MODULE_LOADING" in environment) == are_set
+    # NCCL may be chosen wherever there is a GPU: scripts can show each rank its own.
+    assert ("TORCH_NCCL_ASYNC_ERROR_HANDLING" in environment) == (gpus > 0)
 
 
 @pytest.mark.process
