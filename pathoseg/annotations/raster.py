@@ -31,6 +31,7 @@ from pathoseg.annotations.coverage import (
     INTEREST,
     Ints,
     Steps,
+    counted,
     ignore_outside,
     most_covered,
     most_covering,
@@ -45,7 +46,7 @@ from pathoseg.annotations.outline import areal
 from pathoseg.annotations.scan_conversion import paint_centres
 from pathoseg.geometry import Box, Frame, Size
 
-_LONG = 500  # corners
+_LONG = 500  # corners; of longer outlines, the neighbourhood is enough
 _MOST_CORNERS = 2**20  # of outlines that are painted at once
 _SLIVER = 1e-6  # level-0 pixels: neighbours that share an edge overlap by rounding
 
@@ -104,7 +105,7 @@ class PolygonLabels:
         self._names: list[str | None] = []
         self._regions: list[shapely.Geometry] = []
         self._of_interest: list[shapely.Geometry] = []
-        self._shown: _Parts | None = None
+        self._shown: _Outlines | None = None
         self._colours = dict[float, NDArray[np.uint8]]()  # by distance
         self._working_out = Lock()
         self._classes: dict[str, Colour | None] = {}
@@ -264,10 +265,10 @@ class PolygonLabels:
         Args:
             distance: Level-0 pixels within which two have different colours.
         """
-        parts = self._parts
+        outlines = self._outlines
         with self._working_out:
             if distance not in self._colours:
-                shown = np.unique(parts.region[parts.region >= 0])
+                shown = np.unique(outlines.region[outlines.region >= 0])
                 geometry = np.array([self._regions[one] for one in shown], dtype=object)
                 pairs = near_outlines(geometry, distance)
                 found = np.zeros(len(self._regions), np.uint8)
@@ -290,17 +291,20 @@ class PolygonLabels:
             values: Of each region, and last of the regions of interest.
             settle: Makes pixels of the steps in a part of the box and the widths of its columns.
         """
-        left, top, width, height = frame.to_level0(box)
-        near = self._parts.within(left, top, left + width, top + height)
-        corners = int(shapely.get_num_coordinates(near.geometry).sum())
-        mask = np.empty((box.height, box.width), dtype=np.uint8)
-        if corners > _MOST_CORNERS and box.height > 1:  # edges take 200 bytes each
+        near = self._outlines.near(*frame.to_level0(box))
+        if near.corners > _MOST_CORNERS and box.height > 1:  # edges take 200 bytes each
             middle = box.height // 2
-            for top, bottom in ((0, middle), (middle, box.height)):
-                half = Box(box.x, box.y + top, box.width, bottom - top)
-                mask[top:bottom] = self._paint_majority(half, frame, values, settle)
-            return mask
-        value, edges = values[near.region], Edges.of(near.geometry, near.sign, near.region, frame)
+            halves = [
+                Box(box.x, box.y, box.width, middle),
+                Box(box.x, box.y + middle, box.width, box.height - middle),
+            ]
+            # Where most lines reach across both, halves would be halved in turn and save nothing.
+            both = sum(self._outlines.near(*frame.to_level0(half)).corners for half in halves)
+            if both < 1.5 * near.corners:
+                painted = [self._paint_majority(half, frame, values, settle) for half in halves]
+                return np.vstack(painted)
+        mask = np.empty((box.height, box.width), dtype=np.uint8)
+        value, edges = values[near.region], Edges.of(near.lines, near.sign, near.region, frame)
         widths = units_on_slide(box.x, box.right, self._slide_size.width / frame.scale_x)
         rows = rows_at_once(box.width, len(np.unique(value)), edges.most_steps(box))
         for start in range(0, box.height, rows):
@@ -327,22 +331,22 @@ class PolygonLabels:
         return shapely.STRtree(self._regions)
 
     @property
-    def _parts(self) -> _Parts:
-        """The visible parts of the regions, computed when labels are first asked for."""
+    def _outlines(self) -> _Outlines:
+        """Outlines of what shows of the regions, computed when labels are first asked for."""
         with self._working_out:  # GEOS prepares geometries for one thread at a time
             if self._shown is None:
                 self._shown = self._work_out()
             return self._shown
 
-    def _work_out(self) -> _Parts:
+    def _work_out(self) -> _Outlines:
         size = self._slide_size
         known: shapely.Geometry = shapely.box(0, 0, size.width, size.height)
         if not self._of_interest:
-            return _showing(self._regions, known)
+            return _Outlines.of(*_showing(self._regions, known))
         known = shapely.intersection(known, shapely.union_all(self._of_interest))
-        parts = _showing(self._regions, known)
-        geometry = np.array([*parts.geometry, shapely.normalize(known)], dtype=object)
-        return _Parts(geometry, np.append(parts.region, -1), np.append(parts.sign, 1))
+        areas, region, sign = _showing(self._regions, known)
+        areas = np.array([*areas, known], dtype=object)
+        return _Outlines.of(areas, np.append(region, -1), np.append(sign, 1))
 
 
 def _that_hold(outer: Sequence[Annotation], inner: Sequence[Annotation]) -> list[int]:
@@ -355,36 +359,76 @@ def _that_hold(outer: Sequence[Annotation], inner: Sequence[Annotation]) -> list
 
 
 @dataclass(frozen=True)
-class _Parts:
-    """Areas that, added and taken away, are what shows of regions painted one over the other.
+class _Outlines:
+    """Outlines of areas that, added and taken away, are what shows of overlapping regions.
+
+    They are cut into short lines, as one outline may go round all that is on a slide, and one
+    multi-polygon may be all that a pixel classifier found there: a box needs those near it alone.
 
     Attributes:
-        geometry: Polygons and multi-polygons whose rings run with the clock, where y points up,
-            and holes against it; shape (parts,).
+        lines: Of at most `_LONG` edges, the area on the right where y points up; shape (lines,).
+        right: The right end of the whole outline of each, in level-0 pixels.
         region: The region of each, in the order of painting; -1 for the regions of interest.
-        sign: 1 where it is added, -1 where it is taken away.
+        sign: 1 where its area is added, -1 where it is taken away.
     """
 
-    geometry: Geometries
+    lines: Geometries
+    right: NDArray[np.float64]
     region: Ints
     sign: Ints
 
+    @classmethod
+    def of(cls, areas: Geometries, region: Ints, sign: Ints) -> _Outlines:
+        """Cut the outlines of polygons and multi-polygons into lines.
+
+        Args:
+            areas: Shape (areas,).
+            region: The region of each.
+            sign: 1 where it is added, -1 where it is taken away.
+        """
+        # Normal outlines run with the clock, where y points up, and holes against it.
+        polygons, area = shapely.get_parts(shapely.normalize(areas), return_index=True)
+        rings, polygon = shapely.get_rings(polygons, return_index=True)
+        corners = shapely.get_num_coordinates(rings).astype(np.int64)
+        lines = -(-(corners - 1) // _LONG)
+        ring, number = np.repeat(np.arange(len(rings)), lines), counted(lines)
+        # A line ends with the corner that the next one begins with.
+        first = (np.cumsum(corners) - corners)[ring] + number * _LONG
+        count = np.minimum(corners[ring] - number * _LONG, _LONG + 1)
+        xy = shapely.get_coordinates(rings)[np.repeat(first, count) + counted(count)]
+        line = np.repeat(np.arange(len(ring)), count)
+        right, of = shapely.bounds(rings)[ring, 2], area[polygon[ring]]
+        found = np.array(shapely.linestrings(xy, indices=line), dtype=object)
+        return cls(found, right, region[of], sign[of])
+
+    @property
+    def corners(self) -> int:
+        """Number of corners of all lines."""
+        return int(shapely.get_num_coordinates(self.lines).sum())
+
     @cached_property
     def _tree(self) -> shapely.STRtree:
-        return shapely.STRtree(self.geometry)
+        # What a line changes goes on along its rows, as far as its outline does.
+        left, top, _, bottom = shapely.bounds(self.lines).T
+        return shapely.STRtree(shapely.box(left, top, self.right, bottom))
 
-    def within(self, left: float, top: float, right: float, bottom: float) -> _Parts:
-        """Return the parts whose bounding box meets a rectangle."""
-        near = np.sort(self._tree.query(shapely.box(left, top, right, bottom)))
-        return _Parts(self.geometry[near], self.region[near], self.sign[near])
+    def near(self, left: float, top: float, width: float, height: float) -> _Outlines:
+        """Return the lines that change anything in a rectangle, and some more."""
+        found = np.sort(self._tree.query(shapely.box(left, top, left + width, top + height)))
+        return _Outlines(self.lines[found], self.right[found], self.region[found], self.sign[found])
 
 
-def _showing(regions: Sequence[shapely.Geometry], known: shapely.Geometry) -> _Parts:
+def _showing(
+    regions: Sequence[shapely.Geometry], known: shapely.Geometry
+) -> tuple[Geometries, Ints, Ints]:
     """Compute the visible part of each region, painted in order, clipped to `known`.
 
     No hole is cut into a region for those painted over it: what they hide is taken away from it as
     areas of its own. These do not overlap, as one that lies in another is left out, and those that
     overlap are united.
+
+    Returns:
+        Areas, the region of each, and 1 where it is added, -1 where it is taken away.
     """
     geometry = np.array(regions, dtype=object)
     shapely.prepare(known)
@@ -416,8 +460,8 @@ def _showing(regions: Sequence[shapely.Geometry], known: shapely.Geometry) -> _P
         (below, piece) for below in shown for piece in _apart(hidden[below], holders, overlaps)
     ]
     pieces = np.array([*geometry[shown], *(piece for _, piece in taken)], dtype=object)
-    return _Parts(
-        shapely.normalize(pieces),
+    return (
+        pieces,
         number[[*shown, *(below for below, _ in taken)]],
         np.repeat([1, -1], [len(shown), len(taken)]),
     )
