@@ -48,6 +48,7 @@ from pathoseg.geometry import Box, Frame, Size
 
 _LONG = 500  # corners; of longer outlines, the neighbourhood is enough
 _MOST_CORNERS = 2**20  # of outlines that are painted at once
+_SHARE_HELD = 0.99  # of the area of a region that another one holds
 _SLIVER = 1e-6  # level-0 pixels: neighbours that share an edge overlap by rounding
 
 
@@ -91,7 +92,7 @@ class PolygonLabels:
             else:
                 named = [replace(region, class_name=fallback) for region in unnamed]
             unnamed = []
-        around = set(_that_hold(unnamed, named))
+        around = _that_hold(unnamed, named)
         without["outlines without a class that hold others"] += len(around)
         regions = [region for place, region in enumerate(unnamed) if place not in around]
         regions.sort(key=lambda region: -region.geometry.area)
@@ -349,12 +350,24 @@ class PolygonLabels:
         return _Outlines.of(areas, np.append(region, -1), np.append(sign, 1))
 
 
-def _that_hold(outer: Sequence[Annotation], inner: Sequence[Annotation]) -> list[int]:
-    """Return the positions of the regions in `outer` that contain any region of `inner`."""
-    tree = shapely.STRtree([region.geometry for region in inner])
-    geometry = np.array([region.geometry for region in outer], dtype=object)
-    holders, _ = tree.query(geometry, predicate="contains")
-    found: list[int] = np.unique(holders).tolist()
+def _that_hold(outer: Sequence[Annotation], inner: Sequence[Annotation]) -> set[int]:
+    """Return the positions of the regions in `outer` that hold any region of `inner`.
+
+    At least 99 % of the area that is held lies inside: corners of a region that was clipped to an
+    outline lie beside its slanted edges, by rounding.
+    """
+    around = np.array([region.geometry for region in outer], dtype=object)
+    inside = np.array([region.geometry for region in inner], dtype=object)
+    least = _SHARE_HELD * shapely.area(inside)
+    tree = shapely.STRtree(inside)
+    found = set[int](tree.query(around, predicate="contains")[0].tolist())
+    one, other = tree.query(around)
+    large = shapely.area(around)[one] >= least[other]
+    for holder, held in zip(one[large].tolist(), other[large].tolist(), strict=True):
+        if holder not in found:
+            common = _common(around[holder], inside[held])
+            if common is not None and common.area >= least[held]:
+                found.add(holder)
     return found
 
 
@@ -490,7 +503,9 @@ def _held(geometry: Geometries, holder: Ints, held: Ints) -> Iterator[tuple[int,
     yield from zip(holder[holds].tolist(), held[holds].tolist(), strict=True)
 
 
-def _common(one: shapely.Geometry, other: shapely.Geometry) -> shapely.Geometry | None:
+def _common(
+    one: shapely.Geometry, other: shapely.Geometry
+) -> shapely.Polygon | shapely.MultiPolygon | None:
     """Return the intersection of two regions; None where it has no area."""
     # Of a long outline, the neighbourhood of the other region is enough, and found much sooner.
     if shapely.get_num_coordinates(one) > _LONG:

@@ -409,6 +409,27 @@ def test_nothing_is_known_outside_the_regions_of_interest(
     assert set(labels.classes()) <= {"tumour"}
 
 
+@pytest.mark.parametrize("angle", [10, 20, 40])
+def test_an_outline_holds_what_was_clipped_to_it(angle: float) -> None:
+    """Tissue without a class around a tumour whose corners lie beside its edges by rounding."""
+    tissue = shapely.affinity.rotate(shapely.box(40, 40, 160, 120), angle)
+    tumour = shapely.intersection(tissue, shapely.box(10, 20.3, 100, 180))
+    assert not tissue.contains(tumour)
+    frame = Frame.at(Size(200, 160), NATIVE, 0.25)
+    labels = _labels((tissue, None), (tumour, "tumour"), slide=frame.size)
+    found = labels.rasterise(_whole(frame), frame, TABLE)
+    assert set(np.unique(found)) == {0, 1}
+    assert labels.report.passed_over == {"outlines without a class that hold others": 1}
+
+
+@pytest.mark.parametrize(("outside", "is_held"), [(0.5, True), (2, False)])
+def test_an_outline_holds_what_lies_in_it_by_99_percent(outside: float, is_held: bool) -> None:
+    """A tumour of which some percent lie beside an outline without a class."""
+    around = (shapely.box(outside, 0, 150, 150), None)
+    report = _labels(around, (shapely.box(0, 10, 100, 20), "tumour")).report
+    assert report.unclassified == (not is_held)
+
+
 def test_a_model_that_knows_a_class_of_such_a_name_keeps_it() -> None:
     slide = Size(10, 10)
     frame = Frame.at(slide, NATIVE, 0.25)
