@@ -42,7 +42,9 @@ def decoded(path: Path) -> tuple[NDArray[Any], list[int]]:
         PathosegError: It cannot be decoded.
     """
     with open_mask(path) as image, told(path, Exception):  # Pillow's decoders likewise
-        return np.asarray(image), image.getpalette() or []
+        values, palette = np.asarray(image), image.getpalette() or []
+    # One bit a pixel is read as bool, whose values would name the classes.
+    return values.astype(np.uint8) if values.dtype == np.bool_ else values, palette
 
 
 def refuse_other_images(path: Path, image: ImageFile, slide_size: Size, is_tiled: bool) -> None:

@@ -66,9 +66,15 @@ def test_palette_images_are_indices_with_colours(tmp_path: Path) -> None:
     assert labels.classes()["class 2"] == (40, 50, 60)
 
 
-def test_bilevel_images_have_class_1(tmp_path: Path) -> None:
-    path = _saved(tmp_path, PATTERN == 1)
-    labels = MaskLabels(path, Size(4, 3))
+@pytest.mark.parametrize("name", ["s_mask.png", "s_mask.tif"])
+@pytest.mark.parametrize("mask", ["indices", "binary", "instances"])
+def test_bilevel_images_have_class_1(
+    tmp_path: Path, name: str, mask: Literal["indices", "binary", "instances"]
+) -> None:
+    """A mask of one bit a pixel, and its class by name."""
+    path = _saved(tmp_path, PATTERN == 1, name)
+    labels = MaskLabels(path, Size(4, 3), AnnotationOptions(mask=mask))
+    assert [*labels.classes()] == [*labels.file_classes()] == ["class 1"]
     np.testing.assert_array_equal(_whole(labels, Size(4, 3)), PATTERN == 1)
 
 
