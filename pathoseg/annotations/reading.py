@@ -24,6 +24,7 @@ from pathoseg.annotations.annotation import (
     Colour,
     Labels,
     PassedOver,
+    is_background,
     quoted,
 )
 from pathoseg.annotations.annotation_options import AnnotationOptions
@@ -296,9 +297,15 @@ def class_table(labels: Sequence[Labels], wanted: tuple[str, ...] | None) -> Cla
     colours of their own.
 
     Raises:
-        PathosegError: No class is in use, more than 254 are wanted, or one twice, more than 32 are
-            in use and none is named, or classes are wanted and no outline has any.
+        PathosegError: No class is in use, more than 254 are wanted, or one twice, or background,
+            more than 32 are in use and none is named, or classes are wanted and no outline has any.
     """
+    if listed := [name for name in wanted or () if is_background(name)]:
+        raise PathosegError(
+            f'The config names the class "{listed[0]}"; background is index 0 and is not listed.',
+            "Leave it out of `[data] classes`: what is drawn as background, and 0 in masks, is it "
+            "all the same.",
+        )
     colours: dict[str, Colour | None] = {}
     for one in labels:
         for name, colour in one.classes().items():

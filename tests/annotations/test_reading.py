@@ -513,6 +513,14 @@ def test_impossible_wishes_are_refused(wanted: tuple[str, ...]) -> None:
         class_table([], wanted)
 
 
+@pytest.mark.parametrize("name", ["background", "Background"])
+def test_background_among_the_wanted_classes_is_refused(name: str) -> None:
+    """The class of index 0, listed as one to learn; of a mask of 0 and 1, value 1 would be it."""
+    with pytest.raises(PathosegError, match=f'class "{name}"; background is index 0') as refused:
+        class_table([_Labels(**{"class 1": None})], (name, "tumour"))
+    assert "Leave it out of `[data] classes`" in refused.value.hint
+
+
 def test_no_class_at_all_is_refused() -> None:
     with pytest.raises(PathosegError, match="no region of any class"):
         class_table([_Labels()], None)
