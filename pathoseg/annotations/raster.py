@@ -363,11 +363,13 @@ def _that_hold(outer: Sequence[Annotation], inner: Sequence[Annotation]) -> set[
     found = set[int](tree.query(around, predicate="contains")[0].tolist())
     one, other = tree.query(around)
     large = shapely.area(around)[one] >= least[other]
+    near = defaultdict[int, list[int]](list)
     for holder, held in zip(one[large].tolist(), other[large].tolist(), strict=True):
-        if holder not in found:
-            common = _common(around[holder], inside[held])
-            if common is not None and common.area >= least[held]:
-                found.add(holder)
+        near[holder].append(held)
+    for holder in near.keys() - found:
+        common = _common(around[holder], inside, near[holder])
+        if any(area.area >= least[held] for held, area in common):
+            found.add(holder)
     return found
 
 
@@ -458,12 +460,16 @@ def _showing(
     buried = {one for one, around in holders.items() if max(around) > one}
     hidden = defaultdict[int, dict[int, shapely.Geometry]](dict)
     overlaps = defaultdict[int, set[int]](set)
+    crossing = defaultdict[int, list[int]](list)
     for under, over in zip(below.tolist(), above.tolist(), strict=True):
         if under in buried or over in buried:
             continue
         if under in holders[over]:
             hidden[under][over] = geometry[over]
-        elif (common := _common(geometry[under], geometry[over])) is not None:
+        else:
+            crossing[under].append(over)
+    for under, others in crossing.items():
+        for over, common in _common(geometry[under], geometry, others):
             hidden[under][over] = common
             overlaps[under].add(over)
             overlaps[over].add(under)
@@ -504,16 +510,34 @@ def _held(geometry: Geometries, holder: Ints, held: Ints) -> Iterator[tuple[int,
 
 
 def _common(
-    one: shapely.Geometry, other: shapely.Geometry
-) -> shapely.Polygon | shapely.MultiPolygon | None:
-    """Return the intersection of two regions; None where it has no area."""
-    # Of a long outline, the neighbourhood of the other region is enough, and found much sooner.
+    one: shapely.Geometry, regions: Geometries, others: Sequence[int]
+) -> Iterator[tuple[int, shapely.Polygon | shapely.MultiPolygon]]:
+    """Yield the intersections of a region with others that have an area.
+
+    Args:
+        one: The region.
+        regions: Others.
+        others: The numbers of those that count.
+
+    Yields:
+        The number of a region, and what it has in common with `one`.
+    """
+    # Of a long outline the neighbourhood of the others is enough, and found much sooner; of half of
+    # them at a time, so that not each of many is looked for in all of it.
     if shapely.get_num_coordinates(one) > _LONG:
-        left, top, right, bottom = shapely.bounds(other)
+        bounds = shapely.bounds(regions[others])
+        (left, top), (right, bottom) = bounds[:, :2].min(axis=0), bounds[:, 2:].max(axis=0)
         near = shapely.clip_by_rect(one, left - 1, top - 1, right + 1, bottom + 1)
         one = near if near.is_valid else one
-    common = areal(shapely.intersection(one, other))
-    return common if common is not None and common.area > _SLIVER else None
+        if len(others) > 1 and shapely.get_num_coordinates(one) > _LONG:
+            order = np.argsort(bounds[:, 0 if right - left > bottom - top else 1])
+            for half in np.array_split(np.array(others)[order], 2):
+                yield from _common(one, regions, half.tolist())
+            return
+    for other in others:
+        common = areal(shapely.intersection(one, regions[other]))
+        if common is not None and common.area > _SLIVER:
+            yield other, common
 
 
 def _apart(

@@ -254,6 +254,27 @@ def test_a_box_takes_those_corners_of_a_large_region_that_are_near_it(
     assert max(corners) < 5_000
 
 
+def test_not_each_region_across_a_large_one_is_looked_for_in_all_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Work for the intersections of one multi-polygon with 400 squares across its parts."""
+    area, slide = shapely.segmentize(_islands(), 5), Size(4000, 4000)
+    left, top = np.mgrid[50:4000:200, 50:4000:200].reshape(2, -1)
+    squares = shapely.box(left, top, left + 60, top + 60)
+    labels = _labels((area, "tumour"), *((square, "stroma") for square in squares), slide=slide)
+    clipped, clip_by_rect = list[int](), shapely.clip_by_rect
+
+    def counted(geometry: shapely.Geometry, *sides: float) -> shapely.Geometry:
+        clipped.append(int(shapely.get_num_coordinates(geometry)))
+        return clip_by_rect(geometry, *sides)
+
+    monkeypatch.setattr(shapely, "clip_by_rect", counted)
+    found = labels.rasterise(Box(0, 0, 200, 200), Frame.at(slide, NATIVE, 0.25), TABLE)
+    assert (found == 2).sum() == 60 * 60
+    assert found[50, 30] == 1
+    assert sum(clipped) < 12 * shapely.get_num_coordinates(area)
+
+
 def test_a_box_is_not_halved_where_both_halves_have_all_corners(
     corners: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
