@@ -97,7 +97,9 @@ class _AsapFile:
         if tag == "Annotation":
             outline = self.outlines[-1]
             if outline.without_area is None:
-                outline.region = region([[corner[1:] for corner in sorted(outline.corners)]])
+                # By Order alone, as some programs write the same one for all corners.
+                corners = sorted(outline.corners, key=lambda corner: corner[0])
+                outline.region = region([[corner[1:] for corner in corners]])
             outline.corners.clear()
         elif tag == "Group":
             self._enclosing.pop()

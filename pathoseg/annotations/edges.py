@@ -16,47 +16,45 @@ Geometries = NDArray[np.object_]
 
 @dataclass(frozen=True, slots=True)
 class Edges:
-    """The edges of some parts that are not level, turned to point down, in 1/256 pixel of a frame.
+    """The edges of some lines that are not level, turned to point down, in 1/256 pixel of a frame.
 
     Attributes:
         x0, y0: Where each begins, shape (edges,).
         x1, y1: Where each ends.
-        part: The number of its part.
-        side: 1 where its part is on its right and is added, or on its left and is taken away;
+        line: The number of its line.
+        side: 1 where its area is on its right and is added, or on its left and is taken away;
             else -1.
-        region: Of each part, the number of its region.
+        region: Of each line, the number of its region.
     """
 
     x0: Ints
     y0: Ints
     x1: Ints
     y1: Ints
-    part: Ints
+    line: Ints
     side: Ints
     region: Ints
 
     @classmethod
-    def of(cls, geometry: Geometries, sign: Ints, region: Ints, frame: Frame) -> Edges:
-        """Find all edges of parts.
+    def of(cls, lines: Geometries, sign: Ints, region: Ints, frame: Frame) -> Edges:
+        """Find all edges of lines.
 
         Args:
-            geometry: Polygons and multi-polygons whose rings run with the clock, where y points up,
-                and holes against it; shape (parts,).
-            sign: Of each part, 1 where it is added, -1 where it is taken away.
-            region: Of each part, the number of its region.
+            lines: Pieces of outlines, with their area on the right, where y points up; shape
+                (lines,).
+            sign: Of each, 1 where its area is added, -1 where it is taken away.
+            region: Of each, the number of its region.
             frame: Whose pixels are counted.
         """
-        polygons, part = shapely.get_parts(geometry, return_index=True)
-        rings, polygon = shapely.get_rings(polygons, return_index=True)
-        corners, ring = shapely.get_coordinates(rings, return_index=True)
+        corners, line = shapely.get_coordinates(lines, return_index=True)
         x = to_units(corners[:, 0] / frame.scale_x)
         y = to_units(corners[:, 1] / frame.scale_y)
-        first = np.flatnonzero((ring[1:] == ring[:-1]) & (y[1:] != y[:-1]))
-        # Rings run with the clock, holes against it: an edge that points down has its part on
-        # the right. The same edge of a neighbour is turned, so that both compute the same.
+        first = np.flatnonzero((line[1:] == line[:-1]) & (y[1:] != y[:-1]))
+        # An edge that points down on the slide has its area on the right. The same edge of a
+        # neighbour is turned, so that both compute the same.
         up = y[first + 1] < y[first]
         above, below = first + up, first + ~up
-        of = part[polygon[ring[first]]]
+        of = line[first]
         side = np.where(up, -1, 1) * sign[of]
         return cls(x[above], y[above], x[below], y[below], of, side, region)
 
@@ -72,12 +70,12 @@ class Edges:
         """Return what the edges change along the rows of a box.
 
         Edges are cut where they enter another row, and then another column, of pixels. Where that
-        is follows from the edge alone, so boxes agree to the bit, and so do the parts on both
+        is follows from the edge alone, so boxes agree to the bit, and so do the areas on both
         sides of an edge.
 
         Args:
             box: In pixels of the frame.
-            value: The class index of each part.
+            value: The class index of each line.
         """
         near = self.y1 > box.y * UNIT
         near &= self.y0 < box.bottom * UNIT
@@ -86,7 +84,7 @@ class Edges:
         left, top = box.x * UNIT, box.y * UNIT
         x0, y0 = self.x0[kept] - left, self.y0[kept] - top
         x1, y1 = self.x1[kept] - left, self.y1[kept] - top
-        part, side = self.part[kept], self.side[kept]
+        line, side = self.line[kept], self.side[kept]
 
         # Into rows, and one more below the box: a piece ends where the next one begins.
         row, edge, last = _split(y0, y1, 0, box.height)
@@ -111,7 +109,7 @@ class Edges:
         gain = (all_done - done) * side[edge]
         beyond = gain * indent
         return Steps(
-            part[edge],
+            line[edge],
             row[piece],
             column,
             gain * (2 * UNIT) - beyond,

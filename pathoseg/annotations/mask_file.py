@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,9 @@ def decoded(path: Path) -> tuple[NDArray[Any], list[int]]:
         PathosegError: It cannot be decoded.
     """
     with open_mask(path) as image, told(path, Exception):  # Pillow's decoders likewise
-        return np.asarray(image), image.getpalette() or []
+        values, palette = np.asarray(image), image.getpalette() or []
+    # One bit a pixel is read as bool, whose values would name the classes.
+    return values.astype(np.uint8) if values.dtype == np.bool_ else values, palette
 
 
 def refuse_other_images(path: Path, image: ImageFile, slide_size: Size, is_tiled: bool) -> None:
@@ -54,7 +57,7 @@ def refuse_other_images(path: Path, image: ImageFile, slide_size: Size, is_tiled
         is_tiled: True if it is read tile by tile; its size is then not limited.
 
     Raises:
-        PathosegError: It is above 400 megapixels, has several channels, or another aspect.
+        PathosegError: It is above 400 megapixels, has several channels or pages, or another aspect.
     """
     size = Size(*image.size)
     if size.pixels > _LARGEST and not is_tiled:
@@ -74,6 +77,23 @@ def refuse_other_images(path: Path, image: ImageFile, slide_size: Size, is_tiled
             f"({slide_size.width} × {slide_size.height} px).",
             "Use the mask of this slide, covering all of it.",
         )
+    if isinstance(image, TiffImageFile) and _has_planes(image):
+        raise PathosegError(
+            f"{path} has several pages of {size.width} × {size.height} px; a mask has one.",
+            "Write one page of class indices: 0 for background, 1 for the first class, and so on.",
+        )
+
+
+def _has_planes(image: TiffImageFile) -> bool:
+    """Return True if a later page has the size of the first; smaller ones are overviews."""
+    size = image.size
+    # It has no more, or one that Pillow does not know, such as GDAL's of where there is data.
+    with suppress(Exception):
+        for number in count(1):
+            image.seek(number)
+            if image.size == size:
+                return True
+    return False
 
 
 def mask_files(folder: Path, stems: Iterable[str]) -> list[Path]:

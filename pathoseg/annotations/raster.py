@@ -31,6 +31,7 @@ from pathoseg.annotations.coverage import (
     INTEREST,
     Ints,
     Steps,
+    counted,
     ignore_outside,
     most_covered,
     most_covering,
@@ -45,8 +46,9 @@ from pathoseg.annotations.outline import areal
 from pathoseg.annotations.scan_conversion import paint_centres
 from pathoseg.geometry import Box, Frame, Size
 
-_LONG = 500  # corners
+_LONG = 500  # corners; of longer outlines, the neighbourhood is enough
 _MOST_CORNERS = 2**20  # of outlines that are painted at once
+_SHARE_HELD = 0.99  # of the area of a region that another one holds
 _SLIVER = 1e-6  # level-0 pixels: neighbours that share an edge overlap by rounding
 
 
@@ -90,7 +92,7 @@ class PolygonLabels:
             else:
                 named = [replace(region, class_name=fallback) for region in unnamed]
             unnamed = []
-        around = set(_that_hold(unnamed, named))
+        around = _that_hold(unnamed, named)
         without["outlines without a class that hold others"] += len(around)
         regions = [region for place, region in enumerate(unnamed) if place not in around]
         regions.sort(key=lambda region: -region.geometry.area)
@@ -104,7 +106,7 @@ class PolygonLabels:
         self._names: list[str | None] = []
         self._regions: list[shapely.Geometry] = []
         self._of_interest: list[shapely.Geometry] = []
-        self._shown: _Parts | None = None
+        self._shown: _Outlines | None = None
         self._colours = dict[float, NDArray[np.uint8]]()  # by distance
         self._working_out = Lock()
         self._classes: dict[str, Colour | None] = {}
@@ -264,10 +266,10 @@ class PolygonLabels:
         Args:
             distance: Level-0 pixels within which two have different colours.
         """
-        parts = self._parts
+        outlines = self._outlines
         with self._working_out:
             if distance not in self._colours:
-                shown = np.unique(parts.region[parts.region >= 0])
+                shown = np.unique(outlines.region[outlines.region >= 0])
                 geometry = np.array([self._regions[one] for one in shown], dtype=object)
                 pairs = near_outlines(geometry, distance)
                 found = np.zeros(len(self._regions), np.uint8)
@@ -290,17 +292,20 @@ class PolygonLabels:
             values: Of each region, and last of the regions of interest.
             settle: Makes pixels of the steps in a part of the box and the widths of its columns.
         """
-        left, top, width, height = frame.to_level0(box)
-        near = self._parts.within(left, top, left + width, top + height)
-        corners = int(shapely.get_num_coordinates(near.geometry).sum())
-        mask = np.empty((box.height, box.width), dtype=np.uint8)
-        if corners > _MOST_CORNERS and box.height > 1:  # edges take 200 bytes each
+        near = self._outlines.near(*frame.to_level0(box))
+        if near.corners > _MOST_CORNERS and box.height > 1:  # edges take 200 bytes each
             middle = box.height // 2
-            for top, bottom in ((0, middle), (middle, box.height)):
-                half = Box(box.x, box.y + top, box.width, bottom - top)
-                mask[top:bottom] = self._paint_majority(half, frame, values, settle)
-            return mask
-        value, edges = values[near.region], Edges.of(near.geometry, near.sign, near.region, frame)
+            halves = [
+                Box(box.x, box.y, box.width, middle),
+                Box(box.x, box.y + middle, box.width, box.height - middle),
+            ]
+            # Where most lines reach across both, halves would be halved in turn and save nothing.
+            both = sum(self._outlines.near(*frame.to_level0(half)).corners for half in halves)
+            if both < 1.5 * near.corners:
+                painted = [self._paint_majority(half, frame, values, settle) for half in halves]
+                return np.vstack(painted)
+        mask = np.empty((box.height, box.width), dtype=np.uint8)
+        value, edges = values[near.region], Edges.of(near.lines, near.sign, near.region, frame)
         widths = units_on_slide(box.x, box.right, self._slide_size.width / frame.scale_x)
         rows = rows_at_once(box.width, len(np.unique(value)), edges.most_steps(box))
         for start in range(0, box.height, rows):
@@ -327,64 +332,118 @@ class PolygonLabels:
         return shapely.STRtree(self._regions)
 
     @property
-    def _parts(self) -> _Parts:
-        """The visible parts of the regions, computed when labels are first asked for."""
+    def _outlines(self) -> _Outlines:
+        """Outlines of what shows of the regions, computed when labels are first asked for."""
         with self._working_out:  # GEOS prepares geometries for one thread at a time
             if self._shown is None:
                 self._shown = self._work_out()
             return self._shown
 
-    def _work_out(self) -> _Parts:
+    def _work_out(self) -> _Outlines:
         size = self._slide_size
         known: shapely.Geometry = shapely.box(0, 0, size.width, size.height)
         if not self._of_interest:
-            return _showing(self._regions, known)
+            return _Outlines.of(*_showing(self._regions, known))
         known = shapely.intersection(known, shapely.union_all(self._of_interest))
-        parts = _showing(self._regions, known)
-        geometry = np.array([*parts.geometry, shapely.normalize(known)], dtype=object)
-        return _Parts(geometry, np.append(parts.region, -1), np.append(parts.sign, 1))
+        areas, region, sign = _showing(self._regions, known)
+        areas = np.array([*areas, known], dtype=object)
+        return _Outlines.of(areas, np.append(region, -1), np.append(sign, 1))
 
 
-def _that_hold(outer: Sequence[Annotation], inner: Sequence[Annotation]) -> list[int]:
-    """Return the positions of the regions in `outer` that contain any region of `inner`."""
-    tree = shapely.STRtree([region.geometry for region in inner])
-    geometry = np.array([region.geometry for region in outer], dtype=object)
-    holders, _ = tree.query(geometry, predicate="contains")
-    found: list[int] = np.unique(holders).tolist()
+def _that_hold(outer: Sequence[Annotation], inner: Sequence[Annotation]) -> set[int]:
+    """Return the positions of the regions in `outer` that hold any region of `inner`.
+
+    At least 99 % of the area that is held lies inside: corners of a region that was clipped to an
+    outline lie beside its slanted edges, by rounding.
+    """
+    around = np.array([region.geometry for region in outer], dtype=object)
+    inside = np.array([region.geometry for region in inner], dtype=object)
+    least = _SHARE_HELD * shapely.area(inside)
+    tree = shapely.STRtree(inside)
+    found = set[int](tree.query(around, predicate="contains")[0].tolist())
+    one, other = tree.query(around)
+    large = shapely.area(around)[one] >= least[other]
+    near = defaultdict[int, list[int]](list)
+    for holder, held in zip(one[large].tolist(), other[large].tolist(), strict=True):
+        near[holder].append(held)
+    for holder in near.keys() - found:
+        common = _common(around[holder], inside, near[holder])
+        if any(area.area >= least[held] for held, area in common):
+            found.add(holder)
     return found
 
 
 @dataclass(frozen=True)
-class _Parts:
-    """Areas that, added and taken away, are what shows of regions painted one over the other.
+class _Outlines:
+    """Outlines of areas that, added and taken away, are what shows of overlapping regions.
+
+    They are cut into short lines, as one outline may go round all that is on a slide, and one
+    multi-polygon may be all that a pixel classifier found there: a box needs those near it alone.
 
     Attributes:
-        geometry: Polygons and multi-polygons whose rings run with the clock, where y points up,
-            and holes against it; shape (parts,).
+        lines: Of at most `_LONG` edges, the area on the right where y points up; shape (lines,).
+        right: The right end of the whole outline of each, in level-0 pixels.
         region: The region of each, in the order of painting; -1 for the regions of interest.
-        sign: 1 where it is added, -1 where it is taken away.
+        sign: 1 where its area is added, -1 where it is taken away.
     """
 
-    geometry: Geometries
+    lines: Geometries
+    right: NDArray[np.float64]
     region: Ints
     sign: Ints
 
+    @classmethod
+    def of(cls, areas: Geometries, region: Ints, sign: Ints) -> _Outlines:
+        """Cut the outlines of polygons and multi-polygons into lines.
+
+        Args:
+            areas: Shape (areas,).
+            region: The region of each.
+            sign: 1 where it is added, -1 where it is taken away.
+        """
+        # Normal outlines run with the clock, where y points up, and holes against it.
+        polygons, area = shapely.get_parts(shapely.normalize(areas), return_index=True)
+        rings, polygon = shapely.get_rings(polygons, return_index=True)
+        corners = shapely.get_num_coordinates(rings).astype(np.int64)
+        lines = -(-(corners - 1) // _LONG)
+        ring, number = np.repeat(np.arange(len(rings)), lines), counted(lines)
+        # A line ends with the corner that the next one begins with.
+        first = (np.cumsum(corners) - corners)[ring] + number * _LONG
+        count = np.minimum(corners[ring] - number * _LONG, _LONG + 1)
+        xy = shapely.get_coordinates(rings)[np.repeat(first, count) + counted(count)]
+        line = np.repeat(np.arange(len(ring)), count)
+        right, of = shapely.bounds(rings)[ring, 2], area[polygon[ring]]
+        found = np.array(shapely.linestrings(xy, indices=line), dtype=object)
+        return cls(found, right, region[of], sign[of])
+
+    @property
+    def corners(self) -> int:
+        """Number of corners of all lines."""
+        return int(shapely.get_num_coordinates(self.lines).sum())
+
     @cached_property
     def _tree(self) -> shapely.STRtree:
-        return shapely.STRtree(self.geometry)
+        # What a line changes goes on along its rows, as far as its outline does.
+        left, top, _, bottom = shapely.bounds(self.lines).T
+        return shapely.STRtree(shapely.box(left, top, self.right, bottom))
 
-    def within(self, left: float, top: float, right: float, bottom: float) -> _Parts:
-        """Return the parts whose bounding box meets a rectangle."""
-        near = np.sort(self._tree.query(shapely.box(left, top, right, bottom)))
-        return _Parts(self.geometry[near], self.region[near], self.sign[near])
+    def near(self, left: float, top: float, width: float, height: float) -> _Outlines:
+        """Return the lines that change anything in a rectangle, and some more."""
+        found = np.sort(self._tree.query(shapely.box(left, top, left + width, top + height)))
+        return _Outlines(self.lines[found], self.right[found], self.region[found], self.sign[found])
 
 
-def _showing(regions: Sequence[shapely.Geometry], known: shapely.Geometry) -> _Parts:
+def _showing(
+    regions: Sequence[shapely.Geometry], known: shapely.Geometry
+) -> tuple[Geometries, Ints, Ints]:
     """Compute the visible part of each region, painted in order, clipped to `known`.
 
     No hole is cut into a region for those painted over it: what they hide is taken away from it as
     areas of its own. These do not overlap, as one that lies in another is left out, and those that
     overlap are united.
+
+    Returns:
+        Areas, the region of each, and 1 where it is added, -1 where it is taken away.
     """
     geometry = np.array(regions, dtype=object)
     shapely.prepare(known)
@@ -401,12 +460,16 @@ def _showing(regions: Sequence[shapely.Geometry], known: shapely.Geometry) -> _P
     buried = {one for one, around in holders.items() if max(around) > one}
     hidden = defaultdict[int, dict[int, shapely.Geometry]](dict)
     overlaps = defaultdict[int, set[int]](set)
+    crossing = defaultdict[int, list[int]](list)
     for under, over in zip(below.tolist(), above.tolist(), strict=True):
         if under in buried or over in buried:
             continue
         if under in holders[over]:
             hidden[under][over] = geometry[over]
-        elif (common := _common(geometry[under], geometry[over])) is not None:
+        else:
+            crossing[under].append(over)
+    for under, others in crossing.items():
+        for over, common in _common(geometry[under], geometry, others):
             hidden[under][over] = common
             overlaps[under].add(over)
             overlaps[over].add(under)
@@ -416,8 +479,8 @@ def _showing(regions: Sequence[shapely.Geometry], known: shapely.Geometry) -> _P
         (below, piece) for below in shown for piece in _apart(hidden[below], holders, overlaps)
     ]
     pieces = np.array([*geometry[shown], *(piece for _, piece in taken)], dtype=object)
-    return _Parts(
-        shapely.normalize(pieces),
+    return (
+        pieces,
         number[[*shown, *(below for below, _ in taken)]],
         np.repeat([1, -1], [len(shown), len(taken)]),
     )
@@ -446,15 +509,35 @@ def _held(geometry: Geometries, holder: Ints, held: Ints) -> Iterator[tuple[int,
     yield from zip(holder[holds].tolist(), held[holds].tolist(), strict=True)
 
 
-def _common(one: shapely.Geometry, other: shapely.Geometry) -> shapely.Geometry | None:
-    """Return the intersection of two regions; None where it has no area."""
-    # Of a long outline, the neighbourhood of the other region is enough, and found much sooner.
+def _common(
+    one: shapely.Geometry, regions: Geometries, others: Sequence[int]
+) -> Iterator[tuple[int, shapely.Polygon | shapely.MultiPolygon]]:
+    """Yield the intersections of a region with others that have an area.
+
+    Args:
+        one: The region.
+        regions: Others.
+        others: The numbers of those that count.
+
+    Yields:
+        The number of a region, and what it has in common with `one`.
+    """
+    # Of a long outline the neighbourhood of the others is enough, and found much sooner; of half of
+    # them at a time, so that not each of many is looked for in all of it.
     if shapely.get_num_coordinates(one) > _LONG:
-        left, top, right, bottom = shapely.bounds(other)
+        bounds = shapely.bounds(regions[others])
+        (left, top), (right, bottom) = bounds[:, :2].min(axis=0), bounds[:, 2:].max(axis=0)
         near = shapely.clip_by_rect(one, left - 1, top - 1, right + 1, bottom + 1)
         one = near if near.is_valid else one
-    common = areal(shapely.intersection(one, other))
-    return common if common is not None and common.area > _SLIVER else None
+        if len(others) > 1 and shapely.get_num_coordinates(one) > _LONG:
+            order = np.argsort(bounds[:, 0 if right - left > bottom - top else 1])
+            for half in np.array_split(np.array(others)[order], 2):
+                yield from _common(one, regions, half.tolist())
+            return
+    for other in others:
+        common = areal(shapely.intersection(one, regions[other]))
+        if common is not None and common.area > _SLIVER:
+            yield other, common
 
 
 def _apart(

@@ -24,6 +24,7 @@ from pathoseg.annotations.annotation import (
     Colour,
     Labels,
     PassedOver,
+    is_background,
     quoted,
 )
 from pathoseg.annotations.annotation_options import AnnotationOptions
@@ -41,6 +42,8 @@ _OUTLINES = (".geojson", ".geojson.gz", ".json", ".xml")
 
 # More are seldom meant: instances or free-text names look like this.
 _MOST_UNNAMED = 32
+
+_MOST_COMPARED = 50_000  # pairs of names, by their letters: about a second
 
 
 def find_annotation(slide: Path, folder: Path | None) -> Path | None:
@@ -102,6 +105,9 @@ def annotation_of(
 def stray_annotations(folder: Path, slides: Sequence[Path]) -> dict[Path, Path | None]:
     """Return the files of outlines that belong to no slide → the slide each is named most like.
 
+    Of very many files, the first ones are compared with all slides by their letters, the others by
+    how their names begin.
+
     Args:
         folder: Where to look, without the folders inside it.
         slides: All slides, also those whose annotations lie elsewhere.
@@ -109,12 +115,14 @@ def stray_annotations(folder: Path, slides: Sequence[Path]) -> dict[Path, Path |
     by_name = {stem.casefold(): slide for slide in slides for stem in _stems(slide)}
     own = {stem + suffix for slide in slides for stem in _stems(slide) for suffix in _OUTLINES}
     strays = dict[Path, Path | None]()
+    left = _MOST_COMPARED
     for path in sorted(folder.iterdir()):
         name = path.name.casefold()
         suffix = next((suffix for suffix in _OUTLINES if name.endswith(suffix)), None)
         if suffix is None or name.startswith(".") or path.name in own:
             continue
-        near = _nearest(name.removesuffix(suffix), by_name)
+        left -= len(by_name)
+        near = _nearest(name.removesuffix(suffix), by_name, by_letters=left >= 0)
         # JSON and XML may be anything.
         if path.is_file() and (near is not None or suffix in _GEOJSON):
             strays[path] = near
@@ -126,10 +134,11 @@ def _stems(slide: Path) -> dict[str, None]:
     return dict.fromkeys((slide.name, slide.stem, slide.stem.removesuffix(".ome")))
 
 
-def _nearest(name: str, slides: Mapping[str, Path]) -> Path | None:
-    """Return the slide of a name that begins like `name` or differs in a few letters, if any."""
-    longer = [other for other in slides if name.startswith(other) or other.startswith(name)]
-    close = longer or difflib.get_close_matches(name, slides, n=1, cutoff=0.8)
+def _nearest(name: str, slides: Mapping[str, Path], by_letters: bool) -> Path | None:
+    """Return the slide whose name begins like `name` or, `by_letters`, differs in a few, if any."""
+    close = [other for other in slides if name.startswith(other) or other.startswith(name)]
+    if by_letters and not close:
+        close = difflib.get_close_matches(name, slides, n=1, cutoff=0.8)
     return slides[max(close, key=len)] if close and name else None
 
 
@@ -296,9 +305,15 @@ def class_table(labels: Sequence[Labels], wanted: tuple[str, ...] | None) -> Cla
     colours of their own.
 
     Raises:
-        PathosegError: No class is in use, more than 254 are wanted, or one twice, more than 32 are
-            in use and none is named, or classes are wanted and no outline has any.
+        PathosegError: No class is in use, more than 254 are wanted, or one twice, or background,
+            more than 32 are in use and none is named, or classes are wanted and no outline has any.
     """
+    if listed := [name for name in wanted or () if is_background(name)]:
+        raise PathosegError(
+            f'The config names the class "{listed[0]}"; background is index 0 and is not listed.',
+            "Leave it out of `[data] classes`: what is drawn as background, and 0 in masks, is it "
+            "all the same.",
+        )
     colours: dict[str, Colour | None] = {}
     for one in labels:
         for name, colour in one.classes().items():

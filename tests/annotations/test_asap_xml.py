@@ -89,6 +89,13 @@ def test_coordinates_go_by_order_and_may_have_a_decimal_comma(tmp_path: Path) ->
     assert found.class_name is None
 
 
+def test_coordinates_of_one_order_go_as_they_stand(tmp_path: Path) -> None:
+    """A square whose corners all have Order 0, as a converter wrote it."""
+    outline = re.sub(r'Order="\d"', 'Order="0"', _outline("a", 0, 10))
+    (found,) = _read(tmp_path, outline)
+    assert found.geometry.area == 100
+
+
 @pytest.mark.parametrize("kind", ["Dot", "PointSet", "Measurement"])
 def test_what_has_no_area_is_passed_over(tmp_path: Path, kind: str) -> None:
     assert len(_read(tmp_path, _outline("a", 0, 9, kind) + _outline("b", 0, 9, "Spline"))) == 1

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 from PIL import Image
+from tifffile import TiffWriter, imwrite
 
 from pathoseg.annotations.annotation import IGNORE, ClassTable
 from pathoseg.annotations.annotation_options import AnnotationOptions
@@ -65,9 +66,15 @@ def test_palette_images_are_indices_with_colours(tmp_path: Path) -> None:
     assert labels.classes()["class 2"] == (40, 50, 60)
 
 
-def test_bilevel_images_have_class_1(tmp_path: Path) -> None:
-    path = _saved(tmp_path, PATTERN == 1)
-    labels = MaskLabels(path, Size(4, 3))
+@pytest.mark.parametrize("name", ["s_mask.png", "s_mask.tif"])
+@pytest.mark.parametrize("mask", ["indices", "binary", "instances"])
+def test_bilevel_images_have_class_1(
+    tmp_path: Path, name: str, mask: Literal["indices", "binary", "instances"]
+) -> None:
+    """A mask of one bit a pixel, and its class by name."""
+    path = _saved(tmp_path, PATTERN == 1, name)
+    labels = MaskLabels(path, Size(4, 3), AnnotationOptions(mask=mask))
+    assert [*labels.classes()] == [*labels.file_classes()] == ["class 1"]
     np.testing.assert_array_equal(_whole(labels, Size(4, 3)), PATTERN == 1)
 
 
@@ -265,6 +272,42 @@ def test_colours_are_no_indices(tmp_path: Path, mode: str) -> None:
     with pytest.raises(PathosegError, match=rf"s_mask\.png holds {mode} pixels") as refused:
         MaskLabels(path, Size(4, 3))
     assert "palette" in refused.value.hint
+
+
+@pytest.mark.parametrize("tile", [None, (16, 16)])
+@pytest.mark.parametrize("mask", ["indices", "binary", "instances"])
+def test_a_plane_for_each_class_is_refused(
+    tmp_path: Path, tile: tuple[int, int] | None, mask: Literal["indices", "binary", "instances"]
+) -> None:
+    """A TIFF whose second page is as large as the first, in strips or tiles."""
+    path, planes = tmp_path / "s_mask.tif", np.zeros((3, 32, 48), np.uint8)
+    imwrite(path, planes, tile=tile, photometric="minisblack")
+    with pytest.raises(PathosegError, match=r"s_mask\.tif has several pages of 48 × 32") as refused:
+        MaskLabels(path, Size(48, 32), AnnotationOptions(mask=mask))
+    assert "one page of class indices" in refused.value.hint
+
+
+def test_classes_of_objects_in_planes_are_refused(tmp_path: Path) -> None:
+    """The mask of classes beside one of object numbers."""
+    path = _saved(tmp_path, PATTERN)
+    imwrite(tmp_path / "s_classes.tif", np.zeros((2, 3, 4), np.uint8), photometric="minisblack")
+    with pytest.raises(PathosegError, match=r"s_classes\.tif has several pages"):
+        MaskLabels(path, Size(4, 3), AnnotationOptions(mask="instances"))
+
+
+@pytest.mark.parametrize("tile", [None, (16, 16)])
+def test_smaller_pages_and_those_of_transparency_are_passed_over(
+    tmp_path: Path, tile: tuple[int, int] | None
+) -> None:
+    """A pyramid of pages one after the other, and GDAL's page of where there is data."""
+    path, pixels = tmp_path / "s_mask.tif", np.tile(PATTERN, (8, 8))
+    with TiffWriter(path) as tiff:
+        tiff.write(pixels, tile=tile)
+        tiff.write(pixels[::2, ::2], tile=tile, subfiletype=1)
+        tiff.write(np.zeros((8, 6, 3), np.uint8), photometric="rgb")
+        tiff.write(pixels > 0, subfiletype=4, photometric=4)
+    labels = MaskLabels(path, Size(32, 24))
+    np.testing.assert_array_equal(_whole(labels, Size(32, 24)), pixels)
 
 
 def test_real_numbers_are_no_indices(tmp_path: Path) -> None:

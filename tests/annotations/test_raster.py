@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from rasterio.features import shapes
 
 from pathoseg.annotations.annotation import IGNORE, Annotation, ClassTable
 from pathoseg.annotations.annotation_options import AnnotationOptions
+from pathoseg.annotations.edges import Edges, Geometries
 from pathoseg.annotations.raster import PolygonLabels
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, Mpp, Size
@@ -132,19 +134,158 @@ def test_of_equal_areas_the_outline_painted_last_has_the_pixel(
         regions.append((shapely.box(5, 3, 16, 17), "ROI"))
     labels = _labels(*regions, slide=Size(24, 24))
     found = labels.rasterise(Box(0, 0, 12, 12), Frame.at(Size(24, 24), NATIVE, 0.5), table)
+    np.testing.assert_array_equal(found, _at_half_size(np.where(known, painted, -2), value))
+
+
+def _at_half_size(shown: NDArray[np.int64], value: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """The class of each 2 × 2 block that has most of it; of equals, the one that is painted last.
+
+    Args:
+        shown: Which outline shows, in the order of painting; -1 for none, -2 outside the region of
+            interest.
+        value: Of each outline, its class; last that of none.
+    """
+    height, width = shown.shape
+    found = np.empty((height // 2, width // 2), np.uint8)
     for row, column in np.ndindex(found.shape):
-        block = np.s_[2 * row : 2 * row + 2, 2 * column : 2 * column + 2]
-        shown = [
-            int(one) if inside else -2
-            for one, inside in zip(painted[block].flat, known[block].flat, strict=True)
-        ]
-        # class -> how many quarters it covers, and its last outline; -2 is outside the region
+        # class -> how many quarters it covers, and its last outline
         quarters: dict[int, list[int]] = {}
-        for one in shown:
+        for one in shown[2 * row : 2 * row + 2, 2 * column : 2 * column + 2].ravel().tolist():
             key = IGNORE if one == -2 else int(value[one])
             quarters.setdefault(key, []).append(one)
-        best = max(quarters, key=lambda key: (len(quarters[key]), max(quarters[key])))
-        assert found[row, column] == best
+        found[row, column] = max(quarters, key=lambda key: (len(quarters[key]), max(quarters[key])))
+    return found
+
+
+@given(
+    layers=st.lists(
+        st.tuples(arrays(np.bool_, (12, 14)), st.sampled_from(["a", "b", "c", "fold*", "ROI"])),
+        max_size=4,
+    ),
+    long=st.integers(1, 9),
+    most=st.integers(1, 100),
+    data=st.data(),
+)
+def test_outlines_that_are_cut_into_lines_are_painted_the_same(
+    layers: list[tuple[NDArray[np.bool_], str]], long: int, most: int, data: st.DataObject
+) -> None:
+    """Multi-polygons of many parts with holes, which touch at corners, one over the other."""
+    slide, table = Size(14, 12), ClassTable(("a", "b", "c"), ((1, 0, 0), (2, 0, 0), (3, 0, 0)))
+    layers = [(cells, name) for cells, name in layers if cells.any()]
+    regions = []
+    for cells, name in layers:
+        rows, columns = np.nonzero(cells)
+        regions.append((shapely.union_all(shapely.box(columns, rows, columns + 1, rows + 1)), name))
+    drawn = sorted((one for one in layers if one[1] != "ROI"), key=lambda one: -one[0].sum())
+    of_interest = [cells for cells, name in layers if name == "ROI"]
+    shown = np.full((12, 14), -1)
+    for number, (cells, _) in enumerate(drawn):
+        shown[cells] = number
+    if of_interest:
+        shown[~np.any(of_interest, axis=0)] = -2
+    value = [IGNORE if name == "fold*" else table.index(name) for _, name in drawn]
+    expected = _at_half_size(shown, np.array([*value, 0]))
+
+    frame = Frame.at(slide, NATIVE, 0.5)
+    whole = _whole(frame)
+    plane = _labels(*regions, slide=slide).objects(whole, frame, table, expected)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pathoseg.annotations.raster._LONG", long)
+        patch.setattr("pathoseg.annotations.raster._MOST_CORNERS", most)
+        labels = _labels(*regions, slide=slide)
+        np.testing.assert_array_equal(labels.rasterise(whole, frame, table), expected)
+        np.testing.assert_array_equal(labels.objects(whole, frame, table, expected), plane)
+        box = Box(*(data.draw(st.integers(*limits)) for limits in [(0, 6), (0, 5), (1, 7), (1, 6)]))
+        if part := box.intersection(whole):
+            found = labels.rasterise(part, frame, table)
+            np.testing.assert_array_equal(found, expected[part.within(whole)])
+
+
+def _discs(count: int, corners: int) -> NDArray[np.object_]:
+    """Polygons in `count` rows and columns, 100 px apart."""
+    angle = np.linspace(0, 2 * np.pi, corners)
+    rows, columns = np.mgrid[0:count, 0:count].reshape(2, -1, 1) * 100 + 50
+    rings = np.stack([columns + 40 * np.cos(angle), rows + 40 * np.sin(angle)], axis=2)
+    return np.array(shapely.polygons(rings), dtype=object)
+
+
+def _islands() -> shapely.Geometry:
+    return shapely.MultiPolygon(list(_discs(40, 30)))
+
+
+def _with_holes() -> shapely.Geometry:
+    return shapely.Polygon(
+        shapely.box(0, 0, 4000, 4000).exterior, [disc.exterior for disc in _discs(40, 30)]
+    )
+
+
+def _winding() -> shapely.Geometry:
+    """One outline without holes, that goes to and fro from the top to the bottom."""
+    x = np.arange(100, 3900, 5.0)
+    y = np.arange(20, 4000, 60.0)
+    across = np.where(np.arange(len(y))[:, None] % 2, x[::-1], x)
+    middle = shapely.LineString(np.stack([across.ravel(), y.repeat(len(x))], axis=1))
+    return middle.buffer(10, cap_style="flat", join_style="bevel")
+
+
+@pytest.fixture
+def corners(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of corners whose edges are looked for, each time that any are."""
+    found, edges_of = list[int](), Edges.of
+
+    def counted_edges_of(lines: Geometries, *rest: Any) -> Edges:
+        found.append(int(shapely.get_num_coordinates(lines).sum()))
+        return edges_of(lines, *rest)
+
+    monkeypatch.setattr(Edges, "of", counted_edges_of)
+    return found
+
+
+@pytest.mark.parametrize("drawn", [_islands, _with_holes, _winding])
+def test_a_box_takes_those_corners_of_a_large_region_that_are_near_it(
+    drawn: Callable[[], shapely.Geometry], corners: list[int]
+) -> None:
+    """Work for one box of a slide-wide region: one of many parts, of many holes, of one line."""
+    area, slide = shapely.segmentize(drawn(), 5), Size(4000, 4000)
+    labels, frame = _labels((area, "tumour"), slide=slide), Frame.at(slide, NATIVE, 0.25)
+    for x, y in ((0, 0), (1930, 2050), (3936, 3936)):
+        labels.rasterise(Box(x, y, 64, 64), frame, TABLE)
+    assert shapely.get_num_coordinates(area) > 50_000
+    assert max(corners) < 5_000
+
+
+def test_not_each_region_across_a_large_one_is_looked_for_in_all_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Work for the intersections of one multi-polygon with 400 squares across its parts."""
+    area, slide = shapely.segmentize(_islands(), 5), Size(4000, 4000)
+    left, top = np.mgrid[50:4000:200, 50:4000:200].reshape(2, -1)
+    squares = shapely.box(left, top, left + 60, top + 60)
+    labels = _labels((area, "tumour"), *((square, "stroma") for square in squares), slide=slide)
+    clipped, clip_by_rect = list[int](), shapely.clip_by_rect
+
+    def counted(geometry: shapely.Geometry, *sides: float) -> shapely.Geometry:
+        clipped.append(int(shapely.get_num_coordinates(geometry)))
+        return clip_by_rect(geometry, *sides)
+
+    monkeypatch.setattr(shapely, "clip_by_rect", counted)
+    found = labels.rasterise(Box(0, 0, 200, 200), Frame.at(slide, NATIVE, 0.25), TABLE)
+    assert (found == 2).sum() == 60 * 60
+    assert found[50, 30] == 1
+    assert sum(clipped) < 12 * shapely.get_num_coordinates(area)
+
+
+def test_a_box_is_not_halved_where_both_halves_have_all_corners(
+    corners: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stripes from top to bottom, of more corners than are painted at once."""
+    slide = Size(400, 300)
+    stripes = shapely.MultiPolygon([shapely.box(x, 0, x + 5, 300) for x in range(0, 400, 10)])
+    labels, frame = _labels((stripes, "tumour"), slide=slide), Frame.at(slide, NATIVE, 0.25)
+    whole = labels.rasterise(_whole(frame), frame, TABLE)
+    monkeypatch.setattr("pathoseg.annotations.raster._MOST_CORNERS", 100)
+    np.testing.assert_array_equal(labels.rasterise(_whole(frame), frame, TABLE), whole)
+    assert len(corners) == 2
 
 
 MASKS = arrays(
@@ -289,6 +430,27 @@ def test_nothing_is_known_outside_the_regions_of_interest(
     assert set(labels.classes()) <= {"tumour"}
 
 
+@pytest.mark.parametrize("angle", [10, 20, 40])
+def test_an_outline_holds_what_was_clipped_to_it(angle: float) -> None:
+    """Tissue without a class around a tumour whose corners lie beside its edges by rounding."""
+    tissue = shapely.affinity.rotate(shapely.box(40, 40, 160, 120), angle)
+    tumour = shapely.intersection(tissue, shapely.box(10, 20.3, 100, 180))
+    assert not tissue.contains(tumour)
+    frame = Frame.at(Size(200, 160), NATIVE, 0.25)
+    labels = _labels((tissue, None), (tumour, "tumour"), slide=frame.size)
+    found = labels.rasterise(_whole(frame), frame, TABLE)
+    assert set(np.unique(found)) == {0, 1}
+    assert labels.report.passed_over == {"outlines without a class that hold others": 1}
+
+
+@pytest.mark.parametrize(("outside", "is_held"), [(0.5, True), (2, False)])
+def test_an_outline_holds_what_lies_in_it_by_99_percent(outside: float, is_held: bool) -> None:
+    """A tumour of which some percent lie beside an outline without a class."""
+    around = (shapely.box(outside, 0, 150, 150), None)
+    report = _labels(around, (shapely.box(0, 10, 100, 20), "tumour")).report
+    assert report.unclassified == (not is_held)
+
+
 def test_a_model_that_knows_a_class_of_such_a_name_keeps_it() -> None:
     slide = Size(10, 10)
     frame = Frame.at(slide, NATIVE, 0.25)
@@ -345,8 +507,9 @@ def test_a_region_that_only_touches_a_tile_paints_nothing_there(
 @settings(max_examples=10)
 def test_outlines_in_bounded_memory_are_the_same(area: shapely.Polygon, most: int) -> None:
     frame = Frame.at(SLIDE, NATIVE, 2.0)
-    labels = _labels((area, "tumour"), (shapely.box(700, 600, 720.3, 1400.7), "stroma"))
-    whole = labels.rasterise(_whole(frame), frame, TABLE)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pathoseg.annotations.raster._LONG", 3)
+        labels = _labels((area, "tumour"), (shapely.box(700, 600, 720.3, 1400.7), "stroma"))
+        whole = labels.rasterise(_whole(frame), frame, TABLE)
         patch.setattr("pathoseg.annotations.raster._MOST_CORNERS", most)
         np.testing.assert_array_equal(labels.rasterise(_whole(frame), frame, TABLE), whole)

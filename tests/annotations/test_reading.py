@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -445,6 +446,30 @@ def test_outlines_of_no_slide_are_found_with_the_slide_they_are_named_like(tmp_p
     }
 
 
+def test_of_many_outlines_of_no_slide_the_first_are_compared_by_letters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The work for 30 files beside 20 slides, where 100 pairs of names may be compared."""
+    compared, get_close_matches = list[int](), difflib.get_close_matches
+
+    def counted(name: str, others: Collection[str], **options: Any) -> list[str]:
+        compared.append(len(others))
+        return get_close_matches(name, others, **options)
+
+    monkeypatch.setattr(difflib, "get_close_matches", counted)
+    monkeypatch.setattr("pathoseg.annotations.reading._MOST_COMPARED", 100)
+    slides = [tmp_path / f"case {number}.svs" for number in range(20)]
+    files = [tmp_path / f"Case-{number}.geojson" for number in range(20)]
+    files += [tmp_path / f"case {number} corrected.xml" for number in range(10, 20)]
+    for path in files:
+        path.touch()
+    strays = stray_annotations(tmp_path, slides)
+    assert strays.keys() == set(files)
+    assert strays[tmp_path / "Case-0.geojson"] == slides[0]
+    assert strays[tmp_path / "case 19 corrected.xml"] == slides[19]
+    assert 0 < sum(compared) <= 100
+
+
 def test_names_that_no_file_has_are_told_with_those_that_are_there(tmp_path: Path) -> None:
     point = _square(0, 0, name="Mark")
     point["geometry"] = {"type": "Point", "coordinates": [5, 5]}
@@ -511,6 +536,14 @@ def test_colours_come_from_files_and_are_all_different() -> None:
 def test_impossible_wishes_are_refused(wanted: tuple[str, ...]) -> None:
     with pytest.raises(PathosegError, match=f"names {len(wanted)} classes"):
         class_table([], wanted)
+
+
+@pytest.mark.parametrize("name", ["background", "Background"])
+def test_background_among_the_wanted_classes_is_refused(name: str) -> None:
+    """The class of index 0, listed as one to learn; of a mask of 0 and 1, value 1 would be it."""
+    with pytest.raises(PathosegError, match=f'class "{name}"; background is index 0') as refused:
+        class_table([_Labels(**{"class 1": None})], (name, "tumour"))
+    assert "Leave it out of `[data] classes`" in refused.value.hint
 
 
 def test_no_class_at_all_is_refused() -> None:

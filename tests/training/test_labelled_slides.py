@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from pathoseg.annotations.annotation import ClassTable
 from pathoseg.config import Config
 from pathoseg.config_file import load_config
 from pathoseg.errors import PathosegError
@@ -92,3 +94,12 @@ def test_masks_of_classes_are_bad_slides_of_the_task(config: Config, tmp_path: P
     assert [one.name for one in read.usable] == ["b.png"]
     flags["model"]["task"] = "segment"
     assert len(read_slides(load_config(None, flags)).usable) == 2
+
+
+def test_a_recorded_class_called_background_is_kept(config: Config) -> None:
+    """The classes of a model from before such a name was refused in `[data] classes`."""
+    old = ClassTable(("Background", "class 1"), ((1, 0, 0), (2, 0, 0)))
+    config = replace(config, data=replace(config.data, classes=old.names))
+    assert find_labelled_slides(config, old).classes == old
+    with pytest.raises(PathosegError, match='class "Background"; background is index 0'):
+        find_labelled_slides(config)
