@@ -404,7 +404,8 @@ def _kind(
     name: str, modules: Sequence[fx.Module], tape: MemoryProfile, position: int, opaque: bool
 ) -> tuple[str, Mapping[str, Attribute]]:
     """`Layer.kind` and `Layer.attributes`."""
-    if modules and (opaque or any(modules[0].children())):
+    is_norm = bool(modules) and isinstance(modules[0], fx._NormBase)  # with an activation, perhaps
+    if modules and (opaque or (any(modules[0].children()) and not is_norm)):
         return type(modules[0]).__name__, {}
     kernel, back = tape.main_kernel(position), tape.main_kernel(position, forward=False)
     if kernel is None:

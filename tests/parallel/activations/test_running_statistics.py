@@ -11,10 +11,18 @@ from torch import Tensor, nn
 from pathoseg.parallel.activations.running_statistics import RunningStatistics
 from pathoseg.parallel.graph.traced import Traced
 from tests.parallel.comm.thread_ranks import ThreadTransport, run_ranks
+from tests.parallel.networks.odd import NormAndActivation
+
+
+class NormPlusOne(nn.BatchNorm2d):
+    """A norm of one's own that calls torch's."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images) + 1
 
 
 class Norms(nn.Module):
-    """Norms with and without momentum, called twice, frozen, and of instances."""
+    """Norms with and without momentum, called twice, frozen, of instances, and of one's own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,11 +31,12 @@ class Norms(nn.Module):
         self.frozen = nn.BatchNorm2d(3)
         self.instance = nn.InstanceNorm2d(3, affine=True, track_running_stats=True)
         self.plain = nn.BatchNorm2d(3, track_running_stats=False)
+        self.own = nn.Sequential(NormAndActivation(3), NormPlusOne(3))
 
     def forward(self, images: Tensor) -> Tensor:
         once = torch.tanh(self.twice(images))
         aside = self.instance(self.frozen(self.average(once)))
-        total: Tensor = self.plain(aside) + self.twice(once)
+        total: Tensor = self.own(self.plain(aside)) + self.twice(once)
         return total
 
 

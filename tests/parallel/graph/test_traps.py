@@ -20,6 +20,7 @@ from tests.parallel.networks.odd import (
     TRACEABLE,
     BranchesOnShape,
     KeepsARunningMean,
+    NormsItsOwnWay,
     ResizesToItsInput,
     TiesWeights,
     UsesAModuleTwice,
@@ -85,6 +86,12 @@ def test_an_untraceable_module_is_one_noted_layer(odd: type[nn.Module]) -> None:
 @pytest.mark.parametrize("odd", TRACEABLE)
 def test_what_can_be_traced_is(odd: type[nn.Module]) -> None:
     assert not trace(between(odd()), torch.randn(2, 3, 8, 8)).notes
+
+
+def test_a_norm_of_ones_own_is_priced_as_torchs() -> None:
+    graph = trace(between(NormsItsOwnWay()), torch.randn(2, 3, 8, 8))
+    assert [layer.name for layer in graph.layers] == ["0", "1.inner", "1.norm", "2"]
+    assert graph.layers[2].kind == "native_batch_norm"
 
 
 @pytest.mark.parametrize("odd", [*OPAQUE, *TRACEABLE])
