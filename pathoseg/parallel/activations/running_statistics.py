@@ -39,6 +39,10 @@ class RunningStatistics:
         self._calls: list[_Call] = []
         for position in layers:
             self._calls += [(position, norm) for norm in norms_at(model, graph, position)]
+        # What a layer calls inside, torch's checkpoint may call again in the backward.
+        paths = {position: graph.layers[position].module for position, _ in self._calls}
+        own = {position: model.get_submodule(path) for position, path in paths.items()}
+        self._may_rerun = any(norm is not own[position] for position, norm in self._calls)
         self._rounds: list[list[_Call]] = []
         self._sizes: list[int] = []
         self._again: dict[int, list[_Place]] = {}
@@ -102,6 +106,11 @@ class RunningStatistics:
         """Keep the row that a microbatch's forward has filled."""
         if row is not None:
             self._kept[microbatch] = row
+
+    def discard(self) -> None:
+        """Have norms that the next backward may run again write into a row that nobody keeps."""
+        if self._may_rerun:
+            self.lend()
 
     def apply(self, sizes: Sequence[int], sum_copies: Callable[[Tensor], None]) -> None:
         """Update the running statistics by the rows of all copies, in order of the microbatch.

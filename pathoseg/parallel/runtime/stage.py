@@ -302,6 +302,7 @@ class Stage:
             owed[""] = torch.ones_like(self.losses[microbatch])
         roots = [visit.roots[name] for name in owed]
         if roots:
+            self.statistics.discard()
             torch.autograd.backward(roots, list(owed.values()))
         return {
             edge: visit.received[sent.value].grad if sent.value in visit.received else None

@@ -1,0 +1,59 @@
+"""Test a stage alone, its visits run by hand in the order of a schedule."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pathoseg.parallel.graph.activation_policy import ActivationPolicy
+from pathoseg.parallel.graph.traced import Traced
+from pathoseg.parallel.planning.partition import even
+from pathoseg.parallel.runtime.stage import Pass, Stage, Training
+
+CPU = torch.device("cpu")
+
+
+def made(model: nn.Module, example: Tensor, number: int, stages: int, loss: Any) -> Stage:
+    """One of so many stages of a model that has several copies."""
+    traced = Traced(model, example)
+    training = Training(loss, partial(torch.optim.SGD, lr=0.1))
+    cut = even(traced.graph, stages)
+    return Stage(traced, cut, number, training, CPU, False, ActivationPolicy(), None)
+
+
+class Checkpointed(nn.Module):
+    """A norm that torch's checkpoint runs again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        found: Tensor = checkpoint(self.norm, images, use_reentrant=False)
+        return found
+
+
+def test_a_norm_that_a_backward_runs_again_counts_once() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), Checkpointed()).double()
+    batches = [torch.randn(2, 3, 4, 4).double() + index for index in range(3)]
+    whole = deepcopy(model)
+    for batch in batches:
+        whole(batch)
+    stage = made(model, batches[0], 0, 1, lambda returned, _: returned.flatten(1).sum(1))
+    this = Pass(0, [2, 2, 2], 1.0, training=True)
+    with stage.statistics.kept():
+        for turn in ("F0", "F1", "B0", "F2", "B1", "B2"):
+            kind, index = turn[0], int(turn[1])
+            if kind == "F":
+                stage.feed(index, {"input": batches[index]})
+                stage.forward(index, this, keep=True)
+            else:
+                stage.backward(index)
+    stage.statistics.apply(this.sizes, lambda rows: None)
+    for name, buffer in whole.named_buffers():
+        torch.testing.assert_close(model.get_buffer(name), buffer, rtol=1e-13, atol=1e-13)
