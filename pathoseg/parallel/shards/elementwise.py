@@ -85,7 +85,9 @@ def _along(place: int, default: Any) -> Rule:
         first = args[0]
         if not isinstance(first, Strip) or len(strips_in(args, kwargs)) > 1:
             return NotImplemented
-        dims = args[place] if len(args) > place else kwargs.get("dim", default)
+        dims = args[place] if len(args) > place else kwargs.get("dim", kwargs.get("dims", default))
+        if function is Tensor.flip and len(args) > 2:
+            dims = args[1:]  # x.flip(2, 3)
         if _reaches(dims, first):
             return NotImplemented
         return each_row(function, first, args, kwargs)

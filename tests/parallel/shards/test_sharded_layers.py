@@ -225,6 +225,23 @@ def test_layers_that_need_no_other_rows_gather_nothing(make: Callable[[], nn.Mod
     assert max(difference(found, expected).values()) <= 1e-13
 
 
+CALLS: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
+    "flip": (lambda x: x.flip(3, 1) * x, []),
+    "flip of rows": (lambda x: x.flip(3, 2) * x, ["flip"]),
+    "flip by name": (lambda x: torch.flip(x, dims=(3,)) * x, []),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_functions_are_called_in_all_of_torchs_ways(name: str) -> None:
+    """Varargs, names of parameters and Python's operators; what needs other rows is gathered."""
+    function, gathered = CALLS[name]
+    layer = nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1), Call(function, name)).double()
+    found, expected = judged(layer, torch.randn(2, CHANNELS, 12, 6).double(), (0, 5, 12))
+    assert found.gathered == gathered
+    assert max(difference(found, expected).values()) <= 1e-13
+
+
 NETWORK = nn.Sequential(
     nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False),
     nn.BatchNorm2d(CHANNELS),
