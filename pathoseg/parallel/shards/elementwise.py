@@ -370,6 +370,10 @@ def _loss(elementwise: bool) -> Rule:
         each = pointwise(function, *args, **{**kwargs, "reduction": "none"})
         if each is NotImplemented or reduction == "none":
             return each
+        # Others are divided by the number of elements. Torch 2.13 hands on no weight of `l1_loss`.
+        weight = kwargs.get("weight") if function in (F.mse_loss, F.l1_loss) else None
+        if reduction == "mean" and weight is not None:
+            return _sum(torch.sum, each) / weight.sum()
         return _sum(torch.sum, each) if reduction == "sum" else _mean(torch.mean, each)
 
     return rule

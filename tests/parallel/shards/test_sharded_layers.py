@@ -303,6 +303,27 @@ def test_losses_are_those_of_whole_tiles(dtype: torch.dtype, weights: Any) -> No
     NETWORK.float()
 
 
+@pytest.mark.parametrize("is_cut", [True, False])
+@pytest.mark.parametrize("function", [F.mse_loss, F.huber_loss, F.binary_cross_entropy])
+def test_weights_of_elements_count_as_torch_counts_them(function: Any, is_cut: bool) -> None:
+    """Torch divides some means by the sum of the weights, others by the number of elements."""
+    bounds, generator = (0, 5, 12), torch.Generator().manual_seed(5)
+    targets, weights = torch.rand(2, 2, CHANNELS, 12, 6, generator=generator).double()
+
+    def loss(output: Any) -> Tensor:
+        given = [targets, weights]
+        if isinstance(output, Strip) and is_cut:
+            first, stop = output.own
+            given = [Strip(x[:, :, first:stop], 2, bounds, output.shards) for x in given]  # type: ignore[misc]
+        each: Tensor = function(output, given[0], weight=given[1])
+        return each
+
+    layer = nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1), nn.Sigmoid()).double()
+    x = torch.randn(2, CHANNELS, 12, 6).double()
+    found, expected = run_strips(layer, x, bounds, loss), run_whole(layer, x, loss)
+    assert max(difference(found, expected).values()) <= 1e-13
+
+
 def test_a_strip_smaller_than_a_halo_is_refused() -> None:
     layer = nn.Conv2d(CHANNELS, CHANNELS, 7, padding=3)
     with pytest.raises(PathosegError, match="looks 3 rows beyond its strip") as caught:
