@@ -379,9 +379,9 @@ def _loss(elementwise: bool) -> Rule:
     return rule
 
 
-def _trailing(x: Strip, shape: Sequence[int], *_: Any, **__: Any) -> bool:
+def _trailing(x: Strip, normalized_shape: Sequence[int], *_: Any, **__: Any) -> bool:
     """True if the rows are none of the last dimensions, which a layer norm looks over."""
-    return x.from_right > len(shape)
+    return x.from_right > len(normalized_shape)
 
 
 def elementwise_rules() -> dict[str, Rule]:
@@ -419,5 +419,5 @@ def elementwise_rules() -> dict[str, Rule]:
         "narrow": _narrow,
         "pad": _pad,
         "linear": _only_with(lambda x, *_, **__: x.from_right > 1),
-        "one_hot": _only_with(lambda x, classes=-1: classes > 0),
+        "one_hot": _only_with(lambda x, num_classes=-1: num_classes > 0),
     }

@@ -275,10 +275,11 @@ def _taps(
     return above, (above + 1).clip(max=rows - 1), source - above.astype(dtype)
 
 
-def _pixel_shuffle(function: Any, x: Any, factor: int) -> Any:
+def _pixel_shuffle(function: Any, x: Any, upscale_factor: int) -> Any:
     if not isinstance(x, Strip) or x.from_right != 2:
         return NotImplemented
-    return x.like(function(x.local, factor), [factor * bound for bound in x.bounds])
+    bounds = [upscale_factor * bound for bound in x.bounds]
+    return x.like(function(x.local, upscale_factor), bounds)
 
 
 def window_rules() -> dict[str, Rule]:

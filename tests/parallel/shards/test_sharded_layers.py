@@ -229,6 +229,18 @@ CALLS: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
     "flip": (lambda x: x.flip(3, 1) * x, []),
     "flip of rows": (lambda x: x.flip(3, 2) * x, ["flip"]),
     "flip by name": (lambda x: torch.flip(x, dims=(3,)) * x, []),
+    "pixel shuffle": (lambda x: F.pixel_shuffle(x, upscale_factor=2), []),
+    "one hot": (
+        lambda x: x * F.one_hot(x.argmax(1), num_classes=CHANNELS).permute(0, 3, 1, 2),
+        [],
+    ),
+    "layer norm": (lambda x: torch.layer_norm(x, normalized_shape=(6,)), []),
+    "RMS norm": (lambda x: torch.rms_norm(x, normalized_shape=(6,)), []),
+    "torch's batch norm": (
+        lambda x: torch.batch_norm(x, None, None, None, None, True, 0.1, 1e-5, False),
+        ["batch_norm"],
+    ),
+    "torch's dropout": (lambda x: torch.dropout(x, p=0.5, train=False), ["dropout"]),
 }
 
 
