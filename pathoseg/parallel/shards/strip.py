@@ -210,8 +210,14 @@ _OPERATORS = {
     "__rtruediv__": "div",
     "__rpow__": "pow",
     "__floordiv__": "floor_divide",
+    "__rfloordiv__": "floor_divide",
     "__mod__": "remainder",
+    "__rmod__": "remainder",
+    "__matmul__": "matmul",
+    "__rmatmul__": "matmul",
+    "__pos__": "positive",
     "__getitem__": "getitem",
+    "__setitem__": "setitem",
 }
 
 

@@ -240,6 +240,10 @@ CALLS: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
         lambda x: torch.batch_norm(x, None, None, None, None, True, 0.1, 1e-5, False),
         ["batch_norm"],
     ),
+    "matrix product": (lambda x: x @ x.transpose(-2, -1), ["matmul"]),
+    "matrix product, reflected": (lambda x: torch.ones(12, 12).to(x.dtype) @ x, ["matmul"]),
+    "remainder": (lambda x: +x + 2.0 % (x.detach().abs() + 1.0), []),
+    "floor division": (lambda x: x * (3.0 // (x.detach().abs() + 1.0)), []),
     "torch's dropout": (lambda x: torch.dropout(x, p=0.5, train=False), ["dropout"]),
 }
 
@@ -252,6 +256,16 @@ def test_functions_are_called_in_all_of_torchs_ways(name: str) -> None:
     found, expected = judged(layer, torch.randn(2, CHANNELS, 12, 6).double(), (0, 5, 12))
     assert found.gathered == gathered
     assert max(difference(found, expected).values()) <= 1e-13
+
+
+def test_a_write_into_a_part_of_a_strip_is_refused() -> None:
+    def write(x: Tensor) -> Tensor:
+        x = x * 1
+        x[:, 0] = 0
+        return x
+
+    with pytest.raises(PathosegError, match="setitem writes into a tile that is cut into strips"):
+        run_strips(Call(write, "write"), torch.randn(1, CHANNELS, 12, 6), (0, 5, 12))
 
 
 NETWORK = nn.Sequential(
