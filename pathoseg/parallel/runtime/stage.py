@@ -294,7 +294,8 @@ class Stage:
         """(4) Add to the parameters' gradients.
 
         Returns:
-            By entering edge, the gradient of the value that was received; None where it has none.
+            By entering edge, the gradient of the value that was received; None where it has none,
+            zeros where this time the loss has none.
         """
         visit = self._visits.pop(microbatch)
         owed = self._owed(visit)
@@ -304,6 +305,11 @@ class Stage:
         if roots:
             self.statistics.discard()
             torch.autograd.backward(roots, list(owed.values()))
+        elif self.is_last:
+            # Such as a loss without any label. None would hold for later microbatches as well.
+            for value in visit.received.values():
+                if value.requires_grad:
+                    value.grad = torch.zeros_like(value)
         return {
             edge: visit.received[sent.value].grad if sent.value in visit.received else None
             for edge, sent in self.entering.items()

@@ -57,3 +57,16 @@ def test_a_norm_that_a_backward_runs_again_counts_once() -> None:
     stage.statistics.apply(this.sizes, lambda rows: None)
     for name, buffer in whole.named_buffers():
         torch.testing.assert_close(model.get_buffer(name), buffer, rtol=1e-13, atol=1e-13)
+
+
+def test_a_loss_without_a_gradient_gives_zeros() -> None:
+    """Later microbatches of its size send a gradient, whose layout the first one announces."""
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1))
+    stage = made(model, torch.randn(2, 3, 4, 4), 1, 2, lambda returned, _: torch.zeros(2))
+    [edge] = stage.entering
+    value = torch.randn(2, 3, 4, 4)
+    stage.receive(0, edge, value)
+    stage.forward(0, Pass(0, [2], 1.0, training=True), keep=True)
+    gradient = stage.backward(0)[edge]
+    assert gradient is not None
+    assert torch.equal(gradient, torch.zeros_like(value))
