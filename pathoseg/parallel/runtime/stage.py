@@ -176,7 +176,7 @@ class Stage:
         self._layers = layers
         self._segment = self._segment_of_steps = traced.segment(layers)
         self._compiles = training.compiles and not retention.runs_again and sharding is None
-        self._randomness = Randomness(traced.graph, layers, training.seed, device)
+        self._randomness = Randomness(traced, layers, training.seed, device)
         self._returned = set(traced.graph.outputs) if self.is_last else set()
         self._visits: dict[int, _Visit] = {}
         self._keeping = SavedTensorHooks(traced, layers, number, retention, copies, parks)
