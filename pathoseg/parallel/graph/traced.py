@@ -207,7 +207,9 @@ class Traced:
 
     def _read(self) -> None:
         """Traces and measures, while the model has fake parameters."""
-        with _failing(self.model, "fails its own forward"), unchanged(self.model):
+        # `mode` restores the generators: `_measure` draws what this does and skips the same blocks.
+        failing = _failing(self.model, "fails its own forward")
+        with failing, fx.mode(self.model, training=True), unchanged(self.model):
             whole = self._run_whole()
         opaque: dict[str, str] = {}
         while True:

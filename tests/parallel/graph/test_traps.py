@@ -22,6 +22,7 @@ from tests.parallel.networks.odd import (
     KeepsARunningMean,
     NormsItsOwnWay,
     ResizesToItsInput,
+    SkipsItself,
     TiesWeights,
     UsesAModuleTwice,
     WritesIntoViews,
@@ -81,6 +82,15 @@ def test_an_untraceable_module_is_one_noted_layer(odd: type[nn.Module]) -> None:
     assert graph.layers[1].parameters == ("1.inner.weight", "1.inner.bias")
     assert graph.layers[1].forward.flops >= graph.layers[0].forward.flops
     assert any(note.startswith("1 is one opaque layer: ") for note in graph.notes)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_stochastic_depth_is_read_whatever_it_draws(seed: int) -> None:
+    """The reading runs the model whole and layer by layer, and compares what that saves."""
+    _seed(seed)
+    state = random.getstate()
+    assert len(trace(between(SkipsItself()), torch.randn(2, 3, 8, 8)).layers) == 3
+    assert random.getstate() == state
 
 
 @pytest.mark.parametrize("odd", TRACEABLE)

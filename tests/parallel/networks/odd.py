@@ -38,6 +38,15 @@ class PythonRandom(Odd):
         return self.inner(x) if random.random() < 0.5 else 2 * self.inner(x)
 
 
+class SkipsItself(Odd):
+    """Stochastic depth by Python's generator: the block saves nothing where it is skipped."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and random.random() < 0.5:
+            return x
+        return x + torch.tanh(self.inner(x))
+
+
 class NumpyRandom(Odd):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x) * float(np.random.rand())
