@@ -166,9 +166,9 @@ def expect(value: Any, wanted: bool) -> None:
     """
     if bool(value) != wanted:
         raise PathosegError(
-            "The model does something else with inputs of this size than with those it was "
-            "planned for.",
-            "Plan it for the tile and microbatch that it is trained with.",
+            "The model does something else with inputs of this size, dtype or device than with "
+            "those it was planned for.",
+            "Plan it for the tile and microbatch it is trained with; branch on no dtype or device.",
         )
 
 

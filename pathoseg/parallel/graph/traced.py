@@ -248,7 +248,8 @@ class Traced:
         known = -1
         while len(opaque) > known:
             known = len(opaque)
-            with fx.mode(self.model, training), unchanged(self.model):
+            precision = fx.autocast(self.autocast)  # a model may branch on a dtype
+            with fx.mode(self.model, training), unchanged(self.model), precision:
                 graph = fx.Tracer(self._root, opaque).nodes()
         for node, name in name_layers(graph).items():
             node.meta["layer"] = name

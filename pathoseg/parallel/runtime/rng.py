@@ -177,7 +177,7 @@ class WholeModel:
             example = tree_map(lambda tensor: tensor.to("meta"), inputs)
             try:
                 with torch.autocast(self._device.type, enabled=False):
-                    traced = Traced(self._model, example)
+                    traced = Traced(self._model, example, traced.autocast)
             except PathosegError:
                 return None
         layers = range(len(traced.graph.layers))

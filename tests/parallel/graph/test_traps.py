@@ -18,6 +18,7 @@ from pathoseg.parallel.graph.traced import Traced, trace
 from tests.parallel.networks.odd import (
     OPAQUE,
     TRACEABLE,
+    BranchesOnDtype,
     BranchesOnShape,
     KeepsARunningMean,
     NormsItsOwnWay,
@@ -135,6 +136,20 @@ def test_another_branch_than_the_traced_one_is_refused() -> None:
     assert run({"input": torch.randn(2, 3, 12, 12)})
     with pytest.raises(PathosegError, match="of this size"):
         run({"input": torch.randn(2, 3, 9, 9)})
+
+
+def test_a_branch_on_a_dtype_is_that_of_the_precision() -> None:
+    model, images = between(BranchesOnDtype()), torch.randn(2, 3, 8, 8)
+    runs = {}
+    for dtype in (None, torch.bfloat16):
+        traced = Traced(model, images, dtype)
+        runs[dtype] = traced.segment(range(len(traced.graph.layers)))
+    assert runs[None]({"input": images})
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(runs[torch.bfloat16]({"input": images})["2"], model(images))
+        with pytest.raises(PathosegError, match="dtype or device than with those") as caught:
+            runs[None]({"input": images})
+    assert "branch on no dtype" in caught.value.hint
 
 
 def test_another_batch_than_the_traced_one_is_fine() -> None:

@@ -181,6 +181,12 @@ class BranchesOnShape(Odd):
         return x
 
 
+class BranchesOnDtype(Odd):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        return x.clamp(max=100) if x.dtype == torch.bfloat16 or x.is_cuda else x
+
+
 class UnpacksShape(Odd):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, *rest = x.shape
