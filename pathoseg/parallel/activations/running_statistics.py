@@ -15,6 +15,9 @@ from pathoseg.device import widest
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.graph.layer_graph import LayerGraph
 
+# The buffers of torch's norms.
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
 _Call = tuple[int, Any]  # position of the layer, norm
 _Place = tuple[Any, Tensor, Tensor, Tensor]  # norm; its mean, variance and count of calls
 _Row = tuple[Tensor, Tensor]  # means and variances of all calls, 2 · features each; counts

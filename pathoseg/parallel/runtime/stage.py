@@ -35,7 +35,11 @@ from pathoseg.errors import PathosegError
 from pathoseg.gradient_step import loss_sum
 from pathoseg.parallel.activations.offload import Copies
 from pathoseg.parallel.activations.rematerialize import Away, Piece
-from pathoseg.parallel.activations.running_statistics import RunningStatistics, norms_at
+from pathoseg.parallel.activations.running_statistics import (
+    STATISTICS,
+    RunningStatistics,
+    norms_at,
+)
 from pathoseg.parallel.activations.saved_tensor_hooks import SavedTensorHooks
 from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.layer_graph import Partition, StageEdge
@@ -186,7 +190,7 @@ class Stage:
         if not alone or retention.runs_again:
             names = (name for at in layers for name in traced.graph.layers[at].buffers)
             norms = (norm for at in layers for norm in norms_at(traced.model, traced.graph, at))
-            counted = {id(buffer) for norm in norms for buffer in norm.buffers()}
+            counted = {id(norm._buffers[name]) for norm in norms for name in STATISTICS}
             buffers = {name: traced.model.get_buffer(name) for name in names}
             self._to_check = {name: b for name, b in buffers.items() if id(b) not in counted}
 

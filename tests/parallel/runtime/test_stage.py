@@ -6,10 +6,12 @@ from copy import deepcopy
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from pathoseg.errors import PathosegError
 from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.partition import even
@@ -36,6 +38,26 @@ class Checkpointed(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         found: Tensor = checkpoint(self.norm, images, use_reentrant=False)
         return found
+
+
+class CountingNorm(nn.BatchNorm2d):
+    """A norm with a running state of its own beside torch's."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return super().forward(images)
+
+
+def test_further_state_of_a_norm_of_ones_own_is_refused() -> None:
+    model, images = nn.Sequential(nn.Conv2d(3, 3, 1), CountingNorm()), torch.randn(2, 3, 4, 4)
+    stage = made(model, images, 0, 1, lambda returned, _: returned.flatten(1).sum(1))
+    stage.feed(0, {"input": images})
+    with pytest.raises(PathosegError, match=r"changes 1\.calls, which is no norm's running stat"):
+        stage.forward(0, Pass(0, [2], 1.0, training=True), keep=True)
 
 
 def test_a_norm_that_a_backward_runs_again_counts_once() -> None:
