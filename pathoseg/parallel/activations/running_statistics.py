@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -12,17 +12,24 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from pathoseg.device import widest
+from pathoseg.errors import PathosegError
 from pathoseg.parallel.graph.layer_graph import LayerGraph
 
+# The buffers of torch's norms.
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
 _Call = tuple[int, Any]  # position of the layer, norm
+_Place = tuple[Any, Tensor, Tensor, Tensor]  # norm; its mean, variance and count of calls
+_Row = tuple[Tensor, Tensor]  # means and variances of all calls, 2 · features each; counts
 
 
 class RunningStatistics:
     """The running statistics of the norms that a stage's layers call.
 
     During a step each call leaves its mean and (unbiased) variance in a place of its own instead
-    of the running ones: with momentum 1 and zeros to start from, torch's kernels leave there just
-    what they measured. A norm that is called again has another place for that.
+    of the running ones: with momentum 1, torch's kernels leave there just what they measured. A
+    norm that is called again has another place for that. A variance of -1, with which a place
+    begins, is left where an opaque block skips its norm, as stochastic depth does.
 
     Args:
         model: The model.
@@ -31,13 +38,18 @@ class RunningStatistics:
     """
 
     def __init__(self, model: nn.Module, graph: LayerGraph, layers: range) -> None:
+        self._model = model
         self._calls: list[_Call] = []
         for position in layers:
             self._calls += [(position, norm) for norm in norms_at(model, graph, position)]
+        # What a layer calls inside, torch's checkpoint may call again in the backward.
+        paths = {position: graph.layers[position].module for position, _ in self._calls}
+        own = {position: model.get_submodule(path) for position, path in paths.items()}
+        self._may_rerun = any(norm is not own[position] for position, norm in self._calls)
         self._rounds: list[list[_Call]] = []
         self._sizes: list[int] = []
-        self._again: dict[int, list[tuple[Any, Tensor, Tensor]]] = {}
-        self._kept: dict[int, Tensor] = {}
+        self._again: dict[int, list[_Place]] = {}
+        self._kept: dict[int, _Row] = {}
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -49,7 +61,6 @@ class RunningStatistics:
         own = [(norm, dict(norm._buffers), norm.momentum) for norm in norms]
         for norm in norms:
             norm.momentum = 1.0
-            norm._buffers["num_batches_tracked"] = None
         try:
             yield
         finally:
@@ -58,22 +69,24 @@ class RunningStatistics:
                 norm._buffers.update(buffers)
                 norm.momentum = momentum
 
-    def lend(self) -> Tensor | None:
+    def lend(self) -> _Row | None:
         """Have the norms of the next forward write their means and variances into a new row.
 
         Returns:
-            The row, for `keep`: the means and variances (2 · features numbers a norm) of all calls;
-            None where no norm tracks statistics.
+            The row, for `keep`: the means and variances (2 · features numbers a norm) of all calls,
+            and how often each norm was called for it; None where no norm tracks statistics.
         """
         if not self._rounds:
             return None
         # Not the last forward's again: autograd keeps it, though its backward does not read it.
-        row: Tensor = self._rounds[0][0][1].running_mean.new_zeros(sum(self._sizes))
-        places = iter(torch.split(row, self._sizes))
+        # Counts lie apart, as they are written into between norms.
+        mean = self._rounds[0][0][1].running_mean
+        row: _Row = mean.new_full((sum(self._sizes),), -1), mean.new_zeros(len(self._sizes) // 2)
+        places, counts = iter(torch.split(row[0], self._sizes)), iter(row[1])
         self._again.clear()
         for number, calls in enumerate(self._rounds):
             for position, norm in calls:
-                place = (norm, next(places), next(places))
+                place = (norm, next(places), next(places), next(counts))
                 if number == 0:
                     _lend(*place)
                 if len(self._rounds) > 1:
@@ -92,10 +105,15 @@ class RunningStatistics:
         for place in self._again.get(position, ()):
             _lend(*place)
 
-    def keep(self, microbatch: int, row: Tensor | None) -> None:
+    def keep(self, microbatch: int, row: _Row | None) -> None:
         """Keep the row that a microbatch's forward has filled."""
         if row is not None:
             self._kept[microbatch] = row
+
+    def discard(self) -> None:
+        """Have norms that the next backward may run again write into a row that nobody keeps."""
+        if self._may_rerun:
+            self.lend()
 
     def apply(self, sizes: Sequence[int], sum_copies: Callable[[Tensor], None]) -> None:
         """Update the running statistics by the rows of all copies, in order of the microbatch.
@@ -105,23 +123,44 @@ class RunningStatistics:
         Args:
             sizes: Samples of each microbatch of the step; one of 0 samples is left out.
             sum_copies: Sums a tensor in place over the ranks with a copy of the stage.
+
+        Raises:
+            PathosegError: An opaque block has called a norm more than once.
         """
         if not self._rounds:
             return
+        counted = len(self._sizes) // 2
         mean = self._rounds[0][0][1].running_mean
-        rows = mean.new_zeros(len(sizes), sum(self._sizes))
+        rows = mean.new_zeros(len(sizes), sum(self._sizes) + counted)
         for microbatch, row in self._kept.items():
-            rows[microbatch] = row
+            rows[microbatch] = torch.cat(row)
         sum_copies(rows)
-        widths = [2 * sum(norm.num_features for _, norm in norms) for norms in self._rounds]
+        # Batch norms count their calls, instance norms do not.
+        variances = [*accumulate(self._sizes, initial=0)][1::2]  # where each begins
+        skipped, repeated = torch.stack([rows[:, variances] < 0, rows[:, -counted:] > 1]).cpu()
+        if repeated.any():
+            calls = [norm for norms in self._rounds for _, norm in norms]
+            raise self._refused(calls[int(repeated.any(0).nonzero()[0])])
+        norms_of = [[norm for _, norm in calls] for calls in self._rounds]
+        widths = [2 * sum(norm.num_features for norm in norms) for norms in norms_of]
         turns = [
-            (number, part)
-            for row, size in zip(rows, sizes, strict=True)
+            (number, part, without.tolist())
+            for row, skips, size in zip(rows[:, :-counted], skipped, sizes, strict=True)
             if size
-            for number, part in enumerate(torch.split(row, widths))
+            for number, (part, without) in enumerate(
+                zip(row.split(widths), skips.split([*map(len, norms_of)]), strict=True)
+            )
         ]
         for number, parts in groupby(turns, lambda turn: turn[0]):
-            _apply([norm for _, norm in self._rounds[number]], [part for _, part in parts])
+            _apply(norms_of[number], [(part, without) for _, part, without in parts])
+
+    def _refused(self, norm: Any) -> PathosegError:
+        [path] = [name for name, module in self._model.named_modules() if module is norm]
+        return PathosegError(
+            f"A layer of the model calls {path} more than once, so its stage can have no copies "
+            "and not run twice.",
+            "Choose an order with one replica and no recomputation, such as 1f1b.",
+        )
 
 
 def norms_at(model: nn.Module, graph: LayerGraph, position: int) -> list[Any]:
@@ -136,8 +175,8 @@ def uncounted(norms: Iterable[Any]) -> Iterator[None]:
     """Make a context in which these norms, in training mode, update no running statistics."""
     own = [(norm, dict(norm._buffers)) for norm in norms if _is_tracking(norm)]
     for norm, _ in own:
-        _lend(norm, torch.zeros_like(norm.running_mean), torch.zeros_like(norm.running_var))
-        norm._buffers["num_batches_tracked"] = None
+        mean = norm.running_mean
+        _lend(norm, torch.zeros_like(mean), torch.zeros_like(mean), mean.new_zeros(()))
     try:
         yield
     finally:
@@ -162,8 +201,8 @@ def _rounds(calls: Sequence[_Call]) -> list[list[_Call]]:
     return rounds
 
 
-def _lend(norm: Any, mean: Tensor, variance: Tensor) -> None:
-    norm._buffers["running_mean"], norm._buffers["running_var"] = mean, variance
+def _lend(norm: Any, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+    norm._buffers.update(running_mean=mean, running_var=variance, num_batches_tracked=count)
 
 
 def _momentum(norm: Any) -> float:
@@ -179,13 +218,20 @@ def _momentum(norm: Any) -> float:
     return norm.momentum
 
 
-def _apply(norms: Sequence[Any], rows: Sequence[Tensor]) -> None:
-    """running = (1 - momentum) * running + momentum * measured, once for each row."""
+def _apply(norms: Sequence[Any], rows: Sequence[tuple[Tensor, Sequence[bool]]]) -> None:
+    """running = (1 - momentum) * running + momentum * measured, once for each row.
+
+    Beside each row stands, by norm, whether it was skipped.
+    """
     buffers = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
     running = torch.cat(buffers)
     widths = torch.tensor([len(buffer) for buffer in buffers], device=running.device)
-    for row in rows:
-        momenta = [momentum for norm in norms for momentum in [_momentum(norm)] * 2]
+    for row, skipped in rows:
+        momenta = [
+            momentum
+            for norm, is_skipped in zip(norms, skipped, strict=True)
+            for momentum in [0.0 if is_skipped else _momentum(norm)] * 2
+        ]
         share = torch.tensor(momenta, dtype=widest(running.device), device=running.device)
         share = share.repeat_interleave(widths)
         running = (1 - share).to(running.dtype) * running + share.to(running.dtype) * row

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.fx._symbolic_trace import _maybe_revert_all_patches
 from torch.nn import Module as Module
+from torch.nn.modules.batchnorm import _NormBase as _NormBase
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -125,9 +126,8 @@ class Block:
     def __init__(self, root: nn.Module, nodes: Sequence[Any]) -> None:
         from torch._dynamo.exc import TorchDynamoException  # 1.5 s, for what compiles alone
 
-        inside = set(nodes)
         read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
-        self.sources = [source for source in read if source not in inside]
+        self.sources = [source for source in read if source not in nodes]
         graph = fx.Graph()
         known = {source: graph.placeholder(f"value_{at}") for at, source in enumerate(self.sources)}
         for node in nodes:
@@ -166,9 +166,9 @@ def expect(value: Any, wanted: bool) -> None:
     """
     if bool(value) != wanted:
         raise PathosegError(
-            "The model does something else with inputs of this size than with those it was "
-            "planned for.",
-            "Plan it for the tile and microbatch that it is trained with.",
+            "The model does something else with inputs of this size, dtype or device than with "
+            "those it was planned for.",
+            "Plan it for the tile and microbatch it is trained with; branch on no dtype or device.",
         )
 
 
@@ -415,7 +415,8 @@ class Tracer(fx.Tracer):
         return root_fn, [self._source, *proxies]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        known = super().is_leaf_module(m, module_qualified_name)
+        # A user's norm as well: its running statistics are lent to the module, not to its layers.
+        known = super().is_leaf_module(m, module_qualified_name) or isinstance(m, _NormBase)
         is_open = type(m).__name__.startswith(_OPEN)
         return module_qualified_name in self._opaque or (known and not is_open)
 
@@ -439,6 +440,7 @@ class Tracer(fx.Tracer):
                     raise UntraceableError("it keeps a tensor as an attribute")
                 if _thrown_since(dice):
                     raise UntraceableError("it draws random numbers outside of torch's layers")
+                return made
             except Exception as error:  # whatever the user's code raises on symbolic values
                 self._opaque[path] = str(error).split("\n")[0] or type(error).__name__
                 _throw_again(dice)
@@ -447,8 +449,6 @@ class Tracer(fx.Tracer):
                 m._buffers.clear()
                 m._buffers.update(buffers)
                 self._take_back(mark, depth)
-            else:
-                return made
         return super().call_module(m, forward, args, kwargs)
 
     def to_bool(self, obj: fx.Proxy) -> bool:

@@ -207,7 +207,9 @@ class Traced:
 
     def _read(self) -> None:
         """Traces and measures, while the model has fake parameters."""
-        with _failing(self.model, "fails its own forward"), unchanged(self.model):
+        # `mode` restores the generators: `_measure` draws what this does and skips the same blocks.
+        failing = _failing(self.model, "fails its own forward")
+        with failing, fx.mode(self.model, training=True), unchanged(self.model):
             whole = self._run_whole()
         opaque: dict[str, str] = {}
         while True:
@@ -246,7 +248,8 @@ class Traced:
         known = -1
         while len(opaque) > known:
             known = len(opaque)
-            with fx.mode(self.model, training), unchanged(self.model):
+            precision = fx.autocast(self.autocast)  # a model may branch on a dtype
+            with fx.mode(self.model, training), unchanged(self.model), precision:
                 graph = fx.Tracer(self._root, opaque).nodes()
         for node, name in name_layers(graph).items():
             node.meta["layer"] = name
@@ -404,7 +407,8 @@ def _kind(
     name: str, modules: Sequence[fx.Module], tape: MemoryProfile, position: int, opaque: bool
 ) -> tuple[str, Mapping[str, Attribute]]:
     """`Layer.kind` and `Layer.attributes`."""
-    if modules and (opaque or any(modules[0].children())):
+    is_norm = bool(modules) and isinstance(modules[0], fx._NormBase)  # with an activation, perhaps
+    if modules and (opaque or (any(modules[0].children()) and not is_norm)):
         return type(modules[0]).__name__, {}
     kernel, back = tape.main_kernel(position), tape.main_kernel(position, forward=False)
     if kernel is None:

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_map
 
 from pathoseg.device import Inputs, answer, random_states, seed_random, set_random_states
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.graph.layer_graph import LayerGraph
 from pathoseg.parallel.graph.segment import Segment
 from pathoseg.parallel.graph.traced import Traced
 
@@ -43,17 +43,19 @@ def seed_of(seed: int, step: int, microbatch: int, layer: int) -> int:
 class Randomness:
     """Seeds torch's, numpy's and Python's generators for the layers of a stage that draw.
 
-    Which do is seen in the first forward; an opaque block may draw in any, so it always counts.
+    Which do is seen in the first forward; an opaque block may draw in any, so it always counts, and
+    a dropout does while it drops, as its share may rise from 0 and its mode change.
 
     Args:
-        graph: The model's layers.
+        traced: The model.
         layers: Positions of the stage's.
         seed: The run's seed.
         device: The stage's device.
     """
 
-    def __init__(self, graph: LayerGraph, layers: range, seed: int, device: torch.device) -> None:
+    def __init__(self, traced: Traced, layers: range, seed: int, device: torch.device) -> None:
         self._seed, self._device = seed, device
+        graph = traced.graph
         self._numbers = graph.numbers
         self._drawing: set[int] | None = None
         self._throws: _Throws | None = None
@@ -62,6 +64,8 @@ class Randomness:
             for position in layers
             if graph.layers[position].kind == graph.modules.get(graph.layers[position].module)
         }
+        modules = {at: traced.model.get_submodule(graph.layers[at].module) for at in layers}
+        self._dropouts = {at: m for at, m in modules.items() if isinstance(m, _DropoutNd)}
 
     @contextmanager
     def of(self, step: int, microbatch: int) -> Iterator[Callable[[int], None] | None]:
@@ -75,10 +79,13 @@ class Randomness:
             A function to call with each layer's position before it runs, which seeds PyTorch's
             generators by (seed, step, microbatch, layer); None where no layer draws.
         """
-        if self._drawing is not None and not self._drawing:
-            yield None
-            return
-        throws = self._throws = _Throws(self._drawing, self._device)
+        drawing = self._drawing
+        if drawing is not None:
+            drawing = drawing | {at for at, m in self._dropouts.items() if m.training and m.p}
+            if not drawing:
+                yield None
+                return
+        throws = self._throws = _Throws(drawing, self._device)
 
         def before(position: int) -> None:
             throws.enter(position, seed_of(self._seed, step, microbatch, self._numbers[position]))
@@ -170,11 +177,11 @@ class WholeModel:
             example = tree_map(lambda tensor: tensor.to("meta"), inputs)
             try:
                 with torch.autocast(self._device.type, enabled=False):
-                    traced = Traced(self._model, example)
+                    traced = Traced(self._model, example, traced.autocast)
             except PathosegError:
                 return None
         layers = range(len(traced.graph.layers))
-        randomness = Randomness(traced.graph, layers, self._seed, self._device)
+        randomness = Randomness(traced, layers, self._seed, self._device)
         segment = traced.compiled_segment(layers, ()) if self._compiles else traced.segment(layers)
         return traced, segment, randomness
 

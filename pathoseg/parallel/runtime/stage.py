@@ -35,7 +35,11 @@ from pathoseg.errors import PathosegError
 from pathoseg.gradient_step import loss_sum
 from pathoseg.parallel.activations.offload import Copies
 from pathoseg.parallel.activations.rematerialize import Away, Piece
-from pathoseg.parallel.activations.running_statistics import RunningStatistics, norms_at
+from pathoseg.parallel.activations.running_statistics import (
+    STATISTICS,
+    RunningStatistics,
+    norms_at,
+)
 from pathoseg.parallel.activations.saved_tensor_hooks import SavedTensorHooks
 from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.layer_graph import Partition, StageEdge
@@ -176,7 +180,7 @@ class Stage:
         self._layers = layers
         self._segment = self._segment_of_steps = traced.segment(layers)
         self._compiles = training.compiles and not retention.runs_again and sharding is None
-        self._randomness = Randomness(traced.graph, layers, training.seed, device)
+        self._randomness = Randomness(traced, layers, training.seed, device)
         self._returned = set(traced.graph.outputs) if self.is_last else set()
         self._visits: dict[int, _Visit] = {}
         self._keeping = SavedTensorHooks(traced, layers, number, retention, copies, parks)
@@ -186,7 +190,7 @@ class Stage:
         if not alone or retention.runs_again:
             names = (name for at in layers for name in traced.graph.layers[at].buffers)
             norms = (norm for at in layers for norm in norms_at(traced.model, traced.graph, at))
-            counted = {id(buffer) for norm in norms for buffer in norm.buffers()}
+            counted = {id(norm._buffers[name]) for norm in norms for name in STATISTICS}
             buffers = {name: traced.model.get_buffer(name) for name in names}
             self._to_check = {name: b for name, b in buffers.items() if id(b) not in counted}
 
@@ -294,7 +298,8 @@ class Stage:
         """(4) Add to the parameters' gradients.
 
         Returns:
-            By entering edge, the gradient of the value that was received; None where it has none.
+            By entering edge, the gradient of the value that was received; None where it has none,
+            zeros where this time the loss has none.
         """
         visit = self._visits.pop(microbatch)
         owed = self._owed(visit)
@@ -302,7 +307,13 @@ class Stage:
             owed[""] = torch.ones_like(self.losses[microbatch])
         roots = [visit.roots[name] for name in owed]
         if roots:
+            self.statistics.discard()
             torch.autograd.backward(roots, list(owed.values()))
+        elif self.is_last:
+            # Such as a loss without any label. None would hold for later microbatches as well.
+            for value in visit.received.values():
+                if value.requires_grad:
+                    value.grad = torch.zeros_like(value)
         return {
             edge: visit.received[sent.value].grad if sent.value in visit.received else None
             for edge, sent in self.entering.items()

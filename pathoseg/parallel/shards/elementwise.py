@@ -85,7 +85,9 @@ def _along(place: int, default: Any) -> Rule:
         first = args[0]
         if not isinstance(first, Strip) or len(strips_in(args, kwargs)) > 1:
             return NotImplemented
-        dims = args[place] if len(args) > place else kwargs.get("dim", default)
+        dims = args[place] if len(args) > place else kwargs.get("dim", kwargs.get("dims", default))
+        if function is Tensor.flip and len(args) > 2:
+            dims = args[1:]  # x.flip(2, 3)
         if _reaches(dims, first):
             return NotImplemented
         return each_row(function, first, args, kwargs)
@@ -368,14 +370,18 @@ def _loss(elementwise: bool) -> Rule:
         each = pointwise(function, *args, **{**kwargs, "reduction": "none"})
         if each is NotImplemented or reduction == "none":
             return each
+        # Others are divided by the number of elements. Torch 2.13 hands on no weight of `l1_loss`.
+        weight = kwargs.get("weight") if function in (F.mse_loss, F.l1_loss) else None
+        if reduction == "mean" and weight is not None:
+            return _sum(torch.sum, each) / weight.sum()
         return _sum(torch.sum, each) if reduction == "sum" else _mean(torch.mean, each)
 
     return rule
 
 
-def _trailing(x: Strip, shape: Sequence[int], *_: Any, **__: Any) -> bool:
+def _trailing(x: Strip, normalized_shape: Sequence[int], *_: Any, **__: Any) -> bool:
     """True if the rows are none of the last dimensions, which a layer norm looks over."""
-    return x.from_right > len(shape)
+    return x.from_right > len(normalized_shape)
 
 
 def elementwise_rules() -> dict[str, Rule]:
@@ -413,5 +419,5 @@ def elementwise_rules() -> dict[str, Rule]:
         "narrow": _narrow,
         "pad": _pad,
         "linear": _only_with(lambda x, *_, **__: x.from_right > 1),
-        "one_hot": _only_with(lambda x, classes=-1: classes > 0),
+        "one_hot": _only_with(lambda x, num_classes=-1: num_classes > 0),
     }

@@ -7,7 +7,9 @@ records what is done to the rows, so nothing in the model has to know of strips.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +21,7 @@ from pathoseg.parallel.shards.exchange import Team, extended
 from pathoseg.parallel.shards.rows import Rows, strips
 
 # Computes a function of strips, or returns NotImplemented where these arguments need whole tensors.
+# Its parameters are called as torch's.
 Rule = Callable[..., Any]
 
 
@@ -152,8 +155,9 @@ def _call(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         args = (kwargs.pop("input"),)
     first = strips_in(args, kwargs)[0]
     shards, name = first.shards, name_of(function)
-    rule = shards.rule(name)
-    made = NotImplemented if rule is None else rule(function, *args, **kwargs)
+    rule, made = shards.rule(name), NotImplemented
+    if rule is not None and _takes(rule, function, *args, **kwargs):
+        made = rule(function, *args, **kwargs)
     if made is NotImplemented:
         if writes_in_place(function):
             raise PathosegError(
@@ -166,6 +170,21 @@ def _call(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         )
         made = function(*args, **kwargs)
     return made
+
+
+_signature = cache(inspect.signature)
+
+
+def _takes(rule: Rule, *args: Any, **kwargs: Any) -> bool:
+    """Return True if a rule has these parameters.
+
+    `torch.batch_norm` has others than `F.batch_norm`, of the same name.
+    """
+    try:
+        _signature(rule).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 # Python's operators on strips, by the function of torch whose rule they follow.
@@ -191,8 +210,14 @@ _OPERATORS = {
     "__rtruediv__": "div",
     "__rpow__": "pow",
     "__floordiv__": "floor_divide",
+    "__rfloordiv__": "floor_divide",
     "__mod__": "remainder",
+    "__rmod__": "remainder",
+    "__matmul__": "matmul",
+    "__rmatmul__": "matmul",
+    "__pos__": "positive",
     "__getitem__": "getitem",
+    "__setitem__": "setitem",
 }
 
 

@@ -48,6 +48,8 @@ def _convolution(
     count = weight.dim() - 2
     if not isinstance(x, Strip) or strips_in(weight, bias) or (axis := _axis(x, count)) < 0:
         return NotImplemented
+    # Ahead of either way below, as another rank may go the other: they exchange one dtype.
+    x = x.like(as_autocast(x.local))
     strides, dilations = _each(stride, count), _each(dilation, count)
     spans = [d * (k - 1) for d, k in zip(dilations, weight.shape[2:], strict=True)]
     if padding == "same":
@@ -65,8 +67,8 @@ def _convolution(
     if is_batch and is_even and reads != strips(x.bounds) and layer.runs_on(x.own):
         check_halos(x.bounds, reads, "A convolution")
         halos = Halos(x.shards.team, x.strip_dim, x.bounds, tuple(reads))
-        given = (None if each is None else as_autocast(each) for each in (x.local, weight, bias))
-        made = StripConvolution.apply(*given, halos, layer)  # type: ignore[no-untyped-call]  # torch's
+        given = (None if each is None else as_autocast(each) for each in (weight, bias))
+        made = StripConvolution.apply(x.local, *given, halos, layer)  # type: ignore[no-untyped-call]  # torch's
         return x.like(made, bounds)
     rows = _ready(x, reads, "A convolution")
     befores = [0 if at == axis else before for at, before in enumerate(befores)]
@@ -275,10 +277,11 @@ def _taps(
     return above, (above + 1).clip(max=rows - 1), source - above.astype(dtype)
 
 
-def _pixel_shuffle(function: Any, x: Any, factor: int) -> Any:
+def _pixel_shuffle(function: Any, x: Any, upscale_factor: int) -> Any:
     if not isinstance(x, Strip) or x.from_right != 2:
         return NotImplemented
-    return x.like(function(x.local, factor), [factor * bound for bound in x.bounds])
+    bounds = [upscale_factor * bound for bound in x.bounds]
+    return x.like(function(x.local, upscale_factor), bounds)
 
 
 def window_rules() -> dict[str, Rule]:

@@ -8,26 +8,55 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pathoseg.errors import PathosegError
 from pathoseg.parallel.activations.running_statistics import RunningStatistics
 from pathoseg.parallel.graph.traced import Traced
 from tests.parallel.comm.thread_ranks import ThreadTransport, run_ranks
+from tests.parallel.networks.odd import NormAndActivation
 
 
-class Norms(nn.Module):
-    """Norms with and without momentum, called twice, frozen, and of instances."""
+class NormPlusOne(nn.BatchNorm2d):
+    """A norm of one's own that calls torch's."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images) + 1
+
+
+class SkipsItsNorm(nn.Module):
+    """An opaque block that calls its norm for some microbatches alone."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.norm = nn.BatchNorm2d(3, momentum=None)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images if images.mean() > 1.5 else self.norm(images)
+
+
+class RepeatsItsNorm(SkipsItsNorm):
+    """An opaque block that calls its norm twice."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images if images.mean() > 1.5 else self.norm(torch.tanh(self.norm(images)))
+
+
+class Norms(nn.Module):
+    """Norms with and without momentum, called twice or not always, frozen, and of one's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.skipped = SkipsItsNorm()
         self.twice = nn.BatchNorm2d(3, momentum=0.3)
         self.average = nn.BatchNorm2d(3, momentum=None)
         self.frozen = nn.BatchNorm2d(3)
         self.instance = nn.InstanceNorm2d(3, affine=True, track_running_stats=True)
         self.plain = nn.BatchNorm2d(3, track_running_stats=False)
+        self.own = nn.Sequential(NormAndActivation(3), NormPlusOne(3))
 
     def forward(self, images: Tensor) -> Tensor:
-        once = torch.tanh(self.twice(images))
+        once = torch.tanh(self.twice(self.skipped(images)))
         aside = self.instance(self.frozen(self.average(once)))
-        total: Tensor = self.plain(aside) + self.twice(once)
+        total: Tensor = self.own(self.plain(aside)) + self.twice(once)
         return total
 
 
@@ -63,3 +92,15 @@ def test_statistics_are_those_of_torch(copies: int) -> None:
                     whole(batch)
         for name, value in whole.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-13, atol=1e-13)
+
+
+def test_a_norm_that_one_layer_calls_twice_is_refused() -> None:
+    model, images = nn.Sequential(nn.Tanh(), RepeatsItsNorm()), torch.randn(2, 3, 5, 5)
+    traced = Traced(model, images)
+    statistics = RunningStatistics(model, traced.graph, range(2))
+    with statistics.kept():
+        row = statistics.lend()
+        traced.segment(range(2))({"input": images})
+        statistics.keep(0, row)
+    with pytest.raises(PathosegError, match=r"1\.norm more than once, .* can have no copies"):
+        statistics.apply([2], lambda rows: None)

@@ -18,9 +18,12 @@ from pathoseg.parallel.graph.traced import Traced, trace
 from tests.parallel.networks.odd import (
     OPAQUE,
     TRACEABLE,
+    BranchesOnDtype,
     BranchesOnShape,
     KeepsARunningMean,
+    NormsItsOwnWay,
     ResizesToItsInput,
+    SkipsItself,
     TiesWeights,
     UsesAModuleTwice,
     WritesIntoViews,
@@ -82,9 +85,24 @@ def test_an_untraceable_module_is_one_noted_layer(odd: type[nn.Module]) -> None:
     assert any(note.startswith("1 is one opaque layer: ") for note in graph.notes)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_stochastic_depth_is_read_whatever_it_draws(seed: int) -> None:
+    """The reading runs the model whole and layer by layer, and compares what that saves."""
+    _seed(seed)
+    state = random.getstate()
+    assert len(trace(between(SkipsItself()), torch.randn(2, 3, 8, 8)).layers) == 3
+    assert random.getstate() == state
+
+
 @pytest.mark.parametrize("odd", TRACEABLE)
 def test_what_can_be_traced_is(odd: type[nn.Module]) -> None:
     assert not trace(between(odd()), torch.randn(2, 3, 8, 8)).notes
+
+
+def test_a_norm_of_ones_own_is_priced_as_torchs() -> None:
+    graph = trace(between(NormsItsOwnWay()), torch.randn(2, 3, 8, 8))
+    assert [layer.name for layer in graph.layers] == ["0", "1.inner", "1.norm", "2"]
+    assert graph.layers[2].kind == "native_batch_norm"
 
 
 @pytest.mark.parametrize("odd", [*OPAQUE, *TRACEABLE])
@@ -118,6 +136,20 @@ def test_another_branch_than_the_traced_one_is_refused() -> None:
     assert run({"input": torch.randn(2, 3, 12, 12)})
     with pytest.raises(PathosegError, match="of this size"):
         run({"input": torch.randn(2, 3, 9, 9)})
+
+
+def test_a_branch_on_a_dtype_is_that_of_the_precision() -> None:
+    model, images = between(BranchesOnDtype()), torch.randn(2, 3, 8, 8)
+    runs = {}
+    for dtype in (None, torch.bfloat16):
+        traced = Traced(model, images, dtype)
+        runs[dtype] = traced.segment(range(len(traced.graph.layers)))
+    assert runs[None]({"input": images})
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(runs[torch.bfloat16]({"input": images})["2"], model(images))
+        with pytest.raises(PathosegError, match="dtype or device than with those") as caught:
+            runs[None]({"input": images})
+    assert "branch on no dtype" in caught.value.hint
 
 
 def test_another_batch_than_the_traced_one_is_fine() -> None:

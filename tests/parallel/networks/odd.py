@@ -38,6 +38,15 @@ class PythonRandom(Odd):
         return self.inner(x) if random.random() < 0.5 else 2 * self.inner(x)
 
 
+class SkipsItself(Odd):
+    """Stochastic depth by Python's generator: the block saves nothing where it is skipped."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and random.random() < 0.5:
+            return x
+        return x + torch.tanh(self.inner(x))
+
+
 class NumpyRandom(Odd):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x) * float(np.random.rand())
@@ -172,6 +181,12 @@ class BranchesOnShape(Odd):
         return x
 
 
+class BranchesOnDtype(Odd):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        return x.clamp(max=100) if x.dtype == torch.bfloat16 or x.is_cuda else x
+
+
 class UnpacksShape(Odd):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, *rest = x.shape
@@ -252,6 +267,33 @@ class Reparametrised(Odd):
         return self.normed(self.inner(x))
 
 
+class NormsItsOwnWay(Odd):
+    """A norm with an activation, as timm's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = NormAndActivation(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.inner(x))
+
+
+class NormAndActivation(nn.BatchNorm2d):
+    """A norm of one's own: torch's function by its statistics, and an activation."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__(features)
+        self.activation = nn.Tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        statistics = self.running_mean, self.running_var
+        affine = self.weight, self.bias
+        normed = F.batch_norm(x, *statistics, *affine, self.training, self.momentum or 0.0)
+        return self.activation(normed)
+
+
 class TiesWeights(Odd):
     def __init__(self) -> None:
         super().__init__()
@@ -274,6 +316,7 @@ TRACEABLE = [
     UsesAModuleTwice,
     Recurrent,
     Reparametrised,
+    NormsItsOwnWay,
     TiesWeights,
 ]
 

@@ -36,7 +36,7 @@ def _run(traced: Traced, values: Tensor, randomness: Randomness, step: int, batc
 def test_draws_depend_on_step_and_microbatch_alone() -> None:
     traced, values = _made()
     layers = range(len(traced.graph.layers))
-    one, two = (Randomness(traced.graph, layers, 5, torch.device("cpu")) for _ in range(2))
+    one, two = (Randomness(traced, layers, 5, torch.device("cpu")) for _ in range(2))
     found = {(s, b): _run(traced, values, one, s, b) for s in range(2) for b in range(3)}
     for (step, batch), value in reversed(found.items()):
         random.seed(step)
@@ -45,13 +45,13 @@ def test_draws_depend_on_step_and_microbatch_alone() -> None:
         assert torch.equal(_run(traced, values, one, step, batch), value)
     distinct = {tuple(value.flatten().tolist()) for value in found.values()}
     assert len(distinct) == len(found)
-    other = Randomness(traced.graph, layers, 6, torch.device("cpu"))
+    other = Randomness(traced, layers, 6, torch.device("cpu"))
     assert not torch.equal(_run(traced, values, other, 0, 0), found[0, 0])
 
 
 def test_generators_are_left_as_they_were() -> None:
     traced, values = _made()
-    randomness = Randomness(traced.graph, range(4), 5, torch.device("cpu"))
+    randomness = Randomness(traced, range(4), 5, torch.device("cpu"))
     for _ in range(2):
         before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
         _run(traced, values, randomness, 0, 0)
@@ -62,10 +62,25 @@ def test_generators_are_left_as_they_were() -> None:
 
 def test_layers_that_draw_nothing_cost_nothing() -> None:
     traced = Traced(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.ones(2, 4))
-    randomness = Randomness(traced.graph, range(2), 5, torch.device("cpu"))
+    randomness = Randomness(traced, range(2), 5, torch.device("cpu"))
     _run(traced, torch.ones(2, 4), randomness, 0, 0)
     with randomness.of(0, 1) as before:
         assert before is None
+
+
+@pytest.mark.parametrize("starts", ["with a share of 0", "in eval mode"])
+def test_a_dropout_that_begins_later_is_seeded(starts: str) -> None:
+    dropout = nn.Dropout(0.5)
+    traced = Traced(nn.Sequential(nn.Linear(4, 4), dropout, nn.Tanh()), torch.ones(2, 4))
+    randomness = Randomness(traced, range(3), 5, torch.device("cpu"))
+    dropout.p, dropout.training = (0.0, True) if "share" in starts else (0.5, False)
+    _run(traced, torch.ones(2, 4), randomness, 0, 0)
+    dropout.p, dropout.training = 0.5, True
+    found = []
+    for seed in range(8):
+        torch.manual_seed(seed)
+        found.append(_run(traced, torch.ones(2, 4), randomness, 0, 1))
+    assert all(torch.equal(each, found[0]) for each in found)
 
 
 @pytest.mark.parametrize("has_graph", [True, False])
@@ -86,7 +101,7 @@ def test_a_whole_model_draws_by_step_and_microbatch_whatever_its_size(has_graph:
     distinct = {tuple(value.flatten().tolist()) for value in found.values()}
     assert len(distinct) == len(found)
     if has_graph:
-        randomness = Randomness(traced.graph, range(4), 5, torch.device("cpu"))
+        randomness = Randomness(traced, range(4), 5, torch.device("cpu"))
         assert torch.equal(_run(traced, values, randomness, 1, 2), found[1, 2, 2])
 
 

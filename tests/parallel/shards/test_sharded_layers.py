@@ -225,6 +225,49 @@ def test_layers_that_need_no_other_rows_gather_nothing(make: Callable[[], nn.Mod
     assert max(difference(found, expected).values()) <= 1e-13
 
 
+CALLS: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
+    "flip": (lambda x: x.flip(3, 1) * x, []),
+    "flip of rows": (lambda x: x.flip(3, 2) * x, ["flip"]),
+    "flip by name": (lambda x: torch.flip(x, dims=(3,)) * x, []),
+    "pixel shuffle": (lambda x: F.pixel_shuffle(x, upscale_factor=2), []),
+    "one hot": (
+        lambda x: x * F.one_hot(x.argmax(1), num_classes=CHANNELS).permute(0, 3, 1, 2),
+        [],
+    ),
+    "layer norm": (lambda x: torch.layer_norm(x, normalized_shape=(6,)), []),
+    "RMS norm": (lambda x: torch.rms_norm(x, normalized_shape=(6,)), []),
+    "torch's batch norm": (
+        lambda x: torch.batch_norm(x, None, None, None, None, True, 0.1, 1e-5, False),
+        ["batch_norm"],
+    ),
+    "matrix product": (lambda x: x @ x.transpose(-2, -1), ["matmul"]),
+    "matrix product, reflected": (lambda x: torch.ones(12, 12).to(x.dtype) @ x, ["matmul"]),
+    "remainder": (lambda x: +x + 2.0 % (x.detach().abs() + 1.0), []),
+    "floor division": (lambda x: x * (3.0 // (x.detach().abs() + 1.0)), []),
+    "torch's dropout": (lambda x: torch.dropout(x, p=0.5, train=False), ["dropout"]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_functions_are_called_in_all_of_torchs_ways(name: str) -> None:
+    """Varargs, names of parameters and Python's operators; what needs other rows is gathered."""
+    function, gathered = CALLS[name]
+    layer = nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1), Call(function, name)).double()
+    found, expected = judged(layer, torch.randn(2, CHANNELS, 12, 6).double(), (0, 5, 12))
+    assert found.gathered == gathered
+    assert max(difference(found, expected).values()) <= 1e-13
+
+
+def test_a_write_into_a_part_of_a_strip_is_refused() -> None:
+    def write(x: Tensor) -> Tensor:
+        x = x * 1
+        x[:, 0] = 0
+        return x
+
+    with pytest.raises(PathosegError, match="setitem writes into a tile that is cut into strips"):
+        run_strips(Call(write, "write"), torch.randn(1, CHANNELS, 12, 6), (0, 5, 12))
+
+
 NETWORK = nn.Sequential(
     nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False),
     nn.BatchNorm2d(CHANNELS),
@@ -245,8 +288,10 @@ def test_a_halo_without_its_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -
     assert wrong["0.weight"] > 0.001
 
 
-def test_autocast_is_that_of_whole_tiles() -> None:
-    found, expected = judged(Autocast(NETWORK), torch.randn(2, CHANNELS, 16, 6), (0, 7, 16))
+# With a stride of 2 the rank of rows 0-6 convolves them as they lie, the other joins its halos.
+@pytest.mark.parametrize("network", [NETWORK, nn.Conv2d(CHANNELS, CHANNELS, 3, 2, 1)])
+def test_autocast_is_that_of_whole_tiles(network: nn.Module) -> None:
+    found, expected = judged(Autocast(network), torch.randn(2, CHANNELS, 16, 6), (0, 7, 16))
     assert found.output.dtype is expected.output.dtype is torch.bfloat16
     assert max(difference(found, expected).values()) < 0.02
 
@@ -284,6 +329,27 @@ def test_losses_are_those_of_whole_tiles(dtype: torch.dtype, weights: Any) -> No
     assert found.gathered == []
     assert max(difference(found, expected).values()) <= _ROUNDING[dtype] / 10
     NETWORK.float()
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+@pytest.mark.parametrize("function", [F.mse_loss, F.huber_loss, F.binary_cross_entropy])
+def test_weights_of_elements_count_as_torch_counts_them(function: Any, is_cut: bool) -> None:
+    """Torch divides some means by the sum of the weights, others by the number of elements."""
+    bounds, generator = (0, 5, 12), torch.Generator().manual_seed(5)
+    targets, weights = torch.rand(2, 2, CHANNELS, 12, 6, generator=generator).double()
+
+    def loss(output: Any) -> Tensor:
+        given = [targets, weights]
+        if isinstance(output, Strip) and is_cut:
+            first, stop = output.own
+            given = [Strip(x[:, :, first:stop], 2, bounds, output.shards) for x in given]  # type: ignore[misc]
+        each: Tensor = function(output, given[0], weight=given[1])
+        return each
+
+    layer = nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1), nn.Sigmoid()).double()
+    x = torch.randn(2, CHANNELS, 12, 6).double()
+    found, expected = run_strips(layer, x, bounds, loss), run_whole(layer, x, loss)
+    assert max(difference(found, expected).values()) <= 1e-13
 
 
 def test_a_strip_smaller_than_a_halo_is_refused() -> None:
