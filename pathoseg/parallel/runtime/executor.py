@@ -16,13 +16,10 @@ no message; (6) a tensor leaves the outbox without anybody waiting; (7) a sum is
 copy of the stage on this rank, in parts already while its last backward runs (7b), and awaited much
 later; (8) the last STEP of the list updates all parameters, as clipping needs every gradient.
 
-In the first step of a kind, sums begin after all that computes. On a GPU a sum occupies it until all
-its ranks have begun theirs, and what is done for the first time may wait until it is idle (cuDNN
-frees memory once it has timed its kernels, CUDA loads code). A rank of GEMS that waited so ahead of
-its second stage would keep the rank waiting that has yet to begin the sum.
-
-A step that is given up runs through the rest of its list without computing: (3), (6) and (7) go on,
-so that no rank waits in vain. At (8) every rank learns of it, and none updates a parameter.
+In the first step of a kind, sums begin after all that computes. On a GPU a sum lasts until all its
+ranks have begun it, and what is done for the first time may wait until the GPU is idle (cuDNN frees
+memory once it has timed its kernels, CUDA loads code). A rank of GEMS that waited so ahead of its
+second stage would keep the rank waiting that has yet to begin the sum.
 """
 
 from __future__ import annotations
