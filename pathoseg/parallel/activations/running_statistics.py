@@ -42,10 +42,11 @@ class RunningStatistics:
         self._calls: list[_Call] = []
         for position in layers:
             self._calls += [(position, norm) for norm in norms_at(model, graph, position)]
-        # What a layer calls inside, torch's checkpoint may call again in the backward.
+        # A layer that calls a norm inside may skip it, or call it again: in the backward, too, as
+        # torch's checkpoint does.
         paths = {position: graph.layers[position].module for position, _ in self._calls}
         own = {position: model.get_submodule(path) for position, path in paths.items()}
-        self._may_rerun = any(norm is not own[position] for position, norm in self._calls)
+        self._is_called_inside = any(norm is not own[position] for position, norm in self._calls)
         self._rounds: list[list[_Call]] = []
         self._sizes: list[int] = []
         self._again: dict[int, list[_Place]] = {}
@@ -112,7 +113,7 @@ class RunningStatistics:
 
     def discard(self) -> None:
         """Have norms that the next backward may run again write into a row that nobody keeps."""
-        if self._may_rerun:
+        if self._is_called_inside:
             self.lend()
 
     def apply(self, sizes: Sequence[int], sum_copies: Callable[[Tensor], None]) -> None:
@@ -135,12 +136,14 @@ class RunningStatistics:
         for microbatch, row in self._kept.items():
             rows[microbatch] = torch.cat(row)
         sum_copies(rows)
-        # Batch norms count their calls, instance norms do not.
-        variances = [*accumulate(self._sizes, initial=0)][1::2]  # where each begins
-        skipped, repeated = torch.stack([rows[:, variances] < 0, rows[:, -counted:] > 1]).cpu()
-        if repeated.any():
-            calls = [norm for norms in self._rounds for _, norm in norms]
-            raise self._refused(calls[int(repeated.any(0).nonzero()[0])])
+        skipped = torch.zeros(len(sizes), counted, dtype=torch.bool)
+        if self._is_called_inside:  # elsewhere each is called once; not to ask saves a wait
+            # Batch norms count their calls, instance norms do not.
+            variances = [*accumulate(self._sizes, initial=0)][1::2]  # where each begins
+            skipped, repeated = torch.stack([rows[:, variances] < 0, rows[:, -counted:] > 1]).cpu()
+            if repeated.any():
+                calls = [norm for norms in self._rounds for _, norm in norms]
+                raise self._refused(calls[int(repeated.any(0).nonzero()[0])])
         norms_of = [[norm for _, norm in calls] for calls in self._rounds]
         widths = [2 * sum(norm.num_features for norm in norms) for norms in norms_of]
         turns = [
