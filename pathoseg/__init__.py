@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 # The tables of the TOML file, such as {"tiles": {"mpp": 0.5}}; "" holds the keys above them.
-Options = Mapping[str, Mapping[str, Any]]
+Options = Mapping[str, Any]
 Name = str | PathLike[str]
 
 
@@ -230,7 +230,13 @@ def _flags(
     annotations: Name | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Return the options as tables of their own, `slides` and `annotations` in that of `data`."""
-    flags = {table: dict(values) for table, values in (options or {}).items()}
+    flags = dict[str, dict[str, Any]]()
+    top = dict[str, Any]()  # options of no table, and what is none, for `load_config` to refuse
+    for table, values in (options or {}).items():
+        if isinstance(values, Mapping):
+            flags[table] = dict(values)
+        else:
+            top[table] = values
     given = dict[str, Any]()
     if slides is not None:
         several = [slides] if isinstance(slides, (str, PathLike)) else slides
@@ -238,4 +244,5 @@ def _flags(
     if annotations is not None:
         given["annotations"] = str(annotations)
     flags["data"] = flags.get("data", {}) | given
+    flags[""] = flags.get("", {}) | top
     return flags

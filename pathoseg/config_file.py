@@ -68,7 +68,7 @@ def load_config(
         if (flags or {}).get(".".join(within), {}).get(key) is not None:
             raise PathosegError(
                 f"--{key.replace('_', '-')} {first['input']} does not fit ({why}).",
-                "Add --help to the command for the values it takes.",
+                "Add --help to the command, or see docs/configuration.md, for the values it takes.",
             ) from None
         raise PathosegError(
             f"{where}: {'.'.join((*within, key))} = {first['input']!r} does not fit ({why}).",
@@ -158,7 +158,8 @@ def _merged(
     if unnumbered is not None:
         _fill_former_defaults(table, where, unnumbered)
     _refuse_unknown(Config, table, where, "")
-    for section, values in (flags or {}).items():
+    # Those of no section come last: from Python, one may be what is no table.
+    for section, values in sorted((flags or {}).items(), key=lambda each: not each[0]):
         target = table.setdefault(section, {}) if section else table
         target.update({key: value for key, value in values.items() if value is not None})
     _refuse_unknown(Config, table, "The options", "")  # those of the file are known by now

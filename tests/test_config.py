@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pathoseg import config_file
+from pathoseg import _flags, config_file
 from pathoseg.config import FORMAT, Config, TileConfig
 from pathoseg.config_file import UNNUMBERED, given_options, load_config, write_config
 from pathoseg.errors import PathosegError
@@ -71,12 +71,20 @@ def test_mistakes_name_the_key_and_the_hint(
     [
         ({"train": {"epoch": 3}}, "train.epoch"),
         ({"tile": {"mpp": 1.0}}, "tile"),
-        ({"": {"sead": 3}}, "sead"),
+        ({"sead": 3}, "sead"),
+        ({"train.epochs": 1}, "train.epochs"),
     ],
 )
-def test_unknown_keys_of_python_are_refused(options: dict[str, dict[str, Any]], key: str) -> None:
+def test_unknown_keys_of_python_are_refused(options: dict[str, Any], key: str) -> None:
     with pytest.raises(PathosegError, match=f"The options: unknown key `{key}`"):
-        load_config(None, options)
+        load_config(None, _flags(options))
+
+
+def test_options_of_python_are_those_of_the_file() -> None:
+    assert load_config(None, _flags({"seed": 3, "train": {"epochs": 2}}, "s")).seed == 3
+    for options in ({"train": 3}, {"data": 3}):
+        with pytest.raises(PathosegError, match="is a table"):
+            load_config(None, _flags(options, "s"))
 
 
 def test_what_is_given_is_told_from_defaults(tmp_path: Path) -> None:

@@ -32,12 +32,15 @@ def norm_layer(norm: Norm, channels: int) -> nn.Module:
 def he_initialise(model: nn.Module) -> None:
     """Draws weights from N(0, 2 / fan_in) and sets biases to zero (He et al., 2015, eq. 10).
 
-    The draw follows torch's global generator, so the caller's `torch.manual_seed` fixes it.
+    The draw follows torch's global generator, so the caller's `torch.manual_seed` fixes it. On the
+    meta device, where a bundle's network waits for its weights, nothing is drawn.
     A transposed convolution's fan_in is counted by torch as outputs × kernel; with a 2×2 kernel
     that halves the channels this equals N(0, 1 / inputs), right for a layer without a ReLU.
     """
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.ConvTranspose2d | nn.Linear):
+            if module.weight.is_meta:  # torch would import its compiler for it: seconds
+                continue
             nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
             if module.bias is not None:
                 nn.init.zeros_(module.bias)

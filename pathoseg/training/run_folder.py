@@ -158,7 +158,17 @@ def reopen_run(run: Path) -> None:
 
 
 def moved_options(recorded: Config, asked: Config) -> Config:
-    """Return `recorded` with what no batch depends on as `asked`: folders, cache and readers."""
+    """Return `recorded` with what no batch depends on as `asked`: folders, cache and readers.
+
+    Raises:
+        PathosegError: A folder of slides is not there.
+    """
+    for folder in asked.data.slide_folders:
+        if not folder.exists():
+            raise PathosegError(
+                f"The run's slides were in {folder}, which is not there.",
+                "Name the folder that they are in now with --slides DIR.",
+            )
     data = replace(recorded.data, slides=asked.data.slides, annotations=asked.data.annotations)
     tiles = replace(recorded.tiles, cache=asked.tiles.cache)
     train = replace(recorded.train, readers=asked.train.readers)

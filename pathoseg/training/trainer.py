@@ -93,6 +93,7 @@ _DEFAULT_EPOCHS = 50
 _UNJUDGED = float("-inf")
 # Of a time limit that stays as it was: after so much of it nothing worth a start is left.
 _USED_UP = 0.9
+_ENOUGH = 0.8  # of the steps that a time limit was to hold: with fewer the rate has not come down
 
 
 def limits_text(config: TrainConfig) -> str:
@@ -135,6 +136,18 @@ def check_limits(run: Path, before: TrainConfig, now: TrainConfig) -> None:
             f"{at.seconds / 60:.4g} min already.",
             "Give it a longer --time-limit: it counts all parts of the run together.",
         )
+
+
+def warn_of_rate(config: TrainConfig, at: Progress) -> str | None:
+    """Return a warning of a time limit that held far fewer steps than its first ones let expect."""
+    if config.time_limit is None or config.patience or at.total_steps is None:
+        return None
+    if at.step >= _ENOUGH * at.total_steps:
+        return None
+    return (
+        f"the time limit came after {at.step} of {at.total_steps} steps, as the machine became "
+        "slower: the learning rate has not come down. A longer --time-limit and --resume train on."
+    )
 
 
 def likely_steps(config: TrainConfig, at: Progress, steps_per_epoch: int) -> int:
@@ -265,6 +278,8 @@ class Trainer:
             # An epoch may have all its steps, and not be judged yet.
             while at.epoch_step or not self._finished():
                 self._epoch(records, bar, interruption)
+        if warning := warn_of_rate(self._config, at):
+            say(f"Take care: {warning}")
         return at
 
     def _agree(self, interruption: Interruption) -> None:
@@ -382,10 +397,10 @@ class Trainer:
             began = self._elapsed
             limit = self._config.time_limit
             if limit is not None and began > limit:
+                why = "" if at.best_epoch else ", without which there is no model"
                 say(
                     f"The time limit of {limit:.4g} s is over after {began:.0f} s, {at.step} "
-                    f"step{'s' * (at.step != 1)}: what is left is one validation, without which "
-                    "there is no model."
+                    f"step{'s' * (at.step != 1)}: what is left is one validation{why}."
                 )
             try:
                 with self._spent.on("validation"), self._abandonable(interruption, before):

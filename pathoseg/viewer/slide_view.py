@@ -245,7 +245,7 @@ class SlideView:
         refused: PathosegError | None = None
         if self.entry.slide is not None:
             try:
-                slide = self._handles.header(self.entry.slide, self._assume_mpp)
+                slide = self._handles.header(self.entry.slide, self._assumed_mpp())
             except PathosegError as error:
                 refused = error
                 problems.append(str(error))
@@ -280,6 +280,13 @@ class SlideView:
         classes = ClassTable((), ()) if mask is None else self._predicted_classes(mask)
         channels = self._channels(classes)
         return _Opened(slide, size, mpp, mask, frame, classes, channels, has_level0)
+
+    def _assumed_mpp(self) -> float | None:
+        """Return the resolution of a slide that states none: as given, or as `infer` took it."""
+        summary = self.entry.summary
+        if self._assume_mpp is not None or summary is None or summary.level0 is None:
+            return self._assume_mpp
+        return summary.level0.mpp.mean
 
     def _predicted_classes(self, mask: MaskReader) -> ClassTable:
         last = max(mask.names, default=0)

@@ -413,7 +413,8 @@ class _Check:
             cells["µm/px"] = f"{seen.mpp.mean:.4g}"
             cells["Pixels"] = f"{seen.size.width}×{seen.size.height}"
         if facts is None:
-            cells["Split"] = "refused" if seen.refused else "left out"
+            state = "left out" if seen.left_out else "?"  # it was not cut, as classes are not known
+            cells["Split"] = "refused" if seen.refused else state
             return cells
         held = sum(count > 0 for count in facts.class_tiles[1:])
         return {

@@ -88,6 +88,12 @@ def test_what_is_saved_is_loaded(bundle: Path) -> None:
     assert sorted(p.name for p in bundle.iterdir()) == ["model.json", "weights.safetensors"]
 
 
+def test_loading_draws_no_weights(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device torch imports its compiler for that, which takes seconds."""
+    monkeypatch.delattr(nn.init, "kaiming_normal_")
+    load_bundle(bundle)
+
+
 def test_weights_open_in_plain_pytorch(bundle: Path) -> None:
     tensors = safetensors.torch.load_file(bundle / "weights.safetensors")
     build_model(CONFIG).load_state_dict(tensors, strict=True)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pathoseg.config import TrainConfig
 from pathoseg.training.checkpoint import Progress
 from pathoseg.training.optimizer import learning_rate
-from pathoseg.training.trainer import StepBudget, likely_steps
+from pathoseg.training.trainer import StepBudget, likely_steps, warn_of_rate
 
 
 @given(
@@ -61,6 +61,20 @@ def test_a_rate_does_not_end_before_the_clock_is_ready() -> None:
         for step in range(0, 100_000, 999)
     ]
     assert min(rates[1:]) > 0.5 * config.lr
+
+
+def test_a_time_limit_that_held_far_fewer_steps_is_warned_of() -> None:
+    config = TrainConfig(time_limit=150.0)
+    warning = warn_of_rate(config, Progress(step=264, total_steps=488))
+    assert warning is not None
+    assert "264 of 488 steps" in warning
+    for quiet, at in [
+        (config, Progress(step=400, total_steps=488)),
+        (config, Progress(step=20)),
+        (TrainConfig(epochs=3), Progress(step=20, total_steps=300)),
+        (TrainConfig(time_limit=150.0, patience=3), Progress(step=20, total_steps=300)),
+    ]:
+        assert warn_of_rate(quiet, at) is None
 
 
 def test_a_prolonged_run_counts_its_epochs_too() -> None:

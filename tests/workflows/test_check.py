@@ -172,6 +172,18 @@ def test_what_training_refuses_of_all_slides_together(
     assert not Path("run").exists()
 
 
+def test_slides_that_wait_for_the_classes_are_not_left_out(
+    toy_slides: Path, command: Command
+) -> None:
+    """Where the classes cannot be told, table and file agree: nothing is cut, and each is used."""
+    text = Path("tiny.toml").read_text()
+    Path("tiny.toml").write_text(text.replace('["disc"]', '["background"]'))
+    code, said = command(*CHECK)
+    assert (code, "background is index 0" in said) == (2, True), said
+    assert "left out" not in said
+    assert {row["training"] for row in _rows().values()} == {"used"}
+
+
 def test_what_is_likely_not_meant_is_said(toy_slides: Path, command: Command) -> None:
     config = Path("tiny.toml").read_text().replace('classes = ["disc"]\n', "")
     Path("tiny.toml").write_text(config.replace("tile = 32", "tile = 320"))

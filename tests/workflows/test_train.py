@@ -341,6 +341,9 @@ def test_a_run_goes_on_where_its_slides_were_moved(toy_slides: Path) -> None:
         run = train(Path("tiny.toml"), flags, Path(name), resume=False)
         if name == "b":
             moved = toy_slides.rename("elsewhere")
+            with pytest.raises(PathosegError, match="slides, which is not there") as refused:
+                train(None, {"train": {"epochs": 2}}, run, resume=True)
+            assert "--slides DIR" in refused.value.hint
             longer = {
                 "data": {"slides": str(moved)},
                 "tiles": {"cache": "cache"},
