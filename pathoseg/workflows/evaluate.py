@@ -383,7 +383,7 @@ def _compare(
 def _truth(
     segmenter: Segmenter, source: LabelledSlide, plan: SlidePlan, config: Config
 ) -> Callable[[Box], NDArray[np.uint8]]:
-    """Return what gives the annotation in a box of the mask: class indices, 255 where unknown.
+    """Return a function of a box of the mask: its true class indices, 255 where unknown.
 
     Tiles of a classifier have the labels that it is trained on, not the class of most pixels.
     """

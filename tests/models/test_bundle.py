@@ -89,7 +89,7 @@ def test_what_is_saved_is_loaded(bundle: Path) -> None:
 
 
 def test_loading_draws_no_weights(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the meta device torch imports its compiler for that, which takes seconds."""
+    """Load without `kaiming_normal_`, for which torch imports its compiler on the meta device."""
     monkeypatch.delattr(nn.init, "kaiming_normal_")
     load_bundle(bundle)
 

@@ -83,7 +83,7 @@ def test_an_error_before_ranks_have_met_is_told_by_its_rank(
 def test_an_error_of_ranks_that_have_met_is_left_to_rank_0(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """What all ranks of a transport raise, such as one GPU that two have."""
+    """Leave an error that all ranks raise, such as a GPU that two share, to rank 0."""
 
     def refused(*_: object) -> NoReturn:
         raise PathosegError("NCCL needs a GPU for each rank.", "")

@@ -175,7 +175,7 @@ def test_what_training_refuses_of_all_slides_together(
 def test_slides_that_wait_for_the_classes_are_not_left_out(
     toy_slides: Path, command: Command
 ) -> None:
-    """Where the classes cannot be told, table and file agree: nothing is cut, and each is used."""
+    """Compare terminal and check.csv where unknown classes keep all slides from being cut."""
     text = Path("tiny.toml").read_text()
     Path("tiny.toml").write_text(text.replace('["disc"]', '["background"]'))
     code, said = command(*CHECK)

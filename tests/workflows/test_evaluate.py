@@ -323,7 +323,7 @@ def test_the_table_that_is_given_with_other_slides_counts(tmp_path: Path) -> Non
 def test_a_class_the_model_does_not_know_is_refused(
     toy_slides: Path, command: Command, tiny_bundle: SaveBundle
 ) -> None:
-    """Before slides that come earlier are segmented."""
+    """Refuse the class before slides that come earlier are segmented."""
     for mask in toy_slides.glob("slide[123]_mask.png"):
         mask.unlink()
     (toy_slides / "slide1.geojson").write_text(

@@ -333,7 +333,7 @@ def test_slides_that_came_later_stay_out_of_a_run_that_goes_on(toy_slides: Path)
 
 
 def test_a_run_goes_on_where_its_slides_were_moved(toy_slides: Path) -> None:
-    """Its batches are those of a run that stayed; what was moved is written down."""
+    """Compare its losses with those of a run that stayed; read the new folder in its options."""
     longer: dict[str, dict[str, Any]] = {"train": {"epochs": 2}}
     runs = []
     for name in "ab":

@@ -89,7 +89,7 @@ def test_mig_slices_of_one_card_are_one_gpu(
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_card_is_known_by_its_place_on_the_bus() -> None:
-    """What torch tells of a real one (`torch.numa` reads the same)."""
+    """Identify the card of a real GPU by its place on the PCI bus."""
     properties = cuda_properties(torch.device("cuda:0"))
     if properties is None:
         pytest.skip("asks what NVIDIA's driver tells")
@@ -105,7 +105,7 @@ def test_a_card_is_known_by_its_place_on_the_bus() -> None:
     ],
 )
 def test_the_cause_that_nccl_names_is_told(last: str, told: str) -> None:
-    """It stands lines below the first."""
+    """Tell the line behind "Last error:" beside the first line of the error."""
     raised = RuntimeError(
         "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.27.5\n"
         f"ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:{last}"

@@ -380,7 +380,7 @@ def test_events_are_the_actions_of_the_schedule(plan: str) -> None:
 def test_sums_begin_within_the_last_backward_in_one_order(
     plan: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the first step, in which a GPU may have to be idle, they begin after all that computes."""
+    """Check when sums begin: after all that computes in the first step, within a backward later."""
     case, sums = Case("unet", plan, 2), ThreadTransport.sum
     begun: dict[int, list[tuple[str, int]]] = {0: [], 1: []}
     first: dict[int, list[tuple[str, int]]] = {}
@@ -408,7 +408,7 @@ def test_sums_begin_within_the_last_backward_in_one_order(
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_what_computes_comes_ahead_of_sums_that_begin_last(plan: str) -> None:
-    """Each rank's list has the same actions, its sums in the same order."""
+    """Check that `_sums_last` moves sums behind what computes and keeps their order."""
     for actions in Case("unet", plan, 3).schedule()[0].expanded().lists:
         late = executor._sums_last(actions)
         kinds = [each.kind for each in late]
