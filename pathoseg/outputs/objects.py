@@ -163,20 +163,18 @@ def _saddles(
     basin_of = np.full(height.shape, -1, np.int64)
     basin_of[number >= 0] = basin
     rows, columns = height.shape
-    keys, saddles = [], []
+    found = []  # for each pair of pixels its basins and its saddle as one number, which sorts fast
     for y, x in _HALF:
         here = (slice(0, rows - y), slice(max(0, -x), columns - max(0, x)))
         there = (slice(y, rows), slice(max(0, x), columns - max(0, -x)))
         one, other = basin_of[here], basin_of[there]
         meet = (one != other) & (one >= 0) & (other >= 0)
         one, other = one[meet], other[meet]
-        keys.append(np.minimum(one, other) << 32 | np.maximum(one, other))
-        saddles.append(np.minimum(height[here][meet], height[there][meet]))
-    key, saddle = np.concatenate(keys), np.concatenate(saddles)
-    order = np.lexsort((saddle, key))
-    key, saddle = key[order], saddle[order]
-    last = np.append(key[1:] != key[:-1], True)[: len(key)]
-    return key[last] >> 32, key[last] & 0xFFFFFFFF, saddle[last]
+        pair = np.minimum(one, other) << 26 | np.maximum(one, other)
+        found.append(pair << 11 | np.minimum(height[here][meet], height[there][meet]))
+    each = np.sort(np.concatenate(found))
+    highest = each[np.append(each[1:] >> 11 != each[:-1] >> 11, True)[: len(each)]]
+    return highest >> 37, highest >> 11 & 0x3FFFFFF, (highest & 0x7FF).astype(np.int16)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -447,7 +445,12 @@ def _coloured(labels: Labels) -> NDArray[np.uint8]:
     alike = np.unique(meeting[colour[meeting[:, 0]] == colour[meeting[:, 1]]], axis=0)
     # The one that meets fewer pixels of others: a vast object may meet more than there are colours.
     edge = np.bincount(meeting.reshape(-1), minlength=len(colour))
-    for number in np.unique(np.where(edge[alike[:, 0]] < edge[alike[:, 1]], *alike.T)):
-        near = meeting[(meeting == number).any(axis=1)]
-        colour[number] = np.setdiff1d(np.arange(1, 255), colour[near])[0]
+    again = np.unique(np.where(edge[alike[:, 0]] < edge[alike[:, 1]], *alike.T))
+    # What each of those meets, from `begin` to `end` of the pairs sorted by their first number.
+    ways = np.concatenate([meeting, meeting[:, ::-1]])
+    ways = ways[np.isin(ways[:, 0], again)]
+    ways = ways[np.argsort(ways[:, 0])]
+    begin, end = (np.searchsorted(ways[:, 0], again, side) for side in ("left", "right"))
+    for number, near in zip(again, map(slice, begin, end), strict=True):
+        colour[number] = np.setdiff1d(np.arange(1, 255), colour[ways[near, 1]])[0]
     return colour[labels]

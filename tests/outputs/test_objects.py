@@ -201,3 +201,12 @@ def test_no_pixel_is_in_two_objects_however_large_they_are(
             times[mask.box.within(whole)] += mask.pixels
             assert is_cut or max(mask.box.width, mask.box.height) <= block + 2 * extent
     assert times.max() <= 1
+
+
+def test_thousands_of_objects_that_touch_keep_their_own_outlines() -> None:
+    """Far more objects than `_coloured` has numbers: some that touch begin with the same one."""
+    rng = np.random.default_rng(3)
+    planes = np.stack([np.ones((200, 200)), rng.integers(0, 8, (200, 200)), np.full((200, 200), 9)])
+    [found] = _found(planes.astype(np.uint8), [], ObjectOptions(depth=1, extent=24))
+    assert len(found) > 2000
+    assert [outline.area for outline in found.outlines] == found.pixels.tolist()
