@@ -203,6 +203,7 @@ class Trainer:
         self._started, self._spent_before = started, self._progress.seconds
         self._elapsed = self._saved_at = self._spent_before
         self._clock: StepBudget | None = None
+        self._took = (0.0, 0.0)  # seconds of the last two steps
         self._is_stopping = False  # as all ranks know; a signal may come to one of them at any time
         self._begun = self._progress  # what `leave` saves
         self._tidy: Callable[[], None] = lambda: None
@@ -362,6 +363,7 @@ class Trainer:
         if records:
             records.step(at.step, done.loss_sum / samples, rate)
         self._agree(interruption)
+        self._took = (self._took[1], self._elapsed - began)
         if self._clock is not None:
             self._clock.saw(self._elapsed - began)
 
@@ -442,7 +444,8 @@ class Trainer:
         if config.epochs is not None and at.step >= config.epochs * self._epoch_steps:
             return True
         if config.time_limit is not None:
-            left = config.time_limit - self._elapsed
+            # The next step, too, ends in time. The shorter of two, as the first of a run is long.
+            left = config.time_limit - self._elapsed - min(self._took)
             if at.step and left < at.validation_seconds:
                 return True
         return bool(config.patience and at.best_epoch) and (

@@ -21,11 +21,13 @@ import torch
 from PIL import Image
 
 from pathoseg import config_file
+from pathoseg.config import TrainConfig
 from pathoseg.config_file import load_config
 from pathoseg.errors import PathosegError
 from pathoseg.host_memory import LARGE
 from pathoseg.models.bundle import load_bundle
 from pathoseg.training import run_folder, step_plan, trainer
+from pathoseg.training.optimizer import learning_rate
 from pathoseg.training.run_folder import bundle_of
 from pathoseg.workflows import train as workflow
 from pathoseg.workflows.train import train
@@ -191,6 +193,29 @@ def test_a_time_limit_ends_in_order_and_is_laid_over_the_schedule(
     assert progress["total_steps"] is not None
     assert 0 < progress["step"] <= progress["total_steps"]
     assert (run / "model" / "model.json").exists()
+
+
+def test_no_step_begins_that_would_end_after_the_time_limit(
+    toy_slides: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that become eight times as long once the schedule is laid, by a clock of their own."""
+    ticks, waited = count(), [0.0]
+
+    def slow(config: TrainConfig, step: int, total_steps: int) -> float:
+        waited.append(waited[-1] + 0.15 * (step >= 20))
+        return learning_rate(config, step, total_steps)
+
+    clock = SimpleNamespace(monotonic=lambda: waited[-1] + 0.02 * next(ticks))
+    for module in (trainer, workflow):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr("pathoseg.training.trainer.learning_rate", slow)
+    flags = {"data": {"slides": str(toy_slides)}, "train": {"time_limit": 1.0}}
+    config = Path("limited.toml")
+    config.write_text(Path("tiny.toml").read_text().replace("epochs = 4\n", ""))
+    run = train(config, flags, None, resume=False)
+    progress = torch.load(run / "checkpoints" / "last.pt", weights_only=True)["progress"]
+    assert 20 < progress["step"] < progress["total_steps"]
+    assert progress["seconds"] <= 1.0
 
 
 def test_a_time_limit_below_a_step_says_what_still_follows(
