@@ -185,11 +185,13 @@ def test_what_cannot_be_started_from_is_refused(
     assert set(Path.cwd().rglob("*")) == before
 
 
-def test_slides_that_the_earlier_model_has_seen_are_named(
+def test_slides_that_the_earlier_model_has_seen_and_names_that_it_knew_otherwise_are_told(
     toy_slides: Path, bare: Path, tiny_bundle: SaveBundle, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny_bundle(folder="first/model")
     Path("first/splits.csv").write_text("slide,patient,split\nslide0.png,a,train\n")
+    renamed = 'disc = "gland"\nring = "gland"'
+    Path("first/config.toml").write_text(f"[annotations.rename]\n{renamed}\n")
     rows = "".join(f"slide{n}.png,{n},{'train' if n else 'val'}\n" for n in range(4))
     (toy_slides / "slides.csv").write_text(f"slide,patient,split\n{rows}")
     flags = {
@@ -197,7 +199,10 @@ def test_slides_that_the_earlier_model_has_seen_are_named(
         "train": {"start_from": "first", "epochs": 1, "samples_per_epoch": 2},
     }
     train(bare, flags, Path("run"), resume=False)
-    assert "trained on slides that are held out now (slide0.png)" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "trained on slides that are held out now (slide0.png)" in said
+    assert said.count("Take care: the earlier run took") == 1
+    assert 'took "disc" for "gland" ([annotations] rename), and this one does not.' in said
 
 
 @pytest.mark.slow
