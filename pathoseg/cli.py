@@ -35,7 +35,7 @@ AssumeMpp = Annotated[
     float | None,
     typer.Option(help="Microns per pixel of slides that state none.", metavar="MPP"),
 ]
-Seed = Annotated[int | None, typer.Option(help="Seed of all randomness. [default: 0]")]
+Seed = Annotated[int | None, typer.Option(help="Seed of all randomness. \\[default: 0]")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Tell where the time went.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 Slides = Annotated[
@@ -50,44 +50,44 @@ Slides = Annotated[
 Annotations = Annotated[
     Path | None,
     typer.Option(
-        help="Folder of annotations. [default: beside the slides]", metavar="DIR", exists=True
+        help="Folder of annotations. \\[default: beside the slides]", metavar="DIR", exists=True
     ),
 ]
 MppOption = Annotated[
-    float | None, typer.Option(help="Microns per pixel the model sees. [default: 0.5]")
+    float | None, typer.Option(help="Microns per pixel the model sees. \\[default: 0.5]")
 ]
 TileOption = Annotated[
     int | None,
-    typer.Option(help="Side of a tile in pixels. [default: what most images hold, at most 1024]"),
+    typer.Option(help="Side of a tile in pixels. \\[default: what most images hold, at most 1024]"),
 ]
 ModelName = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="unet, hooknet, unet_resnet50, vit_seg… or module:factory. [default: unet]",
+        help="unet, hooknet, unet_resnet50, vit_seg… or module:factory. \\[default: unet]",
         metavar="NAME",
     ),
 ]
 Order = Annotated[
     str | None,
     typer.Option(
-        help="How ranks take turns, e.g. 1f1b or gems-master. [default: auto]", metavar="NAME"
+        help="How ranks take turns, e.g. 1f1b or gems-master. \\[default: auto]", metavar="NAME"
     ),
 ]
 ModelFolder = Annotated[
     Path | None,
     typer.Option(
         "--model",
-        help="Run or bundle. [default: the newest finished run]",
+        help="Run or bundle. \\[default: the newest finished run]",
         metavar="RUN",
         exists=True,
     ),
 ]
 Ranks = Annotated[
     int | None,
-    typer.Option(help="Start so many ranks on this machine. [default: 1]", min=1),
+    typer.Option(help="Start so many ranks on this machine. \\[default: 1]", min=1),
 ]
-Batch = Annotated[int | None, typer.Option(help="Tiles a step. [default: 4]")]
+Batch = Annotated[int | None, typer.Option(help="Tiles a step. \\[default: 4]")]
 Memory = Annotated[
     str | None,
     typer.Option(
@@ -96,14 +96,16 @@ Memory = Annotated[
 ]
 Device = Annotated[
     str | None,
-    typer.Option(help="What computes: cpu, cuda:1, xpu… [default: the GPU if any]", metavar="NAME"),
+    typer.Option(
+        help="What computes: cpu, cuda:1, xpu… \\[default: the GPU if any]", metavar="NAME"
+    ),
 ]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace another run, or other results, in --out.")
 ]
 Readers = Annotated[
     int | None,
-    typer.Option(help="Threads that read tiles. [default: the cores it may use]"),
+    typer.Option(help="Threads that read tiles. \\[default: the cores it may use]"),
 ]
 SkipBadSlides = Annotated[
     bool, typer.Option("--skip-bad-slides", help="Leave out slides that cannot be read.")
@@ -195,7 +197,7 @@ def train(
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the run. [default: runs/<date>-<time>]")
+        Path | None, typer.Option(help="Folder of the run. \\[default: runs/<date>-<time>]")
     ] = None,
     model: ModelName = None,
     mpp: MppOption = None,
@@ -269,7 +271,7 @@ def infer(
     out: Annotated[Path, typer.Option(help="Folder of the results.", metavar="DIR")] = Path(
         "results"
     ),
-    batch: Annotated[int | None, typer.Option(help="Tiles a forward pass. [default: 1]")] = None,
+    batch: Annotated[int | None, typer.Option(help="Tiles a forward pass. \\[default: 1]")] = None,
     memory: Annotated[
         str | None, typer.Option(help="What a forward pass may take, such as 4GiB.")
     ] = None,
@@ -315,7 +317,7 @@ def evaluate(
     model: ModelFolder = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder of evaluation.html and its tables. [default: the run's]"),
+        typer.Option(help="Folder of evaluation.html and its tables. \\[default: the run's]"),
     ] = None,
     split: Annotated[
         str | None, typer.Option(help="Only slides of this split: train, val, test or unseen.")
@@ -343,7 +345,7 @@ def view(
     paths: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Results, runs or slides, or folders of them. [default: results, or else the "
+            help="Results, runs or slides, or folders of them. \\[default: results, or else the "
             "newest finished run]",
             metavar="RESULTS|RUN|SLIDE...",
             show_default=False,
@@ -363,7 +365,7 @@ def view(
     ] = "127.0.0.1",
     port: Annotated[
         int | None,
-        typer.Option(help="Port to listen at. [default: 8765, or a free one]", min=0, max=65535),
+        typer.Option(help="Port to listen at. \\[default: 8765, or a free one]", min=0, max=65535),
     ] = None,
     no_browser: Annotated[
         bool, typer.Option("--no-browser", help="Print the address, and open no browser.")
@@ -388,7 +390,7 @@ def cache(
     slides: Slides = None,
     annotations: Annotations = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the cache. [default: tiles]", metavar="DIR")
+        Path | None, typer.Option(help="Folder of the cache. \\[default: tiles]", metavar="DIR")
     ] = None,
     model: ModelName = None,
     mpp: MppOption = None,
@@ -417,16 +419,20 @@ def cache(
 def plan(
     model: ModelName = None,
     tile: Annotated[
-        int | None, typer.Option(help="Side of a tile in pixels. [default: 1024]")
+        int | None, typer.Option(help="Side of a tile in pixels. \\[default: 1024]")
     ] = None,
-    ranks: Annotated[int | None, typer.Option(help="Ranks that share a step. [default: 1]")] = None,
-    memory: Annotated[str | None, typer.Option(help="Of a rank. [default: the hardware's]")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Ranks that share a step. \\[default: 1]")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Of a rank. \\[default: the hardware's]")
+    ] = None,
     batch: Batch = None,
     hardware: Annotated[
         str | None,
         typer.Option(
             help="A GPU such as a100 or l40s, cpu, or a file of `pathoseg calibrate`. "
-            "[default: this machine's]",
+            "\\[default: this machine's]",
             metavar="NAME|FILE",
         ),
     ] = None,

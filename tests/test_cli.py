@@ -54,6 +54,8 @@ def test_the_help_of_a_command_has_an_example_that_parses(
     with parser.make_context("pathoseg", example[1:]) as context:
         sub = parser.get_command(context, name)
         assert sub.make_context(name, example[2:]).params["debug"] is False
+        stated = [each for each in sub.params if "[default:" in getattr(each, "help", "")]
+        assert said.count("[default:") == len(stated) > 0
 
 
 @pytest.mark.parametrize(
