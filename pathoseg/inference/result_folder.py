@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -54,7 +54,7 @@ class State:
         attempts: Number of times that it was begun.
         host: The host of the last attempt.
         seconds: Duration of each attempt that came to an end, the last one last.
-        outputs: Files and folders of the whole result to their bytes (`stored_bytes`).
+        outputs: Files and folders of the last whole result to their bytes (`stored_bytes`).
         problem: Why it failed.
         hint: The hint that mends it.
         provenance: Of the last attempt; None in states of earlier versions.
@@ -184,6 +184,32 @@ def _refuse_shared(folders: Mapping[Path, Path], out: Path) -> None:
             )
 
 
+def refuse_strangers(out: Path, folders: Mapping[Path, Path]) -> None:
+    """Refuse to replace what is no result: the user's folder or file of the name of one.
+
+    Args:
+        out: The folder of the batch.
+        folders: The folder of each slide's result.
+
+    Raises:
+        PathosegError: There is one.
+    """
+    for slide, folder in folders.items():
+        if not os.path.lexists(folder):
+            continue
+        state = read_state(state_file(out, folder))
+        is_result = folder.is_dir() and (
+            (folder / SUMMARY).is_file()
+            or (state is not None and state.status == "done")
+            or not any(folder.iterdir())
+        )
+        if not is_result:
+            raise PathosegError(
+                f"{folder} is no result, and that of {slide} would replace it.",
+                "Give --out another folder, or move it away.",
+            )
+
+
 def refuse_namesakes(out: Path, folders: Mapping[Path, Path]) -> None:
     """Refuse slides whose folder is that of another slide with the same file name.
 
@@ -272,7 +298,7 @@ def sweep(out: Path) -> None:
 
 
 @contextmanager
-def result_folder(folder: Path, work: Path) -> Iterator[Path]:
+def result_folder(folder: Path, work: Path, outputs: Collection[str]) -> Iterator[Path]:
     """Make a context that yields a folder to write into, which replaces `folder` at the end.
 
     Where another process has put the same result there at the same moment, that one stays. After an
@@ -281,6 +307,8 @@ def result_folder(folder: Path, work: Path) -> Iterator[Path]:
     Args:
         folder: The folder of the result.
         work: A folder on the same disk for what is not whole.
+        outputs: Names of the former result's files and folders. What else is in `folder` is the
+            user's, and is kept; all is the former result's where no name is known.
 
     Raises:
         PathosegError: The disk is full or cannot be written.
@@ -292,6 +320,8 @@ def result_folder(folder: Path, work: Path) -> Iterator[Path]:
         yield partial
         folder.parent.mkdir(parents=True, exist_ok=True)
         if folder.exists():
+            if outputs:
+                _keep_others(folder, partial, outputs)
             folder.replace(old)
         try:
             partial.replace(folder)
@@ -308,3 +338,22 @@ def result_folder(folder: Path, work: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _keep_others(folder: Path, partial: Path, outputs: Collection[str]) -> None:
+    """Links the user's files and folders into the new result, so that no kill loses them."""
+    for each in folder.iterdir():
+        kept = partial / each.name
+        if each.name in outputs or kept.exists():
+            continue
+        if each.is_dir():
+            shutil.copytree(each, kept, symlinks=True, copy_function=_link_or_copy)
+        else:
+            _link_or_copy(each, kept)
+
+
+def _link_or_copy(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a disk without links
+        shutil.copy2(source, target)

@@ -50,6 +50,7 @@ from pathoseg.inference.result_folder import (
     State,
     read_state,
     refuse_namesakes,
+    refuse_strangers,
     result_folder,
     state_file,
     stored_bytes,
@@ -424,7 +425,6 @@ class SlideJob:
             status="begun",
             attempts=before.attempts + 1,
             host=socket.gethostname(),
-            outputs={},
             problem="",
             hint="",
         )
@@ -436,7 +436,7 @@ class SlideJob:
             )
             self._clear(but=(_SLIDE_CLAIM, self._rows.name) if going_on else (_SLIDE_CLAIM,))
             self._rows.mkdir(exist_ok=True)
-            with result_folder(self.folder, self._work) as partial:
+            with result_folder(self.folder, self._work, before.outputs) as partial:
                 segmenter, config = context.segmenter, context.config
                 with segmenter.spent.on("finding tissue"):
                     planned = plan_slide(self.slide, segmenter, config, self._annotation)
@@ -515,6 +515,7 @@ class SlideJob:
         if state is None or Path(state.slide).name == self.slide.name:
             return True
         self.folder = self.folder.with_name(self.slide.name)
+        refuse_strangers(self._out, {self.slide: self.folder})
         return False
 
     @property

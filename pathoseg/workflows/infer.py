@@ -35,6 +35,7 @@ from pathoseg.inference.result_folder import (
     failures,
     read_state,
     refuse_namesakes,
+    refuse_strangers,
     result_folders,
     results,
     state_file,
@@ -234,6 +235,8 @@ def _find_request(
     folders = result_folders(out, names)
     if len(folders) == 1 and not (slide := next(iter(folders))).exists():
         raise PathosegError(f"{slide} does not exist.", "Check the path.")
+    refuse_strangers(out, folders)
+    _refuse_strange_tables(out)
     bundle = bundle_of(model)
     request = _Request(names, annotated, folders, bundle, provenance_of(bundle, config))
     if not overwrite:
@@ -242,6 +245,18 @@ def _find_request(
     if request.only is not None:
         open_slide(request.only, config.data.assume_mpp).close()
     return request
+
+
+def _refuse_strange_tables(out: Path) -> None:
+    """Refuse to replace tables and pages of the user's, which lie where nothing was segmented."""
+    if (out / STATES).is_dir():
+        return
+    for path in (out / TABLE, out / FAILURES, out / PAGE):
+        if path.exists():
+            raise PathosegError(
+                f"{path} is of no batch of pathoseg, and this one would replace it.",
+                "Give --out another folder, or move it away.",
+            )
 
 
 def _refuse_without_library(config: Config) -> None:

@@ -416,6 +416,58 @@ def test_a_slide_of_the_same_name_does_not_replace_the_result_of_another(
     assert command(*infer, tmp_path / "HE.png")[0] == 0, "it was moved"
 
 
+@pytest.mark.parametrize("taken", ["a/notes.txt", "a", "summary.csv", "report.html"])
+def test_no_result_replaces_what_is_the_users(
+    taken: str, tmp_path: Path, command: Command, tiny_bundle: SaveBundle
+) -> None:
+    """A result that would lie where the slides do, with a folder, slide or table of its name."""
+    slide = _draw(tmp_path / "a.png", width=96, height=96)
+    own = tmp_path / taken
+    own.parent.mkdir(exist_ok=True)
+    own.write_text("mine")
+    infer = ("infer", slide, "--model", tiny_bundle(), *MPP, "--out", tmp_path)
+    for more in ((), ("--overwrite",), ("--resume",)):
+        code, said = command(*infer, *more)
+        assert (code, "would replace it" in " ".join(said.split())) == (2, True), said
+        assert own.read_text() == "mine"
+    assert not (tmp_path / "states").exists()
+    own.unlink()  # an empty folder of a result's name is in nobody's way
+    assert command(*infer)[0] == 0
+    assert slide.exists()
+
+
+def test_slides_of_one_stem_are_not_replaced_by_their_results(
+    tmp_path: Path, command: Command, tiny_bundle: SaveBundle
+) -> None:
+    """Their results would have their whole names, beside them."""
+    slides = [_draw(tmp_path / f"a.{kind}", 0, 96, 96) for kind in ("png", "bmp")]
+    before = [slide.read_bytes() for slide in slides]
+    code, said = command("infer", tmp_path, "--model", tiny_bundle(), *MPP, "--out", tmp_path)
+    assert (code, "is no result" in " ".join(said.split())) == (2, True), said
+    assert [slide.read_bytes() for slide in slides] == before
+
+
+def test_files_beside_a_result_outlive_the_next_one(
+    tmp_path: Path, command: Command, tiny_bundle: SaveBundle
+) -> None:
+    slide, out = _draw(tmp_path / "a.png", width=96, height=96), tmp_path / "out"
+    infer = ("infer", slide, "--model", tiny_bundle(), *MPP, "--out", out)
+    (tmp_path / "more.toml").write_text("[outputs]\nprobability = true\n")
+    assert command(*infer, "--config", tmp_path / "more.toml")[0] == 0
+    (out / "a" / "corrected.geojson").write_text("mine")
+    (out / "a" / "figures").mkdir()
+    (out / "a" / "figures" / "1.png").write_text("mine, too")
+    code, said = command(*infer, "--overwrite")
+    assert code == 0, said
+    assert {path.name for path in (out / "a").iterdir()} == {
+        *FILES,
+        "corrected.geojson",
+        "figures",
+    }
+    assert (out / "a" / "corrected.geojson").read_text() == "mine"
+    assert (out / "a" / "figures" / "1.png").read_text() == "mine, too"
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="file names are UTF-8 there")
 def test_a_name_that_is_no_utf_8(tmp_path: Path, command: Command, tiny_bundle: SaveBundle) -> None:
     slide = tmp_path / os.fsdecode(b"Pr\xe4parat.png")
