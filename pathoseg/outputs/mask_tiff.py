@@ -7,6 +7,7 @@ the TIFF   (2) a page for each channel of each level, whole before the next: til
 
 from __future__ import annotations
 
+import re
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from pathoseg.outputs.atomic import replaced
 from pathoseg.outputs.pyramid import TILE, Add, Halve, Pyramid, Strip, mean_of_four, mode_of_four
 
 _CLASSIC_TIFF = 2**32 - 2**25
+_NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _ZLIB_LEVEL = 4  # on masks 2 to 4 times as fast as the usual 6, and a third larger
 
 
@@ -71,7 +73,8 @@ def write_mask(
         OSError: The disk is full or cannot be written.
         ValueError: The bands have more or fewer rows than `size`.
     """
-    names = {str(classes.index(name)): name for name in classes.names}
+    # A reader refuses the file for a character that XML has no form for.
+    names = {str(classes.index(name)): _NO_XML.sub("\ufffd", name) for name in classes.names}
     metadata = {
         "axes": "YX",
         **_metadata(path.name, mpp, origin),
@@ -121,7 +124,7 @@ def map_writer(
         "axes": "CYX",
         **_metadata(path.name, mpp, origin),
         "Channel": {
-            "Name": [name for name, _ in channels],
+            "Name": [_NO_XML.sub("\ufffd", name) for name, _ in channels],
             "Color": [_rgba(colour) for _, colour in channels],
         },
     }
