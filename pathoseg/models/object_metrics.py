@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import min_weight_full_bipartite_matching
+from scipy.sparse import coo_array, csr_array
+from scipy.sparse.csgraph import connected_components, min_weight_full_bipartite_matching
 from scipy.spatial import KDTree
 from shapely import STRtree, box
 
@@ -39,6 +38,7 @@ COUNTERS = (
 OBJECT_NUMBERS = [COUNTERS.index("true"), COUNTERS.index("predicted")]
 
 _QUERIED = 2**14  # objects whose neighbours are asked for at once, to bound the list of candidates
+_PAIRED = 2**10  # contested true objects that are paired in one call, whose time grows as a square
 
 
 @dataclass
@@ -47,11 +47,13 @@ class _Side:
 
     Attributes:
         open: Number and mask of the objects whose pixels may still be asked for.
+        rectangles: Theirs (`_rectangles`), shape (open objects, 4).
         rows: Blocks (objects, 5) of class, area, centroid x and y, and 1 for mostly unknown.
         count: The number of objects.
     """
 
     open: list[tuple[int, ObjectMask]] = field(default_factory=list)
+    rectangles: Figures = field(default_factory=lambda: np.empty((0, 4)))
     rows: list[Figures] = field(default_factory=list)
     count: int = 0
 
@@ -115,7 +117,10 @@ class ObjectCounts:
     def settle(self, row: int) -> None:
         """Let go of pixels above `row`: objects added from here on have none there."""
         for side in (self._true, self._predicted):
-            side.open = [each for each in side.open if each[1].box.bottom > row]
+            still = side.rectangles[:, 3] >= row
+            if not still.all():
+                side.open = [side.open[at] for at in np.flatnonzero(still).tolist()]
+                side.rectangles = side.rectangles[still]
 
     def _add(
         self,
@@ -134,12 +139,19 @@ class ObjectCounts:
         own.rows.append(np.column_stack([of, np.array(rows)]))
         own.count += len(objects)
         own.open += [(first + at, each) for at, each in enumerate(objects)]
-        if not other.open:
+        new = _rectangles(objects)
+        own.rectangles = np.concatenate([own.rectangles, new])
+        # Of many that a tall object keeps open, those in other rows are in no tree.
+        top, bottom = new[:, 1].min(), new[:, 3].max()
+        level = (other.rectangles[:, 3] >= top) & (other.rectangles[:, 1] <= bottom)
+        if not level.any():
             return
-        tree, boxes = STRtree(_boxes([each for _, each in other.open])), _boxes(objects)
+        candidates = np.flatnonzero(level)
+        tree, boxes = STRtree(box(*other.rectangles[level].T)), np.asarray(box(*new.T))
         found = list[tuple[int, int, int]]()
         for start in range(0, len(objects), _QUERIED):
             near = tree.query(boxes[start : start + _QUERIED])
+            near[1] = candidates[near[1]]
             for at, theirs in near.T.tolist():
                 number, counterpart = other.open[theirs]
                 shared = _common_pixels(objects[start + at], counterpart)
@@ -196,11 +208,10 @@ def _place(of: ObjectMask) -> tuple[float, float, float]:
     return area, of.box.x + moments["m10"] / area, of.box.y + moments["m01"] / area
 
 
-def _boxes(objects: Sequence[ObjectMask]) -> NDArray[Any]:
-    """Rectangles through the centres of the outermost pixels: they meet where pixels may."""
+def _rectangles(objects: Sequence[ObjectMask]) -> Figures:
+    """Left, top, right and bottom through the centres of the outermost pixels, (objects, 4)."""
     boxes = [each.box for each in objects]
-    sides = np.array([(b.x, b.y, b.right - 1, b.bottom - 1) for b in boxes], np.float64)
-    return np.asarray(box(*sides.T))
+    return np.array([(b.x, b.y, b.right - 1, b.bottom - 1) for b in boxes], np.float64)
 
 
 def _common_pixels(one: ObjectMask, other: ObjectMask) -> int:
@@ -280,7 +291,23 @@ def _one_to_one(rows: Numbers, columns: Numbers, cost: Figures) -> Flags:
     at = np.flatnonzero(contested)
     height, row = _renumbered(rows[at])
     width, column = _renumbered(columns[at])
-    real = 1 + cost[at]  # a zero would be taken for no pair
+    # What no chain of pairs joins is chosen apart: some such parts in each call.
+    sides = height + width
+    joined = coo_array((np.ones(len(at)), (row, height + column)), shape=(sides, sides))
+    count, part = connected_components(joined, directed=False)
+    call = np.cumsum(np.bincount(part[:height], minlength=count)) // _PAIRED
+    by_call = np.argsort(call[part[row]], kind="stable")
+    begins = np.flatnonzero(np.diff(call[part[row]][by_call])) + 1
+    for those in np.split(by_call, begins):
+        chosen[at[those]] = _cheapest(row[those], column[those], cost[at[those]])
+    return chosen
+
+
+def _cheapest(rows: Numbers, columns: Numbers, cost: Figures) -> Flags:
+    """Choose pairs as `_one_to_one` says, with one call to SciPy."""
+    height, row = _renumbered(rows)
+    width, column = _renumbered(columns)
+    real = 1 + cost  # a zero would be taken for no pair
     instead = np.full(height, real.max() * (height + 1))
     own = np.arange(height)
     matrix = csr_array(
@@ -293,7 +320,7 @@ def _one_to_one(rows: Numbers, columns: Numbers, cost: Figures) -> Flags:
     taken = np.full(height, -1)
     matched, partners = min_weight_full_bipartite_matching(matrix)
     taken[matched] = partners
-    chosen[at] = taken[row] == column
+    chosen: Flags = taken[row] == column
     return chosen
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
 from pathoseg.geometry import Box, ObjectMask
+from pathoseg.models import object_metrics
 from pathoseg.models.object_metrics import ObjectCounts, object_figures
 
 Classified = tuple[ObjectMask, int]
@@ -50,6 +51,14 @@ def _figures(
 ) -> dict[str, float]:
     counters = _counters([(o, 1) for o in true], [(o, 1) for o in predicted], radius=radius)
     return {name: float(figure[0]) for name, figure in object_figures(counters).items()}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def in_small_parts() -> Iterator[None]:
+    """Pairs that compete are chosen in calls of few objects, as they are of a whole slide."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(object_metrics, "_PAIRED", 2)
+        yield
 
 
 def test_a_shifted_square_has_the_figures_of_its_overlap() -> None:
