@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import csv
 import os
+import tomllib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from pathoseg.config import Config
-from pathoseg.config_file import UNNUMBERED, load_config
 from pathoseg.errors import PathosegError
 from pathoseg.models.bundle import Bundle, load_bundle, read_tensors
 from pathoseg.models.bundle_identity import bundle_id
@@ -204,12 +203,11 @@ def set_weights(
 
 def _renamed(earlier: EarlierModel) -> Mapping[str, str]:
     """Return `[annotations] rename` of the model's run; empty where none can be read."""
-    record = earlier.place.parent / CONFIG
-    if not record.is_file():
+    try:
+        with (earlier.place.parent / CONFIG).open("rb") as file:
+            return dict(tomllib.load(file)["annotations"]["rename"])
+    except (OSError, ValueError, LookupError, TypeError):  # another version's, or no run's
         return {}
-    with suppress(PathosegError):  # a newer version's
-        return load_config(record, unnumbered=UNNUMBERED).annotations.rename
-    return {}
 
 
 def warn_of_seen(earlier: EarlierModel, members: Mapping[str, Member]) -> None:
