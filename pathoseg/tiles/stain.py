@@ -46,6 +46,10 @@ _STRIP = 2**16  # pixels whose logarithms are held at once, to stay in a core's 
 _LOGS = np.log((np.arange(256) + 1) / 256).astype(np.float32)  # of each value's light
 
 
+class TooLittleStainError(PathosegError):
+    """Too few pixels of a slide are stained, or all in one colour."""
+
+
 @dataclass(frozen=True, slots=True)
 class StainNormaliser:
     """Brings the colours of one slide to a reference that is the same for all slides.
@@ -70,7 +74,7 @@ class StainNormaliser:
             path: The slide, for the error.
 
         Raises:
-            PathosegError: The pixels hold too little tissue, or but one colour.
+            TooLittleStainError: The pixels hold too little tissue, or but one colour.
         """
         logs = np.log((pixels.reshape(-1, 3).astype(np.float64) + 1) / 256)
         stained = logs[(logs < -_GLASS).all(axis=1)]
@@ -78,7 +82,7 @@ class StainNormaliser:
         if len(stained) >= _FEWEST_PIXELS:
             affine = _macenko(stained) if method == "macenko" else _reinhard(stained)
         if affine is None:
-            raise PathosegError(
+            raise TooLittleStainError(
                 f"{path} has too little stained tissue for stain normalisation.",
                 "Leave the slide out, or work without normalisation ([tiles] stain).",
             )
@@ -89,8 +93,16 @@ class StainNormaliser:
         return _map_logs(image, self.affine, self.basis)
 
 
-def sample_pixels(slide: Slide, frame: Frame, boxes: Sequence[Box]) -> NDArray[np.uint8]:
-    """Pixels to fit a normaliser to: every fourth of up to 16 boxes spread evenly over `boxes`.
+def sample_pixels(
+    slide: Slide, frame: Frame, boxes: Sequence[Box], every: int = _SAMPLED_EVERY**2
+) -> NDArray[np.uint8]:
+    """Read pixels to fit a normaliser to, of up to 16 boxes spread evenly over `boxes`.
+
+    Args:
+        slide: The slide.
+        frame: The resolution at which boxes are read.
+        boxes: In pixels of `frame`.
+        every: One pixel of so many is taken.
 
     Returns:
         RGB, shape (n, 3), without unread ones.
@@ -103,7 +115,7 @@ def sample_pixels(slide: Slide, frame: Frame, boxes: Sequence[Box]) -> NDArray[n
     for number in chosen:
         region = read_region(slide, frame, boxes[number])
         read = slice(None) if region.unread is None else ~region.unread
-        parts.append(region.pixels[read].reshape(-1, 3)[:: _SAMPLED_EVERY**2])
+        parts.append(region.pixels[read].reshape(-1, 3)[::every])
     return np.concatenate(parts)
 
 
@@ -225,7 +237,10 @@ def fit_stain(
         method: "macenko" or "reinhard".
 
     Raises:
-        PathosegError: There is too little stained tissue.
+        TooLittleStainError: There is too little stained tissue.
     """
     stained = [box for box in boxes if tissue.share(box, frame) >= _STAINED] or list(boxes)
-    return StainNormaliser.fit(sample_pixels(slide, frame, stained), method, slide.path)
+    try:
+        return StainNormaliser.fit(sample_pixels(slide, frame, stained), method, slide.path)
+    except TooLittleStainError:  # a small biopsy may have enough in all pixels
+        return StainNormaliser.fit(sample_pixels(slide, frame, stained, 1), method, slide.path)

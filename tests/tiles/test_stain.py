@@ -13,6 +13,7 @@ from PIL import Image
 
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, Mpp, Size
+from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.stain import (
     _AXES,
     _CONES,
@@ -21,10 +22,12 @@ from pathoseg.tiles.stain import (
     _STAINS,
     Method,
     StainNormaliser,
+    fit_stain,
     jitter_stains,
     sample_pixels,
     stain_densities,
 )
+from pathoseg.tiles.tissue import TissueOptions, find_tissue
 
 METHODS: tuple[Method, ...] = ("macenko", "reinhard")
 
@@ -127,6 +130,22 @@ def test_slides_without_tissue_are_refused(method: Method) -> None:
     for image in (glass, flat):
         with pytest.raises(PathosegError, match=r"bare\.svs has too little stained tissue"):
             StainNormaliser.fit(image, method, Path("bare.svs"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_small_biopsy_is_fitted_by_all_its_pixels(method: Method, tmp_path: Path) -> None:
+    """Of 10,000 stained pixels one in sixteen is too few."""
+    image = np.full((400, 400, 3), 250, np.uint8)
+    tissue_pixels = stained([[0.6, 0.2], [0.7, 0.8], [0.4, 0.5]], [1.0, 0.6])
+    image[100:200, 100:200] = tissue_pixels[60:160, 60:160]
+    Image.fromarray(image).save(tmp_path / "small.png")
+    with open_slide(tmp_path / "small.png", assume_mpp=0.5) as slide:
+        frame = Frame.at(slide.size, slide.mpp, 0.5)
+        whole = [Box(0, 0, 400, 400)]
+        tissue = find_tissue(slide, TissueOptions(method="all"))
+        found = fit_stain(slide, frame, whole, tissue, method)
+    expected = StainNormaliser.fit(image, method, tmp_path)
+    assert np.array_equal(found.affine, expected.affine)
 
 
 def test_pixels_are_sampled_from_all_over_the_slide(make_bench: Any) -> None:
