@@ -25,6 +25,7 @@ PLANS = {
     "gpipe-folded": 2,
 }
 SAME = equal_to_the_bit(MODELS)
+FORMS = [*OffloadMode]
 
 
 @pytest.fixture(autouse=True)
@@ -72,12 +73,15 @@ def test_a_mixture_trains_as_one_process(plan: str, data: st.DataObject) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", OffloadMode)
-@pytest.mark.parametrize("model", SAME)
-def test_all_models_offload_and_recompute_in_every_form(model: str, form: OffloadMode) -> None:
-    """Every other layer leaves, and those between are made again: the odd ones leave in every other
-    form."""
-    first = [*OffloadMode].index(form) % 2
+@pytest.mark.parametrize(
+    ("model", "form"),
+    [(model, FORMS[(at + i) % len(FORMS)]) for at, model in enumerate(SAME) for i in (0, 1)],
+)
+def test_all_layers_of_all_models_are_offloaded_and_recomputed(
+    model: str, form: OffloadMode
+) -> None:
+    """Every other layer leaves, and those between are made again; the reverse in the next form."""
+    first = FORMS.index(form) % 2
     case = Case(model, "gems-master", 2)
     _, partition = case.schedule()
     names = [

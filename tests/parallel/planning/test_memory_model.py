@@ -47,7 +47,6 @@ FULL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "unet": (lambda: UNet(2), (1, 3, 256, 256)),
     "resnet110-v2": (lambda: ResNetV2(2, depth=110), (1, 3, 128, 128)),
     "amoebanet-d-6": (lambda: AmoebaNetD(1000, 6, 64), (1, 3, 256, 256)),
-    "amoebanet-d-18": (lambda: AmoebaNetD(1000, 18, 64), (1, 3, 128, 128)),
 }
 
 
