@@ -12,11 +12,12 @@ its arguments, environment, working directory and standard streams. So ranks of 
 too: they join MPI after the fork, by the environment that mpirun gave. One server serves all
 workers of pytest; it imports when it is first asked.
 
-A process asked for on another host (`tests/cluster/hosts.py`) enters that host's namespaces. An
-interpreter that differs from the server in more, or in its limits, is refused and does all itself.
-What a fork does not show, and tests without `SERVER` in their environment do: what Python
-and imports do at the start and at the end of a process, its parent, and hashes and unseeded random
-numbers of numpy that differ between processes.
+A process asked for on another host (`tests/cluster/hosts.py`) enters that host's namespaces, and
+one that is to have the simulated device loads it: the server itself never has it. An interpreter
+that differs from the server in more, or in its limits, is refused and does all itself. What a fork
+does not show, and tests without `SERVER` in their environment do: what Python and imports do at the
+start and at the end of a process, its parent, and hashes and unseeded random numbers of numpy that
+differ between processes.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests.forked_starts.sitecustomize import SERVER, Place, place
+from tests.simulated_device.run import AUTOLOAD
 
 _ROOT = Path(__file__).resolve().parents[1]
 _IMPORTED = [
@@ -57,6 +59,8 @@ _ENTERED = ("net", "uts", "mnt")  # namespaces of a host, which a process with o
 def start_server() -> None:
     """Start a server, which ends with this process; what this one starts from now on uses it."""
     folder = Path(tempfile.mkdtemp(prefix="pathoseg-forks-"))
+    before = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    without_device = os.pathsep.join(each for each in before if each != str(AUTOLOAD))
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(folder / "socket"))
         listening.listen(64)
@@ -64,14 +68,14 @@ def start_server() -> None:
         server = subprocess.Popen(
             command,
             cwd=_ROOT,
+            env=os.environ | {"PYTHONPATH": without_device},
             stdin=subprocess.PIPE,
             pass_fds=[listening.fileno()],
             start_new_session=True,  # Ctrl-C is for pytest
         )
     atexit.register(_end_server, server, folder)
-    before = os.environ.get("PYTHONPATH")
     starts = str(_ROOT / "tests" / "forked_starts")
-    os.environ["PYTHONPATH"] = os.pathsep.join([starts, *([before] if before else [])])
+    os.environ["PYTHONPATH"] = os.pathsep.join([starts, *before])
     os.environ[SERVER] = f"{sys.prefix}{os.pathsep}{folder / 'socket'}"
 
 
@@ -247,6 +251,8 @@ def _run(arguments: list[str], folder: str) -> None:
     searched = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     script = Path(folder, arguments[0])
     sys.path[:0] = [folder if arguments[0] in ("-m", "-c") else str(script.parent), *searched]
+    if str(AUTOLOAD) in searched:
+        _load_device()
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
@@ -256,6 +262,14 @@ def _run(arguments: list[str], folder: str) -> None:
     else:
         sys.argv = arguments
         runpy.run_path(str(script), run_name="__main__")
+
+
+def _load_device() -> None:
+    """Do what `import torch` would have done with the simulated device on its path."""
+    importlib.import_module("tests.simulated_device.device").register()
+    for name in [*sys.modules]:
+        if name.startswith("tests.parallel"):  # these have chosen a device at their import
+            del sys.modules[name]
 
 
 if __name__ == "__main__":
