@@ -12,23 +12,28 @@ its arguments, environment, working directory and standard streams. So ranks of 
 too: they join MPI after the fork, by the environment that mpirun gave. One server serves all
 workers of pytest; it imports when it is first asked.
 
-An interpreter in other namespaces than the server, or under other limits, is refused and does all
-itself. What a fork does not show, and tests without `SERVER` in their environment do: what Python
-and imports do at the start and at the end of a process, its parent, and hashes and unseeded random
-numbers of numpy that differ between processes.
+A process asked for on another host (`tests/cluster/hosts.py`) enters that host's namespaces, and
+one that is to have the simulated device loads it: the server itself never has it. An interpreter
+that differs from the server in more, or in its limits, is refused and does all itself. What a fork
+does not show, and tests without `SERVER` in their environment do: what Python and imports do at the
+start and at the end of a process, its parent, and hashes and unseeded random numbers of numpy that
+differ between processes.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import importlib
 import marshal
 import os
+import platform
 import runpy
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -37,7 +42,8 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
-from tests.forked_starts.sitecustomize import SERVER, place
+from tests.forked_starts.sitecustomize import SERVER, Place, place
+from tests.simulated_device.run import AUTOLOAD
 
 _ROOT = Path(__file__).resolve().parents[1]
 _IMPORTED = [
@@ -47,11 +53,14 @@ _IMPORTED = [
     *("torch._dynamo", "tests.parallel.runtime.cases"),
 ]
 _REFUSED = 0  # in place of a process's number
+_ENTERED = ("net", "uts", "mnt")  # namespaces of a host, which a process with one thread can enter
 
 
 def start_server() -> None:
     """Start a server, which ends with this process; what this one starts from now on uses it."""
     folder = Path(tempfile.mkdtemp(prefix="pathoseg-forks-"))
+    before = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    without_device = os.pathsep.join(each for each in before if each != str(AUTOLOAD))
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(folder / "socket"))
         listening.listen(64)
@@ -59,14 +68,14 @@ def start_server() -> None:
         server = subprocess.Popen(
             command,
             cwd=_ROOT,
+            env=os.environ | {"PYTHONPATH": without_device},
             stdin=subprocess.PIPE,
             pass_fds=[listening.fileno()],
             start_new_session=True,  # Ctrl-C is for pytest
         )
     atexit.register(_end_server, server, folder)
-    before = os.environ.get("PYTHONPATH")
     starts = str(_ROOT / "tests" / "forked_starts")
-    os.environ["PYTHONPATH"] = os.pathsep.join([starts, *([before] if before else [])])
+    os.environ["PYTHONPATH"] = os.pathsep.join([starts, *before])
     os.environ[SERVER] = f"{sys.prefix}{os.pathsep}{folder / 'socket'}"
 
 
@@ -137,13 +146,13 @@ def _fork(connection: socket.socket, running: dict[int, socket.socket], own: lis
         own: Other descriptors of the server, which the process closes.
     """
     streams: list[int] = []
-    try:
+    spaces: list[int] | None = None
+    with suppress(OSError, EOFError, ValueError):  # who asks has ended
         size, streams, _, _ = socket.recv_fds(connection, 8, 3)
         call = connection.recv(int.from_bytes(size, "little"), socket.MSG_WAITALL)
         arguments, folder, environment, ignored, its_place = marshal.loads(call)
-    except (OSError, EOFError, ValueError):  # who asks has ended
-        its_place = None
-    if its_place != place():
+        spaces = _spaces_to_enter(connection, its_place)
+    if spaces is None:
         _tell(connection, _REFUSED)
         connection.close()
     elif process := os.fork():
@@ -155,9 +164,42 @@ def _fork(connection: socket.socket, running: dict[int, socket.socket], own: lis
         os.setpgid(0, 0)
         for held in (connection, *running.values()):
             held.close()
+        _enter(spaces)
         _live(arguments, folder, environment, ignored, streams, own)
-    for stream in streams:
-        os.close(stream)
+    for descriptor in (*streams, *(spaces or [])):
+        os.close(descriptor)
+
+
+def _spaces_to_enter(connection: socket.socket, its_place: Place) -> list[int] | None:
+    """Open the namespaces of who asks that are not those of the server.
+
+    Returns:
+        Their descriptors; None if a fork cannot be where who asks is.
+
+    Raises:
+        OSError: Who asks has ended.
+    """
+    theirs, ours = its_place[0], place()
+    other = [name for name, space in theirs.items() if space != ours[0].get(name)]
+    if its_place[1:] != ours[1:] or theirs.keys() != ours[0].keys() or {*other} - {*_ENTERED}:
+        return None
+    if not other:
+        return []
+    if os.geteuid() != 0:
+        return None
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    process = struct.unpack("3i", found)[0]
+    return [os.open(f"/proc/{process}/ns/{name}", os.O_RDONLY) for name in other]
+
+
+def _enter(spaces: list[int]) -> None:
+    """Move this process into namespaces, and close their descriptors."""
+    for space in spaces:
+        if ctypes.CDLL(None, use_errno=True).setns(space, 0):  # os.setns is of Python 3.12
+            raise OSError(ctypes.get_errno(), "a forked process cannot enter its host")
+        os.close(space)
+    if spaces:
+        importlib.reload(platform)  # it keeps the host's name
 
 
 def _live(
@@ -209,6 +251,8 @@ def _run(arguments: list[str], folder: str) -> None:
     searched = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     script = Path(folder, arguments[0])
     sys.path[:0] = [folder if arguments[0] in ("-m", "-c") else str(script.parent), *searched]
+    if str(AUTOLOAD) in searched:
+        _load_device()
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
@@ -218,6 +262,14 @@ def _run(arguments: list[str], folder: str) -> None:
     else:
         sys.argv = arguments
         runpy.run_path(str(script), run_name="__main__")
+
+
+def _load_device() -> None:
+    """Do what `import torch` would have done with the simulated device on its path."""
+    importlib.import_module("tests.simulated_device.device").register()
+    for name in [*sys.modules]:
+        if name.startswith("tests.parallel"):  # these have chosen a device at their import
+            del sys.modules[name]
 
 
 if __name__ == "__main__":

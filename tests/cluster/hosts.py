@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
+from tests.forked_starts.sitecustomize import SERVER
+
 HEAD, NODES = "head", ("node1", "node2")
 ADDRESSES = {"head": "10.77.0.254", "node1": "10.77.0.1", "node2": "10.77.0.2"}
 _PACKAGES = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "unshare": "util-linux"}
@@ -77,6 +79,9 @@ class Hosts:
             f'"{word}"' if "$host" in word else shlex.quote(word) for word in words[:-1]
         )
         own = 'env -i HOME="$HOME" PATH=/usr/local/bin:/usr/bin:/bin'
+        # As if the host's login set it, so that ranks are forked there, too. It leads nowhere
+        # without the caller's PYTHONPATH, which mpirun has to bring.
+        own += f" {SERVER}={shlex.quote(os.environ.get(SERVER, ''))}"
         self.agent.write_text(f'#!/bin/sh\nhost=$1; shift\nexec {own} {text} "$*"\n')
         self.agent.chmod(0o755)
         return self

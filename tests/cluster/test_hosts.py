@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -12,12 +15,21 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.hosts import NODES, Hosts
+from tests.cluster.hosts import ADDRESSES, NODES, Hosts
 from tests.cluster.lab import PATHOSEG, Lab, assert_same_run
+from tests.forked_starts.sitecustomize import SERVER
 
 pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(900)]
 
 MPIRUN = Path(__file__).resolve().parents[2] / "pipelines/hosts/mpirun.sh"
+# What a process finds out of where it is; and at the end whether it is forked.
+_WHERE = """
+import platform, socket
+from pathlib import Path
+names = [socket.gethostname(), platform.node(), *(name for _, name in socket.if_nameindex())]
+print(*names, *map(socket.gethostbyname, ("node1", "node2")), Path("/etc/hosts").read_text())
+print("tests.fork_server" in Path("/proc/self/cmdline").read_text())
+"""
 # Starts a command as a rank on each node, and gives the processes to wait for.
 Starter = Callable[[Hosts, Lab, list[str]], "list[subprocess.Popen[str]]"]
 
@@ -36,6 +48,28 @@ def by_gloo(hosts: Hosts, lab: Lab, command: list[str]) -> list[subprocess.Popen
         lab.start(hosts.command(node, *command), **meeting, **world, RANK=str(rank))
         for rank, node in enumerate(NODES)
     ]
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_a_forked_process_is_on_its_host(hosts: Hosts, tmp_path: Path, node: str) -> None:
+    """It finds there what an interpreter of its own does, also by way of the agent of mpirun."""
+    script = tmp_path / "where.py"
+    script.write_text(_WHERE)
+    command = [sys.executable, str(script)]
+    path = f"PYTHONPATH={shlex.quote(os.environ['PYTHONPATH'])}"
+    alone = _told(hosts.command(node, "env", "-u", SERVER, *command))
+    forked = _told(hosts.command(node, *command))
+    by_agent = _told([str(hosts.agent), node, f"{path} {shlex.join(command)}"])
+    assert (alone.pop(), forked.pop(), by_agent.pop()) == ("False", "True", "True")
+    assert forked == by_agent == alone
+    assert forked[0].split()[:2] == [node, node]
+    assert {"lo", "eth0", ADDRESSES[NODES[node == NODES[0]]]} <= {*forked[0].split()}
+    assert hosts.running(node) == []
+
+
+def _told(command: list[str]) -> list[str]:
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return done.stdout.splitlines()
 
 
 @pytest.fixture

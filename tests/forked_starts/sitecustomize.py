@@ -61,15 +61,18 @@ class Asked:
         return int.from_bytes(number, "little", signed=True)
 
 
-def place() -> tuple[list[str], list[tuple[int, int]], list[int], tuple[int, ...]]:
-    """Return what a fork cannot take over: this process's namespaces, limits, cores and user."""
+Place = tuple[dict[str, str], list[tuple[int, int]], list[int], tuple[int, ...]]
+
+
+def place() -> Place:
+    """Return this process's namespaces, and what a fork does not take over: limits, cores, user."""
     import resource
 
     spaces = "/proc/self/ns"
     known = sorted(os.listdir(spaces)) if os.path.isdir(spaces) else []
     limits = sorted(name for name in dir(resource) if name.startswith("RLIMIT_"))
     return (
-        [os.readlink(f"{spaces}/{name}") for name in known if "children" not in name],
+        {name: os.readlink(f"{spaces}/{name}") for name in known if "children" not in name},
         [resource.getrlimit(getattr(resource, name)) for name in limits],
         sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
         (os.getuid(), os.geteuid(), os.getgid(), os.getegid()),

@@ -11,18 +11,24 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.forked_starts.sitecustomize import SERVER
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+AUTOLOAD = HERE / "autoload"
+_FORKED_STARTS = ROOT / "tests" / "forked_starts"
 
 
 def environment(overlay: Path | None = None) -> dict[str, str]:
     """Return the environment in which `import torch` loads the device.
 
     Args:
-        overlay: A folder that is searched ahead of the repository, for another `pathoseg`.
+        overlay: A folder that is searched ahead of the repository, for another `pathoseg`. The
+            fork server has this one: with an overlay it is asked for nothing.
     """
-    folders = [*([overlay] if overlay else []), ROOT, HERE / "autoload"]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    folders = [overlay or _FORKED_STARTS, ROOT, AUTOLOAD]
+    server = {SERVER: ""} if overlay else {}
+    return {**os.environ, **server, "PYTHONPATH": os.pathsep.join(map(str, folders))}
 
 
 def command(arguments: Sequence[str]) -> list[str]:

@@ -38,4 +38,5 @@ if __name__ == "__main__":
     try:
         main()
     finally:
+        assert device.counts().kernels > 500
         assert device.problems() == []

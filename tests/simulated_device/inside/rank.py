@@ -19,6 +19,7 @@ CASES = [Case("branches", "gems-master", 2), Case("unet", "1f1b-recomputed", 2)]
 
 
 def main() -> None:
+    assert DEVICE.type == device.NAME
     torch.set_num_threads(1)
     transport = join("gloo")
     try:
@@ -26,6 +27,7 @@ def main() -> None:
         for case in CASES:
             prepare(case)
             compare(case, transport.rank, run_case(case, transport))
+        assert device.counts().kernels > 1_000
         assert device.problems() == []
     except BaseException as error:
         transport.abort(f"Rank {transport.rank}: {error!r}")
