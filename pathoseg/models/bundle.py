@@ -233,7 +233,7 @@ _LARGEST_CARD = 2**20
 
 
 def save_bundle(folder: Path, state: Mapping[str, Any], card: Bundle) -> None:
-    """Writes or replaces the bundle in `folder`; killed at any moment, one whole bundle is there.
+    """Write or replace the bundle in `folder`; killed at any moment, one whole bundle is there.
 
     The card holds the hash of its weights. New weights are first written under a name made of
     their hash; renaming the new card over the old one is the moment of change, and only then do
@@ -355,7 +355,7 @@ def _hashed_name(digest: str) -> str:
 
 
 def _replace_in_turn(contents: dict[Path, bytes]) -> None:
-    """Replaces files one after the other, once all of them are on the disk under other names."""
+    """Replace files one after the other, once all of them are on the disk under other names."""
     drafts = {target: target.with_name(f"{target.name}.part") for target in contents}
     try:
         for target, draft in drafts.items():

@@ -52,7 +52,7 @@ def write_mask(
     classes: ClassTable,
     origin: str | None = None,
 ) -> None:
-    """Writes class indices in tiles of 512 px, each level half as large and a SubIFD.
+    """Write class indices in tiles of 512 px, each level half as large and a SubIFD.
 
     A pixel of a lower level has the value that most of its four pixels have, the upper left one's
     where two pairs tie. A map annotation in the OME-XML tells which index is which class, and every

@@ -70,7 +70,7 @@ def evaluate(
     *,
     ends_process: bool = False,
 ) -> Path:
-    """Writes how well every slide is segmented, and all slides of a split taken together.
+    """Write how well every slide is segmented, and all slides of a split taken together.
 
     A slide's split is what the model's run recorded; one that the run never saw is `unseen`.
     Figures of training slides therefore never mix with others. Slides are read as the model's run
@@ -311,7 +311,7 @@ def _compare(
     records: _Records,
     interruption: Interruption,
 ) -> _Compared:
-    """Segments a slide and counts, strip by strip."""
+    """Segment a slide and count, strip by strip."""
     spent = segmenter.spent
     with open_slide(source.slide, config.data.assume_mpp) as slide, spent.on("finding tissue"):
         plan = segmenter.plan(slide)
