@@ -536,18 +536,17 @@ class Segmenter:
                 return region
             return Region(plan.stain.apply(region.pixels), region.unread)
 
-        def read(index: int) -> Region:
-            return read_box(plan.frame, plan.grid.box(index))
+        def seen_from(box: Box, each: ModelInput) -> Box:
+            if isinstance(grid, Windows):
+                return each.beyond(box, self.card.mpp, (self._margins or {})[each.name])
+            return each.around(box, self.card.mpp)
 
-        def around(index: int) -> Context:
-            box, mpp, margins = grid.box(index), self.card.mpp, self._margins or {}
-
-            def part(each: ModelInput) -> Box:
-                if isinstance(grid, Windows):
-                    return each.beyond(box, mpp, margins[each.name])
-                return each.around(box, mpp)
-
-            return {each.name: read_box(frame, part(each)).pixels for each, frame in plan.context}
+        def read(index: int) -> tuple[Region, Context]:
+            box = grid.box(index)
+            return read_box(plan.frame, box), {
+                each.name: read_box(frame, seen_from(box, each)).pixels
+                for each, frame in plan.context
+            }
 
         options, grid = self._config.infer, plan.grid
         return predict(
@@ -559,7 +558,6 @@ class Segmenter:
             options.readers or cores_to_use(),
             self._dtype,
             grid.inside if isinstance(grid, Windows) else None,
-            around if plan.context else None,
             is_given_up,
             self.spent,
         )
