@@ -160,8 +160,15 @@ def infer(
                 since -= time.monotonic() - entered if next(_calls) else process_age()
         with leases:
             context = WorkerContext(
-                *(segmenter, config, out, leases, interruption, resume, since),
-                *(request.provenance, overwrite),
+                segmenter,
+                config,
+                out,
+                leases,
+                interruption,
+                resume=resume,
+                since=since,
+                provenance=request.provenance,
+                overwrite=overwrite,
             )
             batch = [
                 SlideJob(request.names[slide], slide, folder, context, request.annotated.get(slide))
