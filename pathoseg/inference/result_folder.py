@@ -21,8 +21,8 @@ from uuid import uuid4
 from pathoseg.errors import PathosegError
 from pathoseg.outputs.atomic import write_text
 from pathoseg.outputs.report import Summary, read_summary
-from pathoseg.outputs.typed_json import from_json
 from pathoseg.tiles.fingerprint import Fingerprint
+from pathoseg.typed_json import from_json
 
 STATES, WORK = "states", ".work"
 # In the folder of a slide:

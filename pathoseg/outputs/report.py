@@ -16,8 +16,8 @@ from pathoseg.annotations.annotation import IGNORE, ClassTable
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Frame, Mpp, Size
 from pathoseg.outputs.atomic import write_rows, write_text
-from pathoseg.outputs.typed_json import from_json
 from pathoseg.outputs.uncertain_fields import UncertainField
+from pathoseg.typed_json import from_json
 
 
 @dataclass(frozen=True, slots=True)
