@@ -23,7 +23,15 @@ from tifffile import TiffWriter
 from pathoseg.annotations.annotation import BACKGROUND, IGNORE, ClassTable, Colour
 from pathoseg.geometry import Mpp, Size
 from pathoseg.outputs.atomic import replaced
-from pathoseg.outputs.pyramid import TILE, Add, Halve, Pyramid, Strip, mean_of_four, mode_of_four
+from pathoseg.outputs.pyramid import (
+    TILE,
+    Add,
+    FinishedRows,
+    Halve,
+    Pyramid,
+    mean_of_four,
+    mode_of_four,
+)
 
 _CLASSIC_TIFF = 2**32 - 2**25
 _ZLIB_LEVEL = 4  # on masks 2 to 4 times as fast as the usual 6, and a third larger
@@ -213,7 +221,7 @@ class _EncodedTiles:
         # By channel, where each tile lies in the file, and its bytes.
         self._places: Sequence[list[tuple[int, int]]] = [[] for _ in range(channels)]
 
-    def add(self, strip: Strip) -> None:
+    def add(self, strip: FinishedRows) -> None:
         """(1) Take the next strip of the level."""
         for channel, places in zip(strip.padded, self._places, strict=True):
             for x in range(0, channel.shape[1], TILE):
