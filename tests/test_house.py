@@ -17,7 +17,7 @@ LONGEST_FILE = 600
 
 GROUND = {
     *("errors", "geometry", "memory_size", "host_memory", "platform_support", "device"),
-    *("giving_up", "gradient_step", "version"),
+    *("giving_up", "gradient_step", "typed_json", "version"),
 }
 PATHOLOGY = {"slides", "annotations", "tiles", "models", *GROUND}
 # What training and inference share.
@@ -32,6 +32,7 @@ WALLS: dict[str, set[str]] = {
     "memory_size": {"errors"},
     "duration": set(),
     "platform_support": set(),
+    "typed_json": set(),
     "version": set(),
     "device": {"errors", "memory_size"},
     "giving_up": set(),

@@ -19,7 +19,6 @@ from pathoseg.config_file import UNNUMBERED, load_config
 from pathoseg.inference.result_folder import read_state
 from pathoseg.inference.segmenter import MaskRow
 from pathoseg.inference.slide_job import SavedRows
-from pathoseg.outputs.report import read_failures
 from pathoseg.parallel.cost.hardware import load_hardware
 from pathoseg.parallel.planning.plan import Plan
 
@@ -134,8 +133,6 @@ def test_the_record_of_a_run_is_of_format_1() -> None:
 
 
 def test_failures_are_read_with_what_mends_them() -> None:
-    failures = read_failures(OLD / "results" / "failures.csv")
-    assert {name: error.hint for name, error in failures.items()} == {"broken.png": HINT}
     state = read_state(OLD / "results" / "states" / "broken.json")
     assert state is not None
     assert (state.status, state.hint) == ("failed", HINT)

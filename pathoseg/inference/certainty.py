@@ -8,13 +8,11 @@ from pathlib import Path
 
 from pathoseg.annotations.annotation import IGNORE, ClassTable, Colour
 from pathoseg.geometry import Box
+from pathoseg.inference.result_folder import PROBABILITY, UNCERTAINTY
 from pathoseg.inference.segmenter import MaskRow, SlidePlan
 from pathoseg.outputs.mask_tiff import map_writer
 from pathoseg.outputs.pyramid import Add
 from pathoseg.outputs.uncertain_fields import FieldRanking, UncertainField
-
-PROBABILITY = "probability.ome.tiff"
-UNCERTAINTY = "uncertainty.ome.tiff"
 
 FIELD = 256  # pixels at the model's resolution
 _WHITE: Colour = (255, 255, 255)

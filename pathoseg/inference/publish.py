@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,19 +18,28 @@ from pathoseg.annotations.annotation import IGNORE
 from pathoseg.annotations.qupath_geojson import GeoJsonWriter
 from pathoseg.annotations.reading import read_regions_of_interest
 from pathoseg.annotations.regions_of_interest import RegionOfInterest
-from pathoseg.config import Config, InferConfig
+from pathoseg.config import Config, InferConfig, OutputsConfig
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame
 from pathoseg.host_memory import give_back_freed_memory
 from pathoseg.inference.certainty import Certainty, certainty_files
-from pathoseg.inference.result_folder import OVERLAY, SUMMARY
+from pathoseg.inference.result_folder import (
+    DICOM_MASK,
+    MASK,
+    OBJECT_TABLE,
+    OBJECTS,
+    OVERLAY,
+    REGIONS,
+    SUMMARY,
+    ZARR_MASK,
+)
 from pathoseg.inference.segmenter import MaskRow, Segmenter, SlidePlan
 from pathoseg.outputs.interest_counts import InterestCounts
 from pathoseg.outputs.mask_tiff import write_mask
 from pathoseg.outputs.object_files import ObjectWriter
 from pathoseg.outputs.objects import FoundObjects, ObjectFinder, ObjectOptions
 from pathoseg.outputs.overlay import MaskThumbnail, thumbnail_frame, write_overlay
-from pathoseg.outputs.polygons import RegionTracer, write_regions
+from pathoseg.outputs.polygons import RegionTracer, TracedRegion, write_regions
 from pathoseg.outputs.pyramid import Add
 from pathoseg.outputs.report import (
     Level0,
@@ -45,10 +54,6 @@ from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import Slide, open_slide
 from pathoseg.tiles.stain import stain_densities
 from pathoseg.version import __version__
-
-MASK, ZARR_MASK, DICOM_MASK = "mask.ome.tiff", "mask.ome.zarr", "mask.dcm"
-REGIONS = "regions.geojson"
-OBJECTS, OBJECT_TABLE = "objects.geojson", "objects.csv"
 
 _DEPTH = 1.0  # pixels, see `separate`; benchmarks/touching-nuclei compares others
 _WIDEST = 800  # pixels of the mask: a block with its halo takes 2 GB then
@@ -127,109 +132,171 @@ def publish(
         StoppedError: A signal came.
         OSError: The disk is full or cannot be written.
     """
-    began, classes, options = time.monotonic(), segmenter.classes, config.infer
-    plan, thumbnail = planned.plan, planned.thumbnail
-    small = MaskThumbnail(plan.output, thumbnail)
-    pixels, regions, unread_tiles = Counter[int](), Counter[int](), 0
-    interest = InterestCounts(planned.interest, plan.output, classes, segmenter.separates)
-    tracer = RegionTracer(options.simplify, _min_pixels(plan.output, options))
-    suffix = ".gz" if options.compress_regions else ""
-    outlines = f"{REGIONS}{suffix}"
-    objects: _ObjectOutput | None = None
-    certainty: Certainty | None = None
-    others = list[Add]()  # other files that take the mask
-    licence = segmenter.card.licence_warning()
-    warnings = [*plan.warnings, *([] if licence is None else [licence])]
+    began, mask, classes = time.monotonic(), planned.plan.output, segmenter.classes
     origin = f"{name} {segmenter.model_id}"
     with ExitStack() as stack:
         stack.enter_context(closing(rows))
-        writer = GeoJsonWriter(folder / outlines, classes, options.region_type)
-        stack.enter_context(writer)
-        if segmenter.separates:
-            objects = _ObjectOutput(
-                stack.enter_context(segmenter.open(plan.slide)),
-                plan.output,
-                stack.enter_context(
-                    ObjectWriter(
-                        folder / f"{OBJECTS}{suffix}", folder / OBJECT_TABLE, classes, plan.output
-                    )
-                ),
-                options,
-                interest,
-            )
-        if segmenter.tells_certainty:
-            certainty = stack.enter_context(certainty_files(folder, plan, classes, origin))
-        if config.outputs.ngff:
-            from pathoseg.outputs.mask_zarr import zarr_mask_writer  # a second to import
+        sinks = _RowSinks(stack, folder, planned, segmenter, config, origin)
 
-            size, mpp = plan.output.size, plan.output.mpp
-            path = folder / ZARR_MASK
-            others.append(stack.enter_context(zarr_mask_writer(path, size, mpp, classes)))
-        if config.outputs.dicom_seg:
-            from pathoseg.outputs.mask_dicom import dicom_mask_writer, read_source  # likewise
-
-            source = read_source(plan.slide, planned.level0.size)
-            if source is None:
-                warnings.append(f"{DICOM_MASK} is not written: the slide is no DICOM")
-            else:
-                path, model = folder / DICOM_MASK, segmenter.model_id
-                seg = dicom_mask_writer(path, source, plan.output, classes, model)
-                others.append(stack.enter_context(seg))
-
-        def seen() -> Iterator[NDArray[np.uint8]]:
-            nonlocal unread_tiles
+        def bands() -> Iterator[NDArray[np.uint8]]:
             for row in rows:
-                band, unread_tiles = row.band, unread_tiles + row.unread_tiles
-                if objects is not None:
-                    # A copy: what is kept of a view would keep all planes of the row.
-                    objects.add(row.planes[:3].copy())
-                if certainty is not None:
-                    certainty.add(row)
-                for add in others:
-                    add(band)
-                pixels.update(count_pixels(band, classes))
-                interest.add_band(band)
-                small.add(band)
-                regions.update(write_regions(writer, tracer.add(band), plan.output))
-                yield band
+                sinks.add(row)
+                yield row.band
 
-        write_mask(folder / MASK, plan.output.size, plan.output.mpp, seen(), classes, origin)
-        regions.update(write_regions(writer, tracer.close(), plan.output))
-    write_overlay(folder / OVERLAY, planned.picture, small.pixels, classes)
-    ended = time.monotonic()
-    tissue = plan.tissue.area_mm2
-    if not regions.total() and any(pixels[index] for index in range(1, len(classes))):
-        warnings.append(
-            f"no region reaches {options.min_region_um2:g} µm² ([infer] min_region_um2), so "
-            f"{outlines} is empty"
+        write_mask(folder / MASK, mask.size, mask.mpp, bands(), classes, origin)
+        sinks.close()
+    write_overlay(folder / OVERLAY, planned.picture, sinks.small.pixels, classes)
+    summary = _summary(name, planned, segmenter, sinks, time.monotonic() - began)
+    write_summary(folder / SUMMARY, summary)
+
+
+class _RowSinks:
+    """Takes the rows of a slide's mask, for all of its result but the mask itself.
+
+    Args:
+        stack: Its end closes the files.
+        folder: Of the result.
+        planned: The slide.
+        segmenter: The model that predicts it.
+        config: `infer` and `outputs` are used.
+        origin: What the result is made of.
+
+    Attributes:
+        small: The mask in the frame of the overlay.
+        pixels: Number of pixels by class index.
+        regions: Number of regions by class index.
+        unread_tiles: Tiles with pixels that could not be read.
+        interest: The counts of regions of interest.
+        objects: None where the model separates none.
+        certainty: None where it is not asked for.
+        warnings: Sentences for the user.
+    """
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        folder: Path,
+        planned: PlannedSlide,
+        segmenter: Segmenter,
+        config: Config,
+        origin: str,
+    ) -> None:
+        plan, classes, options = planned.plan, segmenter.classes, config.infer
+        self._frame, self._classes, self._options = plan.output, classes, options
+        self.small = MaskThumbnail(plan.output, planned.thumbnail)
+        self.pixels, self.regions, self.unread_tiles = Counter[int](), Counter[int](), 0
+        self.interest = InterestCounts(planned.interest, plan.output, classes, segmenter.separates)
+        self._tracer = RegionTracer(options.simplify, _min_pixels(plan.output, options))
+        suffix = ".gz" if options.compress_regions else ""
+        outlines = folder / f"{REGIONS}{suffix}"
+        self._outlines = GeoJsonWriter(outlines, classes, options.region_type)
+        stack.enter_context(self._outlines)
+        self._outlines_name = outlines.name
+        self.objects: _ObjectOutput | None = None
+        if segmenter.separates:
+            slide = stack.enter_context(segmenter.open(plan.slide))
+            objects, table = folder / f"{OBJECTS}{suffix}", folder / OBJECT_TABLE
+            writer = stack.enter_context(ObjectWriter(objects, table, classes, plan.output))
+            self.objects = _ObjectOutput(slide, plan.output, writer, options, self.interest)
+        self.certainty: Certainty | None = None
+        if segmenter.tells_certainty:
+            files = certainty_files(folder, plan, classes, origin)
+            self.certainty = stack.enter_context(files)
+        self._others, self.warnings = _other_writers(
+            stack, folder, planned, segmenter, config.outputs
         )
-    if objects is not None and objects.cut:
-        warnings.append(cut_warning(objects.cut, options))
-    summary = Summary(
+
+    def add(self, row: MaskRow) -> None:
+        """Take the next row."""
+        band = row.band
+        self.unread_tiles += row.unread_tiles
+        if self.objects is not None:
+            # A copy: what is kept of a view would keep all planes of the row.
+            self.objects.add(row.planes[:3].copy())
+        if self.certainty is not None:
+            self.certainty.add(row)
+        for add in self._others:
+            add(band)
+        self.pixels.update(count_pixels(band, self._classes))
+        self.interest.add_band(band)
+        self.small.add(band)
+        self._write(self._tracer.add(band))
+
+    def close(self) -> None:
+        """Write the regions that are still open, once all rows are taken."""
+        self._write(self._tracer.close())
+        classes, smallest = range(1, len(self._classes)), self._options.min_region_um2
+        if not self.regions.total() and any(self.pixels[index] for index in classes):
+            self.warnings.append(
+                f"no region reaches {smallest:g} µm² ([infer] min_region_um2), so "
+                f"{self._outlines_name} is empty"
+            )
+        if self.objects is not None and self.objects.writer.cut:
+            self.warnings.append(cut_warning(self.objects.writer.cut, self._options))
+
+    def _write(self, regions: Iterable[TracedRegion]) -> None:
+        self.regions.update(write_regions(self._outlines, regions, self._frame))
+
+
+def _other_writers(
+    stack: ExitStack,
+    folder: Path,
+    planned: PlannedSlide,
+    segmenter: Segmenter,
+    outputs: OutputsConfig,
+) -> tuple[list[Add], list[str]]:
+    """What takes the rows of the other files of the mask, and warnings of those that cannot be."""
+    plan, classes = planned.plan, segmenter.classes
+    writers = list[Add]()
+    if outputs.ngff:
+        from pathoseg.outputs.mask_zarr import zarr_mask_writer  # a second to import
+
+        size, mpp = plan.output.size, plan.output.mpp
+        ngff = zarr_mask_writer(folder / ZARR_MASK, size, mpp, classes)
+        writers.append(stack.enter_context(ngff))
+    if outputs.dicom_seg:
+        from pathoseg.outputs.mask_dicom import dicom_mask_writer, read_source  # likewise
+
+        source = read_source(plan.slide, planned.level0.size)
+        if source is None:
+            return writers, [f"{DICOM_MASK} is not written: the slide is no DICOM"]
+        path, model = folder / DICOM_MASK, segmenter.model_id
+        seg = dicom_mask_writer(path, source, plan.output, classes, model)
+        writers.append(stack.enter_context(seg))
+    return writers, []
+
+
+def _summary(
+    name: str, planned: PlannedSlide, segmenter: Segmenter, sinks: _RowSinks, seconds: float
+) -> Summary:
+    """The summary of a result whose rows are all taken; they took `seconds`."""
+    plan, tissue = planned.plan, planned.plan.tissue.area_mm2
+    licence = segmenter.card.licence_warning()
+    objects = None if sinks.objects is None else sinks.objects.writer
+    return Summary(
         slide=name,
         model=segmenter.model_id,
         mpp=plan.output.mpp,
         tissue_mm2=tissue,
         classes=class_summaries(
-            classes,
-            pixels,
-            regions,
+            segmenter.classes,
+            sinks.pixels,
+            sinks.regions,
             plan.output,
             tissue,
             None if objects is None else objects.written,
         ),
-        tiles=TileCounts(len(plan.indices), plan.skipped, unread_tiles),
-        unread_pixels=pixels[IGNORE],
+        tiles=TileCounts(len(plan.indices), plan.skipped, sinks.unread_tiles),
+        unread_pixels=sinks.pixels[IGNORE],
         versions={"pathoseg": __version__, "torch": str(torch.__version__)},
-        seconds={"plan": round(planned.seconds, 3), "segment": round(ended - began, 3)},
-        warnings=tuple(warnings),
+        seconds={"plan": round(planned.seconds, 3), "segment": round(seconds, 3)},
+        warnings=(*plan.warnings, *([] if licence is None else [licence]), *sinks.warnings),
         level0=planned.level0,
-        least_certain=None if certainty is None else certainty.least_certain(),
+        least_certain=None if sinks.certainty is None else sinks.certainty.least_certain(),
         objects_left_out=None if objects is None else objects.left_out,
         objects_cut=None if objects is None else objects.cut,
-        regions_of_interest=interest.summaries(),
+        regions_of_interest=sinks.interest.summaries(),
     )
-    write_summary(folder / SUMMARY, summary)
 
 
 def object_finder(frame: Frame, options: InferConfig) -> ObjectFinder:
@@ -275,6 +342,9 @@ class _ObjectOutput:
         writer: Takes the objects.
         options: The form of the outputs.
         interest: Counts the objects, too.
+
+    Attributes:
+        writer: As given.
     """
 
     def __init__(
@@ -285,24 +355,9 @@ class _ObjectOutput:
         options: InferConfig,
         interest: InterestCounts,
     ) -> None:
-        self._slide, self._frame, self._writer = slide, frame, writer
+        self._slide, self._frame, self.writer = slide, frame, writer
         self._interest = interest
         self._finder = object_finder(frame, options)
-
-    @property
-    def written(self) -> Mapping[int, int]:
-        """Number of objects by class index."""
-        return self._writer.written
-
-    @property
-    def cut(self) -> int:
-        """Number of them that are too large to be found whole."""
-        return self._writer.cut
-
-    @property
-    def left_out(self) -> int:
-        """Number of objects below `min_region_um2`."""
-        return self._writer.left_out
 
     def add(self, planes: NDArray[np.uint8]) -> None:
         """Take the next rows of the mask."""
@@ -314,4 +369,4 @@ class _ObjectOutput:
                 inside &= ~region.unread
             stains = np.full((*inside.shape, 2), np.nan, np.float32)
             stains[inside] = stain_densities(region.pixels[inside])
-            self._interest.add_objects(self._writer.add(found, stains), found.class_index)
+            self._interest.add_objects(self.writer.add(found, stains), found.class_index)

@@ -21,11 +21,17 @@ from uuid import uuid4
 from pathoseg.errors import PathosegError
 from pathoseg.outputs.atomic import write_text
 from pathoseg.outputs.report import Summary, read_summary
-from pathoseg.outputs.typed_json import from_json
 from pathoseg.tiles.fingerprint import Fingerprint
+from pathoseg.typed_json import from_json
 
 STATES, WORK = "states", ".work"
+# In the folder of a slide:
+MASK, ZARR_MASK, DICOM_MASK = "mask.ome.tiff", "mask.ome.zarr", "mask.dcm"
+PROBABILITY, UNCERTAINTY = "probability.ome.tiff", "uncertainty.ome.tiff"
+REGIONS = "regions.geojson"
+OBJECTS, OBJECT_TABLE = "objects.geojson", "objects.csv"
 OVERLAY = "overlay.png"
+SUMMARY = "summary.json"  # written last, so a folder that has it is whole
 
 
 @dataclass(frozen=True)
@@ -124,9 +130,6 @@ def write_state(path: Path, state: State) -> None:
     del entries["written"]  # the file's own time
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(entries, indent=2) + "\n")
-
-
-SUMMARY = "summary.json"  # written last, so a folder that has it is whole
 
 
 def result_folders(out: Path, slides: Mapping[Path, str]) -> dict[Path, Path]:

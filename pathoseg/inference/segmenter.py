@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from copy import copy
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -387,12 +388,10 @@ class Segmenter:
         start = first
         if isinstance(grid, TileGrid):
             start = max(0, first - reach_down(grid))
-        pulled, unread = {first}, Counter[int]()
+        pulled, unread = set[int](), Counter[int]()
 
-        def wanted() -> Iterator[Sequence[int]]:
-            for row in range(start, first + 1):
-                yield plan.tiles_of(row)
-            for row in remaining:
+        def tiles() -> Iterator[Sequence[int]]:
+            for row in chain(range(start, first + 1), remaining):
                 pulled.add(row)
                 yield plan.tiles_of(row)
 
@@ -400,11 +399,10 @@ class Segmenter:
         with (
             closing(SlidePool(self.open)) as slides,
             _abandonable(
-                in_background(self._predict(plan, slides, wanted(), asked), ahead=2), interruption
+                in_background(self._predict(plan, slides, tiles(), asked), ahead=2), interruption
             ) as predictions,
             progress_bar(
-                *(plan.slide.name, len(plan.indices), "tiles", above),
-                is_shown=self._shows_progress,
+                plan.slide.name, len(plan.indices), "tiles", above, is_shown=self._shows_progress
             ) as bar,
         ):
 
@@ -416,7 +414,8 @@ class Segmenter:
                             prediction = next(waiting, None)
                         if prediction is None:
                             return
-                        unread[grid.row_of(prediction[0])] += prediction[2] is not None
+                        tile, _, unread_pixels = prediction
+                        unread[grid.row_of(tile)] += unread_pixels is not None
                         interruption.raise_if_asked()
                         yield prediction
                         bar.advance()
@@ -427,10 +426,10 @@ class Segmenter:
             for row, band in enumerate(self._bands(plan, watched(), start, finish), start):
                 # When a band comes, its row has been pulled if it is wanted: the prediction behind
                 # it has come too, or there is none.
-                if row in pulled:
+                if row >= first:
+                    if row not in pulled:
+                        return
                     yield row, band, unread[row]
-                elif row >= first:
-                    return
 
     def probabilities(self, slide: Slide) -> NDArray[np.float32]:
         """Return the probabilities of a whole slide at once; for pictures that fit into memory.
@@ -536,18 +535,17 @@ class Segmenter:
                 return region
             return Region(plan.stain.apply(region.pixels), region.unread)
 
-        def read(index: int) -> Region:
-            return read_box(plan.frame, plan.grid.box(index))
+        def seen_from(box: Box, each: ModelInput) -> Box:
+            if isinstance(grid, Windows):
+                return each.beyond(box, self.card.mpp, (self._margins or {})[each.name])
+            return each.around(box, self.card.mpp)
 
-        def around(index: int) -> Context:
-            box, mpp, margins = grid.box(index), self.card.mpp, self._margins or {}
-
-            def part(each: ModelInput) -> Box:
-                if isinstance(grid, Windows):
-                    return each.beyond(box, mpp, margins[each.name])
-                return each.around(box, mpp)
-
-            return {each.name: read_box(frame, part(each)).pixels for each, frame in plan.context}
+        def read(index: int) -> tuple[Region, Context]:
+            box = grid.box(index)
+            return read_box(plan.frame, box), {
+                each.name: read_box(frame, seen_from(box, each)).pixels
+                for each, frame in plan.context
+            }
 
         options, grid = self._config.infer, plan.grid
         return predict(
@@ -559,7 +557,6 @@ class Segmenter:
             options.readers or cores_to_use(),
             self._dtype,
             grid.inside if isinstance(grid, Windows) else None,
-            around if plan.context else None,
             is_given_up,
             self.spent,
         )

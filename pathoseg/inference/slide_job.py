@@ -510,7 +510,7 @@ class SlideJob:
         return None
 
     def _is_apart(self) -> bool:
-        """Moves on to the slide's whole name where a process beside this one took the stem."""
+        """Move on to the slide's whole name where a process beside this one took the stem."""
         state = read_state(state_file(self._out, self.folder))
         if state is None or Path(state.slide).name == self.slide.name:
             return True

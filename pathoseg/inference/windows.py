@@ -235,7 +235,7 @@ class Windows:
         finish: Finish = argmax,
         first: int = 0,
     ) -> Iterator[NDArray[Any]]:
-        """Yields the mask of the extent from top to bottom, one band of windows after the other.
+        """Yield the mask of the extent from top to bottom, one band of windows after the other.
 
         Args:
             predictions: Number of the window, predicted maps (channels, height, width) of the

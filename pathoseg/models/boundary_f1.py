@@ -55,7 +55,7 @@ class BoundaryCounts:
         self._due = 0  # the first row kept that is not counted
 
     def add(self, prediction: Mask, target: Mask) -> None:
-        """Takes the next rows.
+        """Take the next rows.
 
         Args:
             prediction: Class indices (rows, width); of no meaning where the target is 255.
@@ -70,11 +70,11 @@ class BoundaryCounts:
             self._count(ready)
 
     def close(self) -> None:
-        """Counts the last rows."""
+        """Count the last rows."""
         self._count(len(self._target))
 
     def _count(self, end: int) -> None:
-        """Counts the rows up to `end` and lets go of those that no later one needs."""
+        """Count the rows up to `end` and let go of those that no later one needs."""
         rows = slice(self._due, end)
         valid = self._target != IGNORE
         certain = valid[rows]

@@ -248,7 +248,7 @@ def _call_factory(config: ModelConfig, factory: str | None) -> nn.Module:
 
 
 def _check_logits(model: nn.Module, config: ModelConfig) -> None:
-    """Runs one small black tile through a model that is not ours and looks at the shape."""
+    """Run one small black tile through a model that is not ours and look at the shape."""
     multiple = tile_multiple(model)
     side = multiple * max(2, -(-64 // multiple))
     channels = config.channels

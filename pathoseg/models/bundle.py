@@ -7,13 +7,11 @@ import json
 import math
 import os
 import re
-import reprlib
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 import safetensors.torch
 import torch
@@ -25,6 +23,7 @@ from pathoseg.models.build import build_model, check_inputs, declared_inputs, ti
 from pathoseg.models.bundle_identity import CARD, COPY_AGAIN, WEIGHTS, read_bundle_file
 from pathoseg.models.model_options import ModelConfig, Scalar
 from pathoseg.platform_support import sync_folder
+from pathoseg.typed_json import from_json
 from pathoseg.version import __version__
 
 Colour = tuple[int, int, int]
@@ -165,9 +164,12 @@ def card_from_json(plain: dict[str, Any]) -> Bundle:
     """
     rest = dict(plain)
     listed = rest.pop("inputs", None)
-    inputs: tuple[ModelInput, ...] = _conform(tuple[ModelInput, ...], listed, "`inputs`")
-    context = [asdict(each) for each in inputs[1:]]
-    card: Bundle = _conform(Bundle, {"context": context, **rest}, "the card")
+    try:
+        inputs = from_json(tuple[ModelInput, ...], listed, "`inputs`", needs_all=True)
+        context = [asdict(each) for each in inputs[1:]]
+        card = from_json(Bundle, {"context": context, **rest}, "the card", needs_all=True)
+    except ValueError as error:
+        raise PathosegError(f"{error}.", _CARD_HINT) from None
     _require(card.inputs == inputs, "`inputs` does not begin with the tile")
     return card
 
@@ -188,38 +190,6 @@ def parse_json(text: bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def _conform(hint: Any, value: Any, where: str) -> Any:
-    """`value`, parsed from JSON, as the type that `hint` names."""
-    origin, inner = get_origin(hint), get_args(hint)
-    if isinstance(hint, type) and is_dataclass(hint) and isinstance(value, dict):
-        hints = get_type_hints(hint)
-        for key in sorted(hints.keys() ^ value.keys()):
-            state = "lacks" if key in hints else "has an unknown key,"
-            raise PathosegError(f"{where} {state} `{key}`.", _CARD_HINT)
-        return hint(**{key: _conform(hints[key], value[key], f"`{key}`") for key in hints})
-    if origin is Literal and value in inner:
-        return value
-    if origin in (Union, UnionType):
-        for kind in inner:
-            try:
-                return _conform(kind, value, where)
-            except PathosegError:
-                continue
-    if origin is tuple and isinstance(value, list):
-        kinds = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
-        if len(kinds) == len(value):
-            return tuple(
-                _conform(kind, item, where) for kind, item in zip(kinds, value, strict=True)
-            )
-    if origin is Mapping and isinstance(value, dict):
-        return {key: _conform(inner[1], item, f"`{key}`") for key, item in value.items()}
-    if hint is float and type(value) in (int, float) and abs(value) < 1e300:
-        return float(value)
-    if type(value) is hint:
-        return value
-    raise PathosegError(f"{where} is {reprlib.repr(value)}, which does not fit.", _CARD_HINT)
-
-
 _CARD_HINT = "Copy the bundle again from where it was trained, or train again."
 
 
@@ -233,7 +203,7 @@ _LARGEST_CARD = 2**20
 
 
 def save_bundle(folder: Path, state: Mapping[str, Any], card: Bundle) -> None:
-    """Writes or replaces the bundle in `folder`; killed at any moment, one whole bundle is there.
+    """Write or replace the bundle in `folder`; killed at any moment, one whole bundle is there.
 
     The card holds the hash of its weights. New weights are first written under a name made of
     their hash; renaming the new card over the old one is the moment of change, and only then do
@@ -355,7 +325,7 @@ def _hashed_name(digest: str) -> str:
 
 
 def _replace_in_turn(contents: dict[Path, bytes]) -> None:
-    """Replaces files one after the other, once all of them are on the disk under other names."""
+    """Replace files one after the other, once all of them are on the disk under other names."""
     drafts = {target: target.with_name(f"{target.name}.part") for target in contents}
     try:
         for target, draft in drafts.items():

@@ -32,9 +32,10 @@ Channels = tuple[float, float, float]
 
 # A parameter that tells the encoder of each kind of network, whatever stands before its name.
 _MARKS = {"a ResNet": "layer1.0.conv1.weight", "a vision transformer": "patch_embed.proj.weight"}
-# Names that hub checkpoints keep a state dict under, the one that is used for inference first.
 _DEEPEST = 4  # wrappers within wrappers; a file may hold itself
+# Rank of the tensors whose shape tells the sizes.
 _DIMENSIONS = {"cls_token": 3, "pos_embed": 3, "reg_token": 3, "patch_embed.proj.weight": 4}
+# Names that hub checkpoints keep a state dict under, the one that is used for inference first.
 _WRAPPERS = ("teacher", "model_ema", "state_dict", "model", "module", "backbone", "encoder")
 # Of several encoders in one file, the one whose prefix has this word is meant.
 _PREFERRED = "teacher"
@@ -336,7 +337,7 @@ def _is_part(kind: str, name: str) -> bool:
 
 
 def _split_positions(path: Path, tensors: Tensors) -> None:
-    """Leaves `pos_embed` to the patches; what it adds to the first tokens is added to them."""
+    """Leave `pos_embed` to the patches; what it adds to the first tokens is added to them."""
     lacking = [name for name in ("cls_token", "pos_embed") if name not in tensors]
     if lacking:
         raise PathosegError(

@@ -30,7 +30,7 @@ def norm_layer(norm: Norm, channels: int) -> nn.Module:
 
 
 def he_initialise(model: nn.Module) -> None:
-    """Draws weights from N(0, 2 / fan_in) and sets biases to zero (He et al., 2015, eq. 10).
+    """Draw weights from N(0, 2 / fan_in) and set biases to zero (He et al., 2015, eq. 10).
 
     The draw follows torch's global generator, so the caller's `torch.manual_seed` fixes it. On the
     meta device, where a bundle's network waits for its weights, nothing is drawn.

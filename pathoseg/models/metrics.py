@@ -29,7 +29,7 @@ class Confusion:
         self.matrix: NDArray[np.int64] = np.zeros((classes, classes), dtype=np.int64)
 
     def update(self, prediction: Indices, target: Indices) -> None:
-        """Adds pixels, leaving out those whose target is 255.
+        """Add pixels, leaving out those whose target is 255.
 
         Args:
             prediction: Class indices of any shape; of no meaning where the target is 255.
@@ -55,7 +55,7 @@ class Confusion:
         self.matrix += counts.reshape(classes, classes)
 
     def merge(self, other: Confusion) -> None:
-        """Adds the counts of `other`, as if its pixels had been seen here."""
+        """Add the counts of `other`, as if its pixels had been seen here."""
         self.matrix += other.matrix
 
     @property
@@ -136,7 +136,7 @@ class Calibration:
         self.bins: Figures = np.zeros((CONFIDENCE_BINS, 3))
 
     def update(self, confidence: NDArray[np.floating], right: NDArray[np.bool_]) -> None:
-        """Adds pixels.
+        """Add pixels.
 
         Args:
             confidence: Shape (n,), in 0…1.

@@ -24,7 +24,15 @@ from tifffile import TiffWriter
 from pathoseg.annotations.annotation import BACKGROUND, IGNORE, ClassTable, Colour
 from pathoseg.geometry import Mpp, Size
 from pathoseg.outputs.atomic import replaced
-from pathoseg.outputs.pyramid import TILE, Add, Halve, Pyramid, Strip, mean_of_four, mode_of_four
+from pathoseg.outputs.pyramid import (
+    TILE,
+    Add,
+    FinishedRows,
+    Halve,
+    Pyramid,
+    mean_of_four,
+    mode_of_four,
+)
 
 _CLASSIC_TIFF = 2**32 - 2**25
 _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -54,7 +62,7 @@ def write_mask(
     classes: ClassTable,
     origin: str | None = None,
 ) -> None:
-    """Writes class indices in tiles of 512 px, each level half as large and a SubIFD.
+    """Write class indices in tiles of 512 px, each level half as large and a SubIFD.
 
     A pixel of a lower level has the value that most of its four pixels have, the upper left one's
     where two pairs tie. A map annotation in the OME-XML tells which index is which class, and every
@@ -216,7 +224,7 @@ class _EncodedTiles:
         # By channel, where each tile lies in the file, and its bytes.
         self._places: Sequence[list[tuple[int, int]]] = [[] for _ in range(channels)]
 
-    def add(self, strip: Strip) -> None:
+    def add(self, strip: FinishedRows) -> None:
         """(1) Take the next strip of the level."""
         for channel, places in zip(strip.padded, self._places, strict=True):
             for x in range(0, channel.shape[1], TILE):

@@ -23,7 +23,7 @@ from zarr.codecs import ZstdCodec
 from pathoseg.annotations.annotation import BACKGROUND, IGNORE, UNREAD_COLOUR, ClassTable
 from pathoseg.geometry import Mpp, Size
 from pathoseg.outputs.atomic import new_folder
-from pathoseg.outputs.pyramid import TILE, Add, Pyramid, Strip, mode_of_four
+from pathoseg.outputs.pyramid import TILE, Add, FinishedRows, Pyramid, mode_of_four
 
 LABEL = "mask"
 _AXES = ("y", "x")
@@ -68,7 +68,7 @@ def zarr_mask_writer(path: Path, size: Size, mpp: Mpp, classes: ClassTable) -> I
             for number, level in enumerate(pyramid.sizes)
         ]
 
-        def write(strips: Iterable[Strip]) -> None:
+        def write(strips: Iterable[FinishedRows]) -> None:
             for strip in strips:
                 (rows,) = strip.rows
                 levels[strip.level][strip.top : strip.top + len(rows)] = rows

@@ -151,7 +151,7 @@ class RegionTracer:
     def _joined(
         self, earlier: Indices, going_on: Indices, edges: Edges, pixels: Indices
     ) -> dict[int, _OpenRegion]:
-        """Adds a band to the open regions, and takes those from them that do not go on."""
+        """Add a band to the open regions, and take those from them that do not go on."""
         joined: dict[int, _OpenRegion] = {}
         for number, region in zip(earlier.tolist(), self._open, strict=True):
             joined[number] = joined[number].joined(region) if number in joined else region

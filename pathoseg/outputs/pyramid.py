@@ -28,7 +28,7 @@ Halve = Callable[[NDArray[np.uint8]], NDArray[np.uint8]]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Strip:
+class FinishedRows:
     """Finished rows of a level, to be read until the next strip is asked for.
 
     Attributes:
@@ -66,7 +66,7 @@ class Pyramid:
             levels.append(_Level(number, each, channels, halve, levels[-1] if levels else None))
         self._level0 = levels[-1]
 
-    def add(self, band: NDArray[np.uint8]) -> Iterator[Strip]:
+    def add(self, band: NDArray[np.uint8]) -> Iterator[FinishedRows]:
         """Take the next rows, shape (channels, rows, width), and yield what they finish.
 
         Strips are overwritten: use each before the next, and all of them before more rows.
@@ -76,7 +76,7 @@ class Pyramid:
         """
         return self._level0.add(band)
 
-    def finish(self) -> Iterator[Strip]:
+    def finish(self) -> Iterator[FinishedRows]:
         """Yield what is left once all rows are added.
 
         Raises:
@@ -104,7 +104,7 @@ class _Level:
         self._strip = self._padded[:, :, : size.width]
         self._filled = self._rows = 0  # of the strip, of all
 
-    def add(self, band: NDArray[np.uint8]) -> Iterator[Strip]:
+    def add(self, band: NDArray[np.uint8]) -> Iterator[FinishedRows]:
         """(1) See `Pyramid.add`."""
         self._rows += band.shape[1]
         if self._rows > self._size.height:
@@ -116,7 +116,7 @@ class _Level:
             if self._filled == TILE:
                 yield from self._finished(self._rows - band.shape[1])
 
-    def finish(self) -> Iterator[Strip]:
+    def finish(self) -> Iterator[FinishedRows]:
         """See `Pyramid.finish`."""
         if self._rows != self._size.height:
             raise self._wrong_rows()
@@ -126,10 +126,10 @@ class _Level:
         if self._below is not None:
             yield from self._below.finish()
 
-    def _finished(self, bottom: int) -> Iterator[Strip]:
+    def _finished(self, bottom: int) -> Iterator[FinishedRows]:
         """(2) Yield the strip that ends at a row, then what its half finishes below."""
         rows, self._filled = self._strip[:, : self._filled], 0
-        yield Strip(self._number, bottom - rows.shape[1], rows, self._padded)
+        yield FinishedRows(self._number, bottom - rows.shape[1], rows, self._padded)
         if self._below is not None:
             yield from self._below.add(np.stack([self._halve(channel) for channel in rows]))
 

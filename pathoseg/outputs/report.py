@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,8 +15,8 @@ from pathoseg.annotations.annotation import IGNORE, ClassTable
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Frame, Mpp, Size
 from pathoseg.outputs.atomic import write_rows, write_text
-from pathoseg.outputs.typed_json import from_json
 from pathoseg.outputs.uncertain_fields import UncertainField
+from pathoseg.typed_json import from_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,20 +224,6 @@ def _summary_rows(summary: Summary) -> Iterator[dict[str, object]]:
                 "model": summary.model,
                 "region_of_interest": region_name,
             }
-
-
-def read_failures(path: Path) -> dict[str, PathosegError]:
-    """Read failures.csv, in which the column `hint` was `mend` up to 4b9ee32.
-
-    Returns:
-        Name of the slide → its error; nothing where there is no such file.
-    """
-    if not path.is_file():
-        return {}
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = csv.DictReader(file)
-        hint = "mend" if "mend" in (rows.fieldnames or ()) else "hint"
-        return {row["slide"]: PathosegError(row["reason"], row[hint]) for row in rows}
 
 
 def write_failures(path: Path, failures: Mapping[str, PathosegError]) -> None:

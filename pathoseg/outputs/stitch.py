@@ -142,7 +142,7 @@ def stitch(
     finish: Finish = argmax,
     first: int = 0,
 ) -> Iterator[NDArray[Any]]:
-    """Yields the mask of a grid's extent from top to bottom, a band for each row of tiles.
+    """Yield the mask of a grid's extent from top to bottom, a band for each row of tiles.
 
     Where tiles overlap, a pixel is the weighted mean of their probabilities. Across an overlap a
     tile's weight is zero for `margin` pixels from its edge, then rises to one as a raised cosine;
@@ -245,7 +245,7 @@ class _Blend:
         self._above: dict[int, tuple[torch.Tensor, int]] = {}
 
     def add(self, row: int, column: int, tile: Prediction | None) -> torch.Tensor | None:
-        """Takes the next tile and gives the sums that no later one changes.
+        """Take the next tile and return the sums that no later one changes.
 
         Args:
             row: The tile's.
@@ -282,7 +282,7 @@ class _Blend:
         return done
 
     def _weigh(self, tile: Prediction, window: torch.Tensor) -> None:
-        """Starts the sums with a tile, cut to where its window lies."""
+        """Start the sums with a tile, cut to where its window lies."""
         _, probabilities, unread = tile
         height, width = window.shape
         if not len(self._sums):

@@ -70,7 +70,7 @@ def evaluate(
     *,
     ends_process: bool = False,
 ) -> Path:
-    """Writes how well every slide is segmented, and all slides of a split taken together.
+    """Write how well every slide is segmented, and all slides of a split taken together.
 
     A slide's split is what the model's run recorded; one that the run never saw is `unseen`.
     Figures of training slides therefore never mix with others. Slides are read as the model's run
@@ -311,52 +311,22 @@ def _compare(
     records: _Records,
     interruption: Interruption,
 ) -> _Compared:
-    """Segments a slide and counts, strip by strip."""
+    """Segment a slide and count, strip by strip."""
     spent = segmenter.spent
     with open_slide(source.slide, config.data.assume_mpp) as slide, spent.on("finding tissue"):
         plan = segmenter.plan(slide)
         thumbnail = thumbnail_frame(slide.size, slide.mpp, _PICTURE_SIDE)
         mpp = slide.mpp.mean
-    classes, boundary = len(segmenter.classes), None
-    tolerance = _boundary_um(segmenter, config)
-    if tolerance is not None:
-        boundary = BoundaryCounts(classes, tolerance / plan.output.mpp.mean)
-    truth_in = _truth(segmenter, source, plan, config)
-    confusion, calibration = Confusion(classes), Calibration()
-    objects = _ObjectComparison(plan.output, classes, config) if segmenter.separates else None
-    small = [MaskThumbnail(plan.output, thumbnail) for _ in range(2)]
-    rows, top, unread = max(1, _STRIP_PIXELS // plan.output.size.width), 0, 0
+    comparison = _SlideComparison(segmenter, source, plan, thumbnail, config)
+    rows = max(1, _STRIP_PIXELS // plan.output.size.width)
     with (
         spent.on("joining and comparing"),
         closing(segmenter.bands_with_confidence(plan, interruption)) as bands,
     ):
         for band in bands:
             for start in range(0, band.shape[1], rows):
-                predicted, level, *height = band[:, start : start + rows]
-                prediction = predicted.astype(np.uint8)
-                box = Box(0, top, prediction.shape[1], prediction.shape[0])
-                truth = truth_in(box)
-                lost = prediction == IGNORE
-                if objects is not None:
-                    colours = source.labels.objects(box, plan.output, segmenter.classes, truth)
-                    colours[lost] = IGNORE
-                    objects.add(prediction, height[0].astype(np.uint8), colours, truth)
-                unread += int(np.count_nonzero(lost & (truth != IGNORE)))
-                truth[lost] = IGNORE
-                confusion.update(prediction, truth)
-                asked = (truth != IGNORE) & (level > 0)
-                right = prediction[asked] == truth[asked]
-                calibration.update(level[asked] / np.float32(CONFIDENCE_LEVELS), right)
-                if boundary is not None:
-                    boundary.add(prediction, truth)
-                for each, mask in zip(small, (truth, prediction), strict=True):
-                    each.add(mask)
-                top += box.height
-    if boundary is not None:
-        boundary.close()
-    counts = None if boundary is None else boundary.counts
-    found = None if objects is None else objects.close()
-    tally = Tally(confusion.matrix, calibration.bins, counts, found)
+                comparison.add(band[:, start : start + rows])
+    tally, unread = comparison.close(), comparison.unread
     name = source.name
     scored = ScoredSlide(
         name,
@@ -374,10 +344,90 @@ def _compare(
         warnings.append(
             f"{name}: {100 * share:.2g} % of it could not be read, and is not compared."
         )
-    if objects is not None and objects.cut:
-        warnings.append(f"{name}: {cut_warning(objects.cut, config.infer)}.")
-    packed = [zlib.compress(each.pixels.tobytes()) for each in small]
-    return _Compared(source, scored, tally, thumbnail, packed[0], packed[1], tuple(warnings))
+    if comparison.cut:
+        warnings.append(f"{name}: {cut_warning(comparison.cut, config.infer)}.")
+    truth, prediction = (
+        zlib.compress(small.pixels.tobytes())
+        for small in (comparison.small_truth, comparison.small_prediction)
+    )
+    return _Compared(source, scored, tally, thumbnail, truth, prediction, tuple(warnings))
+
+
+class _SlideComparison:
+    """Compares the mask of a slide with its annotation while its strips arrive, top to bottom.
+
+    Args:
+        segmenter: The model.
+        source: The slide.
+        plan: Its tiles.
+        thumbnail: The frame of small masks.
+        config: `infer` and `evaluate` are used.
+
+    Attributes:
+        small_truth: A small mask of the annotation.
+        small_prediction: Likewise of the model's.
+        unread: Number of annotated pixels that could not be read.
+    """
+
+    def __init__(
+        self,
+        segmenter: Segmenter,
+        source: LabelledSlide,
+        plan: SlidePlan,
+        thumbnail: Frame,
+        config: Config,
+    ) -> None:
+        frame, classes = plan.output, len(segmenter.classes)
+        self._whole, self._top = Box(0, 0, frame.size.width, frame.size.height), 0
+        self._truth_in = _truth(segmenter, source, plan, config)
+        self._colours_in = partial(source.labels.objects, frame=frame, classes=segmenter.classes)
+        self._confusion, self._calibration = Confusion(classes), Calibration()
+        self._boundary: BoundaryCounts | None = None
+        tolerance = _boundary_um(segmenter, config)
+        if tolerance is not None:
+            self._boundary = BoundaryCounts(classes, tolerance / frame.mpp.mean)
+        self._objects: _ObjectComparison | None = None
+        if segmenter.separates:
+            self._objects = _ObjectComparison(frame, classes, config)
+        self.small_truth = MaskThumbnail(frame, thumbnail)
+        self.small_prediction = MaskThumbnail(frame, thumbnail)
+        self.unread = 0
+
+    @property
+    def cut(self) -> int:
+        """Number of predicted objects that are too large to be found whole."""
+        return 0 if self._objects is None else self._objects.cut
+
+    def add(self, strip: NDArray[np.int16]) -> None:
+        """Take the next rows of `Segmenter.bands_with_confidence`."""
+        prediction, level = strip[0].astype(np.uint8), strip[1]
+        box = replace(self._whole, y=self._top, height=len(prediction))
+        self._top = box.bottom
+        truth = self._truth_in(box)
+        lost = prediction == IGNORE
+        if self._objects is not None:
+            colours = self._colours_in(box, mask=truth)
+            colours[lost] = IGNORE
+            self._objects.add(prediction, strip[2].astype(np.uint8), colours, truth)
+        self.unread += int(np.count_nonzero(lost & (truth != IGNORE)))
+        truth[lost] = IGNORE
+        self._confusion.update(prediction, truth)
+        asked = (truth != IGNORE) & (level > 0)
+        right = prediction[asked] == truth[asked]
+        self._calibration.update(level[asked] / np.float32(CONFIDENCE_LEVELS), right)
+        if self._boundary is not None:
+            self._boundary.add(prediction, truth)
+        self.small_truth.add(truth)
+        self.small_prediction.add(prediction)
+
+    def close(self) -> Tally:
+        """Return the slide's counts, once all rows are taken."""
+        boundary = None
+        if self._boundary is not None:
+            self._boundary.close()
+            boundary = self._boundary.counts
+        objects = None if self._objects is None else self._objects.close()
+        return Tally(self._confusion.matrix, self._calibration.bins, boundary, objects)
 
 
 def _truth(
@@ -417,10 +467,8 @@ class _ObjectComparison:
 
     def __init__(self, frame: Frame, classes: int, config: Config) -> None:
         self._counts = ObjectCounts(classes, config.evaluate.centroid_um / frame.mpp.mean)
-        self._finder, self._areas = (
-            object_finder(frame, config.infer),
-            ObjectAreas(frame.size.width),
-        )
+        self._finder = object_finder(frame, config.infer)
+        self._areas = ObjectAreas(frame.size.width)
         self._whole, self._top = Box(0, 0, frame.size.width, frame.size.height), 0
         self._unknown = deque[tuple[Box, NDArray[np.bool_]]]()
         self.cut = 0

@@ -91,7 +91,7 @@ def infer(
     overwrite: bool = False,
     verbose: bool = False,
 ) -> int:
-    """Segments every slide of `inputs` (slides, or folders of slides) into `out`.
+    """Segment every slide of `inputs` (slides, or folders of slides) into `out`.
 
     All processes that do so at the same time share the work: the ranks of one job, and jobs that
     know nothing of each other. They send each other nothing, and meet in `out` alone.
@@ -161,8 +161,15 @@ def infer(
                 since -= time.monotonic() - entered if next(_calls) else process_age()
         with leases:
             context = WorkerContext(
-                *(segmenter, config, out, leases, interruption, resume, since),
-                *(request.provenance, overwrite),
+                segmenter,
+                config,
+                out,
+                leases,
+                interruption,
+                resume=resume,
+                since=since,
+                provenance=request.provenance,
+                overwrite=overwrite,
             )
             batch = [
                 SlideJob(request.names[slide], slide, folder, context, request.annotated.get(slide))
@@ -292,7 +299,7 @@ def _one_voice(world: World) -> Iterator[int]:
 
 
 def _stop_with_launcher(interruption: Interruption) -> None:
-    """Takes the end of the process that started this one for a SIGTERM: nobody else would."""
+    """Take the end of the process that started this one for a SIGTERM: nobody else would."""
     launcher = os.getppid()
 
     def watch() -> None:
@@ -326,7 +333,7 @@ def _annotations(names: Mapping[Path, str], folder: Path | None) -> dict[Path, P
 
 
 def _work(batch: Sequence[SlideJob], out: Path, interruption: Interruption) -> None:
-    """Leads each slide that nobody is at, then helps with those that are left, until none is."""
+    """Lead each slide that nobody is at, then help with those that are left, until none is."""
 
     def lead(slide: SlideJob) -> None:
         interruption.raise_if_asked()

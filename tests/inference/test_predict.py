@@ -13,7 +13,7 @@ from torch import nn
 from pathoseg.device import MEAN, STD, to_input
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box
-from pathoseg.inference.prediction import predict
+from pathoseg.inference.prediction import Context, predict
 from pathoseg.models.bundle import Bundle
 from pathoseg.models.model_options import ModelConfig
 from pathoseg.outputs.stitch import Prediction
@@ -94,8 +94,11 @@ class Partial(Plain):
 def _predicted(
     model: nn.Module, rows: Sequence[Sequence[int]], batch: int, part: Box | None = None
 ) -> list[Prediction]:
+    def read(number: int) -> tuple[Region, Context]:
+        return Region(TILES[number]), {}
+
     inside = None if part is None else lambda _: part
-    return list(predict(model, CARD, lambda i: Region(TILES[i]), rows, batch, 2, None, inside))
+    return list(predict(model, CARD, read, rows, batch, 2, None, inside))
 
 
 @pytest.mark.parametrize(("kind", "channels_last"), [(Plain, True), (Viewing, False)])
