@@ -85,7 +85,8 @@ def evaluate(
         The other files lie beside it.
 
     Raises:
-        PathosegError: The model, a slide or an annotation cannot be used, or no slide is left.
+        PathosegError: The model, a slide or an annotation cannot be used, or no slide is left. One
+            that fails once others are compared is told when the tables of these are written.
         StoppedError: A signal came.
     """
     share_one_heap()
@@ -126,12 +127,19 @@ def _evaluate(
         source.labels.rasterise(Box(0, 0, 1, 1), source.frame, class_table_of(card))
     segmenter = load_segmenter(bundle, config, factory, spent)
     warnings = [*records.warnings(chosen)]
-    compared = dict[str, list[_Compared]]()
+    compared, failed = dict[str, list[_Compared]](), dict[str, PathosegError]()
     advice = "Nothing is written; run the same command again."
     with Interruption(advice, ends_process) as interruption:
         interruption.leave = spent.tell
         for source in chosen:
-            one = _compare(segmenter, source, config, records, interruption)
+            try:
+                one = _compare(segmenter, source, config, records, interruption)
+            except PathosegError as error:
+                failed[source.name] = error
+                if len(failed) == len(chosen):
+                    raise
+                say(f"{source.name} is not compared: {error}")
+                continue
             compared.setdefault(one.slide.split, []).append(one)
             warnings += one.warnings
             for line in _lines(one.slide.name, one.slide.split, one.slide.figures):
@@ -149,7 +157,7 @@ def _evaluate(
         resamples=RESAMPLES,
         fewest_patients=FEWEST_PATIENTS,
         warnings=tuple(warnings),
-        left_out=sources.left_out,
+        left_out={**sources.left_out, **{name: each.problem for name, each in failed.items()}},
         splits=tuple(
             _split(part, compared[part], segmenter, config) for part in _TELLING if part in compared
         ),
@@ -162,12 +170,17 @@ def _evaluate(
         say(_interval_line(part.figures, part.patients))
     for warning in warnings:
         say(f"Take care: {warning}")
-    for name, reason in sources.left_out.items():
+    for name, reason in evaluation.left_out.items():
         say(f"Left out: {name}: {reason}")
     for note in (*sources.remarks, *sources.notes):
         say(note)
     instead = ", in place of an earlier one" if has_replaced else ""
     say(f"Written to {path}{instead}; to read: {path.with_suffix('.html')}")
+    if failed:
+        raise PathosegError(
+            f"{len(failed)} of {len(chosen)} slides could not be compared: {', '.join(failed)}.",
+            f"The figures in {path} are of the others; the reasons stand above and there.",
+        )
     return path
 
 

@@ -18,13 +18,14 @@ from PIL import Image
 from sklearn.metrics import confusion_matrix
 
 from pathoseg.config_file import load_config
-from pathoseg.inference.segmenter import Segmenter
+from pathoseg.errors import PathosegError
+from pathoseg.inference.segmenter import Segmenter, SlidePlan
 from pathoseg.inference.windows import Windows
 from pathoseg.interruption import Interruption
 from pathoseg.models.bundle import load_bundle, save_bundle
 from pathoseg.models.model_options import ModelConfig
 from pathoseg.outputs.stitch import CONFIDENCE_LEVELS
-from pathoseg.slides.slide import open_slide
+from pathoseg.slides.slide import Slide, open_slide
 from pathoseg.workflows.evaluate import _configured
 
 Command = Callable[..., tuple[int, str]]
@@ -249,6 +250,31 @@ def _agrees(row: dict[str, str], counts: np.ndarray) -> None:
     assert float(row["dice_disc"]) == pytest.approx(2 * both / (found + truth))
     assert float(row["iou_disc"]) == pytest.approx(both / (found + truth - both))
     assert row["dice_mean"] == row["dice_disc"]
+
+
+def test_a_slide_that_fails_costs_no_figure_of_the_others(
+    toy_slides: Path, command: Command, tiny_bundle: SaveBundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Segmenter.plan
+
+    def failing(self: Segmenter, slide: Slide) -> SlidePlan:
+        if slide.path.name in broken:
+            raise PathosegError(f"{slide.path} is broken.", "This is a test.")
+        return plan(self, slide)
+
+    monkeypatch.setattr(Segmenter, "plan", failing)
+    broken = {"slide1.png"}
+    Path("m.toml").write_text("[data]\nassume_mpp = 0.5")
+    evaluate = ("evaluate", "--slides", toy_slides, "--model", tiny_bundle(), "--config", "m.toml")
+    code, said = command(*evaluate, "--out", "figures")
+    assert (code, "1 of 4 slides could not be compared: slide1.png." in said) == (2, True), said
+    rows = _rows(Path("figures/evaluation.csv"))
+    assert sorted({name for name, _ in rows}) == ["all", "slide0.png", "slide2.png", "slide3.png"]
+    assert "slide1.png is broken" in Path("figures/evaluation.html").read_text()
+    broken |= {f"slide{number}.png" for number in range(4)}
+    code, said = command(*evaluate, "--out", "nothing")
+    assert (code, "is broken. This is a test" in " ".join(said.split())) == (2, True), said
+    assert not list(Path("nothing").glob("*"))
 
 
 def test_one_split_alone_and_slides_the_run_never_saw(toy_slides: Path, command: Command) -> None:
