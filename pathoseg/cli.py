@@ -489,7 +489,7 @@ def calibrate(
 
 
 def main() -> NoReturn:
-    """Runs the command line; every failure ends as one message and its exit code.
+    """Run the command line; every failure ends as one message and its exit code.
 
     0 done, 1 some slides failed, 2 bad input, 130 Ctrl-C, 143 SIGTERM.
     """
@@ -525,7 +525,7 @@ def _refuse(error: PathosegError, debug: bool) -> NoReturn:
 
 @contextmanager
 def _libraries_silenced() -> Iterator[None]:
-    """Keeps what libraries warn, log and print from threads away from the user."""
+    """Keep what libraries warn, log and print from threads away from the user."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     logging.basicConfig(format="%(message)s", level=logging.CRITICAL)
     logging.getLogger("pathoseg").setLevel(logging.WARNING)

@@ -295,7 +295,7 @@ class SlideTiles:
     def fill(
         self, threads: int = 1, part: tuple[int, int] = (0, 1), name: str = IMAGE
     ) -> Generator[Shard]:
-        """Writes the missing ones of `shards` to the cache and yields each when it is there.
+        """Write the missing ones of `shards` to the cache and yield each when it is there.
 
         Args:
             threads: Shards written at once, at about 20 MB of memory each.

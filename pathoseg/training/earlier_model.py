@@ -1,4 +1,4 @@
-"""Starts a run from an earlier model: reads it, takes its options, and sets the weights by it."""
+"""The start of a run from an earlier model: it is read, and gives options and weights."""
 
 from __future__ import annotations
 

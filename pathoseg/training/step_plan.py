@@ -202,7 +202,9 @@ def dtype_on(hardware: Hardware, wanted: Precision) -> torch.dtype | None:
 
 
 class Prices:
-    """Prices the layers of a run's model, of whole tiles and of strips; reads each graph once.
+    """Prices of the layers of a run's model, of whole tiles and of strips.
+
+    Whole tiles are traced once for each microbatch and side; strips each time.
 
     Args:
         model: The network.

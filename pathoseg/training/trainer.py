@@ -43,7 +43,7 @@ _FORWARD_SHARE = 1 / 3  # of a training step's time: the backward pass costs twi
 
 @dataclass
 class StepBudget:
-    """Measures the first steps of a run under a time limit.
+    """Measurement of the first steps of a run under a time limit.
 
     Attributes:
         limit: Seconds the whole run may take.
@@ -165,7 +165,7 @@ def likely_steps(config: TrainConfig, at: Progress, steps_per_epoch: int) -> int
 
 
 class Trainer:
-    """Trains one network, whatever the engine; every rank of it runs the same loop.
+    """The training of one network, whatever the engine; every rank runs the same loop.
 
     Args:
         run: The run's folder; checkpoints, metrics and the bundle appear there.
@@ -235,7 +235,7 @@ class Trainer:
         return at
 
     def _lay(self) -> None:
-        """Lays the learning rate over the limits, or sets the clock that a time limit waits for."""
+        """Lay the learning rate over the limits, or set the clock that a time limit waits for."""
         at, config = self._progress, self._config
         if config.time_limit is None:
             at.total_steps = (config.epochs or _DEFAULT_EPOCHS) * self._epoch_steps
@@ -243,7 +243,7 @@ class Trainer:
             self._clock = StepBudget(config.time_limit, self._epoch_steps, self._validation.batches)
 
     def prolong(self) -> None:
-        """Lay the learning rate over limits other than those the run was begun with; saves that.
+        """Lay the learning rate over limits other than those the run was begun with; save that.
 
         It goes on as in a run that had these limits from its start, so a finished cosine of twice
         the steps falls from about half its peak to zero once more. Patience counts from here.
@@ -306,7 +306,7 @@ class Trainer:
         return progress_bar("training", total, "tiles", at.step * batch)
 
     def _epoch(self, records: RunLog | None, bar: Bar, interruption: Interruption) -> None:
-        """Runs what is left of an epoch; ends as soon as a signal has come."""
+        """Run what is left of an epoch; end as soon as a signal has come."""
         try:
             self._steps(records, bar, interruption)
             self._close_epoch(records, interruption)
@@ -318,7 +318,7 @@ class Trainer:
             interruption.raise_if_asked()
 
     def _steps(self, records: RunLog | None, bar: Bar, interruption: Interruption) -> None:
-        """Makes the steps that are left of an epoch."""
+        """Make the steps that are left of an epoch."""
         at, since = self._progress, self._elapsed
         rows = self._engine.rows
         with closing(self._training.batches(at.epoch, at.epoch_step, rows)) as batches:
@@ -368,7 +368,7 @@ class Trainer:
             self._clock.saw(self._elapsed - began)
 
     def _lay_schedule(self, bar: Bar) -> None:
-        """Turns the time limit into steps, once, and records them before anything else."""
+        """Turn the time limit into steps, once, and record them before anything else."""
         assert self._clock is not None
         if not self._clock.ready:
             return

@@ -1,4 +1,4 @@
-"""Fills the tile cache ahead of training."""
+"""The tile cache, filled ahead of training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DEFAULT = "tiles"
 def fill_cache(
     config_file: Path | None, flags: Mapping[str, Mapping[str, Any]], verbose: bool = False
 ) -> Path:
-    """Keeps the pixels of all annotated slides of a folder that tiles of `train` can show.
+    """Keep the pixels of all annotated slides of a folder that tiles of `train` can show.
 
     Args:
         config_file: TOML file, or None.

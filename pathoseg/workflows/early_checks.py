@@ -51,7 +51,7 @@ def check_training_input(
     config = load_config(config_file, flags)
     if find_world().launcher is not None:
         return
-    wanted = ranks_to_start(config_file, flags, out, resume)
+    wanted = parallel_options(config_file, flags, out, resume)
     refuse_overwriting(out, resume, overwrite)
     if not resume:
         new_run(named_run(out) if out else None, overwrite)
@@ -88,12 +88,10 @@ def check_folder_input(config_file: Path | None, flags: Flags) -> None:
     _check_slides(load_config(config_file, flags), are_read=False)
 
 
-def ranks_to_start(
+def parallel_options(
     config_file: Path | None, flags: Flags, out: Path | None, resume: bool
 ) -> ParallelConfig:
-    """Return the [parallel] options of the command: ranks, transport and order.
-
-    A resumed run asks for the ranks that it began with.
+    """Return the table [parallel] of the command; on `--resume` without a file that of the run.
 
     Raises:
         PathosegError: The configuration is wrong, or there is no run to go on with.

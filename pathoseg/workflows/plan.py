@@ -1,4 +1,4 @@
-"""Plans how ranks share a training step, before any of it runs."""
+"""The plan of how ranks share a training step, before any of it runs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def plan(
     draw: Path | None,
     level: Level | None = None,
 ) -> Plan:
-    """Finds the fastest plan that fits, shows it and its rivals, and writes it.
+    """Find the fastest plan that fits, show it and its rivals, and write it.
 
     Args:
         config_file: TOML file, or None.

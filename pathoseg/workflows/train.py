@@ -1,4 +1,4 @@
-"""Trains a model from slides and annotations: one page from folder to bundle."""
+"""The training of a model from slides and annotations: one page from folder to bundle."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ from pathoseg.training.trainer import Trainer, check_limits, limits_text
 from pathoseg.training.training_tiles import cut_labelled_slides, training_set
 from pathoseg.training.validation import Validation
 from pathoseg.version import __version__
-from pathoseg.workflows.early_checks import ranks_to_start, resumed_run
+from pathoseg.workflows.early_checks import parallel_options, resumed_run
 from pathoseg.workflows.plan import PLAN
 from pathoseg.workflows.second_attempt import SecondAttempt, leave_word, start_ranks_twice
 
@@ -155,7 +155,7 @@ def launch(
     Returns:
         The exit code.
     """
-    wanted = ranks_to_start(config_file, flags, out, resume)
+    wanted = parallel_options(config_file, flags, out, resume)
     if find_world().launcher is None:
         teams(wanted, wanted.ranks)
     refuse_overwriting(out, resume, overwrite)
@@ -176,7 +176,7 @@ def train(
     *,
     ends_process: bool = False,
 ) -> Path:
-    """Trains until the epochs, the time limit or the patience end; returns the run's folder.
+    """Train until the epochs, the time limit or the patience end; return the run's folder.
 
     Args:
         config_file: TOML file, or None.
@@ -214,7 +214,7 @@ def _attempt(asked: _Asked, ranks: Ranks, verbose: bool, second: SecondAttempt |
     Raises:
         MemoryExhaustedError: A step of this rank found no memory.
     """
-    wanted = ranks_to_start(asked.config_file, asked.flags, asked.out, asked.resume)
+    wanted = parallel_options(asked.config_file, asked.flags, asked.out, asked.resume)
     refuse_overwriting(asked.out, asked.resume, asked.overwrite)
     world = ranks.world
     teams(wanted, wanted.ranks if world.launcher is None else world.ranks)
@@ -506,7 +506,7 @@ def _begin(
     model: torch.nn.Module,
     card: Bundle,
 ) -> None:
-    """Makes the run's folder, not before all input is read: what is refused leaves nothing."""
+    """Make the run's folder, not before all input is read: what is refused leaves nothing."""
     exists = (run / CONFIG).exists()
     recorded = load_config(run / CONFIG, unnumbered=UNNUMBERED) if exists else None
     before, now = (
@@ -557,7 +557,7 @@ def _recorded_plan(run: Path) -> Plan | None:
 
 
 def _prolong(run: Path, config: Config) -> None:
-    """Marks the run as unfinished, and records its new limits."""
+    """Mark the run as unfinished, and record its new limits."""
     recorded = load_config(run / CONFIG, unnumbered=UNNUMBERED)
     reopen_run(run)
     with replaced(run / CONFIG) as draft:
