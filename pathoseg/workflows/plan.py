@@ -269,11 +269,11 @@ def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 def _in_strips(prices: Prices, memory: int, sides: Sequence[int]) -> str:
     """Return a hint that names a tile that fits in the most strips tried; empty where none does."""
     shards = max((many for many, whole in prices.gathered.items() if not whole), default=1)
-    if prices.config.parallel.shards is not None or shards == 1:
+    wanted = prices.config.parallel
+    if wanted.shards is not None or shards == 1:
         return ""
-    config = prices.config
-    cut = replace(config, parallel=replace(config.parallel, shards=shards))
-    request = plan_request(cut, memory)
+    config = replace(prices.config, parallel=replace(wanted, shards=shards))
+    request = plan_request(config, memory)
     size = config.train.microbatch or 1
     tried = sides[:: max(1, len(sides) // _TRIED_SIDES)]
     try:
