@@ -532,10 +532,10 @@ def test_a_run_that_another_command_has_begun_meanwhile_is_kept(
     flags = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 1}}
     cut = workflow.cut_labelled_slides
 
-    def overtaken(*arguments: Any) -> Any:
+    def overtaken(*arguments: Any, **named: Any) -> Any:
         monkeypatch.setattr(workflow, "cut_labelled_slides", cut)
         train(Path("tiny.toml"), flags, Path("run"), resume=False)
-        return cut(*arguments)
+        return cut(*arguments, **named)
 
     monkeypatch.setattr(workflow, "cut_labelled_slides", overtaken)
     with pytest.raises(PathosegError, match="Another command has begun a run in run meanwhile"):
