@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -142,9 +143,19 @@ def _new(folder: Path, asked: Asked, transport: ProcessTransport | None) -> Star
     if name is None:
         return StartedRun(folder, config)
     earlier = read_earlier(name, factory_of(config))
+    earlier = replace(earlier, renamed=_renamed(earlier.place.parent / CONFIG))
     agree_on(earlier.place, earlier.identity, transport)
     given = given_options(asked.config_file, asked.flags)
     return StartedRun(folder, with_low_rank(take_options(config, given, earlier)), earlier)
+
+
+def _renamed(record: Path) -> Mapping[str, str]:
+    """Return `[annotations] rename` of a run's config.toml; empty where none can be read."""
+    if not record.is_file():
+        return {}
+    with suppress(PathosegError):  # a newer version's
+        return load_config(record, unnumbered=UNNUMBERED).annotations.rename
+    return {}
 
 
 def _resumed(folder: Path, asked: Asked) -> StartedRun:
