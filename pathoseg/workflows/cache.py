@@ -50,10 +50,8 @@ def _fill(config: Config, spent: TimeSpent) -> Path:
     folder = config.tiles.cache or DEFAULT
     config = replace(config, tiles=replace(config.tiles, cache=folder, stain="none"))
     sources = find_labelled_slides(config)
-    for name, reason in sources.left_out.items():
-        say(f"Left out: {name}: {reason}")
-    for note in (*sources.remarks, *sources.notes):
-        say(note)
+    for line in sources.lines():
+        say(line)
     config, context = _with_context(config, sources)
     pool = SlidePool(lambda path: open_slide(path, config.data.assume_mpp))
     with Interruption("Run the same command again to go on.") as interruption, closing(pool):
