@@ -91,7 +91,7 @@ from pathoseg.training.splits import (
 from pathoseg.training.step_plan import agreed_plan, check_host, read_model, teams
 from pathoseg.training.tasks import Task, make_task
 from pathoseg.training.trainer import Trainer
-from pathoseg.training.training_tiles import cut_labelled_slides, training_set
+from pathoseg.training.training_tiles import SplitTiles, cut_labelled_slides, training_set
 from pathoseg.training.validation import Validation
 from pathoseg.version import __version__
 from pathoseg.workflows.early_checks import parallel_options
@@ -232,20 +232,7 @@ def _train(asked: Asked, transport: ProcessTransport | None, spent: TimeSpent) -
         tuned_kernels(pick_device(config.parallel.device), config.parallel.memory is not None),
     ):
         with spent.on("cutting tiles"):
-            tiles = cut_labelled_slides(
-                config,
-                sources,
-                members,
-                pool,
-                interruption,
-                context=card.context,
-                labelled=labelled_input(model, card.inputs),
-            )
-            facts = facts_of_training(config, sources, members, [*tiles.train, *tiles.val])
-        for line in (*class_lines(facts, sources.classes), *context_lines(tiles.train)):
-            say(line)
-        for warning in warnings_of(facts, sources.classes, config, ()):
-            say(f"Take care: {warning}")
+            tiles, facts = _cut(given, card, pool, interruption)
         if transport is None or transport.rank == 0:
             if not run.is_resumed and (folder / CONFIG).exists():
                 clear_run(folder, asked.overwrite)
@@ -365,6 +352,28 @@ def _plan_step(given: _Input, run: StartedRun, transport: ProcessTransport | Non
         )
     config = replace(config, train=replace(config.train, microbatch=plan.microbatch))
     return replace(given, config=config, plan=plan, expected=expected)
+
+
+def _cut(
+    given: _Input, card: Bundle, pool: SlidePool, interruption: Interruption
+) -> tuple[SplitTiles, Sequence[SlideFacts]]:
+    """Cut the slides into tiles, and tell what is known of them then."""
+    config, sources, members = given.config, given.sources, given.members
+    tiles = cut_labelled_slides(
+        config,
+        sources,
+        members,
+        pool,
+        interruption,
+        context=card.context,
+        labelled=labelled_input(given.model, card.inputs),
+    )
+    facts = facts_of_training(config, sources, members, [*tiles.train, *tiles.val])
+    for line in (*class_lines(facts, sources.classes), *context_lines(tiles.train)):
+        say(line)
+    for warning in warnings_of(facts, sources.classes, config, ()):
+        say(f"Take care: {warning}")
+    return tiles, facts
 
 
 def _make_engine(
