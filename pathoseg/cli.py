@@ -250,12 +250,13 @@ def train(
         },
         "parallel": {"device": device, "ranks": ranks, "memory": memory, "order": order},
     }
-    from pathoseg.workflows.early_checks import check_training_input
+    from pathoseg.workflows.early_checks import TrainingArguments, check_training_input
 
-    check_training_input(config, flags, out, resume, overwrite)
+    asked = TrainingArguments(config, flags, out, resume, trace, overwrite, verbose)
+    check_training_input(asked)
     from pathoseg.workflows.train import launch
 
-    raise typer.Exit(launch(config, flags, out, resume, trace, sys.argv[1:], overwrite, verbose))
+    raise typer.Exit(launch(asked, sys.argv[1:]))
 
 
 @app.command(

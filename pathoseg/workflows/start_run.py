@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -43,21 +42,8 @@ from pathoseg.training.run_folder import (
 )
 from pathoseg.training.splits import Member, write_splits
 from pathoseg.training.trainer import check_limits, limits_text
-from pathoseg.workflows.early_checks import resumed_run
+from pathoseg.workflows.early_checks import TrainingArguments, resumed_run
 from pathoseg.workflows.plan import PLAN
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The arguments of one attempt, as `train` was given them."""
-
-    config_file: Path | None
-    flags: Mapping[str, Mapping[str, Any]]
-    out: Path | None
-    resume: bool
-    trace: bool
-    overwrite: bool
-    ends_process: bool
 
 
 @dataclass(frozen=True)
@@ -108,7 +94,7 @@ class StartedRun:
             return None
 
 
-def start_run(asked: Asked, transport: ProcessTransport | None) -> StartedRun:
+def start_run(asked: TrainingArguments, transport: ProcessTransport | None) -> StartedRun:
     """Find the folder of a new run, not made yet, or of the run to go on with; rank 0 does.
 
     A run that never began is begun by `--resume` too.
@@ -131,7 +117,7 @@ def start_run(asked: Asked, transport: ProcessTransport | None) -> StartedRun:
     return _resumed(folder, asked) if is_resumed else _new(folder, asked, transport)
 
 
-def _new(folder: Path, asked: Asked, transport: ProcessTransport | None) -> StartedRun:
+def _new(folder: Path, asked: TrainingArguments, transport: ProcessTransport | None) -> StartedRun:
     config = load_config(asked.config_file, asked.flags)
     name = config.train.start_from
     if name is None:  # else the earlier model names the network
@@ -158,7 +144,7 @@ def _renamed(record: Path) -> Mapping[str, str]:
     return {}
 
 
-def _resumed(folder: Path, asked: Asked) -> StartedRun:
+def _resumed(folder: Path, asked: TrainingArguments) -> StartedRun:
     given = given_options(asked.config_file, asked.flags)
     recorded = load_config(folder / CONFIG, unnumbered=UNNUMBERED)
     # What is left out goes on as it was, also where the earlier model had decided it.

@@ -70,7 +70,6 @@ from pathoseg.training.run_folder import (
     CONFIG,
     clear_run,
     finish_run,
-    refuse_overwriting,
 )
 from pathoseg.training.slide_facts import (
     SlideFacts,
@@ -94,91 +93,60 @@ from pathoseg.training.trainer import Trainer
 from pathoseg.training.training_tiles import SplitTiles, cut_labelled_slides, training_set
 from pathoseg.training.validation import Validation
 from pathoseg.version import __version__
-from pathoseg.workflows.early_checks import parallel_options
+from pathoseg.workflows.early_checks import TrainingArguments, parallel_options
 from pathoseg.workflows.second_attempt import SecondAttempt, leave_word, start_ranks_twice
-from pathoseg.workflows.start_run import Asked, StartedRun, begin_run, prolong_run, start_run
+from pathoseg.workflows.start_run import StartedRun, begin_run, prolong_run, start_run
 
 
-def launch(
-    config_file: Path | None,
-    flags: Mapping[str, Mapping[str, Any]],
-    out: Path | None,
-    resume: bool,
-    trace: bool,
-    arguments: Sequence[str],
-    overwrite: bool = False,
-    verbose: bool = False,
-) -> int:
+def launch(asked: TrainingArguments, arguments: Sequence[str]) -> int:
     """Train here, or on several ranks of this machine where so many are asked for.
 
     Args:
-        config_file, flags, out, resume, trace, overwrite, verbose: As for `train`.
+        asked: As for `train`.
         arguments: The command line's, for ranks to be started.
 
     Returns:
         The exit code.
     """
-    wanted = parallel_options(config_file, flags, out, resume)
+    wanted = parallel_options(asked)
     if find_world().launcher is None:
         teams(wanted, wanted.ranks)
-    refuse_overwriting(out, resume, overwrite)
+    asked.refuse_overwriting()
     code = start_ranks_twice(wanted.ranks, arguments, wanted.transport)
     if code is None:
-        train(config_file, flags, out, resume, trace, overwrite, verbose, ends_process=True)
+        train(replace(asked, ends_process=True))
     return code or 0
 
 
-def train(
-    config_file: Path | None,
-    flags: Mapping[str, Mapping[str, Any]],
-    out: Path | None,
-    resume: bool,
-    trace: bool = False,
-    overwrite: bool = False,
-    verbose: bool = False,
-    *,
-    ends_process: bool = False,
-) -> Path:
+def train(asked: TrainingArguments) -> Path:
     """Train until the epochs, the time limit or the patience end; return the run's folder.
-
-    Args:
-        config_file: TOML file, or None.
-        flags: What overrules it, by table and key.
-        out: The run's folder; None takes a new one, or the newest unfinished one.
-        resume: Go on with a run.
-        trace: On several ranks, draw what they do in one step.
-        overwrite: Replace the run that `out` holds, once all input is read.
-        verbose: Tell in the end where the time went.
-        ends_process: After a signal, once the run is saved, end the process where a layer under way
-            takes longer than two seconds; else that layer is waited for.
 
     Raises:
         PathosegError: Anything that keeps the run from starting or going on.
         StoppedError: A signal came; `--resume` goes on.
     """
-    asked = Asked(config_file, flags, out, resume, trace, overwrite, ends_process)
     with Ranks() as ranks:
         try:
-            return _attempt(asked, ranks, verbose, None)
+            return _attempt(asked, ranks, None)
         except MemoryExhaustedError as error:
             second = SecondAttempt.in_this_process(error)
             if second is None:
                 raise
             say(str(error))
         # Out of the handler, which holds what the attempt has made.
-        flags = second.flags(flags)
+        flags = second.flags(asked.flags)
         asked = replace(asked, flags=flags, out=second.run, resume=True, overwrite=False)
-        return _attempt(asked, ranks, verbose, second)
+        return _attempt(asked, ranks, second)
 
 
-def _attempt(asked: Asked, ranks: Ranks, verbose: bool, second: SecondAttempt | None) -> Path:
+def _attempt(asked: TrainingArguments, ranks: Ranks, second: SecondAttempt | None) -> Path:
     """Train as `train` does, but end where memory does; all ranks call it.
 
     Raises:
         MemoryExhaustedError: A step of this rank found no memory.
     """
-    wanted = parallel_options(asked.config_file, asked.flags, asked.out, asked.resume)
-    refuse_overwriting(asked.out, asked.resume, asked.overwrite)
+    wanted = parallel_options(asked)
+    asked.refuse_overwriting()
     world = ranks.world
     teams(wanted, wanted.ranks if world.launcher is None else world.ranks)
     if wanted.ranks > 1 and world.launcher is None:
@@ -189,13 +157,13 @@ def _attempt(asked: Asked, ranks: Ranks, verbose: bool, second: SecondAttempt | 
     # Where memory is limited a plan says what is kept of it, on one rank too.
     alone = wanted.memory is not None
     joined = ranks.joined(wanted.transport, alone, wanted.device)
-    with joined as transport, time_told(verbose) as spent:
+    with joined as transport, time_told(asked.verbose) as spent:
         if second is not None:
             asked = replace(asked, flags=second.begun(transport).flags(asked.flags))
         return _train(asked, transport, spent)
 
 
-def _train(asked: Asked, transport: ProcessTransport | None, spent: TimeSpent) -> Path:
+def _train(asked: TrainingArguments, transport: ProcessTransport | None, spent: TimeSpent) -> Path:
     started = time.monotonic()
     if asked.trace and transport is None:
         raise PathosegError(
