@@ -93,12 +93,14 @@ def train(
         StoppedError: Ctrl-C or SIGTERM, once the layer under way is over (a command does not wait
             for it); `resume=True` goes on.
     """
+    from pathoseg.workflows.early_checks import TrainingArguments
     from pathoseg.workflows.train import train as run
 
     flags = _flags(options, slides, annotations)
     if start_from is not None:
         flags["train"] = flags.get("train", {}) | {"start_from": str(start_from)}
-    return run(_path(config), flags, _path(out), resume, overwrite=overwrite)
+    asked = TrainingArguments(_path(config), flags, _path(out), resume, overwrite=overwrite)
+    return run(asked)
 
 
 def infer(

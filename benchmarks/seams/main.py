@@ -22,6 +22,7 @@ from pathoseg.outputs.stitch import Prediction, stitch
 from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.grid import TileGrid
+from pathoseg.workflows.early_checks import TrainingArguments
 from pathoseg.workflows.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +45,7 @@ def main() -> None:
                 "model": {"norm": norm},
                 "train": {"time_limit": 15.0 if options.quick else options.seconds},
             }
-            run = train(SAMPLES / "demo.toml", flags, Path(folder) / norm, resume=False)
+            run = train(TrainingArguments(SAMPLES / "demo.toml", flags, Path(folder) / norm))
             for overlap in (0, 16, 32, 64, 96):
                 margin, differ, largest = _seam(run / "model", overlap)
                 print(f"| {norm} | {overlap} | {margin} | {differ:.4%} | {largest:.2g} |")

@@ -71,7 +71,7 @@ def read_region(slide: Slide, frame: Frame, box: Box) -> Region:
     if (source.size.pixels > _MOST_SOURCE_PIXELS or longest > _LONGEST) and box.size.pixels > 1:
         return _read_halves(slide, frame, box)
     padded = _read_padded(slide, index, level.size, source)
-    return _resampled(padded, box.size, across, down)
+    return _resampled(padded, across, down)
 
 
 def _level_for(slide: Slide, downsample: float) -> tuple[int, Level]:
@@ -173,16 +173,16 @@ def _read_blocks(slide: Slide, index: int, inside: Box) -> Region:
     return Region(pixels, unread)
 
 
-def _resampled(source: Region, size: Size, across: _Span, down: _Span) -> Region:
-    """Resample the pixels read for a box: average them into cells, sample at `size` points."""
-    pixels = _resampled_image(source.pixels, size, across, down)
+def _resampled(source: Region, across: _Span, down: _Span) -> Region:
+    """Resample the pixels read for a box: average them into cells, sample these."""
+    pixels = _resampled_image(source.pixels, across, down)
     if source.unread is None:
         return Region(pixels)
-    share = _resampled_image(source.unread.astype(np.float32), size, across, down)
+    share = _resampled_image(source.unread.astype(np.float32), across, down)
     return Region(pixels, share > _NEGLIGIBLE)
 
 
-def _resampled_image(source: NDArray[Any], size: Size, across: _Span, down: _Span) -> NDArray[Any]:
+def _resampled_image(source: NDArray[Any], across: _Span, down: _Span) -> NDArray[Any]:
     cells = averages(source, across.cell, down.cell)
     if across.samples is None and down.samples is None:
         return cells

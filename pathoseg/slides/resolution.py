@@ -66,18 +66,17 @@ def slide_mpp(
     )
 
 
-def stated_mpp(x: object, y: object, unit: float = 1.0) -> Mpp | None:
+def stated_mpp(x: object, y: object) -> Mpp | None:
     """The resolution that a file's own words amount to, None where they amount to none.
 
     Args:
-        x: Size of a pixel across: a number or its text.
+        x: Size of a pixel across, in microns: a number or its text.
         y: The same, down.
-        unit: Microns per unit of the two.
     """
     across, down = positive(x), positive(y)
     if across is None or down is None:
         return None
-    return Mpp(across * unit, down * unit)
+    return Mpp(across, down)
 
 
 def aperio_mpp(description: str) -> Mpp | None:

@@ -1,4 +1,4 @@
-"""Keeps the pixels of one slide on disk in a Zarr array that several writers may fill at once."""
+"""The pixels of one slide on disk, in a Zarr array that several writers may fill at once."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class TileCacheKey:
 
     @property
     def digest(self) -> str:
-        """Names the content; the slide's path is no part of it."""
+        """Return the name of the content; the slide's path is no part of it."""
         content = {key: value for key, value in self.described().items() if key != "slide"}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -181,7 +181,7 @@ class TileCache:
         return Region(pixels, unread if unread is not None and unread.any() else None)
 
     def write(self, shard: Shard, region: Region) -> None:
-        """Stores a shard, the region of its box; nothing is there before everything is.
+        """Store a shard, the region of its box; nothing is there before everything is.
 
         Raises:
             PathosegError: The disk is full, or the folder cannot be written.
@@ -196,7 +196,7 @@ class TileCache:
             raise _unwritable(self.path, error) from error
 
     def _read_blocks(self, shard: Shard, inside: Box, box: Box, pixels: NDArray[np.uint8]) -> None:
-        """Puts the pixels of `inside`, which is in one shard, where they lie in those of `box`.
+        """Put the pixels of `inside`, which is in one shard, where they lie in those of `box`.
 
         A shard ends with an index, offset and length of each block, and the index's checksum; a
         block ends with its own (Zarr 3, the codec "sharding_indexed").
@@ -289,7 +289,7 @@ register_codec("pathoseg.jpeg", _JpegCodec)
 
 
 def _create(path: Path, key: TileCacheKey) -> None:
-    """Makes the folder with its empty arrays under another name and renames it."""
+    """Make the folder with its empty arrays under another name and rename it."""
     draft = path.with_name(f".{uuid4().hex}.draft")
     lossless = (BloscCodec(cname="lz4", clevel=5, shuffle="bitshuffle"), Crc32cCodec())
     lossy = (Crc32cCodec(),)
@@ -346,7 +346,7 @@ def _tell_of_former(path: Path, key: TileCacheKey) -> None:
 
 
 def _clear(path: Path, key: TileCacheKey) -> None:
-    """Removes what killed writers left, and caches of the slide as it was before it changed."""
+    """Remove what killed writers left, and caches of the slide as it was before it changed."""
     now = key.described()
     for other in path.parent.glob("*/" + _DESCRIPTION):
         # Another process may be removing the same; a folder that is read-only stays as it is.

@@ -162,8 +162,8 @@ class TrainingSet:
         threads: Readers.
 
     Attributes:
-        held_back: Index of a class but the background → what the limit makes of its share of the
-            draws, where that is less.
+        held_back: By class index (no background), the effect of `balance_limit`, for classes whose
+            share of the draws it lowers.
 
     Raises:
         PathosegError: There is no tile.

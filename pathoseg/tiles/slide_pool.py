@@ -1,4 +1,4 @@
-"""Lends open slides to threads, so that few are open and none serves two threads at once."""
+"""A pool of open slides for threads: few are open, and none serves two threads at once."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class TooLittleStainError(PathosegError):
 
 @dataclass(frozen=True, slots=True)
 class StainNormaliser:
-    """Brings the colours of one slide to a reference that is the same for all slides.
+    """An affine map of the colours of one slide to a reference that is the same for all slides.
 
     Attributes:
         affine: Shape (3, 4), applied to the logarithms of light in `basis`.
@@ -125,7 +125,7 @@ def jitter_stains(
     rng: np.random.Generator,
     out: NDArray[np.uint8] | None = None,
 ) -> NDArray[np.uint8]:
-    """Scales and shifts the amounts of hematoxylin, eosin and DAB at random.
+    """Scale and shift the amounts of hematoxylin, eosin and DAB at random.
 
     Each stain is multiplied by a factor from [1 - strength, 1 + strength], and an amount from
     [-strength, strength] is added (Tellez et al. 2018; their "light" is 0.05, "strong" 0.2).
@@ -163,7 +163,7 @@ def _map_logs(
     basis: Matrix,
     out: NDArray[np.uint8] | None = None,
 ) -> NDArray[np.uint8]:
-    """Applies an affine map to the logarithms of `basis` times the light of each pixel.
+    """Apply an affine map to the logarithms of `basis` times the light of each pixel.
 
     Light is (value + 1) / 256, so that black has a logarithm and white is 1.
     """

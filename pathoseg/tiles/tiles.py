@@ -292,14 +292,11 @@ class SlideTiles:
             found.update(cache.shards(self._surroundings(position, name)))
         return sorted(found)
 
-    def fill(
-        self, threads: int = 1, part: tuple[int, int] = (0, 1), name: str = IMAGE
-    ) -> Generator[Shard]:
-        """Writes the missing ones of `shards` to the cache and yields each when it is there.
+    def fill(self, threads: int = 1, name: str = IMAGE) -> Generator[Shard]:
+        """Write the missing ones of `shards` to the cache and yield each when it is there.
 
         Args:
             threads: Shards written at once, at about 20 MB of memory each.
-            part: (rank, of): every `of`-th shard beginning at `rank`, to share the work.
             name: As for `shards`.
 
         Raises:
@@ -309,7 +306,7 @@ class SlideTiles:
             raise PathosegError(
                 f"The tiles of {self.slide} have no cache to fill.", "Name its folder."
             )
-        pixels, shards = self._pixels_of(name), self.shards(name)[part[0] :: part[1]]
+        pixels, shards = self._pixels_of(name), self.shards(name)
         with ThreadPoolExecutor(threads, thread_name_prefix="fill") as workers:
             try:
                 for shard, _ in zip(shards, workers.map(pixels.fill, shards), strict=True):

@@ -111,7 +111,7 @@ def _clamped(value: float, most: float) -> float:
 
 
 def find_tissue(slide: Slide, options: TissueOptions) -> Tissue:
-    """Finds tissue on a thumbnail of about 8 µm per pixel.
+    """Find tissue on a thumbnail of about 8 µm per pixel.
 
     On a bright slide, tissue is what has colour: more of it than the glass, in optical density,
     so that grey things (edges of glass, shadows, black ink) are none; strokes of coloured ink are

@@ -60,7 +60,7 @@ class Around(NamedTuple):
 
 
 class Augmentation:
-    """Varies tiles; may be called by several threads.
+    """Random changes of tiles; may be called by several threads.
 
     Every step works in the memory of the tile that is returned, or in memory that a thread keeps
     from tile to tile: fresh pages of a tile cost as much as computing it.
@@ -159,7 +159,7 @@ class Augmentation:
         return image
 
     def _turn(self, image: Image, turns: int, mirror: bool, out: Image) -> None:
-        """Turns by quarters against the clock, then mirrors left and right."""
+        """Turn by quarters against the clock, then mirror left and right."""
         upside_down, left_right = turns in (1, 2), (turns in (2, 3)) != mirror
         # A quarter turn is a transposition with one of the two flips.
         source = image
@@ -257,7 +257,7 @@ _ROUNDING = 0.1  # pixels: corners are taken to 1/256
 
 
 def _warp_context(seen: Around, warp: _Warp, shape: tuple[int, ...], warped: Around) -> None:
-    """Warps what lies around a tile of `shape` as the tile."""
+    """Warp what lies around a tile of `shape` as the tile."""
     ratio, side, (height, width) = seen.ratio, len(seen.image), shape
     middle = np.float32((side - 1) / 2)
     along = np.float32(ratio) * (np.arange(side, dtype=np.float32) - middle)

@@ -33,7 +33,7 @@ class Progress:
         total_steps: Steps the learning rate is laid over; None until a time limit is translated.
         loss_sum: Sum of per-sample losses of the epoch under way.
         samples: Samples of the epoch under way.
-        timed_steps: Steps of the epoch under way since `timed_seconds` counts.
+        timed_steps: Steps of this epoch that `timed_seconds` covers.
         timed_seconds: Seconds that these took, with the wait for their tiles.
         skipped_steps: Steps left out because a gradient was not finite.
         best: Best validation score so far, -inf where no epoch was judged.
@@ -67,7 +67,7 @@ class Progress:
 
 
 def save_checkpoint(path: Path, progress: Progress, state: dict[str, Any]) -> None:
-    """Replaces the checkpoint at `path`: after this returns, or a crash, one is whole.
+    """Replace the checkpoint at `path`: after this returns, or a crash, one is whole.
 
     Args:
         path: The file.

@@ -53,7 +53,7 @@ def start_ranks(
     choice: Choice,
     variables: Mapping[str, str] | None = None,
 ) -> int | None:
-    """Runs this command on ranks of this machine.
+    """Run this command on ranks of this machine.
 
     Args:
         ranks: How many.

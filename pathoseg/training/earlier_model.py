@@ -1,12 +1,11 @@
-"""Starts a run from an earlier model: reads it, takes its options, and sets the weights by it."""
+"""The start of a run from an earlier model: it is read, and gives options and weights."""
 
 from __future__ import annotations
 
 import csv
 import os
-import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from pathoseg.models.model_options import ModelConfig, Scalar
 from pathoseg.models.transfer import class_dimensions, transfer, transfer_fitting
 from pathoseg.platform_support import follow_pointer, relative_path
 from pathoseg.progress import say
-from pathoseg.training.run_folder import CONFIG, SPLITS, bundle_of
+from pathoseg.training.run_folder import SPLITS, bundle_of
 from pathoseg.training.splits import TABLE, Member
 
 SAFETENSORS = ".safetensors"
@@ -37,12 +36,14 @@ class EarlierModel:
         identity: Tells these weights from all others: `bundle_id`, or a hash of the file.
         state: Parameters and buffers by name.
         card: The bundle's; None of another program's file.
+        renamed: `[annotations] rename` of its run; empty where that is not known.
     """
 
     place: Path
     identity: str
     state: Mapping[str, torch.Tensor]
     card: Bundle | None
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def record(self) -> dict[str, Scalar | tuple[str, ...] | None]:
@@ -190,7 +191,7 @@ def set_weights(
     new = [name for name in classes if name not in theirs]
     if new:
         say(f"Classes that the earlier model does not know: {', '.join(new)}.")
-        for name, known in _renamed(earlier).items():
+        for name, known in earlier.renamed.items():
             if name in new:
                 say(
                     f'Take care: the earlier run took "{name}" for "{known}" '
@@ -199,15 +200,6 @@ def set_weights(
     gone = [name for name in theirs if name not in classes]
     if gone:
         say(f"Classes of the earlier model that are given up: {', '.join(gone)} ([data] classes).")
-
-
-def _renamed(earlier: EarlierModel) -> Mapping[str, str]:
-    """Return `[annotations] rename` of the model's run; empty where none can be read."""
-    try:
-        with (earlier.place.parent / CONFIG).open("rb") as file:
-            return dict(tomllib.load(file)["annotations"]["rename"])
-    except (OSError, ValueError, LookupError, TypeError):  # another version's, or no run's
-        return {}
 
 
 def warn_of_seen(earlier: EarlierModel, members: Mapping[str, Member]) -> None:

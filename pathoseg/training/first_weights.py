@@ -124,7 +124,7 @@ def first_network(
 
 
 def _set_encoder(model: nn.Module, config: Config, weights: EncoderWeights) -> Mapping[str, Any]:
-    """Sets the encoder's weights and says what is taken; returns the record of the bundle."""
+    """Set the encoder's weights and say what is taken; return the record of the bundle."""
     missing = set_encoder(model.get_submodule("encoder"), weights)
     licence = "" if config.model.licence is None else f" ({config.model.licence})"
     told = [f"Encoder {weights.name}{licence} from {weights.path}:"]

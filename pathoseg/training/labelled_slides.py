@@ -5,7 +5,7 @@ Imports neither PyTorch nor the tiles, so that a slide that cannot be used is to
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -65,6 +65,11 @@ class LabelledSlides:
     notes: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+
+    def lines(self) -> Iterator[str]:
+        """Lines that say which slides are not used, and what of the annotations is not."""
+        yield from (f"Left out: {name}: {reason}" for name, reason in self.left_out.items())
+        yield from (*self.remarks, *self.notes)
 
 
 NO_ANNOTATION = "it has no annotation"

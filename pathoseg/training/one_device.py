@@ -1,4 +1,4 @@
-"""Trains a network on one device: the engine of a run without ranks."""
+"""The engine of a run without ranks: it trains a network on one device."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def load_by_name(
     names: Mapping[torch.Tensor, str],
     state: Mapping[str, dict[str, Any]],
 ) -> None:
-    """Gives an optimizer what `state_by_name` kept; a parameter that had no gradient has none."""
+    """Give an optimizer what `state_by_name` kept; a parameter that had no gradient has none."""
     whole = optimizer.state_dict()
     own = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     # Through the optimizer's own door, which brings tensors to the parameters' devices.

@@ -1,4 +1,4 @@
-"""Trains a network that is cut over the ranks of a job: the engine of a run with several."""
+"""The engine of a run with several ranks: it trains a network that is cut over them."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class PipelineEngine:
         return torch.from_numpy(targets).to(self._device)
 
     def _draw(self, events: Sequence[Event]) -> None:
-        """Hands what all ranks did in a step to whoever draws it."""
+        """Hand what all ranks did in a step to whoever draws it."""
         told = self.gather(to_json(events))
         measured = [event for text in told for event in from_json(text)]
         if self._drawing is not None and self.leads:

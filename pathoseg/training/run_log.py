@@ -30,7 +30,7 @@ COLUMNS = (
 
 
 class RunLog:
-    """Writes one run's figures; a resumed run overwrites what it computes again.
+    """Writer of one run's figures; a resumed run overwrites what it computes again.
 
     Args:
         run: The run's folder.

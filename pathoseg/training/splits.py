@@ -1,4 +1,4 @@
-"""Splits slides into training, validation and test by patient."""
+"""The split of slides into training, validation and test, by patient."""
 
 from __future__ import annotations
 

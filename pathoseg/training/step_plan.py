@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 from socket import gethostname
@@ -202,7 +202,9 @@ def dtype_on(hardware: Hardware, wanted: Precision) -> torch.dtype | None:
 
 
 class Prices:
-    """Prices the layers of a run's model, of whole tiles and of strips; reads each graph once.
+    """Prices of the layers of a run's model, of whole tiles and of strips.
+
+    Whole tiles are traced once for each microbatch and side; strips each time.
 
     Args:
         model: The network.
@@ -211,8 +213,7 @@ class Prices:
         dtype: Precision of the run's autocast, or None.
 
     Attributes:
-        model: As given.
-        config: As given.
+        model, config, hardware, dtype: As given.
         gathered: By number of strips that was priced, the layers that take whole tiles all the
             same, each with its function.
 
@@ -225,8 +226,8 @@ class Prices:
     ) -> None:
         check_tile(model, config.tiles.side)
         self.model, self.config = model, config
+        self.hardware, self.dtype = hardware, dtype
         self.gathered: dict[int, Mapping[str, str]] = {}
-        self._hardware, self._dtype = hardware, dtype
         self._layout = torch.contiguous_format
         self._whole: dict[tuple[int, int], Traced] = {}
 
@@ -262,13 +263,13 @@ class Prices:
             shards: As for `graphs`.
             profile: Whether the layers are timed on this machine.
         """
-        config, hardware = self.config, self._hardware
+        config, hardware = self.config, self.hardware
         if profile:  # as it will be trained
             self._layout = lay_out(self.model, config.model.with_classes(2))
         traced = whole = self.whole(size, side)
         if shards > 1:
             example = self._example(size, side, shards)
-            traced = _trace(self.model, example, self._dtype)
+            traced = _trace(self.model, example, self.dtype)
         costs: CostModel = cost_model(hardware)
         if profile:
             with progress_bar("timing layers", None, "visits") as bar:
@@ -284,7 +285,7 @@ class Prices:
     def whole(self, size: int, side: int) -> Traced:
         """Return the model, read with whole tiles."""
         if (size, side) not in self._whole:
-            self._whole[size, side] = _trace(self.model, self._example(size, side), self._dtype)
+            self._whole[size, side] = _trace(self.model, self._example(size, side), self.dtype)
         return self._whole[size, side]
 
     def _example(self, size: int, side: int, shards: int = 1) -> Inputs:
@@ -322,6 +323,21 @@ class Found:
     whole: Sequence[Plan]
     reason: str = ""
 
+    def of_microbatch(self, size: int) -> StageCosts:
+        """Return the priced layers of this size of microbatch, in the model's order."""
+        [costs] = [each for each in self.graphs if each.microbatch == size]
+        return costs
+
+    def priced(self, plan: Plan) -> StageCosts:
+        """Return the priced layers of a plan, in the order in which it runs them."""
+        return self.of_microbatch(plan.microbatch).reordered(plan.line)
+
+    def events(self, plan: Plan) -> Sequence[Event]:
+        """Return what one of `plans` expects each rank of a group to do when."""
+        priced = self.priced(plan)
+        costs = priced.costs(plan.partition(priced.graph), plan.ranks, plan.retention, plan.window)
+        return simulate(plan.schedule, costs).events
+
 
 # Strips wait for one another at each layer, and predictions err by some per cent: they are chosen
 # where they take less than this share of the time of whole tiles, or where those do not fit.
@@ -353,59 +369,71 @@ def find(
     Raises:
         PathosegError: The model cannot be read, or not be cut as the configuration asks.
     """
-    config = prices.config
-    wanted, count = config.parallel, config.parallel.ranks if ranks is None else ranks
-
-    def at(shards: int, faster_than: float = inf) -> Found:
-        own = replace(config, parallel=replace(wanted, shards=shards))
-        request = replace(plan_request(own, memory, count), all_ranks=all_ranks)
-        graphs = prices.graphs(shards)
-        least = min(max(each.critical_seconds, _least(each, request)) for each in graphs)
-        plans = find_plans(graphs, request) if least < faster_than else []
-        return Found(shards, request, graphs, plans, prices.of_whole_tiles(plans, shards))
-
+    wanted = prices.config.parallel
+    of_one = replace(prices.config, parallel=replace(wanted, shards=None))
+    request = replace(plan_request(of_one, memory, ranks), all_ranks=all_ranks)
     if wanted.shards is not None:
-        return at(wanted.shards)
-    if began is not None and count % began == 0:
+        return _in_strips(prices, request, wanted.shards)
+    if began is not None and request.ranks % began == 0:
         with suppress(PathosegError):
-            before = at(began)
+            before = _in_strips(prices, request, began)
             if before.plans:
                 return before
-    whole = best = at(1)
-    if wanted.parked or wanted.profile or wanted.branches == "only":
-        return whole
-    named = wanted.order != AUTO or wanted.stages is not None or bool(wanted.cut)
-    if named and find_plans(whole.graphs, replace(whole.request, all_ranks=False)):
-        return whole
-    fastest = whole.plans[0] if whole.plans else None
-    if (
-        fastest is not None
-        and (fastest.order, fastest.groups) == (DATA_PARALLEL, count)
-        and all(each == ActivationPolicy() for each in fastest.retention)
-    ):
-        return whole  # strips share the same work and sums, and send halos beside
-    limit, vain = inf if fastest is None else _GAIN * fastest.seconds, 0
-    least = min(_least(each, whole.request) for each in whole.graphs)
-    rows = config.tiles.side // tile_multiple(prices.model)
-    for shards in (many for many in range(min(rows, count), 1, -1) if count % many == 0):
-        if least >= limit or vain == _IN_VAIN:
+    whole = _in_strips(prices, request, 1)
+    return whole if _refuses_strips(wanted, whole) else _best_strips(prices, whole)
+
+
+def _in_strips(
+    prices: Prices, request: PlanRequest, shards: int, faster_than: float = inf
+) -> Found:
+    """Find plans for so many strips; none where even shared alike the work takes too long."""
+    ranks = teams(replace(prices.config.parallel, shards=shards), request.ranks)
+    request, graphs = replace(request, ranks=ranks), prices.graphs(shards)
+    least = min(max(each.critical_seconds, _perfect_seconds(each, request)) for each in graphs)
+    plans = find_plans(graphs, request) if least < faster_than else []
+    return Found(shards, request, graphs, plans, prices.of_whole_tiles(plans, shards))
+
+
+def _refuses_strips(config: ParallelConfig, whole: Found) -> bool:
+    """Return True if an option excludes strips, or they could be no better than whole tiles."""
+    if config.parked or config.profile or config.branches == "only":
+        return True
+    is_named = config.order != AUTO or config.stages is not None or bool(config.cut)
+    if is_named and find_plans(whole.graphs, replace(whole.request, all_ranks=False)):
+        return True
+    if not whole.plans:
+        return False
+    fastest = whole.plans[0]
+    # Strips share the same work and sums, and send halos beside.
+    return (fastest.order, fastest.groups) == (DATA_PARALLEL, whole.request.ranks) and all(
+        each == ActivationPolicy() for each in fastest.retention
+    )
+
+
+def _best_strips(prices: Prices, whole: Found) -> Found:
+    """Return the plans for the best number of strips; those of whole tiles where none is better."""
+    best, limit, failures_in_a_row, ranks = whole, inf, 0, whole.request.ranks
+    reason = "whole tiles do not fit"
+    if whole.plans:
+        fastest = whole.plans[0]
+        limit = _GAIN * fastest.seconds
+        reason = f"whole tiles take {fastest.seconds:.4g} s a step ({fastest.order})"
+    perfect_seconds = min(_perfect_seconds(each, whole.request) for each in whole.graphs)
+    rows = prices.config.tiles.side // tile_multiple(prices.model)
+    for shards in (many for many in range(min(rows, ranks), 1, -1) if ranks % many == 0):
+        if perfect_seconds >= limit or failures_in_a_row == _IN_VAIN:
             break
-        vain += 1
+        failures_in_a_row += 1
         with suppress(PathosegError):  # strips are lower than a halo, or have other layers
-            cut = at(shards, limit)
+            found = _in_strips(prices, whole.request, shards, limit)
             if prices.gathered[shards]:
                 break
-            if cut.plans and cut.plans[0].seconds < limit:
-                best, limit, vain = cut, cut.plans[0].seconds, 0
-    if best.shards == 1:
-        return whole
-    reason = "whole tiles do not fit"
-    if fastest is not None:
-        reason = f"whole tiles take {fastest.seconds:.4g} s a step ({fastest.order})"
-    return replace(best, reason=reason)
+            if found.plans and found.plans[0].seconds < limit:
+                best, limit, failures_in_a_row = found, found.plans[0].seconds, 0
+    return whole if best is whole else replace(best, reason=reason)
 
 
-def _least(priced: StageCosts, request: PlanRequest) -> float:
+def _perfect_seconds(priced: StageCosts, request: PlanRequest) -> float:
     """The seconds of a step whose work all ranks share alike, and send nothing."""
     return request.batch / priced.microbatch * priced.seconds / request.ranks
 
@@ -460,16 +488,12 @@ def _trace(model: nn.Module, example: Inputs, dtype: torch.dtype | None = None) 
     return traced
 
 
-@contextmanager
-def told_of_teams(shards: int) -> Iterator[None]:
-    """Make a context in which an error that counts ranks says that teams share tiles."""
-    try:
-        yield
-    except PathosegError as error:
-        if shards == 1:
-            raise
-        teams_told = f"A rank here stands for {shards} ranks that share each tile."
-        raise PathosegError(error.problem, f"{error.hint} {teams_told}") from error
+def told_of_teams(error: PathosegError, shards: int) -> PathosegError:
+    """Return an error that counts ranks with a hint that each stands for those that share tiles."""
+    if shards == 1:
+        return error
+    told = f"A rank here stands for {shards} ranks that share each tile."
+    return PathosegError(error.problem, f"{error.hint} {told}")
 
 
 def read_model(model: nn.Module, config: Config) -> Traced | None:
@@ -544,16 +568,10 @@ def agreed_plan(
         prices = Prices(model, config, hardware, dtype)
         found = find(prices, memory, transport.ranks, all_ranks=True, began=began)
         if not found.plans:
-            with told_of_teams(found.shards):
-                raise nothing_found(found.graphs, found.request)
+            raise told_of_teams(nothing_found(found.graphs, found.request), found.shards)
         if found.reason:
             say(f"Each tile is cut into {found.shards} strips of rows: {found.reason}.")
-        plan = found.plans[0]
-        [graph] = [each for each in found.graphs if each.microbatch == plan.microbatch]
-        priced = graph.reordered(plan.line)
-        partition = plan.partition(priced.graph)
-        costs = priced.costs(partition, plan.ranks, plan.retention, plan.window)
-        planned.extend(simulate(plan.schedule, costs).events)
+        planned.extend(found.events(found.plans[0]))
         return found.whole[0]
 
     return agree(choose, transport), planned

@@ -23,7 +23,7 @@ Seen = Mapping[str, list[Any]]
 
 
 class Judge(Protocol):
-    """Accumulates predictions of a validation, and computes figures of them."""
+    """Accumulator of the predictions of a validation, which computes figures of them."""
 
     def add(self, logits: torch.Tensor, targets: torch.Tensor) -> None: ...
     def seen(self) -> Seen:

@@ -43,7 +43,7 @@ _FORWARD_SHARE = 1 / 3  # of a training step's time: the backward pass costs twi
 
 @dataclass
 class StepBudget:
-    """Measures the first steps of a run under a time limit.
+    """Measurement of the first steps of a run under a time limit.
 
     Attributes:
         limit: Seconds the whole run may take.
@@ -151,9 +151,9 @@ def warn_of_rate(config: TrainConfig, at: Progress) -> str | None:
 
 
 def likely_steps(config: TrainConfig, at: Progress, steps_per_epoch: int) -> int:
-    """Steps of the whole run while the clock of a time limit still measures.
+    """Steps of the whole run while the step budget of a time limit still measures.
 
-    That clock is ready once a share of the limit has passed, so the run is longer than the steps
+    It is ready once a share of the limit has passed, so the run is longer than the steps
     so far over that share; where the epochs end it before, it is as long as they are.
     """
     likely = max(_DEFAULT_EPOCHS * steps_per_epoch, round(at.step / _MEASURED_SHARE))
@@ -165,7 +165,7 @@ def likely_steps(config: TrainConfig, at: Progress, steps_per_epoch: int) -> int
 
 
 class Trainer:
-    """Trains one network, whatever the engine; every rank of it runs the same loop.
+    """The training of one network, whatever the engine; every rank runs the same loop.
 
     Args:
         run: The run's folder; checkpoints, metrics and the bundle appear there.
@@ -202,7 +202,7 @@ class Trainer:
         self._epoch_steps = training.steps_per_epoch
         self._started, self._spent_before = started, self._progress.seconds
         self._elapsed = self._saved_at = self._spent_before
-        self._clock: StepBudget | None = None
+        self._budget: StepBudget | None = None
         self._took = (0.0, 0.0)  # seconds of the last two steps
         self._is_stopping = False  # as all ranks know; a signal may come to one of them at any time
         self._begun = self._progress  # what `leave` saves
@@ -235,15 +235,17 @@ class Trainer:
         return at
 
     def _lay(self) -> None:
-        """Lays the learning rate over the limits, or sets the clock that a time limit waits for."""
+        """Lay the learning rate over the limits, or begin the step budget of a time limit."""
         at, config = self._progress, self._config
         if config.time_limit is None:
             at.total_steps = (config.epochs or _DEFAULT_EPOCHS) * self._epoch_steps
         elif at.total_steps is None:
-            self._clock = StepBudget(config.time_limit, self._epoch_steps, self._validation.batches)
+            self._budget = StepBudget(
+                config.time_limit, self._epoch_steps, self._validation.batches
+            )
 
     def prolong(self) -> None:
-        """Lay the learning rate over limits other than those the run was begun with; saves that.
+        """Lay the learning rate over limits other than those the run was begun with; save that.
 
         It goes on as in a run that had these limits from its start, so a finished cosine of twice
         the steps falls from about half its peak to zero once more. Patience counts from here.
@@ -269,16 +271,16 @@ class Trainer:
         if at.step:
             say(f"Going on at epoch {at.epoch + 1}, step {at.step}.")
         with ExitStack() as open_files, self._bar() as bar:
-            records = None
+            run_log = None
             if self._engine.leads:
-                records = RunLog(self._run, self._validation.columns, at.step)
-                open_files.enter_context(closing(records))
-            self._tidy = partial(_tidy, bar, records)
+                run_log = RunLog(self._run, self._validation.columns, at.step)
+                open_files.enter_context(closing(run_log))
+            self._tidy = partial(_tidy, bar, run_log)
             self._agree(interruption)
             self._saved_at = self._elapsed
             # An epoch may have all its steps, and not be judged yet.
             while at.epoch_step or not self._finished():
-                self._epoch(records, bar, interruption)
+                self._epoch(run_log, bar, interruption)
         if warning := warn_of_rate(self._config, at):
             say(f"Take care: {warning}")
         return at
@@ -305,11 +307,11 @@ class Trainer:
         total = None if at.total_steps is None else at.total_steps * batch
         return progress_bar("training", total, "tiles", at.step * batch)
 
-    def _epoch(self, records: RunLog | None, bar: Bar, interruption: Interruption) -> None:
-        """Runs what is left of an epoch; ends as soon as a signal has come."""
+    def _epoch(self, run_log: RunLog | None, bar: Bar, interruption: Interruption) -> None:
+        """Run what is left of an epoch; end as soon as a signal has come."""
         try:
-            self._steps(records, bar, interruption)
-            self._close_epoch(records, interruption)
+            self._steps(run_log, bar, interruption)
+            self._close_epoch(run_log, interruption)
         except GivenUpError:
             self._agree(interruption)  # a rank that heard no signal learns of it
             say(f"What follows step {self._progress.step} is given up, and done anew by --resume.")
@@ -317,20 +319,20 @@ class Trainer:
         if self._is_stopping:
             interruption.raise_if_asked()
 
-    def _steps(self, records: RunLog | None, bar: Bar, interruption: Interruption) -> None:
-        """Makes the steps that are left of an epoch."""
+    def _steps(self, run_log: RunLog | None, bar: Bar, interruption: Interruption) -> None:
+        """Make the steps that are left of an epoch."""
         at, since = self._progress, self._elapsed
         rows = self._engine.rows
         with closing(self._training.batches(at.epoch, at.epoch_step, rows)) as batches:
             following = self._until_finished(batches, interruption)
             for batch in self._spent.waiting(following, "waiting for tiles"):
                 with self._spent.on("steps"):
-                    self._step(batch, records, interruption)
+                    self._step(batch, run_log, interruption)
                 at.timed_steps += 1
                 at.timed_seconds, since = at.timed_seconds + self._elapsed - since, self._elapsed
                 bar.note(f"{self._title(at.epoch + 1)}  loss {at.loss_sum / at.samples:.4f}")
                 bar.advance(self._training.batch)
-                if self._clock is not None:
+                if self._budget is not None:
                     self._lay_schedule(bar)
                 if self._is_stopping:
                     self._save()
@@ -348,7 +350,7 @@ class Trainer:
                 return
             yield batch
 
-    def _step(self, batch: Batch, records: RunLog | None, interruption: Interruption) -> None:
+    def _step(self, batch: Batch, run_log: RunLog | None, interruption: Interruption) -> None:
         at, began = self._progress, self._elapsed
         likely = at.total_steps or likely_steps(self._config, at, self._epoch_steps)
         rate = learning_rate(self._config, at.step, likely)
@@ -360,28 +362,28 @@ class Trainer:
         at.skipped_steps += not done.finite
         at.step += 1
         at.epoch_step += 1
-        if records:
-            records.step(at.step, done.loss_sum / samples, rate)
+        if run_log:
+            run_log.step(at.step, done.loss_sum / samples, rate)
         self._agree(interruption)
         self._took = (self._took[1], self._elapsed - began)
-        if self._clock is not None:
-            self._clock.saw(self._elapsed - began)
+        if self._budget is not None:
+            self._budget.saw(self._elapsed - began)
 
     def _lay_schedule(self, bar: Bar) -> None:
-        """Turns the time limit into steps, once, and records them before anything else."""
-        assert self._clock is not None
-        if not self._clock.ready:
+        """Turn the time limit into steps, once, and record them before anything else."""
+        assert self._budget is not None
+        if not self._budget.ready:
             return
         at = self._progress
-        at.total_steps = self._clock.total_steps(at.step, self._elapsed)
+        at.total_steps = self._budget.total_steps(at.step, self._elapsed)
         if self._config.epochs is not None:
             at.total_steps = min(at.total_steps, self._config.epochs * self._epoch_steps)
-        at.validation_seconds = self._clock.validation_seconds
-        self._clock = None
+        at.validation_seconds = self._budget.validation_seconds
+        self._budget = None
         bar.total(at.total_steps * self._training.batch)
         self._save()
 
-    def _close_epoch(self, records: RunLog | None, interruption: Interruption) -> None:
+    def _close_epoch(self, run_log: RunLog | None, interruption: Interruption) -> None:
         at = self._progress
         done, whole = at.epoch_step, at.epoch_step == self._epoch_steps
         rate = at.timed_steps * self._training.batch / max(1e-9, at.timed_seconds)
@@ -411,8 +413,8 @@ class Trainer:
                 self._progress = before
                 raise
             row.update(verdict.figures)
-            if records and verdict.picture is not None:
-                records.picture(verdict.picture, at.epoch, at.step)
+            if run_log and verdict.picture is not None:
+                run_log.picture(verdict.picture, at.epoch, at.step)
             self._agree(interruption)
             at.validation_seconds = self._elapsed - began
             if self._validation.batches and verdict.score == _UNJUDGED and not at.best_epoch:
@@ -424,15 +426,15 @@ class Trainer:
             if verdict.score > at.best or at.best == _UNJUDGED or not self._validation.batches:
                 at.best, at.best_epoch = verdict.score, at.epoch
                 self._save(BEST, publish=True)
-                if records and verdict.confusion is not None:
+                if run_log and verdict.confusion is not None:
                     shown = {
                         name: (tile.slide, tile.loss, tile.picture)
                         for name, tile in verdict.shown.items()
                     }
-                    records.validation(at.epoch, verdict.confusion, shown)
+                    run_log.validation(at.epoch, verdict.confusion, shown)
         at.rows.append(row)
-        if records:
-            records.epoch(at.rows)
+        if run_log:
+            run_log.epoch(at.rows)
         cut = "" if whole else f", ended after {done} of {self._epoch_steps} steps"
         say(f"{self._title(int(row['epoch']))}{cut}  {_figures(row)}")
         self._save()
@@ -469,11 +471,11 @@ class Trainer:
         self._saved_at = self._elapsed
 
 
-def _tidy(bar: Bar, records: RunLog | None) -> None:
+def _tidy(bar: Bar, run_log: RunLog | None) -> None:
     """Leave the terminal and the log as a run does that has ended."""
     bar.end()
-    if records:
-        records.flush()
+    if run_log:
+        run_log.flush()
 
 
 def _figures(row: dict[str, float]) -> str:

@@ -39,7 +39,7 @@ def cut_labelled_slides(
     context: tuple[ModelInput, ...] = (),
     labelled: str | None = None,
 ) -> SplitTiles:
-    """Finds tissue on every training and validation slide and cuts it; test slides stay whole.
+    """Find tissue on every training and validation slide and cut it; test slides stay whole.
 
     Training tiles overlap as configured, validation tiles never do, so that a pixel counts once.
     `context` is what the network sees beside the tile, `labelled` that of it whose labels training

@@ -7,7 +7,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -108,7 +110,7 @@ class Validation:
         if not self._tiles:
             return Verdict({}, -math.inf, None)
         judge, loss_sum, picture = self._task.judge(), 0.0, ""
-        extremes = dict[str, dict[str, Any]]()
+        extremes = _Extremes()
         for firsts, sizes, tiles in self._rounds(engine):
             images = {at: stacked(own) for at, own in tiles.items()}
             for at, logits in engine.predict(sizes, images).items():
@@ -126,19 +128,12 @@ class Validation:
                         self._compared(tiles[at][row].image, labels.masks[row], logits[row])
                     )
                 for row, value in enumerate(losses.tolist()):
-                    for name in _extremes_of(value, firsts[at] + row, labels.masks[row], extremes):
-                        image, mask = tiles[at][row].image, labels.masks[row]
-                        step = -(-max(mask.shape) // _EXTREME_SIDE)
-                        extremes[name] = {
-                            "rank": (value, firsts[at] + row),
-                            "picture": self._compared(image, mask, logits[row])[::step, ::step],
-                        }
-        whole = self._task.judge()
-        told = {
-            name: {**each, "picture": to_text(each["picture"])} for name, each in extremes.items()
-        }
-        found = {"loss": loss_sum, "seen": judge.seen(), "picture": picture, "extremes": told}
-        parts = [json.loads(part) for part in engine.gather(json.dumps(found))]
+                    image, mask = tiles[at][row].image, labels.masks[row]
+                    draw = partial(self._compared, image, mask, logits[row])
+                    extremes.see(value, firsts[at] + row, mask, draw)
+        found = {"loss": loss_sum, "seen": judge.seen(), "picture": picture}
+        told = json.dumps({**found, "extremes": extremes.told()})
+        parts, whole = [json.loads(part) for part in engine.gather(told)], self._task.judge()
         for part in parts:
             whole.merge(part["seen"])
         mean = sum(part["loss"] for part in parts) / len(self._tiles)
@@ -149,7 +144,10 @@ class Validation:
             whole.score(),
             pictures[0] if pictures else None,
             whole.confusion(),
-            {name: self._shown_tile(name, parts) for name in _EXTREMES if _held(name, parts)},
+            _Extremes.merged(
+                [part["extremes"] for part in parts],
+                lambda number: self._tiles[number][0].slide.name,
+            ),
         )
 
     def _compared(
@@ -157,13 +155,6 @@ class Validation:
     ) -> NDArray[np.uint8]:
         guess = logits[: len(self._classes)].argmax(0).cpu().numpy().astype(np.uint8)
         return comparison(image, mask, guess, self._classes)
-
-    def _shown_tile(self, name: str, parts: Sequence[Mapping[str, Any]]) -> ShownTile:
-        """The tile that is the best, or the worst, of those that each rank found to be so."""
-        of_ranks = _held(name, parts)
-        chosen = _EXTREMES[name](of_ranks, key=lambda each: tuple(each["rank"]))
-        loss, number = chosen["rank"]
-        return ShownTile(self._tiles[number][0].slide.name, loss, from_text(chosen["picture"]))
 
     def _rounds(self, engine: Engine) -> Iterator[tuple[range, list[int], dict[int, list[Tile]]]]:
         """The batches that are predicted together: the number of the first tile of each, their
@@ -190,20 +181,50 @@ _EXTREMES: Mapping[str, Callable[..., Any]] = {"best": min, "worst": max}
 _EXTREME_SIDE = 512  # pixels of a tile that is shown
 
 
-def _extremes_of(
-    loss: float, number: int, mask: NDArray[np.uint8], so_far: Mapping[str, Mapping[str, Any]]
-) -> Iterator[str]:
-    """Yield "best" or "worst" where a tile is so, of those so far."""
-    for name, choose in _EXTREMES.items():
-        before = so_far.get(name)
-        if before is None or choose((loss, number), before["rank"]) != before["rank"]:
+class _Extremes:
+    """The "best" and the "worst" tile of those seen so far, see `Verdict`; by loss, then number."""
+
+    def __init__(self) -> None:
+        self._found = dict[str, tuple[tuple[float, int], NDArray[np.uint8]]]()
+
+    def see(
+        self,
+        loss: float,
+        number: int,
+        mask: NDArray[np.uint8],
+        draw: Callable[[], NDArray[np.uint8]],
+    ) -> None:
+        """Take in a tile, which is drawn if it is the best or the worst so far."""
+        for name, choose in _EXTREMES.items():
+            if name in self._found:
+                before, _ = self._found[name]
+                if choose((loss, number), before) == before:
+                    continue
             known = mask != IGNORE
             if math.isfinite(loss) and (known & (mask > 0) if name == "best" else known).any():
-                yield name
+                step = -(-max(mask.shape) // _EXTREME_SIDE)
+                self._found[name] = (loss, number), draw()[::step, ::step]
 
+    def told(self) -> dict[str, tuple[float, int, str]]:
+        """Return loss, number and picture of what was found; it is told to other ranks as JSON."""
+        return {name: (*rank, to_text(picture)) for name, (rank, picture) in self._found.items()}
 
-def _held(name: str, parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [part["extremes"][name] for part in parts if name in part["extremes"]]
+    @staticmethod
+    def merged(
+        parts: Sequence[Mapping[str, Sequence[Any]]], slide_of: Callable[[int], str]
+    ) -> dict[str, ShownTile]:
+        """Return the best and the worst of what all ranks have told.
+
+        Args:
+            parts: What each has `told`.
+            slide_of: Returns the name of a tile's slide.
+        """
+        shown = {}
+        for name, choose in _EXTREMES.items():
+            if of_ranks := [part[name] for part in parts if name in part]:
+                loss, number, picture = choose(of_ranks, key=itemgetter(0, 1))
+                shown[name] = ShownTile(slide_of(number), loss, from_text(picture))
+        return shown
 
 
 def _most_varied(slides: Sequence[SlideTiles]) -> int:

@@ -1,4 +1,4 @@
-"""Fills the tile cache ahead of training."""
+"""The tile cache, filled ahead of training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DEFAULT = "tiles"
 def fill_cache(
     config_file: Path | None, flags: Mapping[str, Mapping[str, Any]], verbose: bool = False
 ) -> Path:
-    """Keeps the pixels of all annotated slides of a folder that tiles of `train` can show.
+    """Keep the pixels of all annotated slides of a folder that tiles of `train` can show.
 
     Args:
         config_file: TOML file, or None.
@@ -50,10 +50,8 @@ def _fill(config: Config, spent: TimeSpent) -> Path:
     folder = config.tiles.cache or DEFAULT
     config = replace(config, tiles=replace(config.tiles, cache=folder, stain="none"))
     sources = find_labelled_slides(config)
-    for name, reason in sources.left_out.items():
-        say(f"Left out: {name}: {reason}")
-    for note in (*sources.remarks, *sources.notes):
-        say(note)
+    for line in sources.lines():
+        say(line)
     config, context = _with_context(config, sources)
     pool = SlidePool(lambda path: open_slide(path, config.data.assume_mpp))
     with Interruption("Run the same command again to go on.") as interruption, closing(pool):

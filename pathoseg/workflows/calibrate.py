@@ -1,4 +1,4 @@
-"""Measures what layers take on this device, and writes the hardware file that plans are made by."""
+"""Measurement of what layers take here: the hardware file that plans are made by."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _UNKNOWN_GPU = "a100"
 
 
 def calibrate(out: Path, quick: bool = False, device: str | None = None) -> Path:
-    """Times layers of many kinds and sizes, fits them, and writes what was learnt.
+    """Time layers of many kinds and sizes, fit them, and write what was learnt.
 
     Under mpirun, srun or torchrun it times the links between ranks and the visits of stages, too;
     rank 0 times the layers.
@@ -132,7 +132,7 @@ def _calibrate(out: Path, quick: bool, device: torch.device, shared: Mapping[str
 
 
 def _check(out: Path) -> None:
-    """Refuses a file that could not be written in the end, minutes later."""
+    """Refuse a file that could not be written in the end, minutes later."""
     if out.suffix != ".json" or out.is_dir():
         raise PathosegError(f"{out} is no name of a hardware file.", "End it in .json.")
     out.parent.mkdir(parents=True, exist_ok=True)

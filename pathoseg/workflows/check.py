@@ -1,4 +1,4 @@
-"""Looks through slides and annotations as training would, before hours are spent on them."""
+"""A look through slides and annotations as training has it, before hours are spent on them."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import runpy
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,24 +38,49 @@ _FEW = 16  # slides that are read twice, here and by the workflow
 Flags = Mapping[str, Mapping[str, Any]]
 
 
-def check_training_input(
-    config_file: Path | None, flags: Flags, out: Path | None, resume: bool, overwrite: bool
-) -> None:
-    """Refuse a training that cannot begin: its run, slides, annotations, first weights or device.
+@dataclass(frozen=True)
+class TrainingArguments:
+    """The arguments of a training.
 
-    Args:
-        config_file, flags, out, resume, overwrite: As for `train`.
+    Attributes:
+        config_file: TOML file, or None.
+        flags: What overrules it, by table and key.
+        out: The run's folder; None takes a new one, or the newest unfinished one.
+        resume: Go on with a run.
+        trace: On several ranks, draw what they do in one step.
+        overwrite: Replace the run that `out` holds, once all input is read.
+        verbose: Tell in the end where the time went.
+        ends_process: After a signal, once the run is saved, end the process where a layer under way
+            takes longer than two seconds; else that layer is waited for.
+    """
+
+    config_file: Path | None
+    flags: Flags
+    out: Path | None = None
+    resume: bool = False
+    trace: bool = False
+    overwrite: bool = False
+    verbose: bool = False
+    ends_process: bool = False
+
+    def refuse_overwriting(self) -> None:
+        """Refuse to write where a run is, see `run_folder.refuse_overwriting`."""
+        refuse_overwriting(self.out, self.resume, self.overwrite)
+
+
+def check_training_input(asked: TrainingArguments) -> None:
+    """Refuse a training that cannot begin: its run, slides, annotations, first weights or device.
 
     Raises:
         PathosegError: The first of these that cannot be used.
     """
-    config = load_config(config_file, flags)
+    config = load_config(asked.config_file, asked.flags)
     if find_world().launcher is not None:
         return
-    wanted = ranks_to_start(config_file, flags, out, resume)
-    refuse_overwriting(out, resume, overwrite)
-    if not resume:
-        new_run(named_run(out) if out else None, overwrite)
+    wanted = parallel_options(asked)
+    asked.refuse_overwriting()
+    if not asked.resume:
+        new_run(named_run(asked.out) if asked.out else None, asked.overwrite)
         if config.model.encoder_weights is None:  # else the two contradict each other
             _check_first_weights(config.train.start_from)
         if config.train.start_from is None and config.model.encoder_weights is None:
@@ -88,24 +114,20 @@ def check_folder_input(config_file: Path | None, flags: Flags) -> None:
     _check_slides(load_config(config_file, flags), are_read=False)
 
 
-def ranks_to_start(
-    config_file: Path | None, flags: Flags, out: Path | None, resume: bool
-) -> ParallelConfig:
-    """Return the [parallel] options of the command: ranks, transport and order.
-
-    A resumed run asks for the ranks that it began with.
+def parallel_options(asked: TrainingArguments) -> ParallelConfig:
+    """Return the table [parallel] of the command; on `--resume` without a file that of the run.
 
     Raises:
         PathosegError: The configuration is wrong, or there is no run to go on with.
     """
-    unnumbered = FORMAT
-    if resume and config_file is None:
-        begun = (named_run(out) if out else resumed_run(flags)) / CONFIG
+    config_file, unnumbered = asked.config_file, FORMAT
+    if asked.resume and config_file is None:
+        begun = (named_run(asked.out) if asked.out else resumed_run(asked.flags)) / CONFIG
         if begun.is_file():
             config_file, unnumbered = begun, UNNUMBERED
-    wanted = load_config(config_file, flags, unnumbered).parallel
+    wanted = load_config(config_file, asked.flags, unnumbered).parallel
     find_order(wanted.order)  # before any rank starts
-    if wanted.parked and wanted.offload == "none" and not resume:
+    if wanted.parked and wanted.offload == "none" and not asked.resume:
         raise PathosegError(
             '[parallel] parked asks for offload, and offload = "none" excludes it.',
             'Choose another form of offload, such as "overlapped", or leave out parked.',

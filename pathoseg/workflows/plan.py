@@ -1,4 +1,4 @@
-"""Plans how ranks share a training step, before any of it runs."""
+"""The plan of how ranks share a training step, before any of it runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from pathoseg.config import Config
+from pathoseg.config import Config, ParallelConfig
 from pathoseg.config_file import load_config
 from pathoseg.device import pick_device
 from pathoseg.errors import PathosegError
@@ -29,12 +29,12 @@ from pathoseg.parallel.planning.plan import Plan, PlanRequest
 from pathoseg.parallel.planning.planner import fits
 from pathoseg.parallel.planning.stage_costs import StageCosts
 from pathoseg.parallel.schedule import timeline
-from pathoseg.parallel.schedule.simulate import simulate
 from pathoseg.progress import progress_bar, say
 from pathoseg.training.encoder_training import prepare_encoder, with_low_rank
 from pathoseg.training.first_weights import take_encoder
 from pathoseg.training.run_folder import refuse_unwritable
 from pathoseg.training.step_plan import (
+    Found,
     Prices,
     dtype_on,
     find,
@@ -64,7 +64,7 @@ def plan(
     draw: Path | None,
     level: Level | None = None,
 ) -> Plan:
-    """Finds the fastest plan that fits, shows it and its rivals, and writes it.
+    """Find the fastest plan that fits, show it and its rivals, and write it.
 
     Args:
         config_file: TOML file, or None.
@@ -85,10 +85,7 @@ def plan(
         folder.mkdir(parents=True, exist_ok=True)
     hardware = find_hardware(config.parallel)
     dtype = dtype_on(hardware, config.train.amp)
-    hardware = with_dtype(hardware, dtype)
-    hardware = with_wire(
-        hardware, ["cuda"] if config.parallel.transport in ("auto", "nccl") else []
-    )
+    hardware = with_wire(with_dtype(hardware, dtype), _reads(config.parallel))
     memory = memory_to_plan(config.parallel, hardware.memory, hardware.device)
     teams(config.parallel, config.parallel.ranks)
     model = _build(config)
@@ -96,58 +93,75 @@ def plan(
     prices = Prices(model, config, hardware, dtype)
     with progress_bar("planning", None, "plans"):
         found = find(prices, memory)
-    graphs, request, shards = found.graphs, found.request, found.shards
     if not found.plans:
-        multiple = tile_multiple(model)
-        sides = range(2 * multiple, config.tiles.side, multiple)
-        refusal = nothing_fits(
-            graphs[0], request, sides, lambda side: prices.one(graphs[0].microbatch, side, shards)
-        )
-        smaller = _in_strips(prices, memory, sides)
-        with told_of_teams(shards):
-            raise PathosegError(refusal.problem, f"{refusal.hint}{smaller}")
-    of_strip, plans = found.plans[0], found.whole
-    best = plans[0]
-    [whole] = [each for each in graphs if each.microbatch == best.microbatch]
-    priced = whole.reordered(best.line)
-    for note in priced.graph.notes:
-        say(note)
+        raise _refusal(prices, memory, found)
+    for line in _lines(prices, memory, found):
+        say(line)
+    told = _written(out / PLAN, found.whole[0].to_json())
+    write_text(out / TIMELINE, timeline.draw_svg({"planned": found.events(found.plans[0])}))
+    say(f"Plan: {told}. Timeline: {out / TIMELINE}.")
+    _show_graph(found, level, draw)
+    return found.whole[0]
+
+
+def _reads(config: ParallelConfig) -> Sequence[str]:
+    """Return the accelerators whose memory the transport of a run sends, see `with_wire`."""
+    return ["cuda"] if config.transport in ("auto", "nccl") else []
+
+
+def _refusal(prices: Prices, memory: int, found: Found) -> PathosegError:
+    """Return the error that says what would fit, where nothing does."""
+    graph, multiple = found.graphs[0], tile_multiple(prices.model)
+    sides = range(2 * multiple, prices.config.tiles.side, multiple)
+    refusal = nothing_fits(
+        graph,
+        found.request,
+        sides,
+        lambda side: prices.one(graph.microbatch, side, found.shards),
+    )
+    smaller = _in_strips(prices, memory, sides)
+    return told_of_teams(PathosegError(refusal.problem, f"{refusal.hint}{smaller}"), found.shards)
+
+
+def _lines(prices: Prices, memory: int, found: Found) -> Iterator[str]:
+    """Lines that tell the fastest plan, its rivals and what they are priced by."""
+    config, hardware, shards = prices.config, prices.hardware, found.shards
+    best, ranks = found.whole[0], found.request.ranks * shards
+    priced = found.priced(best)
+    yield from priced.graph.notes
     has_margin = config.parallel.memory is None and memory < hardware.memory
     margin = f", {memory_text(hardware.memory)} less a margin" if has_margin else ""
-    say(
-        f"{config.model.name}, tiles of {config.tiles.side} px, steps of {request.batch}, on "
-        f"{count_ranks(request.ranks * shards)} of {memory_text(memory)} ({hardware.name}{margin})."
+    yield (
+        f"{config.model.name}, tiles of {config.tiles.side} px, steps of {found.request.batch}, on "
+        f"{count_ranks(ranks)} of {memory_text(memory)} ({hardware.name}{margin})."
     )
-    if hardware.device != "cpu" and request.ranks * shards > 1:
-        by_nccl = hardware.device == "cuda" and config.parallel.transport in ("auto", "nccl")
-        way = (
-            "from device to device, by NCCL" if by_nccl else "through host memory (gloo, most MPI)"
-        )
-        say(f"Messages are priced {way}.")
+    if hardware.device != "cpu" and ranks > 1:
+        way = "through host memory (gloo, most MPI)"
+        if hardware.device in _reads(config.parallel):
+            way = "from device to device, by NCCL"
+        yield f"Messages are priced {way}."
     if shards > 1:
         reason = f": {found.reason}" if found.reason else ""
-        say(f"Each tile is cut into {shards} strips of rows, on as many ranks{reason}.")
-    precision = "float32" if dtype is None else f"{str(dtype)[6:]} by autocast"
-    say(f"Computed in {precision}. Times: {best.note}.")
-    say("")
-    for line in table(plans[:_SHOWN]):
-        say(line)
-    say("")
-    say(_verdict(best, request))
+        yield f"Each tile is cut into {shards} strips of rows, on as many ranks{reason}."
+    precision = "float32" if prices.dtype is None else f"{str(prices.dtype)[6:]} by autocast"
+    yield f"Computed in {precision}. Times: {best.note}."
+    yield ""
+    yield from table(found.whole[:_SHOWN])
+    yield ""
+    yield _verdict(best, found.request)
     if shards > 1:
-        say(f"A rank here stands for {shards} ranks that share each tile.")
-    partition = of_strip.partition(priced.graph)
-    for line in not_kept(best, priced, partition):
-        say(line)
-    costs = priced.costs(partition, of_strip.ranks, best.retention, best.window)
-    events = simulate(best.schedule, costs).events
-    told = _written(out / PLAN, best.to_json())
-    write_text(out / TIMELINE, timeline.draw_svg({"planned": events}))
-    say(f"Plan: {told}. Timeline: {out / TIMELINE}.")
-    if level in _DEPTHS and best.line:  # modules run at once, so that none is a row of its own
-        graph, times, stages = _at_level(whole, None, level)
+        yield f"A rank here stands for {shards} ranks that share each tile."
+    yield from not_kept(best, priced, found.plans[0].partition(priced.graph))
+
+
+def _show_graph(found: Found, level: Level | None, draw: Path | None) -> None:
+    """List the graph of the fastest plan at a level, and draw it, where that is asked for."""
+    plan = found.plans[0]
+    if level in _DEPTHS and plan.line:  # modules run at once, so that none is a row of its own
+        graph, times, stages = _at_level(found.of_microbatch(plan.microbatch), None, level)
     else:
-        graph, times, stages = _at_level(priced, partition, level)
+        priced = found.priced(plan)
+        graph, times, stages = _at_level(priced, plan.partition(priced.graph), level)
     if level is not None:
         say("")
         say(adjacency(graph))
@@ -156,7 +170,6 @@ def plan(
         say(f"Drawing: {told}.")
         if stages is None:
             say(f"It shows no stages: they begin inside of a {level}.")
-    return best
 
 
 def _written(path: Path, text: str) -> str:
@@ -269,11 +282,11 @@ def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 def _in_strips(prices: Prices, memory: int, sides: Sequence[int]) -> str:
     """Return a hint that names a tile that fits in the most strips tried; empty where none does."""
     shards = max((many for many, whole in prices.gathered.items() if not whole), default=1)
-    if prices.config.parallel.shards is not None or shards == 1:
+    wanted = prices.config.parallel
+    if wanted.shards is not None or shards == 1:
         return ""
-    config = prices.config
-    cut = replace(config, parallel=replace(config.parallel, shards=shards))
-    request = plan_request(cut, memory)
+    config = replace(prices.config, parallel=replace(wanted, shards=shards))
+    request = plan_request(config, memory)
     size = config.train.microbatch or 1
     tried = sides[:: max(1, len(sides) // _TRIED_SIDES)]
     try:

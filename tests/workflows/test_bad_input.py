@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from pathoseg.errors import PathosegError
-from pathoseg.workflows.early_checks import ranks_to_start
+from pathoseg.workflows.early_checks import TrainingArguments, parallel_options
 
 Command = Callable[..., tuple[int, str]]
 SaveBundle = Callable[..., Path]
@@ -275,5 +275,5 @@ def test_a_device_that_is_not_there(
 def test_what_waits_in_host_memory_needs_a_form_of_offload() -> None:
     flags = {"parallel": {"parked": ["optimizer"], "offload": "none"}}
     with pytest.raises(PathosegError, match="asks for offload") as refused:
-        ranks_to_start(None, flags, None, resume=False)
+        parallel_options(TrainingArguments(None, flags))
     assert "leave out parked" in refused.value.hint

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from pathoseg.errors import StoppedError
 from pathoseg.interruption import Interruption
+from pathoseg.workflows.early_checks import TrainingArguments
 from pathoseg.workflows.infer import infer
 from pathoseg.workflows.train import train
 from tests.conftest import draw_toy_slides
@@ -153,7 +154,7 @@ def _part(run: str, when: int, config: str = "dropping.toml") -> bool:
     _At.when, _At.questions = when, 0
     flags = {"data": {"slides": "slides"}, "parallel": {"ranks": 1}}
     try:
-        train(Path(config), flags, Path(run), resume=True)
+        train(TrainingArguments(Path(config), flags, Path(run), resume=True))
     except StoppedError:
         return False
     return True

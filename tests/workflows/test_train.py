@@ -30,6 +30,7 @@ from pathoseg.training import run_folder, step_plan, trainer
 from pathoseg.training.optimizer import learning_rate
 from pathoseg.training.run_folder import bundle_of
 from pathoseg.workflows import train as workflow
+from pathoseg.workflows.early_checks import TrainingArguments
 from pathoseg.workflows.train import train
 from tests.conftest import draw_disc
 from tests.forked import Forked
@@ -57,7 +58,7 @@ def test_what_the_host_cannot_hold_is_refused_before_anything_is_read(
     flags = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 1, "batch": 4}}
     monkeypatch.setattr(step_plan, "available_memory", lambda: 2**20)
     with pytest.raises(PathosegError, match=r"takes about .* which has 1 MiB left") as refused:
-        train(Path("tiny.toml"), flags, Path("run"), resume=False)
+        train(TrainingArguments(Path("tiny.toml"), flags, Path("run")))
     assert '[parallel] memory = "922 KiB"' in refused.value.hint
     assert not Path("run").exists()
     needed = re.search(r"about ([\d.]+) MiB", refused.value.problem)
@@ -66,16 +67,16 @@ def test_what_the_host_cannot_hold_is_refused_before_anything_is_read(
     kept: list[int] = []
     monkeypatch.setattr(step_plan, "keep_freed_memory", kept.append)
     monkeypatch.setattr(step_plan, "available_memory", lambda: room)
-    train(Path("tiny.toml"), flags, Path("run"), resume=False)
+    train(TrainingArguments(Path("tiny.toml"), flags, Path("run")))
     assert not kept  # what the heap's holes take is not there
     monkeypatch.setattr(step_plan, "available_memory", lambda: 2 * room)
-    train(Path("tiny.toml"), flags, Path("roomy"), resume=False)
+    train(TrainingArguments(Path("tiny.toml"), flags, Path("roomy")))
     assert kept == [LARGE]
 
 
 def test_a_run_leaves_what_the_contract_says_and_learns(toy_slides: Path) -> None:
     flags = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 12}}
-    run = train(Path("tiny.toml"), flags, None, resume=False)
+    run = train(TrainingArguments(Path("tiny.toml"), flags))
     for name in (
         "config.toml",
         "splits.csv",
@@ -119,7 +120,9 @@ def test_a_run_leaves_what_the_contract_says_and_learns(toy_slides: Path) -> Non
 def test_equal_seeds_make_equal_runs_and_others_do_not(toy_slides: Path) -> None:
     data = {"slides": str(toy_slides)}
     runs = [
-        train(Path("tiny.toml"), {"": {"seed": seed}, "data": data}, Path(f"r{i}"), resume=False)
+        train(
+            TrainingArguments(Path("tiny.toml"), {"": {"seed": seed}, "data": data}, Path(f"r{i}"))
+        )
         for i, seed in enumerate([0, 0, 1])
     ]
     assert _rows(runs[0]) == _rows(runs[1])
@@ -184,7 +187,7 @@ def test_a_time_limit_ends_in_order_and_is_laid_over_the_schedule(
     flags = {"data": {"slides": str(toy_slides)}, "train": {"epochs": None, "time_limit": 1.0}}
     config = Path("limited.toml")
     config.write_text(Path("tiny.toml").read_text().replace("epochs = 4\n", ""))
-    run = train(config, flags, None, resume=False)
+    run = train(TrainingArguments(config, flags))
     said = capsys.readouterr().err
     assert "epoch 2  " in said
     assert "epoch 2 of" not in said, "the limit may end it before the schedule does"
@@ -212,7 +215,7 @@ def test_no_step_begins_that_would_end_after_the_time_limit(
     flags = {"data": {"slides": str(toy_slides)}, "train": {"time_limit": 1.0}}
     config = Path("limited.toml")
     config.write_text(Path("tiny.toml").read_text().replace("epochs = 4\n", ""))
-    run = train(config, flags, None, resume=False)
+    run = train(TrainingArguments(config, flags))
     progress = torch.load(run / "checkpoints" / "last.pt", weights_only=True)["progress"]
     assert 20 < progress["step"] < progress["total_steps"]
     assert progress["seconds"] <= 1.0
@@ -230,9 +233,9 @@ def test_a_time_limit_below_a_step_says_what_still_follows(
 
 def test_resuming_with_other_values_is_refused_by_name(toy_slides: Path) -> None:
     flags = {"data": {"slides": str(toy_slides)}}
-    run = train(Path("tiny.toml"), flags, Path("run"), resume=False)
+    run = train(TrainingArguments(Path("tiny.toml"), flags, Path("run")))
     with pytest.raises(PathosegError, match=r"tiles\.tile"):
-        train(None, {"tiles": {"tile": 64}}, run, resume=True)
+        train(TrainingArguments(None, {"tiles": {"tile": 64}}, run, resume=True))
 
 
 def test_a_resumed_run_keeps_the_defaults_of_its_format(
@@ -245,7 +248,9 @@ def test_a_resumed_run_keeps_the_defaults_of_its_format(
     Path("run").mkdir()
     for name in ("tiny.toml", "run/config.toml"):
         Path(name).write_text(text)
-    assert len(_rows(train(Path("tiny.toml"), {}, Path("run"), resume=True))) == 2
+    assert (
+        len(_rows(train(TrainingArguments(Path("tiny.toml"), {}, Path("run"), resume=True)))) == 2
+    )
 
 
 @pytest.mark.parametrize("parallel", [{}, {"memory": "2GiB"}], ids=["alone", "planned"])
@@ -265,7 +270,9 @@ def test_layers_are_compiled_where_it_is_asked_for(
     for compiles in (False, True):
         assert not blocks
         flags["train"] = {"epochs": 1, "compile": compiles}
-        weights.append(_weights(train(Path("tiny.toml"), flags, Path(str(compiles)), resume=False)))
+        weights.append(
+            _weights(train(TrainingArguments(Path("tiny.toml"), flags, Path(str(compiles)))))
+        )
     assert blocks
     torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=0)
 
@@ -274,12 +281,12 @@ def test_resuming_in_other_microbatches_says_what_changes(
     toy_slides: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags: dict[str, dict[str, Any]] = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 1}}
-    run = train(Path("tiny.toml"), flags, Path("run"), resume=False)
+    run = train(TrainingArguments(Path("tiny.toml"), flags, Path("run")))
     said = []
     for wanted in ({}, {"microbatch": 1}, {}):  # as it was, another, and that again
         (run / "summary.json").unlink()
         capsys.readouterr()
-        train(None, {"train": wanted}, run, resume=True)
+        train(TrainingArguments(None, {"train": wanted}, run, resume=True))
         said.append("Microbatches of 1, not 2 as before: random layers" in capsys.readouterr().err)
     assert said == [False, True, False]
     assert load_config(run / "config.toml").train.microbatch == 1
@@ -287,17 +294,17 @@ def test_resuming_in_other_microbatches_says_what_changes(
 
 def test_a_finished_run_is_not_trained_again(toy_slides: Path) -> None:
     flags = {"data": {"slides": str(toy_slides)}}
-    run = train(Path("tiny.toml"), flags, Path("run"), resume=False)
+    run = train(TrainingArguments(Path("tiny.toml"), flags, Path("run")))
     before = (run / "metrics.csv").stat().st_mtime_ns
-    train(None, {}, run, resume=True)
+    train(TrainingArguments(None, {}, run, resume=True))
     assert (run / "metrics.csv").stat().st_mtime_ns == before
     with pytest.raises(PathosegError, match=r"already holds a run, finished, by .*config\.toml"):
-        train(Path("tiny.toml"), flags, run, resume=False)
+        train(TrainingArguments(Path("tiny.toml"), flags, run))
 
 
 def test_a_run_is_replaced_once_all_input_is_read(toy_slides: Path) -> None:
     flags: dict[str, dict[str, Any]] = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 2}}
-    run = train(Path("tiny.toml"), flags, Path("run"), resume=False)
+    run = train(TrainingArguments(Path("tiny.toml"), flags, Path("run")))
     calm = _rows(run)
     (run / "notes.txt").write_text("mine")
     (run / "evaluation.csv").touch()
@@ -310,10 +317,14 @@ def test_a_run_is_replaced_once_all_input_is_read(toy_slides: Path) -> None:
         ({}, None, False, "is not given"),
     ):
         with pytest.raises(PathosegError, match=words):
-            train(Path("tiny.toml"), flags | {"train": options}, out, resume, overwrite=True)
+            train(
+                TrainingArguments(
+                    Path("tiny.toml"), flags | {"train": options}, out, resume, overwrite=True
+                )
+            )
         assert _rows(run) == calm, "nothing is touched by what is refused"
         assert (run / "summary.json").exists()
-    assert train(Path("tiny.toml"), flags, run, resume=False, overwrite=True) == run
+    assert train(TrainingArguments(Path("tiny.toml"), flags, run, overwrite=True)) == run
     assert _rows(run) == calm, "it begins anew"
     assert not (run / "evaluation.csv").exists()
     assert (run / "notes.txt").read_text() == "mine"
@@ -323,13 +334,13 @@ def test_a_run_is_replaced_once_all_input_is_read(toy_slides: Path) -> None:
 def test_the_run_behind_latest_is_replaced_and_no_other(toy_slides: Path) -> None:
     flags: dict[str, dict[str, Any]] = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 1}}
     config = Path("tiny.toml")
-    first, second = (train(config, flags, Path("runs") / name, resume=False) for name in "ab")
+    first, second = (train(TrainingArguments(config, flags, Path("runs") / name)) for name in "ab")
     files = [path for path in first.rglob("*") if path.is_file()]
     before = {path: path.read_bytes() for path in files}
-    again = train(config, flags, Path("runs/latest"), resume=False, overwrite=True)
+    again = train(TrainingArguments(config, flags, Path("runs/latest"), overwrite=True))
     assert again == second
     longer = {"train": {"epochs": 2}}
-    assert train(None, longer, Path("runs/latest"), resume=True) == second
+    assert train(TrainingArguments(None, longer, Path("runs/latest"), resume=True)) == second
     assert len(_rows(second)) == 2
     assert {path: path.read_bytes() for path in files} == before
     assert Path("runs/latest").resolve() == second.resolve()
@@ -337,7 +348,7 @@ def test_the_run_behind_latest_is_replaced_and_no_other(toy_slides: Path) -> Non
 
 def test_slides_that_came_later_stay_out_of_a_run_that_goes_on(toy_slides: Path) -> None:
     flags = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 1}}
-    run = train(Path("tiny.toml"), flags, Path("run"), resume=False)
+    run = train(TrainingArguments(Path("tiny.toml"), flags, Path("run")))
     splits = (run / "splits.csv").read_text()
     (run / "summary.json").unlink()
     for seed in range(4, 9):
@@ -346,13 +357,13 @@ def test_slides_that_came_later_stay_out_of_a_run_that_goes_on(toy_slides: Path)
     away = toy_slides / "slide0_mask.png"
     away.rename("away.png")
     (toy_slides / "slide1.png").rename("gone.png")
-    train(None, {}, run, resume=True)
+    train(TrainingArguments(None, {}, run, resume=True))
     assert '"slide1.png": "it is gone' in (run / "summary.json").read_text()
     assert (run / "splits.csv").read_text() == splits, "one that is away for once keeps its place"
     Path("away.png").rename(away)
     Path("gone.png").rename(toy_slides / "slide1.png")
     (run / "summary.json").unlink()
-    train(None, {}, run, resume=True)
+    train(TrainingArguments(None, {}, run, resume=True))
     assert "slide0" not in (run / "summary.json").read_text()
     assert '"slide8.png": "it came after the run began"' in (run / "summary.json").read_text()
 
@@ -363,32 +374,32 @@ def test_a_run_goes_on_where_its_slides_were_moved(toy_slides: Path) -> None:
     runs = []
     for name in "ab":
         flags: dict[str, Any] = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 1}}
-        run = train(Path("tiny.toml"), flags, Path(name), resume=False)
+        run = train(TrainingArguments(Path("tiny.toml"), flags, Path(name)))
         if name == "b":
             moved = toy_slides.rename("elsewhere")
             with pytest.raises(PathosegError, match="slides, which is not there") as refused:
-                train(None, {"train": {"epochs": 2}}, run, resume=True)
+                train(TrainingArguments(None, {"train": {"epochs": 2}}, run, resume=True))
             assert "--slides DIR" in refused.value.hint
             longer = {
                 "data": {"slides": str(moved)},
                 "tiles": {"cache": "cache"},
                 "train": {"epochs": 2, "readers": 1},
             }
-        runs.append(train(None, longer, run, resume=True))
+        runs.append(train(TrainingArguments(None, longer, run, resume=True)))
     stayed, moved_run = map(_rows, runs)
     assert [row["train_loss"] for row in moved_run] == [row["train_loss"] for row in stayed]
     assert 'slides = "elsewhere"' in (runs[1] / "config.toml").read_text()
-    assert train(None, {"train": {"epochs": 3}}, runs[1], resume=True) == runs[1]
+    assert train(TrainingArguments(None, {"train": {"epochs": 3}}, runs[1], resume=True)) == runs[1]
 
 
 def test_a_truncated_checkpoint_is_named(toy_slides: Path) -> None:
     flags = {"data": {"slides": str(toy_slides)}}
-    run = train(Path("tiny.toml"), flags, Path("run"), resume=False)
+    run = train(TrainingArguments(Path("tiny.toml"), flags, Path("run")))
     (run / "summary.json").unlink()
     last = run / "checkpoints" / "last.pt"
     last.write_bytes(last.read_bytes()[:1000])
     with pytest.raises(PathosegError, match=r"last\.pt cannot be used"):
-        train(None, {}, run, resume=True)
+        train(TrainingArguments(None, {}, run, resume=True))
 
 
 def test_microbatches_with_group_norm_train_the_same_course(toy_slides: Path) -> None:
@@ -397,7 +408,7 @@ def test_microbatches_with_group_norm_train_the_same_course(toy_slides: Path) ->
     Path("parts.toml").write_text(text.replace("batch = 2", "batch = 2\nmicrobatch = 1"))
     flags = {"data": {"slides": str(toy_slides)}}
     whole, parts = (
-        _rows(train(Path(f"{name}.toml"), flags, Path(name), resume=False))
+        _rows(train(TrainingArguments(Path(f"{name}.toml"), flags, Path(name))))
         for name in ("whole", "parts")
     )
     for one, other in zip(whole, parts, strict=True):
@@ -417,13 +428,13 @@ def test_folders_that_cannot_be_trained_on_are_refused(
 ) -> None:
     prepare(toy_slides)
     with pytest.raises(PathosegError, match=message):
-        train(Path("tiny.toml"), {"data": {"slides": str(toy_slides)}}, None, resume=False)
+        train(TrainingArguments(Path("tiny.toml"), {"data": {"slides": str(toy_slides)}}))
 
 
 def test_a_bad_slide_can_be_left_out_and_is_recorded(toy_slides: Path) -> None:
     (toy_slides / "slide1.png").write_bytes(b"\x89PNG broken")
     flags = {"data": {"slides": str(toy_slides), "skip_bad_slides": True}}
-    run = train(Path("tiny.toml"), flags, None, resume=False)
+    run = train(TrainingArguments(Path("tiny.toml"), flags))
     assert "slide1.png" in (run / "summary.json").read_text()
     assert "slide1.png" not in (run / "splits.csv").read_text()
 
@@ -438,7 +449,7 @@ def test_tiles_are_classified_and_judged(toy_slides: Path) -> None:
     text = text.replace("width = 4\ndepth = 2", 'name = "resnet11_v2"\ntask = "classify"')
     Path("classify.toml").write_text(text)
     flags = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 6}}
-    rows = _rows(train(Path("classify.toml"), flags, None, resume=False))
+    rows = _rows(train(TrainingArguments(Path("classify.toml"), flags)))
     assert float(rows[-1]["val_accuracy"]) > 0.9
     assert float(rows[-1]["val_auc_dark"]) > 0.95
     assert rows[-1]["val_dice_mean"] == ""
@@ -464,7 +475,7 @@ def test_a_stain_normaliser_is_fitted_and_recorded(
         "model": {"width": 4, "depth": 2},
         "train": {"epochs": 1, "samples_per_epoch": 4},
     }
-    _, card = load_bundle(train(None, flags, None, resume=False) / "model")
+    _, card = load_bundle(train(TrainingArguments(None, flags)) / "model")
     assert card.stain == {"method": method}
 
 
@@ -476,7 +487,7 @@ def test_an_order_that_one_process_cannot_follow_is_named(
         "train": {"epochs": 1},
         "parallel": {"order": "1f1b"},
     }
-    train(Path("tiny.toml"), flags, None, resume=False)
+    train(TrainingArguments(Path("tiny.toml"), flags))
     said = capsys.readouterr().err
     assert "the order 1f1b is for several ranks" in said
     assert "Every slide counts as a patient of its own" in said
@@ -492,7 +503,7 @@ def test_without_validation_the_last_epoch_is_kept(
     table = toy_slides / "slides.csv"
     table.write_text("slide,patient,split\nslide0.png,anna,train\n")
     flags = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 3, "time_limit": 600.0}}
-    run = train(Path("tiny.toml"), flags, None, resume=False)
+    run = train(TrainingArguments(Path("tiny.toml"), flags))
     assert len(_rows(run)) == 3
     last = torch.load(run / "checkpoints" / "last.pt", weights_only=True)
     torch.testing.assert_close(_weights(run), dict(last["model"]), rtol=0, atol=0)
@@ -516,7 +527,7 @@ def test_validation_slides_without_any_class_judge_no_epoch(
     rows = [f"slide{number}.png,p{number},{split}\n" for number, split in enumerate(splits)]
     table.write_text("".join(["slide,patient,split\n", *rows]))
     flags = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 3, "patience": 1}}
-    run = train(Path("tiny.toml"), flags, None, resume=False)
+    run = train(TrainingArguments(Path("tiny.toml"), flags))
     assert len(_rows(run)) == 3, "patience waits for a score"
     last = torch.load(run / "checkpoints" / "last.pt", weights_only=True)
     torch.testing.assert_close(_weights(run), dict(last["model"]), rtol=0, atol=0)
@@ -532,19 +543,19 @@ def test_a_run_that_another_command_has_begun_meanwhile_is_kept(
     flags = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 1}}
     cut = workflow.cut_labelled_slides
 
-    def overtaken(*arguments: Any) -> Any:
+    def overtaken(*arguments: Any, **named: Any) -> Any:
         monkeypatch.setattr(workflow, "cut_labelled_slides", cut)
-        train(Path("tiny.toml"), flags, Path("run"), resume=False)
-        return cut(*arguments)
+        train(TrainingArguments(Path("tiny.toml"), flags, Path("run")))
+        return cut(*arguments, **named)
 
     monkeypatch.setattr(workflow, "cut_labelled_slides", overtaken)
     with pytest.raises(PathosegError, match="Another command has begun a run in run meanwhile"):
-        train(Path("tiny.toml"), flags, Path("run"), resume=False)
+        train(TrainingArguments(Path("tiny.toml"), flags, Path("run")))
     assert (run_folder.is_finished(Path("run")), len(_rows(Path("run")))) == (True, 1)
 
 
 def test_class_weights_for_other_classes_are_refused_ahead_of_the_run(toy_slides: Path) -> None:
     flags = {"data": {"slides": str(toy_slides)}, "loss": {"class_weights": [1.0, 2.0, 3.0]}}
     with pytest.raises(PathosegError, match="3 numbers for 2 classes"):
-        train(Path("tiny.toml"), flags, Path("run"), resume=False)
+        train(TrainingArguments(Path("tiny.toml"), flags, Path("run")))
     assert not Path("run").exists()

@@ -22,6 +22,7 @@ from pathoseg.training import trainer
 from pathoseg.training.checkpoint import LAST, Progress, read_progress, save_checkpoint
 from pathoseg.training.run_folder import bundle_of, is_finished
 from pathoseg.training.trainer import check_limits
+from pathoseg.workflows.early_checks import TrainingArguments
 from pathoseg.workflows.train import train
 from tests.forked import Forked
 
@@ -198,7 +199,7 @@ def test_slides_that_the_earlier_model_has_seen_and_names_that_it_knew_otherwise
         "data": {"slides": str(toy_slides)},
         "train": {"start_from": "first", "epochs": 1, "samples_per_epoch": 2},
     }
-    train(bare, flags, Path("run"), resume=False)
+    train(TrainingArguments(bare, flags, Path("run")))
     said = capsys.readouterr().err
     assert "trained on slides that are held out now (slide0.png)" in said
     assert said.count("Take care: the earlier run took") == 1
@@ -239,9 +240,9 @@ def test_a_finished_run_trains_longer_and_survives_a_kill(
 ) -> None:
     data = {"slides": str(toy_slides)}
     flags = {"data": data, "train": {"epochs": 1}, "model": {"width": 4, "depth": 2}}
-    other = train(bare, flags, Path("other"), resume=False)
+    other = train(TrainingArguments(bare, flags, Path("other")))
     flags = {"data": data, "train": {"patience": 1, "start_from": "other"}}
-    run = train(bare, flags, Path("run"), resume=False)
+    run = train(TrainingArguments(bare, flags, Path("run")))
     summary = json.loads((run / "summary.json").read_text())
     first, best = _losses(run), summary["best_score"]
     steps = summary["steps"] // 2
@@ -258,9 +259,9 @@ def test_a_finished_run_trains_longer_and_survives_a_kill(
 
     monkeypatch.setattr(trainer, "learning_rate", learning_rate)
     with suppress(KeyboardInterrupt):
-        train(None, {"train": {"epochs": 4}}, run, resume=True)
+        train(TrainingArguments(None, {"train": {"epochs": 4}}, run, resume=True))
     assert load_config(run / "config.toml").train.epochs == 4
-    train(None, {}, None, resume=True)
+    train(TrainingArguments(None, {}, None, resume=True))
     assert {total for _, total in asked} == {4 * steps}
     assert [step for step, _ in asked][-1] >= 3 * steps - 1
     assert (_losses(run)[: len(first)], len(_losses(run)) > len(first)) == (first, True)
@@ -303,12 +304,14 @@ def test_a_longer_time_limit_is_laid_over_what_is_left(
     bare.write_text(BARE.replace("epochs = 2\n", ""))
     limited = {"time_limit": 0.1, "start_from": str(tiny_bundle())}
     run = train(
-        bare, {"data": {"slides": str(toy_slides)}, "train": limited}, Path("run"), resume=False
+        TrainingArguments(
+            bare, {"data": {"slides": str(toy_slides)}, "train": limited}, Path("run"), resume=False
+        )
     )
     before = read_progress(run / "checkpoints" / LAST)
     limit = before.seconds + 60  # of which two epochs take what the machine needs for them
     more = {"time_limit": limit, "epochs": before.epoch + 2}
-    train(None, {"train": more}, run, resume=True)
+    train(TrainingArguments(None, {"train": more}, run, resume=True))
     after = read_progress(run / "checkpoints" / LAST)
     assert after.step > before.step
     assert after.prolonged == before.epoch
