@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from decimal import Decimal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -213,3 +214,10 @@ class Frame:
             box.width * self.scale_x,
             box.height * self.scale_y,
         )
+
+
+def area_text(mm2: float) -> str:
+    """Format an area in mm², or a number per mm², in four digits or one decimal; nan as a dash."""
+    if math.isnan(mm2):
+        return "–"
+    return f"{mm2:,.1f}" if mm2 >= 1000 else f"{Decimal(f'{mm2:.4g}'):f}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pathoseg.errors import PathosegError
-from pathoseg.geometry import Box, Frame, Mpp, Size
+from pathoseg.geometry import Box, Frame, Mpp, Size, area_text
 from pathoseg.tiles.grid import TileGrid
 
 
@@ -69,3 +70,14 @@ def test_a_grid_covers_every_pixel_and_wastes_no_tile(
 def test_a_grid_that_pooling_cannot_divide_is_refused() -> None:
     with pytest.raises(PathosegError, match="multiples of 16"):
         TileGrid.cover(Size(100, 100), 100, 0, 16)
+
+
+@pytest.mark.parametrize(
+    ("area", "shown"),
+    [
+        *((0.0, "0"), (1.5e-6, "0.0000015"), (0.123456, "0.1235"), (999.84, "999.8")),
+        *((1250.0, "1,250.0"), (12_500.04, "12,500.0"), (math.nan, "–")),
+    ],
+)
+def test_an_area_has_no_exponent(area: float, shown: str) -> None:
+    assert area_text(area) == shown

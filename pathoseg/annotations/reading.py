@@ -73,7 +73,7 @@ def find_annotation(slide: Path, folder: Path | None) -> Path | None:
 
 
 def annotation_of(
-    name: str, slide: Path, folder: Path | None, used: dict[Path, str]
+    name: str, slide: Path, folder: Path | None, used: dict[Path, Path]
 ) -> Path | None:
     """Return the annotation file of a slide, or None.
 
@@ -84,7 +84,7 @@ def annotation_of(
         name: The slide's, with folders between slashes.
         slide: Its file.
         folder: That of annotations; None means beside the slide.
-        used: Annotation → the slide whose it is; this one is added.
+        used: Annotation → the file of the slide whose it is; this one is added.
 
     Raises:
         PathosegError: There are several, or it is another slide's.
@@ -93,9 +93,10 @@ def annotation_of(
     if folder is not None and within.parts and (folder / within).is_dir():
         found = find_annotation(slide, folder / within)
     found = found or find_annotation(slide, folder)
-    if found is not None and (other := used.setdefault(found.resolve(), name)) != name:
+    file = slide.resolve()
+    if found is not None and (other := used.setdefault(found.resolve(), file)) != file:
         raise PathosegError(
-            f"{found} would be the annotation of both {other} and {name}.",
+            f"{found} would be the annotation of both {other} and {slide}.",
             "Put annotations beside the slides, or into folders that are called like those that "
             "the slides are in.",
         )

@@ -17,6 +17,7 @@ from PIL import Image
 
 from pathoseg.annotations.annotation import Colour
 from pathoseg.errors import PathosegError
+from pathoseg.geometry import area_text
 from pathoseg.outputs.atomic import replaced
 from pathoseg.outputs.html_report import count, photograph, write_page
 from pathoseg.outputs.overlay import thumbnail_frame
@@ -219,7 +220,7 @@ class _Page:
                 self.remarks.setdefault(told, []).append((_id(at), summaries[at].slide))
         self.class_rows = [_class_row(name, summaries, far, batch.colours) for name in self.classes]
         self.regions = [
-            {"slide": one.slide, "name": region.name, "area": _area(region.area_mm2)}
+            {"slide": one.slide, "name": region.name, "area": area_text(region.area_mm2)}
             | {"cells": _cells(region.classes, self.classes)}
             | {"unread": _unread(one, region.unread_pixels)}
             for one in summaries
@@ -262,7 +263,7 @@ def _remarks(summary: Summary) -> list[str]:
     told = [f"{warning[:1].upper()}{warning[1:]}" for warning in summary.warnings]
     if summary.unread_pixels or summary.tiles.unread:
         told.append(
-            f"{_area(_unread(summary, summary.unread_pixels))} mm² could not be read "
+            f"{area_text(_unread(summary, summary.unread_pixels))} mm² could not be read "
             f"({summary.tiles.unread} of {summary.tiles.done} tiles): hatched in the overlay"
         )
     if not summary.tissue_mm2:
@@ -281,7 +282,7 @@ def _row(
         "picture": None if slide.picture is None else photograph(slide.picture),
         "far": [f"{'much' if one.share > one.middle else 'little'} {one.name}" for one in far],
         "remarks": len(_remarks(summary)),
-        "tissue": _area(summary.tissue_mm2),
+        "tissue": area_text(summary.tissue_mm2),
         "unread": _unread(summary, summary.unread_pixels),
         "seconds": slide.seconds,
         "cells": _cells(summary.classes, names),
@@ -298,9 +299,9 @@ def _cell(of: ClassSummary) -> dict[str, str]:
     numbers = [] if of.regions is None else [_plural(of.regions, "region")]
     if of.objects is not None:
         density = of.objects_per_mm2 or 0.0
-        numbers.append(f"{_plural(of.objects, 'object')}, {density:.4g} per mm²")
+        numbers.append(f"{_plural(of.objects, 'object')}, {area_text(density)} per mm²")
     return {
-        "area": _area(of.area_mm2),
+        "area": area_text(of.area_mm2),
         "share": _percent(of.share_of_tissue),
         "numbers": "; ".join(numbers),
     }
@@ -323,7 +324,7 @@ def _class_row(
     return {
         "name": name,
         "colour": colours.get(name),
-        "area": _area(area),
+        "area": area_text(area),
         "share": _percent(area / tissue) if tissue else "–",
         "middle": _percent(median(shares)) if shares else "–",
         "range": f"{_percent(min(shares))} – {_percent(max(shares))}" if shares else "–",
@@ -336,7 +337,7 @@ def _class_row(
         "slides": sum(own.pixels > 0 for _, _, own in of),
         "regions": count(sum(own.regions or 0 for _, _, own in of)),
         "objects": count(sum(objects)) if objects else "–",
-        "density": f"{sum(objects) / tissue:.4g}" if objects and tissue else "–",
+        "density": area_text(sum(objects) / tissue) if objects and tissue else "–",
     }
 
 
@@ -363,10 +364,6 @@ def _unread(summary: Summary, pixels: int) -> float:
 def _numbers(values: Sequence[str]) -> list[tuple[str, str]]:
     """Each value with the number of slides that have it."""
     return [(value, _plural(values.count(value), "slide")) for value in dict.fromkeys(values)]
-
-
-def _area(mm2: float) -> str:
-    return f"{mm2:,.1f}" if mm2 >= 1000 else f"{Decimal(f'{mm2:.4g}'):f}"
 
 
 def _percent(share: float) -> str:

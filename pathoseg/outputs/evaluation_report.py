@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import IGNORE, ClassTable
-from pathoseg.geometry import Frame
+from pathoseg.geometry import Frame, area_text
 from pathoseg.outputs.atomic import write_rows, write_text
 from pathoseg.outputs.html_report import (
     Axis,
@@ -444,7 +444,7 @@ def _slide_cells(slide: ScoredSlide, evaluation: Evaluation) -> list[str]:
     if slide.objects is not None:
         true, found = slide.objects[0].tolist()
         shown.append(f"{count(found)} / {count(true)}")
-    areas = [f"{sum(annotated):.3g}", f"{sum(predicted):.3g}", f"{slide.mpp:.4g}"]
+    areas = [area_text(sum(annotated)), area_text(sum(predicted)), f"{slide.mpp:.4g}"]
     return [slide.name, slide.patient, *shown, *areas]
 
 

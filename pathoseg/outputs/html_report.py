@@ -20,6 +20,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from numpy.typing import NDArray
 from PIL import Image
 
+from pathoseg.geometry import area_text
 from pathoseg.outputs.atomic import write_text
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -51,6 +52,7 @@ def _environment() -> Environment:
     environment.filters["number"] = number
     environment.filters["percent"] = percent
     environment.filters["count"] = count
+    environment.filters["area"] = area_text
     environment.filters["duration"] = duration
     return environment
 
@@ -67,9 +69,10 @@ def percent(share: float) -> str:
 
 def count(value: float) -> str:
     """Format a whole number in at most four digits, then in thousands, millions…"""
-    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= 10_000 and value >= unit:
-            return f"{value / unit:.3g} {name}"
+    for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        shown = f"{value / unit:.3g}"
+        if value >= 10_000 and float(shown) >= 1:  # 999,500 is 1 M, not 1000 k
+            return f"{shown} {name}"
     return f"{value:,.0f}"
 
 

@@ -82,7 +82,7 @@ def write_overlay(
     Raises:
         OSError: The disk is full or cannot be written.
     """
-    names = [_in_ascii(name) for name in classes.names]
+    names = [_in_ascii(name, index) for index, name in enumerate(classes.names, start=1)]
     entries = list(zip(names, classes.colours, strict=True))
     if (mask == IGNORE).any():
         entries.append(("unread", UNREAD_COLOUR))
@@ -143,12 +143,16 @@ def _clear_and_opaque(mask: NDArray[np.uint8]) -> tuple[NDArray[np.bool_], NDArr
     return clear, opaque
 
 
-def _in_ascii(name: str) -> str:
-    """The name without accents: Pillow's own font, the only one sure to be there, lacks them."""
-    letters = (
-        sign for sign in unicodedata.normalize("NFKD", name) if not unicodedata.combining(sign)
-    )
-    return "".join(letters).encode("ascii", "replace").decode()
+def _in_ascii(name: str, index: int) -> str:
+    """The name without accents: Pillow's own font, the only one sure to be there, lacks them.
+
+    Where other letters would be lost, it is the number of the class.
+    """
+    signs = unicodedata.normalize("NFKD", name.replace("ß", "ss"))
+    plain = "".join(sign for sign in signs if not unicodedata.combining(sign))
+    if any(sign.isalpha() and not sign.isascii() for sign in plain):
+        return f"class {index}"
+    return plain.encode("ascii", "replace").decode()
 
 
 def _legend(entries: list[tuple[str, Colour]], width: int) -> Image.Image:

@@ -29,13 +29,17 @@ _DICOM_ABOUT_IMAGES = (
 _HEAD_BYTES, _SERIES_BYTES = 256, 65_536
 
 # What folders that hold no slides are known by: all entries of one of these sets are in them.
+_DATA: tuple[frozenset[str], ...] = (
+    frozenset({"cache.json", "pixels"}),  # tiles of a slide
+    frozenset({"Slidedat.ini"}),  # the data of a MIRAX slide
+    frozenset({"server.json", "summary.json"}),  # an image of a QuPath project
+    *(frozenset({name}) for name in METADATA),
+)
 _MARKS: tuple[frozenset[str], ...] = (
     frozenset({"config.toml", "splits.csv"}),  # a run
     frozenset({"model.json", "weights.safetensors"}),  # a bundle
     frozenset({"summary.json", "mask.ome.tiff"}),  # the result of a slide
-    frozenset({"cache.json", "pixels"}),  # tiles of a slide
-    frozenset({"Slidedat.ini"}),  # the data of a MIRAX slide
-    *(frozenset({name}) for name in METADATA),
+    *_DATA,
 )
 
 _log = logging.getLogger(__name__)
@@ -47,7 +51,7 @@ def find_slides(folders: Sequence[Path], passed_over: Collection[Path] = ()) -> 
     A slide's name is its path relative to the folder that was given, with `/` between the parts.
 
     Left out are hidden files and folders; runs, bundles, results and caches of pathoseg, known by
-    the files in them; the data of MIRAX and VMS slides; masks (`X_mask` and
+    the files in them; the data of MIRAX and VMS slides and of QuPath projects; masks (`X_mask` and
     `X_classes` `.png` or `.tif` of a slide X); all but the first file of a DICOM series, and
     DICOM segmentations; and whatever is neither named like a slide nor begins like one. An
     OME-Zarr slide is a folder, in which nothing is searched.
@@ -141,6 +145,11 @@ def _parts(path: Path) -> set[str]:
     except OSError:  # opening it as a slide tells why
         return set()
     return {line.partition("=")[2].strip() for line in text.splitlines()} - {path.name}
+
+
+def is_data(names: Collection[str]) -> bool:
+    """Return True if a folder of such entries is the data of one slide, with nothing else in it."""
+    return any(mark.issubset(names) for mark in _DATA)
 
 
 def is_slide(path: Path) -> bool:

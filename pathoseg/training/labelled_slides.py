@@ -158,7 +158,7 @@ def read_slides(
     files, notes = slide_files(data), _annotations_folder(data)
     usable, unlabelled, late = list[LabelledSlide](), list[str](), list[str]()
     bad = dict[str, PathosegError]()
-    used = dict[Path, str]()  # annotation → its slide
+    used = dict[Path, Path]()  # annotation → its slide
     with progress_bar("reading annotations", len(files), "slides") as bar:
         for name, path in files.items():
             bar.advance()

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import IGNORE, AnnotationReport, ClassTable
 from pathoseg.config import Config
-from pathoseg.geometry import Box, Mpp, Size
+from pathoseg.geometry import Box, Mpp, Size, area_text
 from pathoseg.tiles.class_pixels import count_tiles
 from pathoseg.tiles.grid import TileGrid
 from pathoseg.tiles.tiles import SlideTiles, tile_labels
@@ -202,7 +202,7 @@ def slide_cells(facts: SlideFacts, classes: Sequence[str]) -> dict[str, str]:
         "Split": facts.member.split,
         "µm/px": f"{facts.mpp.mean:.4g}",
         "Pixels": f"{facts.size.width}×{facts.size.height}",
-        "Of interest": f"{facts.interest_mm2:.3g}",
+        "Of interest": area_text(facts.interest_mm2),
         "Tiles": str(facts.tiles),
     }
     for index, name in enumerate(classes, start=1):
@@ -211,11 +211,6 @@ def slide_cells(facts: SlideFacts, classes: Sequence[str]) -> dict[str, str]:
         parts = [area_text(area), *([] if regions is None else [str(regions)]), str(tiles)]
         cells[name] = " · ".join(parts) if tiles or area > 0 else "–"
     return cells
-
-
-def area_text(mm2: float) -> str:
-    """An area in three digits; a dash where overlapping tiles do not tell."""
-    return "–" if math.isnan(mm2) else f"{mm2:.3g}"
 
 
 def class_lines(facts: Sequence[SlideFacts], classes: ClassTable) -> Iterator[str]:
@@ -230,7 +225,7 @@ def class_lines(facts: Sequence[SlideFacts], classes: ClassTable) -> Iterator[st
             with_it = [one for one in own if one.class_tiles[index]]
             tiles = sum(one.class_tiles[index] for one in with_it)
             area = sum(one.areas_mm2[index] for one in with_it)
-            told = "" if math.isnan(area) else f", {area:.3g} mm²"
+            told = "" if math.isnan(area) else f", {area_text(area)} mm²"
             if objects := [one.objects.get(name, 0) for one in with_it if one.objects]:
                 told += f", {sum(objects):,} objects"
             slides = "slide" if len(own) == 1 else "slides"

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from pathoseg.annotations.reading import find_annotation
+from pathoseg.annotations.reading import annotation_of
 from pathoseg.errors import PathosegError
 from pathoseg.inference.result_folder import STATES, SUMMARY, State, read_state, state_file
 from pathoseg.outputs.report import Summary, read_summary
-from pathoseg.slides.folder import find_slides, is_slide
+from pathoseg.slides.folder import find_slides, is_data, is_slide
 from pathoseg.slides.zarr_folder import is_zarr_slide
 from pathoseg.viewer.slide_view import FILES, Entry
 
@@ -20,24 +21,42 @@ _RESULT_FILES = {FILES.mask, SUMMARY}
 
 
 @dataclass(frozen=True)
+class _Segmented:
+    """A slide that was segmented, or begun.
+
+    Attributes:
+        entry: Its entry, of which the slide's file is to be found.
+        given: The slide's path as it was given to infer, or its name where that is not known.
+        place: Its absolute path then; empty where that is not known.
+        out: The folder of its batch.
+    """
+
+    entry: Entry
+    given: str
+    place: str
+    out: Path
+
+
 class Known:
     """Slides by name, in which those of results are looked up.
 
-    Attributes:
-        by_name: Name in the folder → file.
-        asked: True if given by --slides, which takes precedence over the paths in results.
+    Args:
+        slides: Pairs of a name in its folder and a file.
+        segmented: All whose slides are looked up.
     """
 
-    by_name: Mapping[str, Path] = field(default_factory=dict)
-    asked: bool = False
+    def __init__(self, slides: Iterable[tuple[str, Path]], segmented: Iterable[_Segmented]) -> None:
+        self._slides = list(slides)
+        wanted = {(PurePosixPath(one.entry.name).name, one.place or one.given) for one in segmented}
+        self._wanted = Counter(file for file, _ in wanted)
 
     def slide(self, name: str) -> Path | None:
-        """Return the slide of a name, or the only one whose file is called so."""
-        if name in self.by_name:
-            return self.by_name[name]
+        """Return the slide of a name, or the only file called so if no other slide may be meant."""
+        found = [path for own, path in self._slides if own == name]
         file = PurePosixPath(name).name
-        same = [path for path in self.by_name.values() if path.name == file]
-        return same[0] if len(same) == 1 else None
+        if not found and self._wanted[file] <= 1:
+            found = [path for _, path in self._slides if path.name == file]
+        return found[0] if len({path.resolve() for path in found}) == 1 else None
 
 
 def find_entries(
@@ -46,8 +65,10 @@ def find_entries(
     """Find what is to be shown.
 
     Args:
-        paths: Slides, folders of slides, results of a slide, and folders of results.
-        slide_folders: Folders to search for the slides of results.
+        paths: Slides, folders of slides, results of a slide, and folders of results; one may hold
+            both slides and results.
+        slide_folders: Folders to search for the slides of results, which take precedence over the
+            paths in results.
         annotations: Folder of annotations; None means beside each slide.
 
     Returns:
@@ -57,11 +78,9 @@ def find_entries(
         PathosegError: A path does not exist or holds nothing to show.
     """
     apart = () if annotations is None else (annotations,)
-    slides, results = dict[str, Path](), list[Entry]()
-    known = Known(
-        find_slides(slide_folders, apart) if slide_folders else {}, asked=bool(slide_folders)
-    )
-    outs = list[Path]()
+    asked = find_slides(slide_folders, apart) if slide_folders else {}
+    slides = dict[Path, tuple[str, Path]]()  # by the file, each once
+    segmented = list[_Segmented]()
     for path in paths:
         if not path.exists():
             raise PathosegError(f"{path} does not exist.", "Check the path.")
@@ -70,68 +89,88 @@ def find_entries(
                 f"{path} is in no format that pathoseg reads.",
                 "Give slides, or the folder that `pathoseg infer` wrote its results into.",
             )
+        found = dict[str, Path]()
         if path.is_file() or is_zarr_slide(path):
-            slides[_key(slides, path.name, path)] = path
-        elif _holds_results(path):
-            outs.append(path)
+            found = {path.name: path}
         else:
-            for name, slide in find_slides([path], apart).items():
-                slides[_key(slides, name, slide)] = slide
-    given = Known({**known.by_name, **slides}, known.asked)
-    for out in outs:
-        results += _results(out, given)
-    shown = {entry.slide.resolve() for entry in results if entry.slide is not None}
-    alone = [Entry(name, path) for name, path in slides.items() if path.resolve() not in shown]
-    entries = [_annotated(entry, annotations) for entry in _named_apart([*results, *alone])]
+            results, batches = _results_below(path)
+            own = [*_segmented(path, results, batches)]
+            segmented += own
+            passed_over = *apart, *results, *(batch / STATES for batch in batches)
+            # One that is a result holds none, one that has results may.
+            with suppress(PathosegError) if own else nullcontext():
+                found = {} if path in results else find_slides([path], passed_over)
+        for name, slide in found.items():
+            slides.setdefault(slide.resolve(), (name, slide))
+    first = Known(asked.items(), segmented)
+    last = Known([*asked.items(), *slides.values()], segmented)
+    entries = [_with_slide(one, first, last) for one in segmented]
+    shown = {entry.slide.resolve() for entry in entries if entry.slide is not None}
+    entries += [Entry(*slide) for file, slide in slides.items() if file not in shown]
     if not entries:
         raise PathosegError(
             f"There is nothing to show in {', '.join(map(str, paths))}.",
             "Give slides, or the folder that `pathoseg infer` wrote its results into.",
         )
-    return entries
+    used = dict[Path, Path]()
+    return _named_apart([_annotated(entry, annotations, used) for entry in entries])
 
 
-def _key(slides: Mapping[str, Path], name: str, slide: Path) -> str:
-    """Return the name of a slide, or its path where another slide has that name."""
-    return name if slides.get(name, slide).resolve() == slide.resolve() else str(slide)
-
-
-def _holds_results(folder: Path) -> bool:
-    return (folder / STATES).is_dir() or next(_result_folders(folder), None) is not None
-
-
-def _result_folders(out: Path) -> Iterator[Path]:
-    """Yield the folders of results in a folder, itself included, whole or not."""
+def _results_below(out: Path) -> tuple[list[Path], list[Path]]:
+    """Return the results in a folder, itself included, whole or not, and the batches."""
+    results, batches = list[Path](), list[Path]()
     for place, folders, files in os.walk(out):
-        if FILES.mask in files or (SUMMARY in files and "config.toml" not in files):
-            yield Path(place)
+        folder = Path(place)
+        if FILES.mask in files or (SUMMARY in files and _is_result(folder)):
+            results.append(folder)
             folders.clear()
+        elif folder != out and is_data([*folders, *files]):
+            folders.clear()
+        elif STATES in folders:
+            batches.append(folder)
         folders[:] = sorted(name for name in folders if name[0] != "." and name != STATES)
+    return results, batches
 
 
-def _results(out: Path, known: Known) -> Iterator[Entry]:
-    """Yield the results in a folder, and the slides of its batch that have none yet."""
+def _is_result(folder: Path) -> bool:
+    """Return True if a folder's summary is that of a result, or a batch has a state of it."""
+    batch = _batch_of(folder)
+    if batch is not None and state_file(batch, folder).is_file():
+        return True
+    with suppress(PathosegError):
+        read_summary(folder / SUMMARY)
+        return True
+    return False
+
+
+def _batch_of(folder: Path) -> Path | None:
+    return next((path for path in folder.parents if (path / STATES).is_dir()), None)
+
+
+def _segmented(out: Path, results: Iterable[Path], batches: Iterable[Path]) -> Iterator[_Segmented]:
+    """Yield the results in a folder, and the slides of its batches that have none yet."""
     seen = set[Path]()
-    for folder in _result_folders(out):
-        batch = next((p for p in (out, *folder.parents) if (p / STATES).is_dir()), out)
-        state = None
-        if folder != batch and folder.is_relative_to(batch):
+    for folder in results:
+        batch, state = _batch_of(folder), None
+        if batch is not None:
             place = state_file(batch, folder)
             state = read_state(place)
             seen.add(place.resolve())
-        yield _result(batch, folder, state, known)
-    for path in sorted((out / STATES).glob("**/[!.]*.json")):
-        state = read_state(path)
-        if state is not None and path.resolve() not in seen:
-            within = path.parent.relative_to(out / STATES)
+        yield _result(batch or out, folder, state)
+    for batch in batches:
+        for path in sorted((batch / STATES).glob("**/[!.]*.json")):
+            state = read_state(path)
+            if state is None or path.resolve() in seen:
+                continue
+            within = path.parent.relative_to(batch / STATES)
             name = (within / Path(state.slide).name).as_posix()
             told = f"{state.problem} {state.hint}".strip() if state.status == "failed" else ""
             status = "cut short" if state.status == "done" else state.status
-            slide = _slide(out, state.slide, name, known)
-            yield Entry(name, slide, None, None, status, told, batch=out)
+            entry = Entry(name, None, status=status, problem=told, batch=batch)
+            yield _Segmented(entry, state.slide, state.place, batch)
 
 
-def _result(out: Path, folder: Path, state: State | None, known: Known) -> Entry:
+def _result(out: Path, folder: Path, state: State | None) -> _Segmented:
     summary: Summary | None = None
     status, problem = "done", ""
     try:
@@ -143,24 +182,32 @@ def _result(out: Path, folder: Path, state: State | None, known: Known) -> Entry
         not_whole = f"{folder} is not whole. Segment the slide again with --resume."
         status, problem = "cut short", (whole and problem) or not_whole
     name = summary.slide if summary is not None else folder.name
-    given = name if state is None else state.slide
-    slide = _slide(out, given, name, known)
-    if slide is None and not problem:
+    entry = Entry(name, None, folder, status=status, problem=problem, summary=summary)
+    given, place = (name, "") if state is None else (state.slide, state.place)
+    return _Segmented(entry, given, place, out)
+
+
+def _with_slide(one: _Segmented, first: Known, last: Known) -> Entry:
+    """Return the entry with its slide's file, if that is known.
+
+    It is where `--slides` has it, where it was, where its path leads from the folders around the
+    batch or from this one, or among the slides given.
+    """
+    name, found = one.entry.name, first.slide(one.entry.name)
+    if found is None:
+        # A relative path was most likely given in the folder in which the batch was made.
+        places = [Path(one.place)] if one.place else []
+        places += [*(folder / one.given for folder in one.out.resolve().parents[:2])]
+        places.append(Path(one.given))
+        found = next((path for path in places if path.is_file() or is_zarr_slide(path)), None)
+        found = found or last.slide(name)
+    problem = one.entry.problem
+    if found is None and one.entry.result is not None and not problem:
         problem = (
-            f"The slide {given} is not where it was when it was segmented: only the mask is "
+            f"The slide {one.given} is not where it was when it was segmented: only the mask is "
             "shown. Name the folder that it is in now with --slides DIR."
         )
-    return Entry(name, slide, folder, None, status, problem, summary)
-
-
-def _slide(out: Path, given: str, name: str, known: Known) -> Path | None:
-    """Return a slide's file: where `--slides` has it, where it was, or among the slides given."""
-    found = known.slide(name)
-    if found is not None and known.asked:
-        return found
-    # The path is as it was given to infer, most likely in the folder in which `out` was made.
-    places = [Path(given), *(folder / given for folder in out.resolve().parents[:2])]
-    return next((path for path in places if path.is_file() or is_zarr_slide(path)), found)
+    return replace(one.entry, slide=found, problem=problem)
 
 
 def _named_apart(entries: Iterable[Entry]) -> list[Entry]:
@@ -175,16 +222,11 @@ def _named_apart(entries: Iterable[Entry]) -> list[Entry]:
     ]
 
 
-def _annotated(entry: Entry, folder: Path | None) -> Entry:
-    """Add a slide's annotation file to its entry, from the folder that mirrors its own first."""
+def _annotated(entry: Entry, folder: Path | None, used: dict[Path, Path]) -> Entry:
+    """Add a slide's annotation file to its entry, or why it has none that could be its own."""
     if entry.slide is None:
         return entry
-    within = PurePosixPath(entry.name).parent
-    places = [folder]
-    if folder is not None and within.parts and (folder / within).is_dir():
-        places.insert(0, folder / within)
     try:
-        found = (find_annotation(entry.slide, place) for place in places)
-        return replace(entry, annotation=next((path for path in found if path is not None), None))
+        return replace(entry, annotation=annotation_of(entry.name, entry.slide, folder, used))
     except PathosegError as error:
         return replace(entry, problem=entry.problem or str(error))

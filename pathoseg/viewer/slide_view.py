@@ -208,6 +208,7 @@ class SlideView:
         self._headers: _Opened | None = None
         self._tell = tell
         self._problems = list[str]()
+        self._tells_damage = True
 
     @property
     def problems(self) -> list[str]:
@@ -268,13 +269,11 @@ class SlideView:
                 "Name the folder that it is in with --slides DIR.",
             )
         frame = None if mask is None else _frame_of(mask, size, mpp)
-        if frame is not None and mask is not None and not _covers(frame, size):
+        if mask is not None and frame != _frame_by_mpp(mask, mpp):
             problems.append(
                 f"{mask.path} has another extent than {self.entry.slide}: it was made of another "
                 "file, or with another --assume-mpp. It is stretched over the slide."
             )
-            scales = size.width / mask.size.width, size.height / mask.size.height
-            frame = Frame(mask.size, *scales, frame.mpp)
         for problem in problems:
             self.tell(problem)
         classes = ClassTable((), ()) if mask is None else self._predicted_classes(mask)
@@ -412,13 +411,20 @@ class SlideView:
             return drawing.jpeg(Region(white), box)
         with self._handles.borrow(slide) as lent:
             region = read_region(lent, frame, box)
-        if region.unread is not None:
+        if region.unread is not None and self._is_damage_new():
             x, y, width, height = (round(side) for side in frame.to_level0(box))
             self.tell(
-                f"{slide.path} cannot be read everywhere ({width} × {height} px at {x}, {y} "
-                "among them): what is missing is hatched. Copy the file again from where it came."
+                f"{slide.path} cannot be read everywhere (first seen in {width} × {height} px at "
+                f"{x}, {y}, perhaps elsewhere, too): what is missing is hatched. Copy the file "
+                "again from where it came."
             )
         return drawing.jpeg(region, box)
+
+    def _is_damage_new(self) -> bool:
+        """Return True once: damage is seldom in one tile alone, and would fill the page."""
+        with self._lock:
+            is_new, self._tells_damage = self._tells_damage, False
+        return is_new
 
     def prediction(self, frame: Frame, box: Box, shown: Collection[int], style: Style) -> bytes:
         """Return the predicted classes as PNG.
@@ -472,17 +478,23 @@ class SlideView:
         return drawing.sampled(opened.mask, opened.mask_frame, frame, box)
 
 
-def _frame_of(mask: MaskReader, size: Size, mpp: Mpp) -> Frame:
-    """The frame of a mask that covers a slide, by the mask's resolution."""
-    own = mask.mpp or mpp
-    return Frame(mask.size, own.x / mpp.x, own.y / mpp.y, own)
+def _frame_of(file: MaskReader, size: Size, mpp: Mpp) -> Frame:
+    """The frame in which a file covers a slide: by its resolution, or else stretched over it.
+
+    By its resolution it has to end where the slide does, to within two of its pixels.
+    """
+    frame = _frame_by_mpp(file, mpp)
+    across = abs(file.size.width - size.width / frame.scale_x)
+    down = abs(file.size.height - size.height / frame.scale_y)
+    if max(across, down) < 2:
+        return frame
+    scales = size.width / file.size.width, size.height / file.size.height
+    return Frame(file.size, *scales, frame.mpp)
 
 
-def _covers(frame: Frame, size: Size) -> bool:
-    """Return True if a frame ends where a slide of this size does, to within two of its pixels."""
-    across = abs(frame.size.width - size.width / frame.scale_x)
-    down = abs(frame.size.height - size.height / frame.scale_y)
-    return max(across, down) < 2
+def _frame_by_mpp(file: MaskReader, mpp: Mpp) -> Frame:
+    own = file.mpp or mpp
+    return Frame(file.size, own.x / mpp.x, own.y / mpp.y, own)
 
 
 def _wider(box: Box) -> Box:

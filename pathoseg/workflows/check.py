@@ -18,7 +18,7 @@ from pathoseg.annotations.annotation import ClassTable
 from pathoseg.config import Config
 from pathoseg.config_file import load_config
 from pathoseg.errors import PathosegError
-from pathoseg.geometry import Box, Frame, ModelInput, Mpp, Size
+from pathoseg.geometry import Box, Frame, ModelInput, Mpp, Size, area_text
 from pathoseg.interruption import Interruption
 from pathoseg.models.build import build_model, check_tile, declared_inputs, tile_multiple
 from pathoseg.models.losses import build_loss
@@ -367,7 +367,7 @@ class _Check:
                 ("Slides", str(len(self.slides)), f"{len(facts)} to learn from"),
                 ("Train / val / test", " / ".join(map(str, counts)), ""),
                 ("Tiles", str(sum(one.tiles for one in facts)), f"of {self.config.tiles.side} px"),
-                ("Labelled mm²", f"{labelled:.3g}", f"of {tissue:.3g} mm² of tissue"),
+                ("Labelled mm²", area_text(labelled), f"of {area_text(tissue)} mm² of tissue"),
             ],
             class_columns=class_columns,
             class_rows=class_rows,
@@ -421,10 +421,10 @@ class _Check:
             **cells,
             **slide_cells(facts, names),
             "Split": facts.member.split if self.members else "?",
-            "Tissue mm²": f"{facts.tissue_mm2:.3g}",
-            "Ignored": f"{facts.ignored_mm2:.3g}" if _ignores(facts) else "0",
+            "Tissue mm²": area_text(facts.tissue_mm2),
+            "Ignored": area_text(facts.ignored_mm2) if _ignores(facts) else "0",
             "Padding": "" if math.isnan(facts.padding) else f"{facts.padding:.0%}",
-            "Labelled mm²": f"{sum(facts.areas_mm2[1:]):.3g}",
+            "Labelled mm²": area_text(sum(facts.areas_mm2[1:])),
             "Classes": f"{held} of {len(names)}",
         }
 
@@ -448,7 +448,7 @@ def _parts(seen: _Seen, names: Sequence[str]) -> Iterator[str]:
         return
     for name, area in zip(names, seen.facts.areas_mm2[1:], strict=True):
         if area:
-            yield f"{name} {area:.3g} mm²"
+            yield f"{name} {area_text(area)} mm²"
 
 
 def _ignores(facts: SlideFacts) -> bool:

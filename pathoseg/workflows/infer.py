@@ -327,7 +327,7 @@ def _annotations(names: Mapping[Path, str], folder: Path | None) -> dict[Path, P
         return {}
     if not folder.is_dir():
         raise PathosegError(f"{folder} is not a folder.", "Check --annotations.")
-    used = dict[Path, str]()
+    used = dict[Path, Path]()
     found = {slide: annotation_of(name, slide, folder, used) for slide, name in names.items()}
     return {slide: path for slide, path in found.items() if path is not None}
 

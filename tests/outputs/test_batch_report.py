@@ -152,7 +152,7 @@ def test_its_figures_are_those_of_the_table(tmp_path: Path) -> None:
     columns, *table = rows_of(tmp_path / "summary.csv")
     shown = re.findall(
         r'<td class="right">([\d.]+)<small>([\d.]+) % of (?:tissue|it)</small>'
-        r"<small>(?:(\d+) regions?; )?(\d[\d,]*) objects?, ([\d.]+) per mm²</small>",
+        r"<small>(?:(\d+) regions?; )?(\d[\d,]*) objects?, ([\d.,]+) per mm²</small>",
         text,
     )
     assert len(shown) == len(table) == 2 * 4 + 2
@@ -163,9 +163,19 @@ def test_its_figures_are_those_of_the_table(tmp_path: Path) -> None:
         assert float(area) == pytest.approx(float(row["area_mm2"]), rel=1e-3)
         assert float(share) / 100 == pytest.approx(float(row["share_of_tissue"]), rel=5e-3)
         assert (regions or "", objects.replace(",", "")) == (row["regions"], row["objects"])
-        assert float(density) == pytest.approx(float(row["objects_per_mm2"]), rel=1e-3)
+        assert float(density.replace(",", "")) == pytest.approx(
+            float(row["objects_per_mm2"]), rel=1e-3
+        )
     [far] = re.findall(r'Far from the rest</div>\s*<div class="value">([^<]*)<', text)
     assert far == "–", "four slides tell nothing"
+
+
+def test_large_areas_are_written_out(tmp_path: Path) -> None:
+    large = _slide(_summary(0, 0.2, 12_500.0, unread_pixels=2_000_000_000))
+    write_batch_report(tmp_path / "report.html", _batch(large))
+    text = (tmp_path / "report.html").read_text()
+    assert {"12,500.0", "2,500.0", "2,000.0"} <= set(re.findall(r"[\d,]+\.\d", text))
+    assert not re.search(r"\de[+-]\d", text)
 
 
 @given(

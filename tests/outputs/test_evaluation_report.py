@@ -92,5 +92,10 @@ def test_what_does_not_exist_is_left_open_everywhere(tmp_path: Path) -> None:
     assert told["figures"]["ece"]["value"] is None
     page = (tmp_path / "evaluation.html").read_text()
     assert not re.search(r"\bnan\b", page)
-    write_evaluation(tmp_path, "val", evaluation)
+    large = tuple(replace(slide, pixel_mm2=2500.0) for slide in slides)
+    split = replace(split, name="val", slides=large)
+    write_evaluation(tmp_path, "val", replace(evaluation, splits=(split,)))
+    page = (tmp_path / "evaluation-val.html").read_text()
+    assert "20,000.0" in page  # mm² of 8 pixels
+    assert not re.search(r"\de[+-]\d", page)
     assert len(list(tmp_path.glob("*-val.*"))) == 5

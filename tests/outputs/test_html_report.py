@@ -85,7 +85,10 @@ def test_tables_show_what_they_are_given_and_no_more() -> None:
 
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [(0, "0"), (9999, "9,999"), (10_000, "10 k"), (1_234_567, "1.23 M"), (5e9, "5 G")],
+    [
+        *((0, "0"), (9999, "9,999"), (10_000, "10 k"), (1_234_567, "1.23 M"), (5e9, "5 G")),
+        *((999_499, "999 k"), (999_500, "1 M"), (999_600_000, "1 G"), (2.5e12, "2.5 T")),
+    ],
 )
 def test_counts_are_short(value: float, shown: str) -> None:
     assert count(value) == shown

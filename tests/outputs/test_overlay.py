@@ -120,6 +120,18 @@ def test_a_letter_with_an_accent_is_drawn_without_it(tmp_path: Path) -> None:
     np.testing.assert_array_equal(drawn(tmp_path, mask), drawn(tmp_path, mask, plain))
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("Opuchoľ ß", "Opuchol ss"), ("Опухоль", "class 2"), ("Tumor – 2", "Tumor ? 2")],
+)
+def test_a_name_whose_letters_cannot_be_drawn_is_its_number(
+    tmp_path: Path, name: str, shown: str
+) -> None:
+    mask = np.zeros((40, 400), np.uint8)
+    named, plain = (ClassTable(("nuclei", of), CLASSES.colours) for of in (name, shown))
+    np.testing.assert_array_equal(drawn(tmp_path, mask, named), drawn(tmp_path, mask, plain))
+
+
 def test_a_layer_over_a_picture_is_the_overlay(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     image = rng.integers(0, 256, (40, 60, 3), np.uint8)

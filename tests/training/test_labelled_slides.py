@@ -77,7 +77,7 @@ def test_objects_come_from_masks_and_outlines_to_a_batch(config: Config) -> None
     assert ((batch.objects == 0) == (batch.masks == 0)).all()
     pool.close()
     facts = [slide_facts(members[one.slide.name], one, config, one.frame.size) for one in tiles]
-    assert "2 tiles, 0.00205 mm², 32 objects" in next(class_lines(facts, sources.classes))
+    assert "2 tiles, 0.002048 mm², 32 objects" in next(class_lines(facts, sources.classes))
 
 
 def test_masks_of_classes_are_bad_slides_of_the_task(config: Config, tmp_path: Path) -> None:

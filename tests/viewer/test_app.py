@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from starlette.testclient import TestClient
 
-from pathoseg.geometry import Box, Frame
+from pathoseg.geometry import Box, Frame, Mpp, Size
+from pathoseg.outputs.mask_tiff import write_mask
 from pathoseg.slides.image_reader import ImageSlide
 from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide
@@ -407,20 +408,41 @@ def test_a_damaged_mask_is_told_and_the_slide_goes_on(own_place: Place, served: 
     assert [problem for problem in details["problems"] if str(path) in problem]
 
 
+def test_what_has_another_extent_is_stretched_with_its_probabilities(
+    own_place: Place, served: Served
+) -> None:
+    folder = own_place.folder / "results" / "a"
+    size = Size(own_place.mask.shape[1], own_place.mask.shape[0])
+    for name in ("mask.ome.tiff", "probability.ome.tiff"):  # of which 255 is the last corner
+        write_mask(folder / name, size, Mpp(0.7, 0.7), [own_place.mask], CLASSES)
+    client, _, told = served(folder)
+    for layer in ("prediction", "probability"):
+        tile = client.get(f"/api/slides/0/tile/{layer}/0/2/1?show=255").content
+        clear, corner = (_image(tile, "RGBA")[500:560, x : x + 20, 3] for x in (150, 400))
+        assert (clear.max(), corner.max()) == (0, 255)
+    assert len(told) == 1
+    assert "stretched over the slide" in told[0]
+
+
 def test_a_slide_that_fails_in_the_middle_is_hatched_and_told(
     own_place: Place, served: Served
 ) -> None:
     path = own_place.folder / "slides" / "b.svs"
     with tifffile.TiffFile(path) as tiff:
-        offset, count = tiff.pages[0].dataoffsets[0], tiff.pages[0].databytecounts[0]
+        page = tiff.pages[0]
+        tiles = [(page.dataoffsets[at], page.databytecounts[at]) for at in (0, 4)]
     client, gallery, told = served(own_place.folder / "results")
     assert client.get("/api/slides/1").status_code == 200
     with path.open("r+b") as file:
-        file.seek(offset)
-        file.write(b"\x13\x37" * (count // 2))
+        for offset, count in tiles:
+            file.seek(offset)
+            file.write(b"\x13\x37" * (count // 2))
     pixels = _image(client.get("/api/slides/1/tile/slide/0/0/0").content, "RGB").astype(int)
     assert np.abs(pixels[:200, :200].reshape(-1, 3).min(axis=0) - GREY).max() < 30
     assert np.abs(pixels[300:, 300:] - (230, 180, 200)).max() < 4
+    for tile in ("0/2/0", "1/0/0"):  # damage elsewhere, and the same at another level
+        hatch = _image(client.get(f"/api/slides/1/tile/slide/{tile}").content, "RGB").astype(int)
+        assert np.abs(hatch[:60, :60].reshape(-1, 3).min(axis=0) - GREY).max() < 30
     assert len(told) == 1
     assert str(path) in told[0]
     path.unlink()

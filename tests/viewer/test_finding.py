@@ -108,6 +108,72 @@ def test_slides_of_one_name_in_two_folders_are_both_shown(tmp_path: Path) -> Non
     assert len({entry.name for entry in entries}) == 2
 
 
+def test_slides_are_shown_beside_results_and_whatever_is_called_summary(own_place: Place) -> None:
+    folder = own_place.folder
+    project = folder / "data" / "1"  # of QuPath
+    project.mkdir(parents=True)
+    for name in ("summary.json", "server.json"):
+        (project / name).write_text("{}")
+    Image.new("RGB", (8, 8)).save(project / "thumbnail.jpg")
+    (folder / "slides" / "summary.json").write_text('{"slides": 3}')
+    entries = find_entries([folder])
+    assert [(entry.name, entry.result is not None) for entry in entries] == [
+        ("a.svs", True), ("b.svs", True), ("slides/c.svs", False),
+    ]  # fmt: skip
+    shutil.rmtree(folder / "results")
+    assert len(find_entries([folder])) == 3
+    (folder / "cut" / "states").mkdir(parents=True)
+    write_state(folder / "cut/states/x.json", State("x.svs", "done", "key", 1, "host"))
+    (folder / "cut" / "x").mkdir()
+    (folder / "cut" / "x" / "summary.json").write_text("{")  # a result by its state alone
+    assert [entry.status for entry in find_entries([folder])] == ["cut short", "", "", ""]
+
+
+def test_a_slide_is_that_of_its_result_before_one_of_its_name(
+    own_place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, file = own_place.folder / "results", Path("slides/a.svs")
+    elsewhere = own_place.folder / "elsewhere"  # another project, from which results are viewed
+    shutil.copytree(own_place.folder / "slides", elsewhere / "slides")
+    monkeypatch.chdir(elsewhere)
+    place = state_file(out, out / "a")
+    for absolute in (str(own_place.folder / file), ""):  # states of earlier versions have none
+        state = State(str(file), "done", "key", 1, "host", place=absolute)
+        write_state(place, state)
+        assert find_entries([out / "a"])[0].slide == own_place.folder / file
+    (own_place.folder / file).unlink()
+    assert find_entries([out / "a"])[0].slide == file
+
+
+def test_a_file_is_the_slide_of_one_result_alone(own_place: Place) -> None:
+    out, moved = own_place.folder / "results", own_place.folder / "new" / "deeper"
+    shutil.move(own_place.folder / "slides", moved)
+    gone = State("/gone/x/a.svs", "failed", "key", 1, "host", place="/gone/x/a.svs")
+    write_state(state_file(out, out / "x" / "a"), gone)
+    found = find_entries([out], [own_place.folder / "new"])
+    assert {entry.name: entry.slide for entry in found} == {
+        "a.svs": None, "b.svs": moved / "b.svs", "x/a.svs": None,
+    }  # fmt: skip
+
+
+def test_annotations_of_the_folder_that_was_given(tmp_path: Path) -> None:
+    drawn = tmp_path / "drawn"
+    for folder in ("a", "b"):
+        for where in (tmp_path / folder / "x", drawn / "x"):
+            where.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / folder / "x" / "HE.png")
+        (tmp_path / folder / "x" / "HE.geojson").write_text("{}")
+    (drawn / "x" / "HE.geojson").write_text("{}")
+    first, second = find_entries([tmp_path / "a", tmp_path / "b"], annotations=drawn)
+    assert first.annotation == drawn / "x" / "HE.geojson"  # though slides go by their paths
+    assert second.annotation is None  # it is of another slide
+    assert "annotation of both" in second.problem
+    beside = find_entries([tmp_path / "a", tmp_path / "b"])
+    assert [entry.annotation for entry in beside] == [
+        tmp_path / folder / "x" / "HE.geojson" for folder in "ab"
+    ]
+
+
 def test_masks_of_the_annotations_folder_are_no_slides(tmp_path: Path) -> None:
     drawn = tmp_path / "drawn"
     drawn.mkdir()

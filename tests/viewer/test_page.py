@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
+from pathoseg.errors import PathosegError
 from pathoseg.viewer.app import library_is_installed, make_app
 from pathoseg.viewer.gallery import Gallery
 from tests.viewer.conftest import CLASSES, PINK, TOKEN, Place, Served
@@ -70,7 +72,9 @@ class Page:
 
     def until(self, condition: str) -> None:
         """Wait until a JavaScript expression is true."""
-        WebDriverWait(self.browser, QUICK, 0.05).until(lambda _: self.run(f"return {condition}"))
+        WebDriverWait(self.browser, QUICK, 0.05).until(
+            lambda _: self.run(f"return Boolean({condition})")
+        )
 
     def settle(self) -> None:
         """Wait until everything that is asked for is drawn and nothing moves."""
@@ -143,6 +147,7 @@ class Gate:
     """
 
     def __init__(self, gallery: Gallery, layer: str) -> None:
+        self.gallery = gallery
         self._open, make = threading.Event(), gallery.tile
 
         def tile(slide: int, asked: str, *arguments: Any) -> bytes:
@@ -158,6 +163,22 @@ class Gate:
 
     def release(self) -> None:
         self._open.set()
+
+    @contextmanager
+    def holding(self, answer: str) -> Iterator[None]:
+        """Make a context in which another answer of the gallery's is held up."""
+        going, make = threading.Event(), getattr(self.gallery, answer)
+
+        def held(*arguments: Any) -> Any:
+            assert going.wait(QUICK)
+            return make(*arguments)
+
+        setattr(self.gallery, answer, held)
+        try:
+            yield
+        finally:
+            setattr(self.gallery, answer, make)
+            going.set()
 
 
 @pytest.fixture(scope="module")
@@ -303,6 +324,103 @@ def test_annotations_are_drawn_once_they_are_read(shown: tuple[Page, Gate]) -> N
     page.run("slide.truthRead = false; drawLayers()")
     assert page.run("return layers.get('truth').item") is None
     page.run("state.truth = false")
+
+
+def test_nothing_is_compared_where_no_annotations_are_read(shown: tuple[Page, Gate]) -> None:
+    page, _ = shown
+    _open(page, "b.svs")
+    page.until("slide.truthRead")
+    page.press("d")
+    page.settle()
+    page.until("layers.get('difference')?.item && !layers.get('prediction')?.item")
+    page.run("slide.truthRead = false; drawLayers()")  # they are being read, or cannot be
+    page.until("!layers.get('difference')?.item && layers.get('prediction')?.item")
+    _open(page, "a.svs")  # it has none
+    page.until("layers.get('prediction')?.item")
+    page.run("state.difference = false; toggle('swipe')")
+    assert page.run("return at('swipe-line').hidden")
+    page.press("h")
+    _open(page, "b.svs")
+    page.until("!at('swipe-line').hidden")
+    page.until("layers.get('prediction')?.item && layers.get('truth')?.item")  # on, as both are
+    page.press("h", "s")
+
+
+def test_a_slide_that_is_left_has_nothing_under_way(shown: tuple[Page, Gate]) -> None:
+    page, gate = shown
+    _open(page, "a.svs")
+    page.run(
+        "window.plain = fetch; window.ended = []; window.fetch = (path, how) => "
+        "plain(path, how).catch((error) => { ended.push(path); throw error; })"
+    )
+    with gate.holding("truth"):
+        _open(page, "b.svs")
+        _open(page, "a.svs")
+        page.until("ended.some((path) => path.endsWith('/truth'))")
+    assert page.run("window.fetch = plain; return at('toast').textContent") != (
+        "The viewer in the terminal has ended."
+    )
+    images = "document.querySelectorAll('#cards img')"
+    page.press("g")
+    with gate.holding("thumbnail"):
+        page.browser.refresh()  # it forgets the images
+        page.until(f"{images}.length === 5")
+        _open(page, "a.svs")
+        assert page.run(f"return {images}.length") == 0
+    page.press("g")
+    page.until(f"{images}.length === 5 && [...{images}].every((one) => one.naturalWidth > 0)")
+
+
+def test_keys_and_back_while_a_slide_loads_go_from_it(shown: tuple[Page, Gate]) -> None:
+    page, gate = shown
+    _open(page, "a.svs")
+    with gate.holding("details"):
+        page.press("n", "n", "h")
+        assert page.run("return state.prediction")  # of no slide that is on its way
+    page.until("slide.name === 'c.svs'")
+    page.settle()
+    with gate.holding("details"):
+        page.press("p")
+        page.browser.back()
+    page.until("slide.id === target && slide.name === 'c.svs'")
+    page.settle()
+    assert page.run("return location.hash").startswith("#c.svs")
+
+
+def test_a_problem_that_passes_is_no_longer_told(shown: tuple[Page, Gate]) -> None:
+    page, gate = shown
+    _open(page, "a.svs")
+    status = gate.gallery.status
+
+    def fails(slide: int) -> dict[str, Any]:
+        raise PathosegError("The disk is busy.", "Wait.")
+
+    gate.gallery.status = fails  # type: ignore[method-assign]
+    page.run("askStatus()")
+    page.until("at('problems').textContent.includes('busy')")
+    gate.gallery.status = status  # type: ignore[method-assign]
+    page.until("!at('problems').textContent.includes('busy')")  # by the next poll
+
+
+def test_the_panel_goes_by_the_keyboard(shown: tuple[Page, Gate]) -> None:
+    page, _ = shown
+    _open(page, "b.svs")
+    page.run("at('class-2').focus()")
+    for is_hidden in (True, False):
+        page.press(Keys.SPACE)
+        assert page.run("return state.hidden.has('tumour')") == is_hidden
+        assert page.run("return document.activeElement.id") == "class-2"
+    page.element("#tabs button:nth-child(2)").click()
+    page.until("at('table').tBodies[0].rows.length === 4")
+    page.run("document.querySelector('#table tbody button').focus()")
+    page.press(Keys.ENTER)
+    page.until("!at('card').hidden")
+    page.run("showTab('layers')")
+    pressed = "document.dispatchEvent(new KeyboardEvent('keydown', {key: ']', "
+    for modifiers, opacity in (("altKey: true, ctrlKey: true", 0.6), ("metaKey: true", 0.6)):
+        page.run(f"{pressed}{modifiers}}}))")
+        assert page.run("return state.opacity") == opacity
+    page.press("[")
 
 
 def test_what_a_pathologist_does(

@@ -12,7 +12,9 @@ const round = (value, digits) => Number(value).toLocaleString("en", { maximumFra
 let slides = []; // of the gallery
 let slide = null; // the details of the one that is shown
 let osd = null; // OpenSeadragon's viewer
+let target = null; // the number of the slide that is shown or on its way, null for the gallery
 let opening = 0; // grows with each slide: answers to an earlier one are dropped
+let leaving = new AbortController(); // ends what is asked for here, as a slide or the gallery is left
 let poll = null;
 const KINDS = ["probability", "prediction", "truth", "difference"]; // the undermost first
 const layers = new Map(); // kind -> { shown, item, wanted }: what is seen, the newest, its query and opacity
@@ -32,17 +34,34 @@ function make(tag, properties = {}, ...children) {
   return element;
 }
 
-async function get(path) {
-  let answer;
+async function get(path, signal = leaving.signal) {
+  let answer, text;
   try {
-    answer = await fetch(path);
+    answer = await fetch(path, { signal });
+    text = await answer.text();
   } catch {
+    if (signal?.aborted) return new Promise(() => {}); // nobody waits for it any more
     throw new Error("The viewer in the terminal has ended.");
   }
-  if (answer.status === 403) throw new Error(await answer.text());
-  const found = await answer.json().catch(() => ({ problem: `The viewer answers ${answer.status}.`, hint: "" }));
+  if (answer.status === 403) throw new Error(text);
+  let found = { problem: `The viewer answers ${answer.status}.`, hint: "" };
+  try { found = JSON.parse(text); } catch { /* it is told so */ }
   if (!answer.ok) throw new Error(`${found.problem} ${found.hint}`.trim());
   return found;
+}
+
+// A browser has six requests to a host under way: those of what is left would hold up the next.
+function leave(next) {
+  target = next;
+  opening += 1;
+  clearInterval(poll);
+  leaving.abort();
+  leaving = new AbortController();
+  for (const { picture } of cards.filter((one) => !isFilled(one))) {
+    for (const image of picture.children) image.removeAttribute("src"); // ends its request
+    picture.replaceChildren();
+  }
+  return opening;
 }
 
 let toastTimer = null;
@@ -100,31 +119,39 @@ function card(entry) {
   return { button, picture, table, body, entry };
 }
 
-async function fillCard({ picture, table, body, entry }) {
-  const base = `api/slides/${entry.id}`;
-  try {
-    const details = await get(base);
-    picture.append(make("img", { src: `${base}/thumbnail/slide`, alt: "" }));
-    if (details.prediction) picture.append(make("img", { src: `${base}/thumbnail/prediction`, alt: "" }));
-    details.classes.forEach((one, row) => table.rows[row]?.cells[0].prepend(dot(one.colour)));
-    if (!entry.problem) {
-      details.problems.forEach((text) => body.append(make("div", { className: "told", textContent: text })));
-    }
-  } catch (error) {
-    if (!entry.problem) body.append(make("div", { className: "told", textContent: error.message }));
-  }
+function isFilled({ details, picture }) {
+  const images = [...picture.children];
+  return details && (details.failed || images.length && images.every((image) => image.complete));
 }
 
+async function fillCard(one) {
+  const { picture, entry } = one;
+  const base = `api/slides/${entry.id}`;
+  if (!one.details) await fillTexts(one, base);
+  if (one.details.failed) return;
+  picture.append(make("img", { src: `${base}/thumbnail/slide`, alt: "" }));
+  if (one.details.prediction) picture.append(make("img", { src: `${base}/thumbnail/prediction`, alt: "" }));
+}
+
+async function fillTexts(one, base) {
+  one.details = await get(base).catch((error) => ({ failed: true, classes: [], problems: [error.message] }));
+  one.details.classes.forEach((each, row) => one.table.rows[row]?.cells[0].prepend(dot(each.colour)));
+  if (one.entry.problem) return;
+  one.details.problems.forEach((text) => one.body.append(make("div", { className: "told", textContent: text })));
+}
+
+let cards = [];
+// Files are opened for those in sight alone.
+const watcher = new IntersectionObserver((seen) => {
+  for (const { isIntersecting, target: button } of seen) {
+    if (!isIntersecting) continue;
+    watcher.unobserve(button);
+    fillCard(cards.find((one) => one.button === button));
+  }
+}, { root: at("gallery"), rootMargin: "200px" });
+
 function drawGallery() {
-  const cards = slides.map(card);
-  // Files are opened for those in sight alone.
-  const watcher = new IntersectionObserver((seen) => {
-    for (const { isIntersecting, target } of seen) {
-      if (!isIntersecting) continue;
-      watcher.unobserve(target);
-      fillCard(cards.find((one) => one.button === target));
-    }
-  }, { root: at("gallery"), rootMargin: "200px" });
+  cards = slides.map(card);
   at("cards").replaceChildren(...cards.map((one) => one.button));
   cards.forEach((one) => watcher.observe(one.button));
   filterGallery();
@@ -141,13 +168,13 @@ function filterGallery() {
 }
 
 function showGallery(asked) {
-  opening += 1;
-  clearInterval(poll);
+  leave(null);
   slide = null;
   document.title = "pathoseg";
   at("title").textContent = "";
   at("slide").hidden = true;
   at("gallery").hidden = false;
+  cards.filter((one) => !isFilled(one)).forEach((one) => watcher.observe(one.button));
   document.querySelectorAll(".of-slide").forEach((one) => { one.hidden = true; });
   if (asked) history.pushState(null, "", location.pathname);
   else history.replaceState(null, "", location.pathname);
@@ -235,9 +262,8 @@ function makeViewer() {
 }
 
 async function showSlide(id, place = null, linked = false) {
-  const turn = ++opening;
+  const turn = leave(id);
   if (!linked) history.pushState(null, "", `#${encodeURIComponent(slides[id].name)}`);
-  clearInterval(poll);
   const details = await get(`api/slides/${id}`).catch((error) => ({ ...slides[id], failed: error.message }));
   if (turn !== opening) return;
   slide = details;
@@ -286,7 +312,9 @@ async function showSlide(id, place = null, linked = false) {
       if (!slide.prediction) state.truth = true;
       drawPanel();
       drawLayers();
-    }).catch((error) => drawProblems([...slide.problems, error.message]));
+    }).catch((error) => {
+      if (turn === opening) drawProblems([...slide.problems, error.message]);
+    });
   }
 }
 
@@ -297,9 +325,7 @@ async function askStatus() {
     if (turn !== opening || !slide) return;
     drawProblems([...(slide.problem ? [slide.problem] : []), ...found.problems]);
   } catch (error) {
-    if (turn !== opening || !slide) return;
-    clearInterval(poll);
-    drawProblems([error.message]);
+    if (turn === opening && slide) drawProblems([error.message]); // the next answer takes its place
   }
 }
 
@@ -322,18 +348,22 @@ function shownClasses() {
 // Lines have to be seen where areas let the tissue through.
 const opacityOf = (style) => (style === "filled" ? state.opacity : Math.min(1, 2 * state.opacity));
 
+// Prediction and annotations can be compared once the annotations are read, if they can be.
+const compared = (how) => state[how] && slide.difference && slide.truthRead;
+
 function wantedLayers() {
   const show = shownClasses();
-  const both = state.swipe && slide.difference;
+  const differs = compared("difference");
+  const both = compared("swipe");
   const wanted = new Map();
-  if (slide.prediction && state.prediction && !state.difference) {
+  if (slide.prediction && (state.prediction || both) && !differs) {
     wanted.set("prediction", { query: `?show=${show}&style=${state.style}`, opacity: opacityOf(state.style) });
   }
-  if (slide.truthRead && (state.truth || both) && !state.difference) {
+  if (slide.truthRead && (state.truth || both) && !differs) {
     const style = both || !slide.prediction ? state.style : "outlines";
     wanted.set("truth", { query: `?show=${show}&style=${style}`, opacity: opacityOf(style) });
   }
-  if (slide.truthRead && slide.difference && state.difference) {
+  if (differs) {
     wanted.set("difference", { query: `?show=${show}`, opacity: Math.max(0.3, state.opacity) });
   }
   if (state.probability >= 0) {
@@ -434,7 +464,7 @@ function drawMarks() {
   for (const button of at("magnification").children) {
     button.setAttribute("aria-pressed", Math.abs(times / button.dataset.times - 1) < 0.01);
   }
-  const swipes = state.swipe && slide.difference && !state.difference;
+  const swipes = compared("swipe") && !compared("difference");
   at("swipe-line").hidden = !swipes;
   if (swipes) {
     const x = state.swipeAt * at("stage").clientWidth;
@@ -507,7 +537,7 @@ function linked() {
 
 async function follow() {
   const { found, place, given } = linked();
-  if (found && slide && found.id === slide.id && place) moveTo(place.x, place.y, place.times);
+  if (found && slide?.id === target && found.id === target && place) moveTo(place.x, place.y, place.times);
   else if (found) await showSlide(found.id, place, true);
   else {
     if (given) toast("The slide of this link is not among those that are shown.");
@@ -528,8 +558,9 @@ async function copyLink() {
 
 function step(by) {
   const listed = [...at("cards").children].filter((one) => !one.hidden).map((one) => one.dataset.name);
-  const names = listed.includes(slide.name) ? listed : slides.map((one) => one.name);
-  const name = names[names.indexOf(slide.name) + by];
+  const { name: here } = slides[target];
+  const names = listed.includes(here) ? listed : slides.map((one) => one.name);
+  const name = names[names.indexOf(here) + by];
   if (name === undefined) toast(by > 0 ? "This is the last slide." : "This is the first slide.");
   else told(showSlide(slides.findIndex((one) => one.name === name)));
 }
@@ -662,7 +693,7 @@ function drawPanel() {
     if (slide.difference) {
       parts.push(checkbox("Swipe: predicted left, annotated right", state.swipe, (on) => toggle("swipe", on), "show-swipe"));
       parts.push(checkbox("Where they differ", state.difference, (on) => toggle("difference", on), "show-difference"));
-      if (state.difference) {
+      if (compared("difference")) {
         parts.push(...slide.differences.map((one) => make("label", {}, dot(one.colour), one.name)));
       }
     }
@@ -683,7 +714,10 @@ function drawPanel() {
     ...(slide.tissue_mm2 === undefined ? [] : [["Tissue", area(slide.tissue_mm2)], ["Model", slide.model]]),
   ];
   parts.push(make("table", { className: "facts" }, ...facts.map(([name, value]) => make("tr", {}, make("td", { className: "soft", textContent: name }), make("td", { textContent: value })))));
+  const { activeElement } = document;
+  const focused = at("tab-layers").contains(activeElement) ? activeElement.id : "";
   at("tab-layers").replaceChildren(...parts);
+  at(focused)?.focus(); // for who goes by the keyboard
 }
 
 // --- the tables of regions and objects ------------------------------------------------------
@@ -725,7 +759,7 @@ async function fillTable() {
   at("table").tBodies[0].replaceChildren(...found.rows.map((one) => {
     const known = slide.classes.find((each) => each.name === one.class);
     const row = make("tr", {},
-      make("td", {}, dot(known ? known.colour : [128, 128, 128]), one.class),
+      make("td", {}, make("button", { type: "button" }, dot(known ? known.colour : [128, 128, 128]), one.class)),
       make("td", { textContent: round(one.area_um2, 0) }),
       make("td", { textContent: round(one.x, 0) }),
       make("td", { textContent: round(one.y, 0) }));
@@ -757,13 +791,17 @@ async function jump(one, row) {
 // --- keys and buttons -----------------------------------------------------------------------
 
 function onKey(event) {
-  if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT)$/.test(event.target.tagName) && event.target.type !== "checkbox" && event.target.type !== "range") return;
+  // Some keyboards have brackets behind AltGr (Ctrl and Alt to Windows) or Option.
+  const isBracket = /^[[\]]$/.test(event.key) && event.altKey && !event.metaKey;
+  const isModified = event.ctrlKey || event.metaKey || event.altKey;
+  if (isModified && !isBracket || /^(INPUT|SELECT)$/.test(event.target.tagName) && event.target.type !== "checkbox" && event.target.type !== "range") return;
   const key = event.key;
   if (at("keys").open) return; // its own keys
   if (key === "?") at("keys").showModal();
-  if (!slide) return;
+  if (target === null) return;
+  const isShown = slide?.id === target && !slide.failed; // not one before it, or none that can be
   const moves = { n: () => step(1), p: () => step(-1), g: () => showGallery(true) };
-  const can = slide.failed ? moves : {
+  const can = !isShown ? moves : {
     ...moves,
     h: () => slide.prediction && toggle("prediction"),
     o: () => toggle("style", state.style === "filled" ? "outlines" : "filled"),
@@ -779,7 +817,7 @@ function onKey(event) {
     "-": () => zoomBy(1 / 1.5),
     Escape: () => showSelected(null),
   };
-  const one = /^[1-9]$/.test(key) && !slide.failed && slide.classes[Number(key) - 1];
+  const one = isShown && /^[1-9]$/.test(key) && slide.classes[Number(key) - 1];
   if (one) setClass(one, state.hidden.has(keyOf(one)));
   else if (can[key]) can[key]();
   else return;
@@ -802,7 +840,7 @@ async function start() {
   at("page-on").addEventListener("click", () => { state.page += 1; told(fillTable()); });
   document.addEventListener("keydown", onKey);
   window.addEventListener("hashchange", () => told(follow()));
-  slides = await get("api/slides");
+  slides = await get("api/slides", null);
   drawGallery();
   await follow();
 }
