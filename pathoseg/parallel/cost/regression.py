@@ -199,7 +199,7 @@ def time_cases(
     rounds: int,
     advance: Callable[[], None] = lambda: None,
 ) -> list[TimedCase]:
-    """Times the last layer of each case.
+    """Time the last layer of each case.
 
     Args:
         cases: The layers.

@@ -289,7 +289,7 @@ class _Clock(Protocol):
         """Now, in the order of the device's work."""
 
     def since(self, begin: Any) -> float:
-        """Seconds that the work given to the device since then took."""
+        """Return the seconds that the work given to the device since then took."""
 
 
 class _HostClock:

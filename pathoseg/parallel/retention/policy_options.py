@@ -30,8 +30,7 @@ class Walked:
         seconds: Of the forwards that run again.
         again: How many bytes are made again.
         needed: By offloaded storage, the seconds after the backward's start when it is needed.
-        demands: Storages that layers read which run again, and that are others' to keep.
-        last: Position of the layer in whose backward each of these is needed first.
+        demands: Saved storages of earlier layers that the recomputation reads.
     """
 
     forward_peak: int = 0
@@ -50,7 +49,7 @@ def walk(
     offloaded: Collection[int],
     twice: Collection[int] = (),
 ) -> Walked:
-    """Runs layers of a stage on paper.
+    """Replay the forward and backward of some layers of a stage on paper.
 
     Storages that are neither dropped nor offloaded are kept to the end of the first saver's
     backward. A dropped one is made again when the backward first needs it, with all that this
@@ -151,7 +150,7 @@ class _State:
             self._held += self._facts.sizes[index]
 
     def _make_again(self, missing: list[int], at: int) -> None:
-        """Runs the layers that the missing storages take, while the backward is at a layer."""
+        """Run the layers that the missing storages take, while the backward is at a layer."""
         facts, found = self._facts, self.found
         runs: set[tuple[int, bool]] = set()  # positions, and whether in passing
         asked = [(index, self._in_passing(index, False)) for index in missing]
@@ -253,7 +252,7 @@ class Retained:
 
 
 def retain(facts: StageFacts, retention: ActivationPolicy) -> Retained:
-    """Walks through a stage's forward and backward under a retention."""
+    """Return what a stage holds and runs again under an activation policy."""
     away, again = set(retention.offloaded), set(retention.recomputed)
     more = set(retention.twice)
     dropped: set[int] = set()
@@ -325,9 +324,10 @@ class PolicyOption:
         again: Seconds of the forwards that run again.
         peak: Most bytes in the backward, beyond what earlier blocks keep.
         largest: Most bytes of one layer that are copied.
-        demands: Storages of other blocks that have to be at hand.
-        away: Storages of it that are not on the device when the backward begins.
-        deep: Those of them that take another of it to be made again.
+        demands: Saved storages of earlier layers that the recomputation reads; their own block has
+            to have them at hand.
+        away: Storages of the block that are offloaded or recomputed.
+        deep: Of `away`, those whose recomputation also needs another recomputed or unsaved storage.
     """
 
     blocks: int
