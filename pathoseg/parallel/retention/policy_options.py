@@ -38,7 +38,7 @@ class Walked:
     seconds: float = 0.0
     again: int = 0
     needed: dict[int, float] = field(default_factory=dict)
-    demands: dict[int, int] = field(default_factory=dict)
+    demands: set[int] = field(default_factory=set)
 
 
 def walk(
@@ -213,7 +213,7 @@ class _State:
     def _at_hand(self, index: int, at: int, passing: bool) -> bool:
         if index not in self._own:
             if self._facts.makers[index] not in self._layers and index in self._facts.saved:
-                self.found.demands.setdefault(index, at)
+                self.found.demands.add(index)
                 return True
             return False
         if index in self._dropped:
