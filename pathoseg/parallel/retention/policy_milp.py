@@ -100,8 +100,8 @@ def relax(program: Program) -> Relaxed | None:
     from scipy.optimize import linprog  # a second to import, and few plans need it
 
     rows = program.matrix().tocsr()
-    least, limits = np.array(program.least), np.array(program.limits)
-    even = least == limits
+    limits = np.array(program.limits)
+    even = limits == np.array(program.least)
     found = linprog(
         program.cost,
         A_ub=rows[~even],
