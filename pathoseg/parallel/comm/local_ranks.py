@@ -204,7 +204,7 @@ def _environment(ranks: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(cores)} | kept
 
 
-def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     # In a session of its own, so that Ctrl-C reaches the ranks once: through this process.
     return subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
@@ -262,10 +262,7 @@ def start_workers(ranks: int, command: Sequence[str]) -> int:
             own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             if rank:  # two progress bars on one terminal would draw over each other
                 own["TTY_COMPATIBLE"] = "0"
-            # In a session of its own, so that Ctrl-C reaches it once: through this process.
-            workers.append(
-                subprocess.Popen(command, env=own, stdin=subprocess.DEVNULL, start_new_session=True)
-            )
+            workers.append(_start(command, own))
             stack.callback(_end, workers[-1])
         told = 0
         while any(process.poll() is None for process in workers):
