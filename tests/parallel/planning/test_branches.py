@@ -126,7 +126,9 @@ def test_every_order_runs_on_branches_within_its_bounds(
                 validate(lowered)
                 made = simulate(lowered, costs)  # raises where nothing can move
                 assert least_seconds(setting, groups) <= float(made.time) * (1 + 1e-9)
-                assert least_bytes(setting) <= max(made.peak_memory)
+                # A visit that takes no time holds nothing in the simulation.
+                if all(each.forward and each.backward for each in costs.stages):
+                    assert least_bytes(setting) <= max(made.peak_memory)
 
 
 @settings(max_examples=40, deadline=None)
