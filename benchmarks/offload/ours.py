@@ -18,7 +18,7 @@ from pathoseg.parallel.planning.partition import even
 from pathoseg.parallel.runtime.executor import Microbatches
 from pathoseg.parallel.runtime.memory_check import Memory
 from pathoseg.parallel.runtime.runner import Runner
-from pathoseg.parallel.runtime.stage import Training, stage_edges
+from pathoseg.parallel.runtime.stage import Training, edge_values
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.gpipe import gpipe
 from pathoseg.parallel.schedule.lowering import lower
@@ -73,7 +73,7 @@ def ours(
     partition = even(traced.graph, stages)
     schedule = lower(
         gpipe(Placement(1, ((0,) * stages,)), subject.microbatches),
-        list(stage_edges(partition)),
+        list(edge_values(partition)),
         offload={0: retention.offloaded if form is not OffloadMode.NONE else ()},
     )
     largest = max(storage.bytes for storage in traced.graph.storages)

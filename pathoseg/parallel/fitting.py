@@ -100,7 +100,7 @@ def fit(
     device: torch.device,
     optimizer_slots: int = 2,
 ) -> Fit:
-    """Finds the fastest way to train a model on the ranks of this job, and sets it up.
+    """Find the fastest way to train a model on the ranks of this job, and set it up.
 
     All ranks make the same call, with models of the same values.
 
@@ -184,7 +184,7 @@ def split(
     form: OffloadMode = OffloadMode.OVERLAPPED,
     parked: Set[Park] = frozenset(),
 ) -> Fit:
-    """Sets up a planned model; all ranks make the same call.
+    """Set up a planned model; all ranks make the same call.
 
     Args:
         model: As for `fit`.

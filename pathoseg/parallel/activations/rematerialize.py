@@ -9,9 +9,9 @@ Four layers, of which a, b, c save what the next one reads; autograd holds a `Ha
 
     forward    (1) Each layer is `Recorded`: what it read, saved, returned and overwrote.
                (2) After the last one, `plan_again` goes through the dropped pieces, latest need
-                   first: B is made by b, which becomes an `Again` with A as its source.
+                   first: B is made by b, which becomes a `Rerun` with A as its source.
     backward   (3) d, then c ask for C and B: `unpack` calls `storage()` of the piece. Kept has it;
-                   Away fetches it from the host; Dropped has its layer run (`Again.give`), and
+                   Away fetches it from the host; Dropped has its layer run (`Rerun.give`), and
                    ahead of it, in the forward's order, whatever made sources that are gone.
                (4) A layer that has run lets go of its sources; a piece ends with its last handle.
 
@@ -82,7 +82,7 @@ def bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 class LayerRun(Protocol):
-    """A layer run that makes dropped content again; `Again` is the only one."""
+    """A layer run that makes dropped content again; `Rerun` is the only one."""
 
     def give(self, piece: Dropped) -> None:
         """Fill `piece.made`, after running whatever else has to run first."""
@@ -339,20 +339,23 @@ def plan_again(
         PathosegError: A layer read what was overwritten since.
     """
     turns = count()
-    # What is asked for, and last whether of a run in passing.
+
+    def want(piece: Dropped, made: Made, version: int, passing: bool) -> _Wanted:
+        return _Wanted(-piece.needed, next(turns), piece, made, version, passing)
+
     wanted = [
-        (-piece.needed, next(turns), piece, made, at, made.fate is not Fate.TWICE)
-        for piece, made, at in dropped
+        want(piece, made, version, passing=made.fate is not Fate.TWICE)
+        for piece, made, version in dropped
     ]
     heapify(wanted)
-    runs: dict[tuple[int, bool], Again] = {}
+    runs: dict[_RunKey, Rerun] = {}
     while wanted:
         # Latest needs first, so that each source learns of the first that asks for it.
         _, _, piece, made, version, passing = heappop(wanted)
         if piece.run is not None:
             continue
-        key = made.maker(version), passing
-        piece.run = run = runs.get(key) or Again(recorded[key[0]], passing, context)
+        key = _RunKey(made.maker(version), passing)
+        piece.run = run = runs.get(key) or Rerun(recorded[key.position], passing, context)
         run.makes.append((made, version, ref(piece)))
         if key in runs:
             continue
@@ -366,11 +369,28 @@ def plan_again(
             run.sources[leaf.made, leaf.version] = source
             if isinstance(source, Dropped) and source.run is None:
                 how = passing or leaf.made.fate is Fate.RECOMPUTE
-                item = -source.needed, next(turns), source, leaf.made, leaf.version, how
-                heappush(wanted, item)
+                heappush(wanted, want(source, leaf.made, leaf.version, how))
 
 
-def _source(leaf: Leaf, run: Again, recorded: Mapping[int, Recorded]) -> Piece:
+class _Wanted(NamedTuple):
+    """Dropped content that is asked for; of the same need, what was asked for first comes first."""
+
+    need: int
+    turn: int
+    piece: Dropped
+    made: Made
+    version: int
+    passing: bool
+
+
+class _RunKey(NamedTuple):
+    """What tells the reruns of a stage apart, in the order of the forward."""
+
+    position: int
+    passing: bool
+
+
+def _source(leaf: Leaf, run: Rerun, recorded: Mapping[int, Recorded]) -> Piece:
     made, version = leaf.made, leaf.version
     source = made.piece(version)
     passing = run.passing and made.fate is not Fate.RECOMPUTE
@@ -392,7 +412,7 @@ def _source(leaf: Leaf, run: Again, recorded: Mapping[int, Recorded]) -> Piece:
     return source
 
 
-class Again:
+class Rerun:
     """A layer that is to run once more, at most once.
 
     Attributes:
@@ -415,22 +435,22 @@ class Again:
             PathosegError: A layer saves other tensors than in its forward, or its input was
                 overwritten since.
         """
-        ahead: dict[tuple[int, bool], Again] = {}
+        ahead: dict[_RunKey, Rerun] = {}
         waiting = [self]
         while waiting:
             run = waiting.pop()
-            key = run.layer.position, run.passing
+            key = _RunKey(run.layer.position, run.passing)
             if key in ahead:
                 continue
             ahead[key] = run
             for source in run.sources.values():
                 if isinstance(source, Dropped) and source.made is None:
-                    assert isinstance(source.run, Again)
+                    assert isinstance(source.run, Rerun)
                     waiting.append(source.run)
         order = sorted(ahead)
-        with self._context([position for position, _ in order]) as before:
+        with self._context([key.position for key in order]) as before:
             for key in order:
-                before(key[0])
+                before(key.position)
                 ahead.pop(key)._run()
 
     def _run(self) -> None:

@@ -55,7 +55,7 @@ from pathoseg.parallel.graph.segment import Step
 from pathoseg.parallel.graph.traced import Traced
 
 # Sets up randomness and precision as in the forward; gives what is called ahead of each layer.
-Again = Callable[[], AbstractContextManager[Callable[[int], None] | None]]
+RerunContext = Callable[[], AbstractContextManager[Callable[[int], None] | None]]
 
 
 class SavedTensorHooks:
@@ -129,7 +129,9 @@ class SavedTensorHooks:
         """Begin a step: parameters may have moved to other memory since the last one."""
         self._given = None
 
-    def recording(self, microbatch: int, received: Mapping[str, Tensor], again: Again) -> Recording:
+    def recording(
+        self, microbatch: int, received: Mapping[str, Tensor], again: RerunContext
+    ) -> Recording:
         """Return the recording of one forward, to be entered by its `hooks`.
 
         Args:
@@ -155,7 +157,7 @@ class Recording:
     """
 
     def __init__(
-        self, keeping: SavedTensorHooks, microbatch: int, storages: Storages, again: Again
+        self, keeping: SavedTensorHooks, microbatch: int, storages: Storages, again: RerunContext
     ) -> None:
         self._keeping, self._microbatch, self._again = keeping, microbatch, again
         self._fates, self._names, self._copies = keeping._fates, keeping._names, keeping._copies

@@ -216,7 +216,7 @@ class _Waiters:
         self._requests.put(request)
 
     def pause(self, seconds: float) -> None:
-        """Returns when a request has become done since the last time, or after so long."""
+        """Return when a request has become done since the last time, or after so long."""
         self._changed.wait(seconds)
         self._changed.clear()
 

@@ -202,7 +202,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 def connect(
     choice: Choice = "auto", world: World | None = None, device: torch.device | None = None
 ) -> ProcessTransport:
-    """Joins the ranks of this world, each with its share of the machine's cores.
+    """Join the ranks of this world, each with its share of the machine's cores.
 
     Under MPI a process can do so once. From then on it keeps what it frees (`keep_freed_memory`).
 

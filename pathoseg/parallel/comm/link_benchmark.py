@@ -25,7 +25,7 @@ _HOST = torch.device("cpu")
 def measure_links(
     transport: Transport, first: int = 0, second: int | None = None, device: torch.device = _HOST
 ) -> Link:
-    """Times messages there and back between two ranks; all ranks call this.
+    """Time messages there and back between two ranks; all ranks call this.
 
     Args:
         transport: Joins the ranks; nothing else may be under way.

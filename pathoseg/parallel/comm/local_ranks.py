@@ -47,7 +47,7 @@ def start_local(
     choice: Choice = "auto",
     variables: Mapping[str, str] | None = None,
 ) -> int:
-    """Runs a command as several ranks of this machine until all have ended.
+    """Run a command as several ranks of this machine until all have ended.
 
     Rank 0 has this process's output. Where a rank fails, the others have some seconds to end by
     themselves; then the last words of the first to fail are shown. Ctrl-C and SIGTERM go on to
@@ -118,7 +118,7 @@ class _Run:
         self._started = started
 
     def code(self, signals: list[int]) -> int:
-        """Waits for the end of all ranks; passes on `signals`, which may grow meanwhile."""
+        """Wait for the end of all ranks; pass on `signals`, which may grow meanwhile."""
         told: set[tuple[int, int]] = set()
         deadline = float("inf")
         while [process for process in self._started if process.poll() is None]:
@@ -142,7 +142,7 @@ class _Run:
         return int((self._folder / f"failed.{failed[0]}").read_text() or 1)
 
     def end(self) -> None:
-        """Leaves nothing of the ranks running."""
+        """Leave nothing of the ranks running."""
         for group in self._groups():
             _kill(group, KILL)
 
@@ -204,7 +204,7 @@ def _environment(ranks: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(cores)} | kept
 
 
-def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     # In a session of its own, so that Ctrl-C reaches the ranks once: through this process.
     return subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
@@ -215,7 +215,7 @@ def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[
 def _ended(
     started: list[subprocess.Popen[bytes]],
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Leaves nothing running, whatever happens."""
+    """Leave nothing running, whatever happens."""
     try:
         yield started
     finally:
@@ -262,10 +262,7 @@ def start_workers(ranks: int, command: Sequence[str]) -> int:
             own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             if rank:  # two progress bars on one terminal would draw over each other
                 own["TTY_COMPATIBLE"] = "0"
-            # In a session of its own, so that Ctrl-C reaches it once: through this process.
-            workers.append(
-                subprocess.Popen(command, env=own, stdin=subprocess.DEVNULL, start_new_session=True)
-            )
+            workers.append(_start(command, own))
             stack.callback(_end, workers[-1])
         told = 0
         while any(process.poll() is None for process in workers):
@@ -285,7 +282,7 @@ def start_workers(ranks: int, command: Sequence[str]) -> int:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Leaves nothing running, whatever happens."""
+    """Leave nothing running, whatever happens."""
     with contextlib.suppress(ProcessLookupError):
         process.kill()
     process.wait()

@@ -19,7 +19,7 @@ class Pending(Protocol):
         """
 
     def wait(self) -> None:
-        """Returns once it is finished.
+        """Return once it is finished.
 
         Raises:
             PathosegError: As `done`.
@@ -75,7 +75,7 @@ class Transport(Protocol):
         """
 
     def sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
-        """Starts to sum a tensor in place over ascending `ranks`, all of which call this.
+        """Start to sum a tensor in place over ascending `ranks`, all of which call this.
 
         Two ranks that share several sums call them in the same order. The result is equal to the
         bit on all ranks, and the same in every run.

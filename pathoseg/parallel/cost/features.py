@@ -83,7 +83,7 @@ def amounts(layer: Layer, work: Work, slowness: float = 1.0) -> tuple[float, ...
 
 
 def features(layer: Layer, work: Work) -> tuple[float, ...]:
-    """Numbers that tell how well such a pass uses the device, mostly logarithms of sizes.
+    """Return numbers that tell how well such a pass uses the device, mostly logarithms of sizes.
 
     Args:
         layer: The layer.

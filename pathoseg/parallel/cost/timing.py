@@ -248,13 +248,10 @@ class Whole:
         return forward, self._clock.since(begin)
 
 
-def time_copies(device: torch.device, rounds: int = 5) -> Link:
-    """Measure the link of a device to its host's memory by copies of two sizes, pinned where
-    that serves it.
+def time_copies(device: torch.device) -> Link:
+    """Measure the link of a device to its host's memory by copies of two sizes.
 
-    Args:
-        device: The device.
-        rounds: Copies of each size; the fastest counts.
+    Host memory is pinned where that serves the device. The fastest of five copies counts.
     """
     clock = _clock(device)
     seconds = []
@@ -262,7 +259,7 @@ def time_copies(device: torch.device, rounds: int = 5) -> Link:
         source = torch.ones(size, dtype=torch.uint8, pin_memory=is_pinned_for(device))
         target = torch.ones(size, dtype=torch.uint8, device=device)
         taken = []
-        for _ in range(rounds):
+        for _ in range(5):
             begin = clock.mark()
             target.copy_(source, non_blocking=True)
             taken.append(clock.since(begin))
@@ -289,7 +286,7 @@ class _Clock(Protocol):
         """Now, in the order of the device's work."""
 
     def since(self, begin: Any) -> float:
-        """Seconds that the work given to the device since then took."""
+        """Return the seconds that the work given to the device since then took."""
 
 
 class _HostClock:
@@ -451,11 +448,7 @@ def measure_sequence(
                 whole.backward.quartile / sum(part.backward.quartile for part in layers),
             )
         )
-    return LayerTime(*(_median(column) for column in zip(*factors, strict=True)))
-
-
-def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]
+    return LayerTime(*(statistics.median_high(column) for column in zip(*factors, strict=True)))
 
 
 def _works(layer: Layer) -> bool:

@@ -56,7 +56,7 @@ class SegmentPlan:
         after: Callable[[Any], None] | None = None,
         run: Call | None = None,
     ) -> None:
-        """Runs the steps; `values` gains what they make, and loses what has died.
+        """Run the steps; `values` gains what they make, and loses what has died.
 
         Args:
             values: Values that the steps read, by name.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from traceback import walk_tb
 from typing import Any
@@ -75,6 +75,23 @@ def alone(holders: Sequence[int]) -> int:
         "the memory of a backward cannot be computed.",
         "Install torch 2.13, with which pathoseg is tested.",
     )
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """The layers of a model as they ran.
+
+    Attributes:
+        graph: The layers.
+        summary: What they returned and saved.
+        strides: As of `Traced`.
+        drawing: Positions of the layers that draw.
+    """
+
+    graph: LayerGraph
+    summary: str
+    strides: Mapping[str, tuple[tuple[int, ...], ...]]
+    drawing: set[int]
 
 
 def trace(model: fx.Module, example: Any) -> LayerGraph:
@@ -194,7 +211,7 @@ class Traced:
             tensors: Returns nested values of layers with the tensors that stand for them.
         """
         with fx.mode(self.model, training=True), self._root.lent():
-            return self._measure(*self._found, place, run, tensors)[0]
+            return self._measure(*self._found, place, run, tensors).graph
 
     def assemble(self, values: Mapping[str, Any]) -> Any:
         """Build what the model itself would return from the values named by `graph.outputs`."""
@@ -223,11 +240,12 @@ class Traced:
         self._bind(nodes)
         self._nodes = nodes  # by position, of the graph in training
         self._found = nodes, opaque
-        self.graph, parts, self.strides, self._drawing = self._measure(nodes, opaque)
-        if whole != parts:
+        parts = self._measure(nodes, opaque)
+        self.graph, self.strides, self._drawing = parts.graph, parts.strides, parts.drawing
+        if whole != parts.summary:
             raise PathosegError(
-                f"{type(self.model).__name__} cannot be cut: its layers return {parts}, the model "
-                f"itself {whole}.",
+                f"{type(self.model).__name__} cannot be cut: its layers return {parts.summary}, "
+                f"the model itself {whole}.",
                 "Train it on one rank, or give what is unusual in it a module of its own.",
             )
 
@@ -293,12 +311,8 @@ class Traced:
         place: Callable[[str, Any], Any] = lambda name, tensor: tensor,
         run: Call | None = None,
         tensors: Callable[[Any], Any] = lambda values: values,
-    ) -> tuple[LayerGraph, str, Mapping[str, tuple[tuple[int, ...], ...]], set[int]]:
-        """Runs the layers one by one, then their backward.
-
-        Returns:
-            What that took, what it returned, `Traced.strides`, and the positions that draw.
-        """
+    ) -> _Measured:
+        """Run the layers one by one, then their backward."""
         root, steps, end = self._root, self._steps[True], self._ends[True]
         tape = MemoryProfile(len(nodes))
         recorder = Recorder(tape, held_once())
@@ -352,7 +366,7 @@ class Traced:
             if id(buffer) in used or buffer.untyped_storage() in recorder.changed
         }
         graph = replace(graph, ties=find_ties(graph, recorder.writes, changing))
-        return graph, summary, strides, listener.drawing
+        return _Measured(graph, summary, strides, listener.drawing)
 
     def _layers(
         self,

@@ -263,29 +263,28 @@ class Branches:
         for (source, target), size in reads.items():
             if of[source] != of[target]:
                 sizes[of[source], of[target]] += size
-        links: dict[bool, list[list[tuple[int, float]]]] = {
-            forward: [[] for _ in own] for forward in (True, False)
-        }
+        entering: list[list[tuple[int, float]]] = [[] for _ in own]
+        leaving: list[list[tuple[int, float]]] = [[] for _ in own]
         read: list[list[tuple[int, int]]] = [[] for _ in own]
         for (source, target), size in sorted(sizes.items()):
             read[target].append((source, size))
             delay = link.latency(0, 1) + link.transfer(0, 1, size)
-            links[True][target].append((source, delay))
-            links[False][source].append((target, delay))
+            entering[target].append((source, delay))
+            leaving[source].append((target, delay))
         layers = [sorted(at for block in inside for at in blocks[block]) for inside in own]
         self._pieces = _Pieces(
             layers,
-            [sum(forwards[at] for at in inside) for inside in layers],
-            [sum(backwards[at] for at in inside) for inside in layers],
-            [_weights(graph, inside, slots) for inside in layers],
-            [_saved(graph, inside) for inside in layers],
-            links[True],
-            links[False],
-            read,
+            forward=[sum(forwards[at] for at in inside) for inside in layers],
+            backward=[sum(backwards[at] for at in inside) for inside in layers],
+            weights=[_weights(graph, inside, slots) for inside in layers],
+            saved=[_saved(graph, inside) for inside in layers],
+            before=entering,
+            after=leaving,
+            read=read,
         )
         chain = [0.0] * len(layers)
-        for piece, entering in enumerate(links[True]):
-            before_it = max((chain[source] for source, _ in entering), default=0.0)
+        for piece, sources in enumerate(entering):
+            before_it = max((chain[source] for source, _ in sources), default=0.0)
             chain[piece] = before_it + self._pieces.seconds(piece)
         self.longest = max(chain) / (sum(times) or 1.0)
 

@@ -16,6 +16,7 @@ from pathoseg.parallel.schedule.gems import gems_of
 from pathoseg.parallel.schedule.gpipe import gpipe, mp_basic, sequential
 from pathoseg.parallel.schedule.one_f_one_b import one_f_one_b_of, warm_up
 from pathoseg.parallel.schedule.schedule import Placement, Schedule, folded, linear, mirrored
+from pathoseg.parallel.schedule.simulate import weights_by_rank
 from pathoseg.parallel.schedule.synthesise import synthesise
 
 AUTO = "auto"
@@ -70,6 +71,16 @@ class OrderSetting(NamedTuple):
     edges: tuple[Edge, ...]
     memory: int
 
+    def taken(self, stage: int, in_flight: int) -> int:
+        """Return the bytes that a stage takes beside its weights, with so many microbatches."""
+        cost = self.costs.stages[stage]
+        entering, leaving = (
+            sum(self.costs.sizes[edge] for edge in self.edges if edge[end] == stage)
+            for end in (1, 0)
+        )
+        workspace = max(cost.forward_workspace, cost.backward_workspace + leaving)
+        return in_flight * (cost.activations + entering) + workspace
+
 
 class Variant(NamedTuple):
     """An order of F and B, and the stages that it recomputes."""
@@ -123,85 +134,77 @@ def find_order(name: str) -> list[Order]:
     return [ORDERS[name]]
 
 
-def _alone(frame: OrderSetting) -> _Families:
-    yield iter([Variant(sequential(frame.microbatches))])
+def _alone(setting: OrderSetting) -> _Families:
+    yield iter([Variant(sequential(setting.microbatches))])
 
 
-def _mp_basic(frame: OrderSetting) -> _Families:
-    yield iter([Variant(mp_basic(frame.placement, frame.microbatches))])
+def _mp_basic(setting: OrderSetting) -> _Families:
+    yield iter([Variant(mp_basic(setting.placement, setting.microbatches))])
 
 
-def _gpipe(frame: OrderSetting) -> _Families:
-    yield iter([Variant(gpipe(frame.placement, frame.microbatches))])
+def _gpipe(setting: OrderSetting) -> _Families:
+    yield iter([Variant(gpipe(setting.placement, setting.microbatches))])
 
 
-def _one_f_one_b(frame: OrderSetting) -> _Families:
-    yield iter([Variant(_alternating(frame))])
+def _one_f_one_b(setting: OrderSetting) -> _Families:
+    yield iter([Variant(_alternating(setting))])
 
 
-def _alternating(frame: OrderSetting) -> Schedule:
-    return one_f_one_b_of(frame.placement, frame.microbatches, frame.edges, _times(frame))
+def _alternating(setting: OrderSetting) -> Schedule:
+    return one_f_one_b_of(setting.placement, setting.microbatches, setting.edges, _times(setting))
 
 
-def _times(frame: OrderSetting) -> list[tuple[float, float]]:
+def _times(setting: OrderSetting) -> list[tuple[float, float]]:
     """Return (forward, backward) seconds by stage; an empty list where every rank has one stage.
 
     None takes no time at all, so that what waits for another starts later.
     """
-    stages = frame.costs.stages
-    if len(stages) == frame.placement.ranks:
+    stages = setting.costs.stages
+    if len(stages) == setting.placement.ranks:
         return []
     least = 1e-9 * sum(each.forward + each.backward for each in stages)
     return [(max(each.forward, least), max(each.backward, least)) for each in stages]
 
 
-def _recomputing(frame: OrderSetting) -> _Families:
+def _recomputing(setting: OrderSetting) -> _Families:
     """First the stages alone that would not fit otherwise, then all."""
-    order = replace(_alternating(frame), name="1f1b-recompute")
+    order = replace(_alternating(setting), name="1f1b-recompute")
     every = tuple(range(order.stages))
-    too_large = tuple(stage for stage in every if not _fits(frame, stage))
+    too_large = tuple(stage for stage in every if not _fits(setting, stage))
     yield (Variant(order, stages) for stages in dict.fromkeys((too_large or every, every)))
 
 
-def _fits(frame: OrderSetting, stage: int) -> bool:
+def _fits(setting: OrderSetting, stage: int) -> bool:
     """Return True if a stage has room for the microbatches that 1F1B holds."""
-    cost = frame.costs.stages[stage]
-    entering, leaving = (
-        sum(frame.costs.sizes[edge] for edge in frame.edges if edge[end] == stage) for end in (1, 0)
-    )
-    held = min(frame.microbatches, warm_up(frame.placement, frame.edges)[stage])
-    workspace = max(cost.forward_workspace, cost.backward_workspace + leaving)
-    return cost.weights + held * (cost.activations + entering) + workspace <= frame.memory
+    held = min(setting.microbatches, warm_up(setting.placement, setting.edges)[stage])
+    weights = setting.costs.stages[stage].weights
+    return weights + setting.taken(stage, held) <= setting.memory
 
 
-def _gems(frame: OrderSetting, master: bool) -> _Families:
-    half, odd = divmod(frame.microbatches, 2)
+def _gems(setting: OrderSetting, master: bool) -> _Families:
+    half, odd = divmod(setting.microbatches, 2)
     if odd:
         return
     pairs = [count for count in range(2 if master else 1, half + 1) if half % count == 0]
     yield (
-        Variant(gems_of(frame.placement, count, half // count))
+        Variant(gems_of(setting.placement, count, half // count))
         for count in (pairs if master else pairs[:1])
     )
 
 
-def _bidirectional(frame: OrderSetting) -> _Families:
-    placement, microbatches, _, edges, _ = frame
-    yield iter([Variant(bidirectional_of(placement, microbatches, edges, _times(frame)))])
+def _bidirectional(setting: OrderSetting) -> _Families:
+    placement, microbatches, _, edges, _ = setting
+    yield iter([Variant(bidirectional_of(placement, microbatches, edges, _times(setting)))])
 
 
-def _synthesised(frame: OrderSetting) -> _Families:
-    for recompute in ((), tuple(range(frame.placement.stages))):
-        yield _made_to_measure(frame, recompute)
+def _synthesised(setting: OrderSetting) -> _Families:
+    for recompute in ((), tuple(range(setting.placement.stages))):
+        yield _made_to_measure(setting, recompute)
 
 
-def _made_to_measure(frame: OrderSetting, recompute: tuple[int, ...]) -> Iterator[Variant]:
-    placement, microbatches, costs, edges, memory = frame
-    weights = [0] * placement.ranks
-    for home in placement.homes:
-        for stage, rank in enumerate(home):
-            weights[rank] += costs.stages[stage].weights
-    room = memory - max(weights)
+def _made_to_measure(setting: OrderSetting, recompute: tuple[int, ...]) -> Iterator[Variant]:
+    placement, microbatches, costs, edges, memory = setting
+    room = memory - max(weights_by_rank(placement, costs))
     with suppress(PathosegError):  # no order fits
         order = synthesise(placement, costs, microbatches, room, edges, recompute)
         yield Variant(order, recompute)
@@ -236,8 +239,8 @@ ORDERS: Mapping[str, Order] = {
         Order("gpipe", (LINEAR, "folded"), _gpipe, _all, may_keep_less=True),
         Order("1f1b", (LINEAR,), _one_f_one_b, _falling, may_keep_less=True),
         Order("1f1b-recompute", (LINEAR,), _recomputing, _falling, recompute=True),
-        Order("gems-mast", ("mirrored",), lambda frame: _gems(frame, master=False), _half),
-        Order("gems-master", ("mirrored",), lambda frame: _gems(frame, master=True)),
+        Order("gems-mast", ("mirrored",), lambda setting: _gems(setting, master=False), _half),
+        Order("gems-master", ("mirrored",), lambda setting: _gems(setting, master=True)),
         Order("bidirectional", ("mirrored",), _bidirectional, _both_ways),
         Order(SYNTHESISED, (LINEAR, "folded", "mirrored"), _synthesised),
     )

@@ -47,10 +47,9 @@ def balance(
     by: Balance = "compute",
     limit: MemoryLimit | None = None,
     byte_cost: float = 0.0,
-    model: MemoryModel | None = None,
 ) -> Partition:
     """Cut a graph as `Cutter.balance` does; for one that is cut once."""
-    return Cutter(graph, model).balance(stages, by, limit, byte_cost)
+    return Cutter(graph).balance(stages, by, limit, byte_cost)
 
 
 class Cutter:

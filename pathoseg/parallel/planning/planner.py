@@ -31,7 +31,7 @@ from pathoseg.parallel.planning.stage_costs import StageCosts, longest_chains, s
 from pathoseg.parallel.schedule.costs import Costs
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.schedule import Placement, Schedule
-from pathoseg.parallel.schedule.simulate import Simulation, simulate, step_memory
+from pathoseg.parallel.schedule.simulate import Simulation, simulate, step_memory, weights_by_rank
 
 # Ranks of a group: all to the first of these, then each larger by so much.
 _EVERY, _GROWTH = 8, 1.5
@@ -142,7 +142,7 @@ def _groups(order: Order, most: int, microbatches: int) -> list[int]:
     return fitting[:_GROUPS]
 
 
-def least_seconds(frame: OrderSetting, groups: int) -> float:
+def least_seconds(setting: OrderSetting, groups: int) -> float:
     """Return a lower bound of a step's time, by the critical path of the stage graph.
 
     A rank computes all visits of its stages. Its first visit waits for the longest chain of
@@ -152,10 +152,10 @@ def least_seconds(frame: OrderSetting, groups: int) -> float:
         rank of stage s   ├ before[s] ┤ F…B of all its microbatches ├ after[s], or sum and step ┤
 
     Args:
-        frame: One group's, its costs being those on the network of all groups.
+        setting: One group's, its costs being those on the network of all groups.
         groups: How many groups.
     """
-    placement, microbatches, costs, edges = frame[:4]
+    placement, microbatches, costs, edges = setting[:4]
     stages = costs.stages
     before, after = (
         longest_chains(times, [(edge.source, edge.target) for edge in edges])
@@ -182,20 +182,13 @@ def least_seconds(frame: OrderSetting, groups: int) -> float:
     return least
 
 
-def least_bytes(frame: OrderSetting) -> int:
+def least_bytes(setting: OrderSetting) -> int:
     """A lower bound of the most loaded rank's memory: one microbatch in one of its stages."""
-    stages, sizes = frame.costs.stages, frame.costs.sizes
-    weights = [0] * frame.placement.ranks
-    most = [0] * frame.placement.ranks
-    for home in frame.placement.homes:
+    weights = weights_by_rank(setting.placement, setting.costs)
+    most = [0] * setting.placement.ranks
+    for home in setting.placement.homes:
         for stage, rank in enumerate(home):
-            cost = stages[stage]
-            entering, leaving = (
-                sum(sizes[edge] for edge in frame.edges if edge[end] == stage) for end in (1, 0)
-            )
-            workspace = max(cost.forward_workspace, cost.backward_workspace + leaving)
-            weights[rank] += cost.weights
-            most[rank] = max(most[rank], entering + cost.activations + workspace)
+            most[rank] = max(most[rank], setting.taken(stage, in_flight=1))
     return max(map(sum, zip(weights, most, strict=True)))
 
 
@@ -205,8 +198,8 @@ _CAPS = 5
 _VISITS = 2048
 _PATIENCE = 4  # candidates of an order that are simulated after its last improvement,
 _HOPE = 8  # and before the first that fits
-_FRAMES = 3  # for which orders are made to measure,
-_BRANCH_FRAMES = 2  # and for which on branches,
+_SETTINGS = 3  # for which orders are made to measure,
+_BRANCH_SETTINGS = 2  # and for which on branches,
 _CHOICES = 24  # stages for which a retention is chosen, in all
 _BRANCH_RANKS = 8  # ranks of a group that are given branches, at most
 _GAIN = 0.98  # where these or branches may take less than this share of the best time
@@ -322,10 +315,10 @@ class _Search:
 
     def __init__(self, request: PlanRequest) -> None:
         self.best: dict[tuple[object, ...], Plan] = {}
-        self._task = request
+        self._request = request
         self._fastest: dict[str, float] = {}  # by order
         self._vain: Counter[str] = Counter()  # candidates of an order since that was found
-        self._frames: Counter[bool] = Counter()  # for which orders were made to measure
+        self._settings: Counter[bool] = Counter()  # for which orders were made to measure
         self._choices = 0  # stages whose retention was chosen
         self._digest = cache(lambda priced: digest(priced.graph))
         self._balanced = cache(_balanced)
@@ -344,14 +337,14 @@ class _Search:
             return
         simulated = fitted = False
         for partitions in self._cuts(candidate):
-            fits = [
+            found = [
                 fit
                 for partition in partitions
-                for fit in self._fits(candidate, self._frame(candidate, partition), partition)
+                for fit in self._fits(candidate, self._setting(candidate, partition), partition)
             ]
-            simulated |= bool(fits)
-            fitted |= any(fits)
-            if fits and all(fits):
+            simulated |= bool(found)
+            fitted |= any(found)
+            if found and all(found):
                 break
         if not fitted and candidate.order.may_keep_less:
             simulated |= self._keep_less(candidate)
@@ -365,7 +358,7 @@ class _Search:
 
         All of its cuts are looked at, for which is fastest depends on the order.
         """
-        name, task = candidate.order.name, self._task
+        name = candidate.order.name
         known = self._fastest.get(name)
         vain = f"{name} {candidate.placement}"
         # It takes long to find them, and where all ranks are busy already they gain nothing.
@@ -373,7 +366,7 @@ class _Search:
         if self._vain[vain] == _PATIENCE or candidate.least >= min(hoped, self._limit(name)):
             return
         for found in candidate.priced.branch_cuts(
-            candidate.width, candidate.microbatches, task.memory
+            candidate.width, candidate.microbatches, self._request.memory
         ):
             visits = 2 * len(found.home) * candidate.microbatches
             if known is not None and visits > _VISITS:
@@ -383,13 +376,13 @@ class _Search:
                 home=found.home,
             )
             partition = cut(own.priced.graph, found.bounds)
-            for _ in self._fits(own, self._frame(own, partition), partition):
+            for _ in self._fits(own, self._setting(own, partition), partition):
                 pass
         self._vain[vain] = 0 if self._fastest.get(name) != known else self._vain[vain] + 1
 
     def _cuts(self, candidate: Candidate) -> Iterator[list[Partition]]:
         """Cuts, from the best balanced to those that need least memory."""
-        priced, request = candidate.priced, self._task
+        priced, request = candidate.priced, self._request
         if request.cut:
             yield [custom(priced.graph, request.cut)]
             return
@@ -410,7 +403,7 @@ class _Search:
             yield [partition for partition in cuts if partition not in seen]
             seen.update(cuts)
 
-    def _frame(
+    def _setting(
         self,
         candidate: Candidate,
         partition: Partition,
@@ -422,7 +415,7 @@ class _Search:
             candidate.microbatches,
             candidate.priced.costs(partition, candidate.ranks, retention, window),
             stage_edges(partition),
-            self._task.memory,
+            self._request.memory,
         )
 
     def _limit(self, name: str) -> float:
@@ -432,31 +425,31 @@ class _Search:
         return self._fastest.get(name, inf)
 
     def _fits(
-        self, candidate: Candidate, frame: OrderSetting, partition: Partition
+        self, candidate: Candidate, setting: OrderSetting, partition: Partition
     ) -> Iterator[bool]:
         """For each family of the order, whether a variant fits; the first that does may be kept.
 
         Nothing for what no order could make fast enough.
         """
         name = candidate.order.name
-        if least_seconds(frame, candidate.groups) >= self._limit(name):
+        if least_seconds(setting, candidate.groups) >= self._limit(name):
             return
-        if least_bytes(frame) > frame.memory:
+        if least_bytes(setting) > setting.memory:
             yield False
             return
         if name == SYNTHESISED:
             branched = bool(candidate.home)
-            if self._frames[branched] == (_BRANCH_FRAMES if branched else _FRAMES):
+            if self._settings[branched] == (_BRANCH_SETTINGS if branched else _SETTINGS):
                 return
-            self._frames[branched] += 1
-        for family in candidate.order.families(frame):
+            self._settings[branched] += 1
+        for family in candidate.order.families(setting):
             for variant in family:
                 order = replace(variant.order, name=name, groups=candidate.groups)
-                schedule = lower(order, frame.edges, variant.recompute)
-                simulation = simulate(schedule, frame.costs)
-                if max(simulation.peak_memory) <= frame.memory:
+                schedule = lower(order, setting.edges, variant.recompute)
+                simulation = simulate(schedule, setting.costs)
+                if max(simulation.peak_memory) <= setting.memory:
                     recompute = variant.recompute
-                    self._keep(candidate, partition, frame, order, simulation, recompute)
+                    self._keep(candidate, partition, setting, order, simulation, recompute)
                     yield True
                     break
             else:
@@ -465,7 +458,7 @@ class _Search:
     def _keep_less(self, candidate: Candidate) -> bool:
         """Fit the balanced cut by offloading and recomputing layers, if that may be best of all;
         whether it was tried to the end."""
-        priced, request, stages = candidate.priced, self._task, candidate.stages
+        priced, request, stages = candidate.priced, self._request, candidate.stages
         if not (request.ways.offload or request.ways.recompute) or candidate.placement != LINEAR:
             return False
         fastest = min(self._fastest.values(), default=inf)
@@ -475,13 +468,13 @@ class _Search:
             partition = custom(priced.graph, request.cut)
         else:
             partition = self._balanced(priced, stages, MemoryLimit(), priced.byte_cost)
-        frame = self._frame(candidate, partition)
-        if least_seconds(frame, candidate.groups) >= fastest:
+        setting = self._setting(candidate, partition)
+        if least_seconds(setting, candidate.groups) >= fastest:
             return False
         # Copies and recomputation only add to the step that keeps everything, which the simulator
         # prices in milliseconds; a choice for one stage takes seconds.
-        order = _first_order(candidate, frame)
-        if simulate(lower(order, frame.edges), frame.costs).time >= fastest:
+        order = _first_order(candidate, setting)
+        if simulate(lower(order, setting.edges), setting.costs).time >= fastest:
             return False
         in_flight = candidate.order.in_flight(stages, candidate.microbatches)
         # What a rank holds beside what its stage takes by itself: tensors between stages, and a
@@ -498,15 +491,15 @@ class _Search:
                 fitting.append(choice)
             retention = tuple(choice.retention for choice in fitting)
             window = max(choice.window for choice in fitting)
-            frame = self._frame(candidate, partition, retention, window)
-            order = _first_order(candidate, frame)
+            setting = self._setting(candidate, partition, retention, window)
+            order = _first_order(candidate, setting)
             offload = {stage: each.offloaded for stage, each in enumerate(retention)}
-            schedule = lower(order, frame.edges, offload=offload)
-            if max(step_memory(schedule, frame.costs)) > request.memory:
+            schedule = lower(order, setting.edges, offload=offload)
+            if max(step_memory(schedule, setting.costs)) > request.memory:
                 return True
-            simulation = simulate(schedule, frame.costs)
+            simulation = simulate(schedule, setting.costs)
             if max(simulation.peak_memory) <= request.memory:
-                self._keep(candidate, partition, frame, order, simulation, retention=retention)
+                self._keep(candidate, partition, setting, order, simulation, retention=retention)
                 return True
             taken = [
                 priced.taken(partition, stage, choice, in_flight[stage], request.ways)
@@ -520,14 +513,14 @@ class _Search:
         self,
         candidate: Candidate,
         partition: Partition,
-        frame: OrderSetting,
+        setting: OrderSetting,
         order: Schedule,
         simulation: Simulation,
         recompute: tuple[int, ...] = (),
         retention: tuple[ActivationPolicy, ...] = (),
     ) -> None:
         kind: tuple[object, ...] = (order.name,)
-        if self._task.order != AUTO:
+        if self._request.order != AUTO:
             kind = (candidate.placement, candidate.stages)
         self._fastest[order.name] = min(simulation.time, self._fastest.get(order.name, inf))
         known = self.best.get(kind)
@@ -544,24 +537,24 @@ class _Search:
             bounds=partition.bounds,
             starts=tuple(graph.layers[first].name for first in partition.bounds[:-1]),
             recompute=recompute,
-            text=str(replace(order, edges=frame.edges)),
+            text=str(replace(order, edges=setting.edges)),
             hardware=priced.hardware.name,
             note=priced.note,
             seconds=float(simulation.time),
             bubble=float(simulation.bubble),
             memory=simulation.peak_memory,
             messages=simulation.bytes_sent,
-            sums=_sums(order, frame.costs),
+            sums=_sums(order, setting.costs),
             retention=retention or (ActivationPolicy(),) * partition.stages,
-            window=frame.costs.window,
+            window=setting.costs.window,
             host_memory=simulation.host_memory,
             line=graph.order,
         )
 
 
-def _first_order(candidate: Candidate, frame: OrderSetting) -> Schedule:
+def _first_order(candidate: Candidate, setting: OrderSetting) -> Schedule:
     """The schedule of the first variant of a candidate's order."""
-    variant = next(next(candidate.order.families(frame)))
+    variant = next(next(candidate.order.families(setting)))
     return replace(variant.order, name=candidate.order.name, groups=candidate.groups)
 
 

@@ -97,7 +97,7 @@ class StageCosts:
 
     @property
     def microbatch(self) -> int:
-        """Samples of one microbatch."""
+        """The number of samples of one microbatch."""
         return next(iter(self.graph.inputs.values())).shape[0]
 
     @property

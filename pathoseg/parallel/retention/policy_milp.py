@@ -96,12 +96,12 @@ class Relaxed(NamedTuple):
 
 
 def relax(program: Program) -> Relaxed | None:
-    """The least cost if no variable had to be whole; None where nothing holds every row."""
+    """Return the least cost if no variable had to be whole; None where nothing holds every row."""
     from scipy.optimize import linprog  # a second to import, and few plans need it
 
     rows = program.matrix().tocsr()
-    least, limits = np.array(program.least), np.array(program.limits)
-    even = least == limits
+    limits = np.array(program.limits)
+    even = limits == np.array(program.least)
     found = linprog(
         program.cost,
         A_ub=rows[~even],
@@ -114,14 +114,13 @@ def relax(program: Program) -> Relaxed | None:
 
 
 def solve(program: Program) -> NDArray[np.float64] | None:
-    """The best values, or None where none were found."""
+    """Return the best values found, or None."""
     values: NDArray[np.float64] | None = _solved(program).x
     return values
 
 
 def least(program: Program) -> float:
-    """A cost that no values are below, and some are hardly above; inf where nothing holds every
-    row."""
+    """Return the solver's lower bound of the cost; inf where nothing holds every row."""
     bound: float | None = _solved(program).mip_dual_bound
     return inf if bound is None else bound
 
@@ -172,7 +171,7 @@ def arrangements(
     patterns: Sequence[Sequence[PolicyOption]],
     counts: Sequence[Sequence[int]],
 ) -> Iterator[ActivationPolicy]:
-    """Retentions in which each pattern is taken so often.
+    """Yield retentions in which each pattern is taken so often.
 
     First the one in which those of a run take turns, as copies hide best; then the one that needs
     least memory.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, product
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -30,8 +30,7 @@ class Walked:
         seconds: Of the forwards that run again.
         again: How many bytes are made again.
         needed: By offloaded storage, the seconds after the backward's start when it is needed.
-        demands: Storages that layers read which run again, and that are others' to keep.
-        last: Position of the layer in whose backward each of these is needed first.
+        demands: Saved storages of earlier layers that the recomputation reads.
     """
 
     forward_peak: int = 0
@@ -39,7 +38,7 @@ class Walked:
     seconds: float = 0.0
     again: int = 0
     needed: dict[int, float] = field(default_factory=dict)
-    demands: dict[int, int] = field(default_factory=dict)
+    demands: set[int] = field(default_factory=set)
 
 
 def walk(
@@ -50,7 +49,7 @@ def walk(
     offloaded: Collection[int],
     twice: Collection[int] = (),
 ) -> Walked:
-    """Runs layers of a stage on paper.
+    """Replay the forward and backward of some layers of a stage on paper.
 
     Storages that are neither dropped nor offloaded are kept to the end of the first saver's
     backward. A dropped one is made again when the backward first needs it, with all that this
@@ -67,19 +66,35 @@ def walk(
         twice: Those that are dropped and, where recomputed ones behind them need them, made in
             passing: they go when these have read them, and are made again for their own backward.
     """
-    state = _State(facts, layers, own, dropped, offloaded, twice)
+    state = _State(facts, layers, own=own, once=dropped, twice=twice, offloaded=offloaded)
     state.forward()
     state.backward()
     return state.found
 
 
+class _Run(NamedTuple):
+    """A layer that runs again: in passing for layers behind it alone, or for its own backward."""
+
+    layer: int
+    passing: bool
+
+
 class _State:
     """The state of layers on paper."""
 
-    def __init__(self, facts: StageFacts, layers: range, *stored: Collection[int]) -> None:
+    def __init__(
+        self,
+        facts: StageFacts,
+        layers: range,
+        *,
+        own: Collection[int],
+        once: Collection[int],
+        twice: Collection[int],
+        offloaded: Collection[int],
+    ) -> None:
         self._facts, self._layers, self.found = facts, layers, Walked()
-        self._own, once, self._offloaded, self._twice = stored
-        self._dropped = {*once, *self._twice}
+        self._own, self._twice, self._offloaded = own, twice, offloaded
+        self._dropped = {*once, *twice}
         self._made: set[int] = set()  # dropped storages that are there again
         self._back: set[int] = set()  # offloaded ones that are in use
         self._held = 0
@@ -151,36 +166,13 @@ class _State:
             self._held += self._facts.sizes[index]
 
     def _make_again(self, missing: list[int], at: int) -> None:
-        """Runs the layers that the missing storages take, while the backward is at a layer."""
+        """Run the layers that the missing storages take, while the backward is at a layer."""
         facts, found = self._facts, self.found
-        runs: set[tuple[int, bool]] = set()  # positions, and whether in passing
-        asked = [(index, self._in_passing(index, False)) for index in missing]
-        while asked:
-            index, passing = asked.pop()
-            saved = facts.saved.get(index)
-            layers = facts.makers[index], *(saved.writers if saved else ())
-            new = {(layer, passing) for layer in layers} - runs
-            runs |= new
-            for layer, _ in new:
-                for read in facts.reads[layer]:
-                    how = self._in_passing(read, passing)
-                    if (facts.makers[read], how) in runs:
-                        continue
-                    if self._at_hand(read, at, how):
-                        if read in self._offloaded:
-                            self._fetch(read)
-                    else:
-                        asked.append((read, how))
-        order = sorted(runs)
-        gone: dict[tuple[int, bool], tuple[int, bool]] = {}
-        for run in order:
-            for read in facts.reads[run[0]]:
-                how = self._in_passing(read, run[1])
-                if (facts.makers[read], how) in runs:
-                    gone[read, how] = run
-        leaving: dict[tuple[int, bool], list[int]] = {}
+        runs = self._runs_of(missing, at)
+        last_reads = self._last_reads(runs)
+        leaving: dict[_Run, list[int]] = {}
         temporary = 0
-        for run in order:
+        for run in sorted(runs):
             layer, passing = run
             peak = self._held + temporary + facts.passed[at] + facts.forward_peak[layer]
             found.backward_peak = max(found.backward_peak, peak)
@@ -192,10 +184,43 @@ class _State:
                     self._made.add(index)
                     self._held += size
                     found.again += size
-                elif (index, passing) in gone:
+                elif (index, passing) in last_reads:
                     temporary += size
-                    leaving.setdefault(gone[index, passing], []).append(size)
+                    leaving.setdefault(last_reads[index, passing], []).append(size)
             temporary -= sum(leaving.pop(run, ()))
+
+    def _runs_of(self, missing: list[int], at: int) -> set[_Run]:
+        """Return the runs that missing storages take; fetch what these read in host memory."""
+        facts = self._facts
+        runs: set[_Run] = set()
+        asked = [(index, self._in_passing(index, False)) for index in missing]
+        while asked:
+            index, passing = asked.pop()
+            saved = facts.saved.get(index)
+            layers = facts.makers[index], *(saved.writers if saved else ())
+            new = {_Run(layer, passing) for layer in layers} - runs
+            runs |= new
+            for layer, _ in new:
+                for read in facts.reads[layer]:
+                    how = self._in_passing(read, passing)
+                    if (facts.makers[read], how) in runs:
+                        continue
+                    if self._at_hand(read, at, how):
+                        if read in self._offloaded:
+                            self._fetch(read)
+                    else:
+                        asked.append((read, how))
+        return runs
+
+    def _last_reads(self, runs: set[_Run]) -> dict[tuple[int, bool], _Run]:
+        """Return, by storage that one of the runs makes and whether in passing, its last reader."""
+        found: dict[tuple[int, bool], _Run] = {}
+        for run in sorted(runs):
+            for read in self._facts.reads[run.layer]:
+                how = self._in_passing(read, run.passing)
+                if (self._facts.makers[read], how) in runs:
+                    found[read, how] = run
+        return found
 
     def _in_passing(self, index: int, passing: bool) -> bool:
         """Return True if the recomputation of a storage is transient (its result is freed before
@@ -214,7 +239,7 @@ class _State:
     def _at_hand(self, index: int, at: int, passing: bool) -> bool:
         if index not in self._own:
             if self._facts.makers[index] not in self._layers and index in self._facts.saved:
-                self.found.demands.setdefault(index, at)
+                self.found.demands.add(index)
                 return True
             return False
         if index in self._dropped:
@@ -253,7 +278,7 @@ class Retained:
 
 
 def retain(facts: StageFacts, retention: ActivationPolicy) -> Retained:
-    """Walks through a stage's forward and backward under a retention."""
+    """Return what a stage holds and runs again under an activation policy."""
     away, again = set(retention.offloaded), set(retention.recomputed)
     more = set(retention.twice)
     dropped: set[int] = set()
@@ -325,9 +350,10 @@ class PolicyOption:
         again: Seconds of the forwards that run again.
         peak: Most bytes in the backward, beyond what earlier blocks keep.
         largest: Most bytes of one layer that are copied.
-        demands: Storages of other blocks that have to be at hand.
-        away: Storages of it that are not on the device when the backward begins.
-        deep: Those of them that take another of it to be made again.
+        demands: Saved storages of earlier layers that the recomputation reads; their own block has
+            to have them at hand.
+        away: Storages of the block that are offloaded or recomputed.
+        deep: Of `away`, those whose recomputation also needs another recomputed or unsaved storage.
     """
 
     blocks: int

@@ -62,13 +62,13 @@ class Choice:
     retained: Retained
 
     def need(self, in_flight: int) -> int:
-        """Bytes that so many microbatches hold at the worst moment, windows included."""
+        """Return the bytes that so many microbatches hold at the worst moment, windows included."""
         kept = self.retained.kept
         return self.retained.peak + (in_flight - 1) * kept + windows(in_flight) * self.window
 
 
 class Chooser:
-    """Chooses for one stage, under any cap.
+    """The choice of one stage's activation policy, under any cap.
 
     Args:
         facts: The stage.
@@ -84,7 +84,7 @@ class Chooser:
         self._lean = cache(self._find_lean)
 
     def choose(self, cap: int, in_flight: int = 1) -> Choice | None:
-        """The choice that takes least time, or None where none fits.
+        """Return the choice that takes least time, or None where none fits.
 
         `RetentionProgram` takes copies for a fluid. Tensors are none, and their copies hide less
         well than it says: it is solved without copies, then with copies as they are, then with
@@ -118,8 +118,8 @@ class Chooser:
         return min(fitting, key=lambda choice: self.seconds(choice, in_flight), default=None)
 
     def bound(self, cap: int, in_flight: int = 1) -> float:
-        """Seconds of a microbatch below which no mixture of the ways of all blocks comes: of the
-        program with all of them, where copies are a fluid; inf where none fits."""
+        """Return a lower bound of the seconds of a microbatch: the MILP's dual bound with all
+        options and copies as a fluid; inf if none fits."""
         self._prepare()
         posed = self._whole(cap, in_flight)
         return least(posed.program) * posed.second

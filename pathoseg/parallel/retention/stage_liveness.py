@@ -111,24 +111,28 @@ def stage_facts(
             alive[value.storage] = max(alive[value.storage], last)
             if makers[value.storage] < at and not layer.is_free:
                 writers[value.storage].append(at)
+    saved = {
+        index: SavedStorage(sizes[index], makers[index], tuple(writers[index]), users[0], users[-1])
+        for index, users in savers.items()
+        if users
+    }
+    forward_peak, backward_peak, passed = ({at: of[at] for at in layers} for of in peaks)
+    forward, backward = ({at: of[at] for at in layers} for of in times)
     return StageFacts(
         graph,
         layers,
-        {
-            index: SavedStorage(
-                sizes[index], makers[index], tuple(writers[index]), users[0], users[-1]
-            )
-            for index, users in savers.items()
-            if users
-        },
-        sizes,
-        makers,
-        alive,
-        {at: tuple(made) for at, made in makes.items()},
-        reads,
-        saves,
-        *({at: values[at] for at in layers} for values in peaks),
-        *({at: values[at] for at in layers} for values in times),
+        saved=saved,
+        sizes=sizes,
+        makers=makers,
+        alive=alive,
+        makes={at: tuple(made) for at, made in makes.items()},
+        reads=reads,
+        saves=saves,
+        forward_peak=forward_peak,
+        backward_peak=backward_peak,
+        passed=passed,
+        forward=forward,
+        backward=backward,
     )
 
 

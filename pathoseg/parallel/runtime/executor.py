@@ -48,7 +48,7 @@ from pathoseg.parallel.graph.layer_graph import Partition
 from pathoseg.parallel.runtime.grad_clip import ClippedStep
 from pathoseg.parallel.runtime.messages import MessageChannel, MessageRoute
 from pathoseg.parallel.runtime.reduction import GradientReduction
-from pathoseg.parallel.runtime.stage import Pass, Stage, stage_edges
+from pathoseg.parallel.runtime.stage import Pass, Stage, edge_values
 from pathoseg.parallel.runtime.step_trace import StepTrace
 from pathoseg.parallel.schedule.action import COMPUTE, Action, Edge, Kind
 from pathoseg.parallel.schedule.event import Event
@@ -200,8 +200,15 @@ class Executor:
         for stage in self._setup.stages.values():
             stage.begin()
         execution = _Execution(
-            *(self._setup, self._channel, actions, this, microbatches, trace, overlaps),
-            *(is_given_up, commit),
+            self._setup,
+            self._channel,
+            actions,
+            this,
+            microbatches,
+            trace=trace,
+            overlaps=overlaps,
+            is_given_up=is_given_up,
+            commit=commit,
         )
         self._under_way = execution
         execution.run()
@@ -442,7 +449,7 @@ def check_fit(partition: Partition, schedule: Schedule, transport: Transport) ->
             f"The schedule {schedule.name} is for {schedule.ranks} ranks, not {transport.ranks}.",
             f"Start {schedule.ranks} ranks.",
         )
-    edges = set(stage_edges(partition))
+    edges = set(edge_values(partition))
     if schedule.stages != partition.stages or set(schedule.edges) != edges:
         raise PathosegError(
             f"The schedule {schedule.name} is for other stages than these {partition.stages}.",

@@ -138,7 +138,7 @@ class Memory:
 
 
 def compare_hosts(transport: Transport, own: int, computes: bool) -> None:
-    """Refuses hosts with less memory than their ranks will take; all ranks call this.
+    """Refuse hosts with less memory than their ranks will take; all ranks call this.
 
     Args:
         transport: Joins the ranks.

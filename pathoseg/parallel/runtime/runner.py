@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from pathoseg.parallel.activations.stage_offload import Park, StageOffload, park
 from pathoseg.parallel.activations.streams import streams_of
 from pathoseg.parallel.comm.subgroup import Subgroup
 from pathoseg.parallel.comm.transport import Transport
+from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.layer_graph import Partition
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.runtime.executor import (
@@ -79,8 +80,8 @@ class Runner:
     Args:
         traced: The whole model, with the same values on every rank.
         partition: Its stages.
-        schedule: Validated, lowered from the edges of these stages (`stage_edges`).
-        transport: Joins the ranks of the schedule, `shards` of them for each of its ranks.
+        schedule: Validated, lowered from the edges of these stages (`edge_values`).
+        world: Joins all ranks, `shards` of them for each of the schedule's.
         device: The device on which this rank computes.
         training: Loss, optimizer, seed, precision and clipping.
         memory: What is not kept on the devices between forward and backward; None keeps all but
@@ -106,41 +107,39 @@ class Runner:
         traced: Traced,
         partition: Partition,
         schedule: Schedule,
-        transport: Transport,
+        world: Transport,
         device: torch.device,
         training: Training,
         memory: Memory | None = None,
         shards: int = 1,
     ) -> None:
         memory = memory or Memory()
-        world = transport
-        self._world = world
+        self.device, self._model, self._training = device, traced.model, training
+        self._world, self._shards, self._memory = world, shards, memory
         self._sharding: Sharding | None = None
+        transport = world
         if shards > 1:
             transport, self._sharding = _in_strips(traced, schedule, world, shards, memory)
+        self._transport, rank = transport, transport.rank
         check_fit(partition, schedule, transport)
         whole = schedule.expanded()
-        self._model, self._transport, self._training = traced.model, transport, training
-        self.device = device
+        self._placement = whole.placement
         self._holdings = RankParameters(
-            traced.model, traced.graph, partition, whole.placement, transport.rank
+            traced.model, traced.graph, partition, whole.placement, rank
         )
-        own = {
+        compared = {
             "model": traced.graph.to_json(),
             "stages": str(partition.bounds),
             "schedule": str(schedule),
             "precision, clipping or seed": f"{training.dtype} {training.clip} {training.seed}",
             "weights": self._holdings.digest(),
         }
-        compare_ranks(transport, own)
-        self._prepare(whole, shards)
+        compare_ranks(transport, compared)
+        self._prepare(whole)
         self._holdings.settle(device)
-        self._placement = whole.placement
-        homes = whole.placement.homes
-        held = sorted({s for home in homes for s, at in enumerate(home) if at == transport.rank})
-        recomputed = {stage for _, stage, _ in whole.setting.recomputed}
-        retentions = memory.retentions(whole)
-        self._memory = memory
+        held = [stage for stage in range(whole.stages) if rank in whole.placement.holders(stage)]
+        every = memory.retentions(whole)
+        retentions = {stage: every[stage] for stage in held}
         mine = set(self._holdings.own)
         trained = {
             name: parameter
@@ -150,52 +149,25 @@ class Runner:
         self.own = {name: parameter for name, parameter in trained.items() if name in mine}
         self.optimizer = training.optimizer([*self.own.values()]) if self.own else None
         parked = memory.parked if memory.form is not OffloadMode.NONE else frozenset()
-        stages = {number: self._holdings.of(number) for number in held}
-        sizes = {
-            number: parked_bytes(parked, stages[number], training.optimizer) for number in held
-        }
-        host_bytes = memory.on_host(transport.rank)
+        stages = {stage: self._holdings.of(stage) for stage in held}
+        sizes = [parked_bytes(parked, each, training.optimizer) for each in stages.values()]
+        host_bytes = memory.on_host(rank)
         computes = device.type == "cpu" and bool(memory.device_bytes)
-        taken = host_bytes + sum(sizes.values()) + computes * memory.on_device(transport.rank)
+        taken = host_bytes + sum(sizes) + computes * memory.on_device(rank)
         compare_hosts(world, taken, computes)
         streams = streams_of(device)
         copies: Copies | None = None
-        if any(retentions[stage].offloaded for stage in held):
-            turns = take_turns(whole.lists[transport.rank])
+        if any(retention.offloaded for retention in retentions.values()):
+            turns = take_turns(whole.lists[rank])
             copies = copies_of(memory.form, streams, device, memory.window, host_bytes, turns)
-        reductions = {
-            number: GradientReduction(
-                self._holdings.trained(number),
-                max(1, whole.setting.buckets[number]),
-                world,
-                tuple(
-                    holder * shards + shard
-                    for holder in self._holders(number)
-                    for shard in range(shards)
-                ),
-            )
-            for number in held
-        }
-        most = max(sizes.values(), default=0)
-        parking_copies = (
-            copies_of(memory.form, streams, device, most, sum(sizes.values())) if parked else None
-        )
+        reductions = self._make_reductions(whole, held)  # ahead of the parking
+        parking_copies: Copies | None = None
+        if parked:
+            most = max(sizes, default=0)
+            parking_copies = copies_of(memory.form, streams, device, most, sum(sizes))
         self._parking = StageOffload(parked, stages, self.optimizer, parking_copies)
-        self._stages = {
-            number: Stage(
-                traced,
-                partition,
-                number,
-                training,
-                device,
-                alone=len(homes) == 1 and number not in recomputed and _in_order(whole, number),
-                retention=retentions[number],
-                copies=copies,
-                parks=Park.PARAMETERS in parked,
-                sharding=self._sharding,
-            )
-            for number in held
-        }
+        parks = Park.PARAMETERS in parked
+        self._stages = self._make_stages(traced, partition, whole, retentions, copies, parks)
         counted = [name for name in self._holdings.told if name in trained]
         norm = GradientNorm(trained, counted, transport, device, self._parking)
         self._scale = LossScale(training.dtype is torch.float16)
@@ -214,11 +186,49 @@ class Runner:
                 strips=shards > 1,
             )
         )
-        visits = [
-            visit_of(each) for each in whole.lists[transport.rank] if each.kind is Kind.FORWARD
-        ]
+        visits = [visit_of(each) for each in whole.lists[rank] if each.kind is Kind.FORWARD]
         self.reads_inputs = frozenset(m for _, stage, m in visits if partition.inputs[stage])
         self.reads_targets = frozenset(m for _, stage, m in visits if self._stages[stage].is_last)
+
+    def _make_stages(
+        self,
+        traced: Traced,
+        partition: Partition,
+        schedule: Schedule,
+        retentions: Mapping[int, ActivationPolicy],
+        copies: Copies | None,
+        parks: bool,
+    ) -> dict[int, Stage]:
+        recomputed = {stage for _, stage, _ in schedule.setting.recomputed}
+        is_single = schedule.placement.replicas == 1
+        return {
+            number: Stage(
+                traced,
+                partition,
+                number,
+                self._training,
+                self.device,
+                alone=is_single and number not in recomputed and _in_order(schedule, number),
+                retention=retention,
+                copies=copies,
+                parks=parks,
+                sharding=self._sharding,
+            )
+            for number, retention in retentions.items()
+        }
+
+    def _make_reductions(
+        self, schedule: Schedule, held: Iterable[int]
+    ) -> dict[int, GradientReduction]:
+        return {
+            stage: GradientReduction(
+                self._holdings.trained(stage),
+                max(1, schedule.setting.buckets[stage]),
+                self._world,
+                self._holders_of_strips(stage),
+            )
+            for stage in held
+        }
 
     def rows(self, height: int) -> slice:
         """Return the rows of an input, or of labels, of this height that this rank is given."""
@@ -278,8 +288,8 @@ class Runner:
                     stack.enter_context(stage.statistics.kept())
                 is_given_up = self._agreed(is_given_up, stack)
                 done = self._executor.step(this, microbatches, trace, is_given_up, commit)
-            for number_of, stage in self._stages.items():
-                holders = self._holders(number_of)
+            for stage_number, stage in self._stages.items():
+                holders = self._holders(stage_number)
                 stage.statistics.apply(microbatches.sizes, partial(self._sum, holders))
         self._begun = {}
         verdict, events = done
@@ -311,8 +321,7 @@ class Runner:
                 is_given_up = self._agreed(is_given_up, stack)
                 this = Pass(0, microbatches.sizes, 1.0, training=False)
                 found = self._executor.predict(this, microbatches, is_given_up)
-                is_first = self._sharding is None or not self._sharding.team.rank
-                return found if is_first else {}
+                return found if self._has_first_strip else {}
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -356,8 +365,7 @@ class Runner:
 
     def _told(self, held: Mapping[str, torch.Tensor]) -> State:
         """Return the part of the state that this rank sends; of strips, the first alone."""
-        is_first = self._sharding is None or not self._sharding.team.rank
-        names_told = self._holdings.told if is_first else []
+        names_told = self._holdings.told if self._has_first_strip else []
         told: State = {name: {"": held[name]} for name in names_told}
         kept = {} if self.optimizer is None else self.optimizer.state
         names = {parameter: name for name, parameter in self._holdings.parameters.items()}
@@ -409,23 +417,30 @@ class Runner:
 
         return any_gives_up
 
-    def _prepare(self, schedule: Schedule, shards: int) -> None:
+    def _prepare(self, schedule: Schedule) -> None:
         """Name the messages and sums of a step: of stages, gradients, norms and strips."""
         rank = self._transport.rank
         route = MessageRoute.of(schedule, rank)
         peers = {*route.receives, *route.receivers.values()}
         self._transport.prepare(peers, [tuple(range(schedule.ranks))])
-        holders = [schedule.placement.holders(stage) for stage in range(schedule.stages)]
-        every = [
-            tuple(holder * shards + shard for holder in of_stage for shard in range(shards))
-            for of_stage in holders
-        ]
+        every = map(self._holders_of_strips, range(schedule.stages))
         self._world.prepare([], [each for each in every if self._world.rank in each])
         if self._sharding is not None:
             self._sharding.team.prepare()
 
+    @property
+    def _has_first_strip(self) -> bool:
+        return self._sharding is None or not self._sharding.team.rank
+
     def _holders(self, stage: int) -> tuple[int, ...]:
         return tuple(self._placement.holders(stage))
+
+    def _holders_of_strips(self, stage: int) -> tuple[int, ...]:
+        """Return the ranks of the world that hold a copy of a stage, for any strip."""
+        shards = range(self._shards)
+        return tuple(
+            holder * self._shards + shard for holder in self._holders(stage) for shard in shards
+        )
 
     @contextmanager
     def _failing(self) -> Iterator[None]:

@@ -75,7 +75,7 @@ class Training:
     compiles: bool = False
 
 
-def stage_edges(partition: Partition) -> dict[Edge, StageEdge]:
+def edge_values(partition: Partition) -> dict[Edge, StageEdge]:
     """Return the schedule's edges between the stages of a partition, each with its value."""
     edges = numbered((sent.source, sent.target) for sent in partition.edges)
     return dict(zip(edges, partition.edges, strict=True))
@@ -166,7 +166,7 @@ class Stage:
         parks: bool = False,
         sharding: Sharding | None = None,
     ) -> None:
-        layers, edges = partition.layers(number), stage_edges(partition)
+        layers, edges = partition.layers(number), edge_values(partition)
         self.number = number
         self.inputs = partition.inputs[number]
         self.entering = {edge: sent for edge, sent in edges.items() if edge.target == number}

@@ -205,8 +205,8 @@ class Setting:
 def predecessors(action: Action, setting: Setting) -> list[Action]:
     """Return the actions, on this rank or another, that must be done before `action` may start.
 
-    This is the one place where the rule stands: the validator, the simulator, the synthesiser and
-    the executor all follow it.
+    The validator, the simulator and the synthesiser follow this rule; the executor runs the lists
+    that the validator has accepted. `one_f_one_b.one_way` alone states again what F and B wait for.
 
     Args:
         action: One of the schedule's.

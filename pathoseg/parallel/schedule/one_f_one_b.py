@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from math import ceil, inf
+from typing import NamedTuple
 
 from pathoseg.parallel.schedule.action import Action, Edge, Kind, chain
 from pathoseg.parallel.schedule.schedule import Placement, Schedule, linear
@@ -95,13 +96,14 @@ def one_way(
         before[target].append(source)
         after[source].append(target)
     free = [0.0] * placement.ranks
-    forwards: list[list[float]] = [[] for _ in home]  # when each ended
+    # By stage, when each visit ended.
+    forwards: list[list[float]] = [[] for _ in home]
     backwards: list[list[float]] = [[] for _ in home]
+    ends = {Kind.FORWARD: forwards, Kind.BACKWARD: backwards}
 
-    def ready(stage: int, kind: Kind) -> float:
+    def possible(stage: int, kind: Kind) -> float:
         """Return the time at which its next forward or backward could start on a free rank."""
-        done = forwards if kind is Kind.FORWARD else backwards
-        number = len(done[stage])
+        number = len(ends[kind][stage])
         if kind is Kind.BACKWARD:
             needed = [forwards[stage], *(backwards[each] for each in after[stage])]
         elif number - len(backwards[stage]) < in_flight[stage]:
@@ -113,19 +115,27 @@ def one_way(
         return max((each[number] for each in needed), default=0.0)
 
     for _ in range(2 * len(home) * len(microbatches)):
-        waiting = [
-            (max(free[rank], at), kind is Kind.FORWARD, len(done[stage]), stage)
-            for kind, done in ((Kind.FORWARD, forwards), (Kind.BACKWARD, backwards))
+        start, kind, number, stage = min(
+            _Ready(max(free[rank], at), kind, len(done[stage]), stage)
+            for kind, done in ends.items()
             for stage, rank in enumerate(home)
-            if (at := ready(stage, kind)) < inf
-        ]
-        start, is_forward, number, stage = min(waiting)
-        kind = Kind.FORWARD if is_forward else Kind.BACKWARD
-        end = start + taken[stage][not is_forward]
-        (forwards if is_forward else backwards)[stage].append(end)
+            if (at := possible(stage, kind)) < inf
+        )
+        forward, backward = taken[stage]
+        end = start + (forward if kind is Kind.FORWARD else backward)
+        ends[kind][stage].append(end)
         free[home[stage]] = end
         lists[home[stage]].append(Action(kind, replica, stage, microbatches[number]))
     return tuple(map(tuple, lists))
+
+
+class _Ready(NamedTuple):
+    """A visit that can run; the least is taken first, and a backward (B) is less than a forward."""
+
+    start: float
+    kind: Kind
+    number: int
+    stage: int
 
 
 def alternate(replica: int, stage: int, microbatches: range, in_flight: int) -> list[Action]:

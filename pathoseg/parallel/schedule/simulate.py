@@ -33,7 +33,7 @@ from pathoseg.errors import PathosegError
 from pathoseg.parallel.schedule.action import COMPUTE, Action, Kind, Visit
 from pathoseg.parallel.schedule.costs import Costs, Link, Saved
 from pathoseg.parallel.schedule.event import Event
-from pathoseg.parallel.schedule.schedule import Schedule, visit_of
+from pathoseg.parallel.schedule.schedule import Placement, Schedule, visit_of
 from pathoseg.parallel.schedule.validate import runnable
 
 
@@ -305,9 +305,9 @@ class _Replay:
         self._occupy(rank, action, start, end)
         self._busy[rank] += time
         self._visited[rank] = start
-        self._bridge(rank, action, end)
+        self._bridge(action, end)
 
-    def _bridge(self, rank: int, action: Action, end: float) -> None:
+    def _bridge(self, action: Action, end: float) -> None:
         """Hold what an F or B has made for the stages that need no message to get it."""
         if action.kind is Kind.RECOMPUTE:
             return
@@ -409,10 +409,8 @@ def step_memory(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
 
     No choice of what is kept of activations brings the peak below it.
     """
-    weights = [0 for _ in range(schedule.placement.ranks)]
-    for home in schedule.placement.homes:
-        for stage, rank in enumerate(home):
-            weights[rank] += costs.stages[stage].weights
+    weights = weights_by_rank(schedule.placement, costs)
+    updates = _updates(schedule, costs)
     return tuple(
         own
         + max(
@@ -420,10 +418,17 @@ def step_memory(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
             *(_bucket(schedule, costs, a) for a in actions if a.kind is Kind.REDUCE),
             *(_strips_sum(schedule, costs, a.stage) for a in actions if a.kind is Kind.STEP),
         )
-        for own, more, actions in zip(
-            weights, _updates(schedule, costs), schedule.lists, strict=True
-        )
+        for own, more, actions in zip(weights, updates, schedule.lists, strict=True)
     )
+
+
+def weights_by_rank(placement: Placement, costs: Costs) -> list[int]:
+    """Return, by rank, the bytes of weights of all copies of stages that it holds."""
+    weights = [0] * placement.ranks
+    for home in placement.homes:
+        for stage, rank in enumerate(home):
+            weights[rank] += costs.stages[stage].weights
+    return weights
 
 
 def _bucket(schedule: Schedule, costs: Costs, action: Action) -> int:

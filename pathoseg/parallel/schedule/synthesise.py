@@ -12,7 +12,7 @@ from pathoseg.parallel.schedule.list_scheduling import list_schedule
 from pathoseg.parallel.schedule.local_search import polish
 from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.schedule import Placement, Schedule
-from pathoseg.parallel.schedule.simulate import simulate
+from pathoseg.parallel.schedule.simulate import simulate, weights_by_rank
 from pathoseg.parallel.schedule.workload import Timetable, Workload, workload
 
 # How much is tried: seconds at most, however large the step.
@@ -101,10 +101,7 @@ def _best(works: Sequence[Workload]) -> _Attempt:
 def _held(order: Schedule, costs: Costs, recompute: Collection[int]) -> int:
     """Return the peak bytes of activations of the fullest rank."""
     run = simulate(lower(order, recompute=recompute), costs)
-    weights = [0] * order.ranks
-    for home in order.placement.homes:
-        for stage, rank in enumerate(home):
-            weights[rank] += costs.stages[stage].weights
+    weights = weights_by_rank(order.placement, costs)
     return max(peak - own for peak, own in zip(run.peak_memory, weights, strict=True))
 
 

@@ -149,50 +149,31 @@ def _only_with(check: Callable[..., bool]) -> Rule:
     return rule
 
 
-def _sum(function: Any, x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
-    """Sum or count; over the rows as the sum of the ranks' sums."""
-    if not isinstance(x, Strip):
-        return NotImplemented
-    if not _reaches(dim, x):
-        return each_row(function, x, (x, dim, keepdim), kwargs)
-    part = _reduced(torch.sum, x.local, dim, keepdim, **kwargs)
-    return total(x.shards.team, part)
+def _reduction(reduce: Callable[..., Tensor], join: Callable[[Strip, Tensor], Tensor]) -> Rule:
+    """The rule of a reduction; over the rows, `join` makes the result of this rank's part."""
+
+    def rule(
+        function: Any, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+    ) -> Any:
+        if not isinstance(x, Strip):
+            return NotImplemented
+        kwargs = {} if dtype is None else {"dtype": dtype}
+        if not _reaches(dim, x):
+            return each_row(function, x, (x, dim, keepdim), kwargs)
+        is_whole = dim is None or (isinstance(dim, Sequence) and not dim)
+        return join(x, reduce(x.local, *(() if is_whole else (dim, keepdim)), **kwargs))
+
+    return rule
 
 
-def _mean(function: Any, x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
-    if not isinstance(x, Strip):
-        return NotImplemented
-    if not _reaches(dim, x):
-        return each_row(function, x, (x, dim, keepdim), kwargs)
-    part = _reduced(torch.mean, x.local, dim, keepdim, **kwargs)
-    return total(x.shards.team, part * (x.own.height / x.bounds[-1]))
-
-
-def _any(function: Any, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
-    if not isinstance(x, Strip):
-        return NotImplemented
-    if not _reaches(dim, x):
-        return each_row(function, x, (x, dim, keepdim), {})
-    part = _reduced(torch.any, x.local, dim, keepdim)
-    return x.shards.team.total(part.long()) > 0
-
-
-def _all(function: Any, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
-    if not isinstance(x, Strip):
-        return NotImplemented
-    if not _reaches(dim, x):
-        return each_row(function, x, (x, dim, keepdim), {})
-    part = _reduced(torch.all, x.local, dim, keepdim)
-    return x.shards.team.total(part.long()) == x.shards.team.shards
-
-
-def _reduced(function: Any, local: Tensor, dim: Any, keepdim: bool, **kwargs: Any) -> Tensor:
-    made: Tensor
-    if dim is None or (isinstance(dim, Sequence) and not dim):
-        made = function(local, **kwargs)
-    else:
-        made = function(local, dim, keepdim, **kwargs)
-    return made
+_sum = _reduction(torch.sum, lambda x, part: total(x.shards.team, part))
+_mean = _reduction(
+    torch.mean, lambda x, part: total(x.shards.team, part * (x.own.height / x.bounds[-1]))
+)
+_any = _reduction(torch.any, lambda x, part: x.shards.team.total(part.long()) > 0)
+_all = _reduction(
+    torch.all, lambda x, part: x.shards.team.total(part.long()) == x.shards.team.shards
+)
 
 
 def _reshape(function: Any, x: Any, *sizes: Any, **kwargs: Any) -> Any:

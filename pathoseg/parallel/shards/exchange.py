@@ -60,8 +60,8 @@ class Team:
     def hearing(self, heard: list[Any]) -> Iterator[None]:
         """Make a context for layers that may run once more, and then send nothing.
 
-        A stage that runs again hears what it heard, while layers of it that may run a third time
-        make a note of that.
+        On a second run the messages of the first are replayed from `heard`; an inner context
+        records what is replayed, for a third run.
 
         Args:
             heard: Empty the first time, when it gains what the layers hear of other ranks; layers

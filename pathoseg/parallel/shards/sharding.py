@@ -49,21 +49,20 @@ class Rules:
 
 
 class Sharding:
-    """A model whose tiles are cut into strips of rows, on one of the ranks that share them.
+    """A model whose tiles are cut into even strips of rows, on one of the ranks that share them.
 
     Args:
         transport: Joins the ranks that share a tile, and carries nothing else.
         graph: The model's layers, with the shapes of whole tiles.
-        split: The strips; None cuts the model's first input evenly.
 
     Attributes:
         team: The ranks.
         gathered: By layer, the function that took whole tensors on each rank.
     """
 
-    def __init__(self, transport: Transport, graph: LayerGraph, split: Split | None = None) -> None:
+    def __init__(self, transport: Transport, graph: LayerGraph) -> None:
         first = next(iter(graph.inputs.values())).shape
-        self.team = Team(transport, split or Split.even(first[-2], transport.ranks))
+        self.team = Team(transport, Split.even(first[-2], transport.ranks))
         self.rule = Rules().find
         self.gathered: dict[str, str] = {}
         self._graph, self._layer = graph, ""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,25 @@ def _axis(x: Strip, count: int) -> int:
     return x.strip_dim - (x.dim() - count)
 
 
-def _ready(x: Strip, reads: Sequence[Rows], what: str, fill: float = 0.0) -> Tensor:
-    """The rows that this rank's output needs."""
-    check_halos(x.bounds, reads, what)
-    return x.reading(reads, fill)
+class _Reach:
+    """The rows that a layer (`what`) makes of `x` on each rank, and the input rows they take."""
+
+    def __init__(self, x: Strip, what: str, height: int, reads: Callable[[Rows], Rows]) -> None:
+        self._x, self._what, rank = x, what, x.shards.team.rank
+        self.bounds = checked(x.shards.team.split.of(height), what)
+        self.reads = tuple(map(reads, strips(self.bounds)))
+        self.makes, self.read = strips(self.bounds)[rank], self.reads[rank]
+
+    def check(self) -> None:
+        check_halos(self._x.bounds, self.reads, self._what.capitalize())
+
+    def rows(self, fill: float = 0.0) -> Tensor:
+        """Return the input rows that this rank's output needs."""
+        self.check()
+        return self._x.reading(self.reads, fill)
+
+    def rebuilt(self, rows: Tensor) -> AbstractContextManager[None]:
+        return rebuilt(rows, self._x.local, self._x.strip_dim, self.read, self._x.own)
 
 
 def _convolution(
@@ -59,25 +75,23 @@ def _convolution(
         befores = afters = _each(0 if padding == "valid" else padding, count)
     window = Window(weight.shape[2 + axis], strides[axis], befores[axis], dilations[axis])
     height = window.height(x.bounds[-1], afters[axis])
-    bounds = checked(x.shards.team.split.of(height), "a convolution")
-    reads = [window.reads(one) for one in strips(bounds)]
-    made_rows = strips(bounds)[x.shards.team.rank]
-    layer = Convolution(function, strides, befores, dilations, groups, window, made_rows)
+    reach = _Reach(x, "a convolution", height, window.reads)
+    layer = Convolution(function, strides, befores, dilations, groups, window, reach.makes)
     is_batch, is_even = x.dim() == count + 2, befores == afters
-    if is_batch and is_even and reads != strips(x.bounds) and layer.runs_on(x.own):
-        check_halos(x.bounds, reads, "A convolution")
-        halos = Halos(x.shards.team, x.strip_dim, x.bounds, tuple(reads))
+    if is_batch and is_even and [*reach.reads] != strips(x.bounds) and layer.runs_on(x.own):
+        reach.check()
+        halos = Halos(x.shards.team, x.strip_dim, x.bounds, reach.reads)
         given = (None if each is None else as_autocast(each) for each in (weight, bias))
         made = StripConvolution.apply(x.local, *given, halos, layer)  # type: ignore[no-untyped-call]  # torch's
-        return x.like(made, bounds)
-    rows = _ready(x, reads, "A convolution")
+        return x.like(made, reach.bounds)
+    rows = reach.rows()
     befores = [0 if at == axis else before for at, before in enumerate(befores)]
     uneven = [0 if at == axis else afters[at] - befores[at] for at in range(count)]
     if any(uneven):
         rows = F.pad(rows, [one for more in reversed(uneven) for one in (0, more)])
-    with rebuilt(rows, x.local, x.strip_dim, reads[x.shards.team.rank], x.own):
+    with reach.rebuilt(rows):
         made = function(rows, weight, bias, strides, befores, dilations, groups)
-    return x.like(made, bounds)
+    return x.like(made, reach.bounds)
 
 
 def _transposed(
@@ -98,18 +112,15 @@ def _transposed(
     paddings, more = _each(padding, count), _each(output_padding, count)
     window = Window(weight.shape[2 + axis], strides[axis], paddings[axis], dilations[axis])
     height = window.spread(x.bounds[-1], more[axis])
-    bounds = checked(x.shards.team.split.of(height), "a transposed convolution")
-    reads = [window.reads_transposed(one) for one in strips(bounds)]
-    rows = _ready(x, reads, "A transposed convolution")
+    reach = _Reach(x, "a transposed convolution", height, window.reads_transposed)
+    rows = reach.rows()
     paddings[axis] = more[axis] = 0
-    rank = x.shards.team.rank
-    with rebuilt(rows, x.local, x.strip_dim, reads[rank], x.own):
+    with reach.rebuilt(rows):
         made = function(rows, weight, bias, strides, paddings, more, groups, dilations)
-    wanted = strips(bounds)[rank]
-    first = wanted.first - window.reached_from(reads[rank].first)
-    if first or made.shape[x.strip_dim] != wanted.height:
-        made = made.narrow(x.strip_dim, first, wanted.height)
-    return x.like(made, bounds)
+    first = reach.makes.first - window.reached_from(reach.read.first)
+    if first or made.shape[x.strip_dim] != reach.makes.height:
+        made = made.narrow(x.strip_dim, first, reach.makes.height)
+    return x.like(made, reach.bounds)
 
 
 def _max_pool(count: int) -> Rule:
@@ -132,13 +143,12 @@ def _max_pool(count: int) -> Rule:
         paddings = _each(padding, count)
         window = Window(kernels[axis], strides[axis], paddings[axis], dilations[axis])
         height = window.height(x.bounds[-1], paddings[axis], ceil_mode)
-        bounds = checked(x.shards.team.split.of(height), "a max pooling")
-        reads = [window.reads(one) for one in strips(bounds)]
-        rows = _ready(x, reads, "A max pooling", fill=-float("inf"))
+        reach = _Reach(x, "a max pooling", height, window.reads)
+        rows = reach.rows(fill=-float("inf"))
         paddings[axis] = 0
-        with rebuilt(rows, x.local, x.strip_dim, reads[x.shards.team.rank], x.own):
+        with reach.rebuilt(rows):
             made = pool(rows, kernels, strides, paddings, dilations, ceil_mode)
-        return x.like(made, bounds)
+        return x.like(made, reach.bounds)
 
     return rule
 
@@ -160,29 +170,25 @@ def _average_pool(count: int) -> Rule:
         strides, paddings = _each(stride, count) if stride else kernels, _each(padding, count)
         window = Window(kernels[axis], strides[axis], paddings[axis])
         whole = x.bounds[-1]
-        bounds = checked(
-            x.shards.team.split.of(window.height(whole, paddings[axis], ceil_mode)),
-            "an average pooling",
-        )
-        reads = [window.reads(one) for one in strips(bounds)]
-        rows = _ready(x, reads, "An average pooling")
+        height = window.height(whole, paddings[axis], ceil_mode)
+        reach = _Reach(x, "an average pooling", height, window.reads)
+        rows = reach.rows()
         edge = paddings[axis] if count_include_pad else 0
         counted = Rows(-edge, whole + edge)
         paddings[axis] = 0
-        rank = x.shards.team.rank
-        with rebuilt(rows, x.local, x.strip_dim, reads[rank], x.own):
+        with reach.rebuilt(rows):
             if divisor_override is None:
                 made = function(rows, kernels, strides, paddings, ceil_mode, count_include_pad)
             else:
                 made = function(
                     rows, kernels, strides, paddings, ceil_mode, count_include_pad, divisor_override
                 )
-        own = strips(bounds)[rank]
-        seen = [window.reads(Rows(at, at + 1)).within(counted).height for at in range(*own)]
+        each = (window.reads(Rows(at, at + 1)) for at in range(*reach.makes))
+        seen = [read.within(counted).height for read in each]
         if divisor_override is None and any(rows_seen != kernels[axis] for rows_seen in seen):
             share = made.new_tensor([kernels[axis] / rows_seen for rows_seen in seen])
             made = made * share.view(-1, *[1] * (x.from_right - 1))
-        return x.like(made, bounds)
+        return x.like(made, reach.bounds)
 
     return rule
 
@@ -229,32 +235,31 @@ def _interpolate(
         shape = x.shape[2:]
         sizes = [int(rows * by) for rows, by in zip(shape, scales, strict=True)]
         scale = None if recompute_scale_factor else scales[axis]
-    bounds = checked(x.shards.team.split.of(sizes[axis]), "an interpolation")
     exact = np.float64 if x.dtype is torch.float64 else np.float32
     above, below, share = _taps(mode, whole, sizes[axis], scale, bool(align_corners), exact)
-    reads = [Rows(int(above[one.first]), int(below[one.stop - 1]) + 1) for one in strips(bounds)]
-    rows = _ready(x, reads, "An interpolation")
-    rank = x.shards.team.rank
-    own, first = strips(bounds)[rank], reads[rank].first
-    place = slice(own.first, own.stop)
+
+    def reads(made: Rows) -> Rows:
+        return Rows(int(above[made.first]), int(below[made.stop - 1]) + 1)
+
+    reach = _Reach(x, "an interpolation", sizes[axis], reads)
+    rows, place = reach.rows(), slice(*reach.makes)
 
     def taken(which: NDArray[np.int64]) -> Tensor:
-        return rows.index_select(
-            x.strip_dim, torch.from_numpy(which[place] - first).to(rows.device)
-        )
+        at = torch.from_numpy(which[place] - reach.read.first)
+        return rows.index_select(x.strip_dim, at.to(rows.device))
 
     made = taken(above)
     if is_linear:
         part = torch.from_numpy(share[place]).to(rows).view(-1, *[1] * (x.from_right - 1))
         made = torch.lerp(made, taken(below), part)
-    sizes[axis] = own.height
+    sizes[axis] = reach.makes.height
     if sizes != list(made.shape[2:]):
         if size is None and scale is not None:  # the other dimensions keep their own factor
             factors = [1.0 if at == axis else by for at, by in enumerate(scales)]
             made = F.interpolate(made, None, tuple(factors), mode, align_corners, False)
         else:
             made = F.interpolate(made, tuple(sizes), None, mode, align_corners)
-    return x.like(made, bounds)
+    return x.like(made, reach.bounds)
 
 
 def _taps(
@@ -264,7 +269,7 @@ def _taps(
     kernels find them (`area_pixel_compute_source_index`). Known without torch, so that halos of
     tensors without memory are known too."""
     at = np.arange(made, dtype=dtype)
-    step = dtype(rows / made if scale is None else 1 / scale)
+    step = dtype(rows / max(1, made) if scale is None else 1 / scale)
     if mode in ("nearest", "nearest-exact"):
         middle = dtype(0.5 if mode == "nearest-exact" else 0)
         above = np.floor((at + middle) * step).astype(np.int64).clip(max=rows - 1)

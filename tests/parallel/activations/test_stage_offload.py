@@ -24,7 +24,7 @@ from pathoseg.parallel.planning.partition import even
 from pathoseg.parallel.runtime.executor import Microbatches
 from pathoseg.parallel.runtime.memory_check import Memory
 from pathoseg.parallel.runtime.runner import Runner
-from pathoseg.parallel.runtime.stage import Stage, Training, stage_edges
+from pathoseg.parallel.runtime.stage import Stage, Training, edge_values
 from pathoseg.parallel.schedule.gems import gems
 from pathoseg.parallel.schedule.gpipe import gpipe
 from pathoseg.parallel.schedule.lowering import lower
@@ -151,7 +151,7 @@ def _on_ranks(case: Case, memory: Memory, work: Callable[[Runner, Microbatches],
         twice = {stage: each[3::6] for stage, each in enumerate(names)}
     schedule = lower(
         whole,
-        list(stage_edges(partition)),
+        list(edge_values(partition)),
         recompute=range(whole.stages) if case.recompute else (),
         offload=offload,
         buckets=2,
@@ -387,7 +387,7 @@ def _on_wide(form: OffloadMode, work: Callable[[Runner, Microbatches], None]) ->
     """Four linear layers, each a stage of one rank."""
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     traced = Traced(model, torch.empty(SAMPLES, 16))
-    schedule = lower(gpipe(Placement(1, ((0,) * 4,)), 2), list(stage_edges(even(traced.graph, 4))))
+    schedule = lower(gpipe(Placement(1, ((0,) * 4,)), 2), list(edge_values(even(traced.graph, 4))))
     [name] = traced.graph.inputs
     parts = Microbatches(
         [SAMPLES] * 2, lambda at: {name: torch.ones(SAMPLES, 16)}, lambda at: torch.zeros(())

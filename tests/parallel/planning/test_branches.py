@@ -119,14 +119,16 @@ def test_every_order_runs_on_branches_within_its_bounds(
         partition = cut(own.graph, found.bounds)
         costs, edges = own.costs(partition, ranks * groups), stage_edges(partition)
         placement = branch_placement(placed, ranks, found.home)
-        frame = OrderSetting(placement, microbatches, costs, edges, 2**40)
-        for family in order.families(frame):
+        setting = OrderSetting(placement, microbatches, costs, edges, 2**40)
+        for family in order.families(setting):
             for variant in family:
                 lowered = lower(replace(variant.order, groups=groups), edges, variant.recompute)
                 validate(lowered)
                 made = simulate(lowered, costs)  # raises where nothing can move
-                assert least_seconds(frame, groups) <= float(made.time) * (1 + 1e-9)
-                assert least_bytes(frame) <= max(made.peak_memory)
+                assert least_seconds(setting, groups) <= float(made.time) * (1 + 1e-9)
+                # A visit that takes no time holds nothing in the simulation.
+                if all(each.forward and each.backward for each in costs.stages):
+                    assert least_bytes(setting) <= max(made.peak_memory)
 
 
 @settings(max_examples=40, deadline=None)

@@ -154,13 +154,13 @@ def test_no_order_beats_the_bounds(
         partition = priced.cutter.balance(stages)
         costs = priced.costs(partition, ranks * groups)
         edges = stage_edges(partition)
-        frame = OrderSetting(PLACEMENTS[placement](ranks), microbatches, costs, edges, 2**40)
-        for family in order.families(frame):
+        setting = OrderSetting(PLACEMENTS[placement](ranks), microbatches, costs, edges, 2**40)
+        for family in order.families(setting):
             for variant in family:
                 lowered = lower(replace(variant.order, groups=groups), edges, variant.recompute)
                 found = simulate(lowered, costs)
-                assert least_seconds(frame, groups) <= float(found.time) * (1 + 1e-9)
-                assert least_bytes(frame) <= max(found.peak_memory)
+                assert least_seconds(setting, groups) <= float(found.time) * (1 + 1e-9)
+                assert least_bytes(setting) <= max(found.peak_memory)
 
 
 @st.composite
@@ -191,12 +191,12 @@ def test_no_order_beats_the_bound_where_stages_branch(
         costs, edges = data.draw(_stage_graphs(home.stages))
     else:
         costs, edges = Costs.equal(1, 1, 2), ()
-    frame = OrderSetting(home, microbatches, costs, edges, 2**40)
-    for family in order.families(frame):
+    setting = OrderSetting(home, microbatches, costs, edges, 2**40)
+    for family in order.families(setting):
         for variant in family:
             lowered = lower(replace(variant.order, groups=groups), edges, variant.recompute)
             found = simulate(lowered, costs)
-            assert least_seconds(frame, groups) <= float(found.time) * (1 + 1e-9)
+            assert least_seconds(setting, groups) <= float(found.time) * (1 + 1e-9)
 
 
 class _Forked(nn.Module):
@@ -224,8 +224,8 @@ def test_branches_are_planned_side_by_side() -> None:
     assert priced.critical_seconds <= best.seconds < 0.35 * priced.seconds
     partition = best.partition(graph)
     costs, edges = priced.costs(partition, best.ranks), stage_edges(partition)
-    frame = OrderSetting(PLACEMENTS[best.placement](best.ranks), 1, costs, edges, 2**40)
-    assert least_seconds(frame, 1) == pytest.approx(best.seconds, rel=0.05)
+    setting = OrderSetting(PLACEMENTS[best.placement](best.ranks), 1, costs, edges, 2**40)
+    assert least_seconds(setting, 1) == pytest.approx(best.seconds, rel=0.05)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])

@@ -25,7 +25,7 @@ from pathoseg.parallel.planning.stage_costs import StageCosts
 from pathoseg.parallel.runtime.executor import Microbatches
 from pathoseg.parallel.runtime.memory_check import Memory
 from pathoseg.parallel.runtime.runner import Runner
-from pathoseg.parallel.runtime.stage import Training, stage_edges
+from pathoseg.parallel.runtime.stage import Training, edge_values
 from pathoseg.parallel.schedule.bidirectional import bidirectional
 from pathoseg.parallel.schedule.costs import Costs, Link
 from pathoseg.parallel.schedule.gems import gems
@@ -166,7 +166,7 @@ class Case:
         order, partition = _cut(self.model, self.plan, self.ranks, self.dtype)
         lowered = lower(
             order,
-            list(stage_edges(partition)),
+            list(edge_values(partition)),
             recompute=range(order.stages) if self.setting.recompute else (),
             offload=self.offload,
             buckets=self.setting.buckets,

@@ -27,7 +27,7 @@ from pathoseg.parallel.runtime.executor import Microbatches
 from pathoseg.parallel.runtime.memory_check import Memory
 from pathoseg.parallel.runtime.rng import WholeModel
 from pathoseg.parallel.runtime.runner import Runner
-from pathoseg.parallel.runtime.stage import Training, stage_edges
+from pathoseg.parallel.runtime.stage import Training, edge_values
 from pathoseg.parallel.schedule.action import COMPUTE, Kind
 from pathoseg.parallel.schedule.gems import gems
 from pathoseg.parallel.schedule.lowering import lower
@@ -576,7 +576,7 @@ def test_running_state_of_other_kinds_needs_one_copy_that_runs_once(
     ]
     wholes[1].model.load_state_dict(wholes[0].model.state_dict())
     partition = even(wholes[0].graph, 2)
-    edges = list(stage_edges(partition))
+    edges = list(edge_values(partition))
     batch = Microbatches([2] * 4, lambda index: {"input": torch.ones(2, 4)}, lambda index: None)
 
     def step(schedule: Schedule) -> None:
