@@ -7,7 +7,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
-from math import prod
+from math import isclose, prod
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from pathoseg.slides.resolution import (
     aperio_mpp,
     ome_magnification,
     ome_mpp,
+    ome_pixel_sizes,
     ome_significant_bits,
     slide_mpp,
     tagged_mpp,
@@ -238,7 +239,7 @@ class _OpenTiff:
         try:
             if not self.file.series:
                 raise ValueError("it holds no image")
-            pyramid = _largest_pyramid(self.file.series)
+            pyramid = _largest_pyramid(self.file.series, _stated_widths(self.file))
             self.key = pyramid[0].keyframe
             self.levels = [_PyramidLevel(level) for level in pyramid]
         except BaseException:
@@ -261,19 +262,47 @@ def _text(size: Size) -> str:
     return f"{size.width} × {size.height} px"
 
 
-def _largest_pyramid(series: Sequence[TiffPageSeries]) -> list[TiffPageSeries]:
+_SAME_WIDTH = 0.1  # part by which widths of pixels differ at most that are meant to be equal
+
+
+def _stated_widths(file: TiffFile) -> list[float | None]:
+    """The width of a pixel of each series by OME-XML, None where it states none."""
+    sizes, xml = [_size(image.keyframe) for image in file.series], file.ome_metadata
+    found = ome_pixel_sizes(xml) if xml and len(sizes) > 1 else {}
+    stated = [found.get((str(size.width), str(size.height))) for size in sizes]
+    return [None if mpp is None else mpp.x for mpp in stated]
+
+
+def _largest_pyramid(
+    series: Sequence[TiffPageSeries], widths: Sequence[float | None]
+) -> list[TiffPageSeries]:
     """The largest image and its reductions, largest first.
 
     tifffile finds the levels of a pyramid where each is reduced by the same factor; the others
-    are found here among the remaining images, as those of the same make and a fitting size.
+    are found here among the remaining images, as those of the same make and a fitting size. An
+    image whose pixels are stated not to be wider by as much as it is smaller shows something else,
+    another scene, with reductions of its own.
+
+    Args:
+        series: The images.
+        widths: The width of a pixel of each as it is stated, or None.
     """
-    image = max(series, key=lambda image: _size(image.keyframe).pixels)
+    image, width = max(
+        zip(series, widths, strict=True), key=lambda each: _size(each[0].keyframe).pixels
+    )
+    size = _size(image.keyframe)
     by_size = {_size(level.keyframe): level for level in image.levels}
-    for other in series:
+    for other, coarser in zip(series, widths, strict=True):
+        if other is not image and _size(other.keyframe) == size:
+            continue
+        if width and coarser:
+            smaller = size.width / other.keyframe.imagewidth
+            if not isclose(coarser / width, smaller, rel_tol=_SAME_WIDTH):
+                continue
         for level in other.levels:
-            size = _size(level.keyframe)
-            if _make(level) == _make(image) and whole_downsample(_size(image.keyframe), size):
-                by_size.setdefault(size, level)
+            reduced = _size(level.keyframe)
+            if _make(level) == _make(image) and whole_downsample(size, reduced):
+                by_size.setdefault(reduced, level)
     return sorted(by_size.values(), key=lambda level: -_size(level.keyframe).pixels)
 
 

@@ -58,6 +58,46 @@ def test_levels_of_unequal_steps_and_without_flags_are_found(
             np.testing.assert_array_equal(_all(slide, index), pixels)
 
 
+@pytest.fixture
+def write_scenes(tmp_path: Path, picture: Callable[..., Any]) -> Callable[..., Path]:
+    """write_scenes((side, µm, factors)…): an OME-TIFF of pictures, each with its reductions."""
+
+    def write(*scenes: tuple[int, float | None, tuple[int, ...]]) -> Path:
+        path = tmp_path / "scenes.ome.tif"
+        how: dict[str, Any] = {"photometric": "rgb", "tile": (64, 64)}
+        with tifffile.TiffWriter(path, ome=True) as tiff:
+            for seed, (side, mpp, factors) in enumerate(scenes):
+                pixels = picture(side, side, seed)
+                stated = {} if mpp is None else {"PhysicalSizeX": mpp, "PhysicalSizeY": mpp}
+                metadata = {"axes": "YXS", **stated}
+                tiff.write(pixels, subifds=len(factors), metadata=metadata, **how)
+                for factor in factors:
+                    tiff.write(pixels[::factor, ::factor], subfiletype=1, **how)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("scenes", "downsamples"),
+    [
+        ([(512, 0.5, ()), (256, 0.5, (2,))], [1]),
+        ([(512, 0.5, ()), (384, 0.5, (3,))], [1]),
+        ([(512, 0.5, (2,)), (512, 0.5, (2, 4))], [1, 2]),
+        ([(512, 0.5, ()), (256, 1.0, ()), (128, 2.002, ())], [1, 2, 4]),
+        ([(512, 0.5, ()), (256, None, ())], [1, 2]),
+        ([(256, 0.5, ()), (512, 0.25, ())], [1, 2]),
+    ],
+    ids=["a half", "a half in its levels", "its equal", "levels", "unstated", "smaller first"],
+)
+def test_another_scene_is_no_level(
+    write_scenes: Callable[..., Path], scenes: list[Any], downsamples: list[int]
+) -> None:
+    path = write_scenes(*scenes)
+    with open_slide(path, assume_mpp=0.5) as slide:
+        assert [level.downsample for level in slide.levels] == downsamples
+
+
 @pytest.mark.slow
 def test_a_large_level_is_never_held_whole(tmp_path: Path, pyramid: Callable[..., Any]) -> None:
     path = tmp_path / "large.tif"
