@@ -295,7 +295,7 @@ class Segmenter:
             method: Method = "macenko" if card.stain["method"] == "macenko" else "reinhard"
             stain = fit_stain(slide, frame, boxes, tissue, method) if boxes else None
         unseen = card.unseen_resolution(slide.mpp.mean)
-        warnings = [] if unseen is None else [unseen]
+        warnings = [*slide.warnings, *([] if unseen is None else [unseen])]
         context = [(each, Frame.at(slide.size, slide.mpp, each.mpp)) for each in self._context]
         warnings += [
             f"it is smaller than the {each.size * each.mpp:g} µm that the model's input "

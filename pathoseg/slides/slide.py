@@ -34,6 +34,7 @@ class Slide(Protocol):
             they come from; `read_level` counts them on from the stored ones.
         mpp: Microns per level-0 pixel.
         origin: Where the frame's (0, 0) lies in the file's uncropped level 0: (0, 0) mostly.
+        warnings: What the user should know of the file: "it holds 3 scenes…".
     """
 
     @property
@@ -48,6 +49,8 @@ class Slide(Protocol):
     def mpp(self) -> Mpp: ...
     @property
     def origin(self) -> tuple[int, int]: ...
+    @property
+    def warnings(self) -> tuple[str, ...]: ...
 
     @property
     def size(self) -> Size:

@@ -51,6 +51,7 @@ class SlideFile(ABC, Generic[Handle]):
     reduced: tuple[Level, ...] = ()
     mpp: Mpp
     origin: tuple[int, int] = (0, 0)
+    warnings: tuple[str, ...] = ()
 
     def __init__(self, path: Path, assume_mpp: float | None = None) -> None:
         self.path = path

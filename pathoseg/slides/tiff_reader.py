@@ -232,15 +232,15 @@ def _used_bits(key: TiffPage) -> int:
 
 
 class _OpenTiff:
-    """An open file, and the levels of the largest image in it."""
+    """An open file, the levels of the largest image in it, and the number of scenes."""
 
     def __init__(self, path: Path) -> None:
         self.file = TiffFile(path)
         try:
             if not self.file.series:
                 raise ValueError("it holds no image")
-            pyramid = _largest_pyramid(self.file.series, _stated_widths(self.file))
-            self.key = pyramid[0].keyframe
+            pyramid, others = _largest_pyramid(self.file.series, _stated_widths(self.file))
+            self.key, self.scenes = pyramid[0].keyframe, 1 + others
             self.levels = [_PyramidLevel(level) for level in pyramid]
         except BaseException:
             self.file.close()
@@ -263,6 +263,7 @@ def _text(size: Size) -> str:
 
 
 _SAME_WIDTH = 0.1  # part by which widths of pixels differ at most that are meant to be equal
+_SCENE = 0.1  # a scene has at least so many of the largest one's pixels; labels have fewer
 
 
 def _stated_widths(file: TiffFile) -> list[float | None]:
@@ -275,35 +276,37 @@ def _stated_widths(file: TiffFile) -> list[float | None]:
 
 def _largest_pyramid(
     series: Sequence[TiffPageSeries], widths: Sequence[float | None]
-) -> list[TiffPageSeries]:
-    """The largest image and its reductions, largest first.
+) -> tuple[list[TiffPageSeries], int]:
+    """The largest image and its reductions, largest first, and how many other scenes there are.
 
     tifffile finds the levels of a pyramid where each is reduced by the same factor; the others
     are found here among the remaining images, as those of the same make and a fitting size. An
     image whose pixels are stated not to be wider by as much as it is smaller shows something else,
-    another scene, with reductions of its own.
+    and so do its own reductions; with pixels as wide and about as many, it is another scene.
 
     Args:
         series: The images.
-        widths: The width of a pixel of each as it is stated, or None.
+        widths: The width of a pixel of each as OME-XML states it, or None.
     """
     image, width = max(
         zip(series, widths, strict=True), key=lambda each: _size(each[0].keyframe).pixels
     )
-    size = _size(image.keyframe)
+    size, scenes = _size(image.keyframe), 0
     by_size = {_size(level.keyframe): level for level in image.levels}
-    for other, coarser in zip(series, widths, strict=True):
-        if other is not image and _size(other.keyframe) == size:
+    for other, stated in zip(series, widths, strict=True):
+        smaller = _size(other.keyframe)
+        if other is image or _make(other) != _make(image):
             continue
-        if width and coarser:
-            smaller = size.width / other.keyframe.imagewidth
-            if not isclose(coarser / width, smaller, rel_tol=_SAME_WIDTH):
-                continue
-        for level in other.levels:
-            reduced = _size(level.keyframe)
-            if _make(level) == _make(image) and whole_downsample(size, reduced):
-                by_size.setdefault(reduced, level)
-    return sorted(by_size.values(), key=lambda level: -_size(level.keyframe).pixels)
+        shrinks, wider = size.width / smaller.width, stated / width if stated and width else None
+        is_level = smaller != size and whole_downsample(size, smaller) is not None
+        if is_level and (wider is None or isclose(wider, shrinks, rel_tol=_SAME_WIDTH)):
+            for level in other.levels:
+                reduced = _size(level.keyframe)
+                if _make(level) == _make(image) and whole_downsample(size, reduced):
+                    by_size.setdefault(reduced, level)
+        elif wider is not None and isclose(wider, 1, rel_tol=_SAME_WIDTH):
+            scenes += smaller.pixels > _SCENE * size.pixels
+    return sorted(by_size.values(), key=lambda level: -_size(level.keyframe).pixels), scenes
 
 
 def _make(image: TiffPageSeries) -> tuple[object, ...]:
@@ -317,6 +320,8 @@ def _size(page: TiffPage) -> Size:
 
 class TiffSlide(SlideFile[_OpenTiff]):
     """A TIFF of no scanner: the largest image in it, with the pyramid that belongs to it.
+
+    Of an OME-TIFF `warnings` says that there are other scenes.
 
     Tiles that a sparse file leaves out are white. The orientation tag turns nothing.
     """
@@ -342,6 +347,9 @@ class TiffSlide(SlideFile[_OpenTiff]):
                 "Copy it again. With --assume-mpp, what is left of it is read.",
             )
         self.mpp = slide_mpp(self.path, stated or scanned, magnification, assume_mpp)
+        if tiff.scenes > 1:
+            read = f"only one of {_text(self.size)} is read: export each to a file of its own"
+            self.warnings = (f"it holds {tiff.scenes} scenes, of which {read}",)
 
     def read_level(self, level: int, box: Box) -> NDArray[np.uint8]:
         """See `Slide.read_level`."""

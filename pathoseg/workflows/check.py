@@ -212,6 +212,7 @@ class _Check:
         try:
             with pool.borrow(self.read.files[name]) as slide:
                 seen.size, seen.mpp = slide.size, slide.mpp
+                self.warnings += [f"{name}: {warning}." for warning in slide.warnings]
                 frame, image = _picture(slide, _picture_side(len(self.read.files)))
             mask = None
             if source is not None and self.classes is not None:

@@ -233,6 +233,7 @@ class MemorySlide:
     vendor: str = "memory"
     origin: tuple[int, int] = (0, 0)
     reduced: tuple[Level, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def levels(self) -> tuple[Level, ...]:

@@ -79,23 +79,26 @@ def write_scenes(tmp_path: Path, picture: Callable[..., Any]) -> Callable[..., P
 
 
 @pytest.mark.parametrize(
-    ("scenes", "downsamples"),
+    ("scenes", "downsamples", "counted"),
     [
-        ([(512, 0.5, ()), (256, 0.5, (2,))], [1]),
-        ([(512, 0.5, ()), (384, 0.5, (3,))], [1]),
-        ([(512, 0.5, (2,)), (512, 0.5, (2, 4))], [1, 2]),
-        ([(512, 0.5, ()), (256, 1.0, ()), (128, 2.002, ())], [1, 2, 4]),
-        ([(512, 0.5, ()), (256, None, ())], [1, 2]),
-        ([(256, 0.5, ()), (512, 0.25, ())], [1, 2]),
+        ([(512, 0.5, ()), (256, 0.5, (2,))], [1], 2),
+        ([(512, 0.5, ()), (384, 0.5, (3,)), (500, 0.5, ())], [1], 3),
+        ([(512, 0.5, (2,)), (512, 0.5, (2, 4))], [1, 2], 2),
+        ([(512, 0.5, ()), (256, 1.0, ()), (128, 2.002, ())], [1, 2, 4], 1),
+        ([(512, 0.5, ()), (256, None, ())], [1, 2], 1),
+        ([(256, 0.5, ()), (512, 0.25, ())], [1, 2], 1),
+        ([(512, 0.5, ()), (128, 0.5, ()), (500, 40.0, ())], [1], 1),
     ],
-    ids=["a half", "a half in its levels", "its equal", "levels", "unstated", "smaller first"],
+    ids=["a half", "a third", "its equal", "levels", "unstated", "smaller first", "label, macro"],
 )
-def test_another_scene_is_no_level(
-    write_scenes: Callable[..., Path], scenes: list[Any], downsamples: list[int]
+def test_another_scene_is_no_level_and_told_of(
+    write_scenes: Callable[..., Path], scenes: list[Any], downsamples: list[int], counted: int
 ) -> None:
     path = write_scenes(*scenes)
     with open_slide(path, assume_mpp=0.5) as slide:
         assert [level.downsample for level in slide.levels] == downsamples
+        said = f"it holds {counted} scenes, of which only one of 512 × 512 px is read"
+        assert [warning.partition(":")[0] for warning in slide.warnings] == [said][: counted - 1]
 
 
 @pytest.mark.slow

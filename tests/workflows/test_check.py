@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tifffile
 from PIL import Image
 
 Command = Callable[..., tuple[int, str]]
@@ -182,6 +183,19 @@ def test_slides_that_wait_for_the_classes_are_not_left_out(
     assert (code, "background is index 0" in said) == (2, True), said
     assert "left out" not in said
     assert {row["training"] for row in _rows().values()} == {"used"}
+
+
+def test_scenes_that_are_not_read_are_told_of(toy_slides: Path, command: Command) -> None:
+    pixels = np.asarray(Image.open(toy_slides / "slide0.png"))
+    metadata = {"axes": "YXS", "PhysicalSizeX": 0.5, "PhysicalSizeY": 0.5}
+    with tifffile.TiffWriter(toy_slides / "slide0.ome.tif", ome=True) as tiff:
+        for scene in (pixels, pixels[::-1]):
+            tiff.write(scene, photometric="rgb", metadata=metadata)
+    (toy_slides / "slide0.png").unlink()
+    code, said = command(*CHECK)
+    assert code == 1, said
+    told = "Take care: slide0.ome.tif: it holds 2 scenes, of which only one of 96 × 96 px is read"
+    assert said.count(told) == 1, said
 
 
 def test_what_is_likely_not_meant_is_said(toy_slides: Path, command: Command) -> None:
