@@ -118,12 +118,18 @@ def is_tiff(head: bytes) -> bool:
 
 @contextmanager
 def tifffile_door(refusal: type[PathosegError], problem: str, hint: str) -> Iterator[None]:
-    """Lets tifffile's failures out as `refusal`, and its log nowhere: it tells them twice."""
+    """Lets tifffile's failures out as `refusal`, and its log nowhere: it tells them twice.
+
+    While a file is opened, memory runs out over absurd sizes in a damaged header; but pixels that
+    are not read for want of memory are no damage.
+    """
     log, silence = logging.getLogger("tifffile"), lambda record: False
     log.addFilter(silence)
     try:
         yield
     except Exception as error:  # TypeError, IndexError, struct.error, DeflateError, MemoryError…
+        if isinstance(error, MemoryError) and issubclass(refusal, UnreadableError):
+            raise
         raise refusal(f"{problem}: {reason(error)}.", hint) from error
     finally:
         log.removeFilter(silence)

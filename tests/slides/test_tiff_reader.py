@@ -15,7 +15,9 @@ import pytest
 import tifffile
 
 from pathoseg.errors import PathosegError, UnreadableError
-from pathoseg.geometry import Box, Mpp, Size
+from pathoseg.geometry import Box, Frame, Mpp, Size
+from pathoseg.slides import tiff_reader
+from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide
 from pathoseg.slides.tiff_reader import TiffSlide
 
@@ -243,6 +245,23 @@ def test_spoiled_strips_fail_alone(
             slide.read_level(0, Box(0, 99, 1, 2))
         np.testing.assert_array_equal(slide.read_level(0, Box(0, 0, 300, 50)), pixels[:50])
         np.testing.assert_array_equal(slide.read_level(0, Box(0, 100, 300, 100)), pixels[100:])
+
+
+def test_memory_that_runs_out_is_no_damage(
+    write: Writer, picture: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(*_: object) -> None:
+        raise MemoryError
+
+    path = write(picture(64, 64), photometric="rgb", rowsperstrip=16)
+    with TiffSlide(path) as slide:
+        frame = Frame.at(slide.size, slide.mpp, 0.5)
+        monkeypatch.setattr(tiff_reader.TiffPage, "decode", property(exhausted))
+        with pytest.raises(MemoryError):
+            read_region(slide, frame, Box(0, 0, 64, 64))
+    monkeypatch.setattr(tiff_reader, "TiffFile", exhausted)
+    with pytest.raises(PathosegError, match=r"written\.tif cannot be read"):
+        TiffSlide(path)
 
 
 def _jpeg_bomb() -> bytes:
