@@ -101,6 +101,7 @@ class ImageSlide(SlideFile[Image]):
         image = self._opened()
         self.vendor = "image"
         self.levels = (Level(Size(*image.size), 1.0),)
+        self.held_pixels = self.size.pixels
         across, down = image.info.get("dpi", (None, None))
         stated = tagged_mpp(across, down, MICRONS_PER_INCH)
         self.mpp = slide_mpp(self.path, stated, None, assume_mpp)

@@ -106,6 +106,7 @@ _MICRONS_PER_TAG_UNIT: dict[int, float] = {
     RESUNIT.MICROMETER: 1.0,
 }
 _MOST_SEGMENT_PIXELS = 400_000_000
+_LARGE_SEGMENT_PIXELS = 64_000_000  # decoded by one reader at a time
 # Decoded tiles and strips kept for the next read. Strips span the image, so that a row of boxes
 # would decode the same ones again for each box.
 _KEPT_TILE_BYTES, _KEPT_STRIP_BYTES = 32 << 20, 256 << 20
@@ -353,6 +354,8 @@ class TiffSlide(SlideFile[_OpenTiff]):
                 "Copy it again. With --assume-mpp, what is left of it is read.",
             )
         self.mpp = slide_mpp(self.path, stated or scanned, magnification, assume_mpp)
+        largest = max(level.segment.pixels for level in tiff.levels)
+        self.held_pixels = largest if largest > _LARGE_SEGMENT_PIXELS else 0
         if tiff.scenes > 1:
             read = f"only one of {_text(self.size)} is read: export each to a file of its own"
             self.warnings = (f"it holds {tiff.scenes} scenes, of which {read}",)

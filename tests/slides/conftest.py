@@ -234,6 +234,7 @@ class MemorySlide:
     origin: tuple[int, int] = (0, 0)
     reduced: tuple[Level, ...] = ()
     warnings: tuple[str, ...] = ()
+    held_pixels = 0
 
     @property
     def levels(self) -> tuple[Level, ...]:
