@@ -21,9 +21,10 @@ from pathoseg.slides.region import Region
 from pathoseg.tiles.prefetch import prefetch_map
 from pathoseg.time_spent import TimeSpent
 
-Context = Mapping[str, NDArray[np.uint8]]
-_Read = tuple[int, bool, Region, Context]
-_Group = list[tuple[int, Region, Context]]
+Context = Mapping[str, Region]
+_Pixels = Mapping[str, NDArray[np.uint8]]
+_Read = tuple[int, bool, Region, _Pixels]
+_Group = list[tuple[int, Region, _Pixels]]
 _Batch = tuple[_Group, torch.Tensor, Arrival]
 
 
@@ -63,7 +64,8 @@ def predict(
     Yields:
         The tile's number, its probabilities (classes, h, w) or (classes,) as the model's logits
         are, with the height as one more channel where objects are separated, on the model's
-        device, and which pixels were unread (h, w), or None.
+        device, and which pixels were unread (h, w), or None. Where only its other inputs were not
+        read whole, it is none of the tile's pixels.
 
     Raises:
         PathosegError: The device's memory is too small, or an answer not finite or of wrong size.
@@ -84,7 +86,10 @@ def predict(
 
     def read_tile(tile: tuple[int, bool]) -> _Read:
         index, last = tile
-        return index, last, read(index), {} if context is None else context(index)
+        region, around = read(index), {} if context is None else context(index)
+        if region.unread is None and any(seen.unread is not None for seen in around.values()):
+            region = Region(region.pixels, np.zeros(region.pixels.shape[:2], bool))
+        return index, last, region, {name: seen.pixels for name, seen in around.items()}
 
     def batches(tiles: Iterator[_Read]) -> Iterator[_Group]:
         group: _Group = []

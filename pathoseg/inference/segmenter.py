@@ -140,7 +140,7 @@ class MaskRow:
         planes: All that no later row of tiles changes, shape (planes, rows, width), uint8: class
             indices, where objects are separated what `object_planes` says, and last, where
             certainty is asked for, what `certainty_planes` and `settle_certainty` say.
-        unread_tiles: Tiles of the row with pixels that could not be read.
+        unread_tiles: Tiles of the row with pixels that could not be read, of it or around it.
     """
 
     number: int
@@ -547,7 +547,7 @@ class Segmenter:
                     return each.beyond(box, mpp, margins[each.name])
                 return each.around(box, mpp)
 
-            return {each.name: read_box(frame, part(each)).pixels for each, frame in plan.context}
+            return {each.name: read_box(frame, part(each)) for each, frame in plan.context}
 
         options, grid = self._config.infer, plan.grid
         return predict(
