@@ -512,7 +512,11 @@ def main() -> NoReturn:
             sys.exit(stop.exit_code)
         except PathosegError as error:
             _refuse(error, debug)
-        # What no workflow knows more about: a disk that is full, read-only or gone.
+        # What no workflow knows more about: no memory; a disk that is full, read-only or gone.
+        except MemoryError as error:
+            what = "The memory is used up" + (f" ({error})." if str(error) else ".")
+            hint = "Close other programs, or try fewer --readers, a smaller batch or more memory."
+            _refuse(PathosegError(what, hint), debug)
         except OSError as error:
             where, why = error.filename or "A file", error.strerror or error
             hint = "Free space on its disk, see whether it may be written, or choose another place."

@@ -225,6 +225,19 @@ def test_only_debug_shows_the_traceback(tmp_path: Path, command: Command) -> Non
     assert loud.endswith(said)
 
 
+def test_memory_that_runs_out_is_one_error(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(*_: object) -> None:
+        raise MemoryError("Unable to allocate 9.31 GiB")
+
+    monkeypatch.setattr("pathoseg.workflows.check.check", exhausted)
+    code, said = command("check", "--slides", ".")
+    assert code == 2
+    assert said.startswith("Error: The memory is used up (Unable to allocate 9.31 GiB).\n")
+    assert said.count("\n") == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_at_any_moment_of_the_start_ends_quietly(

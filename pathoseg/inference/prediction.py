@@ -21,7 +21,7 @@ from pathoseg.slides.region import Region
 from pathoseg.tiles.prefetch import prefetch_map
 from pathoseg.time_spent import TimeSpent
 
-Context = Mapping[str, NDArray[np.uint8]]
+Context = Mapping[str, Region]
 
 
 class _Read(NamedTuple):
@@ -30,7 +30,7 @@ class _Read(NamedTuple):
     number: int
     ends_batch: bool
     region: Region
-    context: Context
+    context: Mapping[str, NDArray[np.uint8]]
 
 
 class _Batch(NamedTuple):
@@ -76,7 +76,8 @@ def predict(
     Yields:
         The tile's number, its probabilities (classes, h, w) or (classes,) as the model's logits
         are, with the height as one more channel where objects are separated, on the model's
-        device, and which pixels were unread (h, w), or None.
+        device, and which pixels were unread (h, w), or None. Where only its other inputs were not
+        read whole, it is none of the tile's pixels.
 
     Raises:
         PathosegError: The device's memory is too small, or an answer not finite or of wrong size.
@@ -90,7 +91,12 @@ def predict(
 
     def read_tile(tile: tuple[int, bool]) -> _Read:
         number, ends_batch = tile
-        return _Read(number, ends_batch, *read(number))
+        region, around = read(number)
+        if region.unread is None and any(seen.unread is not None for seen in around.values()):
+            region = Region(region.pixels, np.zeros(region.pixels.shape[:2], bool))
+        return _Read(
+            number, ends_batch, region, {name: seen.pixels for name, seen in around.items()}
+        )
 
     with closing(prefetch_map(read_tile, _tiles(rows, batch), readers)) as reads:
         for tiles in spent.waiting(_same_shaped(reads, inside), "waiting for tiles"):

@@ -141,7 +141,7 @@ class MaskRow:
         planes: All that no later row of tiles changes, shape (planes, rows, width), uint8: class
             indices, where objects are separated what `object_planes` says, and last, where
             certainty is asked for, what `certainty_planes` and `settle_certainty` say.
-        unread_tiles: Tiles of the row with pixels that could not be read.
+        unread_tiles: Tiles of the row with pixels that could not be read, of it or around it.
     """
 
     number: int
@@ -296,7 +296,7 @@ class Segmenter:
             method: Method = "macenko" if card.stain["method"] == "macenko" else "reinhard"
             stain = fit_stain(slide, frame, boxes, tissue, method) if boxes else None
         unseen = card.unseen_resolution(slide.mpp.mean)
-        warnings = [] if unseen is None else [unseen]
+        warnings = [*slide.warnings, *([] if unseen is None else [unseen])]
         context = [(each, Frame.at(slide.size, slide.mpp, each.mpp)) for each in self._context]
         warnings += [
             f"it is smaller than the {each.size * each.mpp:g} µm that the model's input "
@@ -543,8 +543,7 @@ class Segmenter:
         def read(index: int) -> tuple[Region, Context]:
             box = grid.box(index)
             return read_box(plan.frame, box), {
-                each.name: read_box(frame, seen_from(box, each)).pixels
-                for each, frame in plan.context
+                each.name: read_box(frame, seen_from(box, each)) for each, frame in plan.context
             }
 
         options, grid = self._config.infer, plan.grid

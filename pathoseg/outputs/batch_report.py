@@ -261,11 +261,14 @@ def _told(of: Outlier) -> str:
 def _remarks(summary: Summary) -> list[str]:
     """What is to be said of a slide: nothing of most."""
     told = [f"{warning[:1].upper()}{warning[1:]}" for warning in summary.warnings]
-    if summary.unread_pixels or summary.tiles.unread:
+    tiles = summary.tiles
+    if summary.unread_pixels:
         told.append(
             f"{area_text(_unread(summary, summary.unread_pixels))} mm² could not be read "
-            f"({summary.tiles.unread} of {summary.tiles.done} tiles): hatched in the overlay"
+            f"({tiles.unread} of {tiles.done} tiles): hatched in the overlay"
         )
+    elif tiles.unread:
+        told.append(f"Around {tiles.unread} of {tiles.done} tiles not all could be read")
     if not summary.tissue_mm2:
         told.append("No tissue was found")
     return told

@@ -199,6 +199,7 @@ class DirectSlide(SlideFile[_TileFile]):
         self.vendor, self.levels = fallback.vendor, fallback.levels
         self.reduced = tuple(reduction.level for reduction in self._reductions)
         self.mpp, self.origin = fallback.mpp, fallback.origin
+        self.held_pixels, self.warnings = fallback.held_pixels, fallback.warnings
 
     def read_level(self, level: int, box: Box) -> Pixels:
         """See `Slide.read_level`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from pathoseg.errors import PathosegError
@@ -150,6 +151,38 @@ def _parts(path: Path) -> set[str]:
 def is_data(names: Collection[str]) -> bool:
     """Return True if a folder of such entries is the data of one slide, with nothing else in it."""
     return any(mark.issubset(names) for mark in _DATA)
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return the files of a slide that is several, the named one first; of others, that one.
+
+    They are those of a DICOM series in its folder, those that a VMS or VMU file names (and that are
+    there), and all that lies in the folder of a MIRAX slide.
+
+    Raises:
+        OSError: A folder cannot be listed.
+    """
+    suffix, others = path.suffix.lower(), list[Path]()
+    if suffix == ".mrxs":
+        others = sorted(path.with_suffix("").iterdir())
+    elif suffix in _INDEX_SUFFIXES:
+        named = (path.parent / name for name in sorted(_parts(path)))
+        others = [file for file in named if file.is_file()]
+    elif (series := _series(path)) is not None:
+        beside = (file for file in sorted(path.parent.iterdir()) if file.name != path.name)
+        others = [file for file in beside if file.is_file() and _image_series(file) == series]
+    return [path, *others]
+
+
+def _image_series(path: Path) -> bytes | None:
+    """As `_series`; None also for what refers to images, such as their segmentation."""
+    state = path.stat()
+    return _image_series_then(path, state.st_size, state.st_mtime_ns)
+
+
+@lru_cache(65_536)  # a folder may hold thousands of files, and each series in it asks for all
+def _image_series_then(path: Path, size: int, modified: int) -> bytes | None:
+    return _series(path) if is_slide(path) else None
 
 
 def is_slide(path: Path) -> bool:

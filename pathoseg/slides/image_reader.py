@@ -55,6 +55,12 @@ class ImageSlide(SlideFile[Image]):
         except PathosegError:
             image.close()
             raise
+        except MemoryError as error:  # no damage, so that its pixels are not unread
+            image.close()
+            raise PathosegError(
+                f"{self.path} is decoded whole, and does not fit into memory.",
+                "Convert it to a tiled pyramid, for example OME-TIFF.",
+            ) from error
         except Exception as error:  # PIL's decoders raise of all kinds over malformed files
             image.close()
             raise UnreadableError(
@@ -95,6 +101,7 @@ class ImageSlide(SlideFile[Image]):
         image = self._opened()
         self.vendor = "image"
         self.levels = (Level(Size(*image.size), 1.0),)
+        self.held_pixels = self.size.pixels
         across, down = image.info.get("dpi", (None, None))
         stated = tagged_mpp(across, down, MICRONS_PER_INCH)
         self.mpp = slide_mpp(self.path, stated, None, assume_mpp)

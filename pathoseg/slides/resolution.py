@@ -114,17 +114,29 @@ def positive(value: object) -> float | None:
     return number if 0 < number < math.inf else None
 
 
+def ome_pixel_sizes(xml: str) -> dict[tuple[str, str], Mpp | None]:
+    """Return the physical pixel size of each image by SizeX and SizeY, None where it has none.
+
+    Of images of one size the first counts.
+
+    Raises:
+        ValueError, SyntaxError: The text is no XML, or declares entities.
+    """
+    found = dict[tuple[str, str], Mpp | None]()
+    for pixels in ElementTree.fromstring(xml).iterfind(".//{*}Pixels"):
+        x, y = _microns(pixels, "PhysicalSizeX"), _microns(pixels, "PhysicalSizeY")
+        size = str(pixels.get("SizeX")), str(pixels.get("SizeY"))
+        found.setdefault(size, stated_mpp(x, y))
+    return found
+
+
 def ome_mpp(xml: str, size: Size) -> Mpp | None:
     """The physical pixel size of the image with these pixels, None where it has none.
 
     Raises:
         ValueError, SyntaxError: The text is no XML, or declares entities.
     """
-    for pixels in ElementTree.fromstring(xml).iterfind(".//{*}Pixels"):
-        if (pixels.get("SizeX"), pixels.get("SizeY")) == (str(size.width), str(size.height)):
-            x, y = _microns(pixels, "PhysicalSizeX"), _microns(pixels, "PhysicalSizeY")
-            return stated_mpp(x, y)
-    return None
+    return ome_pixel_sizes(xml).get((str(size.width), str(size.height)))
 
 
 def ome_magnification(xml: str) -> float | None:

@@ -34,6 +34,9 @@ class Slide(Protocol):
             they come from; `read_level` counts them on from the stored ones.
         mpp: Microns per level-0 pixel.
         origin: Where the frame's (0, 0) lies in the file's uncropped level 0: (0, 0) mostly.
+        held_pixels: Pixels that are decoded at once, and stay while it is open, where those are a
+            whole picture or most of it: readers should take turns. 0 of others.
+        warnings: What the user should know of the file: "it holds 3 scenes…".
     """
 
     @property
@@ -48,6 +51,10 @@ class Slide(Protocol):
     def mpp(self) -> Mpp: ...
     @property
     def origin(self) -> tuple[int, int]: ...
+    @property
+    def held_pixels(self) -> int: ...
+    @property
+    def warnings(self) -> tuple[str, ...]: ...
 
     @property
     def size(self) -> Size:

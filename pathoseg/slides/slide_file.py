@@ -51,6 +51,8 @@ class SlideFile(ABC, Generic[Handle]):
     reduced: tuple[Level, ...] = ()
     mpp: Mpp
     origin: tuple[int, int] = (0, 0)
+    warnings: tuple[str, ...] = ()
+    held_pixels: int = 0
 
     def __init__(self, path: Path, assume_mpp: float | None = None) -> None:
         self.path = path

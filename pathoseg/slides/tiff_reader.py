@@ -7,7 +7,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
-from math import prod
+from math import isclose, prod
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from pathoseg.slides.resolution import (
     aperio_mpp,
     ome_magnification,
     ome_mpp,
+    ome_pixel_sizes,
     ome_significant_bits,
     slide_mpp,
     tagged_mpp,
@@ -105,6 +106,7 @@ _MICRONS_PER_TAG_UNIT: dict[int, float] = {
     RESUNIT.MICROMETER: 1.0,
 }
 _MOST_SEGMENT_PIXELS = 400_000_000
+_LARGE_SEGMENT_PIXELS = 64_000_000  # decoded by one reader at a time
 # Decoded tiles and strips kept for the next read. Strips span the image, so that a row of boxes
 # would decode the same ones again for each box.
 _KEPT_TILE_BYTES, _KEPT_STRIP_BYTES = 32 << 20, 256 << 20
@@ -117,12 +119,18 @@ def is_tiff(head: bytes) -> bool:
 
 @contextmanager
 def tifffile_door(refusal: type[PathosegError], problem: str, hint: str) -> Iterator[None]:
-    """Lets tifffile's failures out as `refusal`, and its log nowhere: it tells them twice."""
+    """Lets tifffile's failures out as `refusal`, and its log nowhere: it tells them twice.
+
+    While a file is opened, memory runs out over absurd sizes in a damaged header; but pixels that
+    are not read for want of memory are no damage.
+    """
     log, silence = logging.getLogger("tifffile"), lambda record: False
     log.addFilter(silence)
     try:
         yield
     except Exception as error:  # TypeError, IndexError, struct.error, DeflateError, MemoryError…
+        if isinstance(error, MemoryError) and issubclass(refusal, UnreadableError):
+            raise
         raise refusal(f"{problem}: {reason(error)}.", hint) from error
     finally:
         log.removeFilter(silence)
@@ -231,15 +239,15 @@ def _used_bits(key: TiffPage) -> int:
 
 
 class _OpenTiff:
-    """An open file, and the levels of the largest image in it."""
+    """An open file, the levels of the largest image in it, and the number of scenes."""
 
     def __init__(self, path: Path) -> None:
         self.file = TiffFile(path)
         try:
             if not self.file.series:
                 raise ValueError("it holds no image")
-            pyramid = _largest_pyramid(self.file.series)
-            self.key = pyramid[0].keyframe
+            pyramid, others = _largest_pyramid(self.file.series, _stated_widths(self.file))
+            self.key, self.scenes = pyramid[0].keyframe, 1 + others
             self.levels = [_PyramidLevel(level) for level in pyramid]
         except BaseException:
             self.file.close()
@@ -261,20 +269,51 @@ def _text(size: Size) -> str:
     return f"{size.width} × {size.height} px"
 
 
-def _largest_pyramid(series: Sequence[TiffPageSeries]) -> list[TiffPageSeries]:
-    """The largest image and its reductions, largest first.
+_SAME_WIDTH = 0.1  # part by which widths of pixels differ at most that are meant to be equal
+_SCENE = 0.1  # a scene has at least so many of the largest one's pixels; labels have fewer
+
+
+def _stated_widths(file: TiffFile) -> list[float | None]:
+    """The width of a pixel of each series by OME-XML, None where it states none."""
+    sizes, xml = [_size(image.keyframe) for image in file.series], file.ome_metadata
+    found = ome_pixel_sizes(xml) if xml and len(sizes) > 1 else {}
+    stated = [found.get((str(size.width), str(size.height))) for size in sizes]
+    return [None if mpp is None else mpp.x for mpp in stated]
+
+
+def _largest_pyramid(
+    series: Sequence[TiffPageSeries], widths: Sequence[float | None]
+) -> tuple[list[TiffPageSeries], int]:
+    """The largest image and its reductions, largest first, and how many other scenes there are.
 
     tifffile finds the levels of a pyramid where each is reduced by the same factor; the others
-    are found here among the remaining images, as those of the same make and a fitting size.
+    are found here among the remaining images, as those of the same make and a fitting size. An
+    image whose pixels are stated not to be wider by as much as it is smaller shows something else,
+    and so do its own reductions; with pixels as wide and about as many, it is another scene.
+
+    Args:
+        series: The images.
+        widths: The width of a pixel of each as OME-XML states it, or None.
     """
-    image = max(series, key=lambda image: _size(image.keyframe).pixels)
+    image, width = max(
+        zip(series, widths, strict=True), key=lambda each: _size(each[0].keyframe).pixels
+    )
+    size, scenes = _size(image.keyframe), 0
     by_size = {_size(level.keyframe): level for level in image.levels}
-    for other in series:
-        for level in other.levels:
-            size = _size(level.keyframe)
-            if _make(level) == _make(image) and whole_downsample(_size(image.keyframe), size):
-                by_size.setdefault(size, level)
-    return sorted(by_size.values(), key=lambda level: -_size(level.keyframe).pixels)
+    for other, stated in zip(series, widths, strict=True):
+        smaller = _size(other.keyframe)
+        if other is image or _make(other) != _make(image):
+            continue
+        shrinks, wider = size.width / smaller.width, stated / width if stated and width else None
+        is_level = smaller != size and whole_downsample(size, smaller) is not None
+        if is_level and (wider is None or isclose(wider, shrinks, rel_tol=_SAME_WIDTH)):
+            for level in other.levels:
+                reduced = _size(level.keyframe)
+                if _make(level) == _make(image) and whole_downsample(size, reduced):
+                    by_size.setdefault(reduced, level)
+        elif wider is not None and isclose(wider, 1, rel_tol=_SAME_WIDTH):
+            scenes += smaller.pixels > _SCENE * size.pixels
+    return sorted(by_size.values(), key=lambda level: -_size(level.keyframe).pixels), scenes
 
 
 def _make(image: TiffPageSeries) -> tuple[object, ...]:
@@ -288,6 +327,8 @@ def _size(page: TiffPage) -> Size:
 
 class TiffSlide(SlideFile[_OpenTiff]):
     """A TIFF of no scanner: the largest image in it, with the pyramid that belongs to it.
+
+    Of an OME-TIFF `warnings` says that there are other scenes.
 
     Tiles that a sparse file leaves out are white. The orientation tag turns nothing.
     """
@@ -313,6 +354,11 @@ class TiffSlide(SlideFile[_OpenTiff]):
                 "Copy it again. With --assume-mpp, what is left of it is read.",
             )
         self.mpp = slide_mpp(self.path, stated or scanned, magnification, assume_mpp)
+        largest = max(level.segment.pixels for level in tiff.levels)
+        self.held_pixels = largest if largest > _LARGE_SEGMENT_PIXELS else 0
+        if tiff.scenes > 1:
+            read = f"only one of {_text(self.size)} is read: export each to a file of its own"
+            self.warnings = (f"it holds {tiff.scenes} scenes, of which {read}",)
 
     def read_level(self, level: int, box: Box) -> NDArray[np.uint8]:
         """See `Slide.read_level`."""

@@ -180,6 +180,16 @@ class TileCache:
             return None
         return Region(pixels, unread if unread is not None and unread.any() else None)
 
+    def has_unread(self, box: Box) -> bool:
+        """Return True if a shard that is written has pixels in a box that could not be read."""
+        for shard in self.shards(box):
+            inside = box.intersection(self.box(shard))
+            assert inside is not None
+            has_some = self._file(shard, "unread").exists()
+            if has_some and np.any(self._unread[inside.within(self._extent)]):
+                return True
+        return False
+
     def write(self, shard: Shard, region: Region) -> None:
         """Store a shard, the region of its box; nothing is there before everything is.
 

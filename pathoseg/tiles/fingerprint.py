@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pathoseg.errors import PathosegError
+from pathoseg.slides.folder import files_of
 
 _PART = 64 * 1024
 
@@ -30,7 +31,8 @@ class Fingerprint:
 
     @classmethod
     def of(cls, path: Path) -> Fingerprint:
-        """Take the fingerprint of a slide's file; for MRXS also that of its folder of pixels.
+        """Take the fingerprint of a slide's file, with the other files of a slide that is several
+        (`files_of`).
 
         Of a slide that is a folder (OME-Zarr) it is that of all files in it but labels, which
         other programs add; the digest is that of the first, its metadata.
@@ -39,9 +41,7 @@ class Fingerprint:
             PathosegError: The file cannot be read.
         """
         try:
-            files = _files_below(path) if path.is_dir() else [path]
-            if path.suffix.lower() == ".mrxs":
-                files.extend(path.with_suffix("").iterdir())
+            files = _files_below(path) if path.is_dir() else files_of(path)
             states = [file.stat() for file in files]
             with files[0].open("rb") as file:
                 digest = _quick_hash(file, states[0].st_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -87,6 +88,8 @@ class TileOptions:
     labelled: str | None = None
 
 
+_log = logging.getLogger(__name__)
+
 # Parts of the stride within which a place is looked for, one after the other.
 _REACHES = (1.0, 1.0, 1.0, 0.5, 0.5, 0.25)
 
@@ -164,7 +167,8 @@ class SlidePixels:
 class SlideTiles:
     """Tiles of a slide that hold tissue or annotation, and something known, in the grid's order.
 
-    May be read by several threads. Without a cache every tile is read from the slide each time.
+    May be read by several threads. The first tile that cannot be read whole is told of in the log.
+    Without a cache every tile is read from the slide each time.
 
     Args:
         pixels: The slide at the resolution of the tiles.
@@ -210,6 +214,7 @@ class SlideTiles:
         self.labelled = labelled
         mpp = pixels.frame.mpp.x
         self.ratios = {each.name: each.ratio(mpp) for each, _ in context}
+        self._first_damage = Lock()  # taken by who tells of it
         self._step = math.lcm(*self.ratios.values())  # 1 without context
 
     def __len__(self) -> int:
@@ -314,6 +319,26 @@ class SlideTiles:
             finally:
                 workers.shutdown(cancel_futures=True)
 
+    def count_damaged(self) -> int:
+        """Count the tiles of which the cache has pixels, or another input's, as unread."""
+        found = 0
+        for position in range(len(self)):
+            box = self.box(position)
+            places = [(self._pixels, box)]
+            places += [
+                (pixels, each.around(box, self.frame.mpp.x)) for each, pixels in self._context
+            ]
+            found += any(pixels.cache and pixels.cache.has_unread(at) for pixels, at in places)
+        return found
+
+    def _tell_of_damage(self) -> None:
+        """Log, once, that pixels of the slide could not be read."""
+        if self._first_damage.acquire(blocking=False):
+            _log.warning(
+                "%s is damaged: pixels of its tiles cannot be read, and are not learnt from.",
+                self.slide,
+            )
+
     def _tile(self, box: Box, mask: NDArray[np.uint8]) -> Tile:
         region, mpp = self._pixels.read(box), self.frame.mpp.x
         context, around, objects = {}, None, None
@@ -330,6 +355,7 @@ class SlideTiles:
         image = self._stained(region)
         if region.unread is None:
             return Tile(image, mask, 0, context, objects, around)
+        self._tell_of_damage()
         mask[region.unread] = IGNORE
         if objects is not None:
             objects[region.unread] = IGNORE

@@ -92,8 +92,8 @@ class Handles:
 
     def __init__(self, readers: int) -> None:
         self._known = OrderedDict[Path, Slide]()  # the one used last at the end
-        self._pyramids = SlidePool(self._opened, idle=4 * readers)
-        self._pictures = SlidePool(self._opened, idle=1)
+        self._pyramids = SlidePool(self._opened, idle=4 * readers, known=0)
+        self._pictures = SlidePool(self._opened, idle=1, known=0)
         self._one_picture, self._lock = Lock(), Lock()
 
     def header(self, path: Path, assume_mpp: float | None) -> Slide:

@@ -69,6 +69,11 @@ def _fill(config: Config, spent: TimeSpent) -> Path:
                             interruption.raise_if_asked()
             pixels = count * SHARD**2 / 1e6
             say(f"{source.name}: {len(tiles)} tiles, {pixels:.0f} megapixels around them")
+            if damaged := tiles.count_damaged():
+                say(
+                    f"Take care: {source.name} is damaged: {damaged} of its tiles have pixels that "
+                    "cannot be read, and are not learnt from."
+                )
     for each in context:
         say(f"With the input `{each.name}` of {config.model.name}, at {each.mpp:g} µm per pixel.")
     say(

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from pathoseg.annotations.annotation import ClassTable
 from pathoseg.config import Config
 from pathoseg.config_file import load_config
-from pathoseg.errors import PathosegError
+from pathoseg.errors import PathosegError, UnreadableError
 from pathoseg.geometry import Box, Frame, ModelInput, Mpp, Size, area_text
 from pathoseg.interruption import Interruption
 from pathoseg.models.build import build_model, check_tile, declared_inputs, tile_multiple
@@ -32,7 +33,7 @@ from pathoseg.outputs.check_report import (
 )
 from pathoseg.outputs.overlay import thumbnail_frame
 from pathoseg.progress import progress_bar, say, say_table
-from pathoseg.slides.region import read_region
+from pathoseg.slides.region import Region, read_region
 from pathoseg.slides.slide import Slide, open_slide
 from pathoseg.tiles.slide_pool import SlidePool
 from pathoseg.tiles.tiles import SlideTiles
@@ -212,7 +213,14 @@ class _Check:
         try:
             with pool.borrow(self.read.files[name]) as slide:
                 seen.size, seen.mpp = slide.size, slide.mpp
-                frame, image = _picture(slide, _picture_side(len(self.read.files)))
+                self.warnings += [f"{name}: {warning}." for warning in slide.warnings]
+                frame, seen_whole = _picture(slide, _picture_side(len(self.read.files)))
+                image = seen_whole.pixels
+                if lost := _unread_parts(slide, seen_whole):
+                    self.warnings.append(
+                        f"{name} is damaged: {lost} cannot be read, and will not be learnt from. "
+                        "Copy it again from where it came."
+                    )
             mask = None
             if source is not None and self.classes is not None:
                 mask = self._learn(seen, source, self.classes, frame, pool)
@@ -430,6 +438,7 @@ class _Check:
 
 
 _CELL = "mm² · regions (none are counted in masks of classes) · tiles"
+_PLACES = 4  # on each axis, that are read of level 0
 _ROUNDING = 0.01  # share of what is of interest: labels end at whole pixels
 
 
@@ -464,6 +473,20 @@ def _picture_side(slides: int) -> int:
     return 480 if slides <= 50 else 320 if slides <= 200 else 160
 
 
-def _picture(slide: Slide, side: int) -> tuple[Frame, NDArray[np.uint8]]:
+def _picture(slide: Slide, side: int) -> tuple[Frame, Region]:
     frame = thumbnail_frame(slide.size, slide.mpp, side)
-    return frame, read_region(slide, frame, Box(0, 0, frame.size.width, frame.size.height)).pixels
+    return frame, read_region(slide, frame, Box(0, 0, frame.size.width, frame.size.height))
+
+
+def _unread_parts(slide: Slide, overview: Region) -> str:
+    """Return what cannot be read of a slide's overview and of some places of level 0, in words."""
+    size, lost = slide.size, 0
+    steps = [(2 * number + 1) / (2 * _PLACES) for number in range(_PLACES)]
+    for x, y in product(steps, steps):
+        try:
+            slide.read_level(0, Box(int(x * size.width), int(y * size.height), 1, 1))
+        except UnreadableError:
+            lost += 1
+    if lost:
+        return f"{lost} of {_PLACES**2} places of it"
+    return "" if overview.unread is None else "part of a coarse level"

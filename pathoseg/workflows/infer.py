@@ -361,9 +361,12 @@ def _warnings(summary: Summary) -> str:
     tiles = summary.tiles
     if not tiles.unread:
         return told
+    missing = "What is missing is 255 in the mask and hatched in the overlay."
+    if not summary.unread_pixels:
+        missing = "What is missing lies around what is predicted; the model saw white there."
     return told + (
         f". The slide is damaged: {tiles.unread} of {tiles.done} tiles could not be read whole. "
-        "What is missing is 255 in the mask and hatched in the overlay."
+        + missing
     )
 
 

@@ -233,6 +233,8 @@ class MemorySlide:
     vendor: str = "memory"
     origin: tuple[int, int] = (0, 0)
     reduced: tuple[Level, ...] = ()
+    warnings: tuple[str, ...] = ()
+    held_pixels = 0
 
     @property
     def levels(self) -> tuple[Level, ...]:

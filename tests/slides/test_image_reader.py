@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import PngImageFile
 
-from pathoseg.errors import PathosegError
+from pathoseg.errors import PathosegError, UnreadableError
 from pathoseg.geometry import Box, Mpp, Size
 from pathoseg.slides.image_reader import ImageSlide, is_image
 
@@ -116,6 +117,21 @@ def test_a_damaged_image_is_refused_whole(
     with pytest.raises(PathosegError) as refusal:
         ImageSlide(path, assume_mpp=0.5)
     assert str(path) in refusal.value.problem
+
+
+def test_a_picture_too_large_for_the_memory_is_refused_and_not_unread(
+    tmp_path: Path, picture: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(_: object) -> None:
+        raise MemoryError
+
+    Image.fromarray(picture(40, 30)).save(tmp_path / "a.png")
+    slide = ImageSlide(tmp_path / "a.png", assume_mpp=0.5)
+    slide.close()  # a read decodes it again
+    monkeypatch.setattr(PngImageFile, "load", exhausted)
+    with pytest.raises(PathosegError, match=r"a\.png .* does not fit into memory") as refusal:
+        _all(slide)
+    assert not isinstance(refusal.value, UnreadableError)
 
 
 def test_kinds_are_told_by_their_first_bytes(tmp_path: Path, picture: Callable[..., Any]) -> None:

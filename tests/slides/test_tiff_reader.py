@@ -15,7 +15,9 @@ import pytest
 import tifffile
 
 from pathoseg.errors import PathosegError, UnreadableError
-from pathoseg.geometry import Box, Mpp, Size
+from pathoseg.geometry import Box, Frame, Mpp, Size
+from pathoseg.slides import tiff_reader
+from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide
 from pathoseg.slides.tiff_reader import TiffSlide
 
@@ -56,6 +58,49 @@ def test_levels_of_unequal_steps_and_without_flags_are_found(
         assert [level.downsample for level in slide.levels] == [1, 4, 16, 32]
         for index, pixels in enumerate(levels):
             np.testing.assert_array_equal(_all(slide, index), pixels)
+
+
+@pytest.fixture
+def write_scenes(tmp_path: Path, picture: Callable[..., Any]) -> Callable[..., Path]:
+    """write_scenes((side, µm, factors)…): an OME-TIFF of pictures, each with its reductions."""
+
+    def write(*scenes: tuple[int, float | None, tuple[int, ...]]) -> Path:
+        path = tmp_path / "scenes.ome.tif"
+        how: dict[str, Any] = {"photometric": "rgb", "tile": (64, 64)}
+        with tifffile.TiffWriter(path, ome=True) as tiff:
+            for seed, (side, mpp, factors) in enumerate(scenes):
+                pixels = picture(side, side, seed)
+                stated = {} if mpp is None else {"PhysicalSizeX": mpp, "PhysicalSizeY": mpp}
+                metadata = {"axes": "YXS", **stated}
+                tiff.write(pixels, subifds=len(factors), metadata=metadata, **how)
+                for factor in factors:
+                    tiff.write(pixels[::factor, ::factor], subfiletype=1, **how)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("scenes", "downsamples", "counted"),
+    [
+        ([(512, 0.5, ()), (256, 0.5, (2,))], [1], 2),
+        ([(512, 0.5, ()), (384, 0.5, (3,)), (500, 0.5, ())], [1], 3),
+        ([(512, 0.5, (2,)), (512, 0.5, (2, 4))], [1, 2], 2),
+        ([(512, 0.5, ()), (256, 1.0, ()), (128, 2.002, ())], [1, 2, 4], 1),
+        ([(512, 0.5, ()), (256, None, ())], [1, 2], 1),
+        ([(256, 0.5, ()), (512, 0.25, ())], [1, 2], 1),
+        ([(512, 0.5, ()), (128, 0.5, ()), (500, 40.0, ())], [1], 1),
+    ],
+    ids=["a half", "a third", "its equal", "levels", "unstated", "smaller first", "label, macro"],
+)
+def test_another_scene_is_no_level_and_told_of(
+    write_scenes: Callable[..., Path], scenes: list[Any], downsamples: list[int], counted: int
+) -> None:
+    path = write_scenes(*scenes)
+    with open_slide(path, assume_mpp=0.5) as slide:
+        assert [level.downsample for level in slide.levels] == downsamples
+        said = f"it holds {counted} scenes, of which only one of 512 × 512 px is read"
+        assert [warning.partition(":")[0] for warning in slide.warnings] == [said][: counted - 1]
 
 
 @pytest.mark.slow
@@ -200,6 +245,23 @@ def test_spoiled_strips_fail_alone(
             slide.read_level(0, Box(0, 99, 1, 2))
         np.testing.assert_array_equal(slide.read_level(0, Box(0, 0, 300, 50)), pixels[:50])
         np.testing.assert_array_equal(slide.read_level(0, Box(0, 100, 300, 100)), pixels[100:])
+
+
+def test_memory_that_runs_out_is_no_damage(
+    write: Writer, picture: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(*_: object) -> None:
+        raise MemoryError
+
+    path = write(picture(64, 64), photometric="rgb", rowsperstrip=16)
+    with TiffSlide(path) as slide:
+        frame = Frame.at(slide.size, slide.mpp, 0.5)
+        monkeypatch.setattr(tiff_reader.TiffPage, "decode", property(exhausted))
+        with pytest.raises(MemoryError):
+            read_region(slide, frame, Box(0, 0, 64, 64))
+    monkeypatch.setattr(tiff_reader, "TiffFile", exhausted)
+    with pytest.raises(PathosegError, match=r"written\.tif cannot be read"):
+        TiffSlide(path)
 
 
 def _jpeg_bomb() -> bytes:

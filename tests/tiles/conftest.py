@@ -31,6 +31,8 @@ class ArraySlide:
     vendor = "array"
     origin = (0, 0)
     reduced: tuple[Level, ...] = ()
+    warnings: tuple[str, ...] = ()
+    held_pixels = 0
 
     def __init__(self, path: Path, pixels: NDArray[np.uint8], broken: Box | None = None) -> None:
         self.path, self._pixels, self._broken = path, pixels, broken

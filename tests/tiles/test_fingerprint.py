@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -57,6 +58,42 @@ def test_the_folder_of_an_mrxs_file_counts(tmp_path: Path) -> None:
     written(folder / "Data0000.dat", bytes(101))
     assert Fingerprint.of(tmp_path / "a.mrxs") != mrxs
     assert Fingerprint.of(tmp_path / "a.svs") == svs
+
+
+def test_all_files_of_a_dicom_series_count(tmp_path: Path) -> None:
+    def write(name: str, series: str, kind: str = "77.1.6") -> Path:
+        head = bytes(128) + f"DICM1.2.840.10008.5.1.4.1.1.{kind}".encode()
+        uid = b"\x20\x00\x0e\x00UI" + len(series).to_bytes(2, "little") + series.encode()
+        (tmp_path / name).write_bytes(head + uid + bytes(200))
+        return tmp_path / name
+
+    slide = write("1.dcm", "1.23")
+    alone = Fingerprint.of(slide)
+    write("2.dcm", "1.24")
+    write("mask.dcm", "1.23", "66.4")
+    state = slide.stat()
+    digest = hashlib.sha256(3 * slide.read_bytes()).hexdigest()
+    expected = Fingerprint(state.st_size, state.st_mtime_ns, digest)
+    assert Fingerprint.of(slide) == alone == expected, "as earlier versions have it"
+    other = write("3", "1.23")
+    whole = Fingerprint.of(slide)
+    assert whole.size == 2 * alone.size
+    with other.open("ab") as file:
+        file.write(b"more")
+    assert Fingerprint.of(slide).size == whole.size + 4
+
+
+@pytest.mark.parametrize("suffix", [".vms", ".vmu"])
+def test_the_images_that_an_index_names_count(tmp_path: Path, suffix: str) -> None:
+    index = tmp_path / f"a{suffix}"
+    written(index, b"[Virtual]\nImageFile=a-0.jpg\nMapFile = map.jpg\nNoLayers=1\nFolder=x/y\n")
+    alone = Fingerprint.of(index)
+    written(tmp_path / "b.jpg", bytes(100))
+    assert Fingerprint.of(index) == alone
+    written(tmp_path / "a-0.jpg", bytes(100))
+    assert Fingerprint.of(index).size == alone.size + 100
+    written(tmp_path / "map.jpg", bytes(10))
+    assert Fingerprint.of(index).size == alone.size + 110
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

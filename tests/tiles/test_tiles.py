@@ -148,12 +148,32 @@ def test_the_cache_keeps_what_is_unread(make_bench: MakeBench, tmp_path: Path) -
         assert (one.image[~lost] == other.image[~lost]).all()
 
 
-def test_unread_pixels_are_ignored_and_counted(make_bench: MakeBench) -> None:
+def test_unread_pixels_are_ignored_counted_and_told_of(
+    make_bench: MakeBench, caplog: pytest.LogCaptureFixture
+) -> None:
     bench = make_bench()
+    bench.cut().read(0)
+    assert caplog.text == ""
     bench.broken = Box(0, 0, 300, 200)
-    tile = bench.cut().read(0)
-    assert tile.unread == 64 * 64
-    assert (tile.mask == 255).all()
+    tiles = bench.cut()
+    for position in range(2):
+        tile = tiles.read(position)
+        assert tile.unread == 64 * 64
+        assert (tile.mask == 255).all()
+    assert caplog.text.count("slide.svs is damaged: pixels of its tiles cannot be read") == 1
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_the_cache_counts_damaged_tiles(make_bench: MakeBench, tmp_path: Path) -> None:
+    for broken, cache in ((None, tmp_path / "whole"), (Box(20, 20, 10, 10), tmp_path / "damaged")):
+        bench = make_bench()
+        bench.broken = broken
+        tiles = bench.cut(cache=cache)
+        assert tiles.count_damaged() == 0, "nothing is there yet"
+        list(tiles.fill())
+        unread = [tiles.read(position).unread > 0 for position in range(len(tiles))]
+        assert tiles.count_damaged() == sum(unread)
+        assert any(unread) == (broken is not None)
 
 
 @pytest.mark.usefixtures("small_shards")

@@ -36,6 +36,8 @@ class ArraySlide:
     vendor = "memory"
     origin = (0, 0)
     reduced: tuple[Level, ...] = ()
+    warnings: tuple[str, ...] = ()
+    held_pixels = 0
 
     def __init__(self, pixels: NDArray[np.uint8], mpp: float, broken: Box | None = None) -> None:
         self._pixels = pixels

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tifffile
 from PIL import Image
 
 Command = Callable[..., tuple[int, str]]
@@ -182,6 +183,46 @@ def test_slides_that_wait_for_the_classes_are_not_left_out(
     assert (code, "background is index 0" in said) == (2, True), said
     assert "left out" not in said
     assert {row["training"] for row in _rows().values()} == {"used"}
+
+
+@pytest.mark.parametrize("page", [0, 1])
+def test_a_damaged_slide_is_told_of_and_counted_by_cache(
+    page: int, toy_slides: Path, command: Command
+) -> None:
+    pixels, path = np.asarray(Image.open(toy_slides / "slide0.png")), toy_slides / "slide0.tif"
+    pixels = pixels.repeat(16, 0).repeat(16, 1)  # its thumbnail is of the coarse level
+    scale = {"resolution": (320_000, 320_000), "resolutionunit": "CENTIMETER"}
+    with tifffile.TiffWriter(path) as tiff:
+        for level in (pixels, pixels[::2, ::2]):
+            how = {"photometric": "rgb", "tile": (384, 384), "compression": "zlib"}
+            tiff.write(level, metadata=None, **how, **scale)
+    with tifffile.TiffFile(path) as tiff:
+        place, count = tiff.pages[page].dataoffsets[0], tiff.pages[page].databytecounts[0]
+    with path.open("r+b") as file:
+        file.seek(place)
+        file.write(b"\x13" * count)
+    (toy_slides / "slide0.png").unlink()
+    code, said = command(*CHECK)
+    assert code == 1, said
+    lost = ("1 of 16 places of it", "part of a coarse level")[page]
+    assert said.count(f"Take care: slide0.tif is damaged: {lost} cannot be read") == 1, said
+    code, said = command("cache", *CHECK[1:])
+    assert code == 0, said
+    told = re.findall(r"Take care: (.*) is damaged: (\d+) of its tiles", said)
+    assert [name for name, _ in told] == ["slide0.tif"][:page], "the coarse level is learnt from"
+
+
+def test_scenes_that_are_not_read_are_told_of(toy_slides: Path, command: Command) -> None:
+    pixels = np.asarray(Image.open(toy_slides / "slide0.png"))
+    metadata = {"axes": "YXS", "PhysicalSizeX": 0.5, "PhysicalSizeY": 0.5}
+    with tifffile.TiffWriter(toy_slides / "slide0.ome.tif", ome=True) as tiff:
+        for scene in (pixels, pixels[::-1]):
+            tiff.write(scene, photometric="rgb", metadata=metadata)
+    (toy_slides / "slide0.png").unlink()
+    code, said = command(*CHECK)
+    assert code == 1, said
+    told = "Take care: slide0.ome.tif: it holds 2 scenes, of which only one of 96 × 96 px is read"
+    assert said.count(told) == 1, said
 
 
 def test_what_is_likely_not_meant_is_said(toy_slides: Path, command: Command) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tifffile
 import torch
 from PIL import Image
 
@@ -72,6 +74,31 @@ def test_what_has_no_known_reach_keeps_the_tiles_of_training(
         plan = segmenter.plan(slide)
         assert isinstance(plan.grid, TileGrid)
         assert segmenter.probabilities(slide).shape == (3, 50, 90)
+
+
+def test_what_cannot_be_read_around_a_tile_is_counted(
+    tmp_path: Path, tiny_bundle: SaveBundle, command: Command
+) -> None:
+    pixels, path = np.asarray(Image.open(_draw(tmp_path / "a.png", 256, 192))), tmp_path / "a.tif"
+    scale = {"resolution": (20_000, 20_000), "resolutionunit": "CENTIMETER"}
+    with tifffile.TiffWriter(path) as tiff:
+        for level in (pixels, pixels[::4, ::4]):
+            how = {"photometric": "rgb", "tile": (64, 64), "compression": "zlib"}
+            tiff.write(level, metadata=None, **how, **scale)
+    with tifffile.TiffFile(path) as tiff:
+        [place, *_], [count, *_] = tiff.pages[1].dataoffsets, tiff.pages[1].databytecounts
+    with path.open("r+b") as file:
+        file.seek(place)
+        file.write(b"\x13" * count)
+    infer = ("infer", path, "--model", tiny_bundle(network=SMALL), "--out", tmp_path / "out")
+    code, said = command(*infer)
+    assert code == 0, said
+    summary = json.loads((tmp_path / "out" / "a" / "summary.json").read_text())
+    assert summary["tiles"]["unread"] == summary["tiles"]["done"] > 0
+    assert summary["unread_pixels"] == 0
+    assert "The slide is damaged: " in said
+    assert "What is missing lies around what is predicted" in said
+    assert "tiles not all could be read" in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_it_trains_goes_on_segments_and_is_judged(toy_slides: Path, command: Command) -> None:

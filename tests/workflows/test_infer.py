@@ -133,6 +133,20 @@ def test_all_outputs_of_a_slide_agree(
     assert _table(tmp_path / "out" / "failures.csv") == []
 
 
+def test_a_slide_s_own_warnings_are_those_of_its_result(
+    tmp_path: Path, tiny_bundle: SaveBundle
+) -> None:
+    path = tmp_path / "slide.ome.tif"
+    stated = {"axes": "YXS", "PhysicalSizeX": 0.5, "PhysicalSizeY": 0.5}
+    with tifffile.TiffWriter(path, ome=True) as tiff:
+        for _ in range(2):
+            tiff.write(np.zeros((64, 64, 3), np.uint8), photometric="rgb", metadata=stated)
+    segmenter = Segmenter(*load_bundle(tiny_bundle()), load_config(None))
+    with open_slide(path) as slide:
+        [warning] = segmenter.plan(slide).warnings
+    assert warning.startswith("it holds 2 scenes, of which only one of 64 × 64 px is read")
+
+
 @pytest.mark.usefixtures("small_windows")
 @pytest.mark.parametrize("overlap", [None, 48])
 def test_predicting_in_tiles_equals_predicting_whole(
