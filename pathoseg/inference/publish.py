@@ -245,7 +245,7 @@ def _other_writers(
     segmenter: Segmenter,
     outputs: OutputsConfig,
 ) -> tuple[list[Add], list[str]]:
-    """What takes the rows of the other files of the mask, and warnings of those that cannot be."""
+    """Return what takes the rows of each further mask file, and warnings of impossible files."""
     plan, classes = planned.plan, segmenter.classes
     writers = list[Add]()
     if outputs.ngff:

@@ -175,7 +175,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def _image_series(path: Path) -> bytes | None:
-    """As `_series`; None also for what refers to images, such as their segmentation."""
+    """Return `_series` of a file; None for one that refers to images, as a segmentation does."""
     state = path.stat()
     return _image_series_then(path, state.st_size, state.st_mtime_ns)
 

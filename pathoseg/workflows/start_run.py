@@ -67,7 +67,7 @@ class StartedRun:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to train."""
+        """True if nothing is left to train."""
         return self.is_resumed and is_finished(self.folder) and not self.is_longer
 
     @property

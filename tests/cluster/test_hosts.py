@@ -52,7 +52,7 @@ def by_gloo(hosts: Hosts, lab: Lab, command: list[str]) -> list[subprocess.Popen
 
 @pytest.mark.parametrize("node", NODES)
 def test_a_forked_process_is_on_its_host(hosts: Hosts, tmp_path: Path, node: str) -> None:
-    """It finds there what an interpreter of its own does, also by way of the agent of mpirun."""
+    """Compare what it finds there with what an interpreter of its own and one by the agent find."""
     script = tmp_path / "where.py"
     script.write_text(_WHERE)
     command = [sys.executable, str(script)]

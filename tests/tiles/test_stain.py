@@ -134,7 +134,7 @@ def test_slides_without_tissue_are_refused(method: Method) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_small_biopsy_is_fitted_by_all_its_pixels(method: Method, tmp_path: Path) -> None:
-    """Of 10,000 stained pixels one in sixteen is too few."""
+    """Fit 10,000 stained pixels, of which one in sixteen is too few."""
     image = np.full((400, 400, 3), 250, np.uint8)
     tissue_pixels = stained([[0.6, 0.2], [0.7, 0.8], [0.4, 0.5]], [1.0, 0.6])
     image[100:200, 100:200] = tissue_pixels[60:160, 60:160]

@@ -384,7 +384,7 @@ class _Wanted(NamedTuple):
 
 
 class _RunKey(NamedTuple):
-    """What tells the reruns of a stage apart, in the order of the forward."""
+    """The identity of a rerun within a stage; sorts in the order of the forward."""
 
     position: int
     passing: bool
