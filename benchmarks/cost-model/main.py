@@ -16,9 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sklearn.linear_model import LinearRegression
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import PolynomialFeatures
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -33,9 +30,8 @@ from pathoseg.models.unet import UNet
 from pathoseg.models.vit_seg import ViTSeg
 from pathoseg.parallel.cost.calibration_layers import draw_cases, laid_out
 from pathoseg.parallel.cost.cost_model import Analytical, LayerTime, Roofline
-from pathoseg.parallel.cost.features import OTHER, family
 from pathoseg.parallel.cost.hardware import Hardware, load_hardware
-from pathoseg.parallel.cost.regression import Sample, TimedCase, learn, time_cases
+from pathoseg.parallel.cost.regression import RawPolynomial, Sample, TimedCase, learn, time_cases
 from pathoseg.parallel.cost.timing import (
     Profiled,
     Run,
@@ -44,7 +40,6 @@ from pathoseg.parallel.cost.timing import (
     measure_sequence,
     time_in_turn,
 )
-from pathoseg.parallel.graph.layer_graph import Layer
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.partition import balance, even
 
@@ -182,50 +177,6 @@ class Model:
             + factor.backward * min(time.backward for time in same)
             for same in times
         ]
-
-
-class RawPolynomial:
-    """A polynomial of degree 2 of a layer's sizes: the model that ours has to beat.
-
-    Its variables are input channels, output channels, kernel, image side and batch. What it
-    predicts below 0 counts as 0.
-
-    Args:
-        samples: The layers to fit.
-    """
-
-    def __init__(self, samples: Sequence[Sample]) -> None:
-        groups: dict[str, list[Sample]] = {}
-        for sample in samples:
-            groups.setdefault(family(sample.layer), []).append(sample)
-            groups.setdefault(OTHER, []).append(sample)
-        self._models = {
-            kind: make_pipeline(PolynomialFeatures(2), LinearRegression()).fit(
-                [_plain(sample.layer) for sample in group],
-                [[sample.time.forward, sample.time.backward] for sample in group],
-            )
-            for kind, group in groups.items()
-        }
-
-    def time(self, layer: Layer) -> LayerTime:
-        """Return the time that the polynomial predicts for the layer."""
-        if layer.is_free:
-            return LayerTime(0.0, 0.0)
-        return LayerTime(*np.maximum(0.0, self.raw(layer)).tolist())
-
-    def raw(self, layer: Layer) -> NDArray[np.float64]:
-        """Predict forward and backward, shape (2,), in seconds, not clipped at 0."""
-        model: Any = self._models.get(family(layer), self._models[OTHER])
-        predicted: NDArray[np.float64] = model.predict([_plain(layer)])[0]
-        return predicted
-
-
-def _plain(layer: Layer) -> tuple[float, ...]:
-    shape: Any = layer.attributes.get("input") or layer.outputs[0].shape
-    weight: Any = layer.attributes.get("weight") or ()
-    kernel: Any = weight[2:] or layer.attributes.get("kernel_size") or (1,)
-    target = layer.outputs[0].shape
-    return shape[1] if len(shape) > 1 else 1, target[1], kernel[-1], target[-1], target[0]
 
 
 def judged(models: Sequence[Model], known: Hardware, polynomial: RawPolynomial) -> Figures:

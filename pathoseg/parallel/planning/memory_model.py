@@ -116,18 +116,22 @@ class PassedGradients:
             held[since:] -= nbytes
         return held
 
-    def peaks(self, saved: Bytes, first: int) -> Bytes:
+    def peaks(self, saved: Bytes, left: Bytes, first: int) -> Bytes:
         """Find the most bytes while the backward runs, for all stages that begin with `first`.
 
         Args:
             saved: By layer, bytes saved for backward when its backward begins.
+            left: By layer, bytes of parameters' gradients that its backward makes, and that stay.
             first: Position of the first layer.
 
         Returns:
             By the position after the stage's last layer, shape (layers + 1,).
         """
         size = len(saved)
-        tops = Maxima(self._held + saved)
+        # What stays of layers t to the stage's last is a difference of running sums, so that the
+        # maximum over t need not know the last.
+        stays = np.concatenate([[0], np.cumsum(left)])
+        tops = Maxima(self._held + saved - stays[1:])
         stops = np.arange(size + 1)
         found: Bytes = np.full(size + 1, np.iinfo(np.int64).min)
         start = np.full(size + 1, first)
@@ -139,6 +143,7 @@ class PassedGradients:
             found[some] = np.maximum(found[some], top)
             start = np.maximum(start, end)
         found[: first + 1] = 0
+        found += stays
         return found
 
 
@@ -229,12 +234,13 @@ class MemoryModel:
     A storage lives from the layer that makes it to its last reader, or, if it is saved, to the end
     of the backward of the first layer that saved it. Messages are held as long as autograd holds
     them: what a forward receives, and the gradients of what it sends, to the end of the backward.
-    Parameters have gradients when a backward begins, into which it sums its own.
 
     Args:
         graph: The model's layers.
         optimizer_slots: How many tensors of a parameter's size the optimizer keeps for each: 0 for
             SGD, 1 with momentum, 2 for AdamW.
+        fresh_gradients: No parameter has a gradient when a backward begins, as in a step of one
+            microbatch after `zero_grad`; else gradients are summed into those that are there.
         workspace: Returns the bytes that a device's kernels take for a layer's forward and
             backward.
     """
@@ -243,10 +249,12 @@ class MemoryModel:
         self,
         graph: LayerGraph,
         optimizer_slots: int = 2,
+        fresh_gradients: bool = False,
         workspace: Workspace | None = None,
     ) -> None:
         self._graph = graph
         self._slots = optimizer_slots
+        self._fresh = fresh_gradients
         own = [workspace(layer) if workspace else (0, 0) for layer in graph.layers]
         self._forward = np.array([layer.forward.peak for layer in graph.layers], np.int64)
         self._forward += np.array([forward for forward, _ in own], np.int64)
@@ -276,6 +284,13 @@ class MemoryModel:
             name = graph.layers[at].name
             if graph.readers.get(name, (at,))[-1] >= layers.stop:
                 there += graph.gradient_bytes(name)
+        if self._fresh:
+            first: dict[str, int] = {}
+            for at in reversed(layers):
+                first.update(dict.fromkeys(graph.layers[at].parameters, at))
+            for name, at in first.items():
+                if graph.parameters[name].trained:
+                    there[:at] += graph.parameters[name].bytes
         return self._forward.tolist(), self._backward.tolist(), there.tolist()
 
     def rows(self, firsts: Collection[int]) -> Iterator[Row]:
@@ -290,7 +305,8 @@ class MemoryModel:
         graph, size = self._graph, len(self._graph.layers)
         parameters, trained = Distinct(size), Distinct(size)
         buffers, received = Distinct(size), Distinct(size)
-        alive, saved = np.zeros((2, size), np.int64)
+        alive, saved, left = np.zeros((3, size), np.int64)
+        leaves: dict[str, int] = {}
         returned = np.zeros(size + 1, np.int64)
         for name in graph.outputs:
             received.use(name, size, graph.bytes_of(name))
@@ -309,20 +325,25 @@ class MemoryModel:
             for name in layer.parameters:
                 nbytes, is_trained = graph.parameters[name].bytes, graph.parameters[name].trained
                 parameters.use(name, first, nbytes)
+                if is_trained and self._fresh:
+                    # All that share it are on one stage; the sum is left by the first of them.
+                    left[first] += nbytes
+                    left[leaves.get(name, first)] -= nbytes * (name in leaves)
+                    leaves[name] = first
                 trained.use(name, first, nbytes * is_trained)
             if first not in firsts:
                 continue
             activations, forward = np.zeros((2, size + 1), np.int64)
             activations[1:] = saved
             forward[first + 1 :] = np.maximum.accumulate((alive + self._forward)[first:])
-            backward = self._gradients.peaks(saved, first) + returned
-            gradients = trained.bytes.copy()
+            backward = self._gradients.peaks(saved, left, first) + returned
+            gradients = trained.bytes
             yield Row(
                 first,
                 (
                     parameters.bytes.copy(),
                     buffers.bytes.copy(),
-                    gradients,
+                    gradients * (not self._fresh),
                     gradients * self._slots,
                     received.bytes.copy(),
                     activations,

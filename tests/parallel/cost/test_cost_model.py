@@ -18,7 +18,7 @@ from pathoseg.parallel.cost.calibration_layers import draw_cases
 from pathoseg.parallel.cost.cost_model import Analytical, CostModel, LayerTime, Roofline, cost_model
 from pathoseg.parallel.cost.features import ATTENTION, arithmetic, family
 from pathoseg.parallel.cost.hardware import Hardware, load_hardware
-from pathoseg.parallel.cost.regression import Sample, learn
+from pathoseg.parallel.cost.regression import RawPolynomial, Sample, learn
 from pathoseg.parallel.graph.layer_graph import Layer, Work
 from pathoseg.parallel.graph.traced import trace
 from pathoseg.parallel.schedule.costs import Link
@@ -66,7 +66,7 @@ def _known() -> Hardware:
 @cache
 def _models() -> tuple[CostModel, ...]:
     shipped = cost_model(load_hardware("cpu"))
-    return Roofline(TOY), cost_model(_known()), shipped
+    return Roofline(TOY), cost_model(_known()), RawPolynomial(_samples()), shipped
 
 
 def test_the_roofline_is_the_slower_of_arithmetic_and_memory() -> None:
@@ -135,16 +135,19 @@ def test_every_layer_of_an_odd_network_has_a_time(make: type[nn.Module]) -> None
 
 
 @pytest.mark.slow
-def test_a_fit_finds_the_law_of_the_layers() -> None:
+def test_a_fit_finds_a_law_that_the_plain_polynomial_does_not() -> None:
     samples = _samples()
     rest, held_out = samples[::2], samples[1::2]
     known = learn(rest, TOY)
     assert known.fit
-    ours, off = Analytical(known, known.fit), []
+    ours, plain = Analytical(known, known.fit), RawPolynomial(rest)
+    off, plain_off = [], []
     for sample in held_out:
         true = sample.time.forward
         off.append(abs(ours.alone(sample.layer).forward / true - 1))
+        plain_off.append(abs(plain.time(sample.layer).forward / true - 1))
     assert np.mean(off) < 0.25
+    assert np.mean(plain_off) > 2 * np.mean(off)
 
 
 @pytest.mark.slow

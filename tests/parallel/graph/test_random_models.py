@@ -50,9 +50,10 @@ def _peaks(model: RandomModel) -> tuple[int, int]:
     """The peak of the whole model's forward and backward: computed, and the allocator's."""
     rows = torch.randn(512, 8)
     _train(model, rows)
+    model.zero_grad()
     traced = Traced(model, rows)
     whole = range(len(traced.graph.layers))
-    memory = MemoryModel(traced.graph, workspace=cpu_workspace())
+    memory = MemoryModel(traced.graph, fresh_gradients=True, workspace=cpu_workspace())
     stage = memory.stage(whole)
     return stage.peak() - stage.weights, allocated(lambda: run_on_messages(traced, whole))
 

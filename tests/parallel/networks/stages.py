@@ -77,13 +77,6 @@ def cut_places(graph: LayerGraph) -> list[int]:
     ]
 
 
-def with_gradients(traced: Traced) -> None:
-    """Make every trained parameter's gradient, as steps of several microbatches find it."""
-    for parameter in traced.model.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
-
-
 def allocated(do: Any) -> int:
     """Most bytes that torch's CPU allocator held for what `do` made."""
     activities = [torch.profiler.ProfilerActivity.CPU]

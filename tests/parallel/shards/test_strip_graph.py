@@ -24,12 +24,7 @@ from pathoseg.parallel.schedule.costs import Link
 from pathoseg.parallel.shards.sharding import Sharding
 from pathoseg.parallel.shards.strip import locals_of
 from pathoseg.parallel.shards.strip_graph import Nowhere, strip_graph
-from tests.parallel.networks.stages import (
-    allocated,
-    allocated_by_stage,
-    cut_places,
-    with_gradients,
-)
+from tests.parallel.networks.stages import allocated, allocated_by_stage, cut_places
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "unet": (lambda: UNet(3, width=16, depth=3), 128),
@@ -72,12 +67,12 @@ def test_peaks_of_strips_are_the_allocators(name: str, shards: int) -> None:
     make, side = NETWORKS[name]
     traced = Traced(make(), torch.randn(1, 3, side, side))
     strip = strip_graph(traced, shards)
-    model = MemoryModel(strip.graph, workspace=_workspace())
+    model = MemoryModel(strip.graph, fresh_gradients=True, workspace=_workspace())
     size = len(strip.graph.layers)
     places = cut_places(traced.graph)
     middle = places[len(places) // 2]
     for layers in (range(size), range(middle), range(middle, size)):
-        with_gradients(traced)
+        traced.model.zero_grad()
         really = allocated(lambda layers=layers: _run_strip(traced, layers, shards, 1 % shards))
         stage = model.stage(layers)
         found = stage.peak() - stage.weights
@@ -91,7 +86,7 @@ def test_peaks_of_strips_that_are_recomputed_are_the_allocators(norm: Norm) -> N
     traced = Traced(UNet(3, width=16, depth=3, norm=norm), torch.randn(1, 3, 128, 128))
     strip = strip_graph(traced, 2)
     layers = range(len(strip.graph.layers))
-    model = MemoryModel(strip.graph, workspace=_workspace())
+    model = MemoryModel(strip.graph, fresh_gradients=True, workspace=_workspace())
     facts = stage_facts(strip.graph, layers, model.by_layer(layers), ([1.0] * len(layers),) * 2)
     chooser = Chooser(facts, Link(), AllowedPolicies(offload=False))
     everything = retain(facts, ActivationPolicy())
@@ -99,7 +94,7 @@ def test_peaks_of_strips_that_are_recomputed_are_the_allocators(norm: Norm) -> N
         choice = chooser.choose(int(share * everything.peak))
         assert choice is not None
         assert choice.retention.recomputed
-        with_gradients(traced)
+        traced.model.zero_grad()
         sharding = Sharding(Nowhere(strip.rank, 2), traced.graph)
         really = allocated_by_stage(traced, choice.retention, (1, 3, 64, 128), sharding)
         predicted = choice.retained.peak + model.stage(layers).received
