@@ -48,7 +48,7 @@ from tests.simulated_device.run import AUTOLOAD
 _ROOT = Path(__file__).resolve().parents[1]
 _IMPORTED = [
     *(f"pathoseg.workflows.{name}" for name in ("train", "infer", "evaluate", "plan")),
-    *("pathoseg.cli", "pathoseg.__main__", "torch.utils.tensorboard", "albumentations"),
+    *("pathoseg.cli", "torch.utils.tensorboard", "albumentations"),
     # What an optimizer and a trace import: 2 s of processor time in each process.
     *("torch._dynamo", "tests.parallel.runtime.cases"),
 ]
