@@ -155,7 +155,7 @@ def nothing_found(graphs: Sequence[StageCosts], request: PlanRequest) -> Pathose
                 f"Start {idle[0].ranks} ranks ({idle[0].order} fits), or choose a batch that more "
                 "ranks can share.",
             )
-    return nothing_fits(graphs[0], request, (), lambda side: graphs[0])
+    return nothing_fits(graphs[0], request)
 
 
 def agree(choose: Callable[[], Plan], transport: Transport) -> Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -111,16 +111,42 @@ def _reads(config: ParallelConfig) -> Sequence[str]:
 
 def _refusal(prices: Prices, memory: int, found: Found) -> PathosegError:
     """Return the error that says what would fit, where nothing does."""
-    graph, multiple = found.graphs[0], tile_multiple(prices.model)
-    sides = range(2 * multiple, prices.config.tiles.side, multiple)
-    refusal = nothing_fits(
-        graph,
-        found.request,
-        sides,
-        lambda side: prices.one(graph.microbatch, side, found.shards),
-    )
-    smaller = _in_strips(prices, memory, sides)
-    return told_of_teams(PathosegError(refusal.problem, f"{refusal.hint}{smaller}"), found.shards)
+
+    def smaller(request: PlanRequest) -> Iterator[str]:
+        size, multiple = found.graphs[0].microbatch, tile_multiple(prices.model)
+        sides = range(2 * multiple, prices.config.tiles.side, multiple)
+        side = _largest(sides, lambda side: fits(prices.one(size, side, found.shards), request))
+        if side is None:  # what does not shrink with tiles fills the memory, with strips too
+            return
+        yield f"tiles of {side} px"
+        shards = max((many for many, whole in prices.gathered.items() if not whole), default=1)
+        if shards == found.shards or prices.config.parallel.shards is not None:
+            return
+        cut = replace(prices.config.parallel, shards=shards)
+        shared = plan_request(replace(prices.config, parallel=cut), memory)
+        tried = sides[:: max(1, len(sides) // _TRIED_SIDES)]
+        side = _largest(tried, lambda side: fits(prices.one(size, side, shards), shared))
+        if side is not None:
+            yield f"tiles of {side} px, each in {shards} strips of rows"
+
+    return told_of_teams(nothing_fits(found.graphs[0], found.request, smaller), found.shards)
+
+
+def _largest(sides: Sequence[int], fit: Callable[[int], bool]) -> int | None:
+    """Return the largest of ascending sides that fits, None where the smallest does not."""
+    too_low = set[int]()
+
+    def too_large(side: int) -> bool:
+        try:
+            return not fit(side)
+        except PathosegError:  # strips of so small a tile are lower than a halo
+            too_low.add(side)
+            return False
+
+    if not sides or too_large(sides[0]):
+        return None
+    side = sides[bisect_left(sides, True, lo=1, key=too_large) - 1]
+    return None if side in too_low else side
 
 
 def _lines(prices: Prices, memory: int, found: Found) -> Iterator[str]:
@@ -277,25 +303,6 @@ def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-
-
-def _in_strips(prices: Prices, memory: int, sides: Sequence[int]) -> str:
-    """Return a hint that names a tile that fits in the most strips tried; empty where none does."""
-    shards = max((many for many, whole in prices.gathered.items() if not whole), default=1)
-    wanted = prices.config.parallel
-    if wanted.shards is not None or shards == 1:
-        return ""
-    config = replace(prices.config, parallel=replace(wanted, shards=shards))
-    request = plan_request(config, memory)
-    size = config.train.microbatch or 1
-    tried = sides[:: max(1, len(sides) // _TRIED_SIDES)]
-    try:
-        at = bisect_left(
-            tried, True, key=lambda side: not fits(prices.one(size, side, shards), request)
-        )
-    except PathosegError:  # strips that are lower than a halo
-        return ""
-    return f" In {shards} strips of rows tiles of {tried[at - 1]} px fit." if at else ""
 
 
 def _verdict(best: Plan, request: PlanRequest) -> str:

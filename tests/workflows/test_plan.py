@@ -225,7 +225,7 @@ def test_where_nothing_fits_a_tile_that_does_in_strips_is_told(command: Command)
     Path("small.toml").write_text(kept + "[train]\nbatch = 1\n")
     code, said = command("plan", "--config", "small.toml", "--memory", "6MiB")
     assert code == 2, said
-    offered = re.search(r"In 2 strips of rows tiles of (\d+) px fit", " ".join(said.split()))
+    offered = re.search(r"tiles of (\d+) px, each in 2 strips of rows", " ".join(said.split()))
     assert offered is not None, said
     assert _plan(command, "--memory", "6MiB", "--tile", offered[1])[0].shards == 2
 

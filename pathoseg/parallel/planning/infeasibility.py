@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from pathoseg.errors import PathosegError
@@ -28,7 +28,9 @@ _ROOMY = 2**60  # bytes that nothing fills
 
 
 def nothing_fits(
-    priced: StageCosts, request: PlanRequest, sides: Sequence[int], at: Callable[[int], StageCosts]
+    priced: StageCosts,
+    request: PlanRequest,
+    smaller: Callable[[PlanRequest], Iterable[str]] = lambda _: (),
 ) -> PathosegError:
     """Make the error that says why no plan fits, with hints at requests that would.
 
@@ -39,8 +41,7 @@ def nothing_fits(
     Args:
         priced: The model with its smallest microbatch.
         request: The request that cannot be met.
-        sides: Smaller sides that a tile may have, in pixels, ascending.
-        at: Reads the model for tiles of such a side.
+        smaller: Finds smaller tiles that would fit a request, and names them.
     """
     if not fits(priced, replace(request, memory=_ROOMY)):
         return _too_little_to_share(priced, replace(request, memory=_ROOMY))
@@ -52,7 +53,7 @@ def nothing_fits(
     except PathosegError as error:
         problem += f" {error.problem}"
     return PathosegError(
-        problem, f"What would fit: {'; or '.join(_changes(priced, request, sides, at))}."
+        problem, f"What would fit: {'; or '.join(_changes(priced, request, smaller))}."
     )
 
 
@@ -76,7 +77,7 @@ def _too_little_to_share(priced: StageCosts, request: PlanRequest) -> PathosegEr
 
 
 def _changes(
-    priced: StageCosts, request: PlanRequest, sides: Sequence[int], at: Callable[[int], StageCosts]
+    priced: StageCosts, request: PlanRequest, smaller: Callable[[PlanRequest], Iterable[str]]
 ) -> Iterator[str]:
     wanted, request = request, replace(request, order=AUTO, stages=None, cut=())
     if wanted != request:
@@ -93,18 +94,9 @@ def _changes(
     shares = [need * share // _SHARES for share in range(1, _SHARES)]
     first = bisect_left(shares, True, key=lambda size: fits(priced, replace(leaner, memory=size)))
     yield f"{count_ranks(partition.stages)} of {memory_text([*shares, need][first])}"
-    fitting = bisect_left(sides, True, key=lambda side: not _fits_at(side, at, request))
-    if fitting:
-        yield f"tiles of {sides[fitting - 1]} px"
+    yield from smaller(request)
     if request.ways != AllowedPolicies() and fits(priced, replace(request, ways=AllowedPolicies())):
         yield "offload and recomputation, which [parallel] offload and recompute forbid"
-
-
-def _fits_at(side: int, at: Callable[[int], StageCosts], request: PlanRequest) -> bool:
-    try:
-        return fits(at(side), request)
-    except PathosegError:  # strips of so small a tile are lower than a halo
-        return False
 
 
 def _enough_ranks(priced: StageCosts, request: PlanRequest) -> int | None:
