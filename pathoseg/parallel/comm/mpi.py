@@ -71,10 +71,13 @@ class MpiWire:
                 "Use another MPI, or the transport 'gloo'.",
             )
         # Tags of MPI end early: those that lie TAGS apart have communicators of their own.
-        made = [world.Idup() for _ in range(ALL_TAGS // TAGS)]
-        self._comms = [comm for comm, _ in made]
+        # One is made after the other: where a rank is ahead, Open MPI 5 hangs on several at once.
+        self._comms: list[MPI.Intracomm] = []
         self._under_way: set[MpiRequest] = set()  # not seen to be done
-        self._wait(self._mpi.Request.Testall, [request for _, request in made])
+        for _ in range(ALL_TAGS // TAGS):
+            comm, request = world.Idup()
+            self._wait(self._mpi.Request.Testall, [request])
+            self._comms.append(comm)
         node = world.Split_type(self._mpi.COMM_TYPE_SHARED)
         local = node.Get_size() == self.ranks
         node.Free()

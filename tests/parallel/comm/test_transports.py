@@ -82,6 +82,15 @@ def test_ranks_that_have_given_up_join_once_more(
     assert out.split() == NAMES
 
 
+@pytest.mark.process
+def test_ranks_of_mpi_that_are_held_up_join(capfd: pytest.CaptureFixture[str]) -> None:
+    """Communicators that were made at once hung in Open MPI 5, when one rank was ahead."""
+    ended = start(2, "mpi", "held_up.py")
+    out, err = capfd.readouterr()
+    assert ended == 0, err
+    assert out.split() == ["30"]
+
+
 def test_a_world_of_one_is_joined_without_others() -> None:
     transport = connect("gloo", World())
     tensor = torch.ones(3)
