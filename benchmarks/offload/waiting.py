@@ -126,7 +126,7 @@ def _count(
         for stage in runner._stages.values():
             for which in ("forward", "backward"):
                 setattr(stage, which, _watched(getattr(stage, which), runner, held))
-        copies = runner._parking.copies
+        copies = runner._stage_offload.copies
         if copies is not None:
             copies.copied = []
         runner.step(1, parts)
@@ -157,7 +157,7 @@ def _watched(visit: Callable[..., Any], runner: Runner, held: list[int]) -> Call
 def _on_device(runner: Runner) -> int:
     """Bytes of the parameters, gradients and optimizer state of a rank, each storage once."""
     tensors: list[Tensor] = []
-    for parameter in runner._holdings.parameters.values():
+    for parameter in runner._rank_parameters.parameters.values():
         tensors.append(parameter)
         if parameter.grad is not None:
             tensors.append(parameter.grad)

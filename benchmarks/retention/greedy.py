@@ -14,7 +14,7 @@ from pathoseg.parallel.retention.policy_options import (
     MOST_UNITS,
     AllowedPolicies,
     PolicyOption,
-    patterns_of,
+    options_of,
     retain,
 )
 from pathoseg.parallel.retention.policy_search import Choice, Chooser
@@ -73,7 +73,7 @@ class Greedy:
     ) -> None:
         self._facts, self._judge, self._ways = facts, judge, ways
         self._runs: list[BlockRun] = runs_of(facts, MOST_UNITS)
-        self._options = [earliest_first(patterns_of(facts, run, host, ways)) for run in self._runs]
+        self._options = [earliest_first(options_of(facts, run, host, ways)) for run in self._runs]
         self._known: dict[Hashable, list[Choice]] = {}
         self._seconds: dict[Hashable, float] = {}
 

@@ -48,7 +48,7 @@ class _Once(Chooser):
 
     def _prepare(self) -> None:
         super()._prepare()
-        self._patterns = [[each for each in some if not each.twice] for some in self._patterns]
+        self._options = [[each for each in some if not each.twice] for some in self._options]
 
 
 def main() -> None:

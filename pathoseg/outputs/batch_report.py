@@ -53,7 +53,7 @@ class BatchSlide:
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchResults:
     """All that is told of a batch.
 
     Attributes:
@@ -164,7 +164,7 @@ def overlay_picture(overlay: Path, kept: Path, summary: Summary) -> bytes | None
     return data.getvalue()
 
 
-def write_batch_report(path: Path, batch: Batch) -> None:
+def write_batch_report(path: Path, batch: BatchResults) -> None:
     """Write the page of a batch.
 
     Raises:
@@ -188,7 +188,7 @@ class _Page:
         batch: The batch.
     """
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: BatchResults) -> None:
         self.batch = batch
         summaries = [slide.summary for slide in batch.slides]
         far = outliers(summaries)

@@ -92,7 +92,7 @@ class Turns:
 
 
 @dataclass(frozen=True)
-class Progress:
+class IndexProgress:
     """The progress of reading a file into an index.
 
     Attributes:
@@ -132,12 +132,12 @@ class FeatureIndex:
         self._thread.start()
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> IndexProgress:
         """The number of features read so far, and the state of reading."""
         problem = self._problem
         if self._bad and not problem:
             problem = f"{self._bad} entries of {self._path} are malformed and not listed."
-        return Progress(self._read, self._done.is_set(), problem)
+        return IndexProgress(self._read, self._done.is_set(), problem)
 
     def wait(self, seconds: float) -> bool:
         """Wait until it answers; return True if it does."""

@@ -45,7 +45,7 @@ from pathoseg.inference.result_folder import (
 from pathoseg.interruption import Interruption
 from pathoseg.outputs.batch_report import (
     PAGE,
-    Batch,
+    BatchResults,
     BatchSlide,
     overlay_picture,
     write_batch_report,
@@ -398,7 +398,7 @@ def _write_tables(
         write_summary_table(out / TABLE, found.values())
         write_failures(out / FAILURES, failed)
         classes = context.segmenter.classes
-        report = Batch(
+        report = BatchResults(
             folder=str(out),
             model=str(bundle),
             colours=dict(zip(classes.names, classes.colours, strict=True)),

@@ -21,7 +21,7 @@ from pathoseg.errors import PathosegError
 from pathoseg.geometry import Frame, Mpp, Size
 from pathoseg.outputs.batch_report import (
     FARTHEST,
-    Batch,
+    BatchResults,
     BatchSlide,
     outliers,
     overlay_picture,
@@ -109,8 +109,8 @@ def _summary(number: int, share: float, tissue_mm2: float = 0.4, **more: object)
     return replace(summary, **more)  # type: ignore[arg-type]  # names of its fields
 
 
-def _batch(*slides: BatchSlide, **more: object) -> Batch:
-    batch = Batch(
+def _batch(*slides: BatchSlide, **more: object) -> BatchResults:
+    batch = BatchResults(
         folder="results",
         model="runs/latest/model",
         colours=dict(zip(CLASSES.names, CLASSES.colours, strict=True)),

@@ -157,10 +157,10 @@ class Recording:
     """
 
     def __init__(
-        self, keeping: SavedTensorHooks, microbatch: int, storages: Storages, again: RerunContext
+        self, hooks: SavedTensorHooks, microbatch: int, storages: Storages, again: RerunContext
     ) -> None:
-        self._keeping, self._microbatch, self._again = keeping, microbatch, again
-        self._fates, self._names, self._copies = keeping._fates, keeping._names, keeping._copies
+        self._hooks, self._microbatch, self._again = hooks, microbatch, again
+        self._fates, self._names, self._copies = hooks._fates, hooks._names, hooks._copies
         self._storages = storages
         self._position: int | None = None
         self._saves: list[tuple[Made, int] | None] = []
@@ -185,7 +185,7 @@ class Recording:
             The layer's result: a tensor, or tuples, lists and dicts of them.
         """
         self._position = position
-        if self._keeping.recomputes:
+        if self._hooks.recomputes:
             made = self._run_recorded(position, step, values)
         else:
             made = step.run(values)
@@ -206,11 +206,11 @@ class Recording:
         alive = [
             (piece, made, at) for known, made, at in self._pieces if (piece := known()) is not None
         ]
-        keeping, again = self._keeping, self._again
+        hooks, again = self._hooks, self._again
 
         @contextmanager
         def context(positions: Sequence[int]) -> Iterator[Callable[[int], None]]:
-            with torch.enable_grad(), keeping.uncounted(positions), again() as before:
+            with torch.enable_grad(), hooks.uncounted(positions), again() as before:
                 yield before or _nothing
 
         plan_again(
@@ -295,7 +295,7 @@ class Recording:
 
     def _may_leave(self, made: Made) -> bool:
         """Return True for a parameter's storage, which may leave the device with its stage."""
-        return self._keeping._parks and isinstance(made.given, nn.Parameter)
+        return self._hooks._parks and isinstance(made.given, nn.Parameter)
 
     def _piece(self, made: Made, tensor: Tensor) -> Piece:
         if made.fate in (Fate.RECOMPUTE, Fate.TWICE):
@@ -307,7 +307,7 @@ class Recording:
         if made.fate is Fate.KEEP or storage.nbytes() < SMALL:
             return Kept(tensor)
         assert self._copies is not None
-        label = Label(self._keeping._number, self._microbatch, self._names[made.makers[0][0]])
+        label = Label(self._hooks._number, self._microbatch, self._names[made.makers[0][0]])
         return Away(self._copies, self._copies.leave(bytes_of(storage), label))
 
 

@@ -503,7 +503,7 @@ class Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped i
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.guessed: list[int] = []
         self.drawing: set[int] = set()
-        self._fake, self._recorder, self._tape = fake, recorder, recorder.tape
+        self._fake, self._recorder, self._profile = fake, recorder, recorder.profile
         self._starts: list[int] = []
 
     @contextmanager
@@ -511,11 +511,11 @@ class Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped i
         """Make a context in which kernels are counted as those of a forward."""
         with self._fake, self, saved_tensors_hooks(self._recorder.keep, lambda kept: kept.tensor):
             yield
-        self.enter(self._tape.layers)
+        self.enter(self._profile.layers)
 
     def enter(self, position: int) -> None:
         """Count the kernels that follow for the forward of the layer at `position`."""
-        self._tape.at(position, forward=True)
+        self._profile.at(position, forward=True)
         self._starts.append(torch._C._autograd._get_sequence_nr())
 
     def backward(self, made: list[Any]) -> None:
@@ -523,7 +523,7 @@ class Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped i
 
         The list is emptied as it goes; parameters' gradients are held.
         """
-        self._tape.at(self._tape.layers, forward=False)
+        self._profile.at(self._profile.layers, forward=False)
         with self._fake, self:
             roots = [
                 (get_gradient_edge(leaf), torch.empty_like(leaf))
@@ -532,15 +532,15 @@ class Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped i
             ]
             made.clear()
             self._end = torch._C._autograd._get_sequence_nr()
-            self._tape.at(self._tape.layers - 1, forward=False)
+            self._profile.at(self._profile.layers - 1, forward=False)
             torch.autograd.backward([edge for edge, _ in roots], [given for _, given in roots])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self._tape.forward:
+        if not self._profile.forward:
             self._locate()
         elif _draws(func, args, kwargs):
-            self.drawing.add(self._tape.position)
+            self.drawing.add(self._profile.position)
         try:
             made = func(*args, **kwargs)
         except DataDependentOutputException:
@@ -554,17 +554,17 @@ class Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped i
         return made
 
     def _locate(self) -> None:
-        """Tells the tape whose backward runs: that of the layer that made autograd's node."""
+        """Tells the profile whose backward runs: that of the layer that made autograd's node."""
         node = torch._C._current_autograd_node()
         # Sums into `.grad`, and what `checkpoint` runs again, have numbers above all others. Nodes
         # of views whose base was written into come after the layers'; they count to the last.
         if node is not None and node._sequence_nr() < self._end:
             position = bisect_right(self._starts, node._sequence_nr()) - 1
-            self._tape.at(min(position, self._tape.layers - 1), forward=False)
+            self._profile.at(min(position, self._profile.layers - 1), forward=False)
 
     def _guess(self, dtype: torch.dtype) -> bool | int:
         """A value for a tensor that has none: branches on it are not taken, sizes are 1."""
-        self.guessed.append(self._tape.position)
+        self.guessed.append(self._profile.position)
         if len(self.guessed) > _MOST_GUESSES:
             raise UntraceableError("it loops until a tensor has a certain value")
         return False if dtype == torch.bool else 1

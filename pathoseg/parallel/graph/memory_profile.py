@@ -217,17 +217,17 @@ class Recorder:
     """Follows storages from birth to end.
 
     Args:
-        tape: The profile that it writes.
+        profile: What it writes.
         held_once: `_use_count` of a gradient that only autograd holds, as the first of a sum.
 
     Attributes:
         holders: `_use_count` of each gradient that was the first of a sum.
-        writes: Which layer (by position) writes in place into which storage of the tape.
+        writes: Which layer (by position) writes in place into which storage of the profile.
         changed: Storages that the run found there (parameters, buffers) and wrote into.
     """
 
-    def __init__(self, tape: MemoryProfile, held_once: int) -> None:
-        self.tape = tape
+    def __init__(self, profile: MemoryProfile, held_once: int) -> None:
+        self.profile = profile
         self.holders: list[int] = []
         self._held_once = held_once
         self.writes: set[tuple[int, int]] = set()
@@ -238,7 +238,7 @@ class Recorder:
         """Follow the storage of a tensor that no recorded operator made."""
         storage = tensor.untyped_storage()
         if storage not in self._ids:
-            self._follow(storage, self.tape.born(storage.nbytes()))
+            self._follow(storage, self.profile.born(storage.nbytes()))
 
     def keep(self, tensor: Any) -> SavedTensor:
         """Record that the running layer saves a tensor; return the stand-in for autograd to hold.
@@ -247,13 +247,13 @@ class Recorder:
         """
         kept, index = SavedTensor(tensor.detach()), self._ids.get(tensor.untyped_storage())
         if index is not None:
-            self.tape.saved(index)
-            finalize(kept, self.tape.dropped, self.tape.position, index).atexit = False
+            self.profile.saved(index)
+            finalize(kept, self.profile.dropped, self.profile.position, index).atexit = False
         return kept
 
     def outlives(self, tensor: Any) -> None:
         """Record that a tensor is a parameter's gradient, which no other backward takes over."""
-        self.tape.kept.add(self._ids[tensor.untyped_storage()])
+        self.profile.kept.add(self._ids[tensor.untyped_storage()])
 
     def ran(
         self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any, flops: int
@@ -274,7 +274,7 @@ class Recorder:
                 self._wrote(value.untyped_storage())
         kernel = describe(operator, named, read, written, flops)
         if kernel:
-            self.tape.ran(kernel)
+            self.profile.ran(kernel)
 
     def values(self, made: Any) -> tuple[Value, ...]:
         """Return a layer's outputs as plain data: one value for integers, else one a tensor."""
@@ -294,31 +294,31 @@ class Recorder:
         )
 
     def _place(self, operator: Any, read: list[Any], storage: Any) -> int:
-        """The tape's index of a new storage.
+        """The profile's index of a new storage.
 
         While operators are listened to, autograd sums the gradients of a tensor with several
         readers into new memory; else into the first of them, if nothing else holds it.
         """
-        if not self.tape.forward and str(operator) == "aten.add.Tensor":
+        if not self.profile.forward and str(operator) == "aten.add.Tensor":
             first = read[0]
             index = self._ids.get(first.untyped_storage())
             is_whole = first.nbytes == storage.nbytes() and not first._is_view()
             self.holders.append(first._use_count())
             if index is not None and is_whole and self.holders[-1] == self._held_once:
-                self.tape.adopted(index)
+                self.profile.adopted(index)
                 return index
-        return self.tape.born(storage.nbytes())
+        return self.profile.born(storage.nbytes())
 
     def _wrote(self, storage: Any) -> None:
         index = self._ids.get(storage)
         if index is None:
             self.changed.add(storage)
-        elif self.tape.forward and self.tape.storages[index].layer < self.tape.position:
-            self.writes.add((self.tape.position, index))
+        elif self.profile.forward and self.profile.storages[index].layer < self.profile.position:
+            self.writes.add((self.profile.position, index))
 
     def _follow(self, storage: Any, index: int) -> None:
         self._ids[storage] = index
-        finalize(storage, self.tape.freed, index).atexit = False
+        finalize(storage, self.profile.freed, index).atexit = False
 
 
 def strides_of(made: Any) -> tuple[tuple[int, ...], ...]:

@@ -302,7 +302,7 @@ class Traced:
             for tensor in self._root.inputs:
                 recorder.watch(tensor)
             made = self._root.run(*self._root.inputs)
-            return _summary(recorder.values(made), recorder.tape.saved_bytes())
+            return _summary(recorder.values(made), recorder.profile.saved_bytes())
 
     def _measure(
         self,
@@ -314,8 +314,8 @@ class Traced:
     ) -> _Measured:
         """Run the layers one by one, then their backward."""
         root, steps, end = self._root, self._steps[True], self._ends[True]
-        tape = MemoryProfile(len(nodes))
-        recorder = Recorder(tape, held_once())
+        profile = MemoryProfile(len(nodes))
+        recorder = Recorder(profile, held_once())
         listener = fx.Listener(root.fake, recorder)
         values: dict[str, Any] = {}
         made: dict[str, tuple[Value, ...]] = {}
@@ -327,7 +327,7 @@ class Traced:
             made[name] = recorder.values(tensors(value))
             strides[name] = strides_of(tensors(value))
             sendable.append(_sendable(tensors(value)))
-            if any(writer == tape.position for writer, _ in recorder.writes):
+            if any(writer == profile.position for writer, _ in recorder.writes):
                 # What is written into, and its views, may need gradients from now on.
                 others = ((name, tensors(other)) for name, other in values.items())
                 made.update((name, recorder.values(other)) for name, other in others)
@@ -339,8 +339,8 @@ class Traced:
             inputs = {name: recorder.values(tensors(value))[0] for name, value in values.items()}
             strides |= {name: strides_of(tensors(value)) for name, value in values.items()}
             SegmentPlan.of(steps, end.inputs).run(values, listener.enter, describe, run)
-            summary = _summary(recorder.values(tensors(end.run(values))), tape.saved_bytes())
-        storages = tuple(tape.storages)
+            summary = _summary(recorder.values(tensors(end.run(values))), profile.saved_bytes())
+        storages = tuple(profile.storages)
         listener.backward([tensors(values.pop(name)) for name in end.inputs])
         for parameter in root.parameters():
             if parameter.grad is not None:
@@ -348,7 +348,7 @@ class Traced:
         graph = LayerGraph(
             type(self.model).__name__,
             inputs,
-            self._layers(nodes, made, sendable, tape, opaque),
+            self._layers(nodes, made, sendable, profile, opaque),
             end.inputs,
             storages,
             {_short(n): Parameter(p.nbytes, p.requires_grad) for n, p in root.named_parameters()},
@@ -373,7 +373,7 @@ class Traced:
         nodes: Sequence[Any],
         made: Mapping[str, tuple[Value, ...]],
         sendable: Sequence[bool],
-        tape: MemoryProfile,
+        profile: MemoryProfile,
         opaque: Mapping[str, str],
     ) -> tuple[Layer, ...]:
         root = self._root
@@ -388,17 +388,17 @@ class Traced:
             layers.append(
                 Layer(
                     step.name,
-                    *_kind(step.name, modules, tape, position, node.target in opaque),
+                    *_kind(step.name, modules, profile, position, node.target in opaque),
                     scope(node),
                     step.inputs,
                     made[step.name],
                     sendable[position],
                     tuple(parameters[tensor] for tensor in tensors if tensor in parameters),
                     tuple(buffers[tensor] for tensor in tensors if tensor in buffers),
-                    tape.forward_of(position),
-                    tape.backward_of(position),
-                    tape.saved_by(position),
-                    tape.gradients_of(position),
+                    profile.forward_of(position),
+                    profile.backward_of(position),
+                    profile.saved_by(position),
+                    profile.gradients_of(position),
                 )
             )
         return tuple(layers)
@@ -418,13 +418,13 @@ def _modules(root: fx.Root, node: Any) -> list[fx.Module]:
 
 
 def _kind(
-    name: str, modules: Sequence[fx.Module], tape: MemoryProfile, position: int, opaque: bool
+    name: str, modules: Sequence[fx.Module], profile: MemoryProfile, position: int, opaque: bool
 ) -> tuple[str, Mapping[str, Attribute]]:
     """`Layer.kind` and `Layer.attributes`."""
     is_norm = bool(modules) and isinstance(modules[0], fx._NormBase)  # with an activation, perhaps
     if modules and (opaque or (any(modules[0].children()) and not is_norm)):
         return type(modules[0]).__name__, {}
-    kernel, back = tape.main_kernel(position), tape.main_kernel(position, forward=False)
+    kernel, back = profile.main_kernel(position), profile.main_kernel(position, forward=False)
     if kernel is None:
         return name.rpartition(".")[2], {}
     if back and back.attributes.get("has_gaps"):

@@ -159,19 +159,19 @@ def _silent() -> Iterator[None]:
         os.close(hidden)
 
 
-def earliest_first(patterns: Sequence[PolicyOption]) -> list[PolicyOption]:
-    """The order in which patterns of equal blocks need least memory (Liu, "An application of
+def earliest_first(options: Sequence[PolicyOption]) -> list[PolicyOption]:
+    """The order in which options of equal blocks need least memory (Liu, "An application of
     generalized tree pebbling to sparse matrix factorization", 1987)."""
-    return sorted(patterns, key=lambda each: each.kept - each.peak)
+    return sorted(options, key=lambda each: each.kept - each.peak)
 
 
 def arrangements(
     facts: StageFacts,
     runs: Sequence[BlockRun],
-    patterns: Sequence[Sequence[PolicyOption]],
+    options: Sequence[Sequence[PolicyOption]],
     counts: Sequence[Sequence[int]],
 ) -> Iterator[ActivationPolicy]:
-    """Yield retentions in which each pattern is taken so often.
+    """Yield retentions in which each option is taken so often.
 
     First the one in which those of a run take turns, as copies hide best; then the one that needs
     least memory.
@@ -179,22 +179,22 @@ def arrangements(
     Args:
         facts: The stage.
         runs: Its equal blocks.
-        patterns: Of each run, as `earliest_first` has them.
-        counts: How often each pattern is taken.
+        options: Of each run, as `earliest_first` has them.
+        counts: How often each option is taken.
     """
     for smooth in (True, False):
         offloaded: list[int] = []
         recomputed: list[int] = []
         twice: list[int] = []
-        for run, some, numbers in zip(runs, patterns, counts, strict=True):
+        for run, some, numbers in zip(runs, options, counts, strict=True):
             blocks = iter(run.blocks)
-            for pattern in _in_turn(some, numbers) if smooth else _in_order(some, numbers):
+            for option in _in_turn(some, numbers) if smooth else _in_order(some, numbers):
                 first = next(blocks).layers.start
-                for _ in range(1, pattern.blocks):
+                for _ in range(1, option.blocks):
                     next(blocks)
-                offloaded += [first + at for at in pattern.offloaded]
-                recomputed += [first + at for at in pattern.recomputed]
-                twice += [first + at for at in pattern.twice]
+                offloaded += [first + at for at in option.offloaded]
+                recomputed += [first + at for at in option.recomputed]
+                twice += [first + at for at in option.twice]
         names = [
             tuple(facts.graph.layers[at].name for at in sorted(some))
             for some in (offloaded, recomputed, twice)
@@ -202,16 +202,16 @@ def arrangements(
         yield ActivationPolicy(*names)
 
 
-def _in_order(patterns: Sequence[PolicyOption], numbers: Sequence[int]) -> list[PolicyOption]:
-    return [each for each, number in zip(patterns, numbers, strict=True) for _ in range(number)]
+def _in_order(options: Sequence[PolicyOption], numbers: Sequence[int]) -> list[PolicyOption]:
+    return [each for each, number in zip(options, numbers, strict=True) for _ in range(number)]
 
 
-def _in_turn(patterns: Sequence[PolicyOption], numbers: Sequence[int]) -> list[PolicyOption]:
+def _in_turn(options: Sequence[PolicyOption], numbers: Sequence[int]) -> list[PolicyOption]:
     """Each spread evenly over the run."""
     places = [
         ((place + 0.5) / number, at) for at, number in enumerate(numbers) for place in range(number)
     ]
-    return [patterns[at] for _, at in sorted(places)]
+    return [options[at] for _, at in sorted(places)]
 
 
 _One = TypeVar("_One")
@@ -243,7 +243,7 @@ class Copying(NamedTuple):
 class RetentionProgram:
     """The integer program of one stage.
 
-    Each run of equal blocks takes patterns. The backward of a block needs what all earlier blocks
+    Each run of equal blocks takes options. The backward of a block needs what all earlier blocks
     keep, its own peak and the copies' windows; of equal blocks those come first whose peak exceeds
     most what they keep, which needs least (Liu, 1987). Copies are a fluid that flows while layers
     compute: of what the runs up to some layer give to be copied no more than a window may wait, and
@@ -254,7 +254,7 @@ class RetentionProgram:
     Args:
         facts: The stage.
         runs: Its equal blocks.
-        patterns: Of each run.
+        options: Of each run.
         host: What a copy takes.
         copying: How it is taken to be.
         cap: Bytes for what microbatches hold, for workspace and the windows.
@@ -269,7 +269,7 @@ class RetentionProgram:
         self,
         facts: StageFacts,
         runs: Sequence[BlockRun],
-        patterns: Sequence[Sequence[PolicyOption]],
+        options: Sequence[Sequence[PolicyOption]],
         host: Link,
         copying: Copying,
         cap: int,
@@ -278,15 +278,15 @@ class RetentionProgram:
         slowness = copying.slowness
         self._facts, self._runs = facts, runs
         if slowness is None:
-            patterns = [[each for each in some if not each.largest] for some in patterns]
-        self._patterns = [earliest_first(some) for some in patterns]
+            options = [[each for each in some if not each.largest] for some in options]
+        self._options = [earliest_first(some) for some in options]
         self.second = sum(facts.forward.values()) + sum(facts.backward.values())
         self._second_of_copies = self.second / (slowness or 1.0)
         self._beta, self._cap = host.beta, cap
         self.program = Program()
         self._window = self.program.variable(cost=_TIE, most=0.5)
         self._final = self.program.variable()  # what one microbatch keeps
-        # Of each run, by pattern: how often it is taken, and whether it is.
+        # Of each run, by option: how often it is taken, and whether it is.
         self._taken: list[list[tuple[int, int]]] = []
         self._take(cap, copying.at_once)
         self._hold(cap, in_flight)
@@ -295,17 +295,17 @@ class RetentionProgram:
     @property
     def size(self) -> int:
         """The number of policy options."""
-        return sum(map(len, self._patterns))
+        return sum(map(len, self._options))
 
     def nearest(self, dear: NDArray[np.float64], most: int) -> list[list[PolicyOption]]:
         """Return, for each run, the `most` options of least reduced cost and the option of least
         memory."""
         found = []
-        for taken, patterns in _both(self._taken, self._patterns):
+        for taken, options in _both(self._taken, self._options):
             prices = [sum(dear[variable] for variable in {*pair}) for pair in taken]
-            order = sorted(range(len(patterns)), key=prices.__getitem__)
-            leanest = min(range(len(patterns)), key=lambda at: patterns[at].peak)
-            found.append([patterns[at] for at in dict.fromkeys([*order[:most], leanest])])
+            order = sorted(range(len(options)), key=prices.__getitem__)
+            leanest = min(range(len(options)), key=lambda at: options[at].peak)
+            found.append([options[at] for at in dict.fromkeys([*order[:most], leanest])])
         return found
 
     def within(self, dear: NDArray[np.float64], margin: float) -> list[list[PolicyOption]]:
@@ -314,8 +314,8 @@ class RetentionProgram:
         Any other option adds more than `margin` to the bound of the relaxed program, so no better
         solution uses it (reduced-cost fixing)."""
         return [
-            [each for pair, each in _both(taken, patterns) if sum(dear[[*{*pair}]]) <= margin]
-            for taken, patterns in _both(self._taken, self._patterns)
+            [each for pair, each in _both(taken, options) if sum(dear[[*{*pair}]]) <= margin]
+            for taken, options in _both(self._taken, self._options)
         ]
 
     def choices(self, values: NDArray[np.float64]) -> Iterator[tuple[ActivationPolicy, int]]:
@@ -324,20 +324,20 @@ class RetentionProgram:
         counts = [[round(values[count]) for count, _ in taken] for taken in self._taken]
         largest = max(
             each.largest
-            for some, numbers in _both(self._patterns, counts)
+            for some, numbers in _both(self._options, counts)
             for each, number in _both(some, numbers)
             if number
         )
         window = max(largest, ceil(values[self._window] * self._cap)) if largest else 0
-        for retention in arrangements(self._facts, self._runs, self._patterns, counts):
+        for retention in arrangements(self._facts, self._runs, self._options, counts):
             yield retention, window
 
     def _take(self, cap: int, at_once: int) -> None:
-        """Every block is in one pattern; the window takes the largest layer, so many times."""
+        """Every block is in one option; the window takes the largest layer, so many times."""
         program = self.program
-        for run, patterns in zip(self._runs, self._patterns, strict=True):
+        for run, options in zip(self._runs, self._options, strict=True):
             taken = []
-            for each in patterns:
+            for each in options:
                 most = len(run.blocks) // each.blocks
                 count = used = program.variable(most=most, whole=True)
                 if len(run.blocks) > 1:
@@ -346,11 +346,11 @@ class RetentionProgram:
                 taken.append((count, used))
             self._taken.append(taken)
             sizes = [
-                (used, at_once * each.largest / cap) for (_, used), each in _both(taken, patterns)
+                (used, at_once * each.largest / cap) for (_, used), each in _both(taken, options)
             ]
             for some in _alternatives(run, sizes):
                 program.at_most(0, *some, (self._window, -1))
-            blocks = [(count, each.blocks) for (count, _), each in _both(taken, patterns)]
+            blocks = [(count, each.blocks) for (count, _), each in _both(taken, options)]
             program.equal(len(run.blocks), *blocks)
 
     def _hold(self, cap: int, in_flight: int) -> None:
@@ -359,15 +359,15 @@ class RetentionProgram:
         always = [(self._window, float(windows(in_flight))), (self._final, in_flight - 1.0)]
         before: list[Term] = []
         early = list(self._early(cap))
-        for number, (taken, patterns) in enumerate(_both(self._taken, self._patterns)):
+        for number, (taken, options) in enumerate(_both(self._taken, self._options)):
             held = [term for term, runs in early if number in runs]
             common = [*always, *before, *held]
-            kept = [(count, each.kept / cap) for (count, _), each in _both(taken, patterns)]
+            kept = [(count, each.kept / cap) for (count, _), each in _both(taken, options)]
             if len(self._runs[number].blocks) == 1:
-                peaks = [(count, each.peak / cap) for (count, _), each in _both(taken, patterns)]
+                peaks = [(count, each.peak / cap) for (count, _), each in _both(taken, options)]
                 program.at_most(1, *common, *peaks)
             else:
-                for at, each in enumerate(patterns):
+                for at, each in enumerate(options):
                     beyond = (taken[at][1], (each.peak - each.kept) / cap)
                     program.at_most(1, *common, *kept[: at + 1], beyond)
             after = program.variable()
@@ -379,8 +379,8 @@ class RetentionProgram:
         """Constrain dropped tensors that a later block needs: they stay live once recomputed; an
         option that recomputes more than its own layers cannot provide them so early."""
         program, facts = self.program, self._facts
-        for asking, (taken, patterns) in enumerate(_both(self._taken, self._patterns)):
-            for storage in sorted(frozenset().union(*(each.demands for each in patterns))):
+        for asking, (taken, options) in enumerate(_both(self._taken, self._options)):
+            for storage in sorted(frozenset().union(*(each.demands for each in options))):
                 maker = facts.saved[storage].maker
                 size = sum(facts.sizes[each] for each in facts.makes[maker] if each in facts.saved)
                 owner = next(
@@ -388,12 +388,12 @@ class RetentionProgram:
                     for number, run in enumerate(self._runs)
                     if any(storage in unit.storages for block in run.blocks for unit in block.units)
                 )
-                own = [*_both(self._taken[owner], self._patterns[owner])]
+                own = [*_both(self._taken[owner], self._options[owner])]
                 away = [(used, 1.0) for (_, used), each in own if storage in each.away]
                 deep = [(used, 1.0) for (_, used), each in own if storage in each.deep]
                 asked = [
                     (used, 1.0)
-                    for (_, used), each in _both(taken, patterns)
+                    for (_, used), each in _both(taken, options)
                     if storage in each.demands
                 ]
                 there = program.variable(most=1)
@@ -416,8 +416,8 @@ class RetentionProgram:
         clock: list[Term] = []
         copied: list[Term] = []
         behind = program.variable()  # after each forward
-        for run, taken, patterns in zip(self._runs, self._taken, self._patterns, strict=True):
-            copies = [(count, each.copies / copying) for (count, _), each in _both(taken, patterns)]
+        for run, taken, options in zip(self._runs, self._taken, self._options, strict=True):
+            copies = [(count, each.copies / copying) for (count, _), each in _both(taken, options)]
             total = program.variable()
             program.equal(0, *given[-1], *copies, (total, -1))
             given.append([(total, 1.0)])
@@ -436,9 +436,9 @@ class RetentionProgram:
             ahead = program.variable()
             program.at_most(0, (ahead, 1.0), *less(window))
             early = [(ahead, 1.0), (short, -others)]
-        backwards = zip(self._runs, self._taken, self._patterns, given[:-1], strict=True)
-        for run, taken, patterns, before in reversed([*backwards]):
-            again = [(count, each.again / second) for (count, _), each in _both(taken, patterns)]
+        backwards = zip(self._runs, self._taken, self._options, given[:-1], strict=True)
+        for run, taken, options, before in reversed([*backwards]):
+            again = [(count, each.again / second) for (count, _), each in _both(taken, options)]
             computing = sum(facts.backward[at] for block in run.blocks for at in block.layers)
             clock, copied = self._pass(clock, copied, computing / second, again)
             used = [*given[-1], *less(*before)]
@@ -459,7 +459,7 @@ class RetentionProgram:
 
 
 def _alternatives(run: BlockRun, terms: Sequence[Term]) -> list[Sequence[Term]]:
-    """Terms of a run's patterns in groups of which at most one is not 0."""
+    """Terms of a run's options in groups of which at most one is not 0."""
     return [terms] if len(run.blocks) == 1 else [[term] for term in terms]
 
 

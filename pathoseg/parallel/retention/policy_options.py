@@ -370,7 +370,7 @@ class PolicyOption:
     deep: frozenset[int]
 
 
-def patterns_of(
+def options_of(
     facts: StageFacts, run: BlockRun, host: Link, ways: AllowedPolicies
 ) -> list[PolicyOption]:
     """Return the Pareto front of the policy options of a run's blocks.
@@ -384,7 +384,7 @@ def patterns_of(
         ways: What is allowed.
     """
     block = run.blocks[0]
-    found = [_pattern(facts, [block], chosen, host) for chosen in _choices(facts, block, ways)]
+    found = [_option(facts, [block], chosen, host) for chosen in _choices(facts, block, ways)]
     found = [
         each
         for each in found
@@ -395,7 +395,7 @@ def patterns_of(
             blocks = run.blocks[:count]
             for given in ("keep", "offload") if ways.offload else ("keep",):
                 for chosen in _together(blocks, given):
-                    found.append(_pattern(facts, blocks, chosen, host))
+                    found.append(_option(facts, blocks, chosen, host))
     stop = block.layers.stop
     shared = {i for unit in block.units for i in unit.storages if facts.alive[i] >= stop}
     return _best(found, shared)
@@ -459,7 +459,7 @@ def _choices(facts: StageFacts, block: Block, ways: AllowedPolicies) -> Iterator
         }
 
 
-def _pattern(
+def _option(
     facts: StageFacts, blocks: Sequence[Block], chosen: Mapping[int, Way], host: Link
 ) -> PolicyOption:
     first = blocks[0].layers.start
@@ -509,10 +509,10 @@ def _is_deep(facts: StageFacts, index: int, dropped: set[int]) -> bool:
     return False
 
 
-def _best(patterns: Sequence[PolicyOption], shared: Collection[int]) -> list[PolicyOption]:
+def _best(options: Sequence[PolicyOption], shared: Collection[int]) -> list[PolicyOption]:
     """Return the Pareto front (time, memory) of the options with equal demands and exports."""
     groups: dict[Hashable, list[PolicyOption]] = {}
-    for each in patterns:
+    for each in options:
         gone, deep = (frozenset(some.intersection(shared)) for some in (each.away, each.deep))
         groups.setdefault((each.blocks, each.demands, gone, deep), []).append(each)
     kept: list[PolicyOption] = []

@@ -22,7 +22,7 @@ from pathoseg.parallel.retention.policy_options import (
     AllowedPolicies,
     PolicyOption,
     Retained,
-    patterns_of,
+    options_of,
     retain,
 )
 from pathoseg.parallel.retention.stage_liveness import BlockRun, StageFacts, runs_of
@@ -37,9 +37,9 @@ _NOT_AT_ALL = Copying(None)
 _AS_IT_IS = Copying()
 # These two get nearest to the bound over `benchmarks/retention`, of 24 that were tried.
 _CAUTIOUS = (Copying(at_once=2), Copying(1.5, at_once=4))
-# A program with more patterns is solved with those first that are nearest to the best of its
+# A program with more options is solved with those first that are nearest to the best of its
 # relaxed one: of each run so many. Where these do not come within the solver's gap of that, it is
-# solved with all patterns that may be better than them; not so the cautious programs, of which
+# solved with all options that may be better than them; not so the cautious programs, of which
 # nothing is to be proven.
 _MANY = 300
 _NEAREST = (8, 24)
@@ -80,7 +80,7 @@ class Chooser:
         self._facts, self._host, self._ways = facts, host, ways
         self._everything = Choice(ActivationPolicy(), 0, retain(facts, ActivationPolicy()))
         self._runs: list[BlockRun] = []
-        self._patterns: list[list[PolicyOption]] = []
+        self._options: list[list[PolicyOption]] = []
         self._lean = cache(self._find_lean)
 
     def choose(self, cap: int, in_flight: int = 1) -> Choice | None:
@@ -137,10 +137,10 @@ class Chooser:
         return float(simulate(lowered, costs).time) / (2 * in_flight)
 
     def _prepare(self) -> None:
-        if not self._patterns:
+        if not self._options:
             self._runs = runs_of(self._facts, MOST_UNITS)
-            self._patterns = [
-                patterns_of(self._facts, run, self._host, self._ways) for run in self._runs
+            self._options = [
+                options_of(self._facts, run, self._host, self._ways) for run in self._runs
             ]
 
     @property
@@ -149,7 +149,7 @@ class Chooser:
         return _AS_IT_IS if self._ways.offload else _NOT_AT_ALL
 
     def _whole(self, cap: int, in_flight: int) -> RetentionProgram:
-        return self._pose(self._patterns, self._freest, cap, in_flight)
+        return self._pose(self._options, self._freest, cap, in_flight)
 
     def _find_lean(self, in_flight: int) -> list[Choice]:
         """Choices of less and less memory: the program's answers while its least room is sought.
@@ -208,7 +208,7 @@ class Chooser:
     ) -> Iterator[Iterator[tuple[ActivationPolicy, int]]]:
         """The program's best and what was found on the way to it, in each arrangement; nothing
         where it has no answer, or none that gains on so many seconds."""
-        posed = self._pose(self._patterns, copying, room, in_flight)
+        posed = self._pose(self._options, copying, room, in_flight)
         relaxed = relax(posed.program)
         if relaxed is None or relaxed.cost * posed.second > (1 - GAP) * fastest:
             return
@@ -233,8 +233,8 @@ class Chooser:
             yield posed.choices(values)
 
     def _pose(
-        self, patterns: list[list[PolicyOption]], copying: Copying, cap: int, in_flight: int
+        self, options: list[list[PolicyOption]], copying: Copying, cap: int, in_flight: int
     ) -> RetentionProgram:
         return RetentionProgram(
-            self._facts, self._runs, patterns, self._host, copying, cap, in_flight
+            self._facts, self._runs, options, self._host, copying, cap, in_flight
         )

@@ -84,7 +84,7 @@ class RankSetup:
         device: The device on which they run.
         streams: The device's lanes.
         copies: Copies to the host, where stages offload.
-        parking: Parameters, gradients and optimizer state in host memory of stages that wait.
+        stage_offload: Parameters, gradients and optimizer state in host memory of stages that wait.
         strips: Whether gradients are those of strips, to be summed where no REDUCE does.
     """
 
@@ -96,13 +96,13 @@ class RankSetup:
     device: torch.device
     streams: Streams
     copies: Copies | None
-    parking: StageOffload
+    stage_offload: StageOffload
     strips: bool = False
 
     @property
     def host_copies(self) -> list[Copies]:
         """Return the copies to the host, of activations and of stages that wait."""
-        return [each for each in (self.copies, self.parking.copies) if each is not None]
+        return [each for each in (self.copies, self.stage_offload.copies) if each is not None]
 
 
 class Executor:
@@ -263,13 +263,13 @@ class _Execution:
 
     def run(self) -> None:
         """Run all actions in turn, and wait until all that was sent has left."""
-        parking = self._setup.parking
-        turns = parking.turns(self._actions)
+        stage_offload = self._setup.stage_offload
+        turns = stage_offload.turns(self._actions)
         for position, action in enumerate(self._actions):
             self.doing = action
             self._messages.post(position)  # (1)
             with (
-                parking.during(turns.get(position), changed_by(action.kind)),  # (2)
+                stage_offload.during(turns.get(position), changed_by(action.kind)),  # (2)
                 nullcontext() if self._trace is None else self._trace.during(action),
             ):
                 self._perform(action)

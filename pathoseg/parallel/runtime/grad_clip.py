@@ -32,7 +32,7 @@ class GradientNorm:
         counted: Names of those that this rank tells the others of.
         transport: Joins the ranks.
         device: The gradients' device.
-        parking: Has the gradients of this rank.
+        stage_offload: Has the gradients of this rank.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class GradientNorm:
         counted: Sequence[str],
         transport: Transport,
         device: torch.device,
-        parking: StageOffload,
+        stage_offload: StageOffload,
     ) -> None:
         self._names = [*parameters]
         index = {name: number for number, name in enumerate(parameters)}
         self._counted = {id(parameters[name]): index[name] for name in counted}
-        self._transport, self._device, self._parking = transport, device, parking
+        self._transport, self._device, self._stage_offload = transport, device, stage_offload
         self._absent = torch.tensor(_ABSENT, dtype=widest(device), device=device)
 
     def agree(
@@ -70,7 +70,7 @@ class GradientNorm:
         told[-1] = given_up
         found = {size + each: loss.to(told) for each, loss in losses.items()}
         changed = () if scale.scale == 1.0 else (Park.GRADIENTS,)
-        for parameters in self._parking.in_turn(Park.GRADIENTS, changed=changed):
+        for parameters in self._stage_offload.in_turn(Park.GRADIENTS, changed=changed):
             scale.unscale([each.grad for each in parameters if each.grad is not None])
             own = {
                 self._counted[id(each)]: each.grad
@@ -99,7 +99,7 @@ class ClippedStep:
         norm: Finds losses and norm on all ranks together.
         scale: The losses' scale; read, not updated.
         optimizer: Updates this rank's parameters; None where it has none.
-        parking: Brings parameters, gradients and optimizer state of stages that wait.
+        stage_offload: Brings parameters, gradients and optimizer state of stages that wait.
         clip: Largest global L2 norm of the gradient; 0 leaves it.
     """
 
@@ -108,11 +108,11 @@ class ClippedStep:
         norm: GradientNorm,
         scale: LossScale,
         optimizer: torch.optim.Optimizer | None,
-        parking: StageOffload,
+        stage_offload: StageOffload,
         clip: float,
     ) -> None:
         self._norm, self._scale, self._clip = norm, scale, clip
-        self._optimizer, self._parking = optimizer, parking
+        self._optimizer, self._stage_offload = optimizer, stage_offload
 
     def run(
         self, losses: Mapping[int, Tensor], microbatches: int, given_up: bool, commit: Commit
@@ -136,10 +136,10 @@ class ClippedStep:
             return None
         commit()
         if verdict.finite and self._optimizer is not None:
-            for parameters in self._parking.in_turn(*Park, changed=[*Park]):
+            for parameters in self._stage_offload.in_turn(*Park, changed=[*Park]):
                 gradients = [each.grad for each in parameters if each.grad is not None]
                 clip_gradients(gradients, verdict.norm, self._clip)
-                with self._parking.alone(parameters) as optimizer:
+                with self._stage_offload.alone(parameters) as optimizer:
                     optimizer.step()
-                self._parking.forget_gradients(parameters)
+                self._stage_offload.forget_gradients(parameters)
         return verdict

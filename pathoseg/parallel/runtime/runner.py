@@ -124,7 +124,7 @@ class Runner:
         check_fit(partition, schedule, transport)
         whole = schedule.expanded()
         self._placement = whole.placement
-        self._holdings = RankParameters(
+        self._rank_parameters = RankParameters(
             traced.model, traced.graph, partition, whole.placement, rank
         )
         compared = {
@@ -132,24 +132,24 @@ class Runner:
             "stages": str(partition.bounds),
             "schedule": str(schedule),
             "precision, clipping or seed": f"{training.dtype} {training.clip} {training.seed}",
-            "weights": self._holdings.digest(),
+            "weights": self._rank_parameters.digest(),
         }
         compare_ranks(transport, compared)
         self._prepare(whole)
-        self._holdings.settle(device)
+        self._rank_parameters.settle(device)
         held = [stage for stage in range(whole.stages) if rank in whole.placement.holders(stage)]
         every = memory.retentions(whole)
         retentions = {stage: every[stage] for stage in held}
-        mine = set(self._holdings.own)
+        mine = set(self._rank_parameters.own)
         trained = {
             name: parameter
-            for name, parameter in self._holdings.parameters.items()
+            for name, parameter in self._rank_parameters.parameters.items()
             if parameter.requires_grad
         }
         self.own = {name: parameter for name, parameter in trained.items() if name in mine}
         self.optimizer = training.optimizer([*self.own.values()]) if self.own else None
         parked = memory.parked if memory.form is not OffloadMode.NONE else frozenset()
-        stages = {stage: self._holdings.of(stage) for stage in held}
+        stages = {stage: self._rank_parameters.of(stage) for stage in held}
         sizes = [parked_bytes(parked, each, training.optimizer) for each in stages.values()]
         host_bytes = memory.on_host(rank)
         computes = device.type == "cpu" and bool(memory.device_bytes)
@@ -160,16 +160,16 @@ class Runner:
         if any(retention.offloaded for retention in retentions.values()):
             turns = take_turns(whole.lists[rank])
             copies = copies_of(memory.form, streams, device, memory.window, host_bytes, turns)
-        reductions = self._make_reductions(whole, held)  # ahead of the parking
-        parking_copies: Copies | None = None
+        reductions = self._make_reductions(whole, held)  # ahead of the stage_offload
+        stage_copies: Copies | None = None
         if parked:
             most = max(sizes, default=0)
-            parking_copies = copies_of(memory.form, streams, device, most, sum(sizes))
-        self._parking = StageOffload(parked, stages, self.optimizer, parking_copies)
+            stage_copies = copies_of(memory.form, streams, device, most, sum(sizes))
+        self._stage_offload = StageOffload(parked, stages, self.optimizer, stage_copies)
         parks = Park.PARAMETERS in parked
         self._stages = self._make_stages(traced, partition, whole, retentions, copies, parks)
-        counted = [name for name in self._holdings.told if name in trained]
-        norm = GradientNorm(trained, counted, transport, device, self._parking)
+        counted = [name for name in self._rank_parameters.told if name in trained]
+        norm = GradientNorm(trained, counted, transport, device, self._stage_offload)
         self._scale = LossScale(training.dtype is torch.float16)
         self._begun: dict[str, torch.Tensor] = {}  # what is held, ahead of the step under way
         self._executor = Executor(
@@ -178,11 +178,13 @@ class Runner:
                 schedule=whole,
                 stages=self._stages,
                 reductions=reductions,
-                update=ClippedStep(norm, self._scale, self.optimizer, self._parking, training.clip),
+                update=ClippedStep(
+                    norm, self._scale, self.optimizer, self._stage_offload, training.clip
+                ),
                 device=device,
                 streams=streams,
                 copies=copies,
-                parking=self._parking,
+                stage_offload=self._stage_offload,
                 strips=shards > 1,
             )
         )
@@ -222,7 +224,7 @@ class Runner:
     ) -> dict[int, GradientReduction]:
         return {
             stage: GradientReduction(
-                self._holdings.trained(stage),
+                self._rank_parameters.trained(stage),
                 max(1, schedule.setting.buckets[stage]),
                 self._world,
                 self._holders_of_strips(stage),
@@ -273,13 +275,13 @@ class Runner:
             GivenUpError: A rank has given up, on all ranks: parameters, buffers and optimizer are
                 as before the step. `state` can be called still, and no other step.
         """
-        if self._parking.active:
+        if self._stage_offload.active:
             commit()
         this = Pass(number, microbatches.sizes, self._scale.scale, training=True)
-        self._parking.forget_gradients(self.own.values())
+        self._stage_offload.forget_gradients(self.own.values())
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
-        held = self._holdings.tensors()
+        held = self._rank_parameters.tensors()
         buffers = {name: t for name, t in held.items() if not isinstance(t, nn.Parameter)}
         with self._failing(), buffers_kept(buffers) as before:
             self._begun = {**held, **before}
@@ -337,7 +339,7 @@ class Runner:
         Raises:
             PathosegError: Something failed here or on another rank; all ranks end.
         """
-        told = self._told(self._holdings.tensors())
+        told = self._told(self._rank_parameters.tensors())
         with self._failing():
             whole = gather(told, self._transport, self.device)
         return {} if self._world.rank else self.joined(whole)
@@ -348,7 +350,7 @@ class Runner:
         Called by another thread than that which is at the step, until `commit`. It says nothing to
         other ranks.
         """
-        return self._told(self._begun or self._holdings.tensors())
+        return self._told(self._begun or self._rank_parameters.tensors())
 
     def joined(self, whole: State) -> dict[str, Any]:
         """Return as `state` does what all ranks hold together."""
@@ -358,22 +360,22 @@ class Runner:
             for name, entries in whole.items()
         }
         return {
-            "model": {key: values[name] for key, name in self._holdings.keys.items()},
+            "model": {key: values[name] for key, name in self._rank_parameters.keys.items()},
             "optimizer": {name: entries for name, entries in kept.items() if entries},
             "scaler": self._scale.state_dict(),
         }
 
     def _told(self, held: Mapping[str, torch.Tensor]) -> State:
         """Return the part of the state that this rank sends; of strips, the first alone."""
-        names_told = self._holdings.told if self._has_first_strip else []
+        names_told = self._rank_parameters.told if self._has_first_strip else []
         told: State = {name: {"": held[name]} for name in names_told}
         kept = {} if self.optimizer is None else self.optimizer.state
-        names = {parameter: name for name, parameter in self._holdings.parameters.items()}
-        for parameters in self._parking.in_turn(Park.PARAMETERS, Park.OPTIMIZER):
+        names = {parameter: name for name, parameter in self._rank_parameters.parameters.items()}
+        for parameters in self._stage_offload.in_turn(Park.PARAMETERS, Park.OPTIMIZER):
             for parameter in parameters:
                 if names[parameter] in told:
                     entries = {"": parameter, **kept.get(parameter, {})}
-                    told[names[parameter]] = self._parking.lasting(entries)
+                    told[names[parameter]] = self._stage_offload.lasting(entries)
         return told
 
     def load(self, state: dict[str, Any]) -> None:
@@ -385,15 +387,15 @@ class Runner:
         Raises:
             KeyError, ValueError: It is the state of another model or optimizer.
         """
-        held = self._holdings.tensors()
-        own = {key: held[name] for key, name in self._holdings.keys.items() if name in held}
+        held = self._rank_parameters.tensors()
+        own = {key: held[name] for key, name in self._rank_parameters.keys.items() if name in held}
         changed = Park.PARAMETERS, Park.OPTIMIZER
         names = {parameter: name for name, parameter in self.own.items()}
-        for parameters in self._parking.in_turn(*changed, changed=changed):
+        for parameters in self._stage_offload.in_turn(*changed, changed=changed):
             here = {id(each) for each in parameters}
             load_tensors({key: t for key, t in own.items() if id(t) in here}, state["model"])
             if self.optimizer is not None:
-                with self._parking.alone(parameters) as optimizer:
+                with self._stage_offload.alone(parameters) as optimizer:
                     load_optimizer(optimizer, names, state["optimizer"])
         buffers = {key: t for key, t in own.items() if not isinstance(t, nn.Parameter)}
         load_tensors(buffers, state["model"])

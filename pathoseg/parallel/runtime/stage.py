@@ -183,7 +183,7 @@ class Stage:
         self._randomness = Randomness(traced, layers, training.seed, device)
         self._returned = set(traced.graph.outputs) if self.is_last else set()
         self._visits: dict[int, _Visit] = {}
-        self._keeping = SavedTensorHooks(traced, layers, number, retention, copies, parks)
+        self._hooks = SavedTensorHooks(traced, layers, number, retention, copies, parks)
         self._copies = copies
         self._sharding = sharding
         self._to_check: dict[str, Tensor] = {}
@@ -198,9 +198,9 @@ class Stage:
         """Forget the visits and losses of earlier steps."""
         self._visits.clear()
         self.losses.clear()
-        self._keeping.begin()
+        self._hooks.begin()
         if self._compiles and self._segment_of_steps is self._segment:
-            apart = {*self._keeping.leaving, *self.statistics.watched}
+            apart = {*self._hooks.leaving, *self.statistics.watched}
             self._segment_of_steps = self._traced.compiled_segment(self._layers, apart)
 
     def feed(self, microbatch: int, inputs: Mapping[str, Tensor]) -> None:
@@ -353,7 +353,7 @@ class Stage:
             if sharding is not None:
                 sharding.team.waiting = self._randomness.paused
             segment = self._segment if step is None else self._segment_of_steps
-            if step is None or not keep or not self._keeping.active:
+            if step is None or not keep or not self._hooks.active:
                 return segment(given, before, None if sharding is None else sharding.run)
 
             @contextmanager
@@ -361,7 +361,7 @@ class Stage:
                 with self._randomness.of(step, microbatch) as before, self._autocast():
                     yield before
 
-            recording = self._keeping.recording(microbatch, visit.received, again)
+            recording = self._hooks.recording(microbatch, visit.received, again)
             run = recording.run if sharding is None else sharding.recorded(recording.run)
             with recording.hooks():
                 values = segment(given, before, run)

@@ -77,7 +77,7 @@ class HostCopies:
         self.events: list[Event] = []
         self.changes: list[tuple[float, int]] = []
         self._rank, self._link, self._window, self._turns = rank, link, window, turns
-        self._leaving, self._returning = _Window(window), _Window(window)
+        self._leaving, self._returning = _StagingBuffer(window), _StagingBuffer(window)
         self._free: dict[Kind, float] = {Kind.OFFLOAD: 0, Kind.PREFETCH: 0}
         self._away: dict[tuple[Visit, str | None], float] = {}  # when it was whole on the host
         self._asked: dict[Action, float] = {}
@@ -134,7 +134,7 @@ class HostCopies:
         return begin, end
 
 
-class _Window:
+class _StagingBuffer:
     """Device memory for what is on its way, by when it is given back."""
 
     def __init__(self, size: int) -> None:

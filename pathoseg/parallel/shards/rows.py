@@ -13,8 +13,9 @@ A convolution of kernel 3, stride 2, padding 1, on 8 rows in two strips of 4:
 
 (1) `Split` says which rows of a tensor of any height each rank owns: those of the model's input in
     proportion. So tensors of one height are cut alike, whatever path led to them.
-(2) `Window.reads` is the interval that the output rows [first, stop) need. It may reach beyond the
-    tensor: rows above 0 and below its height are padding, which the rank fills in by itself.
+(2) `SlidingWindow.reads` is the interval that the output rows [first, stop) need. It may reach
+    beyond the tensor: rows above 0 and below its height are padding, which the rank fills in by
+    itself.
 (3) What of it another rank owns is a halo. It comes from that rank in the forward, and its gradient
     goes back there in the backward, to be added (`exchange.Extended`).
 """
@@ -114,7 +115,7 @@ def checked(bounds: Sequence[int], what: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Window:
+class SlidingWindow:
     """(2) How a layer's output rows look at its input rows, as `torch.nn` has it.
 
     Attributes:

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pathoseg.parallel.shards.exchange import Halos, cut
-from pathoseg.parallel.shards.rows import Rows, Window
+from pathoseg.parallel.shards.rows import Rows, SlidingWindow
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Convolution:
     paddings: Sequence[int]
     dilations: Sequence[int]
     groups: int
-    window: Window
+    window: SlidingWindow
     made: Rows
 
     def runs_on(self, own: Rows) -> bool:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pathoseg.parallel.shards.exchange import Halos, rebuilt, total
-from pathoseg.parallel.shards.rows import Rows, Window, check_halos, checked, strips
+from pathoseg.parallel.shards.rows import Rows, SlidingWindow, check_halos, checked, strips
 from pathoseg.parallel.shards.strip import Rule, Strip, strips_in
 from pathoseg.parallel.shards.strip_convolution import Convolution, StripConvolution, as_autocast
 
@@ -73,7 +73,7 @@ def _convolution(
         afters = [span - before for span, before in zip(spans, befores, strict=True)]
     else:
         befores = afters = _each(0 if padding == "valid" else padding, count)
-    window = Window(weight.shape[2 + axis], strides[axis], befores[axis], dilations[axis])
+    window = SlidingWindow(weight.shape[2 + axis], strides[axis], befores[axis], dilations[axis])
     height = window.height(x.bounds[-1], afters[axis])
     reach = _Reach(x, "a convolution", height, window.reads)
     layer = Convolution(function, strides, befores, dilations, groups, window, reach.makes)
@@ -110,7 +110,7 @@ def _transposed(
         return NotImplemented
     strides, dilations = _each(stride, count), _each(dilation, count)
     paddings, more = _each(padding, count), _each(output_padding, count)
-    window = Window(weight.shape[2 + axis], strides[axis], paddings[axis], dilations[axis])
+    window = SlidingWindow(weight.shape[2 + axis], strides[axis], paddings[axis], dilations[axis])
     height = window.spread(x.bounds[-1], more[axis])
     reach = _Reach(x, "a transposed convolution", height, window.reads_transposed)
     rows = reach.rows()
@@ -141,7 +141,7 @@ def _max_pool(count: int) -> Rule:
         kernels, dilations = _each(kernel_size, count), _each(dilation, count)
         strides = _each(stride, count) if stride else kernels
         paddings = _each(padding, count)
-        window = Window(kernels[axis], strides[axis], paddings[axis], dilations[axis])
+        window = SlidingWindow(kernels[axis], strides[axis], paddings[axis], dilations[axis])
         height = window.height(x.bounds[-1], paddings[axis], ceil_mode)
         reach = _Reach(x, "a max pooling", height, window.reads)
         rows = reach.rows(fill=-float("inf"))
@@ -168,7 +168,7 @@ def _average_pool(count: int) -> Rule:
             return NotImplemented
         kernels = _each(kernel_size, count)
         strides, paddings = _each(stride, count) if stride else kernels, _each(padding, count)
-        window = Window(kernels[axis], strides[axis], paddings[axis])
+        window = SlidingWindow(kernels[axis], strides[axis], paddings[axis])
         whole = x.bounds[-1]
         height = window.height(whole, paddings[axis], ceil_mode)
         reach = _Reach(x, "an average pooling", height, window.reads)

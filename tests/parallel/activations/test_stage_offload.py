@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pathoseg.parallel.activations import saved_tensor_hooks as keeping
-from pathoseg.parallel.activations import stage_offload as parking
+from pathoseg.parallel.activations import stage_offload
 from pathoseg.parallel.activations.offload import OffloadMode
 from pathoseg.parallel.activations.stage_offload import Park, parked_bytes
 from pathoseg.parallel.comm.transport import Transport
@@ -39,7 +39,7 @@ FORMS = [OffloadMode.NAIVE, OffloadMode.OVERLAPPED]
 
 @pytest.fixture(autouse=True)
 def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parking, "SMALL", 1)
+    monkeypatch.setattr(stage_offload, "SMALL", 1)
     monkeypatch.setattr(keeping, "SMALL", 1)
 
 

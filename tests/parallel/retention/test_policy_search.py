@@ -31,7 +31,7 @@ from pathoseg.parallel.retention.policy_milp import (
 from pathoseg.parallel.retention.policy_options import (
     MOST_UNITS,
     AllowedPolicies,
-    patterns_of,
+    options_of,
     retain,
 )
 from pathoseg.parallel.retention.policy_search import Choice, Chooser
@@ -145,7 +145,7 @@ def test_no_way_that_is_left_out_by_its_reduced_cost_is_missed(
 ) -> None:
     facts, host = _facts(name), DEVICE.host
     runs = runs_of(facts, MOST_UNITS)
-    patterns = [patterns_of(facts, run, host, AllowedPolicies()) for run in runs]
+    options = [options_of(facts, run, host, AllowedPolicies()) for run in runs]
     everything = retain(facts, ActivationPolicy())
     cap = int(share * (everything.peak + (in_flight - 1) * everything.kept))
 
@@ -153,7 +153,7 @@ def test_no_way_that_is_left_out_by_its_reduced_cost_is_missed(
         values = solve(program)
         return inf if values is None else float(values @ program.cost)
 
-    whole = RetentionProgram(facts, runs, patterns, host, Copying(), cap, in_flight)
+    whole = RetentionProgram(facts, runs, options, host, Copying(), cap, in_flight)
     relaxed = relax(whole.program)
     if relaxed is None:
         assert cost(whole.program) == inf

@@ -18,7 +18,7 @@ from pathoseg.errors import PathosegError
 from pathoseg.models.losses import build_loss
 from pathoseg.models.model_options import LossConfig
 from pathoseg.parallel.shards.exchange import Halos
-from pathoseg.parallel.shards.rows import Rows, Split, Window, strips
+from pathoseg.parallel.shards.rows import Rows, SlidingWindow, Split, strips
 from pathoseg.parallel.shards.strip import Strip
 from tests.parallel.shards.strips_on_threads import (
     Drawing,
@@ -372,7 +372,7 @@ def test_windows_read_what_they_see(
     kernel: int, stride: int, padding: int, dilation: int, data: st.DataObject
 ) -> None:
     """Against the definition: output row o sees the rows o · stride - padding + k · dilation."""
-    window = Window(kernel, stride, padding, dilation)
+    window = SlidingWindow(kernel, stride, padding, dilation)
     first = data.draw(st.integers(0, 20))
     made = Rows(first, first + data.draw(st.integers(1, 9)))
     seen = {o * stride - padding + k * dilation for o in range(*made) for k in range(kernel)}
