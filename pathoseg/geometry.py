@@ -103,6 +103,11 @@ class Mpp:
         """The geometric mean, so that `mean**2` is a pixel's area in µm²."""
         return math.sqrt(self.x * self.y)
 
+    @property
+    def pixel_mm2(self) -> float:
+        """A pixel's area in mm²."""
+        return self.x * self.y * 1e-6
+
 
 IMAGE = "image"  # a network's first input: the tile itself
 
@@ -204,7 +209,7 @@ class Frame:
 
     @property
     def pixel_area_mm2(self) -> float:
-        return self.mpp.x * self.mpp.y * 1e-6
+        return self.mpp.pixel_mm2
 
     def to_level0(self, box: Box) -> tuple[float, float, float, float]:
         """Left, top, width and height of `box` in level-0 pixels (pixel edges, not centres)."""

@@ -222,7 +222,7 @@ class _Page:
         self.regions = [
             {"slide": one.slide, "name": region.name, "area": area_text(region.area_mm2)}
             | {"cells": _cells(region.classes, self.classes)}
-            | {"unread": _unread(one, region.unread_pixels)}
+            | {"unread": region.unread_pixels * one.mpp.pixel_mm2}
             for one in summaries
             for region in one.regions_of_interest
         ]
@@ -232,7 +232,7 @@ class _Page:
             if one.least_certain
         ]
         self.tissue = sum(one.tissue_mm2 for one in summaries)
-        self.unread = sum(_unread(one, one.unread_pixels) for one in summaries)
+        self.unread = sum(one.unread_pixels * one.mpp.pixel_mm2 for one in summaries)
         known = [slide.seconds for slide in batch.slides if slide.seconds is not None]
         self.seconds, self.median_seconds = sum(known), median(known) if known else 0.0
         self.models = _numbers([one.model for one in summaries])
@@ -264,7 +264,7 @@ def _remarks(summary: Summary) -> list[str]:
     tiles = summary.tiles
     if summary.unread_pixels:
         told.append(
-            f"{area_text(_unread(summary, summary.unread_pixels))} mm² could not be read "
+            f"{area_text(summary.unread_pixels * summary.mpp.pixel_mm2)} mm² could not be read "
             f"({tiles.unread} of {tiles.done} tiles): hatched in the overlay"
         )
     elif tiles.unread:
@@ -286,7 +286,7 @@ def _row(
         "far": [f"{'much' if one.share > one.middle else 'little'} {one.name}" for one in far],
         "remarks": len(_remarks(summary)),
         "tissue": area_text(summary.tissue_mm2),
-        "unread": _unread(summary, summary.unread_pixels),
+        "unread": summary.unread_pixels * summary.mpp.pixel_mm2,
         "seconds": slide.seconds,
         "cells": _cells(summary.classes, names),
     }
@@ -357,11 +357,6 @@ def _field(summary: Summary, field: UncertainField) -> list[str]:
 
 def _least_certain(summary: Summary) -> float:
     return -max((field.uncertainty for field in summary.least_certain or ()), default=0.0)
-
-
-def _unread(summary: Summary, pixels: int) -> float:
-    """The area in mm² of pixels of a slide's mask."""
-    return pixels * summary.mpp.x * summary.mpp.y * 1e-6
 
 
 def _numbers(values: Sequence[str]) -> list[tuple[str, str]]:

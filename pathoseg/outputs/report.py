@@ -219,7 +219,7 @@ def _summary_rows(summary: Summary) -> Iterator[dict[str, object]]:
                 "objects": "" if of.objects is None else of.objects,
                 "objects_per_mm2": "" if density is None else f"{density:.6g}",
                 "tissue_mm2": tissue_mm2,
-                "unread_mm2": f"{unread_pixels * summary.mpp.x * summary.mpp.y * 1e-6:.9g}",
+                "unread_mm2": f"{unread_pixels * summary.mpp.pixel_mm2:.9g}",
                 "mpp": f"{summary.mpp.mean:.6g}",
                 "model": summary.model,
                 "region_of_interest": region_name,

@@ -50,8 +50,7 @@ class Tissue:
     @property
     def area_mm2(self) -> float:
         """The area of the tissue in mm²."""
-        slide = self.slide_size.pixels * self.mpp.x * self.mpp.y * 1e-6
-        return slide * float(self.mask.mean())
+        return self.slide_size.pixels * self.mpp.pixel_mm2 * float(self.mask.mean())
 
     def share(self, box: Box, frame: Frame) -> float:
         """The part of a box that is tissue, 0 to 1, in constant time.

@@ -64,13 +64,13 @@ class SlideFacts:
 
     @property
     def slide_mm2(self) -> float:
-        return self.size.pixels * self.mpp.mean**2 * 1e-6
+        return self.size.pixels * self.mpp.pixel_mm2
 
     @property
     def interest_mm2(self) -> float:
         """Area of the regions of interest, all of the slide where there are none."""
         pixels = self.annotation.interest_pixels
-        return self.slide_mm2 if pixels is None else pixels * self.mpp.mean**2 * 1e-6
+        return self.slide_mm2 if pixels is None else pixels * self.mpp.pixel_mm2
 
     @property
     def ignored_mm2(self) -> float:

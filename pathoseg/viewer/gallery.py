@@ -349,7 +349,7 @@ def _listed(number: int, entry: Entry) -> dict[str, Any]:
         "annotated": entry.annotation is not None,
     }
     if summary is not None:
-        unread = summary.unread_pixels * summary.mpp.x * summary.mpp.y * 1e-6
+        unread = summary.unread_pixels * summary.mpp.pixel_mm2
         listed |= {
             "tissue_mm2": summary.tissue_mm2,
             "unread_mm2": unread,
