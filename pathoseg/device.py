@@ -18,6 +18,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from pathoseg.errors import MemoryExhaustedError, PathosegError, is_out_of_memory
 from pathoseg.memory_size import memory_text, parse_memory
@@ -162,6 +164,48 @@ def autocast_types() -> set[str]:
     """Return the types of devices for which a network may switch autocast on or off."""
     accelerator = torch.accelerator.current_accelerator()
     return {"cpu", "cuda", "xpu", "mps", *([accelerator.type] if accelerator else [])}
+
+
+# What CUDA's autocast computes in float32, by the names of its functions, and CPUs' does not
+# ("CUDA Ops that can autocast to float32" in torch's reference of `torch.amp`), as far as networks
+# have it between their layers.
+_IN_FLOAT32 = {
+    *("group_norm", "layer_norm", "rms_norm", "normalize", "norm", "softmax", "log_softmax"),
+    *("softmin", "softplus", "cumsum", "cumprod", "sum", "prod", "exp", "log", "logsumexp", "pow"),
+    *("__pow__", "reciprocal", "rsqrt", "cosine_similarity", "cdist", "interpolate", "upsample"),
+}
+
+
+class _AcceleratorLists(TorchFunctionMode):
+    """Casts to float32 what an accelerator's autocast does, and that of CPUs leaves as it is."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map(_wide, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _wide(value: Any) -> Any:
+    is_short = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if is_short else value
+
+
+@contextmanager
+def imitated_autocast(dtype: torch.dtype | None) -> Iterator[None]:
+    """Make a context in which fake tensors are computed in a precision as an accelerator would.
+
+    They are a CPU's, as this torch need not know the accelerator; so a model that switches off an
+    accelerator's autocast by its name is traced with it.
+
+    Args:
+        dtype: The precision; None leaves all as it is.
+    """
+    if dtype is None:
+        yield
+        return
+    with torch.autocast("cpu", dtype), _AcceleratorLists():
+        yield
 
 
 def widest(device: torch.device) -> torch.dtype:

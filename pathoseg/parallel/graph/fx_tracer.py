@@ -22,15 +22,14 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.fx._symbolic_trace import _maybe_revert_all_patches
 from torch.nn import Module as Module
 from torch.nn.modules.batchnorm import _NormBase as _NormBase
-from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
 from pathoseg.device import autocast_types
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.graph.lent_model import unchanged
+from pathoseg.parallel.graph.lent_model import state_of, unchanged
 from pathoseg.parallel.graph.memory_profile import Recorder
 
 # Under this name the root that is traced holds the model.
@@ -220,6 +219,22 @@ _flash = "_scaled_dot_product_flash_attention"
 _FLOPS = dict(flop_registry)
 for _pass in ("", "_backward"):  # torch counts this attention on a GPU only
     _FLOPS[getattr(_aten, f"{_flash}_for_cpu{_pass}")] = _FLOPS[getattr(_aten, _flash + _pass)]
+# `v += 1` writes into v and all that share its memory; torch.fx alone would read `v = v + 1`.
+_AUGMENTED = (
+    "add",
+    "sub",
+    "mul",
+    "matmul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "and",
+    "or",
+    "xor",
+)
+_WRITTEN = {f"__i{name}__": getattr(operator, f"__i{name}__") for name in _AUGMENTED}
+_WRITTEN["__setitem__"] = operator.setitem
 _MOST_GUESSES = 10_000  # of a tensor's value; a loop that asks more often would never end
 
 
@@ -314,48 +329,6 @@ def mode(model: nn.Module, training: bool) -> Iterator[None]:
         _throw_again(dice)
 
 
-# What CUDA's autocast computes in float32, by the names of its functions, and CPUs' does not
-# ("CUDA Ops that can autocast to float32" in torch's reference of `torch.amp`), as far as networks
-# have it between their layers.
-_IN_FLOAT32 = {
-    *("group_norm", "layer_norm", "rms_norm", "normalize", "norm", "softmax", "log_softmax"),
-    *("softmin", "softplus", "cumsum", "cumprod", "sum", "prod", "exp", "log", "logsumexp", "pow"),
-    *("__pow__", "reciprocal", "rsqrt", "cosine_similarity", "cdist", "interpolate", "upsample"),
-}
-
-
-class _AcceleratorLists(TorchFunctionMode):
-    """Casts to float32 what an accelerator's autocast does, and that of CPUs leaves as it is."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__name__", "") in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
-            args, kwargs = tree_map(_wide, (args, kwargs))
-        return func(*args, **kwargs)
-
-
-def _wide(value: Any) -> Any:
-    is_short = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-    return value.float() if is_short else value
-
-
-@contextmanager
-def autocast(dtype: torch.dtype | None) -> Iterator[None]:
-    """Make a context in which fake tensors are computed in a precision as an accelerator would.
-
-    They are a CPU's, as this torch need not know the accelerator; so a model that switches off an
-    accelerator's autocast by its name is traced with it.
-
-    Args:
-        dtype: The precision; None leaves all as it is.
-    """
-    if dtype is None:
-        yield
-        return
-    with torch.autocast("cpu", dtype), _AcceleratorLists():
-        yield
-
-
 def to_tensor(numbers: int | Sequence[int]) -> torch.Tensor:
     """Encode a whole number or a shape as an int64 tensor, to be sent between stages."""
     return torch.tensor(numbers, dtype=torch.int64)
@@ -398,10 +371,11 @@ class Tracer(fx.Tracer):
                 raise UntraceableError("it calls a custom autograd function")
             return apply.__get__(None, cls)(*args, **kwargs)
 
-        def write(proxy: fx.Proxy, key: Any, value: Any) -> None:
-            self.create_proxy("call_function", operator.setitem, (proxy, key, value), {})
+        def node_of(function: Any) -> Any:
+            return lambda *args: self.create_proxy("call_function", function, args, {})
 
-        proxy: Any = {"__len__": lambda proxy: len(self.parts(proxy)), "__setitem__": write}
+        proxy: Any = {"__len__": lambda proxy: len(self.parts(proxy))}
+        proxy |= {name: node_of(function) for name, function in _WRITTEN.items()}
         with (
             mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse)),
             mock.patch.multiple(fx.Proxy, create=True, **proxy),
@@ -420,10 +394,15 @@ class Tracer(fx.Tracer):
         is_open = type(m).__name__.startswith(_OPEN)
         return module_qualified_name in self._opaque or (known and not is_open)
 
-    def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
+    def create_node(self, kind: str, target: Any, args: Any, *more: Any, **kwargs: Any) -> fx.Node:
         if _contexts() != self._contexts:
             raise UntraceableError("it switches gradients or autocast off or on")
-        return super().create_node(kind, *args, **kwargs)
+        first = args[0] if args else None
+        is_new = isinstance(first, fx.Node) and str(first.target).startswith("_tensor_constant")
+        if is_new and kind.startswith("call_") and _writes(target):
+            # The graph makes the tensor once, the model at each call.
+            raise UntraceableError("it writes into a tensor that it makes")
+        return super().create_node(kind, target, args, *more, **kwargs)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         # An identity would only make a second message of the same tensor.
@@ -433,11 +412,15 @@ class Tracer(fx.Tracer):
         if not self.is_leaf_module(m, path):
             mark, depth = len(self.graph.nodes), len(self.module_stack)
             attributes, buffers, dice = dict(vars(m)), dict(m._buffers), _dice()
+            plain = state_of(m)
             try:
                 made = super().call_module(m, forward, args, kwargs)
                 held = (*vars(m).values(), *m._buffers.values())
                 if any(isinstance(value, fx.Proxy) for value in held):
                     raise UntraceableError("it keeps a tensor as an attribute")
+                now = state_of(m)
+                if any(now.get(name) != value for name, value in plain.items()):
+                    raise UntraceableError("it changes an attribute")
                 if _thrown_since(dice):
                     raise UntraceableError("it draws random numbers outside of torch's layers")
                 return made
@@ -449,6 +432,8 @@ class Tracer(fx.Tracer):
                 m._buffers.clear()
                 m._buffers.update(buffers)
                 self._take_back(mark, depth)
+        if m._forward_hooks and path != MODEL:  # it runs with the layer, but not while tracing
+            raise UntraceableError("a forward hook may hand it a tensor")
         return super().call_module(m, forward, args, kwargs)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
@@ -577,6 +562,13 @@ def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     names = [argument.name for argument in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     return "dropout_p" not in names or given.get("dropout_p", 0.0) > 0
+
+
+def _writes(target: Any) -> bool:
+    """Return True if a function or method writes into its first argument."""
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    return is_in_place or name in _WRITTEN or f"__{name}__" in _WRITTEN
 
 
 def _contexts() -> tuple[bool, ...]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 from typing import Any
+
+import numpy as np
 
 
 @contextmanager
@@ -38,3 +41,18 @@ def _holders(module: Any) -> dict[str, Any]:
         for name, value in vars(module).items()
         if type(value) in kinds and not name.startswith("_")
     }
+
+
+def state_of(module: Any) -> dict[str, Any]:
+    """Return a module's own numbers and texts, and its own generators' states, by attribute."""
+    found: dict[str, Any] = {}
+    for name, value in vars(module).items():
+        if isinstance(value, int | float | str):
+            found[name] = value
+        elif isinstance(value, np.random.Generator):
+            found[name] = str(value.bit_generator.state)
+        elif isinstance(value, random.Random):
+            found[name] = value.getstate()
+        elif hasattr(value, "get_state"):  # of torch
+            found[name] = value.get_state().tolist()
+    return found

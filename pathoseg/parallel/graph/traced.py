@@ -10,6 +10,7 @@ from functools import cache
 from traceback import walk_tb
 from typing import Any
 
+from pathoseg.device import imitated_autocast
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.graph import fx_tracer as fx
 from pathoseg.parallel.graph.compiled_blocks import compiled_step, find_blocks
@@ -266,7 +267,7 @@ class Traced:
         known = -1
         while len(opaque) > known:
             known = len(opaque)
-            precision = fx.autocast(self.autocast)  # a model may branch on a dtype
+            precision = imitated_autocast(self.autocast)  # a model may branch on a dtype
             with fx.mode(self.model, training), unchanged(self.model), precision:
                 graph = fx.Tracer(self._root, opaque).nodes()
         for node, name in name_layers(graph).items():
@@ -298,7 +299,7 @@ class Traced:
         """Runs the model as it is; says what it returns and saves."""
         recorder = Recorder(MemoryProfile(0), held_once())
         listener = fx.Listener(self._root.fake, recorder)
-        with fx.autocast(self.autocast), listener.forward():
+        with imitated_autocast(self.autocast), listener.forward():
             for tensor in self._root.inputs:
                 recorder.watch(tensor)
             made = self._root.run(*self._root.inputs)
@@ -332,7 +333,7 @@ class Traced:
                 others = ((name, tensors(other)) for name, other in values.items())
                 made.update((name, recorder.values(other)) for name, other in others)
 
-        with fx.autocast(self.autocast), listener.forward():
+        with imitated_autocast(self.autocast), listener.forward():
             for name, tensor in zip(root.names, root.inputs, strict=True):
                 values[name] = place(name, tensor)
                 recorder.watch(tensors(values[name]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
+from pathoseg import device
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.graph import fx_tracer
 from pathoseg.parallel.graph.traced import Traced, trace
 from tests.parallel.networks.odd import (
     OPAQUE,
@@ -40,10 +41,16 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def _python_state(module: nn.Module) -> dict[str, object]:
+    kinds = (int, np.random.Generator)
+    return {key: deepcopy(value) for key, value in vars(module).items() if isinstance(value, kinds)}
+
+
 def _agrees(traced: Traced, images: torch.Tensor, seed: int, bounds: list[int]) -> None:
     """The model and its stages return the same and have the same gradients and buffers."""
     model = traced.model
     state = {key: value.clone() for key, value in model.state_dict().items()}
+    own = [(vars(module), _python_state(module)) for module in model.modules()]
     _seed(seed)
     whole = model(images)
     whole.sum().backward()
@@ -51,6 +58,8 @@ def _agrees(traced: Traced, images: torch.Tensor, seed: int, bounds: list[int]) 
     buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}
     model.zero_grad()
     model.load_state_dict(state)
+    for attributes, kept in own:
+        attributes.update(kept)
     _seed(seed)
     parts, gradients = run_stages(traced, bounds, {"input": images})
     assert torch.equal(parts, whole)
@@ -198,7 +207,7 @@ def test_a_model_that_fails_says_where(model: nn.Module, example: object, words:
 def test_upsampling_is_in_float32_where_an_accelerator_does_it_so() -> None:
     """Follow torch's list for CUDA; CPUs' autocast leaves bfloat16 as it is."""
     x = torch.ones(1, 1, 2, 2, dtype=torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16), fx_tracer._AcceleratorLists():
+    with torch.autocast("cpu", torch.bfloat16), device._AcceleratorLists():
         for mode in ("nearest", "bilinear"):
             assert F.interpolate(x, scale_factor=2, mode=mode).dtype == torch.float32
             assert nn.Upsample(scale_factor=2, mode=mode)(x).dtype == torch.float32

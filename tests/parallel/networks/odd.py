@@ -152,6 +152,48 @@ class LoopsOverTheBatch(Odd):
         return torch.stack([self.inner(image[None])[0] for image in x])
 
 
+class CountsItsCalls(Odd):
+    """A warm-up by the number of calls so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.inner(x) * min(1.0, self.calls / 4)
+
+
+class OwnGenerator(Odd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dice = np.random.default_rng(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * float(self.dice.uniform(0.5, 1.5))
+
+
+class ReadsWhatAHookKeeps(Odd):
+    """A feature that a hook keeps outside of the module, as for pretrained encoders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = {"inner": torch.zeros(())}
+        self.inner.register_forward_hook(lambda *told: self.features.update(inner=told[2]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + self.features["inner"].mean((2, 3), keepdim=True)
+
+
+class SumsIntoANewTensor(Odd):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(1)
+        for _ in range(2):
+            x = self.inner(x)
+            total += x.mean()
+        return x + total
+
+
 OPAQUE = [
     BranchesOnValues,
     CountsValues,
@@ -169,6 +211,10 @@ OPAQUE = [
     CachesInABuffer,
     DropsPaths,
     LoopsOverTheBatch,
+    CountsItsCalls,
+    OwnGenerator,
+    ReadsWhatAHookKeeps,
+    SumsIntoANewTensor,
 ]
 
 
@@ -304,6 +350,42 @@ class TiesWeights(Odd):
         return self.again(torch.tanh(self.inner(x)))
 
 
+class WritesByOtherNames(Odd):
+    """Augmented assignments to a view, a second name, an argument and a list's item."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        part = x[:, :2]
+        part += 1
+        same = x
+        same *= 2
+        centre(x)
+        kept = [x]
+        kept[0] -= 0.5
+        side = x.shape[-1]
+        side //= 2
+        return torch.tanh(self.inner(x)) + side
+
+
+def centre(pixels: torch.Tensor) -> None:
+    pixels -= pixels.mean((2, 3), keepdim=True)
+
+
+class CountsInABuffer(Odd):
+    """A buffer that is written by another name."""
+
+    steps: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        steps = self.steps
+        steps += 1
+        return self.inner(x) * steps
+
+
 TRACEABLE = [
     BranchesOnShape,
     UnpacksShape,
@@ -318,6 +400,8 @@ TRACEABLE = [
     Reparametrised,
     NormsItsOwnWay,
     TiesWeights,
+    WritesByOtherNames,
+    CountsInABuffer,
 ]
 
 
