@@ -222,14 +222,14 @@ def write_evaluation(folder: Path, split: str | None, evaluation: Evaluation) ->
 def _figure_rows(evaluation: Evaluation) -> Iterable[dict[str, object]]:
     slides = [slide for split in evaluation.splits for slide in split.slides]
     for slide in slides:
-        ends = {f"{name}_{end}": "" for name in slide.figures for end in ("low", "high")}
         yield {
             "slide": slide.name,
             "split": slide.split,
             "pixels": slide.pixels,
             **_all_objects(slide),
             **slide.figures,
-            **ends,
+            **{f"{name}_{end}": "" for name in slide.figures for end in ("low", "high")},
+            **slide.figures,  # a class may be called as an end of another's: gland, gland_low
         }
     for split in evaluation.splits:
         row: dict[str, object] = {
@@ -238,10 +238,11 @@ def _figure_rows(evaluation: Evaluation) -> Iterable[dict[str, object]]:
             "pixels": int(split.confusion.sum()),
             **_all_objects(split),
         }
-        row |= {name: figure.value for name, figure in split.figures.items()}
+        values = {name: figure.value for name, figure in split.figures.items()}
+        ends = dict[str, float]()
         for name, figure in split.figures.items():
-            row |= {f"{name}_low": figure.low, f"{name}_high": figure.high}
-        yield row
+            ends |= {f"{name}_low": figure.low, f"{name}_high": figure.high}
+        yield {**row, **values, **ends, **values}
 
 
 def _all_objects(of: ScoredSlide | ScoredSplit) -> dict[str, int]:

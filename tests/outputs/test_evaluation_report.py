@@ -37,6 +37,26 @@ def _slide(name: str, dice: float = 1.0) -> ScoredSlide:
     return ScoredSlide(name, "P", "test", 0.5, 0.25e-6, TALLY.confusion, numbers, figures)
 
 
+def _evaluation(classes: ClassTable, *splits: ScoredSplit) -> Evaluation:
+    return Evaluation(
+        model="run/model",
+        model_id="0",
+        classes=classes,
+        mpp=0.5,
+        slides="slides",
+        unit="pixels",
+        boundary_um=2.0,
+        centroid_um=3.0,
+        seed=0,
+        resamples=2000,
+        fewest_patients=3,
+        warnings=(),
+        left_out={},
+        splits=splits,
+        version="1",
+    )
+
+
 @given(st.lists(st.floats(0, 1) | st.just(math.nan), max_size=9))
 def test_the_slides_shown_are_the_best_the_median_and_the_worst(dice: list[float]) -> None:
     known = sorted(value for value in dice if not math.isnan(value))
@@ -53,23 +73,7 @@ def test_what_does_not_exist_is_left_open_everywhere(tmp_path: Path) -> None:
     slides = tuple(_slide(f"{number}.svs", math.nan) for number in range(41))
     figures: dict[str, Figure] = pooled_figures([TALLY] * 41, ["P"] * 41, CLASSES.names, 0)
     split = ScoredSplit("test", slides, 41 * TALLY.confusion, np.zeros((15, 3)), figures, ())
-    evaluation = Evaluation(
-        model="run/model",
-        model_id="0",
-        classes=CLASSES,
-        mpp=0.5,
-        slides="slides",
-        unit="pixels",
-        boundary_um=2.0,
-        centroid_um=3.0,
-        seed=0,
-        resamples=2000,
-        fewest_patients=3,
-        warnings=(),
-        left_out={},
-        splits=(split, replace(split, name="val")),
-        version="1",
-    )
+    evaluation = _evaluation(CLASSES, split, replace(split, name="val"))
     table, has_replaced = write_evaluation(tmp_path, None, evaluation)
     assert not has_replaced
     assert {path.name for path in tmp_path.iterdir()} == {
@@ -99,3 +103,20 @@ def test_what_does_not_exist_is_left_open_everywhere(tmp_path: Path) -> None:
     assert "20,000.0" in page  # mm² of 8 pixels
     assert not re.search(r"\de[+-]\d", page)
     assert len(list(tmp_path.glob("*-val.*"))) == 5
+
+
+def test_a_class_named_as_an_end_of_anothers_interval_keeps_its_figures(tmp_path: Path) -> None:
+    classes = ClassTable(("grade", "grade_low"), CLASSES.colours)
+    figures = pooled_figures([TALLY] * 9, [*"ABCDEFGHI"], classes.names, 0)
+    slide = _slide("a.svs")
+    own = {key: float(value) for key, value in TALLY.figures(classes.names).items()}
+    own["dice_grade_low"] = 0.25
+    split = ScoredSplit(
+        "test", (replace(slide, figures=own),), TALLY.confusion, np.zeros((15, 3)),
+        figures | {"dice_grade_low": Figure(0.25, 0.125, 0.5)}, (),
+    )  # fmt: skip
+    table, _ = write_evaluation(tmp_path, None, _evaluation(classes, split))
+    with table.open(newline="") as file:
+        of_slide, of_all = csv.DictReader(file)
+    assert (of_slide["dice_grade_low"], of_slide["dice_grade_high"]) == ("0.25", "")
+    assert (of_all["dice_grade_low"], of_all["dice_grade_low_high"]) == ("0.25", "0.5")
