@@ -328,7 +328,7 @@ def _size(page: TiffPage) -> Size:
 class TiffSlide(SlideFile[_OpenTiff]):
     """A TIFF of no scanner: the largest image in it, with the pyramid that belongs to it.
 
-    Of an OME-TIFF `warnings` says that there are other scenes.
+    `warnings` says that the file is cut short, and of an OME-TIFF that there are other scenes.
 
     Tiles that a sparse file leaves out are white. The orientation tag turns nothing.
     """
@@ -359,6 +359,10 @@ class TiffSlide(SlideFile[_OpenTiff]):
         if tiff.scenes > 1:
             read = f"only one of {_text(self.size)} is read: export each to a file of its own"
             self.warnings = (f"it holds {tiff.scenes} scenes, of which {read}",)
+        if not whole:
+            self.warnings += (
+                "the file is cut short, and what is left of it is read: copy it again",
+            )
 
     def read_level(self, level: int, box: Box) -> NDArray[np.uint8]:
         """See `Slide.read_level`."""

@@ -45,6 +45,9 @@ def test_a_slide_cut_short_says_so(write_svs: Any, pyramid: Any, tmp_path: Path)
     assert "Copy it again" in refusal.value.hint
     with open_slide(path, assume_mpp=2.5) as slide:
         assert slide.mpp.x == 0.5, "what the file still states is not overruled"
+        assert slide.warnings == (
+            "the file is cut short, and what is left of it is read: copy it again",
+        )
 
 
 def _directory(entries: bytes, following: int) -> bytes:
