@@ -68,7 +68,7 @@ def _fill(config: Config, spent: TimeSpent) -> Path:
                             bar.advance()
                             interruption.raise_if_asked()
             pixels = count * SHARD**2 / 1e6
-            say(f"{source.name}: {len(tiles)} tiles, {pixels:.0f} megapixels around them")
+            say(f"{source.name}: {len(tiles)} tiles, in shards of {pixels:.1f} megapixels")
             if damaged := tiles.count_damaged():
                 say(
                     f"Take care: {source.name} is damaged: {damaged} of its tiles have pixels that "

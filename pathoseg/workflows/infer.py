@@ -51,7 +51,13 @@ from pathoseg.outputs.batch_report import (
     write_batch_report,
 )
 from pathoseg.outputs.report import Summary, read_summary, write_failures, write_summary_table
-from pathoseg.parallel.comm.launcher import World, find_host_share, find_world, use_host_share
+from pathoseg.parallel.comm.launcher import (
+    World,
+    find_host_share,
+    find_world,
+    one_process_error,
+    use_host_share,
+)
 from pathoseg.parallel.comm.local_ranks import start_workers
 from pathoseg.platform_support import cores_to_use, parent_lives, process_age
 from pathoseg.progress import say
@@ -125,7 +131,9 @@ def infer(
     config = load_config(config_file, flags)
     _refuse_without_library(config)
     world = find_world()
-    if arguments is not None and config.parallel.ranks > 1 and world.launcher is None:
+    if config.parallel.ranks > 1 and world.launcher is None:
+        if arguments is None:
+            raise one_process_error(config.parallel.ranks, "infer")
         with silent():  # rank 0 tells it
             _find_request(inputs, annotations, model, out, config, overwrite)
         check_device(config.parallel.device)

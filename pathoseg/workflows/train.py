@@ -34,7 +34,7 @@ from pathoseg.models.build import (
 from pathoseg.models.bundle import Bundle
 from pathoseg.models.losses import build_loss
 from pathoseg.outputs.run_report import PAGE, Run, write_run_report
-from pathoseg.parallel.comm.launcher import find_world, share_of_cores
+from pathoseg.parallel.comm.launcher import find_world, one_process_error, share_of_cores
 from pathoseg.parallel.comm.process_transport import ProcessTransport
 from pathoseg.parallel.comm.stop_star import StopStar
 from pathoseg.parallel.graph.traced import Traced
@@ -150,10 +150,7 @@ def _attempt(asked: TrainingArguments, ranks: Ranks, second: SecondAttempt | Non
     world = ranks.world
     teams(wanted, wanted.ranks if world.launcher is None else world.ranks)
     if wanted.ranks > 1 and world.launcher is None:
-        raise PathosegError(
-            f"[parallel] ranks = {wanted.ranks} asks for ranks, and this program is one process.",
-            "Use the command `pathoseg train`, or start the program by mpirun, srun or torchrun.",
-        )
+        raise one_process_error(wanted.ranks, "train")
     # Where memory is limited a plan says what is kept of it, on one rank too.
     alone = wanted.memory is not None
     joined = ranks.joined(wanted.transport, alone, wanted.device)

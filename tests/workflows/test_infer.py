@@ -344,6 +344,15 @@ def test_a_call_under_a_launcher_takes_nothing_of_the_call_before(
     assert times[1] > times[0], "without resume, all is made again"
 
 
+def test_python_starts_no_ranks(tmp_path: Path, tiny_bundle: SaveBundle) -> None:
+    options = {"data": {"assume_mpp": 0.5}, "parallel": {"ranks": 2}}
+    with pytest.raises(PathosegError, match=r"\[parallel\] ranks = 2 asks for ranks"):
+        pathoseg.infer(
+            _draw(tmp_path / "a.png"), tiny_bundle(), out=tmp_path / "out", options=options
+        )
+    assert not (tmp_path / "out").exists()
+
+
 def test_two_slides_of_one_name_are_refused(
     tmp_path: Path, command: Command, tiny_bundle: SaveBundle
 ) -> None:

@@ -64,6 +64,19 @@ class World:
     hosted: bool = False
 
 
+def one_process_error(ranks: int, command: str) -> PathosegError:
+    """Make the error where a program that is one process asks for several ranks.
+
+    Args:
+        ranks: How many it asks for.
+        command: Name of pathoseg's command that starts them itself.
+    """
+    return PathosegError(
+        f"[parallel] ranks = {ranks} asks for ranks, and this program is one process.",
+        f"Use the command `pathoseg {command}`, or start the program by mpirun, srun or torchrun.",
+    )
+
+
 def find_world(environment: Mapping[str, str] = os.environ) -> World:
     """Read from the environment who started this process, and as which rank of how many.
 
