@@ -6,6 +6,7 @@ import re
 import runpy
 import sys
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,9 +15,11 @@ import torch
 from torch import nn
 
 from pathoseg.errors import PathosegError
-from pathoseg.parallel import PlanRequest, Training, fit, load_hardware
+from pathoseg.parallel import PlanRequest, Training, fit, fitting, load_hardware
 from pathoseg.parallel.comm.local_ranks import start_local
 from pathoseg.parallel.fitting import Fit
+from pathoseg.parallel.graph.layer_graph import Work
+from pathoseg.parallel.graph.traced import Traced
 from tests.parallel.comm.thread_ranks import ThreadTransport, run_ranks
 from tests.two_inputs import TwoFields
 
@@ -105,6 +108,59 @@ def test_a_model_of_several_inputs_takes_them_by_name() -> None:
     for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
         assert other.grad is not None
         torch.testing.assert_close(mine, other - 0.1 * other.grad)
+
+
+class _Recurrent(nn.Module):
+    """A model with an LSTM over the pixels of a tile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1)
+        self.recurrent = nn.LSTM(4, 4, batch_first=True)
+        self.last = nn.Conv2d(4, 2, 1)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        made = self.first(images)
+        told, _ = self.recurrent(made.flatten(2).transpose(1, 2))
+        classes: torch.Tensor = self.last(told.transpose(1, 2).reshape(made.shape))
+        return classes
+
+
+def test_ranks_that_price_one_model_otherwise_train_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    alone = _Recurrent()
+    models = [deepcopy(alone) for _ in range(2)]
+    example, batch, targets = torch.empty(2, 3, 8, 8), torch.randn(4, 3, 8, 8), torch.zeros(4)
+    known = {id(model): Traced(model, example) for model in models}
+    graph = known[id(models[1])].graph
+    layers = tuple(replace(layer, backward=Work(read=1), saved=()) for layer in graph.layers)
+    known[id(models[1])].graph = replace(graph, layers=layers)
+    monkeypatch.setattr(fitting, "Traced", lambda model, *_: known[id(model)])
+
+    def losses(returned: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return returned.pow(2).flatten(1).mean(1)
+
+    def body(transport: ThreadTransport) -> Fit:
+        run = fit(
+            models[transport.rank],
+            example,
+            Training(losses, partial(torch.optim.SGD, lr=0.1)),
+            PlanRequest(2, 2**30, 4, "1f1b", all_ranks=True),
+            load_hardware("cpu"),
+            transport,
+            torch.device("cpu"),
+        )
+        run.step(0, batch, targets)
+        return run
+
+    runs = run_ranks(2, body)
+    losses(alone(batch), targets).mean().backward()
+    trained = {name: own for run in runs for name, own in run.runner.own.items()}
+    expected = dict(alone.named_parameters())
+    assert trained.keys() == expected.keys()
+    for name, parameter in expected.items():
+        assert parameter.grad is not None
+        torch.testing.assert_close(trained[name], parameter - 0.1 * parameter.grad)
 
 
 def _step(
