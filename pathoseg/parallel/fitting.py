@@ -24,6 +24,7 @@ from pathoseg.parallel.runtime.executor import Microbatches
 from pathoseg.parallel.runtime.memory_check import Memory
 from pathoseg.parallel.runtime.runner import RankStepResult, Runner
 from pathoseg.parallel.runtime.stage import Training
+from pathoseg.parallel.shards.rows import Split, strips
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,13 @@ class Fit:
             inputs: The whole batch, of several inputs each by name; a rank reads only the
                 microbatches that it needs (`runner.reads_inputs`), the others may hold anything.
                 On any device: a microbatch is copied to this rank's when its turn comes.
-            targets: Likewise (`runner.reads_targets`).
+            targets: Likewise (`runner.reads_targets`). Where ranks share tiles, those with as many
+                rows as a tile are cut as it is, as are inputs; all else is whole on each rank.
             trace: Whether the result says what this rank did when.
 
         Raises:
-            PathosegError: The batch is not of the planned size, or a rank failed.
+            PathosegError: The batch is not of the planned size, whole targets cannot be told from
+                strips of them, or a rank failed.
         """
         count, size = self.plan.schedule.microbatches, self.plan.microbatch
         named = {self.inputs[0]: inputs} if isinstance(inputs, Tensor) else inputs
@@ -77,10 +80,20 @@ class Fit:
                     f"Give whole batches, or plan for batches of {len(given)}.",
                 )
 
+        height = self.plan.input[-2]
+        if self.plan.shards > 1 and targets.dim() > 2 and targets.shape[-2] != height:
+            bounds = Split.even(height, self.plan.shards).bounds
+            if targets.shape[-2] in [rows.height for rows in strips(bounds)]:
+                raise PathosegError(
+                    f"The targets of step {number} have {targets.shape[-2]} rows, as many as a "
+                    f"strip of the tiles, whose height is {height}.",
+                    "Give targets of the tiles' height, or choose another number of shards.",
+                )
+
         def part(given: Tensor, microbatch: int) -> Tensor:
             own = given[microbatch * size : (microbatch + 1) * size]
-            is_cut = own.dim() > 2 and self.plan.shards > 1
-            return own[..., self.runner.rows(own.shape[-2]), :] if is_cut else own
+            is_cut = self.plan.shards > 1 and own.dim() > 2 and own.shape[-2] == height
+            return own[..., self.runner.rows(height), :] if is_cut else own
 
         microbatches = Microbatches(
             [size] * count,

@@ -6,6 +6,7 @@ import re
 import runpy
 import sys
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,9 +15,13 @@ import torch
 from torch import nn
 
 from pathoseg.errors import PathosegError
-from pathoseg.parallel import PlanRequest, Training, fit, load_hardware
+from pathoseg.parallel import PlanRequest, Training, fit, fitting, load_hardware
 from pathoseg.parallel.comm.local_ranks import start_local
+from pathoseg.parallel.cost.cost_model import cost_model
 from pathoseg.parallel.fitting import Fit
+from pathoseg.parallel.graph.layer_graph import Work
+from pathoseg.parallel.graph.traced import Traced
+from pathoseg.parallel.planning.stage_costs import StageCosts
 from tests.parallel.comm.thread_ranks import ThreadTransport, run_ranks
 from tests.two_inputs import TwoFields
 
@@ -105,6 +110,105 @@ def test_a_model_of_several_inputs_takes_them_by_name() -> None:
     for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
         assert other.grad is not None
         torch.testing.assert_close(mine, other - 0.1 * other.grad)
+
+
+class _Recurrent(nn.Module):
+    """A model with an LSTM over the pixels of a tile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1)
+        self.recurrent = nn.LSTM(4, 4, batch_first=True)
+        self.last = nn.Conv2d(4, 2, 1)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        made = self.first(images)
+        told, _ = self.recurrent(made.flatten(2).transpose(1, 2))
+        classes: torch.Tensor = self.last(told.transpose(1, 2).reshape(made.shape))
+        return classes
+
+
+def test_ranks_that_price_one_model_otherwise_train_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    alone = _Recurrent()
+    models = [deepcopy(alone) for _ in range(2)]
+    example, batch, targets = torch.empty(2, 3, 8, 8), torch.randn(4, 3, 8, 8), torch.zeros(4)
+    known = {id(model): Traced(model, example) for model in models}
+    graph = known[id(models[1])].graph
+    layers = tuple(replace(layer, backward=Work(read=1), saved=()) for layer in graph.layers)
+    known[id(models[1])].graph = replace(graph, layers=layers)
+    monkeypatch.setattr(fitting, "Traced", lambda model, *_: known[id(model)])
+
+    def losses(returned: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return returned.pow(2).flatten(1).mean(1)
+
+    def body(transport: ThreadTransport) -> Fit:
+        run = fit(
+            models[transport.rank],
+            example,
+            Training(losses, partial(torch.optim.SGD, lr=0.1)),
+            PlanRequest(2, 2**30, 4, "1f1b", all_ranks=True),
+            load_hardware("cpu"),
+            transport,
+            torch.device("cpu"),
+        )
+        run.step(0, batch, targets)
+        return run
+
+    runs = run_ranks(2, body)
+    losses(alone(batch), targets).mean().backward()
+    trained = {name: own for run in runs for name, own in run.runner.own.items()}
+    expected = dict(alone.named_parameters())
+    assert trained.keys() == expected.keys()
+    for name, parameter in expected.items():
+        assert parameter.grad is not None
+        torch.testing.assert_close(trained[name], parameter - 0.1 * parameter.grad)
+
+
+class _Boxes(nn.Module):
+    """A model that returns two boxes a tile, of four numbers each, moved by a known offset."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1)
+        self.last = nn.Linear(4, 8)
+
+    def forward(self, images: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+        pooled = self.first(images).relu().mean((2, 3))
+        boxes: torch.Tensor = self.last(pooled).view(-1, 2, 4) + offset
+        return boxes
+
+
+def test_strips_cut_what_has_the_rows_of_a_tile_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    alone = _Boxes()
+    models = [deepcopy(alone) for _ in range(2)]
+    batch = {"images": torch.randn(4, 3, 8, 8), "offset": torch.randn(4, 1, 4)}
+    targets, device = torch.randn(4, 2, 4), torch.device("cpu")
+    known = {id(model): Traced(model, batch) for model in models}
+    monkeypatch.setattr(fitting, "Traced", lambda model, *_: known[id(model)])
+
+    def losses(returned: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (returned - targets).pow(2).flatten(1).mean(1)
+
+    graph, hardware = known[id(models[0])].graph, load_hardware("cpu")
+    priced = StageCosts(graph, cost_model(hardware), hardware, 0)
+    plan = fitting.best([priced], PlanRequest(1, 2**30, 4, "sequential")).in_strips(graph, 2)
+
+    def body(transport: ThreadTransport) -> float:
+        training = Training(losses, partial(torch.optim.SGD, lr=0.1))
+        run = fitting.split(models[transport.rank], batch, plan, training, transport, device)
+        with pytest.raises(PathosegError, match="4 rows, as many as a strip"):
+            run.step(0, batch, torch.randn(4, 4, 4))
+        return run.step(0, batch, targets).loss_sum
+
+    losses(alone(**batch), targets).mean().backward()
+    loss = losses(alone(**batch), targets).sum().item()
+    assert run_ranks(2, body) == [pytest.approx(loss)] * 2
+    for model in models:
+        for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
+            assert other.grad is not None
+            torch.testing.assert_close(mine, other - 0.1 * other.grad)
 
 
 def _step(

@@ -88,9 +88,8 @@ def differences(train: Any, other: Any) -> set[str]:
     if not strange:
         returned = set(_reads(other.output_node())) - set(_reads(train.output_node()))
         return {MODEL} if returned else set()
-    first, second = _code_by_module(train), _code_by_module(other)
-    odd = {path for path in first.keys() | second.keys() if first.get(path) != second.get(path)}
-    return odd or strange
+    one, two = _code_by_module(train), _code_by_module(other)
+    return {path for path in one.keys() | two.keys() if one.get(path) != two.get(path)} or strange
 
 
 def attribute(root: Any, node: Any) -> Any:
@@ -182,9 +181,8 @@ def _fill(argument: Any, look: Callable[[Any], Any]) -> Any:
     if isinstance(argument, dict):
         return {key: _fill(item, look) for key, item in argument.items()}
     if isinstance(argument, slice):
-        return slice(
-            *(_fill(item, look) for item in (argument.start, argument.stop, argument.step))
-        )
+        ends = argument.start, argument.stop, argument.step
+        return slice(*(_fill(item, look) for item in ends))
     return argument
 
 
@@ -526,6 +524,8 @@ class Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped i
             self._locate()
         elif _draws(func, args, kwargs):
             self.drawing.add(self._profile.position)
+        # One tensor is the gradient of both biases; the cache would make two of it at a hit.
+        self._fake.cache_enabled = func is not _aten.mkldnn_rnn_layer_backward.default
         try:
             made = func(*args, **kwargs)
         except DataDependentOutputException:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -265,6 +265,26 @@ class LayerGraph:
     def to_json(self) -> str:
         """Return the graph as a text that `from_json` reads."""
         return json.dumps({"format": FORMAT, **asdict(self)})
+
+    def structure(self) -> str:
+        """Return what ranks that run the model together must have in common, as a text.
+
+        That is the model's layers, by name, kind and arguments, what they read, make and use,
+        its inputs, outputs, parameters and buffers, and what no cut may part. Prices are left
+        out, as no step depends on them and they may differ between two readings of one model:
+        work, storages, what is saved, and whether tensors have gaps.
+        """
+        parts = asdict(replace(self, storages=(), notes=()))
+        for value in parts["inputs"].values():
+            del value["storage"]
+        for layer in parts["layers"]:
+            for price in ("forward", "backward", "saved", "gradients"):
+                del layer[price]
+            for value in layer["outputs"]:
+                del value["storage"]
+            for gaps in ("has_gaps", "gradient_has_gaps"):
+                layer["attributes"].pop(gaps, None)
+        return json.dumps(parts)
 
     @classmethod
     def from_json(cls, text: str) -> LayerGraph:

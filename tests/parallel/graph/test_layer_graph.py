@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -36,6 +37,25 @@ def test_another_format_is_refused() -> None:
     data = json.loads(small_graph("vgg19").to_json())
     with pytest.raises(PathosegError, match="format 99"):
         LayerGraph.from_json(json.dumps({**data, "format": 99}))
+
+
+def test_the_structure_of_a_model_has_no_prices() -> None:
+    graph = small_graph("unet")
+    first = graph.layers[0]
+    dearer = replace(first, backward=replace(first.backward, read=1), saved=(), gradients=())
+    again = replace(graph, layers=(dearer, *graph.layers[1:]), storages=graph.storages[1:])
+    assert again.structure() == graph.structure()
+    assert first.kind == "convolution"
+    for change in (
+        {"name": "other"},
+        {"attributes": {**first.attributes, "dilation": (2, 2)}},
+        {"inputs": ()},
+        {"outputs": (replace(first.outputs[0], dtype="bfloat16"),)},
+        {"parameters": ()},
+        {"buffers": ("other",)},
+    ):
+        other = replace(graph, layers=(replace(first, **change), *graph.layers[1:]))
+        assert other.structure() != graph.structure(), change
 
 
 @given(layer_graphs())

@@ -6,6 +6,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pathoseg.parallel.graph.traced import Traced
 from tests.parallel.networks.small import SMALL
@@ -74,3 +75,10 @@ def test_a_copy_of_the_model_runs_the_layers_that_were_read(name: str) -> None:
     parts, _ = run_stages(bound, bounds, {input_name: images})
     assert all(map(torch.equal, _parts(parts), _parts(other(images))))
     assert bound.measured(lambda _, tensor: tensor).to_json() == graph.to_json()
+
+
+def test_a_model_is_read_alike_each_time() -> None:
+    model, example = torch.nn.LSTM(4, 4, num_layers=2, bidirectional=True), torch.empty(5, 2, 4)
+    FakeTensorMode.cache_clear()  # as in a new process
+    first, second = (Traced(model, example).graph for _ in range(2))
+    assert first == second

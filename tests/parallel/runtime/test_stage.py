@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -50,6 +51,76 @@ class CountingNorm(nn.BatchNorm2d):
     def forward(self, images: Tensor) -> Tensor:
         self.calls.add_(1)
         return super().forward(images)
+
+
+class Teacher(nn.Module):
+    """A layer whose frozen copy follows it, as a moving average of its weights.
+
+    Args:
+        write: Moves the copy's weight towards the layer's; None leaves it.
+    """
+
+    def __init__(self, write: Callable[[Tensor, Tensor], Any] | None) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+        self.write = write
+
+    def forward(self, values: Tensor) -> Tensor:
+        if self.write is not None:
+            with torch.no_grad():
+                self.write(self.teacher.weight, self.student.weight)
+        found: Tensor = self.student(values) - self.teacher(values)
+        return found
+
+
+def _in_place(teacher: Tensor, student: Tensor) -> None:
+    teacher.lerp_(student, 0.5)
+
+
+def _in_its_data(teacher: Tensor, student: Tensor) -> None:
+    teacher.data.mul_(0.5).add_(student.data, alpha=0.5)
+
+
+def _anew(teacher: Tensor, student: Tensor) -> None:
+    teacher.data = teacher.data * 0.5 + student.data * 0.5
+
+
+@pytest.mark.parametrize("write", [_in_place, _in_its_data, _anew])
+def test_a_frozen_parameter_that_a_forward_changes_is_refused(write: Any) -> None:
+    images, this = torch.randn(2, 4), Pass(0, [2], 1.0, training=True)
+    stage = made(Teacher(write), images, 0, 1, lambda returned, _: returned.sum(1))
+    stage.feed(0, {"values": images})
+    with pytest.raises(PathosegError, match=r"changes teacher\.weight, which is no norm's"):
+        stage.forward(0, this, keep=True)
+
+
+def test_a_frozen_parameter_that_stays_may_be_in_copies() -> None:
+    model, images = Teacher(None), torch.randn(2, 4)
+    expected = model(images).sum().item()
+    stage = made(model, images, 0, 1, lambda returned, _: returned.sum(1))
+    stage.feed(0, {"values": images})
+    stage.forward(0, Pass(0, [2], 1.0, training=True), keep=True)
+    assert float(stage.losses[0]) == pytest.approx(expected)
+
+
+class Replacing(nn.Module):
+    """A layer that sets another tensor in its buffer's place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return values * self.calls
+
+
+def test_a_buffer_that_a_forward_replaces_is_refused() -> None:
+    model, images = nn.Sequential(nn.Linear(4, 4), Replacing()), torch.randn(2, 4)
+    stage = made(model, images, 0, 1, lambda returned, _: returned.sum(1))
+    stage.feed(0, {"input": images})
+    with pytest.raises(PathosegError, match=r"changes 1\.calls, which is no norm's"):
+        stage.forward(0, Pass(0, [2], 1.0, training=True), keep=True)
 
 
 def test_further_state_of_a_norm_of_ones_own_is_refused() -> None:
