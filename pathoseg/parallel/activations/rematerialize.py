@@ -496,7 +496,8 @@ class Rerun:
                 piece.made = made.get((known, version))
         for key, source in self.sources.items():
             source.readers -= 1
-            if key in overwritten and isinstance(source, Dropped):
+            is_needed = source.packed or source.readers  # then a copy was written into
+            if key in overwritten and isinstance(source, Dropped) and not is_needed:
                 source.made = None
         self.sources.clear()
 

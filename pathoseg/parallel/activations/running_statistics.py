@@ -83,7 +83,10 @@ class RunningStatistics:
         # Counts lie apart, as they are written into between norms.
         mean = self._rounds[0][0][1].running_mean
         row: _Row = mean.new_full((sum(self._sizes),), -1), mean.new_zeros(len(self._sizes) // 2)
-        places, counts = iter(torch.split(row[0], self._sizes)), iter(row[1])
+        # Each place has a version of its own: instance norms write into theirs as autograd sees,
+        # while batch norms have saved theirs.
+        places = iter([part.data for part in torch.split(row[0], self._sizes)])
+        counts = iter(row[1])
         self._again.clear()
         for number, calls in enumerate(self._rounds):
             for position, norm in calls:

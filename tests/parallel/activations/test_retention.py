@@ -235,6 +235,39 @@ def test_writing_into_what_was_saved_is_refused(choice: str) -> None:
         _train(Writing(), *CHOICES[choice], Memory())
 
 
+class ReadAhead(nn.Module):
+    """A layer reads what the next one overwrites."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1)
+        self.aside = nn.Conv2d(4, 2, 3, padding=1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        values = self.first(images)
+        doubled = values * 2
+        values = F.relu(values, inplace=True)
+        total: Tensor = self.aside(doubled) + self.last(values)
+        return total
+
+
+@pytest.mark.parametrize("recomputed", [(0, 1), (1, 2), (0, 1, 2)])
+def test_what_a_layer_overwrites_is_still_there_for_others(recomputed: tuple[int, ...]) -> None:
+    torch.manual_seed(3)
+    model = ReadAhead()
+    losses, state = _train(model, _never, recomputed.__contains__, Memory())
+    steps = optimizer([*model.parameters()])
+    images = torch.randn(COUNT, SAMPLES, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    for found in losses:
+        steps.zero_grad()
+        loss = torch.stack([model(batch).pow(2).sum() for batch in images]).sum()
+        (loss / (COUNT * SAMPLES)).backward()
+        steps.step()
+        assert found == pytest.approx(loss.item(), rel=1e-6)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+
+
 class Received(nn.Module):
     """A layer writes into what its stage is given, after another has read it."""
 

@@ -104,3 +104,28 @@ def test_a_norm_that_one_layer_calls_twice_is_refused() -> None:
         statistics.keep(0, row)
     with pytest.raises(PathosegError, match=r"1\.norm more than once, .* can have no copies"):
         statistics.apply([2], lambda rows: None)
+
+
+def test_a_backward_goes_through_norms_of_both_kinds() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 1),
+        nn.BatchNorm2d(4),
+        nn.Conv2d(4, 4, 1),
+        nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+        nn.Conv2d(4, 2, 1),
+    ).double()
+    images, own = torch.randn(2, 3, 5, 5).double(), deepcopy(model)
+    model(images).pow(2).sum().backward()
+    traced = Traced(own, images)
+    statistics = RunningStatistics(own, traced.graph, range(5))
+    with statistics.kept():
+        row = statistics.lend()
+        returned = traced.segment(range(5))({"input": images}, statistics.enter)["4"]
+        statistics.keep(0, row)
+        returned.pow(2).sum().backward()
+    statistics.apply([2], lambda rows: None)
+    for found, parameter in zip(own.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, parameter.grad, rtol=1e-9, atol=1e-12)
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(own.get_buffer(name), buffer, rtol=1e-13, atol=1e-13)
