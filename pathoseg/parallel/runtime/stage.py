@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from pathoseg.device import widest
 from pathoseg.errors import PathosegError
 from pathoseg.gradient_step import loss_sum
 from pathoseg.parallel.activations.offload import Copies
@@ -187,7 +188,11 @@ class Stage:
         self._copies = copies
         self._sharding = sharding
         self._to_check: dict[str, Tensor] = {}
+        self._frozen: dict[str, nn.Parameter] = {}
         if not alone or retention.runs_again:
+            used = (name for at in layers for name in traced.graph.layers[at].parameters)
+            untrained = (name for name in used if not traced.graph.parameters[name].trained)
+            self._frozen = {name: traced.model.get_parameter(name) for name in untrained}
             names = (name for at in layers for name in traced.graph.layers[at].buffers)
             norms = (norm for at in layers for norm in norms_at(traced.model, traced.graph, at))
             counted = {id(norm._buffers[name]) for norm in norms for name in STATISTICS}
@@ -261,12 +266,14 @@ class Stage:
 
         Raises:
             PathosegError: The loss has not one number a sample, or a layer that runs twice or in
-                several copies writes into its inputs or changes a buffer.
+                several copies writes into its inputs or changes a buffer, or a parameter that is
+                not trained.
         """
         visit = self._visits.setdefault(microbatch, _Visit())
         row = self.statistics.lend()
         versions = {} if keep else {name: each._version for name, each in visit.received.items()}
         state = {name: buffer.clone() for name, buffer in self._to_check.items()}
+        marks = {name: _mark(parameter) for name, parameter in self._frozen.items()}
         with torch.set_grad_enabled(keep), nullcontext() if keep else self._hearing(visit):
             values = self._run(visit, this.step, microbatch, keep)
             if self.is_last:
@@ -275,7 +282,7 @@ class Stage:
         self.statistics.keep(microbatch, row)
         if keep:
             self._hold(visit, values)
-        self._check(visit, versions, state)
+        self._check(visit, versions, state, marks)
         return self._leaving(values)
 
     def recompute(self, microbatch: int, this: Pass) -> None:
@@ -374,12 +381,18 @@ class Stage:
         return torch.autocast(self._device.type, self._dtype)
 
     def _check(
-        self, visit: _Visit, versions: Mapping[str, int], state: Mapping[str, Tensor]
+        self,
+        visit: _Visit,
+        versions: Mapping[str, int],
+        state: Mapping[str, Tensor],
+        marks: Mapping[str, tuple[Any, ...]],
     ) -> None:
         """Refuses layers that cannot run twice, or in copies. State is looked at once."""
         written = [name for name, old in versions.items() if visit.received[name]._version != old]
-        changed = [name for name, old in state.items() if not old.equal(self._to_check[name])]
-        self._to_check = {}
+        buffer = self._traced.model.get_buffer  # a forward may set another tensor in its place
+        changed = [name for name, old in state.items() if not old.equal(buffer(name))]
+        changed += [name for name, old in marks.items() if _mark(self._frozen[name]) != old]
+        self._to_check, self._frozen = {}, {}
         if written:
             raise PathosegError(
                 f"Stage {self.number} writes into {written[0]}, so it cannot run it again.",
@@ -463,6 +476,16 @@ class Stage:
             known = owed.get(sent.value)
             owed[sent.value] = gradient if known is None else known.add_(gradient)
         return owed
+
+
+def _mark(parameter: nn.Parameter) -> tuple[Any, ...]:
+    """Return what changes where a parameter is written into, without a copy of it.
+
+    Its version is blind to what is written by `.data`; its place and its sum are not.
+    """
+    values = parameter.detach()
+    total = values.sum(dtype=widest(values.device) if values.is_floating_point() else None)
+    return parameter._version, parameter.data_ptr(), str(total.item())
 
 
 def _depth(item: tuple[Edge, StageEdge]) -> int:
