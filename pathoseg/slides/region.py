@@ -22,7 +22,8 @@ _SAME = 1 / (2 * _STEPS)  # so positions this close to a level's pixels are thos
 _LONGEST = 32_766  # OpenCV samples no side that needs more than 16 bits
 _STRIP = 64  # rows sampled at a time: what they take stays in the processor's cache
 _MARGIN = 2  # cells around a box that its outermost samples may reach
-_BLOCK = 256  # the unread is found in blocks of this side, the usual side of a stored tile
+# The unread is found in blocks of this side of a stored level, the usual side of a stored tile.
+_BLOCK = 256
 _MOST_SOURCE_PIXELS = 16_000_000
 _NEGLIGIBLE = 1e-3  # a share of unread pixels that changes no value of 255
 
@@ -160,17 +161,34 @@ def _read_padded(slide: Slide, index: int, size: Size, source: Box) -> Region:
 
 
 def _read_blocks(slide: Slide, index: int, inside: Box) -> Region:
-    """Reads a box block by block, marking those that fail."""
+    """Reads a box block by block, those that fail by their quarters, and marks what fails still."""
     pixels, unread = _white(inside), np.zeros((inside.height, inside.width), bool)
-    for top in range(inside.y // _BLOCK * _BLOCK, inside.bottom, _BLOCK):
-        for left in range(inside.x // _BLOCK * _BLOCK, inside.right, _BLOCK):
-            block = Box(left, top, _BLOCK, _BLOCK).intersection(inside)
-            assert block is not None
-            try:
-                pixels[block.within(inside)] = slide.read_level(index, block)
-            except UnreadableError:
-                unread[block.within(inside)] = True
+    smallest = max(1, _BLOCK // _shrink(slide, index))
+
+    def read(side: int, around: Box) -> None:
+        for top in range(around.y // side * side, around.bottom, side):
+            for left in range(around.x // side * side, around.right, side):
+                block = Box(left, top, side, side).intersection(around)
+                assert block is not None
+                try:
+                    pixels[block.within(inside)] = slide.read_level(index, block)
+                except UnreadableError:
+                    if side > smallest:
+                        read(side // 2, block)
+                    else:
+                        unread[block.within(inside)] = True
+
+    read(_BLOCK, inside)
     return Region(pixels, unread)
+
+
+def _shrink(slide: Slide, index: int) -> int:
+    """Pixels of the stored level that a level is decoded from per pixel of its own."""
+    if index < len(slide.levels):
+        return 1
+    downsample = slide.reduced[index - len(slide.levels)].downsample
+    stored = max(each.downsample for each in slide.levels if each.downsample < downsample)
+    return round(downsample / stored)
 
 
 def _resampled(source: Region, across: _Span, down: _Span) -> Region:

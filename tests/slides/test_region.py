@@ -248,3 +248,22 @@ def test_only_a_spoiled_tile_is_unread(spoiled: tuple[Path, Any, Box]) -> None:
         within = read_region(slide, frame, Box(300, 300, 50, 50))
         assert within.unread is not None
         assert within.unread.all()
+
+
+@pytest.mark.parametrize("mpp", [1.0, 2.0, 4.0])
+def test_only_a_spoiled_tile_is_unread_where_its_level_is_read_smaller(
+    tmp_path: Path,
+    pyramid: Callable[..., Any],
+    write_svs: Callable[..., Path],
+    spoil: Callable[..., None],
+    mpp: float,
+) -> None:
+    path = write_svs(tmp_path / "a.svs", pyramid(1280, 1024, ()), compression="jpeg")
+    spoil(path, 6)  # the second of row 1 of tiles
+    with open_slide(path) as slide:
+        frame = Frame.at(slide.size, slide.mpp, mpp)
+        result = read_region(slide, frame, Box(0, 0, frame.size.width, frame.size.height))
+    expected = np.zeros((frame.size.height, frame.size.width), bool)
+    side = round(128 / mpp)
+    expected[side : 2 * side, side : 2 * side] = True
+    np.testing.assert_array_equal(result.unread, expected)
