@@ -137,7 +137,7 @@ def result_folders(out: Path, slides: Mapping[Path, str]) -> dict[Path, Path]:
 
     The whole name is used where another slide of this call or of an earlier batch has the shorter
     one, or where it is a folder of slides, in this call or in an earlier batch. A slide that has
-    its short name from an earlier batch keeps it.
+    either name from an earlier batch keeps it.
 
     Args:
         out: The folder of the batch.
@@ -156,16 +156,24 @@ def result_folders(out: Path, slides: Mapping[Path, str]) -> dict[Path, Path]:
     folders = dict[Path, Path]()
     for slide, name in names.items():
         stem = name.with_suffix("")
-        before = read_state(state_file(out, out / stem))
-        has_stem = None if before is None else Path(before.slide).name
-        if has_stem is None:
+        has_stem = _owner(out, out / stem)
+        if has_stem is not None or _owner(out, out / name) == name.name:
+            free = has_stem == name.name
+        else:
             holds_others = stem in parents or (out / STATES / stem).is_dir()
             free = stems[stem] == 1 and not holds_others
-        else:
-            free = has_stem == name.name
         folders[slide] = out / (stem if free else name)
     _refuse_shared(folders, out)
     return folders
+
+
+def _owner(out: Path, folder: Path) -> str | None:
+    """Return the file name of the slide whose result is, or was to be, in `folder`; None if none.
+
+    It is by the slide's state, whatever the attempt came to.
+    """
+    state = read_state(state_file(out, folder))
+    return None if state is None else Path(state.slide).name
 
 
 def _refuse_shared(folders: Mapping[Path, Path], out: Path) -> None:
