@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from pathoseg.inference.result_folder import State, stored_bytes, sweep
+from pathoseg.inference.result_folder import (
+    State,
+    result_folders,
+    state_file,
+    stored_bytes,
+    sweep,
+    write_state,
+)
 
 
 def test_a_sweep_takes_empty_folders_and_leaves_those_of_slides_in_use(tmp_path: Path) -> None:
@@ -37,3 +44,23 @@ def test_the_bytes_of_a_folder_are_those_of_all_files_in_it(tmp_path: Path) -> N
     with pytest.raises(FileNotFoundError):
         stored_bytes(tmp_path / "none")
     assert not State("s", "done", "", 1, "", outputs={"none": 0}).is_whole(tmp_path)
+
+
+def _begin(out: Path, folder: str, slide: str) -> None:
+    write_state(state_file(out, out / folder), State(slide, "failed", "", 1, ""))
+
+
+def test_a_slide_keeps_the_name_that_it_has_from_an_earlier_batch(tmp_path: Path) -> None:
+    """Segment `a.svs` and `a.tif` together, then each alone, and another slide of their stem."""
+    both = {Path("s", name): f"d/{name}" for name in ("a.svs", "a.tif")}
+    folders = result_folders(tmp_path, both)
+    assert [*folders.values()] == [tmp_path / "d/a.svs", tmp_path / "d/a.tif"]
+    for slide, folder in folders.items():
+        _begin(tmp_path, folder.relative_to(tmp_path).as_posix(), str(slide))
+    for slide, name in both.items():
+        assert result_folders(tmp_path, {slide: name}) == {slide: folders[slide]}
+    third = Path("s", "a.ndpi")
+    assert result_folders(tmp_path, {third: "d/a.ndpi"}) == {third: tmp_path / "d/a"}
+    _begin(tmp_path, "d/a", "s/a.svs")  # of a version that segmented it twice
+    [slide] = [slide for slide in both if slide.suffix == ".svs"]
+    assert result_folders(tmp_path, {slide: "d/a.svs"}) == {slide: tmp_path / "d/a"}
