@@ -24,7 +24,6 @@ from pathoseg.parallel.runtime.executor import Microbatches
 from pathoseg.parallel.runtime.memory_check import Memory
 from pathoseg.parallel.runtime.runner import RankStepResult, Runner
 from pathoseg.parallel.runtime.stage import Training
-from pathoseg.parallel.shards.rows import Split, strips
 
 
 @dataclass(frozen=True)
@@ -81,12 +80,12 @@ class Fit:
                 )
 
         height = self.plan.input[-2]
-        if self.plan.shards > 1 and targets.dim() > 2 and targets.shape[-2] != height:
-            bounds = Split.even(height, self.plan.shards).bounds
-            if targets.shape[-2] in [rows.height for rows in strips(bounds)]:
+        if self.plan.shards > 1 and targets.dim() > 2:
+            rows = targets.shape[-2]
+            if rows != height and rows in self.runner.strip_heights:
                 raise PathosegError(
-                    f"The targets of step {number} have {targets.shape[-2]} rows, as many as a "
-                    f"strip of the tiles, whose height is {height}.",
+                    f"The targets of step {number} have {rows} rows, as many as a strip of the "
+                    f"tiles, whose height is {height}.",
                     "Give targets of the tiles' height, or choose another number of shards.",
                 )
 

@@ -53,6 +53,7 @@ from pathoseg.parallel.schedule.action import Kind
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.schedule import Schedule, visit_of
 from pathoseg.parallel.schedule.simulate import take_turns
+from pathoseg.parallel.shards.rows import strips
 from pathoseg.parallel.shards.sharding import Sharding
 
 
@@ -237,6 +238,13 @@ class Runner:
         if self._sharding is None:
             return slice(0, height)
         return slice(*self._sharding.rows(height))
+
+    @property
+    def strip_heights(self) -> frozenset[int]:
+        """Return the numbers of rows that the strips of a tile have; of whole tiles, none."""
+        if self._sharding is None:
+            return frozenset()
+        return frozenset(rows.height for rows in strips(self._sharding.team.split.bounds))
 
     @property
     def gathered(self) -> Mapping[str, str]:
