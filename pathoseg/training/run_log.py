@@ -35,7 +35,7 @@ class RunLog:
     Args:
         run: The run's folder.
         columns: Names of the figures of an epoch beyond `COLUMNS`.
-        step: The step the run goes on from; later events are purged.
+        step: The steps done so far; events of later ones are purged.
     """
 
     def __init__(self, run: Path, columns: Sequence[str], step: int) -> None:
@@ -44,7 +44,7 @@ class RunLog:
         self._columns = (*COLUMNS, *columns)
         self._folder = run / "tensorboard"
         with naming(self._folder):
-            self._events = SummaryWriter(str(self._folder), purge_step=step)
+            self._events = SummaryWriter(str(self._folder), purge_step=step + 1)
 
     def step(self, step: int, loss: float, rate: float) -> None:
         with naming(self._folder):

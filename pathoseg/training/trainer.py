@@ -47,13 +47,13 @@ class StepBudget:
 
     Attributes:
         limit: Seconds the whole run may take.
-        steps_per_epoch: Steps between two validations.
-        validation_batches: Batches a validation reads.
+        steps_between: Steps from one validation to the next.
+        validation_batches: The tiles of a validation, in batches of a step.
     """
 
     limit: float
-    steps_per_epoch: int
-    validation_batches: int
+    steps_between: int
+    validation_batches: float
     _steps: int = 0
     _seconds: float = 0.0
 
@@ -74,18 +74,19 @@ class StepBudget:
 
     @property
     def validation_seconds(self) -> float:
-        """A first guess; the loop knows better once it has validated."""
+        """A guess, for a run that has not validated yet."""
         return self.step_seconds * self.validation_batches * _FORWARD_SHARE
 
-    def total_steps(self, done: int, elapsed: float) -> int:
+    def total_steps(self, done: int, elapsed: float, validation_seconds: float) -> int:
         """Steps of the whole run that fit.
 
         Args:
             done: Steps done.
             elapsed: Seconds spent, all parts of the run together.
+            validation_seconds: Of one validation.
         """
-        per_step = self.step_seconds + self.validation_seconds / self.steps_per_epoch
-        left = _SAFETY * (self.limit - elapsed) - self.validation_seconds
+        per_step = self.step_seconds + validation_seconds / self.steps_between
+        left = _SAFETY * (self.limit - elapsed) - validation_seconds
         return done + max(0, int(left / per_step))
 
 
@@ -240,9 +241,9 @@ class Trainer:
         if config.time_limit is None:
             at.total_steps = (config.epochs or _DEFAULT_EPOCHS) * self._epoch_steps
         elif at.total_steps is None:
-            self._budget = StepBudget(
-                config.time_limit, self._epoch_steps, self._validation.batches
-            )
+            between = self._epoch_steps * config.validate_every
+            batches = self._validation.tiles / config.batch
+            self._budget = StepBudget(config.time_limit, between, batches)
 
     def prolong(self) -> None:
         """Lay the learning rate over limits other than those the run was begun with; save that.
@@ -330,7 +331,9 @@ class Trainer:
                     self._step(batch, run_log, interruption)
                 at.timed_steps += 1
                 at.timed_seconds, since = at.timed_seconds + self._elapsed - since, self._elapsed
-                bar.note(f"{self._title(at.epoch + 1)}  loss {at.loss_sum / at.samples:.4f}")
+                bar.note(
+                    f"{self._title(at.epoch + 1)}  loss {at.loss_sum / max(1, at.samples):.4f}"
+                )
                 bar.advance(self._training.batch)
                 if self._budget is not None:
                     self._lay_schedule(bar)
@@ -357,8 +360,9 @@ class Trainer:
         with self._abandonable(interruption, at) as commit:
             done = self._engine.step(at.step, batch, rate, commit)
         samples = self._training.batch
-        at.loss_sum += done.loss_sum
-        at.samples += samples
+        if math.isfinite(done.loss_sum):  # else the step is skipped, and no epoch's loss is nan
+            at.loss_sum += done.loss_sum
+            at.samples += samples
         at.skipped_steps += not done.finite
         at.step += 1
         at.epoch_step += 1
@@ -375,10 +379,10 @@ class Trainer:
         if not self._budget.ready:
             return
         at = self._progress
-        at.total_steps = self._budget.total_steps(at.step, self._elapsed)
+        at.validation_seconds = at.validation_seconds or self._budget.validation_seconds
+        at.total_steps = self._budget.total_steps(at.step, self._elapsed, at.validation_seconds)
         if self._config.epochs is not None:
             at.total_steps = min(at.total_steps, self._config.epochs * self._epoch_steps)
-        at.validation_seconds = self._budget.validation_seconds
         self._budget = None
         bar.total(at.total_steps * self._training.batch)
         self._save()
@@ -390,7 +394,7 @@ class Trainer:
         row = {
             "epoch": float(at.epoch + 1),
             "step": float(at.step),
-            "train_loss": at.loss_sum / max(1, at.samples),
+            "train_loss": at.loss_sum / at.samples if at.samples else math.nan,
             "tiles_per_s": rate,
         }
         before = replace(at)
@@ -417,13 +421,13 @@ class Trainer:
                 run_log.picture(verdict.picture, at.epoch, at.step)
             self._agree(interruption)
             at.validation_seconds = self._elapsed - began
-            if self._validation.batches and verdict.score == _UNJUDGED and not at.best_epoch:
+            if self._validation.tiles and verdict.score == _UNJUDGED and not at.best_epoch:
                 say(
                     "Take care: the validation tiles give no score, as where none shows a class, "
                     "so nothing tells which epoch is best. The newest model is kept."
                 )
             # A score that is lost later, as of a network that diverges, replaces none.
-            if verdict.score > at.best or at.best == _UNJUDGED or not self._validation.batches:
+            if verdict.score > at.best or at.best == _UNJUDGED or not self._validation.tiles:
                 at.best, at.best_epoch = verdict.score, at.epoch
                 self._save(BEST, publish=True)
                 if run_log and verdict.confusion is not None:

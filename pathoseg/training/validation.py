@@ -91,8 +91,9 @@ class Validation:
         return self._task.columns
 
     @property
-    def batches(self) -> int:
-        return -(-len(self._tiles) // self._batch)
+    def tiles(self) -> int:
+        """The number of held-out tiles."""
+        return len(self._tiles)
 
     def run(self, engine: Engine, loss: Loss) -> Verdict:
         """Predict the validation tiles and compute their figures; all ranks call it.

@@ -15,23 +15,27 @@ from pathoseg.training.trainer import StepBudget, likely_steps, warn_of_rate
 @given(
     st.floats(0.01, 10),
     st.integers(1, 200),
-    st.integers(0, 100),
+    st.floats(0, 100),
     st.floats(100, 100_000),
 )
 def test_the_steps_and_their_validations_fit_the_limit(
-    seconds: float, steps_per_epoch: int, validation_batches: int, limit: float
+    seconds: float, steps_between: int, validation_batches: float, limit: float
 ) -> None:
-    clock = StepBudget(limit, steps_per_epoch, validation_batches)
+    clock = StepBudget(limit, steps_between, validation_batches)
     spent = 0.0
     while not clock.ready:
         clock.saw(seconds)
         spent += seconds
     done = round(spent / seconds)
-    total = clock.total_steps(done, spent)
+    takes = validation_batches * seconds / 3
+    assert clock.validation_seconds == pytest.approx(takes)
+    total = clock.total_steps(done, spent, takes)
     assert total >= done >= 13
-    epochs = (total - done) / steps_per_epoch
-    need = spent + (total - done) * seconds + epochs * validation_batches * seconds / 3
+    validations = 1 + (total - done) / steps_between
+    need = spent + (total - done) * seconds + validations * takes
     assert total == done or need <= limit
+    # And no more is left than the reserve, a step and what it adds of a validation.
+    assert need + seconds + takes / steps_between >= spent + 0.9 * (limit - spent) or total == done
 
 
 def test_the_first_steps_do_not_count() -> None:
