@@ -351,6 +351,21 @@ def result_folder(folder: Path, work: Path, outputs: Collection[str]) -> Iterato
         shutil.rmtree(old, ignore_errors=True)
 
 
+def put_back(folder: Path, work: Path) -> None:
+    """Put the former result back where a kill came while `result_folder` replaced it.
+
+    Args:
+        folder: The folder of the result.
+        work: As for `result_folder`.
+
+    Raises:
+        OSError: The disk cannot be written.
+    """
+    for old in sorted(work.glob("old-*")):
+        if not os.path.lexists(folder):
+            old.replace(folder)
+
+
 def _keep_others(folder: Path, partial: Path, outputs: Collection[str]) -> None:
     """Links the user's files and folders into the new result, so that no kill loses them."""
     for each in folder.iterdir():
