@@ -136,8 +136,8 @@ def result_folders(out: Path, slides: Mapping[Path, str]) -> dict[Path, Path]:
     """Choose the folder of each slide's result: its name without the suffix, or the whole name.
 
     The whole name is used where another slide of this call or of an earlier batch has the shorter
-    one, or where it is a folder of slides, in this call or in an earlier batch. A slide that has
-    either name from an earlier batch keeps it.
+    one, or where it is a folder of slides, in this call or in an earlier batch, or is `states`. A
+    slide that has either name from an earlier batch keeps it.
 
     Args:
         out: The folder of the batch.
@@ -147,11 +147,11 @@ def result_folders(out: Path, slides: Mapping[Path, str]) -> dict[Path, Path]:
         By slide, its folder in `out`.
 
     Raises:
-        PathosegError: Two slides would share a folder, or one lie in another's.
+        PathosegError: Two slides would share a folder, or one lie in another's, or in one that is
+            called as that of a batch's states.
     """
     names = {slide: PurePosixPath(name) for slide, name in slides.items()}
     stems = Counter(name.with_suffix("") for name in names.values())
-    stems[PurePosixPath(STATES)] += 1
     parents = {parent for name in names.values() for parent in name.parents}
     folders = dict[Path, Path]()
     for slide, name in names.items():
@@ -161,7 +161,7 @@ def result_folders(out: Path, slides: Mapping[Path, str]) -> dict[Path, Path]:
             free = has_stem == name.name
         else:
             holds_others = stem in parents or (out / STATES / stem).is_dir()
-            free = stems[stem] == 1 and not holds_others
+            free = stems[stem] == 1 and not holds_others and stem.name != STATES
         folders[slide] = out / (stem if free else name)
     _refuse_shared(folders, out)
     return folders
@@ -188,10 +188,17 @@ def _refuse_shared(folders: Mapping[Path, Path], out: Path) -> None:
     for slide, folder in folders.items():
         above = folder.parents[: len(folder.relative_to(out).parts) - 1]
         inside = next((p for p in above if p in slides or state_file(out, p).exists()), None)
-        if inside is not None or (out / STATES) in folder.parents:
+        if inside is not None:
             raise PathosegError(
-                f"The result of {slide} would lie in {inside or out / STATES}, which is in use.",
+                f"The result of {slide} would lie in {inside}, which is in use.",
                 "Rename the folder that the slide is in.",
+            )
+        kept = next((p for p in above if p.name == STATES), None)
+        if kept is not None or (folder.name == STATES and _owner(out, folder) is None):
+            raise PathosegError(
+                f"The result of {slide} would lie in {kept or folder}. Folders called {STATES} are "
+                "for the states of a batch, and no results are looked for in them.",
+                f"Rename the {'slide' if kept is None else 'folder that the slide is in'}.",
             )
 
 
@@ -266,9 +273,13 @@ def results(out: Path) -> dict[Path, Summary]:
     for place, folders, files in os.walk(out):
         if SUMMARY in files:
             paths.append(Path(place, SUMMARY))
-        if SUMMARY in files or (STATES in folders and Path(place) != out):
+        # Earlier versions called the result of `states.svs` so, too, where it lay in a folder.
+        holds_states = STATES in folders and not Path(place, STATES, MASK).is_file()
+        if SUMMARY in files or (holds_states and Path(place) != out):
             folders.clear()
-        folders[:] = [name for name in folders if name[0] != "." and name != STATES]
+        folders[:] = [
+            name for name in folders if name[0] != "." and not (holds_states and name == STATES)
+        ]
     found = dict[Path, Summary]()
     for path in sorted(paths):
         with suppress(PathosegError):  # a folder of something else
@@ -349,6 +360,21 @@ def result_folder(folder: Path, work: Path, outputs: Collection[str]) -> Iterato
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def put_back(folder: Path, work: Path) -> None:
+    """Put the former result back where a kill came while `result_folder` replaced it.
+
+    Args:
+        folder: The folder of the result.
+        work: As for `result_folder`.
+
+    Raises:
+        OSError: The disk cannot be written.
+    """
+    for old in sorted(work.glob("old-*")):
+        if not os.path.lexists(folder):
+            old.replace(folder)
 
 
 def _keep_others(folder: Path, partial: Path, outputs: Collection[str]) -> None:

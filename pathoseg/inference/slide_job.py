@@ -48,6 +48,7 @@ from pathoseg.inference.result_folder import (
     WORK,
     Provenance,
     State,
+    put_back,
     read_state,
     refuse_namesakes,
     refuse_strangers,
@@ -434,6 +435,7 @@ class SlideJob:
             going_on = context.resume or (
                 before.status == "begun" and before.written >= context.since
             )
+            put_back(self.folder, self._work)
             self._clear(but=(_SLIDE_CLAIM, self._rows.name) if going_on else (_SLIDE_CLAIM,))
             self._rows.mkdir(exist_ok=True)
             with result_folder(self.folder, self._work, before.outputs) as partial:

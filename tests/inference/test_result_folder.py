@@ -6,14 +6,20 @@ from pathlib import Path
 
 import pytest
 
+from pathoseg.errors import PathosegError
+from pathoseg.geometry import Mpp
 from pathoseg.inference.result_folder import (
+    MASK,
+    SUMMARY,
     State,
     result_folders,
+    results,
     state_file,
     stored_bytes,
     sweep,
     write_state,
 )
+from pathoseg.outputs.report import Summary, TileCounts, write_summary
 
 
 def test_a_sweep_takes_empty_folders_and_leaves_those_of_slides_in_use(tmp_path: Path) -> None:
@@ -64,3 +70,27 @@ def test_a_slide_keeps_the_name_that_it_has_from_an_earlier_batch(tmp_path: Path
     _begin(tmp_path, "d/a", "s/a.svs")  # of a version that segmented it twice
     [slide] = [slide for slide in both if slide.suffix == ".svs"]
     assert result_folders(tmp_path, {slide: "d/a.svs"}) == {slide: tmp_path / "d/a"}
+
+
+def test_the_name_of_the_folder_of_states_hides_no_result(tmp_path: Path) -> None:
+    """A slide in a folder is called `states.svs`, and its result was in earlier versions."""
+    slides = {Path(name): name for name in ("states.svs", "x/states.svs", "x/a.svs")}
+    folders = result_folders(tmp_path, slides)
+    names = [folder.relative_to(tmp_path).as_posix() for folder in folders.values()]
+    assert names == ["states.svs", "x/states.svs", "x/a"]
+    _begin(tmp_path, "y/states", "y/states.svs")
+    earlier = Path("y/states.svs")
+    assert result_folders(tmp_path, {earlier: "y/states.svs"}) == {earlier: tmp_path / "y/states"}
+    summary = Summary("s", "m", Mpp(0.5, 0.5), 0.0, (), TileCounts(0, 0, 0), 0, {}, {})
+    for name in (*names, "y/states", "y/a", "another/a", "another/states/b"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / MASK).touch()
+        write_summary(tmp_path / name / SUMMARY, summary)
+    found = [folder.relative_to(tmp_path).as_posix() for folder in results(tmp_path)]
+    assert found == sorted([*names, "y/states", "y/a"]), "another batch lies in `another`"
+
+
+@pytest.mark.parametrize("name", ["states/a.svs", "x/states/a.svs", "x/states/y/a.svs", "x/states"])
+def test_no_result_lies_where_none_is_looked_for(tmp_path: Path, name: str) -> None:
+    with pytest.raises(PathosegError, match="Folders called states are for the states"):
+        result_folders(tmp_path, {Path(name): name})

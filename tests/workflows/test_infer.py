@@ -544,6 +544,29 @@ def test_a_failure_keeps_the_earlier_result(
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
+def test_a_kill_while_a_result_is_replaced_loses_nothing(
+    tmp_path: Path, command: Command, tiny_bundle: SaveBundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Take the place between two renames: the former result is moved away, no new one is there."""
+
+    def stumble(*_: Any) -> None:
+        raise ValueError("no such luck")
+
+    slide, out = _draw(tmp_path / "s.png", width=96, height=96), tmp_path / "out"
+    infer = ("infer", slide, "--model", tiny_bundle(), "--out", out, *MPP)
+    assert command(*infer)[0] == 0
+    own, away = out / "s" / "corrected.geojson", out / ".work" / "s" / "old-12345678"
+    own.write_text("mine")
+    for expected in (0, 2):
+        away.parent.mkdir(parents=True, exist_ok=True)
+        (out / "s").rename(away)
+        code, said = command(*infer)
+        assert (code, own.exists() and own.read_text()) == (expected, "mine"), said
+        assert {path.name for path in (out / "s").iterdir()} == FILES | {own.name}
+        assert not away.exists()
+        monkeypatch.setattr(slide_job, "publish", stumble)
+
+
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_is_whole_and_resume_completes_it(
     tmp_path: Path, start: Start, command: Command, tiny_bundle: SaveBundle
