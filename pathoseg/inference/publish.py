@@ -238,6 +238,13 @@ class _RowSinks:
             )
         if self.objects is not None and self.objects.writer.cut:
             self.warnings.append(cut_warning(self.objects.writer.cut, self._options))
+        if self.objects is not None:
+            kept, left_out = self.objects.writer.written.total(), self.objects.writer.left_out
+            if left_out > kept:
+                self.warnings.append(
+                    f"{left_out:,} objects are smaller than {smallest:g} µm² ([infer] "
+                    f"min_region_um2) and left out, more than are kept ({kept:,})"
+                )
 
     def _write(self, regions: Iterable[TracedRegion]) -> None:
         self.regions.update(write_regions(self._outlines, regions, self._frame))
