@@ -207,7 +207,7 @@ def train(
         str | None,
         typer.Option(
             help="Finish within this time, e.g. 90s, 30m or 2h; a bare number is minutes. What a "
-            "resumed run has taken before counts.",
+            "resumed run has taken before counts; at worst one step and one validation more.",
             metavar="DURATION",
         ),
     ] = None,

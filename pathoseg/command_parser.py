@@ -55,7 +55,7 @@ class Command(TyperCommand):
         if parameter is not None:
             name = parameter.opts[0] if isinstance(parameter, TyperOption) else parameter.metavar
             what = _asked(str(getattr(error, "message", "")))
-            return PathosegError(f"{name} {what}", getattr(parameter, "help", "") or how)
+            return PathosegError(f"{name} {what}", _plain(getattr(parameter, "help", "")) or how)
         if option is None:
             return PathosegError(f"{getattr(error, 'message', error)}", how)
         if option in self._names():
@@ -70,6 +70,11 @@ class Command(TyperCommand):
 
     def _names(self) -> list[str]:
         return _options(self)
+
+
+def _plain(text: str | None) -> str:
+    """Return a help text without the backslashes that keep its brackets from being markup."""
+    return (text or "").replace("\\[", "[")
 
 
 def _options(command: Any) -> list[str]:

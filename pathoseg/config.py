@@ -187,8 +187,9 @@ class TrainConfig:
         start_from: Run, bundle or .safetensors file whose weights training starts from (`--from`);
             left out, they are random.
         epochs: Passes over the samples; None means 50, or as many as the time limit holds.
-        time_limit: Time for the whole run, resumed parts counted together: "1h30m", "90s". Without
-            a unit, a number (120) is seconds; a text ("120") and `--time-limit 120` are minutes.
+        time_limit: Time for the whole run, resumed parts counted together: "1h30m", "90s". The run
+            ends at worst one step and one validation later. Without a unit, a number (120) is
+            seconds; a text ("120") and `--time-limit 120` are minutes.
         samples_per_epoch: Tiles drawn an epoch; None means as many as there are.
         batch: Tiles a step, of all ranks together.
         microbatch: Tiles a forward pass; gradients accumulate over a step. None means the whole

@@ -141,6 +141,7 @@ def test_wrong_input_is_refused_before_torch_is_imported(tmp_path: Path) -> None
         (("train", "--lr", "1"), ["--lr", "[train]", "--config"]),
         (("infer", "s.svs", "--time-limit", "1m"), ["--time-limit", "option of pathoseg train"]),
         (("evaluate", "--model", "no"), ["--model names no, which does not exist"]),
+        (("evaluate", "--model", "no"), ["Run or bundle. [default: the newest finished run]"]),
         (("check", "--annotations", "no"), ["--annotations names no, which does not exist"]),
         (("train", "--out", "x", "--nothing-like-it"), ["--nothing-like-it", "--help"]),
         (

@@ -222,6 +222,22 @@ def test_runs_are_found_by_either_pointer(tmp_path: Path, monkeypatch: pytest.Mo
     assert bundle_of(entry).resolve() == run / "model"
 
 
+@pytest.mark.parametrize("pointer", ["none", "dangling"])
+def test_without_a_pointer_the_run_that_ended_last_is_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pointer: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for age, name in enumerate(("b", "a", "going")):
+        run = Path("runs", name)
+        (run / "model").mkdir(parents=True)
+        for file in ("config.toml", "model/model.json", *(["summary.json"] if age < 2 else [])):
+            (run / file).touch()
+            os.utime(run / file, (age, age))
+    if pointer == "dangling":
+        Path("runs/latest").symlink_to("gone")
+    assert bundle_of(None) == Path("runs/a/model")
+
+
 def test_ranks_that_a_system_cannot_start_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_ranks, "_SHELL", Path("no/shell"))
     with pytest.raises(PathosegError, match="Leave out --ranks"):

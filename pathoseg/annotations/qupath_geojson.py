@@ -161,7 +161,10 @@ def _colour(value: Mapping[str, Any]) -> Colour | None:
 
 
 def _text(value: Any) -> str | None:
-    return (value.strip() or None) if isinstance(value, str) else None
+    """The text, or None; half of a surrogate pair, which is no text, becomes U+FFFD."""
+    if not isinstance(value, str):
+        return None
+    return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace").strip() or None
 
 
 def _mapping(value: Any, what: str) -> dict[str, Any]:

@@ -7,10 +7,11 @@ import time
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import shapely
 import torch
 from numpy.typing import NDArray
 
@@ -19,8 +20,8 @@ from pathoseg.annotations.qupath_geojson import GeoJsonWriter
 from pathoseg.annotations.reading import read_regions_of_interest
 from pathoseg.annotations.regions_of_interest import RegionOfInterest
 from pathoseg.config import Config, InferConfig, OutputsConfig
-from pathoseg.errors import PathosegError
-from pathoseg.geometry import Box, Frame
+from pathoseg.errors import PathosegError, UnreadableError
+from pathoseg.geometry import Box, Frame, area_text
 from pathoseg.host_memory import give_back_freed_memory
 from pathoseg.inference.certainty import Certainty, certainty_files
 from pathoseg.inference.result_folder import (
@@ -34,6 +35,7 @@ from pathoseg.inference.result_folder import (
     ZARR_MASK,
 )
 from pathoseg.inference.segmenter import MaskRow, Segmenter, SlidePlan
+from pathoseg.inference.windows import Windows
 from pathoseg.outputs.interest_counts import InterestCounts
 from pathoseg.outputs.mask_tiff import write_mask
 from pathoseg.outputs.object_files import ObjectWriter
@@ -47,6 +49,7 @@ from pathoseg.outputs.report import (
     TileCounts,
     class_summaries,
     count_pixels,
+    damage_warning,
     write_summary,
 )
 from pathoseg.outputs.stitch import HEIGHT_LEVELS
@@ -129,6 +132,7 @@ def publish(
 
     Raises:
         PathosegError: The slide or the device cannot do it.
+        UnreadableError: Not one pixel of what is predicted could be read.
         StoppedError: A signal came.
         OSError: The disk is full or cannot be written.
     """
@@ -145,6 +149,7 @@ def publish(
 
         write_mask(folder / MASK, mask.size, mask.mpp, bands(), classes, origin)
         sinks.close()
+    _refuse_unread(planned.plan, sinks)
     write_overlay(folder / OVERLAY, planned.picture, sinks.small.pixels, classes)
     summary = _summary(name, planned, segmenter, sinks, time.monotonic() - began)
     write_summary(folder / SUMMARY, summary)
@@ -233,6 +238,13 @@ class _RowSinks:
             )
         if self.objects is not None and self.objects.writer.cut:
             self.warnings.append(cut_warning(self.objects.writer.cut, self._options))
+        if self.objects is not None:
+            kept, left_out = self.objects.writer.written.total(), self.objects.writer.left_out
+            if left_out > kept:
+                self.warnings.append(
+                    f"{left_out:,} objects are smaller than {smallest:g} µm² ([infer] "
+                    f"min_region_um2) and left out, more than are kept ({kept:,})"
+                )
 
     def _write(self, regions: Iterable[TracedRegion]) -> None:
         self.regions.update(write_regions(self._outlines, regions, self._frame))
@@ -266,6 +278,30 @@ def _other_writers(
     return writers, []
 
 
+def _refuse_unread(plan: SlidePlan, sinks: _RowSinks) -> None:
+    """Refuse a result without a pixel that could be read."""
+    unread = sinks.pixels[IGNORE]
+    if 0 < len(plan.indices) == sinks.unread_tiles and unread == _predicted_pixels(plan):
+        area = area_text(unread * plan.output.pixel_area_mm2)
+        raise UnreadableError(
+            f"{plan.slide} cannot be segmented: nothing of the {area} mm² that are not glass "
+            "could be read.",
+            "Copy the file again from where it came.",
+        )
+
+
+def _predicted_pixels(plan: SlidePlan) -> int:
+    """Return the number of pixels of a slide's mask that are predicted."""
+    grid, size = plan.grid, plan.frame.size
+    if isinstance(grid, Windows):
+        return grid.pixels
+    if plan.output != plan.frame:  # one a tile
+        return len(plan.indices)
+    boxes = np.array([(box.x, box.y, box.right, box.bottom) for box in map(grid.box, plan.indices)])
+    boxes[:, 2:] = np.minimum(boxes[:, 2:], (size.width, size.height))
+    return round(shapely.union_all(shapely.box(*boxes.T)).area)
+
+
 def _summary(
     name: str, planned: PlannedSlide, segmenter: Segmenter, sinks: _RowSinks, seconds: float
 ) -> Summary:
@@ -273,7 +309,7 @@ def _summary(
     plan, tissue = planned.plan, planned.plan.tissue.area_mm2
     licence = segmenter.card.licence_warning()
     objects = None if sinks.objects is None else sinks.objects.writer
-    return Summary(
+    summary = Summary(
         slide=name,
         model=segmenter.model_id,
         mpp=plan.output.mpp,
@@ -297,6 +333,8 @@ def _summary(
         objects_cut=None if objects is None else objects.cut,
         regions_of_interest=sinks.interest.summaries(),
     )
+    damage = damage_warning(summary)
+    return summary if damage is None else replace(summary, warnings=(*summary.warnings, damage))
 
 
 def object_finder(frame: Frame, options: InferConfig) -> ObjectFinder:

@@ -39,7 +39,7 @@ from uuid import uuid4
 import numpy as np
 
 from pathoseg.config import Config
-from pathoseg.errors import PathosegError, StoppedError
+from pathoseg.errors import PathosegError, StoppedError, UnreadableError
 from pathoseg.giving_up import GivenUpError
 from pathoseg.inference.leases import Leases
 from pathoseg.inference.provenance import key_options, refuse_difference
@@ -452,6 +452,8 @@ class SlideJob:
         except Exception as raised:
             # A fault of this package, or no memory: it ends this slide alone.
             error = _told(raised, self.slide)
+            if isinstance(raised, UnreadableError):  # what is tried again is read again
+                shutil.rmtree(self._rows, ignore_errors=True)
             # Who takes over removes what is half done, which is then missing here.
             if not context.leases.owns(self._work / _SLIDE_CLAIM):
                 return False

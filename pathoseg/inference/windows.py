@@ -206,6 +206,14 @@ class Windows:
         """The number of cells without tissue."""
         return int(self._tissue.size - self._tissue.sum())
 
+    @property
+    def pixels(self) -> int:
+        """The number of the slide's pixels in cells with tissue, which are predicted."""
+        rows, columns = self._tissue.shape
+        heights = np.minimum(self._cell, self._extent.height - self._cell * np.arange(rows))
+        widths = np.minimum(self._cell, self._extent.width - self._cell * np.arange(columns))
+        return int(heights @ (self._tissue @ widths))
+
     def box(self, number: int) -> Box:
         """Return the place of a window with its margins, in pixels of the slide."""
         return self._windows[number].box

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import errno
 import io
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ from pathlib import Path
 from uuid import uuid4
 
 from pathoseg.platform_support import sync_file, sync_folder
+
+_LONE = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # the others stand for bytes of a file name
 
 
 @contextmanager
@@ -70,7 +73,8 @@ def naming(path: Path) -> Iterator[None]:
 def write_text(path: Path, text: str) -> bool:
     """Replace the file `path` by `text` in UTF-8, whole or not at all.
 
-    File names in the text keep the bytes that are no UTF-8.
+    File names in the text keep the bytes that are no UTF-8. Another half of a surrogate pair, which
+    no file name has, becomes a question mark.
 
     Returns:
         True if there was such a file.
@@ -80,7 +84,7 @@ def write_text(path: Path, text: str) -> bool:
     """
     is_there = path.exists()
     with replaced(path) as draft:
-        draft.write_text(text, encoding="utf-8", errors="surrogateescape", newline="")
+        draft.write_bytes(_LONE.sub("?", text).encode(errors="surrogateescape"))
     return is_there
 
 

@@ -21,7 +21,7 @@ from pathoseg.geometry import area_text
 from pathoseg.outputs.atomic import replaced
 from pathoseg.outputs.html_report import count, photograph, write_page
 from pathoseg.outputs.overlay import thumbnail_frame
-from pathoseg.outputs.report import ClassSummary, Summary
+from pathoseg.outputs.report import ClassSummary, Summary, damage_warning, unread_text
 from pathoseg.outputs.uncertain_fields import UncertainField
 
 PAGE = "report.html"
@@ -260,12 +260,12 @@ def _told(of: Outlier) -> str:
 
 def _remarks(summary: Summary) -> list[str]:
     """What is to be said of a slide: nothing of most."""
-    told = [f"{warning[:1].upper()}{warning[1:]}" for warning in summary.warnings]
-    tiles = summary.tiles
+    tiles, damage = summary.tiles, damage_warning(summary)  # which is told in other words
+    told = [f"{each[:1].upper()}{each[1:]}" for each in summary.warnings if each != damage]
     if summary.unread_pixels:
         told.append(
-            f"{area_text(summary.unread_pixels * summary.mpp.pixel_mm2)} mm² could not be read "
-            f"({tiles.unread} of {tiles.done} tiles): hatched in the overlay"
+            f"{unread_text(summary)} could not be read, in {tiles.unread} of {tiles.done} tiles: "
+            "hatched in the overlay"
         )
     elif tiles.unread:
         told.append(f"Around {tiles.unread} of {tiles.done} tiles not all could be read")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import IGNORE, ClassTable
 from pathoseg.errors import PathosegError
-from pathoseg.geometry import Frame, Mpp, Size
+from pathoseg.geometry import Frame, Mpp, Size, area_text
 from pathoseg.outputs.atomic import write_rows, write_text
 from pathoseg.outputs.uncertain_fields import UncertainField
 from pathoseg.typed_json import from_json
@@ -120,6 +120,24 @@ class Summary:
     objects_left_out: int | None = None
     objects_cut: int | None = None
     regions_of_interest: tuple[InterestSummary, ...] = ()
+
+
+def unread_text(summary: Summary) -> str:
+    """Return how much of a slide's mask could not be read: "0.26 mm² (25 % of the mask)"."""
+    area, level0 = summary.unread_pixels * summary.mpp.pixel_mm2, summary.level0
+    if level0 is None:
+        return f"{area_text(area)} mm²"
+    share = min(1.0, area / (level0.size.pixels * level0.mpp.pixel_mm2))
+    return f"{area_text(area)} mm² ({100 * share:.3g} % of the mask)"
+
+
+def damage_warning(summary: Summary) -> str | None:
+    """Return the sentence that says what could not be read of a slide, None where all could."""
+    tiles = summary.tiles
+    if not tiles.unread:
+        return None
+    told = f"the slide is damaged: {tiles.unread} of {tiles.done} tiles could not be read whole"
+    return f"{told}, {unread_text(summary)} not at all" if summary.unread_pixels else told
 
 
 SUMMARY_COLUMNS = (

@@ -306,7 +306,7 @@ def _create(path: Path, key: TileCacheKey) -> None:
     extent = key.frame.size.rounded_up(SHARD)
     try:
         draft.mkdir(parents=True)
-        (draft / _DESCRIPTION).write_text(json.dumps(key.described(), indent=2))
+        (draft / _DESCRIPTION).write_text(json.dumps(key.described(), indent=2), "ascii")
         serializer = BytesCodec() if key.codec == "lossless" else _JpegCodec(_JPEG_QUALITY)
         compressors = lossless if key.codec == "lossless" else lossy
         _create_array(draft / "pixels", extent, (3,), "uint8", serializer, compressors)

@@ -13,7 +13,7 @@ from typing import Any
 
 from pathoseg.config import Config
 from pathoseg.errors import PathosegError
-from pathoseg.outputs.atomic import replaced
+from pathoseg.outputs.atomic import write_text
 from pathoseg.platform_support import follow_pointer, make_pointer, relative_path
 from pathoseg.progress import say
 
@@ -130,8 +130,7 @@ def clear_run(run: Path, overwrite: bool) -> None:
 
 def finish_run(run: Path, summary: Mapping[str, Any]) -> None:
     """Mark a run as finished, with its summary as JSON, and point `runs/latest` at it."""
-    with replaced(run / _FINISHED) as partial:
-        partial.write_text(json.dumps(summary, indent=2) + "\n")
+    write_text(run / _FINISHED, json.dumps(summary, indent=2) + "\n")
     _point_latest(run)
 
 
@@ -152,9 +151,8 @@ def reopen_run(run: Path) -> None:
     (run / _FINISHED).unlink(missing_ok=True)
     if _latest() == run.resolve():
         (RUNS / "latest").unlink()
-        others = [other for other in _known() if is_finished(other)]
-        if others:
-            _point_latest(max(others, key=lambda other: (other / _FINISHED).stat().st_mtime))
+        if other := _last_finished():
+            _point_latest(other)
 
 
 def moved_options(recorded: Config, asked: Config) -> Config:
@@ -212,8 +210,8 @@ def run_to_resume(longer: bool) -> Path:
         PathosegError: There is none.
     """
     unfinished = [run for run in _known() if not is_finished(run)]
-    if longer and not unfinished and (_latest() / CONFIG).is_file():
-        return _latest()
+    if longer and not unfinished and (_newest() / CONFIG).is_file():
+        return _newest()
     if not unfinished:
         raise PathosegError(
             f"There is no unfinished run in {RUNS.resolve()}.",
@@ -233,7 +231,7 @@ def bundle_of(model: Path | None, option: str = "--model") -> Path:
         PathosegError: There is none.
     """
     # The run behind the link says more, and stays the same when another run is finished.
-    given = relative_path(_latest(), Path()) if model is None else follow_pointer(model)
+    given = relative_path(_newest(), Path()) if model is None else follow_pointer(model)
     for folder in (given / "model", given):
         if (folder / "model.json").is_file():
             run = folder.parent
@@ -256,6 +254,18 @@ def bundle_of(model: Path | None, option: str = "--model") -> Path:
 def _latest() -> Path:
     """The run that `runs/latest` points at, by a link or by a file."""
     return follow_pointer(Path(os.path.realpath(RUNS / "latest")))
+
+
+def _newest() -> Path:
+    """The newest finished run: that of `runs/latest`, or without it the one that ended last."""
+    latest = _latest()
+    return latest if latest.is_dir() else _last_finished() or latest
+
+
+def _last_finished() -> Path | None:
+    """Of the finished runs, the one whose summary was written last; None where there is none."""
+    found = [run for run in _known() if is_finished(run)]
+    return max(found, key=lambda run: (run / _FINISHED).stat().st_mtime, default=None)
 
 
 def _from_runs(run: Path) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import csv
 import io
 import json
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from PIL import Image
 from torch.utils.tensorboard import SummaryWriter
 
 from pathoseg.annotations.annotation import IGNORE, ClassTable
-from pathoseg.outputs.atomic import naming, replaced, write_text
+from pathoseg.outputs.atomic import naming, replaced, write_rows, write_text
 
 VALIDATION = "validation.json"
 COLUMNS = (
@@ -57,10 +56,9 @@ class RunLog:
         Args:
             rows: The figures of all epochs so far, by column.
         """
-        with replaced(self._csv) as partial, partial.open("w", newline="") as file:
-            writer = csv.DictWriter(file, self._columns, restval="", lineterminator="\n")
-            writer.writeheader()
-            writer.writerows({key: _number(value) for key, value in row.items()} for row in rows)
+        empty = dict.fromkeys(self._columns, "")
+        known = ({**empty, **{key: _number(each) for key, each in row.items()}} for row in rows)
+        write_rows(self._csv, known, self._columns)
         last = rows[-1]
         with naming(self._folder):
             for name, value in last.items():

@@ -13,10 +13,11 @@ from typing import Literal, cast, get_args
 
 from pathoseg.config import DataConfig
 from pathoseg.errors import PathosegError
-from pathoseg.outputs.atomic import replaced
+from pathoseg.outputs.atomic import write_rows
 
 Split = Literal["train", "val", "test"]
 TABLE = "slides.csv"
+_RECORDED = "splits.csv"
 
 
 @dataclass(frozen=True)
@@ -111,10 +112,8 @@ def find_table(data: DataConfig) -> Path | None:
 
 
 def write_splits(path: Path, members: Iterable[Member]) -> None:
-    with replaced(path) as partial, partial.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["slide", "patient", "split"])
-        writer.writerows([m.slide, m.patient, m.split] for m in members)
+    rows = ({"slide": m.slide, "patient": m.patient, "split": m.split} for m in members)
+    write_rows(path, rows, ("slide", "patient", "split"))
 
 
 def _as_split(text: str | None, where: str) -> Split | None:
@@ -142,7 +141,7 @@ def _drawn_to_validate(
     """
 
     def rank(patient: str) -> bytes:
-        return hashlib.sha256(f"{seed}:{patient}".encode()).digest()
+        return hashlib.sha256(f"{seed}:{patient}".encode(errors="surrogateescape")).digest()
 
     free = sorted((patient for patient, split in given.items() if split is None), key=rank)
     wanted = round(val_share * len(free))
@@ -192,8 +191,10 @@ def read_rows(table: Path) -> dict[str, dict[str, str]]:
     Raises:
         PathosegError: It cannot be read, has no column `slide`, or two rows of a slide differ.
     """
+    # The names of files in what a run has recorded need not be UTF-8.
+    errors = "surrogateescape" if table.name == _RECORDED else "strict"
     try:
-        with table.open(newline="", encoding="utf-8-sig") as file:
+        with table.open(newline="", encoding="utf-8-sig", errors=errors) as file:
             rows = [
                 {(k or "").strip().lower(): (v or "").strip() for k, v in row.items() if k}
                 for row in csv.DictReader(file)

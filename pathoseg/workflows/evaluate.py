@@ -7,9 +7,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +51,7 @@ from pathoseg.tiles.tiles import tile_labels
 from pathoseg.time_spent import TimeSpent, time_told
 from pathoseg.training.labelled_slides import LabelledSlide, find_labelled_slides
 from pathoseg.training.run_folder import CONFIG, SPLITS, bundle_of, refuse_unwritable
-from pathoseg.training.splits import find_table, patients_in, read_rows
+from pathoseg.training.splits import Split, find_table, patients_in, read_rows
 from pathoseg.version import __version__
 
 _UNSEEN = "unseen"
@@ -118,10 +119,12 @@ def _evaluate(
     folders = config.data.told_folders
     if not chosen:
         found = {records.split_of(source) for source in sources.usable}
+        near = get_close_matches(str(split), {*get_args(Split), _UNSEEN, *found} - {split}, n=1)
+        hint = f"Did you mean {near[0]}? " if near else ""
         raise PathosegError(
             f"No annotated slide in {folders} is of the split {split!r}.",
-            f"They are of these: {', '.join(sorted(found))}; what the model's run never saw is "
-            f"{_UNSEEN}.",
+            f"{hint}They are of these: {', '.join(sorted(found))}; what the model's run never saw "
+            f"is {_UNSEEN}.",
         )
     for source in chosen:  # a class that the model does not know is refused before hours of work
         source.labels.rasterise(Box(0, 0, 1, 1), source.frame, class_table_of(card))

@@ -50,7 +50,13 @@ from pathoseg.outputs.batch_report import (
     overlay_picture,
     write_batch_report,
 )
-from pathoseg.outputs.report import Summary, read_summary, write_failures, write_summary_table
+from pathoseg.outputs.report import (
+    Summary,
+    damage_warning,
+    read_summary,
+    write_failures,
+    write_summary_table,
+)
 from pathoseg.parallel.comm.launcher import (
     World,
     find_host_share,
@@ -365,17 +371,14 @@ def _work(batch: Sequence[SlideJob], out: Path, interruption: Interruption) -> N
 
 def _warnings(summary: Summary) -> str:
     """Return warnings about a result: an unseen resolution, a damaged slide."""
-    told = "".join(f". Take care: {warning}" for warning in summary.warnings)
-    tiles = summary.tiles
-    if not tiles.unread:
+    damage = damage_warning(summary)
+    told = "".join(f". Take care: {each}" for each in summary.warnings if each != damage)
+    if damage is None:
         return told
     missing = "What is missing is 255 in the mask and hatched in the overlay."
     if not summary.unread_pixels:
         missing = "What is missing lies around what is predicted; the model saw white there."
-    return told + (
-        f". The slide is damaged: {tiles.unread} of {tiles.done} tiles could not be read whole. "
-        + missing
-    )
+    return f"{told}. {damage[0].upper()}{damage[1:]}. {missing}"
 
 
 def _tell_without_interest(batch: Sequence[SlideJob]) -> None:

@@ -314,3 +314,10 @@ def test_a_full_disk_is_an_os_error(tmp_path: Path, name: str) -> None:
     path.symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space"):
         _write(path, [shapely.box(0, 0, 1, 1)] * 2000)
+
+
+def test_half_an_emoji_in_a_name_is_replaced(tmp_path: Path) -> None:
+    [found] = _read(
+        tmp_path, _feature(classification={"name": "A \ud83db"}, name="\ude00 \U0001f600")
+    )
+    assert (found.class_name, found.name) == ("A \ufffdb", "\ufffd \U0001f600")

@@ -18,6 +18,11 @@ def test_the_new_text_takes_the_place_of_the_old(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_bytes_of_file_names_stay_and_halves_of_emojis_are_question_marks(tmp_path: Path) -> None:
+    write_text(tmp_path / "a", "\udcfc \ud83d \udc00 \ude00 \U0001f600\r\n")
+    assert (tmp_path / "a").read_bytes() == b"\xfc ? ? ? \xf0\x9f\x98\x80\r\n"
+
+
 def test_until_the_block_ends_readers_see_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "regions.geojson.gz"
     path.write_text("old")

@@ -26,6 +26,14 @@ def test_a_table_is_obeyed_and_round_trips(tmp_path: Path) -> None:
     assert split_slides(list(members), tmp_path / "splits.csv", 9, 0.9) == members
 
 
+def test_names_that_are_no_utf_8_round_trip(tmp_path: Path) -> None:
+    members = split_slides(["Dr\udcfcse.svs", "Drüse.svs", "c.svs"], None, 0, 0.4)
+    write_splits(tmp_path / "splits.csv", members.values())
+    assert "Drüse.svs".encode() in (tmp_path / "splits.csv").read_bytes()
+    assert b"Dr\xfcse.svs" in (tmp_path / "splits.csv").read_bytes()
+    assert split_slides(list(members), tmp_path / "splits.csv", 9, 0.9) == members
+
+
 @given(st.integers(0, 1000), st.integers(2, 40), st.floats(0.05, 0.6))
 def test_a_patient_is_on_one_side_and_a_new_one_moves_few(
     seed: int, patients: int, share: float

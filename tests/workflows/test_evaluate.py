@@ -286,6 +286,8 @@ def test_one_split_alone_and_slides_the_run_never_saw(toy_slides: Path, command:
     code, said = command(*evaluate, "--split", "test")
     assert code == 2
     assert "of these: train, val; what the model's run never saw is unseen" in said
+    code, said = command(*evaluate, "--split", "tset")
+    assert (code, "Did you mean test? They are of these: train, val; " in said) == (2, True)
     evaluate_into_a_file = (*evaluate[:-1], "tiny.toml", "--split", "val")
     code, said = command(*evaluate_into_a_file)
     assert (code, "the evaluation's folder" in said.lower(), "slide" in said) == (2, True, False)

@@ -289,6 +289,53 @@ def test_unread_parts_are_255_and_counted(
     assert 0 < summary["tiles"]["unread"] < summary["tiles"]["done"]
     tiles = summary["tiles"]
     assert f"{tiles['unread']} of {tiles['done']} tiles could not be read" in said
+    damage = (
+        f"the slide is damaged: {tiles['unread']} of {tiles['done']} tiles could not be read "
+        "whole, 0.001024 mm² (8.33 % of the mask) not at all"
+    )
+    assert summary["warnings"][-1] == damage
+    assert said.count("8.33 % of the mask") == 1
+    assert "T" + damage[1:] in said
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("8.33 % of the mask") == 1
+
+
+@pytest.mark.usefixtures("small_windows")
+@pytest.mark.parametrize("options", ["tile = 100", "overlap = 48"])
+def test_a_slide_of_which_nothing_can_be_read_fails(
+    tmp_path: Path, command: Command, tiny_bundle: SaveBundle, options: str
+) -> None:
+    pixels = np.random.default_rng(0).integers(60, 220, (384, 448, 3), np.uint8)
+    slide = tmp_path / "torn.tif"
+    with tifffile.TiffWriter(slide) as tiff:
+        for level, scale in ((pixels, 40_000), (pixels[::2, ::2], 20_000)):
+            tiff.write(
+                level, tile=(64, 64), compression="zlib", photometric="rgb", metadata=None,
+                resolution=(scale, scale), resolutionunit="CENTIMETER",
+            )  # fmt: skip
+    with tifffile.TiffFile(slide) as tiff:
+        places = list(zip(tiff.pages[1].dataoffsets, tiff.pages[1].databytecounts, strict=True))
+    sound = slide.read_bytes()
+    with slide.open("r+b") as file:
+        for offset, length in places:
+            file.seek(offset)
+            file.write(b"\xff" * length)
+    (tmp_path / "tiles.toml").write_text(f"[infer]\n{options}\n")
+    infer = (
+        "infer", slide, "--model", tiny_bundle(), "--out", tmp_path / "out",
+        "--config", tmp_path / "tiles.toml",
+    )  # fmt: skip
+    code, said = command(*infer)
+    assert code == 2, said
+    assert "torn.tif cannot be segmented: nothing of the 0.01075 mm² that are not glass" in said
+    assert not (tmp_path / "out" / "torn").exists()
+    # with the same time and size, as a disk that was away and is back
+    then = slide.stat()
+    slide.write_bytes(sound)
+    os.utime(slide, ns=(then.st_atime_ns, then.st_mtime_ns))
+    code, said = command(*infer, "--resume")
+    assert code == 0, said
+    assert not (_mask(tmp_path / "out" / "torn") == 255).any()
 
 
 def test_a_batch_goes_on_after_a_bad_slide(

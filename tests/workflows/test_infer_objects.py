@@ -85,6 +85,26 @@ def test_windows_rows_and_processes_change_no_object(
         assert int(line["objects"]) == classes.count(line["class"]) > 100
 
 
+def test_that_most_objects_are_left_out_is_said(
+    tmp_path: Path, command: Command, tiny_bundle: SaveBundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _draw(tmp_path / "slide.png")
+    model = tiny_bundle(network=ModelConfig(NAME, "objects", 3), tile=64, overlap=32)
+    for smallest in (10, 1000):
+        Path("large.toml").write_text(CONFIG.format(more=f"min_region_um2 = {smallest}"))
+        options = ("--model", model, "--factory", NAME, "--config", "large.toml", "--overwrite")
+        code, said = command("infer", "slide.png", *options, "--out", "out")
+        assert code == 0, said
+        summary = json.loads(Path("out/slide/summary.json").read_text())
+        told = (
+            f"{summary['objects_left_out']:,} objects are smaller than {smallest:g} µm² ([infer] "
+            "min_region_um2) and left out, more than are kept (0)"
+        )
+        assert (told in summary["warnings"]) == (told in said) == (smallest == 1000)
+        assert said.count("more than are kept") == (smallest == 1000)
+
+
 def _rows(result: str) -> list[str]:
     return sorted(Path(result, "objects.csv").read_text().splitlines())
 
