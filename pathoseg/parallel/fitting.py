@@ -55,7 +55,8 @@ class Fit:
                 microbatches that it needs (`runner.reads_inputs`), the others may hold anything.
                 On any device: a microbatch is copied to this rank's when its turn comes.
             targets: Likewise (`runner.reads_targets`). Where ranks share tiles, those with as many
-                rows as a tile are cut as it is, as are inputs; all else is whole on each rank.
+                rows as a tile are cut as it is, and images (n, channels, rows, columns) among the
+                inputs in proportion; all else is whole on each rank.
             trace: Whether the result says what this rank did when.
 
         Raises:
@@ -89,15 +90,18 @@ class Fit:
                     "Give targets of the tiles' height, or choose another number of shards.",
                 )
 
-        def part(given: Tensor, microbatch: int) -> Tensor:
+        def part(given: Tensor, microbatch: int, is_input: bool) -> Tensor:
             own = given[microbatch * size : (microbatch + 1) * size]
-            is_cut = self.plan.shards > 1 and own.dim() > 2 and own.shape[-2] == height
-            return own[..., self.runner.rows(height), :] if is_cut else own
+            # An image of another height than the tile's is cut in proportion.
+            is_image = own.dim() > 2 and own.shape[-2] == height
+            is_image |= is_input and own.dim() > 3 and own.shape[-2] >= self.plan.shards
+            is_cut = self.plan.shards > 1 and is_image
+            return own[..., self.runner.rows(own.shape[-2]), :] if is_cut else own
 
         microbatches = Microbatches(
             [size] * count,
-            lambda microbatch: {name: part(each, microbatch) for name, each in named.items()},
-            lambda microbatch: part(targets, microbatch).to(self.runner.device),
+            lambda microbatch: {name: part(each, microbatch, True) for name, each in named.items()},
+            lambda microbatch: part(targets, microbatch, False).to(self.runner.device),
         )
         return self.runner.step(number, microbatches, trace)
 
