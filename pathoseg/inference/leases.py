@@ -12,6 +12,10 @@ A lease is a file. Its content names its owner: host, process, and when that pro
 
 (1) The file system lets one of several processes create it. (4) is found by whoever wants the lease
 next, by the file system's clock. Of several that do (5), rename lets one succeed; all go on to (1).
+One that is late moves a lease away that another has made meanwhile, or whose owner gave a sign of
+life: the grave tells, and it is linked back. For that moment there is no file, so that a third
+process can do (1), or the owner do (3) in vain: then two do the same work, or a lease is left to
+die by silence. Both cost time alone.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 from uuid import uuid4
 
 import psutil
@@ -75,13 +79,11 @@ class Leases:
             try:
                 descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
             except FileExistsError:
-                if self.is_taken(path):
-                    return False
-                # (5) Of several that find it dead, one moves it away.
-                grave = path.with_name(f".{uuid4().hex[:8]}-{path.name}")
-                with suppress(FileNotFoundError):
-                    path.rename(grave)
-                grave.unlink(missing_ok=True)
+                found = _read(path)
+                if found is not None:
+                    if self._lives(found):
+                        return False
+                    _bury(path, found)
                 continue
             with self._lock:
                 self._held.add(path)
@@ -91,16 +93,8 @@ class Leases:
 
     def is_taken(self, path: Path) -> bool:
         """Return True if a living process, this one included, holds the lease: not (4)."""
-        try:
-            with path.open(encoding="utf-8") as file:
-                touched = os.fstat(file.fileno()).st_mtime
-                text = file.read()
-        except FileNotFoundError:
-            return False
-        with suppress(ValueError, LookupError, TypeError):  # its owner writes it just now
-            if _has_ended(json.loads(text), self._owner):
-                return False
-        return self.now() - touched < LEASE
+        found = _read(path)
+        return found is not None and self._lives(found)
 
     def release(self, path: Path) -> None:
         """(3) Delete the lease, if this process still holds it."""
@@ -155,6 +149,12 @@ class Leases:
         for path in list(self._held):
             self.release(path)
 
+    def _lives(self, found: _Found) -> bool:
+        with suppress(ValueError, LookupError, TypeError):  # its owner writes it just now
+            if _has_ended(json.loads(found.text), self._owner):
+                return False
+        return self.now() - found.touched < LEASE
+
     def _beat(self) -> None:
         while not self._ended.wait(BEAT):
             with self._lock:
@@ -162,6 +162,41 @@ class Leases:
             for path in held:
                 with suppress(OSError):  # another has taken it over, or the disk is away for now
                     os.utime(path)
+
+
+class _Found(NamedTuple):
+    """What the file of a lease says; equal at two times if it is the same lease, untouched."""
+
+    text: str
+    touched: float
+
+
+def _read(path: Path) -> _Found | None:
+    """Read the file of a lease; None if there is none."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            touched = os.fstat(file.fileno()).st_mtime
+            return _Found(file.read(), touched)
+    except FileNotFoundError:
+        return None
+
+
+def _bury(path: Path, dead: _Found) -> None:
+    """(5) Of several that find a lease dead, one moves it away; another lease is put back."""
+    grave = path.with_name(f".{uuid4().hex[:8]}-{path.name}")
+    try:
+        path.rename(grave)
+    except FileNotFoundError:
+        return
+    if _read(grave) not in (dead, None):
+        try:
+            os.link(grave, path)
+        except FileExistsError:  # a third process has taken it in this moment
+            pass
+        except OSError:  # a disk without links, or the folder is gone
+            with suppress(FileNotFoundError):
+                grave.replace(path)
+    grave.unlink(missing_ok=True)
 
 
 def _machine() -> dict[str, Any]:

@@ -72,6 +72,65 @@ def test_elsewhere_silence_beyond_the_lease_is_the_end(tmp_path: Path, text: str
         assert path.read_text() != text
 
 
+@pytest.mark.parametrize("has_links", [True, False])
+@pytest.mark.parametrize("text", ["", "dead"])
+def test_who_is_late_to_bury_a_lease_takes_none_that_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, has_links: bool
+) -> None:
+    """Let another process take over, or its owner wake, between the look and the rename."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    def rename_late(source: Path, target: Path) -> Path:
+        with monkeypatch.context() as once:
+            once.setattr(Path, "rename", rename)
+            meanwhile()
+        return rename(source, target)
+
+    def wake() -> None:
+        os.utime(path)
+
+    path, rename = tmp_path / "piece", Path.rename
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse)
+    with Leases(tmp_path) as one, Leases(tmp_path) as other:
+        for meanwhile in (lambda: other.take(path), wake):
+            path.write_text(text)
+            os.utime(path, (0, 0))
+            monkeypatch.setattr(Path, "rename", rename_late)
+            assert not one.take(path)
+            assert other.owns(path) == (meanwhile is not wake)
+            assert {file.name for file in tmp_path.iterdir()} == {".clock", "piece"}
+            other.release(path)
+        os.utime(path, (0, 0))
+        monkeypatch.setattr(Path, "rename", rename)
+        assert one.take(path)
+
+
+def test_a_lease_that_is_taken_while_another_is_put_back_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let a third process come in the moment in which there is no file."""
+
+    def rename_late(source: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "rename", rename)
+        assert second.take(path)
+        moved = rename(source, target)
+        assert third.take(path)
+        return moved
+
+    path, rename = tmp_path / "piece", Path.rename
+    with Leases(tmp_path) as first, Leases(tmp_path) as second, Leases(tmp_path) as third:
+        path.touch()
+        os.utime(path, (0, 0))
+        monkeypatch.setattr(Path, "rename", rename_late)
+        assert not first.take(path)
+        assert third.owns(path)
+        second.release(path)
+        assert third.owns(path)
+
+
 def test_an_owner_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pathoseg.inference.leases.BEAT", 0.02)
     path = tmp_path / "piece"
