@@ -307,8 +307,7 @@ def class_table(labels: Sequence[Labels], wanted: tuple[str, ...] | None) -> Cla
 
     Raises:
         PathosegError: No class is in use, more than 254 are wanted, or one twice, or background,
-            or one is called mean or all, more than 32 are in use and none is named, or classes are
-            wanted and no outline has any.
+            more than 32 are in use and none is named, or classes are wanted and no outline has any.
     """
     if listed := [name for name in wanted or () if is_background(name)]:
         raise PathosegError(
@@ -347,12 +346,6 @@ def class_table(labels: Sequence[Labels], wanted: tuple[str, ...] | None) -> Cla
         raise PathosegError(
             f"The config names {len(names)} classes; {most} are possible, no two of one name.",
             "Correct `[data] classes`.",
-        )
-    if summed := {"mean", "all"} & set(names):
-        name = min(summed)
-        raise PathosegError(
-            f'A class is called "{name}", as figures of all classes together are.',
-            f'Give it another name: `[annotations] rename = {{ "{name}" = "{name} tissue" }}`.',
         )
     taken: list[Colour] = []
     for name in names:

@@ -165,7 +165,7 @@ class Leases:
 
 
 class _Found(NamedTuple):
-    """What the file of a lease says; equal at two times if it is the same lease, untouched."""
+    """Content and time of last touch of a lease's file; equal while nobody takes or touches it."""
 
     text: str
     touched: float

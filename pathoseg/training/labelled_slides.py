@@ -213,12 +213,15 @@ def labelled_slides(
     """The usable ones of the slides that were read, with their classes.
 
     Raises:
-        PathosegError: There is none, or the classes cannot be told.
+        PathosegError: There is none, or the classes cannot be told, or a new run's class is called
+            mean or all.
     """
     if not read.usable:
         place = config.data.annotations or config.data.told_folders
         raise _nothing_left(place, read.left_out)
-    table = classes or class_table([source.labels for source in read.usable], config.data.classes)
+    if classes is None:  # those of a recorded run stay as they are
+        drawn = class_table([source.labels for source in read.usable], config.data.classes)
+        classes = _without_names_of_figures(drawn)
     files = list(read.files.values())
     places = {path.parent for path in files}
     if config.data.annotations:
@@ -232,12 +235,23 @@ def labelled_slides(
     reports = [one.report for one in labels]
     return LabelledSlides(
         read.usable,
-        table,
+        classes,
         read.left_out,
-        notes=tuple(what_is_left_out(reports, strays, table)),
+        notes=tuple(what_is_left_out(reports, strays, classes)),
         remarks=tuple(what_is_limited(reports)),
         warnings=tuple(unknown_names(labels, config.annotations.rename)),
     )
+
+
+def _without_names_of_figures(classes: ClassTable) -> ClassTable:
+    """Return the classes; refuse names that would be columns of all classes' figures."""
+    for name in ("mean", "all"):
+        if name in classes.names:
+            raise PathosegError(
+                f'A class is called "{name}", as figures of all classes together are.',
+                f'Give it another name: `[annotations] rename = {{ "{name}" = "{name} tissue" }}`.',
+            )
+    return classes
 
 
 def classes_held(sources: LabelledSlides) -> dict[str, Collection[str]]:

@@ -257,13 +257,13 @@ def _latest() -> Path:
 
 
 def _newest() -> Path:
-    """The newest finished run: that of `runs/latest`, or without it the one that ended last."""
+    """Return the newest finished run: that of `runs/latest`, else the one that ended last."""
     latest = _latest()
     return latest if latest.is_dir() else _last_finished() or latest
 
 
 def _last_finished() -> Path | None:
-    """Of the finished runs, the one whose summary was written last; None where there is none."""
+    """Return the finished run whose summary was written last; None where there is none."""
     found = [run for run in _known() if is_finished(run)]
     return max(found, key=lambda run: (run / _FINISHED).stat().st_mtime, default=None)
 

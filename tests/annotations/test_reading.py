@@ -546,13 +546,6 @@ def test_background_among_the_wanted_classes_is_refused(name: str) -> None:
     assert "Leave it out of `[data] classes`" in refused.value.hint
 
 
-@pytest.mark.parametrize("name", ["mean", "all"])
-def test_names_of_figures_are_no_classes(name: str) -> None:
-    with pytest.raises(PathosegError, match=f'called "{name}", as figures of all') as refused:
-        class_table([_Labels(**{name: None, "tumour": None})], None)
-    assert f'rename = {{ "{name}" = ' in refused.value.hint
-
-
 def test_no_class_at_all_is_refused() -> None:
     with pytest.raises(PathosegError, match="no region of any class"):
         class_table([_Labels()], None)

@@ -103,3 +103,14 @@ def test_a_recorded_class_called_background_is_kept(config: Config) -> None:
     assert find_labelled_slides(config, old).classes == old
     with pytest.raises(PathosegError, match='class "Background"; background is index 0'):
         find_labelled_slides(config)
+
+
+@pytest.mark.parametrize("name", ["mean", "all"])
+def test_a_new_class_named_as_figures_of_all_is_refused(config: Config, name: str) -> None:
+    rename = {"class 1": name}
+    config = replace(config, annotations=replace(config.annotations, rename=rename))
+    with pytest.raises(PathosegError, match=f'called "{name}", as figures of all') as refused:
+        find_labelled_slides(config)
+    assert f'rename = {{ "{name}" = ' in refused.value.hint
+    old = ClassTable((name,), ((1, 0, 0),))
+    assert find_labelled_slides(config, old).classes == old

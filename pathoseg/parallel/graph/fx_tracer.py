@@ -230,6 +230,8 @@ _AUGMENTED = (
     "and",
     "or",
     "xor",
+    "lshift",
+    "rshift",
 )
 _WRITTEN = {f"__i{name}__": getattr(operator, f"__i{name}__") for name in _AUGMENTED}
 _WRITTEN["__setitem__"] = operator.setitem

@@ -47,12 +47,12 @@ def state_of(module: Any) -> dict[str, Any]:
     """Return a module's own numbers and texts, and its own generators' states, by attribute."""
     found: dict[str, Any] = {}
     for name, value in vars(module).items():
-        if isinstance(value, int | float | str):
+        if isinstance(value, int | float | str) and value == value:  # nan is no number to compare
             found[name] = value
         elif isinstance(value, np.random.Generator):
             found[name] = str(value.bit_generator.state)
         elif isinstance(value, random.Random):
             found[name] = value.getstate()
-        elif hasattr(value, "get_state"):  # of torch
+        elif type(value).__module__ == "torch._C" and type(value).__name__ == "Generator":
             found[name] = value.get_state().tolist()
     return found

@@ -371,6 +371,24 @@ def centre(pixels: torch.Tensor) -> None:
     pixels -= pixels.mean((2, 3), keepdim=True)
 
 
+class Sampler:
+    """A user's object whose method only sounds like a generator's."""
+
+    def get_state(self) -> dict[str, int]:
+        return {}
+
+
+class HoldsOddAttributes(Odd):
+    """Attributes that no forward changes, though they equal nothing or look like generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.missing, self.sampler = float("nan"), Sampler()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
 class CountsInABuffer(Odd):
     """A buffer that is written by another name."""
 
@@ -402,6 +420,7 @@ TRACEABLE = [
     TiesWeights,
     WritesByOtherNames,
     CountsInABuffer,
+    HoldsOddAttributes,
 ]
 
 
