@@ -13,20 +13,12 @@ from torch import Tensor
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.comm.transport import Pending, Transport
+from pathoseg.parallel.graph.layer_graph import MOST_DIMENSIONS, SENT_DTYPES
 from pathoseg.parallel.runtime.step_trace import StepTrace
 from pathoseg.parallel.schedule.action import COMPUTE, Action, Edge, Kind
 from pathoseg.parallel.schedule.schedule import Schedule
 
-_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.uint8,
-    torch.bool,
-)
-_MOST_DIMENSIONS = 8
+_DTYPES = tuple(getattr(torch, name) for name in SENT_DTYPES)
 
 
 class Layout(NamedTuple):
@@ -49,8 +41,11 @@ class Layout(NamedTuple):
         return cls(tensor.dtype, tuple(tensor.shape), tuple(order))
 
     def packed(self, tensor: Tensor) -> Tensor:
-        """Return the values as a contiguous tensor in memory order; no copy without gaps."""
-        return tensor.permute(self.order).contiguous()
+        """Return the values as a contiguous tensor in memory order; no copy without gaps.
+
+        A view of another sign, such as a conjugate, is a copy too: its bytes are not its values.
+        """
+        return tensor.resolve_conj().resolve_neg().permute(self.order).contiguous()
 
     def buffer(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Allocate room for a tensor of this layout.
@@ -346,7 +341,7 @@ def _horizons(actions: Sequence[Action]) -> list[int]:
     return horizons[::-1]
 
 
-_HEADER = 2 + 2 * _MOST_DIMENSIONS
+_HEADER = 2 + 2 * MOST_DIMENSIONS
 _NONE, _GIVEN_UP = -1, -2
 
 
@@ -356,7 +351,7 @@ def _header(layout: Layout | None, given_up: bool = False) -> Tensor:
     header = torch.full((_HEADER,), _GIVEN_UP if given_up else _NONE, dtype=torch.int64)
     if layout is not None:
         dimensions = len(layout.sizes)
-        if layout.dtype not in _DTYPES or dimensions > _MOST_DIMENSIONS:
+        if layout.dtype not in _DTYPES or dimensions > MOST_DIMENSIONS:
             raise PathosegError(
                 f"A {layout.dtype} tensor of {dimensions} dimensions cannot be sent.",
                 "Cut the model elsewhere.",
