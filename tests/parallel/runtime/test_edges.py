@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
 
@@ -26,14 +27,16 @@ def _loss(returned: Tensor, targets: object) -> Tensor:
     return returned.pow(2).flatten(1).mean(1)
 
 
-def _agrees(model: nn.Module, last_stage: str) -> None:
+def _agrees(model: nn.Module, last_stage: str, brightness: Sequence[Sequence[int]] = ()) -> None:
     """Two ranks of 1F1B reach the weights of one process; the second begins at this layer."""
     model = model.double()
     generator = torch.Generator().manual_seed(0)
     shape = (STEPS, COUNT, SAMPLES, 3, 8, 8)
     images = torch.randn(shape, generator=generator, dtype=torch.float64)
-    # Momentum goes on where a gradient is zero, and stays where there is none.
-    optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    if brightness:
+        images += torch.tensor(brightness).reshape(STEPS, COUNT, 1, 1, 1, 1)
+    # It shrinks whatever has a gradient, be it zero.
+    optimizer = partial(torch.optim.SGD, lr=0.1, weight_decay=0.5)
     wholes = [Traced(deepcopy(model), images[0, 0]) for _ in range(2)]
     cut = custom(wholes[0].graph, [last_stage])
     schedule = lower(one_f_one_b(2, COUNT), list(edge_values(cut)))
@@ -103,3 +106,31 @@ class Rounds(nn.Module):
 def test_whole_numbers_of_any_size_travel() -> None:
     torch.manual_seed(0)
     _agrees(Rounds(), "mul")
+
+
+class Chooses(nn.Module):
+    """An opaque block that uses its second input where that is bright."""
+
+    def forward(self, values: Tensor, skip: Tensor) -> Tensor:
+        return values + skip if float(skip.detach().mean()) > 0 else values
+
+
+class Skipping(nn.Module):
+    """A skip connection that some microbatches do not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(3, 1, 1))
+        self.first, self.last = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 2, 1)
+        self.chooses = Chooses()
+
+    def forward(self, images: Tensor) -> Tensor:
+        skip = images * self.gain
+        result: Tensor = self.last(self.chooses(self.first(images), skip))
+        return result
+
+
+def test_a_value_may_be_used_by_later_microbatches_alone() -> None:
+    """In the first step it has no gradient at all, which is not a gradient of zeros."""
+    torch.manual_seed(0)
+    _agrees(Skipping(), "chooses", [[-1, -1, -1, -1], [-1, 1, -1, 1], [1, -1, -1, 1]])
