@@ -412,8 +412,8 @@ def wrong_size(came: int, expected: int) -> PathosegError:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, not a copy."""
-    return tensor.detach().view(-1).view(torch.uint8)
+    """The bytes of a contiguous tensor, not a copy; one of a single element has any stride."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _bytes_of(size: int) -> Tensor:

@@ -30,9 +30,9 @@ class Transport(Protocol):
     """Joins the ranks 0 to `ranks` - 1, of which this one is `rank`.
 
     Messages with the same sender, receiver and tag arrive in the order in which they were sent;
-    no other order counts. Tags are whole numbers below 2**20. Messages may be empty. Dtypes are
-    float64, float32, float16, bfloat16, int64, uint8 and bool. Every method may raise the
-    PathosegError of a rank that is gone or has called `abort`.
+    no other order counts. Tags are whole numbers below 2**20. Messages may be empty, and are of any
+    dtype. Sums are of float64, float32, float16, bfloat16, int64, uint8 and bool. Every method may
+    raise the PathosegError of a rank that is gone or has called `abort`.
 
     Attributes:
         rank: This one.

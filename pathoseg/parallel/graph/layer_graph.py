@@ -12,6 +12,13 @@ from pathoseg.errors import PathosegError
 
 FORMAT = 1
 
+# What a message to another stage can hold; a receiver knows a dtype by its position here.
+SENT_DTYPES = (
+    *("float32", "float64", "float16", "bfloat16", "int64", "uint8", "bool"),
+    *("int32", "int16", "int8", "complex64", "complex128"),
+)
+MOST_DIMENSIONS = 8
+
 # What an attribute of a layer can be; sequences are tuples.
 Attribute = bool | int | float | str | tuple["Attribute", ...] | None
 
@@ -101,7 +108,8 @@ class Layer:
             second call is `path@1`.
         inputs: Names of the layers and model inputs that it reads.
         outputs: What it makes; not one where it returns nothing or several values.
-        sendable: Whether its output can travel to another stage (one tensor, or whole numbers).
+        sendable: Whether its output can travel to another stage: one tensor of `SENT_DTYPES`, of
+            at most `MOST_DIMENSIONS`, or whole numbers.
         parameters: Names of the parameters that it uses, as in `model.named_parameters()`.
         buffers: Names of the buffers that it uses.
         forward: Work of its forward.
@@ -474,7 +482,7 @@ def _sharers(graph: LayerGraph, stateful: Collection[str]) -> Iterator[Colocatio
 
 
 def unsendable(graph: LayerGraph) -> Iterator[Colocation]:
-    """Yield a constraint for each layer without a single tensor to send, up to its last reader."""
+    """Yield a constraint for each layer whose output cannot travel, up to its last reader."""
     for position, layer in enumerate(graph.layers):
         readers = [reader for reader in graph.readers.get(layer.name, ()) if reader > position]
         if readers and not layer.sendable:

@@ -24,6 +24,8 @@ from pathoseg.parallel.graph.fx_tracer import (
     scope,
 )
 from pathoseg.parallel.graph.layer_graph import (
+    MOST_DIMENSIONS,
+    SENT_DTYPES,
     Attribute,
     Layer,
     LayerGraph,
@@ -327,7 +329,7 @@ class Traced:
             name = steps[len(sendable)].name
             made[name] = recorder.values(tensors(value))
             strides[name] = strides_of(tensors(value))
-            sendable.append(_sendable(tensors(value)))
+            sendable.append(_sendable(tensors(value), made[name]))
             if any(writer == profile.position for writer, _ in recorder.writes):
                 # What is written into, and its views, may need gradients from now on.
                 others = ((name, tensors(other)) for name, other in values.items())
@@ -433,10 +435,15 @@ def _kind(
     return kernel.name, kernel.attributes
 
 
-def _sendable(made: Any) -> bool:
+def _sendable(made: Any, values: Sequence[Value]) -> bool:
+    """`Layer.sendable` of a layer's result, with its description."""
     if isinstance(made, tuple):
         return bool(made) and all(type(part) is int for part in made)
-    return type(made) is int or hasattr(made, "untyped_storage")
+    if not hasattr(made, "untyped_storage"):
+        return type(made) is int
+    return all(
+        value.dtype in SENT_DTYPES and len(value.shape) <= MOST_DIMENSIONS for value in values
+    )
 
 
 def _short(name: str) -> str:

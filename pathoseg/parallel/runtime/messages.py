@@ -13,20 +13,12 @@ from torch import Tensor
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.comm.transport import Pending, Transport
+from pathoseg.parallel.graph.layer_graph import MOST_DIMENSIONS, SENT_DTYPES
 from pathoseg.parallel.runtime.step_trace import StepTrace
 from pathoseg.parallel.schedule.action import COMPUTE, Action, Edge, Kind
 from pathoseg.parallel.schedule.schedule import Schedule
 
-_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.uint8,
-    torch.bool,
-)
-_MOST_DIMENSIONS = 8
+_DTYPES = tuple(getattr(torch, name) for name in SENT_DTYPES)
 
 
 class Layout(NamedTuple):
@@ -49,8 +41,11 @@ class Layout(NamedTuple):
         return cls(tensor.dtype, tuple(tensor.shape), tuple(order))
 
     def packed(self, tensor: Tensor) -> Tensor:
-        """Return the values as a contiguous tensor in memory order; no copy without gaps."""
-        return tensor.permute(self.order).contiguous()
+        """Return the values as a contiguous tensor in memory order; no copy without gaps.
+
+        A view of another sign, such as a conjugate, is a copy too: its bytes are not its values.
+        """
+        return tensor.resolve_conj().resolve_neg().permute(self.order).contiguous()
 
     def buffer(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Allocate room for a tensor of this layout.
@@ -126,7 +121,8 @@ class MessageChannel:
 
     A receiver learns the layout of an edge's tensors, for a number of samples, from a header
     ahead of the first of them; from then on their buffers are posted before they are needed.
-    What has no gradient, or does not exist in `eval` mode, is announced once and never sent.
+    Where there is no tensor yet (a value that a microbatch does not use has no gradient, some do
+    not exist in `eval` mode) a header alone says so, each time.
 
     Args:
         transport: Carries them.
@@ -143,7 +139,7 @@ class MessageChannel:
         without_gradient: Collection[Edge],
     ) -> None:
         self.transport, self.device, self.route = transport, device, route
-        self.layouts: dict[tuple[object, ...], Layout | None] = {}
+        self.layouts: dict[tuple[object, ...], Layout] = {}
         self._without_gradient = without_gradient
 
     def begin(
@@ -236,20 +232,20 @@ class Messages:
         if not self._channel.has_tensor(action):
             return
         to, tag, key = self._route.receivers[action], self._route.tags[action], self._key(action)
-        if key not in self._layouts:
-            self._layouts[key] = layout = None if tensor is None else Layout.of(tensor)
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = None if tensor is None else Layout.of(tensor)
             header = _header(layout, self.given_up)
             self._start(None, header.to(self._device), to, tag)
-        layout = self._layouts[key]
-        if tensor is None and layout is not None:
-            tensor = torch.zeros(layout.sizes, dtype=layout.dtype, device=self._device)
+            if layout is None:
+                return
+            self._layouts[key] = layout
         if tensor is None:
-            return
-        if layout is None or not layout.fits(tensor):
-            before = "none" if layout is None else f"{layout.dtype} {layout.sizes}"
+            tensor = torch.zeros(layout.sizes, dtype=layout.dtype, device=self._device)
+        if not layout.fits(tensor):
             raise PathosegError(
                 f"The tensor of edge {action.edge} is {tensor.dtype} {tuple(tensor.shape)} and was "
-                f"{before} for as many samples.",
+                f"{layout.dtype} {layout.sizes} for as many samples.",
                 "Give the model inputs of one size, or train it on one rank.",
             )
         self._start(action, layout.packed(tensor), to, tag)
@@ -294,15 +290,17 @@ class Messages:
             first = queue[0]
             if self._channel.has_tensor(first):
                 key, tag = self._key(first), self._route.tags[first]
-                if key not in self._layouts:
+                layout = self._layouts.get(key)
+                if layout is None:
                     if not wait:
                         return
                     header = torch.empty(_HEADER, dtype=torch.int64, device=self._device)
                     self._transport.receive(header, source, tag).wait()
                     known = header.tolist()
-                    self._layouts[key] = _layout(known)
+                    layout = _layout(known)
+                    if layout is not None:
+                        self._layouts[key] = layout
                     self.given_up |= known[0] == _GIVEN_UP
-                layout = self._layouts[key]
                 self._posted[first] = None
                 if layout is not None:
                     memory, tensor = layout.buffer(self._device)
@@ -346,7 +344,7 @@ def _horizons(actions: Sequence[Action]) -> list[int]:
     return horizons[::-1]
 
 
-_HEADER = 2 + 2 * _MOST_DIMENSIONS
+_HEADER = 2 + 2 * MOST_DIMENSIONS
 _NONE, _GIVEN_UP = -1, -2
 
 
@@ -356,7 +354,7 @@ def _header(layout: Layout | None, given_up: bool = False) -> Tensor:
     header = torch.full((_HEADER,), _GIVEN_UP if given_up else _NONE, dtype=torch.int64)
     if layout is not None:
         dimensions = len(layout.sizes)
-        if layout.dtype not in _DTYPES or dimensions > _MOST_DIMENSIONS:
+        if layout.dtype not in _DTYPES or dimensions > MOST_DIMENSIONS:
             raise PathosegError(
                 f"A {layout.dtype} tensor of {dimensions} dimensions cannot be sent.",
                 "Cut the model elsewhere.",

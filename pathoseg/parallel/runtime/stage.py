@@ -317,7 +317,7 @@ class Stage:
             self.statistics.discard()
             torch.autograd.backward(roots, list(owed.values()))
         elif self.is_last:
-            # Such as a loss without any label. None would hold for later microbatches as well.
+            # Such as a loss without any label: the first to come announces the layout all the same.
             for value in visit.received.values():
                 if value.requires_grad:
                     value.grad = torch.zeros_like(value)

@@ -75,7 +75,7 @@ def one_tag_keeps_its_order(transport: Transport) -> None:
 
 def every_dtype_and_size(transport: Transport) -> None:
     to, source = (transport.rank + 1) % transport.ranks, (transport.rank - 1) % transport.ranks
-    for dtype in DTYPES:
+    for dtype in (*DTYPES, torch.int16, torch.complex64, torch.complex128):
         for shape in ((), (0,), (3, 0, 2), (1,), (2, 3, 5), (40001,)):
             into = torch.empty(shape, dtype=dtype)
             receiving = transport.receive(into, source, 9)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from pathoseg import device
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.graph.traced import Traced, trace
+from pathoseg.parallel.planning.partition import cut
 from tests.parallel.networks.odd import (
     OPAQUE,
     TRACEABLE,
@@ -173,6 +174,24 @@ def test_whole_numbers_are_sent() -> None:
     numbers = [layer for layer in graph.layers if layer.outputs[0].dtype == "int"]
     assert numbers
     assert all(layer.sendable and layer.is_free for layer in numbers)
+
+
+class Unsendable(nn.Module):
+    """A tensor of too many dimensions, then one of a dtype that no message has."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        values = images.reshape(*images.shape[:2], *(1,) * 5, *images.shape[2:]).squeeze()
+        counted = values.detach().round().abs().to(torch.uint16)
+        return values * counted.to(values.dtype)
+
+
+def test_no_cut_is_where_a_tensor_cannot_be_sent() -> None:
+    graph = trace(between(Unsendable()), torch.randn(2, 3, 8, 8))
+    stuck = {layer.name for layer in graph.layers if layer.outputs and not layer.sendable}
+    assert stuck == {"1.reshape", "1.to"}
+    for place in cut_places(graph):
+        edges = cut(graph, [0, place, len(graph.layers)]).edges
+        assert stuck.isdisjoint(edge.value for edge in edges)
 
 
 @pytest.mark.parametrize(

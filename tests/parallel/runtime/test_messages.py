@@ -8,9 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pathoseg.errors import PathosegError
+from pathoseg.parallel.comm.process_transport import _bytes
 from pathoseg.parallel.runtime.messages import _HEADER, Layout, _header, _layout
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]
+DTYPES = [
+    *(torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool),
+    *(torch.int32, torch.int16, torch.int8, torch.complex64, torch.complex128),
+]
 
 
 @st.composite
@@ -51,6 +55,15 @@ def test_memory_order_is_kept_without_a_copy() -> None:
     assert layout.buffer(torch.device("cpu"))[1].stride() == tensor.stride()
 
 
+def test_the_bytes_of_a_conjugate_are_its_values() -> None:
+    tensor = torch.tensor([[1 + 2j, 3 - 4j]])
+    for view in (tensor.conj(), tensor[:, :1].conj().imag):
+        packed = Layout.of(view).packed(view)
+        assert not packed.is_conj()
+        assert not packed.is_neg()
+        assert torch.equal(_bytes(packed).view(view.dtype), view.flatten())
+
+
 def test_what_does_not_exist_has_a_header_too() -> None:
     assert _layout(_header(None).tolist()) is None
 
@@ -58,5 +71,5 @@ def test_what_does_not_exist_has_a_header_too() -> None:
 def test_what_cannot_be_sent_is_refused() -> None:
     with pytest.raises(PathosegError, match="cannot be sent"):
         _header(Layout.of(torch.zeros([1] * 9)))
-    with pytest.raises(PathosegError, match="complex64"):
-        _header(Layout.of(torch.zeros(1, dtype=torch.complex64)))
+    with pytest.raises(PathosegError, match="uint16"):
+        _header(Layout.of(torch.zeros(1, dtype=torch.uint16)))
