@@ -337,6 +337,26 @@ def _summary(
     return summary if damage is None else replace(summary, warnings=(*summary.warnings, damage))
 
 
+def object_extent(mpp: float, options: InferConfig) -> int:
+    """Return the largest side of an object in pixels of a mask.
+
+    Args:
+        mpp: The mask's.
+        options: `object_um` is used.
+
+    Raises:
+        PathosegError: Objects of that size take too much memory at that resolution.
+    """
+    extent = math.ceil(options.object_um / mpp)
+    if extent > _WIDEST:
+        raise PathosegError(
+            f"[infer] object_um = {options.object_um:g} is {extent:,} px at {mpp:g} µm; "
+            f"at most {_WIDEST} can be.",
+            f"Set it to {_WIDEST * mpp:g} at most, or train at a larger [tiles] mpp.",
+        )
+    return extent
+
+
 def object_finder(frame: Frame, options: InferConfig) -> ObjectFinder:
     """Return the ObjectFinder of a mask.
 
@@ -345,15 +365,9 @@ def object_finder(frame: Frame, options: InferConfig) -> ObjectFinder:
         options: `object_um`, `min_region_um2` and `simplify` are used.
 
     Raises:
-        PathosegError: Objects of that size take too much memory at the mask's resolution.
+        PathosegError: As `object_extent`.
     """
-    extent = math.ceil(options.object_um / frame.mpp.mean)
-    if extent > _WIDEST:
-        raise PathosegError(
-            f"[infer] object_um = {options.object_um:g} is {extent:,} px at {frame.mpp.mean:g} µm; "
-            f"at most {_WIDEST} can be.",
-            f"Set it to {_WIDEST * frame.mpp.mean:g} at most, or train at a larger [tiles] mpp.",
-        )
+    extent = object_extent(frame.mpp.mean, options)
     depth, smallest = round(_DEPTH * HEIGHT_LEVELS), _min_pixels(frame, options)
     return ObjectFinder(frame.size, ObjectOptions(depth, extent, smallest, options.simplify))
 

@@ -39,6 +39,7 @@ from pathoseg.outputs.stitch import (
     certainty_planes,
     object_planes,
     reach_down,
+    refuse_misfit,
     settle_certainty,
     stitch,
 )
@@ -176,7 +177,7 @@ def load_segmenter(
         shows_progress: As for `Segmenter`.
 
     Raises:
-        PathosegError: The bundle cannot be used, or knows other classes than `data.classes`.
+        PathosegError: The bundle or `infer` cannot be used, or its classes are not `data.classes`.
     """
     keep_freed_memory(LARGE)
     model, card = load_bundle(bundle, factory)
@@ -238,6 +239,8 @@ class Segmenter:
         self._context = card.context
         self._margins = self._find_margins()
         self._windows = self._choose_windows()
+        if self._windows is None and card.model.task != "classify":
+            refuse_misfit(*self._tile, card.multiple, config.infer.margin or 0)
         if self._context and self._windows is None:
             check_tile(model, self._tile[0])
             self._context = declared_inputs(model, card.mpp, self._tile[0])[1:]

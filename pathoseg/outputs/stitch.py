@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from pathoseg.annotations.annotation import BACKGROUND, IGNORE
 from pathoseg.device import Arrival
 from pathoseg.errors import PathosegError
+from pathoseg.geometry import Size
 from pathoseg.tiles.grid import TileGrid
 
 # The least weight of a pixel: it shows only where no other tile reaches, as beside skipped tiles.
@@ -134,6 +135,32 @@ def settle_certainty(mask: NDArray[np.uint8], certainty: NDArray[np.uint8]) -> N
     certainty[:, mask == IGNORE] = 0
 
 
+def refuse_misfit(tile: int, overlap: int, multiple: int, margin: int) -> None:
+    """Refuse what no slide could be cut into and blended of, before any is read.
+
+    Args:
+        tile: Side of a tile in pixels.
+        overlap: Pixels that neighbours share.
+        multiple: As for `TileGrid.cover`.
+        margin: As for `stitch`.
+
+    Raises:
+        PathosegError: Tile and overlap do not fit the model, or the margin exceeds half of the
+            overlap.
+    """
+    TileGrid.cover(Size(tile, tile), tile, overlap, multiple)
+    _refuse_margin(overlap, margin)
+
+
+def _refuse_margin(shared: int, margin: int) -> None:
+    if shared and 2 * margin > shared:
+        raise PathosegError(
+            f"Tiles that share {shared} px leave nothing to blend between two margins "
+            f"of {margin} px.",
+            f"Choose an overlap of at least {2 * margin} px, or a smaller margin.",
+        )
+
+
 def stitch(
     grid: TileGrid,
     predictions: Iterable[Prediction],
@@ -173,12 +200,7 @@ def stitch(
     rows = _Axis.of(grid.extent.height, grid.tile.height, grid.stride.height, grid.rows)
     columns = _Axis.of(grid.extent.width, grid.tile.width, grid.stride.width, grid.columns)
     for axis in (rows, columns):
-        if axis.shared and 2 * margin > axis.shared:
-            raise PathosegError(
-                f"Tiles that share {axis.shared} px leave nothing to blend between two margins "
-                f"of {margin} px.",
-                f"Choose an overlap of at least {2 * margin} px, or a smaller margin.",
-            )
+        _refuse_margin(axis.shared, margin)
     blank = finish(torch.zeros(channels, 1, 1)).numpy()
     blend = _Blend(rows, columns, margin)
     waiting = iter(predictions)

@@ -614,6 +614,27 @@ def test_a_kill_while_a_result_is_replaced_loses_nothing(
         monkeypatch.setattr(slide_job, "publish", stumble)
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("overlap = 18", "Tiles of 64 px with 18 px overlap do not fit"),
+        ("tile = 32", "Tiles of 32 px with 48 px overlap do not fit"),
+        ("margin = 30", "between two margins of 30 px"),
+    ],
+)
+def test_options_that_fit_no_slide_are_refused_once(
+    tmp_path: Path, command: Command, tiny_bundle: SaveBundle, options: str, told: str
+) -> None:
+    for name in "ab":
+        _draw(tmp_path / "slides" / f"{name}.png", width=96, height=96)
+    own = "overlap = 48\n" if "tile" in options else ""
+    (tmp_path / "c.toml").write_text(f"[infer]\n{own}{options}\n")
+    infer = ("infer", tmp_path / "slides", "--model", tiny_bundle(), "--out", tmp_path / "out")
+    code, said = command(*infer, *MPP, "--config", tmp_path / "c.toml")
+    assert (code, told in " ".join(said.split())) == (2, True), said
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_is_whole_and_resume_completes_it(
     tmp_path: Path, start: Start, command: Command, tiny_bundle: SaveBundle

@@ -105,6 +105,20 @@ def test_that_most_objects_are_left_out_is_said(
         assert said.count("more than are kept") == (smallest == 1000)
 
 
+def test_objects_too_wide_for_the_memory_are_refused_once(
+    tmp_path: Path, command: Command, tiny_bundle: SaveBundle
+) -> None:
+    for name in ("a.png", "b.png"):
+        (tmp_path / name).touch()
+    (tmp_path / "c.toml").write_text("[infer]\nobject_um = 4000\n")
+    model = tiny_bundle(network=ModelConfig(NAME, "objects", 3), tile=64, overlap=32)
+    options = ("--model", model, "--factory", NAME, "--config", tmp_path / "c.toml")
+    code, said = command("infer", tmp_path, *options, "--out", tmp_path / "out")
+    told = "object_um = 4000 is 8,000 px at 0.5 µm; at most 800 can be"
+    assert (code, told in " ".join(said.split())) == (2, True), said
+    assert not (tmp_path / "out").exists()
+
+
 def _rows(result: str) -> list[str]:
     return sorted(Path(result, "objects.csv").read_text().splitlines())
 
