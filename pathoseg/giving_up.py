@@ -91,7 +91,12 @@ def buffers_kept(
     try:
         yield before
     except GivenUpError:
-        with torch.no_grad():
-            for name, value in before.items():
-                buffers[name].copy_(value)
+        put_back(buffers, before)
         raise
+
+
+def put_back(buffers: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> None:
+    """Set buffers to what they were `before`, both by name."""
+    with torch.no_grad():
+        for name, value in before.items():
+            buffers[name].copy_(value)

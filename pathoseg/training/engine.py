@@ -22,7 +22,7 @@ class StepResult:
 
     Attributes:
         loss_sum: Sum of the per-sample losses.
-        finite: Whether the gradient was finite; if not, no parameter was updated.
+        finite: True if the gradient was finite; if not, neither parameters nor buffers changed.
     """
 
     loss_sum: float

@@ -18,6 +18,7 @@ from pathoseg.giving_up import (
     at_any_time,
     buffers_kept,
     never,
+    put_back,
 )
 from pathoseg.gradient_step import (
     LossScale,
@@ -58,7 +59,7 @@ def train_step(
 ) -> StepResult:
     """Accumulate the gradient of the mean loss over `samples`, then update the parameters.
 
-    A gradient that is not finite leaves parameters and optimizer as they were.
+    A gradient that is not finite leaves parameters and optimizer as they were, not buffers.
 
     Args:
         model: Its trained parameters have the gradients.
@@ -149,6 +150,7 @@ class OneDevice:
     ) -> StepResult:
         set_rate(self._optimizer, rate)
         samples = len(batch.images)
+        buffers = dict(self._model.named_buffers(remove_duplicate=False))
         self._model.train()
         # Compiled layers do not end one by one.
         between_layers = never if self._config.compile else self._is_given_up
@@ -161,7 +163,7 @@ class OneDevice:
                 self._device,
                 can_be_planned=True,
             ),
-            buffers_kept(dict(self._model.named_buffers(remove_duplicate=False))) as self._before,
+            buffers_kept(buffers) as self._before,
             asking(self._model, self._device, between_layers),
         ):
             result = train_step(
@@ -176,6 +178,8 @@ class OneDevice:
                 self._config.clip,
                 commit,
             )
+            if not result.finite:  # what its forward has measured is no more finite
+                put_back(buffers, self._before)
         self._before = {}
         return result
 

@@ -1,4 +1,4 @@
-"""A step on one device that is given up at any question: its state is as before, to the bit."""
+"""A step on one device that is given up or skipped: its state is as before, to the bit."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from pathoseg.models.unet import UNet
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.runtime.rng import WholeModel
 from pathoseg.tiles.dataset import Batch
+from pathoseg.training.engine import Loss
 from pathoseg.training.one_device import OneDevice
 from pathoseg.training.tasks import make_task
 
@@ -63,7 +64,7 @@ class _Signal:
         return 0 < self.when <= self.questions
 
 
-def _engine(signal: _Signal | None) -> OneDevice:
+def _engine(signal: _Signal | None, loss: Loss | None = None) -> OneDevice:
     torch.manual_seed(0)
     model, classes = _Dropping(), ClassTable(("disc",), ((255, 0, 0),))
     traced = Traced(model, torch.empty(2, 3, 16, 16, device="meta"))
@@ -73,7 +74,7 @@ def _engine(signal: _Signal | None) -> OneDevice:
     return OneDevice(
         model,
         WholeModel(model, traced, 0, _CPU).forward,
-        build_loss(LossConfig(), "segment"),
+        loss or build_loss(LossConfig(), "segment"),
         make_task("segment", classes, 0.5),
         card,
         TrainConfig(batch=4, microbatch=2),
@@ -120,6 +121,14 @@ def test_given_up_at_every_question_in_turn_a_step_ends_as_the_undisturbed_one()
     layers = sum(next(each.children(), None) is None for each in _Dropping().modules())
     # Once ahead of each microbatch, then at each layer, there and back.
     assert counts == [2 * (1 + 2 * layers)] * 2
+
+
+def test_a_step_that_is_not_finite_is_skipped_without_a_trace() -> None:
+    """The running statistics of its batch norms, too."""
+    engine = _engine(None, lambda logits, _: logits.mean((1, 2, 3)) * torch.inf)
+    before = copy.deepcopy(engine.state())
+    assert not engine.step(0, _batch(0), 1e-2).finite
+    _same(engine.state(), before)
 
 
 def test_a_prediction_is_given_up_between_two_layers() -> None:

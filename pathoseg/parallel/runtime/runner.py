@@ -20,6 +20,7 @@ from pathoseg.giving_up import (
     at_any_time,
     buffers_kept,
     never,
+    put_back,
 )
 from pathoseg.gradient_step import LossScale
 from pathoseg.parallel.activations.offload import Copies, OffloadMode, copies_of
@@ -63,7 +64,7 @@ class RankStepResult:
 
     Attributes:
         loss_sum: Sum of the losses of all samples.
-        finite: True if every gradient was finite; else running statistics alone were updated.
+        finite: True if every gradient was finite; else neither parameters nor buffers were updated.
         events: This rank's actions with their times in seconds; empty without a trace.
     """
 
@@ -298,11 +299,14 @@ class Runner:
                     stack.enter_context(stage.statistics.kept())
                 is_given_up = self._agreed(is_given_up, stack)
                 done = self._executor.step(this, microbatches, trace, is_given_up, commit)
-            for stage_number, stage in self._stages.items():
-                holders = self._holders(stage_number)
-                stage.statistics.apply(microbatches.sizes, partial(self._sum, holders))
+            verdict, events = done
+            if verdict.finite:
+                for stage_number, stage in self._stages.items():
+                    holders = self._holders(stage_number)
+                    stage.statistics.apply(microbatches.sizes, partial(self._sum, holders))
+            else:
+                put_back(buffers, before)
         self._begun = {}
-        verdict, events = done
         self._scale.update(verdict)  # which raises the same on all ranks, none being under way
         return RankStepResult(verdict.loss_sum, verdict.finite, events)
 

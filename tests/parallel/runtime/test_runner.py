@@ -242,8 +242,9 @@ def _bold(case: Case, step: int) -> Microbatches:
 
 
 @pytest.mark.parametrize("plan", ["1f1b", "gems-master", "data-parallel"])
-def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(plan: str) -> None:
-    case = Case("unet-group-norm", plan, 3)
+@pytest.mark.parametrize("model", ["unet", "unet-group-norm"])
+def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(model: str, plan: str) -> None:
+    case = Case(model, plan, 3)
 
     def body(runner: Runner) -> object:
         batch = microbatches(case, 0)
