@@ -79,7 +79,7 @@ class Leases:
             try:
                 descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
             except FileExistsError:
-                found = _read(path)
+                found = read_lease(path)
                 if found is not None:
                     if self._lives(found):
                         return False
@@ -93,7 +93,7 @@ class Leases:
 
     def is_taken(self, path: Path) -> bool:
         """Return True if a living process, this one included, holds the lease: not (4)."""
-        found = _read(path)
+        found = read_lease(path)
         return found is not None and self._lives(found)
 
     def release(self, path: Path) -> None:
@@ -149,7 +149,7 @@ class Leases:
         for path in list(self._held):
             self.release(path)
 
-    def _lives(self, found: _Found) -> bool:
+    def _lives(self, found: LeaseFile) -> bool:
         with suppress(ValueError, LookupError, TypeError):  # its owner writes it just now
             if _has_ended(json.loads(found.text), self._owner):
                 return False
@@ -164,31 +164,31 @@ class Leases:
                     os.utime(path)
 
 
-class _Found(NamedTuple):
+class LeaseFile(NamedTuple):
     """Content and time of last touch of a lease's file; equal while nobody takes or touches it."""
 
     text: str
     touched: float
 
 
-def _read(path: Path) -> _Found | None:
+def read_lease(path: Path) -> LeaseFile | None:
     """Read the file of a lease; None if there is none."""
     try:
         with path.open(encoding="utf-8") as file:
             touched = os.fstat(file.fileno()).st_mtime
-            return _Found(file.read(), touched)
+            return LeaseFile(file.read(), touched)
     except FileNotFoundError:
         return None
 
 
-def _bury(path: Path, dead: _Found) -> None:
+def _bury(path: Path, dead: LeaseFile) -> None:
     """(5) Of several that find a lease dead, one moves it away; another lease is put back."""
     grave = path.with_name(f".{uuid4().hex[:8]}-{path.name}")
     try:
         path.rename(grave)
     except FileNotFoundError:
         return
-    if _read(grave) not in (dead, None):
+    if read_lease(grave) not in (dead, None):
         try:
             os.link(grave, path)
         except FileExistsError:  # a third process has taken it in this moment
@@ -205,9 +205,13 @@ def _machine() -> dict[str, Any]:
 
 
 def _born(pid: int) -> float:
-    """Return the time at which a process began, which tells reused numbers apart; 0.0 if none."""
+    """Return the time at which a process began, which tells reused numbers apart.
+
+    Of one that has ended it is 0.0, also where its parent has not asked for its exit code yet.
+    """
     try:
-        return psutil.Process(pid).create_time()
+        process = psutil.Process(pid)
+        return 0.0 if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
     except psutil.Error:
         return 0.0
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from pathoseg.annotations.annotation import ClassTable
 from pathoseg.config import Config
 from pathoseg.config_file import UNNUMBERED, given_options, load_config, write_config
 from pathoseg.errors import PathosegError
+from pathoseg.inference.leases import Leases, read_lease
 from pathoseg.inference.segmenter import class_table_of
 from pathoseg.memory_size import memory_text
 from pathoseg.models.bundle import Bundle, load_card, save_bundle
@@ -44,6 +46,9 @@ from pathoseg.training.splits import Member, write_splits
 from pathoseg.training.trainer import check_limits, limits_text
 from pathoseg.workflows.early_checks import TrainingArguments, resumed_run
 from pathoseg.workflows.plan import PLAN
+
+_LEASE = ".lease"  # of the process that trains, in the run's folder
+_LOOK = 0.2  # seconds between two looks at it
 
 
 @dataclass(frozen=True)
@@ -166,6 +171,39 @@ def _resumed(folder: Path, asked: TrainingArguments) -> StartedRun:
     parallel = load_config(file, asked.flags, recorded.format).parallel
     config = replace(recorded, train=train, parallel=parallel)
     return StartedRun(folder, config, is_resumed=True, is_longer=longer)
+
+
+@contextmanager
+def run_held(folder: Path) -> Iterator[None]:
+    """Make a context in which no other process trains into a run's folder; rank 0 does.
+
+    A process of another machine that has just ended, or was killed, is waited for until its lease
+    is over; one that lives gives a sign of life meanwhile.
+
+    Args:
+        folder: Made where it is missing.
+
+    Raises:
+        PathosegError: A living process trains into it, on this machine or on another.
+        OSError: The folder cannot be made or written.
+    """
+    with Leases(folder) as leases:
+        lease = folder / _LEASE
+        first = read_lease(lease)
+        while not leases.take(lease):
+            found = read_lease(lease)
+            if first and found and found != first:
+                owner = "another process"
+                with suppress(ValueError, LookupError, TypeError):  # which writes it just now
+                    told = json.loads(found.text)
+                    owner = f"process {told['pid']} of {told['host']}"
+                raise PathosegError(
+                    f"{folder} is in training already, by {owner}.",
+                    "Wait for its end or stop it, or give this run an --out of its own.",
+                )
+            first = first or found
+            time.sleep(_LOOK)
+        yield
 
 
 def begin_run(

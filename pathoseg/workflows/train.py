@@ -6,7 +6,7 @@ import platform
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -95,7 +95,7 @@ from pathoseg.training.validation import Validation
 from pathoseg.version import __version__
 from pathoseg.workflows.early_checks import TrainingArguments, parallel_options
 from pathoseg.workflows.second_attempt import SecondAttempt, leave_word, start_ranks_twice
-from pathoseg.workflows.start_run import StartedRun, begin_run, prolong_run, start_run
+from pathoseg.workflows.start_run import StartedRun, begin_run, prolong_run, run_held, start_run
 
 
 def launch(asked: TrainingArguments, arguments: Sequence[str]) -> int:
@@ -154,14 +154,21 @@ def _attempt(asked: TrainingArguments, ranks: Ranks, second: SecondAttempt | Non
     # Where memory is limited a plan says what is kept of it, on one rank too.
     alone = wanted.memory is not None
     joined = ranks.joined(wanted.transport, alone, wanted.device)
-    with joined as transport, time_told(asked.verbose) as spent:
+    with joined as transport, time_told(asked.verbose) as spent, ExitStack() as held:
         if second is not None:
             asked = replace(asked, flags=second.begun(transport).flags(asked.flags))
-        return _train(asked, transport, spent)
+        return _train(asked, transport, spent, held)
 
 
-def _train(asked: TrainingArguments, transport: ProcessTransport | None, spent: TimeSpent) -> Path:
+def _train(
+    asked: TrainingArguments,
+    transport: ProcessTransport | None,
+    spent: TimeSpent,
+    held: ExitStack,
+) -> Path:
+    """Train as `_attempt` does; what `held` has is the run's until the end."""
     started = time.monotonic()
+    leads = transport is None or transport.rank == 0
     if asked.trace and transport is None:
         raise PathosegError(
             "--trace draws how ranks take turns, and this run has one rank.",
@@ -177,6 +184,8 @@ def _train(asked: TrainingArguments, transport: ProcessTransport | None, spent: 
             "more --epochs, either of them for the whole run, trains it further."
         )
         return folder
+    if run.is_resumed and leads:
+        held.enter_context(run_held(folder))
     given = _read_input(run)
     run = replace(run, start_from=None)  # its weights are in the network, and need no memory twice
     given = _plan_step(given, run, transport)
@@ -198,9 +207,11 @@ def _train(asked: TrainingArguments, transport: ProcessTransport | None, spent: 
     ):
         with spent.on("cutting tiles"):
             tiles, facts = _cut(given, card, pool, interruption)
-        if transport is None or transport.rank == 0:
-            if not run.is_resumed and (folder / CONFIG).exists():
-                clear_run(folder, asked.overwrite)
+        if leads:
+            if not run.is_resumed:
+                held.enter_context(run_held(folder))
+                if (folder / CONFIG).exists():
+                    clear_run(folder, asked.overwrite)
             begin_run(folder, config, members, given.plan, model, card)
         interruption.advice = f"Continue with: pathoseg train --resume --out {folder}"
         task = make_task(config.model.task, sources.classes, config.tiles.min_cover)

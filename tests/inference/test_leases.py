@@ -57,6 +57,20 @@ def test_a_killed_process_of_this_machine_holds_nothing(tmp_path: Path) -> None:
         assert mine.is_taken(path)
 
 
+@pytest.mark.process
+@pytest.mark.skipif(not hasattr(os, "waitid"), reason="asks for an end and leaves it")
+def test_an_ended_process_that_nobody_waited_for_holds_nothing(tmp_path: Path) -> None:
+    code = (
+        "import os; from pathlib import Path; from pathoseg.inference.leases import Leases\n"
+        "assert Leases(Path()).take(Path('piece'))\n"
+        "os._exit(0)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        with Leases(tmp_path) as mine:
+            assert not mine.is_taken(tmp_path / "piece")
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[]", None])
 def test_elsewhere_silence_beyond_the_lease_is_the_end(tmp_path: Path, text: str | None) -> None:
     """An owner on another host, or one that was cut short while it wrote."""
