@@ -239,7 +239,8 @@ def begin_run(
             "batch norm, if there is one, sees so many tiles."
         )
     kept = moved_options(recorded, config) if recorded else config
-    kept = kept if before == now else replace(kept, train=config.train)
+    if before != now:  # new limits are recorded once the checkpoint has them
+        kept = replace(kept, train=replace(kept.train, microbatch=config.train.microbatch))
     if kept != recorded:
         with replaced(run / CONFIG) as draft:
             write_config(kept, draft)

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pathoseg.config_file import load_config, write_config
 from pathoseg.errors import PathosegError
 from pathoseg.inference import leases
+from pathoseg.training.run_folder import finish_run
+from pathoseg.workflows import start_run
 from pathoseg.workflows.early_checks import TrainingArguments
-from pathoseg.workflows.start_run import run_held
+from pathoseg.workflows.start_run import begin_run, run_held
 from pathoseg.workflows.train import train
 
 RUN = Path("run")
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """All that the start of a run says."""
+    lines = list[str]()
+    monkeypatch.setattr(start_run, "say", lines.append)
+    return lines
 
 
 def test_a_run_is_trained_by_one_process_at_a_time(
@@ -31,3 +42,19 @@ def test_a_run_is_trained_by_one_process_at_a_time(
         assert (RUN / "config.toml").exists()
     with run_held(RUN):
         pass
+
+
+def test_limits_are_recorded_once_the_checkpoint_has_them(
+    toy_slides: Path, said: list[str]
+) -> None:
+    """A command that is killed before leaves the run as finished as it was."""
+    RUN.mkdir()
+    before = load_config(Path("tiny.toml"), {"data": {"slides": str(toy_slides)}})
+    write_config(before, RUN / "config.toml")
+    finish_run(RUN, {})
+    train = replace(before.train, epochs=9, microbatch=1)
+    unused: Any = None
+    begin_run(RUN, replace(before, train=train), {}, None, unused, unused)
+    recorded = load_config(RUN / "config.toml").train
+    assert (recorded.microbatch, recorded.epochs) == (1, before.train.epochs)
+    assert "Microbatches of 1, not 2" in said[0]
