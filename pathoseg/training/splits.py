@@ -191,12 +191,13 @@ def read_rows(table: Path) -> dict[str, dict[str, str]]:
     Raises:
         PathosegError: It cannot be read, has no column `slide`, or two rows of a slide differ.
     """
-    # The names of files in what a run has recorded need not be UTF-8.
-    errors = "surrogateescape" if table.name == _RECORDED else "strict"
+    # What a run has recorded has the very names: they need not be UTF-8, and may end in blanks.
+    is_recorded = table.name == _RECORDED
+    errors, blanks = ("surrogateescape", "") if is_recorded else ("strict", None)
     try:
         with table.open(newline="", encoding="utf-8-sig", errors=errors) as file:
             rows = [
-                {(k or "").strip().lower(): (v or "").strip() for k, v in row.items() if k}
+                {(k or "").strip().lower(): (v or "").strip(blanks) for k, v in row.items() if k}
                 for row in csv.DictReader(file)
             ]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -209,7 +210,7 @@ def read_rows(table: Path) -> dict[str, dict[str, str]]:
         )
     found: dict[str, dict[str, str]] = {}
     for row in rows:
-        name = row["slide"].replace("\\", "/")
+        name = row["slide"] if is_recorded else row["slide"].replace("\\", "/")
         if found.setdefault(name, row) != row:
             raise PathosegError(
                 f"{table} has two rows of {name} that differ.", "Leave the one that holds."

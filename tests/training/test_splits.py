@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pathoseg.errors import PathosegError
-from pathoseg.training.splits import patients_in, split_slides, write_splits
+from pathoseg.training.splits import patients_in, read_rows, split_slides, write_splits
 
 
 def _table(folder: Path, text: str) -> Path:
@@ -31,6 +31,13 @@ def test_names_that_are_no_utf_8_round_trip(tmp_path: Path) -> None:
     write_splits(tmp_path / "splits.csv", members.values())
     assert "Drüse.svs".encode() in (tmp_path / "splits.csv").read_bytes()
     assert b"Dr\xfcse.svs" in (tmp_path / "splits.csv").read_bytes()
+    assert split_slides(list(members), tmp_path / "splits.csv", 9, 0.9) == members
+
+
+def test_names_that_end_in_blanks_round_trip(tmp_path: Path) -> None:
+    members = split_slides([" a.svs", "b /c.svs", "d.svs ", "e\\f.svs"], None, 0, 0.5)
+    write_splits(tmp_path / "splits.csv", members.values())
+    assert read_rows(tmp_path / "splits.csv").keys() == members.keys()
     assert split_slides(list(members), tmp_path / "splits.csv", 9, 0.9) == members
 
 
