@@ -255,11 +255,16 @@ def _without_names_of_figures(classes: ClassTable) -> ClassTable:
 
 
 def classes_held(sources: LabelledSlides) -> dict[str, Collection[str]]:
-    """Return, by slide name, the classes that its annotation holds."""
+    """Return, by slide name, the classes that its annotation shows.
+
+    Outlines off the slide, or outside its regions of interest, show nothing.
+    """
     names = set(sources.classes.names)
     held = dict[str, Collection[str]]()
     for source in sources.usable:
         own, report = set(source.labels.classes()), source.labels.report
+        if not report.is_mask:
+            own &= report.outlines.keys()
         if report.unclassified:  # they are of that class where the run has it
             own |= {report.fallback} & names
         held[source.name] = sorted(own)

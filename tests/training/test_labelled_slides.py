@@ -17,12 +17,14 @@ from pathoseg.interruption import Interruption
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.slide_pool import SlidePool
 from pathoseg.training.labelled_slides import (
+    classes_held,
     find_labelled_slides,
     read_slides,
 )
 from pathoseg.training.slide_facts import class_lines, slide_facts
 from pathoseg.training.splits import Member
 from pathoseg.training.training_tiles import cut_labelled_slides, training_set
+from tests.conftest import draw_disc
 
 QUPATH = """{"type": "FeatureCollection", "features": [%s]}"""
 BOX = """{"type": "Feature", "geometry": {"type": "Polygon", "coordinates": [[[%d, %d], [%d, %d],
@@ -94,6 +96,18 @@ def test_masks_of_classes_are_bad_slides_of_the_task(config: Config, tmp_path: P
     assert [one.name for one in read.usable] == ["b.png"]
     flags["model"]["task"] = "segment"
     assert len(read_slides(load_config(None, flags)).usable) == 2
+
+
+def test_a_slide_holds_the_classes_of_its_regions_of_interest(tmp_path: Path) -> None:
+    draw_disc(tmp_path / "a.png", 0)  # with a mask, of which all counts
+    Image.new("RGB", (96, 96)).save(tmp_path / "b.png")
+    inside, outside = ((x, 0, x + 8, 0, x + 8, 8, x, 8) for x in (0, 64))
+    roi = (BOX % (0, 0, 32, 0, 32, 32, 0, 32)).replace("class 1", "ROI")
+    features = [BOX % inside, (BOX % outside).replace("class 1", "far"), roi]
+    (tmp_path / "b.geojson").write_text(QUPATH % ",".join(features))
+    flags = {"data": {"slides": str(tmp_path), "assume_mpp": 0.5}}
+    sources = find_labelled_slides(load_config(None, flags))
+    assert classes_held(sources) == {"a.png": ["class 1"], "b.png": ["class 1"]}
 
 
 def test_a_recorded_class_called_background_is_kept(config: Config) -> None:
