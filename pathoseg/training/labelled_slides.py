@@ -5,6 +5,7 @@ Imports neither PyTorch nor the tiles, so that a slide that cannot be used is to
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -269,6 +270,22 @@ def classes_held(sources: LabelledSlides) -> dict[str, Collection[str]]:
             own |= {report.fallback} & names
         held[source.name] = sorted(own)
     return held
+
+
+def annotation_digests(sources: LabelledSlides) -> dict[str, str]:
+    """Return, by slide name, a hash of its annotation files.
+
+    Raises:
+        OSError: A file is gone or cannot be read.
+    """
+    found = dict[str, str]()
+    for source in sources.usable:
+        whole = hashlib.sha256()
+        for path in source.labels.files:
+            with path.open("rb") as file:
+                whole.update(hashlib.file_digest(file, "sha256").digest())
+        found[source.name] = whole.hexdigest()[:16]
+    return found
 
 
 def with_tile(config: Config, sources: LabelledSlides, multiple: int) -> Config:

@@ -18,6 +18,7 @@ from pathoseg.outputs.atomic import write_rows
 Split = Literal["train", "val", "test"]
 TABLE = "slides.csv"
 _RECORDED = "splits.csv"
+_ANNOTATION = "annotation"  # the column of its hash in that file
 
 
 @dataclass(frozen=True)
@@ -111,9 +112,38 @@ def find_table(data: DataConfig) -> Path | None:
     return tables[0] if tables else None
 
 
-def write_splits(path: Path, members: Iterable[Member]) -> None:
-    rows = ({"slide": m.slide, "patient": m.patient, "split": m.split} for m in members)
-    write_rows(path, rows, ("slide", "patient", "split"))
+def write_splits(path: Path, members: Iterable[Member], annotations: Mapping[str, str]) -> None:
+    """Write the table of a run's slides.
+
+    Args:
+        path: The file.
+        members: The slides.
+        annotations: Slide name → hash of its annotation, as far as they are known.
+    """
+    rows = (
+        {
+            "slide": m.slide,
+            "patient": m.patient,
+            "split": m.split,
+            _ANNOTATION: annotations.get(m.slide, ""),
+        }
+        for m in members
+    )
+    write_rows(path, rows, ("slide", "patient", "split", _ANNOTATION))
+
+
+def changed_annotations(table: Path, annotations: Mapping[str, str]) -> list[str]:
+    """Return the slides whose annotation is another than when the table was written.
+
+    Args:
+        table: As `write_splits` writes it; one of an older version tells nothing.
+        annotations: As for `write_splits`, of now.
+
+    Raises:
+        PathosegError: The table cannot be read.
+    """
+    before = {name: row.get(_ANNOTATION) for name, row in read_rows(table).items()}
+    return [name for name, now in annotations.items() if (before.get(name) or now) != now]
 
 
 def _as_split(text: str | None, where: str) -> Split | None:

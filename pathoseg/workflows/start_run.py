@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from pathoseg.annotations.annotation import ClassTable
+from pathoseg.annotations.reading import few
 from pathoseg.config import Config
 from pathoseg.config_file import UNNUMBERED, given_options, load_config, write_config
 from pathoseg.errors import PathosegError
@@ -42,7 +43,7 @@ from pathoseg.training.run_folder import (
     reopen_run,
     with_limits,
 )
-from pathoseg.training.splits import Member, write_splits
+from pathoseg.training.splits import Member, changed_annotations, write_splits
 from pathoseg.training.trainer import check_limits, limits_text
 from pathoseg.workflows.early_checks import TrainingArguments, resumed_run
 from pathoseg.workflows.plan import PLAN
@@ -210,6 +211,7 @@ def begin_run(
     run: Path,
     config: Config,
     members: Mapping[str, Member],
+    annotations: Mapping[str, str],
     plan: Plan | None,
     model: torch.nn.Module,
     card: Bundle,
@@ -220,6 +222,7 @@ def begin_run(
         run: The folder; of a run that goes on, what has changed is recorded.
         config: The options.
         members: The splits.
+        annotations: Slide name → hash of its annotation.
         plan: The plan of the ranks, if there is one.
         model: With the weights that the run begins with.
         card: The bundle's.
@@ -245,7 +248,12 @@ def begin_run(
         with replaced(run / CONFIG) as draft:
             write_config(kept, draft)
     if not (run / SPLITS).exists():  # a slide that is away for once keeps its place
-        write_splits(run / SPLITS, members.values())
+        write_splits(run / SPLITS, members.values(), annotations)
+    elif changed := changed_annotations(run / SPLITS, annotations):
+        say(
+            "Take care: annotations have changed since the run began, which goes on with them as "
+            f"they are now: those of {few(changed)}."
+        )
     if plan is not None:
         write_text(run / PLAN, plan.to_json())
         if plan.ranks == 1:

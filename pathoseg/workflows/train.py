@@ -60,6 +60,7 @@ from pathoseg.training.first_weights import (
 )
 from pathoseg.training.labelled_slides import (
     LabelledSlides,
+    annotation_digests,
     classes_held,
     find_labelled_slides,
     with_tile,
@@ -212,7 +213,8 @@ def _train(
                 held.enter_context(run_held(folder))
                 if (folder / CONFIG).exists():
                     clear_run(folder, asked.overwrite)
-            begin_run(folder, config, members, given.plan, model, card)
+            digests = annotation_digests(sources)
+            begin_run(folder, config, members, digests, given.plan, model, card)
         interruption.advice = f"Continue with: pathoseg train --resume --out {folder}"
         task = make_task(config.model.task, sources.classes, config.tiles.min_cover)
         drawing = partial(draw_step, folder, given.expected) if asked.trace else None

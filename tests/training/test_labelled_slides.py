@@ -17,6 +17,7 @@ from pathoseg.interruption import Interruption
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.slide_pool import SlidePool
 from pathoseg.training.labelled_slides import (
+    annotation_digests,
     classes_held,
     find_labelled_slides,
     read_slides,
@@ -108,6 +109,10 @@ def test_a_slide_holds_the_classes_of_its_regions_of_interest(tmp_path: Path) ->
     flags = {"data": {"slides": str(tmp_path), "assume_mpp": 0.5}}
     sources = find_labelled_slides(load_config(None, flags))
     assert classes_held(sources) == {"a.png": ["class 1"], "b.png": ["class 1"]}
+    before = annotation_digests(sources)
+    (tmp_path / "b.geojson").write_text(QUPATH % features[0])
+    after = annotation_digests(sources)
+    assert [before[name] == after[name] for name in ("a.png", "b.png")] == [True, False]
 
 
 def test_a_recorded_class_called_background_is_kept(config: Config) -> None:

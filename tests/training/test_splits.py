@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pathoseg.errors import PathosegError
-from pathoseg.training.splits import patients_in, read_rows, split_slides, write_splits
+from pathoseg.training.splits import (
+    changed_annotations,
+    patients_in,
+    read_rows,
+    split_slides,
+    write_splits,
+)
 
 
 def _table(folder: Path, text: str) -> Path:
@@ -22,13 +28,13 @@ def test_a_table_is_obeyed_and_round_trips(tmp_path: Path) -> None:
     table = _table(tmp_path, "slide,patient,split\na.svs,p1,train\nb.svs,p1,train\nc.svs,p2,test\n")
     members = split_slides(["a.svs", "b.svs", "c.svs"], table, 0, 0.2)
     assert [members[name].split for name in members] == ["train", "train", "test"]
-    write_splits(tmp_path / "splits.csv", members.values())
+    write_splits(tmp_path / "splits.csv", members.values(), {})
     assert split_slides(list(members), tmp_path / "splits.csv", 9, 0.9) == members
 
 
 def test_names_that_are_no_utf_8_round_trip(tmp_path: Path) -> None:
     members = split_slides(["Dr\udcfcse.svs", "Drüse.svs", "c.svs"], None, 0, 0.4)
-    write_splits(tmp_path / "splits.csv", members.values())
+    write_splits(tmp_path / "splits.csv", members.values(), {})
     assert "Drüse.svs".encode() in (tmp_path / "splits.csv").read_bytes()
     assert b"Dr\xfcse.svs" in (tmp_path / "splits.csv").read_bytes()
     assert split_slides(list(members), tmp_path / "splits.csv", 9, 0.9) == members
@@ -36,9 +42,19 @@ def test_names_that_are_no_utf_8_round_trip(tmp_path: Path) -> None:
 
 def test_names_that_end_in_blanks_round_trip(tmp_path: Path) -> None:
     members = split_slides([" a.svs", "b /c.svs", "d.svs ", "e\\f.svs"], None, 0, 0.5)
-    write_splits(tmp_path / "splits.csv", members.values())
+    write_splits(tmp_path / "splits.csv", members.values(), {})
     assert read_rows(tmp_path / "splits.csv").keys() == members.keys()
     assert split_slides(list(members), tmp_path / "splits.csv", 9, 0.9) == members
+
+
+def test_annotations_that_have_changed_are_found(tmp_path: Path) -> None:
+    names = ["a.svs", "b.svs", "c.svs"]
+    table = tmp_path / "splits.csv"
+    write_splits(table, split_slides(names, None, 0, 0.5).values(), {"a.svs": "1", "b.svs": "2"})
+    now = {"a.svs": "1", "b.svs": "3", "c.svs": "4", "later.svs": "5"}
+    assert changed_annotations(table, now) == ["b.svs"], "of the others nothing was known"
+    table.write_text("slide,patient,split\na.svs,a,train\n")  # an older version's
+    assert changed_annotations(table, now) == []
 
 
 @given(st.integers(0, 1000), st.integers(2, 40), st.floats(0.05, 0.6))

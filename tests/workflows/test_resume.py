@@ -54,7 +54,22 @@ def test_limits_are_recorded_once_the_checkpoint_has_them(
     finish_run(RUN, {})
     train = replace(before.train, epochs=9, microbatch=1)
     unused: Any = None
-    begin_run(RUN, replace(before, train=train), {}, None, unused, unused)
+    begin_run(RUN, replace(before, train=train), {}, {}, None, unused, unused)
     recorded = load_config(RUN / "config.toml").train
     assert (recorded.microbatch, recorded.epochs) == (1, before.train.epochs)
     assert "Microbatches of 1, not 2" in said[0]
+
+
+def test_annotations_that_have_changed_are_named(tmp_path: Path, said: list[str]) -> None:
+    config = load_config(None)
+    write_config(config, tmp_path / "config.toml")
+    table = tmp_path / "splits.csv"
+    table.write_text("slide,patient,split\na.svs,a,train\n")  # an older version's
+    unused: Any = None
+    begin_run(tmp_path, config, {}, {"a.svs": "1"}, None, unused, unused)
+    assert not any("Take care" in line for line in said)
+    table.write_text("slide,patient,split,annotation\na.svs,a,train,2\n")
+    begin_run(tmp_path, config, {}, {"a.svs": "1"}, None, unused, unused)
+    [warning] = [line for line in said if "Take care" in line]
+    assert "changed since the run began" in warning
+    assert "those of a.svs." in warning
