@@ -110,7 +110,7 @@ class Validation:
         """
         if not self._tiles:
             return Verdict({}, -math.inf, None)
-        judge, loss_sum, picture = self._task.judge(), 0.0, ""
+        judge, loss_sum, known, picture = self._task.judge(), 0.0, 0, ""
         extremes = _Extremes()
         for firsts, sizes, tiles in self._rounds(engine):
             images = {at: stacked(own) for at, own in tiles.items()}
@@ -120,6 +120,8 @@ class Validation:
                 with torch.inference_mode():
                     losses = loss(logits, targets)
                     loss_sum += float(losses.sum())
+                # The loss of a tile of unknown class is 0.
+                known += len(targets) if targets.ndim > 1 else int((targets != IGNORE).sum())
                 judge.add(logits, targets)
                 if logits.ndim != 4:
                     continue
@@ -132,12 +134,13 @@ class Validation:
                     image, mask = tiles[at][row].image, labels.masks[row]
                     draw = partial(self._compared, image, mask, logits[row])
                     extremes.see(value, firsts[at] + row, mask, draw)
-        found = {"loss": loss_sum, "seen": judge.seen(), "picture": picture}
+        found = {"loss": loss_sum, "known": known, "seen": judge.seen(), "picture": picture}
         told = json.dumps({**found, "extremes": extremes.told()})
         parts, whole = [json.loads(part) for part in engine.gather(told)], self._task.judge()
         for part in parts:
             whole.merge(part["seen"])
-        mean = sum(part["loss"] for part in parts) / len(self._tiles)
+        of = sum(part["known"] for part in parts)
+        mean = sum(part["loss"] for part in parts) / of if of else math.nan
         pictures = [from_text(part["picture"]) for part in parts if part["picture"]]
         figures = {"val_loss": mean, **whole.figures()}
         return Verdict(
