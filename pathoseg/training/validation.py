@@ -232,6 +232,9 @@ class _Extremes:
 
 
 def _most_varied(slides: Sequence[SlideTiles]) -> int:
-    """The tile to show: the one whose rarest class fills most of it."""
-    rarest = [tiles.class_pixels[:, 1:].min(axis=1) for tiles in slides if len(tiles)]
-    return int(np.concatenate(rarest).argmax()) if rarest else 0
+    """The tile to show: of those with most classes, the one whose rarest fills most of it."""
+    if not (pixels := [tiles.class_pixels[:, 1:] for tiles in slides if len(tiles)]):
+        return 0
+    held = np.concatenate(pixels)
+    rarest = np.where(held > 0, held, np.inf).min(axis=1)
+    return int(np.lexsort((-np.arange(len(held)), rarest, (held > 0).sum(axis=1)))[-1])

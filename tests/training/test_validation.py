@@ -65,3 +65,14 @@ def test_tiles_of_unknown_class_count_for_no_loss(unknown: int) -> None:
 
 def test_without_a_known_tile_a_loss_is_nan() -> None:
     assert math.isnan(_verdict("classify", _Tiles([IGNORE]), _Engine()).figures["val_loss"])
+
+
+def test_the_tile_that_is_shown_has_most_classes() -> None:
+    tiles = _Tiles([0, 1, 1, 0, 1])
+    for number, pixels in {1: (13, 3, 0), 2: (8, 8, 0), 3: (15, 0, 1), 4: (0, 16, 0)}.items():
+        tiles.class_pixels[number] = pixels
+    for shown, change in [(4, None), (1, (1, 13, 2)), (3, (1, 12, 3))]:
+        if change:
+            tiles.class_pixels[shown] = change
+        verdict = _verdict("segment", tiles, _Engine(pixels=(4, 4)))
+        assert verdict.picture[0, 0, 0] == shown
