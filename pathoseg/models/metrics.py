@@ -178,13 +178,16 @@ def accuracy_and_auc(target: Indices, probability: NDArray[np.floating]) -> Tile
         probability: (n, classes), or any scores that order the tiles.
 
     Returns:
-        Both; accuracy is nan without tiles, a class's AUC where all or none are of that class.
+        Both; accuracy is nan without tiles, a class's AUC where all or none are of that class; both
+        where a score is no number, as of a model that has diverged.
     """
     from sklearn.metrics import roc_auc_score  # a second to import, and only tiles ask for it
 
     valid = target != IGNORE
     truth, scores = target[valid], probability[valid]
     auc = np.full(probability.shape[1], math.nan)
+    if not np.isfinite(scores).all():
+        return TileScores(math.nan, auc)
     for index in range(len(auc)):
         positive = truth == index
         if positive.any() and not positive.all():

@@ -117,6 +117,14 @@ def test_accuracy_and_auc_agree_with_sklearn(seed: int, tiles: int, classes: int
             assert math.isnan(auc)
 
 
+def test_scores_that_are_no_numbers_have_no_accuracy() -> None:
+    probability = np.array([[0.2, 0.8], [math.nan, math.nan], [0.9, 0.1]])
+    scores = accuracy_and_auc(np.array([1, 0, 0]), probability)
+    assert math.isnan(scores.accuracy)
+    assert np.isnan(scores.auc).all()
+    assert accuracy_and_auc(np.array([1, IGNORE, 0]), probability).accuracy == 1
+
+
 @given(st.integers(0, 2**32), st.integers(1, 60), st.integers(1, 4))
 def test_calibration_agrees_with_sklearn(seed: int, pixels: int, parts: int) -> None:
     rng = np.random.default_rng(seed)

@@ -67,6 +67,12 @@ def test_without_a_known_tile_a_loss_is_nan() -> None:
     assert math.isnan(_verdict("classify", _Tiles([IGNORE]), _Engine()).figures["val_loss"])
 
 
+def test_a_classifier_that_has_diverged_is_judged_least() -> None:
+    verdict = _verdict("classify", _Tiles([1, 2]), _Engine(math.nan))
+    assert verdict.score == -math.inf
+    assert math.isnan(verdict.figures["val_auc_gland"])
+
+
 def test_the_tile_that_is_shown_has_most_classes() -> None:
     tiles = _Tiles([0, 1, 1, 0, 1])
     for number, pixels in {1: (13, 3, 0), 2: (8, 8, 0), 3: (15, 0, 1), 4: (0, 16, 0)}.items():
