@@ -280,7 +280,7 @@ class Trainer:
             self._agree(interruption)
             self._saved_at = self._elapsed
             # An epoch may have all its steps, and not be judged yet.
-            while at.epoch_step or not self._finished():
+            while at.epoch_step or not (self._finished() and self._judged):
                 self._epoch(run_log, bar, interruption)
         if warning := warn_of_rate(self._config, at):
             say(f"Take care: {warning}")
@@ -311,8 +311,11 @@ class Trainer:
     def _epoch(self, run_log: RunLog | None, bar: Bar, interruption: Interruption) -> None:
         """Run what is left of an epoch; end as soon as a signal has come."""
         try:
-            self._steps(run_log, bar, interruption)
-            self._close_epoch(run_log, interruption)
+            if self._progress.epoch_step or not self._finished():
+                self._steps(run_log, bar, interruption)
+                self._close_epoch(run_log, interruption)
+            else:
+                self._judge_last(run_log, interruption)
         except GivenUpError:
             self._agree(interruption)  # a rank that heard no signal learns of it
             say(f"What follows step {self._progress.step} is given up, and done anew by --resume.")
@@ -402,46 +405,83 @@ class Trainer:
         at.loss_sum, at.samples = 0.0, 0
         at.timed_steps, at.timed_seconds = 0, 0.0
         if not whole or at.epoch % self._config.validate_every == 0 or self._finished():
-            began = self._elapsed
-            limit = self._config.time_limit
-            if limit is not None and began > limit:
-                why = "" if at.best_epoch else ", without which there is no model"
-                say(
-                    f"The time limit of {limit:.4g} s is over after {began:.0f} s, {at.step} "
-                    f"step{'s' * (at.step != 1)}: what is left is one validation{why}."
-                )
-            try:
-                with self._spent.on("validation"), self._abandonable(interruption, before):
-                    verdict = self._validation.run(self._engine, self._loss)
-            except GivenUpError:
-                self._progress = before
-                raise
-            row.update(verdict.figures)
-            if run_log and verdict.picture is not None:
-                run_log.picture(verdict.picture, at.epoch, at.step)
-            self._agree(interruption)
-            at.validation_seconds = self._elapsed - began
-            if self._validation.tiles and verdict.score == _UNJUDGED and not at.best_epoch:
-                say(
-                    "Take care: the validation tiles give no score, as where none shows a class, "
-                    "so nothing tells which epoch is best. The newest model is kept."
-                )
-            # A score that is lost later, as of a network that diverges, replaces none.
-            if verdict.score > at.best or at.best == _UNJUDGED or not self._validation.tiles:
-                at.best, at.best_epoch = verdict.score, at.epoch
-                self._save(BEST, publish=True)
-                if run_log and verdict.confusion is not None:
-                    shown = {
-                        name: (tile.slide, tile.loss, tile.picture)
-                        for name, tile in verdict.shown.items()
-                    }
-                    run_log.validation(at.epoch, verdict.confusion, shown)
+            self._judge(row, before, run_log, interruption)
         at.rows.append(row)
         if run_log:
             run_log.epoch(at.rows)
         cut = "" if whole else f", ended after {done} of {self._epoch_steps} steps"
         say(f"{self._title(int(row['epoch']))}{cut}  {_figures(row)}")
         self._save()
+
+    def _judge_last(self, run_log: RunLog | None, interruption: Interruption) -> None:
+        """Validate the last epoch after its end: it was not the last one then.
+
+        So it is where a run goes on when its time is up, and `validate_every` has left it out.
+        """
+        at = self._progress
+        [*earlier, row] = at.rows
+        row = dict(row)
+        self._judge(row, replace(at), run_log, interruption)
+        at.rows = [*earlier, row]
+        if run_log:
+            run_log.epoch(at.rows)
+        say(f"{self._title(at.epoch)}  {_figures(row)}")
+        self._save()
+
+    def _judge(
+        self,
+        row: dict[str, float],
+        before: Progress,
+        run_log: RunLog | None,
+        interruption: Interruption,
+    ) -> None:
+        """Validate the epoch that has ended, and publish the model if it is the best so far.
+
+        Args:
+            row: The epoch's figures; those of the validation are added.
+            before: The progress to go back to where the validation is given up.
+            run_log: As for `_epoch`.
+            interruption: Likewise.
+        """
+        at, began, limit = self._progress, self._elapsed, self._config.time_limit
+        if limit is not None and began > limit:
+            why = "" if at.best_epoch else ", without which there is no model"
+            say(
+                f"The time limit of {limit:.4g} s is over after {began:.0f} s, {at.step} "
+                f"step{'s' * (at.step != 1)}: what is left is one validation{why}."
+            )
+        try:
+            with self._spent.on("validation"), self._abandonable(interruption, before):
+                verdict = self._validation.run(self._engine, self._loss)
+        except GivenUpError:
+            self._progress = before
+            raise
+        row.update(verdict.figures)
+        if run_log and verdict.picture is not None:
+            run_log.picture(verdict.picture, at.epoch, at.step)
+        self._agree(interruption)
+        at.validation_seconds = self._elapsed - began
+        if self._validation.tiles and verdict.score == _UNJUDGED and not at.best_epoch:
+            say(
+                "Take care: the validation tiles give no score, as where none shows a class, "
+                "so nothing tells which epoch is best. The newest model is kept."
+            )
+        # A score that is lost later, as of a network that diverges, replaces none.
+        if verdict.score > at.best or at.best == _UNJUDGED or not self._validation.tiles:
+            at.best, at.best_epoch = verdict.score, at.epoch
+            self._save(BEST, publish=True)
+            if run_log and verdict.confusion is not None:
+                shown = {
+                    name: (tile.slide, tile.loss, tile.picture)
+                    for name, tile in verdict.shown.items()
+                }
+                run_log.validation(at.epoch, verdict.confusion, shown)
+
+    @property
+    def _judged(self) -> bool:
+        """True if the last epoch that has ended was validated, or there is none."""
+        at = self._progress
+        return not at.rows or at.best_epoch == at.epoch or "val_loss" in at.rows[-1]
 
     def _finished(self) -> bool:
         at, config = self._progress, self._config
