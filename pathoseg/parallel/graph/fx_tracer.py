@@ -7,7 +7,6 @@ import operator
 import random
 import re
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -22,6 +21,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.fx._symbolic_trace import _maybe_revert_all_patches
 from torch.nn import Module as Module
 from torch.nn.modules.batchnorm import _NormBase as _NormBase
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_unflatten
@@ -29,67 +29,10 @@ from torch.utils.flop_counter import flop_registry
 
 from pathoseg.device import autocast_types
 from pathoseg.errors import PathosegError
+from pathoseg.parallel.graph.fx_nodes import MODEL
+from pathoseg.parallel.graph.kernel_log import KernelLog
 from pathoseg.parallel.graph.lent_model import state_of, unchanged
 from pathoseg.parallel.graph.memory_profile import Recorder
-
-# Under this name the root that is traced holds the model.
-MODEL = "model"
-
-
-def layer_nodes(graph: Any) -> list[Any]:
-    """Return an fx graph's layers: all nodes but placeholders, attributes and the output."""
-    return [node for node in graph.nodes if node.op.startswith("call_")]
-
-
-def scope(node: Any) -> tuple[str, ...]:
-    """Return the module calls in which an fx node runs, outermost first.
-
-    A module's own call is the last. A node keeps them as a mapping from `path`, or `path@n` for the
-    n-th repetition.
-    """
-    calls = [*node.meta.get("nn_module_stack", ())][1:]
-    return tuple(call.removeprefix(f"{MODEL}.") for call in calls)
-
-
-def name_layers(graph: Any) -> dict[Any, str]:
-    """Name each placeholder and layer of an fx graph uniquely.
-
-    Returns:
-        By node, the module's path, or `path.function` for what is no module.
-    """
-    names: dict[Any, str] = {}
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            names[node] = node.target
-        elif node.op == "call_module":
-            names[node] = scope(node)[-1] if scope(node) else MODEL
-    taken = Counter(names.values())
-    for node in layer_nodes(graph):
-        if node not in names:
-            function = node.target if isinstance(node.target, str) else node.target.__name__
-            name = ".".join([*scope(node)[-1:], function.strip("_")])
-            names[node] = f"{name}_{taken[name]}" if taken[name] else name
-            taken[name] += 1
-    return names
-
-
-def differences(train: Any, other: Any) -> set[str]:
-    """Compare the fx graphs of a model in training and in eval mode.
-
-    Any cut of the one has to be a cut of the other.
-
-    Returns:
-        Paths of the modules that have to stay opaque, as they do something else in eval mode; empty
-        where eval mode runs some or all of the layers of training, each on the same inputs.
-    """
-    known = {node.meta["layer"]: node for node in train.nodes if "layer" in node.meta}
-    pairs = [(node, known.get(node.meta["layer"])) for node in layer_nodes(other)]
-    strange = {_owner(node) for node, twin in pairs if twin is None or _does(node) != _does(twin)}
-    if not strange:
-        returned = set(_reads(other.output_node())) - set(_reads(train.output_node()))
-        return {MODEL} if returned else set()
-    one, two = _code_by_module(train), _code_by_module(other)
-    return {path for path in one.keys() | two.keys() if one.get(path) != two.get(path)} or strange
 
 
 def attribute(root: Any, node: Any) -> Any:
@@ -186,31 +129,6 @@ def _fill(argument: Any, look: Callable[[Any], Any]) -> Any:
     return argument
 
 
-def _code_by_module(graph: Any) -> dict[str, list[tuple[str, Any]]]:
-    found: dict[str, list[tuple[str, Any]]] = {}
-    for node in layer_nodes(graph):
-        found.setdefault(_owner(node), []).append((node.op, node.target))
-    return found
-
-
-def _owner(node: Any) -> str:
-    """Path of the module whose forward made the node."""
-    calls = reversed(node.meta.get("nn_module_stack", {}).values())
-    if node.op == "call_module":
-        next(calls)
-    return next((path for path, _ in calls), MODEL)
-
-
-def _does(node: Any) -> tuple[Any, ...]:
-    return node.op, node.target, _reads(node)
-
-
-def _reads(node: Any) -> list[str]:
-    """Return what a node reads: names of layers and inputs, paths of the model's attributes."""
-    names = (source.meta.get("layer", source.target) for source in node.all_input_nodes)
-    return [name for name in names if not name.startswith("_tensor_constant")]
-
-
 _OPEN = ("Sequential", "Transformer")  # how modules of torch.nn worth cutting inside are called
 _aten = torch.ops.aten
 _flash = "_scaled_dot_product_flash_attention"
@@ -298,6 +216,11 @@ class Root(nn.Module):
             for module, name, tensor in own:
                 setattr(module, name, tensor)
 
+    def tensors(self) -> list[tuple[str, Any]]:
+        """Return the inputs, parameters and buffers with their names."""
+        inputs = zip(self.names, self.inputs, strict=True)
+        return [*inputs, *self.named_parameters(), *self.named_buffers()]
+
     def run(self, *tensors: Any) -> Any:
         """Call the model with the example's arguments, its tensors replaced by these in order."""
         leaves = [*self._constants]
@@ -313,6 +236,29 @@ class Root(nn.Module):
             if isinstance(tensor, nn.Parameter):
                 return nn.Parameter(fake, tensor.requires_grad)
             return fake.requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def running_modules(root: nn.Module) -> Iterator[list[str]]:
+    """Make a context with the paths of the modules whose forwards run, innermost last."""
+    paths = {id(module): path for path, module in root.named_modules()}
+    running: list[str] = []
+
+    def enter(module: nn.Module, _: Any) -> None:
+        running.append(paths.get(id(module), MODEL))
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
+    hooks = (
+        register_module_forward_pre_hook(enter),
+        register_module_forward_hook(leave, always_call=True),
+    )
+    try:
+        yield running
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager
@@ -472,6 +418,29 @@ class Tracer(fx.Tracer):
             self.module_stack.popitem()
 
 
+class Logger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
+    """Tells a log of every operator that runs on fake tensors.
+
+    Args:
+        log: Whom it tells.
+    """
+
+    def __init__(self, log: KernelLog) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self._log, self._guesses = log, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        try:
+            made = func(*args, **kwargs)
+        except DataDependentOutputException as error:
+            self._guesses += 1
+            return _guess(error, func, args, self._guesses)
+        if func.namespace != "prim":
+            self._log.ran(func, args, kwargs, made, _draws(func, args, kwargs))
+        return made
+
+
 class Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
     """Runs a forward and its backward on fake tensors, and tells a recorder of every operator.
 
@@ -530,10 +499,9 @@ class Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped i
         self._fake.cache_enabled = func is not _aten.mkldnn_rnn_layer_backward.default
         try:
             made = func(*args, **kwargs)
-        except DataDependentOutputException:
-            if func is not _aten._local_scalar_dense.default:
-                raise
-            return self._guess(args[0].dtype)
+        except DataDependentOutputException as error:
+            self.guessed.append(self._profile.position)
+            return _guess(error, func, args, len(self.guessed))
         if func.namespace != "prim":
             formula = _FLOPS.get(func._overloadpacket)
             flops = formula(*args, **kwargs, out_val=made) if formula else 0
@@ -549,12 +517,21 @@ class Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped i
             position = bisect_right(self._starts, node._sequence_nr()) - 1
             self._profile.at(min(position, self._profile.layers - 1), forward=False)
 
-    def _guess(self, dtype: torch.dtype) -> bool | int:
-        """A value for a tensor that has none: branches on it are not taken, sizes are 1."""
-        self.guessed.append(self._profile.position)
-        if len(self.guessed) > _MOST_GUESSES:
-            raise UntraceableError("it loops until a tensor has a certain value")
-        return False if dtype == torch.bool else 1
+
+def _guess(error: Exception, func: Any, args: Sequence[Any], guesses: int) -> bool | int:
+    """A value for a tensor that has none: branches on it are not taken, sizes are 1.
+
+    Args:
+        error: What is raised where the operator asks for something else.
+        func: The operator.
+        args: Its arguments.
+        guesses: How many there were, this one included.
+    """
+    if func is not _aten._local_scalar_dense.default:
+        raise error
+    if guesses > _MOST_GUESSES:
+        raise UntraceableError("it loops until a tensor has a certain value")
+    return False if args[0].dtype == torch.bool else 1
 
 
 def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

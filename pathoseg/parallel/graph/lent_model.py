@@ -3,56 +3,107 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_TORCHS = ("_parameters", "_modules")  # attributes of modules that no forward changes
+
 
 @contextmanager
 def unchanged(model: Any) -> Iterator[None]:
-    """Make a context after which modules have the attributes of before: a forward may cache some,
-    such as a grid of coordinates, in an attribute, a buffer that was None, a dictionary or a list.
+    """Make a context after which modules, and what they hold beside tensors, are as before.
+
+    A forward may cache a grid of coordinates in an attribute or a dictionary, count its calls in an
+    object of the user's, or draw from a generator of its own. Objects inside of such objects are
+    left alone: they may be anything, such as a writer with a thread.
     """
-    before = [
-        (module, dict(vars(module)), dict(module._buffers), _holders(module))
-        for module in model.modules()
-    ]
+    before: _Before = {}
+    for module in model.modules():
+        before[id(module)] = (
+            module,
+            partial(_refill, vars(module).clear, vars(module).update, dict(vars(module))),
+        )
+        for name, value in vars(module).items():
+            if name not in _TORCHS and "hook" not in name:
+                _remember(value, before, looks_inside=True)
     try:
         yield
     finally:
-        for module, attributes, buffers, holders in before:
-            vars(module).clear()
-            vars(module).update(attributes)
-            module._buffers.clear()
-            module._buffers.update(buffers)
-            for name, items in holders.items():
-                holder = attributes[name]
-                holder.clear()
-                (holder.extend if isinstance(holder, list) else holder.update)(items)
+        for _, put_back in before.values():
+            put_back()
 
 
-def _holders(module: Any) -> dict[str, Any]:
-    kinds = (dict, list, set)
-    return {
-        name: copy(value)
-        for name, value in vars(module).items()
-        if type(value) in kinds and not name.startswith("_")
-    }
+# By id: an object, which so stays alive, and what puts it back.
+_Before = dict[int, tuple[Any, Callable[[], None]]]
+
+
+def _remember(item: Any, before: _Before, *, looks_inside: bool) -> None:
+    """Add an object, and those that it holds, to `before`; with attributes if it looks inside."""
+    if id(item) in before or isinstance(item, _PLAIN):
+        return
+    if isinstance(item, dict):
+        before[id(item)] = item, partial(_refill, item.clear, item.update, copy(item))
+        parts = list(item.values())
+    elif isinstance(item, list | set):
+        add = item.extend if isinstance(item, list) else item.update
+        before[id(item)] = item, partial(_refill, item.clear, add, copy(item))
+        parts = list(item)
+    elif isinstance(item, tuple):
+        parts = list(item)
+    elif dice := _dice(item):
+        state, put_back = dice
+        before[id(item)] = item, partial(put_back, state)
+        return
+    elif looks_inside and _is_users(item):
+        parts, looks_inside = [vars(item)], False
+    else:
+        return
+    for part in parts:
+        _remember(part, before, looks_inside=looks_inside)
+
+
+def _refill(clear: Callable[[], None], fill: Callable[[Any], None], held: Any) -> None:
+    clear()
+    fill(held)
+
+
+def _is_users(item: Any) -> bool:
+    """Return True for an object with attributes that is no module, tensor or class."""
+    is_torchs = hasattr(item, "untyped_storage") or hasattr(item, "named_parameters")
+    return hasattr(item, "__dict__") and not is_torchs and not isinstance(item, type | ModuleType)
 
 
 def state_of(module: Any) -> dict[str, Any]:
-    """Return a module's own numbers and texts, and its own generators' states, by attribute."""
+    """Return a module's own numbers, texts, tensors and generators' states, by attribute.
+
+    Two states are equal where the numbers and texts are, the tensors are the same ones, and the
+    generators have drawn as much.
+    """
     found: dict[str, Any] = {}
     for name, value in vars(module).items():
         if isinstance(value, int | float | str) and value == value:  # nan is no number to compare
             found[name] = value
-        elif isinstance(value, np.random.Generator):
-            found[name] = str(value.bit_generator.state)
-        elif isinstance(value, random.Random):
-            found[name] = value.getstate()
-        elif type(value).__module__ == "torch._C" and type(value).__name__ == "Generator":
-            found[name] = value.get_state().tolist()
+        elif hasattr(value, "untyped_storage"):
+            found[name] = id(value)
+        elif dice := _dice(value):
+            state, _ = dice
+            found[name] = state.tolist() if hasattr(state, "tolist") else str(state)
     return found
+
+
+def _dice(value: Any) -> tuple[Any, Callable[[Any], None]] | None:
+    """The state of a generator of random numbers, and what sets it; None for what is none."""
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state, partial(setattr, value.bit_generator, "state")
+    if isinstance(value, random.Random):
+        return value.getstate(), value.setstate
+    if type(value).__module__ == "torch._C" and type(value).__name__ == "Generator":
+        return value.get_state(), value.set_state
+    return None

@@ -184,11 +184,6 @@ class MemoryProfile:
     def saved_by(self, position: int) -> tuple[int, ...]:
         return tuple(storage for storage, times in self._saved[position].items() if times)
 
-    def saved_bytes(self) -> int:
-        """Return the bytes of all storages that any layer saves, each once."""
-        saved = {storage for position in self._saved for storage in self.saved_by(position)}
-        return sum(self.storages[storage].bytes for storage in saved)
-
     def gradients_of(self, position: int) -> tuple[Gradient, ...]:
         """Return the gradients that a layer's backward makes and that outlive it.
 
@@ -262,13 +257,13 @@ class Recorder:
         schema = operator._schema.arguments
         named = [(argument.name, value) for argument, value in zip(schema, args, strict=False)]
         named += kwargs.items()
-        read, written = list(_tensors((args, kwargs))), list(_tensors(made))
+        read, written = list(tensors_in((args, kwargs))), list(tensors_in(made))
         found = {tensor.untyped_storage() for tensor in read}
         for tensor in written:
             storage = tensor.untyped_storage()
             if storage not in self._ids and storage not in found:
                 self._follow(storage, self._place(operator, read, storage))
-        written_into = {argument.name for argument in schema if _writes(argument)}
+        written_into = written_names(operator)
         for name, value in named:
             if name in written_into and value is not None:
                 self._wrote(value.untyped_storage())
@@ -290,7 +285,7 @@ class Recorder:
                 self._ids.get(tensor.untyped_storage()),
                 tensor.requires_grad,
             )
-            for tensor in _tensors(made)
+            for tensor in tensors_in(made)
         )
 
     def _place(self, operator: Any, read: list[Any], storage: Any) -> int:
@@ -323,19 +318,24 @@ class Recorder:
 
 def strides_of(made: Any) -> tuple[tuple[int, ...], ...]:
     """Return the strides of the tensors in nested values, in elements."""
-    return tuple(tuple(tensor.stride()) for tensor in _tensors(made))
+    return tuple(tuple(tensor.stride()) for tensor in tensors_in(made))
 
 
-def _tensors(item: Any) -> Iterator[Any]:
-    """The tensors in nested tuples, lists and mappings, in order."""
+def tensors_in(item: Any) -> Iterator[Any]:
+    """Yield the tensors in nested tuples, lists and mappings, in order."""
     if hasattr(item, "untyped_storage"):
         yield item
     elif isinstance(item, tuple | list):
         for part in item:
-            yield from _tensors(part)
+            yield from tensors_in(part)
     elif isinstance(item, dict):
-        yield from _tensors(tuple(item.values()))
+        yield from tensors_in(tuple(item.values()))
 
 
-def _writes(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
+def written_names(operator: Any) -> set[str]:
+    """Return the names of the arguments that an operator of torch writes into."""
+    return {
+        argument.name
+        for argument in operator._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }

@@ -14,15 +14,16 @@ from pathoseg.device import imitated_autocast
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.graph import fx_tracer as fx
 from pathoseg.parallel.graph.compiled_blocks import compiled_step, find_blocks
-from pathoseg.parallel.graph.fx_tracer import (
+from pathoseg.parallel.graph.fx_nodes import (
     MODEL,
-    attribute,
-    call,
     differences,
     layer_nodes,
     name_layers,
+    owners,
     scope,
 )
+from pathoseg.parallel.graph.fx_tracer import attribute, call
+from pathoseg.parallel.graph.kernel_log import KernelLog
 from pathoseg.parallel.graph.layer_graph import (
     MOST_DIMENSIONS,
     SENT_DTYPES,
@@ -34,9 +35,17 @@ from pathoseg.parallel.graph.layer_graph import (
     find_ties,
 )
 from pathoseg.parallel.graph.lent_model import unchanged
-from pathoseg.parallel.graph.memory_profile import MemoryProfile, Recorder, strides_of
+from pathoseg.parallel.graph.memory_profile import (
+    MemoryProfile,
+    Recorder,
+    strides_of,
+    tensors_in,
+)
 from pathoseg.parallel.graph.reorder import reordered
 from pathoseg.parallel.graph.segment import Call, Segment, SegmentPlan, Step
+
+# Whose modules do the same at each call.
+_KNOWN = ("torch.nn.", "pathoseg.models.")
 
 
 @cache
@@ -86,13 +95,13 @@ class _Measured:
 
     Attributes:
         graph: The layers.
-        summary: What they returned and saved.
+        returned: The shapes of what they return.
         strides: As of `Traced`.
         drawing: Positions of the layers that draw.
     """
 
     graph: LayerGraph
-    summary: str
+    returned: str
     strides: Mapping[str, tuple[tuple[int, ...], ...]]
     drawing: set[int]
 
@@ -228,29 +237,70 @@ class Traced:
     def _read(self) -> None:
         """Traces and measures, while the model has fake parameters."""
         # `mode` restores the generators: `_measure` draws what this does and skips the same blocks.
-        failing = _failing(self.model, "fails its own forward")
-        with failing, fx.mode(self.model, training=True), unchanged(self.model):
-            whole = self._run_whole()
+        # A class of one's own may do something else when it is called again.
+        calls = 1 + any(not type(m).__module__.startswith(_KNOWN) for m in self.model.modules())
+        with fx.running_modules(self._root) as running, unchanged(self.model):
+            log = KernelLog(self._root.tensors(), lambda: tuple(running))
+            for _ in range(calls):
+                with _failing(self.model, "fails its own forward"), self._logged(log):
+                    returned = _shapes(self._root.run(*self._root.inputs))
         opaque: dict[str, str] = {}
         while True:
             graphs = {training: self._trace(training, opaque) for training in (True, False)}
-            odd = differences(graphs[True], graphs[False])
-            if not odd:
+            nodes = layer_nodes(graphs[True])
+            if odd := differences(graphs[True], graphs[False]):
+                opaque.update(dict.fromkeys(odd, "it does something else in eval mode"))
+                continue
+            self._graphs = graphs
+            self._bind(nodes)
+            misread = self._misread(nodes, log, calls)
+            if not misread:
                 break
-            opaque.update(dict.fromkeys(odd, "it does something else in eval mode"))
-        nodes = layer_nodes(graphs[True])
-        self._graphs = graphs
-        self._bind(nodes)
+            opaque.update(dict.fromkeys(misread, "torch.fx reads other operators than it runs"))
         self._nodes = nodes  # by position, of the graph in training
         self._found = nodes, opaque
         parts = self._measure(nodes, opaque)
         self.graph, self.strides, self._drawing = parts.graph, parts.strides, parts.drawing
-        if whole != parts.summary:
+        if returned != parts.returned:
             raise PathosegError(
-                f"{type(self.model).__name__} cannot be cut: its layers return {parts.summary}, "
-                f"the model itself {whole}.",
+                f"{type(self.model).__name__} cannot be cut: its layers return {parts.returned}, "
+                f"the model itself {returned}.",
                 "Train it on one rank, or give what is unusual in it a module of its own.",
             )
+
+    def _misread(self, nodes: Sequence[Any], whole: KernelLog, calls: int) -> list[str]:
+        """Find a module whose layers do not run the kernels that it runs.
+
+        Args:
+            nodes: The layers.
+            whole: The kernels of the model.
+            calls: Number of its forwards in there.
+
+        Returns:
+            The path of the innermost that can be made one layer; none where all are the same, or
+            where the model is one layer already.
+        """
+        reached: list[int] = []  # positions of the layers that have begun
+        log = KernelLog(self._root.tensors(), lambda: nodes[reached[-1]])
+        plan, failure = SegmentPlan.of(self._steps[True], ()), None
+        with unchanged(self.model):
+            try:
+                for _ in range(calls):
+                    values = dict(zip(self._root.names, self._root.inputs, strict=True))
+                    with self._logged(log):
+                        plan.run(values, reached.append)
+            except Exception as error:  # whatever layers raise that were read wrongly
+                failure = error
+        at = whole.difference(log)
+        if at is None:
+            return []
+        read = {path for node in nodes for path in owners(node)}
+        running = [path for paths in whole.owners[at : at + 1] for path in paths]
+        running += [path for node in log.owners[at : at + 1] for path in owners(node)]
+        found = [path for path in running if path in read]  # in the same order on all ranks
+        if failure is not None and not found:
+            raise failure
+        return [max(found, key=lambda path: path.count("."))] if found else []
 
     def _bind(self, nodes: Sequence[Any]) -> None:
         """Makes the steps, which run the modules of the root; `nodes` are the layers in order."""
@@ -297,15 +347,12 @@ class Traced:
             return Step(node.meta["layer"], names, run_module)
         return Step(node.meta.get("layer", "output"), names, run)
 
-    def _run_whole(self) -> str:
-        """Runs the model as it is; says what it returns and saves."""
-        recorder = Recorder(MemoryProfile(0), held_once())
-        listener = fx.Listener(self._root.fake, recorder)
-        with imitated_autocast(self.autocast), listener.forward():
-            for tensor in self._root.inputs:
-                recorder.watch(tensor)
-            made = self._root.run(*self._root.inputs)
-            return _summary(recorder.values(made), recorder.profile.saved_bytes())
+    @contextmanager
+    def _logged(self, log: KernelLog) -> Iterator[None]:
+        """Makes a context in which a forward in training runs on fake tensors and is logged."""
+        precision = imitated_autocast(self.autocast)
+        with fx.mode(self.model, True), precision, self._root.fake, fx.Logger(log):
+            yield
 
     def _measure(
         self,
@@ -342,7 +389,7 @@ class Traced:
             inputs = {name: recorder.values(tensors(value))[0] for name, value in values.items()}
             strides |= {name: strides_of(tensors(value)) for name, value in values.items()}
             SegmentPlan.of(steps, end.inputs).run(values, listener.enter, describe, run)
-            summary = _summary(recorder.values(tensors(end.run(values))), profile.saved_bytes())
+            returned = _shapes(tensors(end.run(values)))
         storages = tuple(profile.storages)
         listener.backward([tensors(values.pop(name)) for name in end.inputs])
         for parameter in root.parameters():
@@ -369,7 +416,7 @@ class Traced:
             if id(buffer) in used or buffer.untyped_storage() in recorder.changed
         }
         graph = replace(graph, ties=find_ties(graph, recorder.writes, changing))
-        return _Measured(graph, summary, strides, listener.drawing)
+        return _Measured(graph, returned, strides, listener.drawing)
 
     def _layers(
         self,
@@ -467,8 +514,8 @@ def _notes(
     return (*dict.fromkeys(blocks), *asking)
 
 
-def _summary(made: Sequence[Value], saved: int) -> str:
-    return f"{' and '.join(str(value.shape) for value in made)} and save {saved} bytes for backward"
+def _shapes(made: Any) -> str:
+    return " and ".join(str(tuple(tensor.shape)) for tensor in tensors_in(made))
 
 
 @contextmanager

@@ -43,8 +43,8 @@ def _seed(seed: int) -> None:
 
 
 def _python_state(module: nn.Module) -> dict[str, object]:
-    kinds = (int, np.random.Generator)
-    return {key: deepcopy(value) for key, value in vars(module).items() if isinstance(value, kinds)}
+    own = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+    return deepcopy(own)
 
 
 def _agrees(traced: Traced, images: torch.Tensor, seed: int, bounds: list[int]) -> None:

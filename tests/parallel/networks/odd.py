@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -194,6 +195,73 @@ class SumsIntoANewTensor(Odd):
         return x + total
 
 
+class SumsIntoAMovedTensor(Odd):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(1).to(x)
+        total += self.inner(x).mean()
+        return self.inner(x) + total
+
+
+class CountsInADictionary(Odd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.known = {"calls": 0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.known["calls"] += 1
+        return self.inner(x) * min(1.0, self.known["calls"] / 4)
+
+
+@dataclass
+class Annealing:
+    temperature: float = 1.0
+
+
+class CoolsAnObject(Odd):
+    """An object of one's own that each forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.annealing = Annealing()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.annealing.temperature *= 0.5
+        return self.inner(x) / self.annealing.temperature
+
+
+class CoolsATensor(Odd):
+    """A tensor that is neither parameter nor buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = torch.ones(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.temperature = self.temperature * 0.5
+        return self.inner(x) / self.temperature
+
+
+class CoolsATensorInPlace(CoolsATensor):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.temperature.mul_(0.5)
+        return self.inner(x) / self.temperature
+
+
+class AsksForTheType(Odd):
+    """A branch on the type, which is another while torch.fx reads it."""
+
+    def forward(self, x: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+        if isinstance(x, torch.Tensor):
+            return self.inner(x) * 2
+        return self.inner(x)
+
+
+class AsksForTheGradient(Odd):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        return x * 2 if x.requires_grad else x
+
+
 OPAQUE = [
     BranchesOnValues,
     CountsValues,
@@ -215,6 +283,13 @@ OPAQUE = [
     OwnGenerator,
     ReadsWhatAHookKeeps,
     SumsIntoANewTensor,
+    SumsIntoAMovedTensor,
+    CountsInADictionary,
+    CoolsAnObject,
+    CoolsATensor,
+    CoolsATensorInPlace,
+    AsksForTheType,
+    AsksForTheGradient,
 ]
 
 
@@ -404,7 +479,23 @@ class CountsInABuffer(Odd):
         return self.inner(x) * steps
 
 
+class CachesConstants(Odd):
+    """A ramp that does not depend on the input, made at the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ramps: dict[int, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if 4 not in self.ramps:
+            ramp = torch.zeros(4)
+            ramp[1:] = torch.linspace(0.5, 1, 3)
+            self.ramps[4] = ramp.to(torch.float32)
+        return self.inner(x) * (1 + self.ramps[4])[:, None, None]
+
+
 TRACEABLE = [
+    CachesConstants,
     BranchesOnShape,
     UnpacksShape,
     ResizesToItsInput,
