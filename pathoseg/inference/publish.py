@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -20,10 +19,11 @@ from pathoseg.annotations.qupath_geojson import GeoJsonWriter
 from pathoseg.annotations.reading import read_regions_of_interest
 from pathoseg.annotations.regions_of_interest import RegionOfInterest
 from pathoseg.config import Config, InferConfig, OutputsConfig
-from pathoseg.errors import PathosegError, UnreadableError
+from pathoseg.errors import UnreadableError
 from pathoseg.geometry import Box, Frame, area_text
 from pathoseg.host_memory import give_back_freed_memory
 from pathoseg.inference.certainty import Certainty, certainty_files
+from pathoseg.inference.infer_options import object_extent
 from pathoseg.inference.result_folder import (
     DICOM_MASK,
     MASK,
@@ -59,7 +59,6 @@ from pathoseg.tiles.stain import stain_densities
 from pathoseg.version import __version__
 
 _DEPTH = 1.0  # pixels, see `separate`; benchmarks/touching-nuclei compares others
-_WIDEST = 800  # pixels of the mask: a block with its halo takes 2 GB then
 
 
 @dataclass(frozen=True)
@@ -335,26 +334,6 @@ def _summary(
     )
     damage = damage_warning(summary)
     return summary if damage is None else replace(summary, warnings=(*summary.warnings, damage))
-
-
-def object_extent(mpp: float, options: InferConfig) -> int:
-    """Return the largest side of an object in pixels of a mask.
-
-    Args:
-        mpp: The mask's.
-        options: `object_um` is used.
-
-    Raises:
-        PathosegError: Objects of that size take too much memory at that resolution.
-    """
-    extent = math.ceil(options.object_um / mpp)
-    if extent > _WIDEST:
-        raise PathosegError(
-            f"[infer] object_um = {options.object_um:g} is {extent:,} px at {mpp:g} µm; "
-            f"at most {_WIDEST} can be.",
-            f"Set it to {_WIDEST * mpp:g} at most, or train at a larger [tiles] mpp.",
-        )
-    return extent
 
 
 def object_finder(frame: Frame, options: InferConfig) -> ObjectFinder:

@@ -175,6 +175,8 @@ def read_slides(
                     labels = read_labels(annotation, slide.size, slide.origin, options)
                 if config.model.task == "objects":
                     labels.refuse_without_objects()
+                if classes is None:
+                    labels.classes()  # decodes a mask, which is kept; one that is odd is refused
             except PathosegError as error:
                 if not skip_bad:
                     raise PathosegError(

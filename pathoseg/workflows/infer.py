@@ -159,7 +159,7 @@ def infer(
             config = replace(config, infer=replace(config.infer, readers=readers))
             request = _find_request(inputs, annotations, model, out, config, overwrite)
             check_device(config.parallel.device)  # refused a second before the rest is imported
-            from pathoseg.inference.publish import object_extent
+            from pathoseg.inference.infer_options import object_extent
             from pathoseg.inference.segmenter import load_segmenter
             from pathoseg.inference.slide_job import SlideJob, WorkerContext
 

@@ -635,6 +635,17 @@ def test_options_that_fit_no_slide_are_refused_once(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_stain_is_fitted_on_the_models_own_tiles(
+    tmp_path: Path, command: Command, tiny_bundle: SaveBundle
+) -> None:
+    slide = _draw(tmp_path / "a.png", width=96, height=96)
+    (tmp_path / "c.toml").write_text("[infer]\ntile = 128\noverlap = 64\n")
+    model = tiny_bundle(stain="reinhard")
+    infer = ("infer", slide, "--model", model, "--out", tmp_path / "out", *MPP)
+    code, said = command(*infer, "--config", tmp_path / "c.toml")
+    assert code == 0, said
+
+
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_is_whole_and_resume_completes_it(
     tmp_path: Path, start: Start, command: Command, tiny_bundle: SaveBundle
