@@ -19,7 +19,7 @@ from pathoseg.annotations.qupath_geojson import GeoJsonWriter
 from pathoseg.annotations.reading import read_regions_of_interest
 from pathoseg.annotations.regions_of_interest import RegionOfInterest
 from pathoseg.config import Config, InferConfig, OutputsConfig
-from pathoseg.errors import UnreadableError
+from pathoseg.errors import PathosegError, UnreadableError
 from pathoseg.geometry import Box, Frame, area_text
 from pathoseg.host_memory import give_back_freed_memory
 from pathoseg.inference.certainty import Certainty, certainty_files
@@ -53,6 +53,7 @@ from pathoseg.outputs.report import (
     write_summary,
 )
 from pathoseg.outputs.stitch import HEIGHT_LEVELS
+from pathoseg.slides.folder import files_of
 from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import Slide, open_slide
 from pathoseg.tiles.stain import stain_densities
@@ -268,12 +269,16 @@ def _other_writers(
     if outputs.dicom_seg:
         from pathoseg.outputs.mask_dicom import dicom_mask_writer, read_source  # likewise
 
-        source = read_source(plan.slide, planned.level0.size)
-        if source is None:
-            return writers, [f"{DICOM_MASK} is not written: the slide is no DICOM"]
-        path, model = folder / DICOM_MASK, segmenter.model_id
-        seg = dicom_mask_writer(path, source, plan.output, classes, model)
-        writers.append(stack.enter_context(seg))
+        try:
+            _, *others = files_of(plan.slide)
+            source = read_source(plan.slide, planned.level0.size, others)
+            if source is None:
+                return writers, [f"{DICOM_MASK} is not written: the slide is no DICOM"]
+            path, model = folder / DICOM_MASK, segmenter.model_id
+            seg = dicom_mask_writer(path, source, plan.output, classes, model)
+            writers.append(stack.enter_context(seg))
+        except PathosegError as error:  # by its header
+            return writers, [f"{DICOM_MASK} is not written: {str(error).removesuffix('.')}"]
     return writers, []
 
 
