@@ -88,7 +88,7 @@ from pathoseg.training.splits import (
     split_slides,
 )
 from pathoseg.training.step_plan import agreed_plan, check_host, read_model, teams
-from pathoseg.training.tasks import Task, make_task
+from pathoseg.training.tasks import SCORES, Task, make_task
 from pathoseg.training.trainer import Trainer
 from pathoseg.training.training_tiles import SplitTiles, cut_labelled_slides, training_set
 from pathoseg.training.validation import Validation
@@ -445,6 +445,7 @@ def _report(
         state="It is finished." if is_finished else f"It was stopped before its end. {going_on}",
         best_epoch=progress.best_epoch,
         best_score=progress.score,
+        score=SCORES[config.model.task],
         epochs=progress.epoch,
         steps=progress.step,
         skipped_steps=progress.skipped_steps,
