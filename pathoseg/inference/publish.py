@@ -50,6 +50,7 @@ from pathoseg.outputs.report import (
     class_summaries,
     count_pixels,
     damage_warning,
+    excess_warning,
     write_summary,
 )
 from pathoseg.outputs.stitch import HEIGHT_LEVELS
@@ -171,6 +172,7 @@ class _RowSinks:
         pixels: Number of pixels by class index.
         regions: Number of regions by class index.
         unread_tiles: Tiles with pixels that could not be read.
+        unread_tissue: Number of pixels in the tissue that could not be read.
         interest: The counts of regions of interest.
         objects: None where the model separates none.
         certainty: None where it is not asked for.
@@ -188,6 +190,7 @@ class _RowSinks:
     ) -> None:
         plan, classes, options = planned.plan, segmenter.classes, config.infer
         self._frame, self._classes, self._options = plan.output, classes, options
+        self._tissue, self._top, self.unread_tissue = plan.tissue, 0, 0
         self.small = MaskThumbnail(plan.output, planned.thumbnail)
         self.pixels, self.regions, self.unread_tiles = Counter[int](), Counter[int](), 0
         self.interest = InterestCounts(planned.interest, plan.output, classes, segmenter.separates)
@@ -222,7 +225,13 @@ class _RowSinks:
             self.certainty.add(row)
         for add in self._others:
             add(band)
-        self.pixels.update(count_pixels(band, self._classes))
+        counted = count_pixels(band, self._classes)
+        self.pixels.update(counted)
+        if counted[IGNORE]:
+            place = Box(0, self._top, self._frame.size.width, len(band))
+            in_tissue = self._tissue.pixels(place, self._frame)
+            self.unread_tissue += int(np.count_nonzero(in_tissue & (band == IGNORE)))
+        self._top += len(band)
         self.interest.add_band(band)
         self.small.add(band)
         self._write(self._tracer.add(band))
@@ -313,29 +322,36 @@ def _summary(
     plan, tissue = planned.plan, planned.plan.tissue.area_mm2
     licence = segmenter.card.licence_warning()
     objects = None if sinks.objects is None else sinks.objects.writer
+    read = max(0.0, tissue - sinks.unread_tissue * plan.output.pixel_area_mm2)
+    classes = class_summaries(
+        segmenter.classes,
+        sinks.pixels,
+        sinks.regions,
+        plan.output,
+        tissue,
+        None if objects is None else objects.written,
+        read,
+    )
+    # Where a pixel is a tile, a tile with tissue in it is counted whole.
+    excess = excess_warning(classes, tissue) if plan.output == plan.frame else None
+    told = [warning for warning in (licence, excess) if warning is not None]
     summary = Summary(
         slide=name,
         model=segmenter.model_id,
         mpp=plan.output.mpp,
         tissue_mm2=tissue,
-        classes=class_summaries(
-            segmenter.classes,
-            sinks.pixels,
-            sinks.regions,
-            plan.output,
-            tissue,
-            None if objects is None else objects.written,
-        ),
+        classes=classes,
         tiles=TileCounts(len(plan.indices), plan.skipped, sinks.unread_tiles),
         unread_pixels=sinks.pixels[IGNORE],
         versions={"pathoseg": __version__, "torch": str(torch.__version__)},
         seconds={"plan": round(planned.seconds, 3), "segment": round(seconds, 3)},
-        warnings=(*plan.warnings, *([] if licence is None else [licence]), *sinks.warnings),
+        warnings=(*plan.warnings, *told, *sinks.warnings),
         level0=planned.level0,
         least_certain=None if sinks.certainty is None else sinks.certainty.least_certain(),
         objects_left_out=None if objects is None else objects.left_out,
         objects_cut=None if objects is None else objects.cut,
         regions_of_interest=sinks.interest.summaries(),
+        read_mm2=read,
     )
     damage = damage_warning(summary)
     return summary if damage is None else replace(summary, warnings=(*summary.warnings, damage))

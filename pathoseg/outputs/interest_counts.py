@@ -74,6 +74,7 @@ class InterestCounts:
         for number, (region, pixels) in enumerate(zip(self._regions, self._pixels, strict=True)):
             area = region.geometry.area / (frame.scale_x * frame.scale_y) * frame.pixel_area_mm2
             objects = None if self._objects is None else self._objects[number]
-            classes = class_summaries(self._classes, pixels, None, frame, area, objects)
+            read = max(0.0, area - pixels[IGNORE] * frame.pixel_area_mm2)
+            classes = class_summaries(self._classes, pixels, None, frame, area, objects, read)
             found.append(InterestSummary(region.name, area, classes, pixels[IGNORE]))
         return tuple(found)

@@ -293,6 +293,7 @@ def test_unread_parts_are_255_and_counted(
     torn[64:128, 128:192] = True
     assert np.array_equal(mask == 255, torn)
     assert summary["unread_pixels"] == torn.sum()
+    assert summary["read_mm2"] == pytest.approx(summary["tissue_mm2"] - 0.001024), "all is tissue"
     assert 0 < summary["tiles"]["unread"] < summary["tiles"]["done"]
     tiles = summary["tiles"]
     assert f"{tiles['unread']} of {tiles['done']} tiles could not be read" in said
