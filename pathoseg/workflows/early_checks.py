@@ -125,6 +125,12 @@ def parallel_options(asked: TrainingArguments) -> ParallelConfig:
         begun = (named_run(asked.out) if asked.out else resumed_run(asked.flags)) / CONFIG
         if begun.is_file():
             config_file, unnumbered = begun, UNNUMBERED
+        elif not asked.flags.get("data", {}).get("slides"):
+            raise PathosegError(
+                f"There is no run in {begun.parent} to go on with.",
+                "Check --out; --resume alone takes the newest unfinished run in runs/. To begin "
+                "one there, name its slides with --slides DIR.",
+            )
     wanted = load_config(config_file, asked.flags, unnumbered).parallel
     find_order(wanted.order)  # before any rank starts
     if wanted.parked and wanted.offload == "none" and not asked.resume:
