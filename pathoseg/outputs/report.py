@@ -220,8 +220,9 @@ def read_summary(path: Path) -> Summary:
     try:
         return from_json(Summary, json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError, PathosegError) as error:
+        why = error.problem.rstrip(".") if isinstance(error, PathosegError) else error
         raise PathosegError(
-            f"{path} is no summary of a result ({error}).",
+            f"{path} is no summary of a result ({why}).",
             "Remove its folder and segment the slide again.",
         ) from error
 

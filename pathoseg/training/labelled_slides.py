@@ -13,6 +13,7 @@ from pathoseg.annotations.annotation import ClassTable, Labels
 from pathoseg.annotations.reading import (
     annotation_of,
     class_table,
+    colour_names,
     read_labels,
     stray_annotations,
     unknown_names,
@@ -220,7 +221,8 @@ def labelled_slides(
     """
     if not read.usable:
         place = config.data.annotations or config.data.told_folders
-        raise _nothing_left(place, read.left_out)
+        reasons = {name: why for name, why in read.left_out.items() if name not in read.late}
+        raise _nothing_left(place, reasons)
     if classes is None:  # those of a recorded run stay as they are
         drawn = class_table([source.labels for source in read.usable], config.data.classes)
         classes = _without_names_of_figures(drawn)
@@ -241,7 +243,7 @@ def labelled_slides(
         read.left_out,
         notes=tuple(what_is_left_out(reports, strays, classes)),
         remarks=tuple(what_is_limited(reports)),
-        warnings=tuple(unknown_names(labels, config.annotations.rename)),
+        warnings=(*unknown_names(labels, config.annotations.rename), *colour_names(classes)),
     )
 
 
