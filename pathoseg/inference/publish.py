@@ -51,6 +51,7 @@ from pathoseg.outputs.report import (
     count_pixels,
     damage_warning,
     excess_warning,
+    read_part,
     write_summary,
 )
 from pathoseg.outputs.stitch import HEIGHT_LEVELS
@@ -322,7 +323,7 @@ def _summary(
     plan, tissue = planned.plan, planned.plan.tissue.area_mm2
     licence = segmenter.card.licence_warning()
     objects = None if sinks.objects is None else sinks.objects.writer
-    read = max(0.0, tissue - sinks.unread_tissue * plan.output.pixel_area_mm2)
+    read = read_part(tissue, sinks.unread_tissue, plan.output)
     classes = class_summaries(
         segmenter.classes,
         sinks.pixels,

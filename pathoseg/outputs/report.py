@@ -202,6 +202,19 @@ def class_summaries(
     return tuple(found)
 
 
+def read_part(area_mm2: float, unread: int, mask: Frame) -> float:
+    """Return what is left of an area without its unread pixels; 0 where that is no whole one.
+
+    Args:
+        area_mm2: Of the tissue, or of a region of interest.
+        unread: Number of pixels of the mask in it that could not be read.
+        mask: The mask's frame.
+    """
+    left = area_mm2 - unread * mask.pixel_area_mm2
+    # An outline's area is no sum of pixels: less than half of one is rounding.
+    return left if not unread or left > mask.pixel_area_mm2 / 2 else 0.0
+
+
 def write_summary(path: Path, summary: Summary) -> None:
     """Write summary.json.
 
