@@ -17,14 +17,23 @@ from pathoseg.memory_size import parse_memory
 from pathoseg.models.model_options import LossConfig, ModelConfig
 from pathoseg.tiles.tile_options import AugmentOptions, TissueOptions
 
+
+def _no_text(given: object) -> object:
+    if isinstance(given, str):
+        raise ValueError("must be a number, which stands without quotation marks")
+    return given
+
+
 Duration = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(seconds)]
-Count = Annotated[int, Field(ge=1)]
-NaturalNumber = Annotated[int, Field(ge=0)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Limit = Annotated[float, Field(ge=1)]
+Whole = Annotated[int, BeforeValidator(_no_text)]
+Number = Annotated[float, BeforeValidator(_no_text)]
+Count = Annotated[Whole, Field(ge=1)]
+NaturalNumber = Annotated[Whole, Field(ge=0)]
+Finite = Annotated[Number, Field(allow_inf_nan=False)]
+Positive = Annotated[Number, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[Number, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[Number, Field(ge=0, le=1)]
+Limit = Annotated[Number, Field(ge=1)]
 
 LARGEST_TILE = 1024  # side in pixels that is chosen where none is given
 
@@ -156,8 +165,8 @@ class NetConfig:
 
     name: str = "unet"
     task: Literal["segment", "classify", "objects"] = "segment"
-    width: int | None = None
-    depth: int | None = None
+    width: Whole | None = None
+    depth: Whole | None = None
     norm: Literal["batch", "group", "instance"] = "batch"
     options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
     encoder_weights: str | None = None

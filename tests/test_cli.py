@@ -156,6 +156,7 @@ def test_wrong_input_is_refused_before_torch_is_imported(tmp_path: Path) -> None
         (("train",), ["No slides are given", "--slides"]),
         (("cache",), ["No slides are given", "--slides"]),
         (("train", "--resume"), ["no unfinished run", "--slides"]),
+        (("train", "--resume", "--out", "nope"), ["no run in nope to go on with", "--slides"]),
         (("train", "--config", "no.toml"), ["no.toml", "--config"]),
         (("train", "--slides", "slides", "--tile", "0"), ["--tile 0 does not fit"]),
         (("train", "--slides", "slides", "--mpp", "-1"), ["--mpp -1"]),

@@ -43,6 +43,8 @@ def test_flags_overrule_the_file_and_the_record_keeps_both(tmp_path: Path) -> No
         ("[train]\nseed = 3\n", "`train.seed`", "It belongs above the first table"),
         ("[train.data]\n", "`train.data`", r"It belongs to the top level, as \[data\]\.$"),
         ("[train]\nbatch = 'many'\n", "train.batch = 'many'", "configuration.md"),
+        ("[model]\nwidth = '16'\n", "stands without quotation marks", "configuration.md"),
+        ("[train]\nlr = '0.1'\n", "stands without quotation marks", "configuration.md"),
         ("[data]\nclasses = 'gland'\n", r"must be a list: \[ … \]", "configuration.md"),
         ("[annotations]\nrename = ['a']\n", "must be a table: { … }", "configuration.md"),
         ("[data]\nclasses = [1]\n", 'must be a text: " … "', "configuration.md"),

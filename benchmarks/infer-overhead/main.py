@@ -18,7 +18,7 @@ from torch import nn
 
 from pathoseg.device import MEAN, STD, device_name, pick_device
 from pathoseg.host_memory import LARGE, keep_freed_memory, share_one_heap
-from pathoseg.inference.segmenter import default_overlap
+from pathoseg.inference.infer_options import default_overlap
 from pathoseg.models.build import build_model, edge_reach, lay_out, tile_multiple
 from pathoseg.models.bundle import Bundle, load_bundle, save_bundle
 from pathoseg.models.model_options import ModelConfig

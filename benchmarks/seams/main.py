@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pathoseg.device import pick_device, to_input
 from pathoseg.geometry import Box, Frame
-from pathoseg.inference.segmenter import default_margin
+from pathoseg.inference.infer_options import default_margin
 from pathoseg.models.build import edge_reach
 from pathoseg.models.bundle import load_bundle
 from pathoseg.outputs.stitch import Prediction, stitch

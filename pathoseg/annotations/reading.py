@@ -424,6 +424,15 @@ def unknown_names(labels: Collection[Labels], rename: Mapping[str, str]) -> list
     return lines
 
 
+def colour_names(classes: ClassTable) -> list[str]:
+    """Describe which classes are called by their colour, as layers of ImageScope may be."""
+    coloured = [name for name in classes.names if _COLOUR.fullmatch(name)]
+    if not coloured:
+        return []
+    told = f"Without a name, and called by their colour, are the classes {quoted(coloured)}."
+    return [f'{told} `[annotations] rename = {{ "{coloured[0]}" = "tumour" }}` names one.']
+
+
 def _likeness(one: str, other: str) -> float:
     return difflib.SequenceMatcher(None, one.casefold(), other.casefold()).ratio()
 
@@ -431,6 +440,7 @@ def _likeness(one: str, other: str) -> float:
 _WITHOUT_CLASS = "outlines without a class"
 _SAY_WHAT = " [annotations] unclassified can say what they are."
 _MOST_NAMED = 3
+_COLOUR = re.compile("#[0-9A-Fa-f]{6}")  # as `imagescope_xml` writes it
 
 
 def _files(paths: Sequence[Path]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -24,6 +23,7 @@ from pathoseg.errors import PathosegError, UnreadableError
 from pathoseg.geometry import Box, Frame, area_text
 from pathoseg.host_memory import give_back_freed_memory
 from pathoseg.inference.certainty import Certainty, certainty_files
+from pathoseg.inference.infer_options import object_extent
 from pathoseg.inference.result_folder import (
     DICOM_MASK,
     MASK,
@@ -50,16 +50,18 @@ from pathoseg.outputs.report import (
     class_summaries,
     count_pixels,
     damage_warning,
+    excess_warning,
+    read_part,
     write_summary,
 )
 from pathoseg.outputs.stitch import HEIGHT_LEVELS
+from pathoseg.slides.folder import files_of
 from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import Slide, open_slide
 from pathoseg.tiles.stain import stain_densities
 from pathoseg.version import __version__
 
 _DEPTH = 1.0  # pixels, see `separate`; benchmarks/touching-nuclei compares others
-_WIDEST = 800  # pixels of the mask: a block with its halo takes 2 GB then
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,7 @@ class _RowSinks:
         pixels: Number of pixels by class index.
         regions: Number of regions by class index.
         unread_tiles: Tiles with pixels that could not be read.
+        unread_tissue: Number of pixels in the tissue that could not be read.
         interest: The counts of regions of interest.
         objects: None where the model separates none.
         certainty: None where it is not asked for.
@@ -188,6 +191,7 @@ class _RowSinks:
     ) -> None:
         plan, classes, options = planned.plan, segmenter.classes, config.infer
         self._frame, self._classes, self._options = plan.output, classes, options
+        self._tissue, self._top, self.unread_tissue = plan.tissue, 0, 0
         self.small = MaskThumbnail(plan.output, planned.thumbnail)
         self.pixels, self.regions, self.unread_tiles = Counter[int](), Counter[int](), 0
         self.interest = InterestCounts(planned.interest, plan.output, classes, segmenter.separates)
@@ -222,7 +226,13 @@ class _RowSinks:
             self.certainty.add(row)
         for add in self._others:
             add(band)
-        self.pixels.update(count_pixels(band, self._classes))
+        counted = count_pixels(band, self._classes)
+        self.pixels.update(counted)
+        if counted[IGNORE]:
+            place = Box(0, self._top, self._frame.size.width, len(band))
+            in_tissue = self._tissue.pixels(place, self._frame)
+            self.unread_tissue += int(np.count_nonzero(in_tissue & (band == IGNORE)))
+        self._top += len(band)
         self.interest.add_band(band)
         self.small.add(band)
         self._write(self._tracer.add(band))
@@ -269,12 +279,16 @@ def _other_writers(
     if outputs.dicom_seg:
         from pathoseg.outputs.mask_dicom import dicom_mask_writer, read_source  # likewise
 
-        source = read_source(plan.slide, planned.level0.size)
-        if source is None:
-            return writers, [f"{DICOM_MASK} is not written: the slide is no DICOM"]
-        path, model = folder / DICOM_MASK, segmenter.model_id
-        seg = dicom_mask_writer(path, source, plan.output, classes, model)
-        writers.append(stack.enter_context(seg))
+        try:
+            _, *others = files_of(plan.slide)
+            source = read_source(plan.slide, planned.level0.size, others)
+            if source is None:
+                return writers, [f"{DICOM_MASK} is not written: the slide is no DICOM"]
+            path, model = folder / DICOM_MASK, segmenter.model_id
+            seg = dicom_mask_writer(path, source, plan.output, classes, model)
+            writers.append(stack.enter_context(seg))
+        except PathosegError as error:  # by its header
+            return writers, [f"{DICOM_MASK} is not written: {str(error).removesuffix('.')}"]
     return writers, []
 
 
@@ -309,52 +323,39 @@ def _summary(
     plan, tissue = planned.plan, planned.plan.tissue.area_mm2
     licence = segmenter.card.licence_warning()
     objects = None if sinks.objects is None else sinks.objects.writer
+    read = read_part(tissue, sinks.unread_tissue, plan.output)
+    classes = class_summaries(
+        segmenter.classes,
+        sinks.pixels,
+        sinks.regions,
+        plan.output,
+        tissue,
+        None if objects is None else objects.written,
+        read,
+    )
+    # Where a pixel is a tile, a tile with tissue in it is counted whole.
+    excess = excess_warning(classes, tissue) if plan.output == plan.frame else None
+    told = [warning for warning in (licence, excess) if warning is not None]
     summary = Summary(
         slide=name,
         model=segmenter.model_id,
         mpp=plan.output.mpp,
         tissue_mm2=tissue,
-        classes=class_summaries(
-            segmenter.classes,
-            sinks.pixels,
-            sinks.regions,
-            plan.output,
-            tissue,
-            None if objects is None else objects.written,
-        ),
+        classes=classes,
         tiles=TileCounts(len(plan.indices), plan.skipped, sinks.unread_tiles),
         unread_pixels=sinks.pixels[IGNORE],
         versions={"pathoseg": __version__, "torch": str(torch.__version__)},
         seconds={"plan": round(planned.seconds, 3), "segment": round(seconds, 3)},
-        warnings=(*plan.warnings, *([] if licence is None else [licence]), *sinks.warnings),
+        warnings=(*plan.warnings, *told, *sinks.warnings),
         level0=planned.level0,
         least_certain=None if sinks.certainty is None else sinks.certainty.least_certain(),
         objects_left_out=None if objects is None else objects.left_out,
         objects_cut=None if objects is None else objects.cut,
         regions_of_interest=sinks.interest.summaries(),
+        read_mm2=read,
     )
     damage = damage_warning(summary)
     return summary if damage is None else replace(summary, warnings=(*summary.warnings, damage))
-
-
-def object_extent(mpp: float, options: InferConfig) -> int:
-    """Return the largest side of an object in pixels of a mask.
-
-    Args:
-        mpp: The mask's.
-        options: `object_um` is used.
-
-    Raises:
-        PathosegError: Objects of that size take too much memory at that resolution.
-    """
-    extent = math.ceil(options.object_um / mpp)
-    if extent > _WIDEST:
-        raise PathosegError(
-            f"[infer] object_um = {options.object_um:g} is {extent:,} px at {mpp:g} µm; "
-            f"at most {_WIDEST} can be.",
-            f"Set it to {_WIDEST * mpp:g} at most, or train at a larger [tiles] mpp.",
-        )
-    return extent
 
 
 def object_finder(frame: Frame, options: InferConfig) -> ObjectFinder:

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -19,7 +19,7 @@ from typing import Literal
 from uuid import uuid4
 
 from pathoseg.errors import PathosegError
-from pathoseg.outputs.atomic import write_text
+from pathoseg.outputs.atomic import sync_tree, write_text
 from pathoseg.outputs.report import Summary, read_summary
 from pathoseg.tiles.fingerprint import Fingerprint
 from pathoseg.typed_json import from_json
@@ -217,8 +217,8 @@ def refuse_strangers(out: Path, folders: Mapping[Path, Path]) -> None:
             continue
         state = read_state(state_file(out, folder))
         is_result = folder.is_dir() and (
-            (folder / SUMMARY).is_file()
-            or (state is not None and state.status == "done")
+            (state is not None and state.status == "done")
+            or _has_summary(folder)
             or not any(folder.iterdir())
         )
         if not is_result:
@@ -226,6 +226,13 @@ def refuse_strangers(out: Path, folders: Mapping[Path, Path]) -> None:
                 f"{folder} is no result, and that of {slide} would replace it.",
                 "Give --out another folder, or move it away.",
             )
+
+
+def _has_summary(folder: Path) -> bool:
+    with suppress(PathosegError):
+        read_summary(folder / SUMMARY)
+        return True
+    return False
 
 
 def refuse_namesakes(out: Path, folders: Mapping[Path, Path]) -> None:
@@ -263,28 +270,33 @@ def _is_another(other: Path, slide: Path) -> bool:
     return (one.size, one.digest) != (two.size, two.digest)  # a copy has a time of its own
 
 
-def results(out: Path) -> dict[Path, Summary]:
+def results(
+    out: Path, pass_over: Callable[[PathosegError], None] = lambda _: None
+) -> dict[Path, Summary]:
     """Read the summaries of all results in `out`, at any depth, without those of batches inside.
+
+    Args:
+        out: The folder of the batch.
+        pass_over: Told of each summary.json that is of something else, or broken.
 
     Returns:
         By the result's folder, in order.
     """
-    paths = list[Path]()
+    found = dict[Path, Summary]()
     for place, folders, files in os.walk(out):
         if SUMMARY in files:
-            paths.append(Path(place, SUMMARY))
+            try:
+                found[Path(place)] = read_summary(Path(place, SUMMARY))
+            except PathosegError as error:
+                pass_over(error)
         # Earlier versions called the result of `states.svs` so, too, where it lay in a folder.
         holds_states = STATES in folders and not Path(place, STATES, MASK).is_file()
-        if SUMMARY in files or (holds_states and Path(place) != out):
+        if Path(place) in found or (holds_states and Path(place) != out):
             folders.clear()
         folders[:] = [
             name for name in folders if name[0] != "." and not (holds_states and name == STATES)
         ]
-    found = dict[Path, Summary]()
-    for path in sorted(paths):
-        with suppress(PathosegError):  # a folder of something else
-            found[path.parent] = read_summary(path)
-    return found
+    return dict(sorted(found.items()))
 
 
 def states(out: Path) -> dict[str, State]:
@@ -340,6 +352,7 @@ def result_folder(folder: Path, work: Path, outputs: Collection[str]) -> Iterato
     try:
         partial.mkdir(parents=True)
         yield partial
+        sync_tree(partial)
         folder.parent.mkdir(parents=True, exist_ok=True)
         if folder.exists():
             if outputs:

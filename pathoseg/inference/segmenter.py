@@ -23,6 +23,7 @@ from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, ModelInput, Size
 from pathoseg.giving_up import GivenUpError, IsGivenUp, never
 from pathoseg.host_memory import LARGE, keep_freed_memory
+from pathoseg.inference.infer_options import blended_tile, default_margin
 from pathoseg.inference.prediction import Context, predict
 from pathoseg.inference.windows import WindowOptions, Windows, most_pixels
 from pathoseg.interruption import Interruption
@@ -53,38 +54,6 @@ from pathoseg.tiles.slide_pool import SlidePool
 from pathoseg.tiles.stain import Method, StainNormaliser, fit_stain
 from pathoseg.tiles.tissue import Tissue, find_tissue
 from pathoseg.time_spent import TimeSpent
-
-
-def default_overlap(tile: int, multiple: int, reach: int | None) -> int:
-    """Return the pixels that neighbouring tiles share, where the user does not say.
-
-    A quarter of the tile, or less where less already makes predicting in tiles equal predicting
-    the whole slide: twice the distance over which a tile's edge is felt, and a little to blend.
-
-    Args:
-        tile: Side of a tile in pixels.
-        multiple: What the model divides by; the overlap is a multiple of it.
-        reach: The distance in pixels, None where there is none (group or instance norm).
-    """
-    quarter = tile // 4
-    wanted = quarter if reach is None else min(quarter, 2 * (reach + multiple))
-    return -(-wanted // multiple) * multiple
-
-
-def default_margin(overlap: int, reach: int | None) -> int:
-    """Return the outer pixels of a tile that get no weight, where the user does not say.
-
-    They are all pixels that feel the tile's edge, where the overlap holds them; elsewhere a quarter
-    of the overlap on either side, which leaves half of it to blend.
-
-    Args:
-        overlap: Pixels that neighbouring tiles share.
-        reach: The distance in pixels over which an edge is felt; None where there is none.
-    """
-    if reach is not None and 2 * reach <= overlap:
-        return reach
-    return overlap // 4
-
 
 Mask = NDArray[np.uint8]
 
@@ -289,12 +258,10 @@ class Segmenter:
             indices = [i for i, box in enumerate(grid) if has_tissue(box)]
         stain = None
         if card.stain is not None:
-            # On the same tiles whether there are windows or not, so that colours are the same.
+            # On the same tiles whatever is predicted at once, so that colours are the same.
             tiles = grid
             if card.model.task != "classify":
-                overlap = self._config.infer.overlap
-                overlap = card.overlap if overlap is None else overlap
-                tiles = TileGrid.cover(frame.size, card.tile, overlap, card.multiple)
+                tiles = TileGrid.cover(frame.size, card.tile, card.overlap, card.multiple)
             boxes = [box for box in map(tiles.box, range(len(tiles))) if has_tissue(box)]
             method: Method = "macenko" if card.stain["method"] == "macenko" else "reinhard"
             stain = fit_stain(slide, frame, boxes, tissue, method) if boxes else None
@@ -461,13 +428,8 @@ class Segmenter:
     @property
     def _tile(self) -> tuple[int, int]:
         """Side and overlap of tiles that are blended."""
-        card, options = self.card, self._config.infer
-        tile, overlap = options.tile or card.tile, options.overlap
-        if overlap is None:
-            reach = edge_reach(self._model)
-            trained = tile == card.tile
-            overlap = card.overlap if trained else default_overlap(tile, card.multiple, reach)
-        return tile, overlap
+        card, reach = self.card, edge_reach(self._model)
+        return blended_tile(self._config.infer, card.tile, card.overlap, card.multiple, reach)
 
     def _find_margins(self) -> Mapping[str, int] | None:
         """Return, by name, the margin around a window's field of each other input, in its pixels.

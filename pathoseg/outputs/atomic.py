@@ -51,13 +51,22 @@ def new_folder(path: Path) -> Iterator[Path]:
     with naming(path):
         try:
             yield draft
-            for each in draft.rglob("*"):
-                sync_folder(each) if each.is_dir() else sync_file(each)
-            sync_folder(draft)
+            sync_tree(draft)
             draft.rename(path)
             sync_folder(path.parent)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
+
+
+def sync_tree(folder: Path) -> None:
+    """Wait until all that is in a folder is on disk.
+
+    Raises:
+        OSError: The disk is full or failed.
+    """
+    for each in folder.rglob("*"):
+        sync_folder(each) if each.is_dir() else sync_file(each)
+    sync_folder(folder)
 
 
 @contextmanager

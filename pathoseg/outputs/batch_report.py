@@ -321,6 +321,7 @@ def _class_row(
     ]
     shares = [own.share_of_tissue for _, one, own in of if one.tissue_mm2 > 0]
     tissue = sum(one.tissue_mm2 for _, one, _ in of)
+    read = sum(one.tissue_mm2 if one.read_mm2 is None else one.read_mm2 for _, one, _ in of)
     area = sum(own.area_mm2 for _, _, own in of)
     objects = [own.objects for _, _, own in of if own.objects is not None]
     far_off = {outlier.slide for outlier in far if outlier.name == name}
@@ -340,7 +341,7 @@ def _class_row(
         "slides": sum(own.pixels > 0 for _, _, own in of),
         "regions": count(sum(own.regions or 0 for _, _, own in of)),
         "objects": count(sum(objects)) if objects else "–",
-        "density": area_text(sum(objects) / tissue) if objects and tissue else "–",
+        "density": area_text(sum(objects) / read) if objects and read else "–",
     }
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pathoseg.annotations.annotation import IGNORE, ClassTable
 from pathoseg.annotations.regions_of_interest import RegionOfInterest
 from pathoseg.geometry import Box, Frame
-from pathoseg.outputs.report import InterestSummary, class_summaries, count_pixels
+from pathoseg.outputs.report import InterestSummary, class_summaries, count_pixels, read_part
 
 _STRIP = 128  # rows whose pixels are held at once
 
@@ -74,6 +74,7 @@ class InterestCounts:
         for number, (region, pixels) in enumerate(zip(self._regions, self._pixels, strict=True)):
             area = region.geometry.area / (frame.scale_x * frame.scale_y) * frame.pixel_area_mm2
             objects = None if self._objects is None else self._objects[number]
-            classes = class_summaries(self._classes, pixels, None, frame, area, objects)
+            read = read_part(area, pixels[IGNORE], frame)
+            classes = class_summaries(self._classes, pixels, None, frame, area, objects, read)
             found.append(InterestSummary(region.name, area, classes, pixels[IGNORE]))
         return tuple(found)

@@ -17,7 +17,7 @@ import hashlib
 import shutil
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
@@ -95,12 +95,13 @@ class DicomSource:
     header: Dataset
 
 
-def read_source(slide: Path, size: Size) -> DicomSource | None:
+def read_source(slide: Path, size: Size, others: Iterable[Path] = ()) -> DicomSource | None:
     """Read the header that a slide's segmentation refers to.
 
     Args:
-        slide: A file of its DICOM series; the others lie beside it.
+        slide: A file of its DICOM series.
         size: The slide's pixels, which tell level 0 from the other images of the series.
+        others: The further files of the series.
 
     Returns:
         None where the slide is not DICOM.
@@ -111,7 +112,7 @@ def read_source(slide: Path, size: Size) -> DicomSource | None:
     if slide.is_dir() or not is_dicom(slide):
         return None
     with _refused(slide):
-        path = _level0_file(slide, size)
+        path = _level0_file(slide, size, others)
         header = _read_until(path, _FUNCTIONAL_GROUPS - 1)
         header.decode()  # text is written in another character set
         lacking = [name for name in _NEEDED if not header.get(name)]
@@ -191,14 +192,14 @@ def _refused(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _level0_file(slide: Path, size: Size) -> Path:
+def _level0_file(slide: Path, size: Size, others: Iterable[Path]) -> Path:
     series = _read_until(slide, _HEAD_ENDS).get("SeriesInstanceUID")
-    for path in (slide, *sorted(slide.parent.iterdir())):
+    for path in (slide, *others):
         with suppress(Exception):  # a damaged file beside the slide is none of its own
             if is_dicom(path) and _is_level0(_read_until(path, _HEAD_ENDS), series, size):
                 return path
     raise PathosegError(
-        f"{slide} and the files beside it have no DICOM whole-slide image of {size.width} × "
+        f"{slide} and the files of its series have no DICOM whole-slide image of {size.width} × "
         f"{size.height} px in tiles, which mask.dcm would refer to.",
         _HINT,
     )

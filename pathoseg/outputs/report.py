@@ -31,7 +31,8 @@ class ClassSummary:
             regions reach past the tissue. In a region of interest, over the region's.
         regions: Traced in regions.geojson; None in a region of interest.
         objects: Separated in objects.geojson; None where the model separates none.
-        objects_per_mm2: Their number over the area of the tissue, or of the region of interest.
+        objects_per_mm2: Their number over the area of the tissue, or of the region of interest,
+            that could be read.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Summary:
         objects_left_out: Number of objects that were too small; None where none are separated.
         objects_cut: Number of objects that are too large to be found whole.
         regions_of_interest: Those that the slide's annotation has, where one was given.
+        read_mm2: Area of the tissue that could be read; None in results of earlier versions.
     """
 
     slide: str
@@ -120,6 +122,7 @@ class Summary:
     objects_left_out: int | None = None
     objects_cut: int | None = None
     regions_of_interest: tuple[InterestSummary, ...] = ()
+    read_mm2: float | None = None
 
 
 def unread_text(summary: Summary) -> str:
@@ -140,6 +143,19 @@ def damage_warning(summary: Summary) -> str | None:
     return f"{told}, {unread_text(summary)} not at all" if summary.unread_pixels else told
 
 
+def excess_warning(classes: Iterable[ClassSummary], tissue_mm2: float) -> str | None:
+    """Return the sentence that says that more is segmented than there is tissue, None if not so."""
+    area = sum(each.area_mm2 for each in classes)
+    if not tissue_mm2 or area <= _MOST_SHARE * tissue_mm2:
+        return None
+    return (
+        f"{area_text(area)} mm² are segmented, and {area_text(tissue_mm2)} mm² of tissue were "
+        "found: the model takes glass for a class. Train it with glass that is background, or see "
+        "[tissue] if tissue was missed"
+    )
+
+
+_MOST_SHARE = 1.01  # of the tissue: its outline is smooth
 SUMMARY_COLUMNS = (
     *("slide", "class", "area_mm2", "share_of_tissue", "regions", "objects", "objects_per_mm2"),
     *("tissue_mm2", "unread_mm2", "mpp", "model", "region_of_interest"),
@@ -159,6 +175,7 @@ def class_summaries(
     mask: Frame,
     within_mm2: float,
     objects: Mapping[int, int] | None = None,
+    read_mm2: float | None = None,
 ) -> tuple[ClassSummary, ...]:
     """Compute the area, its share, and the number of regions and objects of each class.
 
@@ -169,8 +186,9 @@ def class_summaries(
         mask: The mask's frame.
         within_mm2: Area of the tissue, or of the region of interest.
         objects: By class index; None where the model separates none.
+        read_mm2: The part of that area that could be read; None is all of it.
     """
-    found = []
+    found, read = [], within_mm2 if read_mm2 is None else read_mm2
     for index, name in enumerate(classes.names, start=1):
         area = pixels.get(index, 0) * mask.pixel_area_mm2
         share = area / within_mm2 if within_mm2 > 0 else 0.0
@@ -178,10 +196,23 @@ def class_summaries(
         one = ClassSummary(name, pixels.get(index, 0), area, share, traced)
         if objects is not None:
             count = objects.get(index, 0)
-            density = count / within_mm2 if within_mm2 > 0 else 0.0
+            density = count / read if read > 0 else 0.0
             one = replace(one, objects=count, objects_per_mm2=density)
         found.append(one)
     return tuple(found)
+
+
+def read_part(area_mm2: float, unread: int, mask: Frame) -> float:
+    """Return what is left of an area without its unread pixels; 0 where that is no whole one.
+
+    Args:
+        area_mm2: Of the tissue, or of a region of interest.
+        unread: Number of pixels of the mask in it that could not be read.
+        mask: The mask's frame.
+    """
+    left = area_mm2 - unread * mask.pixel_area_mm2
+    # An outline's area is no sum of pixels: less than half of one is rounding.
+    return left if not unread or left > mask.pixel_area_mm2 / 2 else 0.0
 
 
 def write_summary(path: Path, summary: Summary) -> None:
@@ -202,8 +233,9 @@ def read_summary(path: Path) -> Summary:
     try:
         return from_json(Summary, json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError, PathosegError) as error:
+        why = error.problem.rstrip(".") if isinstance(error, PathosegError) else error
         raise PathosegError(
-            f"{path} is no summary of a result ({error}).",
+            f"{path} is no summary of a result ({why}).",
             "Remove its folder and segment the slide again.",
         ) from error
 

@@ -43,7 +43,8 @@ class Run:
         unit: The unit that validation counts: "pixels" or "tiles".
         state: A sentence: finished, or stopped and how to go on.
         best_epoch: The epoch whose weights are the model's; 0 where there is none yet.
-        best_score: Its score; None where nothing validates.
+        best_score: Its validation score; None where nothing validates.
+        score: What that is, in words.
         epochs: Finished.
         steps: Done.
         skipped_steps: Steps left out because a gradient was not finite.
@@ -65,6 +66,7 @@ class Run:
     state: str
     best_epoch: int
     best_score: float | None
+    score: str
     epochs: int
     steps: int
     skipped_steps: int

@@ -60,8 +60,9 @@ class AugmentOptions:
         scale: Largest change of size, as a share.
         rotate: Largest turn in degrees.
         shift: Largest shift as a share of the tile's side.
-        elastic: Standard deviation in pixels of random displacements 128 px apart, interpolated
-            smoothly (Ronneberger et al. 2015, section 3.1).
+        elastic: Standard deviation in pixels of random displacements, interpolated smoothly
+            (Ronneberger et al. 2015, section 3.1). They are side / (⌈side / 128⌉ + 1) pixels
+            apart: 64 in tiles of 128 px, 114 in tiles of 1,024.
         stain: Strength of the change of hematoxylin, eosin and DAB.
         colour: Largest change of brightness, contrast and saturation, as a share; hue changes by
             up to a fifth of it.

@@ -19,7 +19,7 @@ from pathoseg.tiles.tile_options import AugmentOptions
 
 Image = NDArray[np.uint8]
 
-_BEND = 128  # pixels between the knots of elastic displacements
+_BEND = 128  # knots of elastic displacements are side / (ceil(side / _BEND) + 1) pixels apart
 _ALL_IGNORED = (IGNORE,) * 4  # of up to four planes
 _STRIP = 2**16  # pixels whose source positions are computed at once, to stay in a core's cache
 

@@ -14,6 +14,7 @@ from pathoseg.annotations.annotation import ClassTable, Labels
 from pathoseg.annotations.reading import (
     annotation_of,
     class_table,
+    colour_names,
     read_labels,
     stray_annotations,
     unknown_names,
@@ -176,6 +177,8 @@ def read_slides(
                     labels = read_labels(annotation, slide.size, slide.origin, options)
                 if config.model.task == "objects":
                     labels.refuse_without_objects()
+                if classes is None:
+                    labels.classes()  # decodes a mask, which is kept; one that is odd is refused
             except PathosegError as error:
                 if not skip_bad:
                     raise PathosegError(
@@ -219,7 +222,8 @@ def labelled_slides(
     """
     if not read.usable:
         place = config.data.annotations or config.data.told_folders
-        raise _nothing_left(place, read.left_out)
+        reasons = {name: why for name, why in read.left_out.items() if name not in read.late}
+        raise _nothing_left(place, reasons)
     if classes is None:  # those of a recorded run stay as they are
         drawn = class_table([source.labels for source in read.usable], config.data.classes)
         classes = _without_names_of_figures(drawn)
@@ -240,7 +244,7 @@ def labelled_slides(
         read.left_out,
         notes=tuple(what_is_left_out(reports, strays, classes)),
         remarks=tuple(what_is_limited(reports)),
-        warnings=tuple(unknown_names(labels, config.annotations.rename)),
+        warnings=(*unknown_names(labels, config.annotations.rename), *colour_names(classes)),
     )
 
 

@@ -62,6 +62,20 @@ class Task(Protocol):
     def judge(self) -> Judge: ...
 
 
+_MEAN_DICE = (
+    "the mean Dice of the classes (val_dice_mean in metrics.csv), each counted over the pixels of "
+    "all validation tiles together"
+)
+SCORES: Mapping[str, str] = {
+    "segment": _MEAN_DICE,
+    "objects": f"{_MEAN_DICE}, less a tenth of the mean error of heights in pixels "
+    "(val_height_error)",
+    "classify": "the accuracy (val_accuracy in metrics.csv), the share of the validation tiles "
+    "whose most probable class is theirs",
+}
+"""What `Judge.score` is, in words, by the kind of task."""
+
+
 def make_task(
     kind: Literal["segment", "classify", "objects"], classes: ClassTable, min_cover: float
 ) -> Task:

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -20,8 +20,16 @@ from pathoseg.config import Config
 from pathoseg.config_file import load_config
 from pathoseg.errors import PathosegError, UnreadableError
 from pathoseg.geometry import Box, Frame, ModelInput, Mpp, Size, area_text
+from pathoseg.inference.infer_options import refuse_unfit
 from pathoseg.interruption import Interruption
-from pathoseg.models.build import build_model, check_tile, declared_inputs, tile_multiple
+from pathoseg.models.build import (
+    build_model,
+    check_tile,
+    declared_inputs,
+    edge_reach,
+    tile_multiple,
+)
+from pathoseg.models.encoder_weights import set_encoder
 from pathoseg.models.losses import build_loss
 from pathoseg.outputs.check_report import (
     PAGE,
@@ -37,9 +45,12 @@ from pathoseg.slides.region import Region, read_region
 from pathoseg.slides.slide import Slide, open_slide
 from pathoseg.tiles.slide_pool import SlidePool
 from pathoseg.tiles.tiles import SlideTiles
+from pathoseg.training.encoder_training import prepare_encoder, with_low_rank
+from pathoseg.training.first_weights import factory_of, take_encoder
 from pathoseg.training.labelled_slides import (
     NO_ANNOTATION,
     LabelledSlide,
+    LabelledSlides,
     ReadSlides,
     classes_held,
     labelled_slides,
@@ -61,6 +72,7 @@ from pathoseg.training.slide_facts import (
 from pathoseg.training.splits import Member, find_table, split_slides
 from pathoseg.training.training_tiles import cut_with_tissue, none_to_train_on, training_set
 from pathoseg.version import __version__
+from pathoseg.workflows.early_checks import check_first_weights
 
 _MOST_ROWS = 40  # of the table on the terminal
 _MOST_CLASSES = 4  # with columns of their own there
@@ -187,18 +199,43 @@ class _Check:
             # Where a slide is to blame, that is said already.
             if self.read.usable or not bad:
                 self.refusals.append(str(error))
-        try:
-            sizes = config.model.with_classes(len(self.classes) if self.classes else 2)
-            factory = config.model.name if sizes.is_factory else None
-            model = build_model(sizes, factory)
-            if labelled is not None:
-                self.config = config = with_tile(config, labelled, tile_multiple(model))
-            check_tile(model, config.tiles.side)
-            self._context = declared_inputs(model, config.tiles.mpp, config.tiles.side)[1:]
-            if self.classes is not None:
+        with self._refusing():
+            self._prepare_network(labelled)
+        if self.classes is not None:
+            with self._refusing():
                 build_loss(config.loss, config.model.task, len(self.classes))
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
         except PathosegError as error:
             self.refusals.append(str(error))
+
+    def _prepare_network(self, labelled: LabelledSlides | None) -> None:
+        """Build the network as training does, and take the tile that it would.
+
+        Raises:
+            PathosegError: Its first weights, its sizes, the tile or an option cannot be used.
+        """
+        config, weights = self.config, None
+        check_first_weights(config.train.start_from)
+        if config.train.start_from is None:  # else the earlier model names the network
+            config = with_low_rank(config)
+        if config.model.encoder_weights is not None:
+            weights, config = take_encoder(config)
+        sizes = config.model.with_classes(len(self.classes) if self.classes else 2)
+        model = build_model(sizes, factory_of(config))
+        if weights is not None:
+            set_encoder(model.get_submodule("encoder"), weights)
+        prepare_encoder(model, config.train)
+        multiple, mpp = tile_multiple(model), config.tiles.mpp
+        if labelled is not None:
+            self.config = config = with_tile(config, labelled, multiple)
+        side = config.tiles.side
+        check_tile(model, side)
+        self._context = declared_inputs(model, mpp, side)[1:]
+        refuse_unfit(config.infer, sizes.task, mpp, side, multiple, edge_reach(model))
 
     @property
     def _facts(self) -> list[SlideFacts]:

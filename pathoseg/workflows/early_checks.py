@@ -82,7 +82,7 @@ def check_training_input(asked: TrainingArguments) -> None:
     if not asked.resume:
         new_run(named_run(asked.out) if asked.out else None, asked.overwrite)
         if config.model.encoder_weights is None:  # else the two contradict each other
-            _check_first_weights(config.train.start_from)
+            check_first_weights(config.train.start_from)
         if config.train.start_from is None and config.model.encoder_weights is None:
             _check_tile(config)  # else sizes of the network may follow from the weights
         _check_slides(config, are_read=config.train.start_from is None)
@@ -125,6 +125,12 @@ def parallel_options(asked: TrainingArguments) -> ParallelConfig:
         begun = (named_run(asked.out) if asked.out else resumed_run(asked.flags)) / CONFIG
         if begun.is_file():
             config_file, unnumbered = begun, UNNUMBERED
+        elif not asked.flags.get("data", {}).get("slides"):
+            raise PathosegError(
+                f"There is no run in {begun.parent} to go on with.",
+                "Check --out; --resume alone takes the newest unfinished run in runs/. To begin "
+                "one there, name its slides with --slides DIR.",
+            )
     wanted = load_config(config_file, asked.flags, unnumbered).parallel
     find_order(wanted.order)  # before any rank starts
     if wanted.parked and wanted.offload == "none" and not asked.resume:
@@ -145,7 +151,15 @@ def resumed_run(flags: Flags) -> Path:
     return run_to_resume(longer)
 
 
-def _check_first_weights(name: str | None) -> None:
+def check_first_weights(name: str | None) -> None:
+    """Refuse an earlier model to start from that is not there.
+
+    Args:
+        name: Of its run, bundle or checkpoint; None starts from none.
+
+    Raises:
+        PathosegError: There is none.
+    """
     if name is not None and not Path(name).is_file():
         bundle_of(Path(name), "--from")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import IGNORE
+from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.object_areas import ObjectAreas, TrueObject
 from pathoseg.config import Config
 from pathoseg.config_file import UNNUMBERED, given_options, load_config
@@ -49,13 +50,12 @@ from pathoseg.tiles.class_pixels import count_tiles
 from pathoseg.tiles.grid import TileGrid
 from pathoseg.tiles.tiles import tile_labels
 from pathoseg.time_spent import TimeSpent, time_told
-from pathoseg.training.labelled_slides import LabelledSlide, find_labelled_slides
-from pathoseg.training.run_folder import CONFIG, SPLITS, bundle_of, refuse_unwritable
-from pathoseg.training.splits import Split, find_table, patients_in, read_rows
+from pathoseg.training.labelled_slides import LabelledSlide, find_labelled_slides, slide_files
+from pathoseg.training.run_folder import CONFIG, bundle_of, refuse_unwritable
+from pathoseg.training.splits import Split
 from pathoseg.version import __version__
+from pathoseg.workflows.recorded_splits import TELLING, UNSEEN, RecordedSplits
 
-_UNSEEN = "unseen"
-_TELLING = ("test", _UNSEEN, "val", "train")  # how much a split's figures say of new slides
 _STRIP_PIXELS = 2**22  # compared at a time, so that a wide slide's bands cost no more
 _PICTURE_SIDE = 640
 
@@ -113,19 +113,20 @@ def _evaluate(
     config = replace(config, tiles=replace(config.tiles, mpp=card.mpp))
     if card.model.task == "objects":  # so that labels without objects are refused
         config = replace(config, model=replace(config.model, task="objects"))
-    sources = find_labelled_slides(config, class_table_of(card))
-    records = _Records.of(bundle.parent, config, sources.usable)
-    chosen = [s for s in sources.usable if split in (None, records.split_of(s))]
-    folders = config.data.told_folders
-    if not chosen:
-        found = {records.split_of(source) for source in sources.usable}
-        near = get_close_matches(str(split), {*get_args(Split), _UNSEEN, *found} - {split}, n=1)
+    files, folders = slide_files(config.data), config.data.told_folders
+    records = RecordedSplits.of(bundle.parent, config, files)
+    asked = [name for name in files if split in (None, records.split_of(name))]
+    if not asked:
+        found = {*map(records.split_of, files)}
+        near = get_close_matches(str(split), {*get_args(Split), UNSEEN, *found} - {split}, n=1)
         hint = f"Did you mean {near[0]}? " if near else ""
         raise PathosegError(
             f"No annotated slide in {folders} is of the split {split!r}.",
             f"{hint}They are of these: {', '.join(sorted(found))}; what the model's run never saw "
-            f"is {_UNSEEN}.",
+            f"is {UNSEEN}.",
         )
+    sources = find_labelled_slides(config, class_table_of(card), asked)  # the others are not read
+    chosen = sources.usable
     for source in chosen:  # a class that the model does not know is refused before hours of work
         source.labels.rasterise(Box(0, 0, 1, 1), source.frame, class_table_of(card))
     segmenter = load_segmenter(bundle, config, factory, spent)
@@ -160,9 +161,12 @@ def _evaluate(
         resamples=RESAMPLES,
         fewest_patients=FEWEST_PATIENTS,
         warnings=tuple(warnings),
-        left_out={**sources.left_out, **{name: each.problem for name, each in failed.items()}},
+        left_out={
+            **{name: why for name, why in sources.left_out.items() if name in asked},
+            **{name: each.problem for name, each in failed.items()},
+        },
         splits=tuple(
-            _split(part, compared[part], segmenter, config) for part in _TELLING if part in compared
+            _split(part, compared[part], segmenter, config) for part in TELLING if part in compared
         ),
         version=__version__,
     )
@@ -198,13 +202,14 @@ def _configured(
         config = load_config(config_file, flags)
         stated = given_options(config_file, flags).get("annotations", {})
         own = {key: getattr(config.annotations, key) for key in stated}
-        annotations = replace(run.annotations, **own)
+        annotations = _renamed_too(run, replace(run.annotations, **own))
         assume_mpp = config.data.assume_mpp or run.data.assume_mpp
         data = replace(config.data, assume_mpp=assume_mpp)
         return replace(config, annotations=annotations, data=data)
     config = load_config(recorded, flags, UNNUMBERED)
     device = flags.get("parallel", {}).get("device")  # another machine's may be the run's
     config = replace(config, parallel=replace(config.parallel, device=device))
+    config = replace(config, annotations=_renamed_too(run, config.annotations))
     if config.data.slides != run.data.slides:
         # Where the run's annotations and table lie says nothing of other slides'.
         annotations_folder = flags.get("data", {}).get("annotations")
@@ -214,82 +219,16 @@ def _configured(
     return config
 
 
+def _renamed_too(run: Config, options: AnnotationOptions) -> AnnotationOptions:
+    """Add the names that the run gives to classes, unless the options give them others."""
+    return replace(options, rename={**run.annotations.rename, **options.rename})
+
+
 def _boundary_um(segmenter: Segmenter, config: Config) -> float | None:
     """The tolerance of boundaries; a map of tiles has none that are worth comparing."""
     if segmenter.card.model.task == "classify":
         return None
     return config.evaluate.boundary_um or max(2.0, 2 * segmenter.card.mpp)
-
-
-@dataclass(frozen=True)
-class _Records:
-    """The recorded splits and patients of slides: by the run, or by a table.
-
-    Attributes:
-        names: Slide to what the run calls it.
-        splits: Name in the run to split; empty where the model lies in no run.
-        patients: Slide to patient.
-        trained: Patients whose slides the model was trained on.
-        has_patients: True where anything says which slides are one patient's.
-    """
-
-    names: Mapping[str, str]
-    splits: Mapping[str, str]
-    patients: Mapping[str, str]
-    trained: Collection[str]
-    has_patients: bool
-
-    @classmethod
-    def of(cls, run: Path, config: Config, sources: Sequence[LabelledSlide]) -> _Records:
-        rows = read_rows(run / SPLITS) if (run / SPLITS).is_file() else {}
-        names = {source.name: source.name for source in sources}
-        placed = set[str]()
-        if (run / CONFIG).is_file():
-            # In the run's folders a slide is what the run calls it, wherever its name begins now:
-            # neither unseen because of that, nor another slide that is called so there.
-            for folder in load_config(run / CONFIG, None, UNNUMBERED).data.slide_folders:
-                root = folder.resolve()
-                for source in sources:
-                    path = source.slide.resolve()
-                    if not path.is_relative_to(root):
-                        continue
-                    name = path.relative_to(root).as_posix()
-                    if name in rows or source.name not in placed:
-                        names[source.name] = name
-                        placed.add(source.name)
-        table = find_table(config.data)
-        patients = patients_in(table, [*names])
-        patients |= {ours: rows[its]["patient"] for ours, its in names.items() if its in rows}
-        return cls(
-            names,
-            {name: row["split"] for name, row in rows.items() if row["split"] in _TELLING},
-            patients,
-            {row["patient"] for row in rows.values() if row["split"] == "train"},
-            table is not None or any(row["patient"] != name for name, row in rows.items()),
-        )
-
-    def split_of(self, source: LabelledSlide) -> str:
-        return self.splits.get(self.names[source.name], _UNSEEN)
-
-    def warnings(self, chosen: Iterable[LabelledSlide]) -> Iterable[str]:
-        """Yield warnings about slides that the model has seen, or whose resolution it has not."""
-        if not self.splits:
-            yield (
-                "The model's folder has no splits.csv: whether it was trained on these slides is "
-                "not known."
-            )
-        if not self.has_patients:
-            yield (
-                "Every slide counts as a patient of its own. Where a patient has several, the "
-                "intervals are too narrow: slides.csv beside the slides says whose they are."
-            )
-        for source in chosen:
-            patient = self.patients[source.name]
-            if self.split_of(source) == _UNSEEN and patient in self.trained:
-                yield (
-                    f"{source.name}: the model was trained on other slides of its patient, "
-                    f"{patient}."
-                )
 
 
 @dataclass(frozen=True)
@@ -324,7 +263,7 @@ def _compare(
     segmenter: Segmenter,
     source: LabelledSlide,
     config: Config,
-    records: _Records,
+    records: RecordedSplits,
     interruption: Interruption,
 ) -> _Compared:
     """Segment a slide and count, strip by strip."""
@@ -347,7 +286,7 @@ def _compare(
     scored = ScoredSlide(
         name,
         records.patients[name],
-        records.split_of(source),
+        records.split_of(name),
         mpp,
         plan.output.pixel_area_mm2,
         tally.confusion,

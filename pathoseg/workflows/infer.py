@@ -43,6 +43,7 @@ from pathoseg.inference.result_folder import (
     sweep,
 )
 from pathoseg.interruption import Interruption
+from pathoseg.outputs.atomic import write_text
 from pathoseg.outputs.batch_report import (
     PAGE,
     BatchResults,
@@ -83,6 +84,7 @@ TABLE = "summary.csv"
 FAILURES = "failures.csv"
 _NAP = 0.5  # seconds
 _HEAD_START = 2.0  # seconds
+_STOPPED_WAIT = 1.0  # seconds, for who writes the tables
 _WITHOUT_INTEREST = {
     "done": "Without regions of interest in their annotations",
     "skipped": "Kept as they were, without regions of interest",
@@ -159,7 +161,7 @@ def infer(
             config = replace(config, infer=replace(config.infer, readers=readers))
             request = _find_request(inputs, annotations, model, out, config, overwrite)
             check_device(config.parallel.device)  # refused a second before the rest is imported
-            from pathoseg.inference.publish import object_extent
+            from pathoseg.inference.infer_options import object_extent
             from pathoseg.inference.segmenter import load_segmenter
             from pathoseg.inference.slide_job import SlideJob, WorkerContext
 
@@ -205,12 +207,12 @@ def infer(
             interruption.leave = leave
             try:
                 _work(batch, out, interruption)
+                _write_tables(context, batch, request.bundle, is_stopped=False)
             except (PathosegError, StoppedError) as end:
                 report_stop()
                 if world.rank and isinstance(end, StoppedError):  # rank 0 tells it for all
                     raise SystemExit(end.exit_code) from None
                 raise
-            _write_tables(context, batch, request.bundle, is_stopped=False)
             sweep(out)
     if annotations is not None and leads:
         _tell_without_interest(batch)
@@ -400,14 +402,27 @@ def _tell_without_interest(batch: Sequence[SlideJob]) -> None:
 def _write_tables(
     context: WorkerContext, batch: Sequence[SlideJob], bundle: Path, *, is_stopped: bool
 ) -> None:
-    """Tables and a page of all that lies in the folder; one process at a time, so that the last one
-    saw all."""
+    """Write tables and a page of all that lies in the folder.
+
+    One process at a time, so that the last one saw all. Of those that end together the others find
+    that nothing has changed since the first one's. Who is stopped waits for none for long.
+    """
     out, leases = context.out, context.leases
-    claim = out / STATES / ".tables"
+    claim, stamp = out / STATES / ".tables", out / STATES / ".reported"
+    asked = time.monotonic()
     while not leases.take(claim):
+        if is_stopped and time.monotonic() - asked > _STOPPED_WAIT:
+            return
+        if not is_stopped:
+            context.interruption.raise_if_asked()
         time.sleep(0.1)
     try:
-        found, known = results(out), states(out)
+        now, known = leases.now(), states(out)
+        changed = max((state.written for state in known.values()), default=0.0)
+        if not is_stopped and _stamped(stamp) > max(changed, context.since):
+            return
+        stamp.unlink(missing_ok=True)
+        found = results(out, lambda error: say(f"Passed over: {error.problem}"))
         failed = failures(known)
         write_summary_table(out / TABLE, found.values())
         write_failures(out / FAILURES, failed)
@@ -424,8 +439,17 @@ def _write_tables(
             version=__version__,
         )
         write_batch_report(out / PAGE, report)
+        if not is_stopped:
+            write_text(stamp, repr(now))
     finally:
         leases.release(claim)
+
+
+def _stamped(stamp: Path) -> float:
+    """Return the file system's time at which tables of an ended batch were begun; 0.0 if none."""
+    with suppress(OSError, ValueError):
+        return float(stamp.read_text(encoding="ascii"))
+    return 0.0
 
 
 def _reported(out: Path, folder: Path, summary: Summary) -> BatchSlide:

@@ -22,7 +22,7 @@ from pathoseg.config_file import (
 )
 from pathoseg.device import MEAN, STD, device_name, pick_device, tuned_kernels
 from pathoseg.errors import MemoryExhaustedError, PathosegError, StoppedError
-from pathoseg.inference.segmenter import default_overlap
+from pathoseg.inference.infer_options import refuse_unfit, trained_overlap
 from pathoseg.interruption import Interruption
 from pathoseg.models.build import (
     check_tile,
@@ -89,7 +89,7 @@ from pathoseg.training.splits import (
     split_slides,
 )
 from pathoseg.training.step_plan import agreed_plan, check_host, read_model, teams
-from pathoseg.training.tasks import Task, make_task
+from pathoseg.training.tasks import SCORES, Task, make_task
 from pathoseg.training.trainer import Trainer
 from pathoseg.training.training_tiles import SplitTiles, cut_labelled_slides, training_set
 from pathoseg.training.validation import Validation
@@ -309,8 +309,13 @@ def _read_input(run: StartedRun) -> _Input:
     if isinstance(run.start_from, EarlierModel):
         warn_of_seen(run.start_from, members)
     prepare_encoder(model, config.train)
-    config = with_tile(config, sources, tile_multiple(model))
-    check_tile(model, config.tiles.side)
+    multiple = tile_multiple(model)
+    config = with_tile(config, sources, multiple)
+    tiles = config.tiles
+    check_tile(model, tiles.side)
+    if not run.is_resumed:  # else it is recorded
+        reach = edge_reach(model)
+        refuse_unfit(config.infer, config.model.task, tiles.mpp, tiles.side, multiple, reach)
     return _Input(config, sources, table, members, loss, model, origin)
 
 
@@ -453,6 +458,7 @@ def _report(
         state="It is finished." if is_finished else f"It was stopped before its end. {going_on}",
         best_epoch=progress.best_epoch,
         best_score=progress.score,
+        score=SCORES[config.model.task],
         epochs=progress.epoch,
         steps=progress.step,
         skipped_steps=progress.skipped_steps,
@@ -480,9 +486,6 @@ def _report(
 def _card(given: _Input) -> Bundle:
     config, sources, model = given.config, given.sources, given.model
     multiple = tile_multiple(model)
-    overlap = config.infer.overlap
-    if overlap is None:
-        overlap = default_overlap(config.tiles.side, multiple, edge_reach(model))
     trained_on = [s for s in sources.usable if given.members[s.name].split == "train"]
     # Three digits: scans of one scanner differ in the fourth.
     mpps = {float(f"{source.frame.level0_mpp.mean:.3g}") for source in trained_on}
@@ -492,7 +495,7 @@ def _card(given: _Input) -> Bundle:
         class_colours=sources.classes.colours,
         mpp=config.tiles.mpp,
         tile=config.tiles.side,
-        overlap=overlap,
+        overlap=trained_overlap(config.infer, config.tiles.side, multiple, edge_reach(model)),
         mean=config.model.mean or MEAN,
         std=config.model.std or STD,
         multiple=multiple,

@@ -12,6 +12,7 @@ import time
 import webbrowser
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,7 @@ def _configured(
 ) -> tuple[Config, list[Path]]:
     """Return the options, of a run if one is given, and the paths with its slides in its stead."""
     shown, config = list[Path](), load_config(config_file, flags)
+    given = flags.get("data", {})  # which lies where this is given
     for path in paths:
         if not ((path / CONFIG).is_file() and (path / SPLITS).is_file()):
             shown.append(path)
@@ -109,10 +111,30 @@ def _configured(
         run = load_config(path / CONFIG, flags, UNNUMBERED)  # its slides may have been moved
         if not run.data.slide_folders:
             raise PathosegError(f"The run {path} names no slides.", "Name the slides to show.")
-        shown += run.data.slide_folders
+        for folder in run.data.slide_folders:
+            found = folder if given.get("slides") else _of_run(folder, path)
+            if found is None:
+                raise PathosegError(
+                    f"The run {path} names the slides {folder}, which are neither in this folder "
+                    "nor beside the run.",
+                    "Name the folder that they are in now with --slides DIR.",
+                )
+            shown.append(found)
         if config_file is None:
-            config = run
+            notes = run.data.annotations
+            if notes is not None and not given.get("annotations"):
+                notes = str(_of_run(Path(notes), path) or notes)
+            config = replace(run, data=replace(run.data, annotations=notes))
     return config, shown
+
+
+def _of_run(folder: Path, run: Path) -> Path | None:
+    """Return a folder that a run names, wherever the viewer is started; None if it is not found.
+
+    A relative path was most likely given in one of the folders around the run, or in this one.
+    """
+    places = [*(parent / folder for parent in run.resolve().parents[:2]), folder]
+    return next((place for place in places if place.is_dir()), None)
 
 
 def _listening(host: str, port: int | None) -> socket.socket:

@@ -20,6 +20,7 @@ from pathoseg.annotations.mask_image import MaskLabels
 from pathoseg.annotations.raster import PolygonLabels
 from pathoseg.annotations.reading import (
     class_table,
+    colour_names,
     find_annotation,
     read_labels,
     stray_annotations,
@@ -489,6 +490,13 @@ def test_names_that_no_file_has_are_told_with_those_that_are_there(tmp_path: Pat
     assert 'has a class "class1"; there are "class 1", "class 2", "class 3", 8 more.' in line
     [line] = told({"tumor ": "tumour"})
     assert 'has a class "tumor "; there are "Tumor", "tumour", ' in line
+
+
+def test_a_class_without_a_name_is_told_of() -> None:
+    assert colour_names(ClassTable(("#tumour", "#12"), ((1, 2, 3), (4, 5, 6)))) == []
+    [line] = colour_names(ClassTable(("#00FF00", "tumour"), ((0, 255, 0), (1, 2, 3))))
+    assert '"#00FF00"' in line
+    assert '`[annotations] rename = { "#00FF00" = "tumour" }`' in line
 
 
 class _Labels:

@@ -12,6 +12,8 @@ from pathoseg.inference.result_folder import (
     MASK,
     SUMMARY,
     State,
+    refuse_strangers,
+    result_folder,
     result_folders,
     results,
     state_file,
@@ -19,6 +21,7 @@ from pathoseg.inference.result_folder import (
     sweep,
     write_state,
 )
+from pathoseg.outputs import atomic
 from pathoseg.outputs.report import Summary, TileCounts, write_summary
 
 
@@ -37,6 +40,9 @@ def test_a_sweep_takes_empty_folders_and_leaves_those_of_slides_in_use(tmp_path:
     sweep(tmp_path)
     assert not work.exists()
     sweep(tmp_path)
+
+
+EMPTY = Summary("s", "m", Mpp(0.5, 0.5), 0.0, (), TileCounts(0, 0, 0), 0, {}, {})
 
 
 def test_the_bytes_of_a_folder_are_those_of_all_files_in_it(tmp_path: Path) -> None:
@@ -81,13 +87,49 @@ def test_the_name_of_the_folder_of_states_hides_no_result(tmp_path: Path) -> Non
     _begin(tmp_path, "y/states", "y/states.svs")
     earlier = Path("y/states.svs")
     assert result_folders(tmp_path, {earlier: "y/states.svs"}) == {earlier: tmp_path / "y/states"}
-    summary = Summary("s", "m", Mpp(0.5, 0.5), 0.0, (), TileCounts(0, 0, 0), 0, {}, {})
     for name in (*names, "y/states", "y/a", "another/a", "another/states/b"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / MASK).touch()
-        write_summary(tmp_path / name / SUMMARY, summary)
+        write_summary(tmp_path / name / SUMMARY, EMPTY)
     found = [folder.relative_to(tmp_path).as_posix() for folder in results(tmp_path)]
     assert found == sorted([*names, "y/states", "y/a"]), "another batch lies in `another`"
+
+
+def test_a_summary_of_something_else_hides_no_result_and_is_named(tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "notes"):
+        place.mkdir(exist_ok=True)
+        (place / SUMMARY).write_text('{"tool": "another"}')
+    for name in ("a", "notes/b"):
+        (tmp_path / name).mkdir()
+        write_summary(tmp_path / name / SUMMARY, EMPTY)
+    told = list[str]()
+    found = results(tmp_path, lambda error: told.append(error.problem))
+    assert [*found] == [tmp_path / "a", tmp_path / "notes" / "b"]
+    strangers = [tmp_path / SUMMARY, tmp_path / "notes" / SUMMARY]
+    assert [one.partition(" is no summary of a result")[0] for one in told] == [
+        *map(str, strangers)
+    ]
+    with pytest.raises(PathosegError, match="notes is no result"):
+        refuse_strangers(tmp_path, {Path("notes.svs"): tmp_path / "notes"})
+    refuse_strangers(tmp_path, {Path("a.svs"): tmp_path / "a"})
+
+
+def test_a_result_is_on_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, synced = tmp_path / "a", set[str]()
+
+    def sync(path: Path) -> None:
+        assert not folder.exists()
+        synced.add(path.name)
+
+    monkeypatch.setattr(atomic, "sync_file", sync)
+    with result_folder(folder, tmp_path / "work", ()) as partial:
+        (partial / "mask.ome.zarr").mkdir()
+        for name in ("regions.geojson", "objects.csv", "mask.ome.zarr/zarr.json"):
+            (partial / name).touch()
+    assert synced == {"regions.geojson", "objects.csv", "zarr.json"}
+    assert folder.is_dir()
 
 
 @pytest.mark.parametrize("name", ["states/a.svs", "x/states/a.svs", "x/states/y/a.svs", "x/states"])

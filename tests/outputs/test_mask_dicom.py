@@ -355,9 +355,11 @@ def test_level_0_is_found_among_the_files_of_its_series(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("DICM")
     (tmp_path / "bad.dcm").write_bytes(first.read_bytes()[:700] + b"\xff" * 700)
     (tmp_path / "aa").mkdir()
-    source = read_source(first, SLIDE)
+    source = read_source(first, SLIDE, sorted(tmp_path.iterdir()))
     assert source is not None
     assert source.path.name == "d.dcm"
+    with pytest.raises(PathosegError, match="the files of its series have no DICOM"):
+        read_source(first, SLIDE)  # which looks at no file but those that it is given
 
 
 def test_a_file_of_another_program(tmp_path: Path, shared_data: Path) -> None:

@@ -24,6 +24,7 @@ from pathoseg.outputs.report import (
     TileCounts,
     class_summaries,
     count_pixels,
+    excess_warning,
     read_summary,
     write_failures,
     write_summary,
@@ -62,6 +63,22 @@ def test_areas_match_a_count_of_the_mask(mask: NDArray[np.uint8]) -> None:
 
 def test_without_tissue_no_share_is_divided_by_nothing() -> None:
     assert [of.share_of_tissue for of in class_summaries(CLASSES, {}, {}, FRAME, 0.0)] == [0.0, 0.0]
+
+
+def test_densities_are_of_what_could_be_read() -> None:
+    (one, other) = class_summaries(CLASSES, {1: 4}, {}, FRAME, 0.5, {1: 10}, read_mm2=0.2)
+    assert (one.objects_per_mm2, other.objects_per_mm2) == (pytest.approx(50), 0)
+    assert one.share_of_tissue == pytest.approx(4 * 0.25e-6 / 0.5), "of all of the tissue"
+    [one, _] = class_summaries(CLASSES, {}, {}, FRAME, 0.5, {1: 10}, read_mm2=0.0)
+    assert one.objects_per_mm2 == 0
+
+
+def test_more_than_the_tissue_is_warned_of() -> None:
+    said = excess_warning(SUMMARY.classes, 0.08)
+    assert said is not None
+    assert "0.1 mm² are segmented, and 0.08 mm² of tissue were found" in said
+    assert excess_warning(SUMMARY.classes, 0.1) is None
+    assert excess_warning(SUMMARY.classes, 0.0) is None
 
 
 def test_a_summary_reads_back(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ def _run(folder: Path) -> Run:
         state="It is finished.",
         best_epoch=2,
         best_score=0.75,
+        score="the mean Dice",
         epochs=3,
         steps=30,
         skipped_steps=1,

@@ -132,6 +132,27 @@ def test_what_is_wrong_with_many_slides_is_said_once(toy_slides: Path, command: 
     assert said.count("Training would refuse: 2 slides (slide1.png, slide2.png): ") == 1
 
 
+def test_every_odd_mask_and_every_option_is_told(toy_slides: Path, command: Command) -> None:
+    Image.fromarray(np.full((96, 96), 255, np.uint8)).save(toy_slides / "slide0_mask.png")
+    odd = np.full((96, 96), 300, np.uint16)
+    Image.fromarray(odd).save(toy_slides / "slide1_mask.png")
+    network = 'name = "unet_resnet18"\nencoder_weights = "gone.pth"'
+    text = Path("tiny.toml").read_text().replace("width = 4\ndepth = 2", network)
+    Path("tiny.toml").write_text(text + "[loss]\nclass_weights = [1, 2, 3, 4, 5]\n")
+    code, said = command(*CHECK)
+    said = " ".join(said.split())
+    assert code == 2, said
+    for told in (
+        "Training would refuse: slide0.png: slides/slide0_mask.png holds no class",
+        "Training would refuse: slide1.png: slides/slide1_mask.png holds the values 300 to 300",
+        "gone.pth",
+    ):
+        assert told in said
+    assert said.count("Training would refuse") == 4
+    refused = [row["training"] for row in _rows().values()]
+    assert refused == ["refused", "refused", "used", "used"]
+
+
 def test_a_renamed_class_that_is_nowhere_is_said_once(toy_slides: Path, command: Command) -> None:
     rename = '[annotations.rename]\nDisk = "disc"\n"Disc 2" = "disc"\n'
     Path("tiny.toml").write_text(Path("tiny.toml").read_text() + rename)

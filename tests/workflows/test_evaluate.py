@@ -277,12 +277,23 @@ def test_a_slide_that_fails_costs_no_figure_of_the_others(
     assert not list(Path("nothing").glob("*"))
 
 
+def _recorded_splits(table: Path) -> dict[str, str]:
+    with table.open(newline="", encoding="utf-8") as file:
+        return {row["slide"]: row["split"] for row in csv.DictReader(file)}
+
+
 def test_one_split_alone_and_slides_the_run_never_saw(toy_slides: Path, command: Command) -> None:
     train = ("train", "--slides", toy_slides, "--config", "tiny.toml", "--epochs", 1)
     assert command(*train, "--out", "run")[0] == 0
     evaluate = ("evaluate", "--slides", toy_slides, "--config", "tiny.toml", "--out", "figures")
     assert command(*evaluate, "--split", "val")[0] == 0
     assert {split for _, split in _rows(Path("figures/evaluation-val.csv"))} == {"val"}
+    splits = _recorded_splits(Path("run/splits.csv"))
+    odd = next(name for name, split in splits.items() if split == "train")
+    mask = toy_slides / odd.replace(".png", "_mask.png")
+    mask.rename("kept.png")
+    assert odd not in command(*evaluate, "--split", "val")[1], "it is of another split"
+    Path("kept.png").rename(mask)
     code, said = command(*evaluate, "--split", "test")
     assert code == 2
     assert "of these: train, val; what the model's run never saw is unseen" in said
@@ -337,6 +348,12 @@ def test_a_configuration_overrules_what_it_states_and_nothing_else(tmp_path: Pat
     assert _configured(recorded, own, {}).annotations == replace(run, roi=())
     own.write_text('[annotations]\nunlabelled = "background"\n')  # the default, yet stated
     assert _configured(recorded, own, {}).annotations == replace(run, unlabelled="background")
+    # Names are added to the run's, as the hint about an unknown class has it.
+    both = {"Tumor": "tumour", "Fat": "fat*"}
+    own.write_text('[annotations]\nrename = {"Fat" = "fat*"}\n')
+    assert _configured(recorded, own, {}).annotations == replace(run, rename=both)
+    flags = {"annotations": {"rename": {"Fat": "fat*"}}}
+    assert _configured(recorded, None, flags).annotations == replace(run, rename=both)
 
 
 def test_the_table_that_is_given_with_other_slides_counts(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import cv2
 import numpy as np
@@ -23,21 +24,27 @@ from PIL import Image
 from shapely.geometry import shape
 
 import pathoseg
+from pathoseg.annotations.annotation import ClassTable
 from pathoseg.config_file import load_config
 from pathoseg.device import to_input
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Size
 from pathoseg.inference import slide_job
+from pathoseg.inference.leases import Leases
+from pathoseg.inference.result_folder import STATES, State, state_file, write_state
 from pathoseg.inference.segmenter import Segmenter
+from pathoseg.inference.slide_job import WorkerContext
 from pathoseg.inference.windows import Windows
 from pathoseg.models.build import edge_reach
 from pathoseg.models.bundle import load_bundle
 from pathoseg.models.model_options import ModelConfig
+from pathoseg.outputs.batch_report import BatchResults
 from pathoseg.slides import region
 from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.grid import TileGrid
 from pathoseg.training.run_folder import bundle_of
+from pathoseg.workflows import infer as workflow
 from tests.forked import Forked
 
 Command = Callable[..., tuple[int, str]]
@@ -286,6 +293,7 @@ def test_unread_parts_are_255_and_counted(
     torn[64:128, 128:192] = True
     assert np.array_equal(mask == 255, torn)
     assert summary["unread_pixels"] == torn.sum()
+    assert summary["read_mm2"] == pytest.approx(summary["tissue_mm2"] - 0.001024), "all is tissue"
     assert 0 < summary["tiles"]["unread"] < summary["tiles"]["done"]
     tiles = summary["tiles"]
     assert f"{tiles['unread']} of {tiles['done']} tiles could not be read" in said
@@ -633,6 +641,49 @@ def test_options_that_fit_no_slide_are_refused_once(
     code, said = command(*infer, *MPP, "--config", tmp_path / "c.toml")
     assert (code, told in " ".join(said.split())) == (2, True), said
     assert not (tmp_path / "out").exists()
+
+
+def test_a_stain_is_fitted_on_the_models_own_tiles(
+    tmp_path: Path, command: Command, tiny_bundle: SaveBundle
+) -> None:
+    slide = _draw(tmp_path / "a.png", width=96, height=96)
+    (tmp_path / "c.toml").write_text("[infer]\ntile = 128\noverlap = 64\n")
+    model = tiny_bundle(stain="reinhard")
+    infer = ("infer", slide, "--model", model, "--out", tmp_path / "out", *MPP)
+    code, said = command(*infer, "--config", tmp_path / "c.toml")
+    assert code == 0, said
+
+
+def test_tables_are_written_by_the_last_one_that_finds_something_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in another process's time: it is the clock of the file system that counts."""
+    pages = list[BatchResults]()
+    monkeypatch.setattr(workflow, "write_batch_report", lambda _, page: pages.append(page))
+    monkeypatch.setattr(workflow, "_STOPPED_WAIT", 0.0)
+
+    def end(*, is_stopped: bool = False, since: float = 0.0) -> int:
+        given = {"out": tmp_path, "leases": leases, "since": since, "segmenter": model}
+        context = cast(WorkerContext, SimpleNamespace(**given))
+        workflow._write_tables(context, [], Path("model"), is_stopped=is_stopped)
+        return len(pages)
+
+    model = SimpleNamespace(classes=ClassTable(("gland",), ((1, 2, 3),)))
+    (tmp_path / "summary.json").write_text("{}")
+    with Leases(tmp_path / STATES) as leases, Leases(tmp_path / STATES) as others:
+        state = state_file(tmp_path, tmp_path / "a")
+        write_state(state, State("a.svs", "done", "", 1, ""))
+        os.utime(state, (1e9, 1e9))
+        assert end() == 1
+        assert end() == 1, "nothing is new"
+        assert end(since=time.time() + 60) == 2, "a batch that begins later writes its own"
+        assert end(is_stopped=True) == 3
+        assert pages[-1].is_stopped
+        assert end() == 4, "they tell of a stop"
+        os.utime(state, (4e9, 4e9))
+        assert end() == 5
+        assert others.take(tmp_path / STATES / ".tables")
+        assert end(is_stopped=True) == 5, "another process writes them"
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pathoseg.errors import PathosegError
 from pathoseg.workflows import view as workflow
 from tests.conftest import draw_disc
 from tests.forked import Forked
@@ -95,6 +96,26 @@ def test_slides_of_a_run_that_were_moved_are_shown(tmp_path: Path) -> None:
     config, shown = workflow._configured([tmp_path], None, {"data": {"slides": "moved"}})
     assert shown == [Path("moved")]
     assert config.data.annotations == "drawn"
+
+
+def test_slides_of_a_run_are_found_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, elsewhere = tmp_path / "lab" / "runs" / "one", tmp_path / "elsewhere"
+    for folder in (run, tmp_path / "lab" / "slides", tmp_path / "lab" / "drawn", elsewhere):
+        folder.mkdir(parents=True)
+    (run / "config.toml").write_text('[data]\nslides = "slides"\nannotations = "drawn"\n')
+    (run / "splits.csv").write_text("slide,split\n")
+    monkeypatch.chdir(elsewhere)
+    for given in (run, Path("../lab/runs/one")):
+        config, shown = workflow._configured([given], None, {})
+        assert shown == [tmp_path / "lab" / "slides"]
+        assert config.data.annotations == str(tmp_path / "lab" / "drawn")
+    (tmp_path / "lab" / "slides").rmdir()
+    with pytest.raises(PathosegError, match="names the slides slides, which are neither"):
+        workflow._configured([run], None, {})
+    (elsewhere / "slides").mkdir()
+    assert workflow._configured([run], None, {})[1] == [Path("slides")]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
