@@ -66,6 +66,7 @@ _MEAN_DICE = (
     "the mean Dice of the classes (val_dice_mean in metrics.csv), each counted over the pixels of "
     "all validation tiles together"
 )
+# `Judge.score` in words, by the kind of task.
 SCORES: Mapping[str, str] = {
     "segment": _MEAN_DICE,
     "objects": f"{_MEAN_DICE}, less a tenth of the mean error of heights in pixels "
@@ -73,7 +74,6 @@ SCORES: Mapping[str, str] = {
     "classify": "the accuracy (val_accuracy in metrics.csv), the share of the validation tiles "
     "whose most probable class is theirs",
 }
-"""What `Judge.score` is, in words, by the kind of task."""
 
 
 def make_task(

@@ -57,7 +57,7 @@ class _Validation:
 
 @pytest.mark.parametrize("tiles", [0, 12])
 def test_a_run_that_goes_on_when_its_time_is_up_has_a_model(tmp_path: Path, tiles: int) -> None:
-    """It was killed after an epoch that `validate_every` leaves out."""
+    """A run that was killed after an epoch that `validate_every` leaves out."""
     last = tmp_path / "checkpoints" / LAST
     row = {"epoch": 2.0, "step": 20.0, "train_loss": 1.5, "tiles_per_s": 3.0}
     at = Progress(

@@ -657,7 +657,7 @@ def test_a_stain_is_fitted_on_the_models_own_tiles(
 def test_tables_are_written_by_the_last_one_that_finds_something_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in another process's time: it is the clock of the file system that counts."""
+    """The clock of the file system counts, not that of the process."""
     pages = list[BatchResults]()
     monkeypatch.setattr(workflow, "write_batch_report", lambda _, page: pages.append(page))
     monkeypatch.setattr(workflow, "_STOPPED_WAIT", 0.0)
