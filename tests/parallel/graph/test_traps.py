@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pathoseg import device
 from pathoseg.errors import PathosegError
@@ -44,7 +44,7 @@ def _seed(seed: int) -> None:
 
 def _python_state(module: nn.Module) -> dict[str, object]:
     own = {key: value for key, value in vars(module).items() if not key.startswith("_")}
-    return deepcopy(own)
+    return deepcopy(tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), own))
 
 
 def _agrees(traced: Traced, images: torch.Tensor, seed: int, bounds: list[int]) -> None:
