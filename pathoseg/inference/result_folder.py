@@ -372,7 +372,8 @@ def result_folder(folder: Path, work: Path, outputs: Collection[str]) -> Iterato
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        if os.path.lexists(folder):  # else `put_back` needs it
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def put_back(folder: Path, work: Path) -> None:

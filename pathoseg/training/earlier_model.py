@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from pathoseg.models.transfer import class_dimensions, transfer, transfer_fittin
 from pathoseg.platform_support import follow_pointer, relative_path
 from pathoseg.progress import say
 from pathoseg.training.run_folder import SPLITS, bundle_of
-from pathoseg.training.splits import TABLE, Member
+from pathoseg.training.splits import TABLE, Member, read_rows
 
 SAFETENSORS = ".safetensors"
 _TOLD = 5  # names in a message, of however many
@@ -207,8 +206,7 @@ def warn_of_seen(earlier: EarlierModel, members: Mapping[str, Member]) -> None:
     table = earlier.place.parent / SPLITS
     if not table.is_file():
         return
-    with table.open(newline="", encoding="utf-8") as file:
-        trained = {row["slide"] for row in csv.DictReader(file) if row.get("split") == "train"}
+    trained = {name for name, row in read_rows(table).items() if row.get("split") == "train"}
     seen = [m.slide for m in members.values() if m.split != "train" and m.slide in trained]
     if seen:
         say(

@@ -12,6 +12,7 @@ from pathoseg.inference.result_folder import (
     MASK,
     SUMMARY,
     State,
+    put_back,
     refuse_strangers,
     result_folder,
     result_folders,
@@ -130,6 +131,31 @@ def test_a_result_is_on_disk_before_it_has_its_name(
             (partial / name).touch()
     assert synced == {"regions.geojson", "objects.csv", "zarr.json"}
     assert folder.is_dir()
+
+
+def test_a_result_that_cannot_be_put_back_at_once_is_kept_for_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, work = tmp_path / "a", tmp_path / "work"
+    folder.mkdir()
+    (folder / "mask").write_text("former")
+    replace = Path.replace
+
+    def fail(path: Path, target: Path) -> Path:
+        if target == folder:
+            raise OSError("the disk is gone")
+        return replace(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", fail)
+        with (
+            pytest.raises(PathosegError, match="the disk is gone"),
+            result_folder(folder, work, ()),
+        ):
+            pass
+    assert not folder.exists()
+    put_back(folder, work)
+    assert (folder / "mask").read_text() == "former"
 
 
 @pytest.mark.parametrize("name", ["states/a.svs", "x/states/a.svs", "x/states/y/a.svs", "x/states"])
