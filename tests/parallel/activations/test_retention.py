@@ -215,6 +215,29 @@ def test_two_stages_mix_what_they_keep() -> None:
     _equal(_train(model, offload, recompute, Memory(), stages=2), expected)
 
 
+class Filled(nn.Module):
+    """Layers whose kernels write into what autograd has saved already, among others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noisy = nn.Sequential(nn.Conv2d(3, 4, 1), nn.RReLU(), nn.Conv2d(4, 4, 1))
+        self.dropped = nn.Sequential(nn.RReLU(inplace=True), nn.Dropout(0.3), nn.Sigmoid())
+        self.gates, self.cell = nn.GRU(64, 8), nn.LSTM(8, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        rows, _ = self.gates(self.dropped(self.noisy(images)).flatten(2))
+        result, _ = self.cell(rows)
+        return result * result.mean()
+
+
+@pytest.mark.parametrize("form", [OffloadMode.NAIVE, OffloadMode.OVERLAPPED])
+def test_what_a_kernel_fills_after_it_was_saved_leaves_when_it_is_full(form: OffloadMode) -> None:
+    torch.manual_seed(3)
+    model = Filled()
+    expected = _train(model, _never, _never, Memory())
+    _equal(_train(model, lambda at: True, _never, Memory(window=3_000, form=form)), expected)
+
+
 class Writing(nn.Module):
     """Writes into what the sigmoid has saved."""
 
