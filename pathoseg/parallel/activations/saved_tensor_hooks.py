@@ -263,7 +263,7 @@ class Recording:
     def _note(self, value: Any) -> Any:
         def leaf(tensor: Tensor) -> Any:
             if not is_plain(tensor):
-                return tensor.detach()
+                return tensor.detach().requires_grad_(tensor.requires_grad)
             made = self._made(tensor)
             return Leaf(made, tensor._version, Place.of(tensor), tensor.requires_grad)
 
