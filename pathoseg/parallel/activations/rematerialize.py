@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.activations.offload import Copies
+from pathoseg.parallel.activations.offload import Copies, Label
 from pathoseg.parallel.graph.segment import Step
 
 GIVEN = -1  # in place of a layer's position: what no layer of the stage made
@@ -122,19 +122,35 @@ class Kept(_Content):
 
 
 class Away(_Content):
-    """Content in host memory; it is freed there with the last reference to this."""
+    """Content in host memory, once it has left; freed there with the last reference to this.
 
-    __slots__ = ("copies", "ticket")
+    Attributes:
+        copies: The copies to the host and back.
+        ticket: Stands for the bytes on the host; None until they leave.
+    """
 
-    def __init__(self, copies: Copies, ticket: Any) -> None:
+    __slots__ = ("_here", "copies", "ticket")
+
+    def __init__(self, copies: Copies, storage: torch.UntypedStorage) -> None:
         super().__init__(packed=True)
-        self.copies, self.ticket = copies, ticket
+        self.copies = copies
+        self.ticket: Any = None
+        self._here: torch.UntypedStorage | None = storage
+
+    def leave(self, label: Label) -> None:
+        """Copy the storage, which nobody writes into from now on, to the host."""
+        assert self._here is not None
+        self.ticket = self.copies.leave(bytes_of(self._here), label)
+        self._here = None
 
     def storage(self) -> torch.UntypedStorage:
+        if self._here is not None:
+            return self._here
         return self.copies.fetch(self.ticket).untyped_storage()
 
     def __del__(self) -> None:
-        self.copies.drop(self.ticket)
+        if self.ticket is not None:
+            self.copies.drop(self.ticket)
 
 
 class Dropped(_Content):

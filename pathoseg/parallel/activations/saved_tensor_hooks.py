@@ -6,7 +6,8 @@ The life of one saved tensor, from a layer's forward to its backward:
     (2) _pack    autograd hands over each tensor that the layer saves
     (3) _made    whose storage is it? one seen first is this layer's; its fate is the layer's:
                      KEEP ............ Kept      the tensor stays on the device
-                     OFFLOAD ......... Away      its bytes leave for the host now (SMALL ones stay)
+                     OFFLOAD ......... Away      its bytes leave for the host now, or at the end of
+                                                 the layer that makes them (SMALL ones stay)
                      RECOMPUTE, TWICE  Dropped   nothing is kept
     (4) Handle   autograd holds this in place of the tensor: the piece, and where in it the tensor
                  lies; without memory, but with the tensor's version counter
@@ -41,7 +42,6 @@ from pathoseg.parallel.activations.rematerialize import (
     Place,
     Recorded,
     Storages,
-    bytes_of,
     is_plain,
     leaves_in,
     leaves_of,
@@ -167,6 +167,7 @@ class Recording:
         self._recorded: dict[int, Recorded] = {}
         self._notes: dict[str, Any] = {}
         self._pieces: list[tuple[ref[Piece], Made, int]] = []
+        self._leaving: list[tuple[ref[Away], Label]] = []
         self._count = 0
 
     def hooks(self) -> AbstractContextManager[Any]:
@@ -191,6 +192,10 @@ class Recording:
             made = step.run(values)
             for tensor in leaves_of(made, Tensor):
                 self._made(tensor)
+        for known, label in self._leaving:
+            if (piece := known()) is not None:
+                piece.leave(label)
+        self._leaving.clear()
         self._position = None
         return made
 
@@ -258,7 +263,7 @@ class Recording:
     def _note(self, value: Any) -> Any:
         def leaf(tensor: Tensor) -> Any:
             if not is_plain(tensor):
-                return tensor.detach()
+                return tensor.detach().requires_grad_(tensor.requires_grad)
             made = self._made(tensor)
             return Leaf(made, tensor._version, Place.of(tensor), tensor.requires_grad)
 
@@ -307,8 +312,15 @@ class Recording:
         if made.fate is Fate.KEEP or storage.nbytes() < SMALL:
             return Kept(tensor)
         assert self._copies is not None
-        label = Label(self._hooks._number, self._microbatch, self._names[made.makers[0][0]])
-        return Away(self._copies, self._copies.leave(bytes_of(storage), label))
+        maker = made.makers[0][0]
+        label = Label(self._hooks._number, self._microbatch, self._names[maker])
+        piece = Away(self._copies, storage)
+        if maker == self._position:
+            # Kernels still fill it: RReLU its noise, a GRU's cell the other parts of its gates.
+            self._leaving.append((ref(piece), label))
+        else:
+            piece.leave(label)
+        return piece
 
 
 def _owners(model: nn.Module, names: Iterable[str]) -> list[tuple[nn.Module, str]]:

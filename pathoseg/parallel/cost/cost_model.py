@@ -81,7 +81,9 @@ class Roofline:
         Raises:
             PathosegError: The hardware states none.
         """
-        dtype = layer.outputs[0].dtype if layer.outputs else "float32"
+        # Beside what an opaque layer computes it may return indices.
+        floats = (value.dtype for value in layer.outputs if "int" not in value.dtype)
+        dtype = next(floats, "float32")
         known = self.hardware.flops
         if dtype not in known:
             raise PathosegError(

@@ -364,6 +364,8 @@ class Tracer(fx.Tracer):
                 held = (*vars(m).values(), *m._buffers.values())
                 if any(isinstance(value, fx.Proxy) for value in held):
                     raise UntraceableError("it keeps a tensor as an attribute")
+                if any(buffers.get(name) is not each for name, each in m._buffers.items()):
+                    raise UntraceableError("it makes a buffer")
                 now = state_of(m)
                 if any(now.get(name) != value for name, value in plain.items()):
                     raise UntraceableError("it changes an attribute")

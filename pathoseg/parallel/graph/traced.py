@@ -261,6 +261,11 @@ class Traced:
         self._found = nodes, opaque
         parts = self._measure(nodes, opaque)
         self.graph, self.strides, self._drawing = parts.graph, parts.strides, parts.drawing
+        if not nodes:
+            raise PathosegError(
+                f"{type(self.model).__name__} has no layers: it returns what it is given.",
+                "Give a model that computes something.",
+            )
         if returned != parts.returned:
             raise PathosegError(
                 f"{type(self.model).__name__} cannot be cut: its layers return {parts.returned}, "

@@ -75,8 +75,8 @@ class OrderSetting(NamedTuple):
         """Return the bytes that a stage takes beside its weights, with so many microbatches."""
         cost = self.costs.stages[stage]
         entering, leaving = (
-            sum(self.costs.sizes[edge] for edge in self.edges if edge[end] == stage)
-            for end in (1, 0)
+            sum(self.costs.size(edge, forward) for edge in self.edges if edge[forward] == stage)
+            for forward in (True, False)
         )
         workspace = max(cost.forward_workspace, cost.backward_workspace + leaving)
         return in_flight * (cost.activations + entering) + workspace

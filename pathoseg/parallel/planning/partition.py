@@ -257,11 +257,11 @@ def cut(graph: LayerGraph, bounds: Sequence[int], loads: Sequence[float] = ()) -
         stage for stage in range(len(bounds) - 1) for _ in range(*bounds[stage : stage + 2])
     ]
     last = len(bounds) - 2
+    stage_of.append(last)  # the model's result reads what it returns
     edges = []
     for position, layer in enumerate(graph.layers):
         readers = graph.readers.get(layer.name, ())
-        targets = {stage_of[reader] if reader < len(stage_of) else last for reader in readers}
-        for target in targets - {stage_of[position]}:
+        for target in {stage_of[reader] for reader in readers} - {stage_of[position]}:
             size, back = graph.bytes_of(layer.name), graph.gradient_bytes(layer.name)
             edges.append(StageEdge(layer.name, stage_of[position], target, size, back > 0))
     inputs: list[list[str]] = [[] for _ in range(last + 1)]

@@ -224,6 +224,7 @@ class StageCosts:
             self.hardware.host,
             window,
             self._shards,
+            {edge for edge, sent in zip(edges, partition.edges, strict=True) if not sent.gradient},
         )
 
     @cached_property

@@ -326,6 +326,10 @@ Way = Literal["keep", "offload", "recompute", "twice"]
 MOST_UNITS = 6
 # A layer whose storages are a smaller share of its block's is not worth a choice.
 _NOTHING = 0.002
+# At which options of joined blocks are compared: a second of copies, in seconds of computing, and
+# a byte of the peak, which equal blocks share, in bytes that each keeps.
+_PRICES = (0.0, 0.1, 0.5, 1.0, 1e9)
+_PEAK = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,7 +375,7 @@ class PolicyOption:
 
 
 def options_of(
-    facts: StageFacts, run: BlockRun, host: Link, ways: AllowedPolicies
+    facts: StageFacts, run: BlockRun, host: Link, ways: AllowedPolicies, few: bool = False
 ) -> list[PolicyOption]:
     """Return the Pareto front of the policy options of a run's blocks.
 
@@ -382,9 +386,11 @@ def options_of(
         run: Equal blocks.
         host: What a copy takes.
         ways: What is allowed.
+        few: True leaves out options between useful ones, as of joined blocks.
     """
     block = run.blocks[0]
-    found = [_option(facts, [block], chosen, host) for chosen in _choices(facts, block, ways)]
+    choices = _joint(facts, block, ways, host) if block.parts else _choices(facts, block, ways)
+    found = [_option(facts, [block], chosen, host) for chosen in choices]
     found = [
         each
         for each in found
@@ -398,7 +404,7 @@ def options_of(
                     found.append(_option(facts, blocks, chosen, host))
     stop = block.layers.stop
     shared = {i for unit in block.units for i in unit.storages if facts.alive[i] >= stop}
-    return _best(found, shared)
+    return _best(found, shared, few)
 
 
 def _lengths(most: int) -> Iterator[int]:
@@ -425,6 +431,47 @@ def _together(blocks: Sequence[Block], given: Way) -> Iterator[dict[int, Way]]:
                 own = (unit.maker for unit in block.units if unit.maker >= block.layers.start)
                 chosen |= dict.fromkeys(own, "twice")
         yield chosen
+
+
+def _joint(
+    facts: StageFacts, block: Block, ways: AllowedPolicies, host: Link
+) -> Iterator[dict[int, Way]]:
+    """Ways for a block that was joined: the useful ones of each part with those of the others."""
+    first = block.layers.start
+    ahead: list[dict[int, Way]] = [{}]
+    units: tuple[Unit, ...] = ()
+    for part in block.parts:
+        layers, units = range(first, part.layers.stop), (*units, *part.units)
+        own = _useful_of(facts, Block(layers, part.units), _choices(facts, part, ways), host)
+        joined = ({**earlier, **chosen} for earlier, chosen in product(ahead, own))
+        ahead = _useful_of(facts, Block(layers, units), joined, host)
+    yield from ahead
+
+
+def _useful_of(
+    facts: StageFacts, block: Block, choices: Iterator[dict[int, Way]], host: Link
+) -> list[dict[int, Way]]:
+    known = {_option(facts, [block], chosen, host): chosen for chosen in choices}
+    return [known[each] for each in _useful([*known])]
+
+
+def _useful(options: Sequence[PolicyOption]) -> list[PolicyOption]:
+    """Return the options of one block that are best at some price of memory and of copies.
+
+    Of many equal blocks some take one of these and some another: nothing in between is missed.
+    """
+    most = max(each.kept for each in options) or 1
+    slowest = max(max(each.again, each.copies) for each in options) or 1.0
+    found: dict[int, None] = {}
+    for memory in (2.0**power / most * slowest for power in range(-10, 4)):
+        for copies in _PRICES:
+            costs = [
+                each.again + each.copies * copies + (each.kept + _PEAK * each.peak) * memory
+                for each in options
+            ]
+            found[min(range(len(options)), key=costs.__getitem__)] = None
+    found[min(range(len(options)), key=lambda at: options[at].peak)] = None
+    return [options[at] for at in sorted(found)]
 
 
 def _choices(facts: StageFacts, block: Block, ways: AllowedPolicies) -> Iterator[dict[int, Way]]:
@@ -509,8 +556,13 @@ def _is_deep(facts: StageFacts, index: int, dropped: set[int]) -> bool:
     return False
 
 
-def _best(options: Sequence[PolicyOption], shared: Collection[int]) -> list[PolicyOption]:
-    """Return the Pareto front (time, memory) of the options with equal demands and exports."""
+def _best(
+    options: Sequence[PolicyOption], shared: Collection[int], few: bool
+) -> list[PolicyOption]:
+    """Return the Pareto front (time, memory) of the options with equal demands and exports.
+
+    If `few`, only the useful ones of it.
+    """
     groups: dict[Hashable, list[PolicyOption]] = {}
     for each in options:
         gone, deep = (frozenset(some.intersection(shared)) for some in (each.away, each.deep))
@@ -522,5 +574,6 @@ def _best(options: Sequence[PolicyOption], shared: Collection[int]) -> list[Poli
         for index in np.lexsort(costs.T[::-1]):
             if not best or not (costs[best] <= costs[index]).all(1).any():
                 best.append(int(index))
-        kept += [group[index] for index in best]
+        front = [group[index] for index in best]
+        kept += _useful(front) if few else front
     return kept

@@ -139,8 +139,10 @@ class Chooser:
     def _prepare(self) -> None:
         if not self._options:
             self._runs = runs_of(self._facts, MOST_UNITS)
+            # Beside joined blocks, which are most of a stage, the others need no more options.
+            few = any(run.blocks[0].parts for run in self._runs)
             self._options = [
-                options_of(self._facts, run, self._host, self._ways) for run in self._runs
+                options_of(self._facts, run, self._host, self._ways, few) for run in self._runs
             ]
 
     @property

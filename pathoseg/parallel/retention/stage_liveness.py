@@ -10,6 +10,9 @@ import numpy as np
 
 from pathoseg.parallel.graph.layer_graph import LayerGraph
 
+# Where a stage has more runs of equal blocks, blocks are joined that repeat so often in turn.
+_MANY, _OFTEN = 16, 4
+
 
 @dataclass(frozen=True)
 class SavedStorage:
@@ -160,10 +163,12 @@ class Block:
     Attributes:
         layers: Positions.
         units: By maker; those made in earlier blocks come first.
+        parts: The blocks that were joined to this one, if any.
     """
 
     layers: range
     units: tuple[Unit, ...]
+    parts: tuple[Block, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -201,11 +206,52 @@ def runs_of(facts: StageFacts, most: int) -> list[BlockRun]:
     """
     units = units_of(facts)
     blocks = _blocks(facts, units, _ends(facts, units), most)
+    runs = _grouped(facts, blocks)
+    return runs if len(runs) <= _MANY else _grouped(facts, _joined(facts, blocks))
+
+
+def _grouped(facts: StageFacts, blocks: Sequence[Block]) -> list[BlockRun]:
     known = [(block, _signature(facts, block)) for block in blocks]
     return [
         BlockRun(tuple(block for block, _ in group))
         for _, group in groupby(known, key=lambda item: item[1])
     ]
+
+
+def _joined(facts: StageFacts, blocks: list[Block]) -> list[Block]:
+    """Join the blocks of each period, as in a transformer's layer, that repeats often enough."""
+    shapes = [_signature(facts, block, moved=True) for block in blocks]
+    for period in range(2, len(blocks) // _OFTEN + 1):
+        equal = [one == other for one, other in zip(shapes, shapes[period:], strict=False)]
+        start, length = _longest(equal)
+        if length + period < _OFTEN * period:
+            continue
+        # Of the places at which a period may begin, the one whose periods are most alike.
+        found = []
+        for first in range(start, start + period):
+            stop = first + (start + length + period - first) // period * period
+            joined = [_join(blocks[at : at + period]) for at in range(first, stop, period)]
+            found.append((len(_grouped(facts, joined)), first, stop, joined))
+        alike, first, stop, joined = min(found, key=lambda each: each[:2])
+        if alike * _OFTEN <= len(joined):
+            return [*_joined(facts, blocks[:first]), *joined, *_joined(facts, blocks[stop:])]
+    return blocks
+
+
+def _longest(equal: Sequence[bool]) -> tuple[int, int]:
+    """Return the start and the length of the longest stretch of True."""
+    best, start = (0, 0), 0
+    for at, each in enumerate([*equal, False]):
+        if not each:
+            best = max(best, (at - start, -start))
+            start = at + 1
+    return -best[1], best[0]
+
+
+def _join(blocks: Sequence[Block]) -> Block:
+    units = sorted((unit for block in blocks for unit in block.units), key=lambda unit: unit.maker)
+    layers = range(blocks[0].layers.start, blocks[-1].layers.stop)
+    return Block(layers, tuple(units), tuple(blocks))
 
 
 def _ends(facts: StageFacts, units: Sequence[Unit]) -> dict[int, int]:
@@ -251,19 +297,26 @@ def _blocks(
     return blocks
 
 
-def _signature(facts: StageFacts, block: Block) -> Hashable:
-    """Equal for blocks whose every choice costs the same."""
+def _signature(facts: StageFacts, block: Block, moved: bool = False) -> Hashable:
+    """Equal for blocks whose every choice costs the same.
+
+    If moved, also for blocks that read other storages, made as far ahead of them.
+    """
     first, stop = block.layers.start, block.layers.stop
     own = {index for unit in block.units for index in unit.storages}
 
     def name(index: int) -> Hashable:
         maker = facts.makers[index]
         if index not in own and maker < first:
-            return "other", index
+            return ("other", maker - first) if moved else ("other", index)
         return maker - first, facts.makes[maker].index(index), facts.sizes[index]
 
     # Read by later blocks, but theirs to save: the next block's inputs.
-    later = tuple((index, facts.alive[index]) for index in own if facts.alive[index] >= stop)
+    later = tuple(
+        (name(index), facts.alive[index] - first) if moved else (index, facts.alive[index])
+        for index in sorted(own)
+        if facts.alive[index] >= stop
+    )
     layers = tuple(
         (
             tuple((name(index), facts.alive[index] - first) for index in facts.makes[at]),

@@ -197,7 +197,8 @@ class Stage:
             norms = (norm for at in layers for norm in norms_at(traced.model, traced.graph, at))
             counted = {id(norm._buffers[name]) for norm in norms for name in STATISTICS}
             buffers = {name: traced.model.get_buffer(name) for name in names}
-            self._to_check = {name: b for name, b in buffers.items() if id(b) not in counted}
+            known = {name: b for name, b in buffers.items() if b is not None}  # made in a forward
+            self._to_check = {name: b for name, b in known.items() if id(b) not in counted}
 
     def begin(self) -> None:
         """Forget the visits and losses of earlier steps."""

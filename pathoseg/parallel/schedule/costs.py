@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Protocol
@@ -188,6 +188,7 @@ class Costs:
         window: Bytes on a device that may wait to be copied to the host, and as many that may be
             back ahead of their use, at once or (`take_turns`) never; 0 where nothing is offloaded.
         shards: Ranks that share the tiles of each rank (`Teams`), whose gradients are summed.
+        one_way: Edges whose tensors have no gradient, such as those of a frozen encoder.
     """
 
     stages: tuple[StageCost, ...]
@@ -196,6 +197,11 @@ class Costs:
     host: Link = field(default_factory=Link)
     window: int = 0
     shards: int = 1
+    one_way: Collection[Edge] = frozenset()
+
+    def size(self, edge: Edge, forward: bool) -> int:
+        """Return the bytes of an edge's tensor, or of its gradient, for one microbatch."""
+        return self.sizes.get(edge, 0) if forward or edge not in self.one_way else 0
 
     @classmethod
     def equal(cls, stages: int, forward: float, backward: float, activations: int = 1) -> Costs:

@@ -236,9 +236,8 @@ class _Replay:
         self._sums: dict[tuple[int, int | None], list[tuple[int, Action, float]]] = {}
         self._activations: list[list[tuple[float, int]]] = [[] for _ in ranks]
         self._others: list[list[tuple[float, int]]] = [[] for _ in ranks]
-        for home in schedule.placement.homes:
-            for stage, rank in enumerate(home):
-                self._others[rank].append((0, costs.stages[stage].weights))
+        for rank, weights in enumerate(weights_by_rank(schedule.placement, costs)):
+            self._others[rank].append((0, weights))
         self._moments: list[list[tuple[float, int]]] = [[] for _ in ranks]
         self._update = _updates(schedule, costs)
         for rank, actions in enumerate(schedule.lists):
@@ -269,7 +268,7 @@ class _Replay:
             self._occupy(rank, action, ready, ready + taken)
         else:  # RECV and WAIT_REDUCE
             if action.edge is not None:
-                size = self._costs.sizes.get(action.edge, 0)
+                size = self._costs.size(action.edge, action.stage == action.edge.target)
                 self._others[rank].append((self._visited[rank], size))
             self._occupy(rank, action, self._clock[rank], ready)
 
@@ -317,23 +316,26 @@ class _Replay:
             if (action.replica, edge) not in self._setting.messages:
                 consumer = edge.target if forward else edge.source
                 home = self._schedule.placement.homes[action.replica][consumer]
-                self._others[home].append((end, self._costs.sizes.get(edge, 0)))
+                self._others[home].append((end, self._costs.size(edge, forward)))
 
     def _release_boundaries(self, backward: Action, end: float) -> None:
         """Free the inputs of a stage and the gradients of its outputs."""
         rank = self._schedule.placement.homes[backward.replica][backward.stage]
-        sizes = self._costs.sizes
-        for edges in (self._setting.inputs, self._setting.outputs):
+        for edges, forward in ((self._setting.inputs, True), (self._setting.outputs, False)):
             for edge in edges[backward.stage]:
-                self._others[rank].append((end, -sizes.get(edge, 0)))
+                self._others[rank].append((end, -self._costs.size(edge, forward)))
 
     def _send(self, rank: int, action: Action) -> None:
         edge = action.edge
         assert edge is not None
-        home = self._schedule.placement.homes[action.replica]
-        receiver = home[edge.target if action.stage == edge.source else edge.source]
-        size = self._costs.sizes.get(edge, 0)
+        home, forward = self._schedule.placement.homes[action.replica], action.stage == edge.source
+        receiver = home[edge.target if forward else edge.source]
+        size = self._costs.size(edge, forward)
         made = self._clock[rank]
+        if not forward and edge in self._costs.one_way:  # nothing is sent
+            self._finished[action] = made
+            self._events.append(Event(rank, action, made, made))
+            return
         start = max(made, self._outgoing[rank])
         end = start + self._costs.network.transfer(rank, receiver, size)
         self._outgoing[rank] = end
@@ -423,11 +425,14 @@ def step_memory(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
 
 
 def weights_by_rank(placement: Placement, costs: Costs) -> list[int]:
-    """Return, by rank, the bytes of weights of all copies of stages that it holds."""
+    """Return, by rank, the bytes of weights of the stages that it holds.
+
+    Replicas that have a stage on the same rank, as in the middle of GEMS, share one copy there.
+    """
     weights = [0] * placement.ranks
-    for home in placement.homes:
-        for stage, rank in enumerate(home):
-            weights[rank] += costs.stages[stage].weights
+    for stage, cost in enumerate(costs.stages):
+        for rank in placement.holders(stage):
+            weights[rank] += cost.weights
     return weights
 
 

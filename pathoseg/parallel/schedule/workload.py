@@ -302,7 +302,7 @@ def _delay(
     source, target = home[made.stage], home[used.stage]
     if source == target:
         return 0
-    ends = {made.stage, used.stage}
-    size = sum(costs.sizes.get(edge, 0) for edge in schedule.edges if set(edge[:2]) == ends)
+    ends, forward = {made.stage, used.stage}, made.stage < used.stage
+    size = sum(costs.size(edge, forward) for edge in schedule.edges if set(edge[:2]) == ends)
     network = costs.network
     return network.latency(source, target) + network.transfer(source, target, size)

@@ -59,7 +59,10 @@ def pointwise(function: Any, *args: Any, **kwargs: Any) -> Any:
         return first.like(function(*locals_of(args), **locals_of(kwargs)))
     args, kwargs = tree_map(lambda leaf: fitted(leaf, first), (args, kwargs))
     made = function(*args, **kwargs)
-    return first.like(made) if isinstance(made, Tensor) else NotImplemented
+    if not isinstance(made, Tensor):
+        return NotImplemented
+    # A whole operand of more dimensions adds its own at the left.
+    return Strip(made, made.dim() - first.from_right, first.bounds, first.shards)
 
 
 def _on_rows(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -288,7 +291,9 @@ def _part(x: Strip, first: int, stop: int) -> Any:
     reads = [Rows(first + one.first, first + one.stop) for one in strips(bounds)]
     if any(one.height < 1 for one in reads):
         return NotImplemented
-    return x.like(x.reading(reads), bounds)
+    made = x.reading(reads)
+    x.shards.copied(x.local, made)
+    return x.like(made, bounds)
 
 
 def _narrow(function: Any, x: Any, dim: int, start: int, length: int) -> Any:

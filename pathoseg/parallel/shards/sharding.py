@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from pathoseg.errors import PathosegError
@@ -48,6 +49,63 @@ class Rules:
         return self._known[name]
 
 
+class RowCopies:
+    """The rows of strips that were copied where the model may have a view of them.
+
+    A write into either of them would be in both: it shows in their version counters.
+    """
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[_Memory, _Memory]] = []
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def add(self, rows: Tensor, copy: Tensor) -> None:
+        if copy is not rows:
+            self._pairs.append((_Memory(rows), _Memory(copy)))
+
+    def check(self, count: int | None = None) -> None:
+        """Refuse writes that are missing in memory which is still used.
+
+        Args:
+            count: The number of pairs to check, of the oldest; None is all.
+
+        Raises:
+            PathosegError: One of two was written into, and the other one is still there.
+        """
+        count = len(self._pairs) if count is None else count
+        kept = []
+        for rows, copy in self._pairs[:count]:
+            for one, other in ((rows, copy), (copy, rows)):
+                if one.is_written() and other.is_used():
+                    raise PathosegError(
+                        "The model writes in place into a part of a tile that is cut into strips, "
+                        "or into what a part of it was taken from.",
+                        "Write it without the in-place form, or train without [parallel] shards.",
+                    )
+            if rows.is_used() and copy.is_used():
+                kept.append((rows, copy))
+        self._pairs[:count] = kept
+
+
+class _Memory:
+    """The memory of a tensor, which this does not hold, and the writes into it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # untyped in torch
+        self._witness = tensor.detach()
+        # The version counter stays, the memory goes.
+        self._witness.data = self._witness.new_empty(0)
+        self._version = self._witness._version
+
+    def is_written(self) -> bool:
+        return self._witness._version != self._version
+
+    def is_used(self) -> bool:
+        return not self._storage.expired()  # type: ignore[no-untyped-call]  # untyped in torch
+
+
 class Sharding:
     """A model whose tiles are cut into even strips of rows, on one of the ranks that share them.
 
@@ -65,6 +123,8 @@ class Sharding:
         self.team = Team(transport, Split.even(first[-2], transport.ranks))
         self.rule = Rules().find
         self.gathered: dict[str, str] = {}
+        self._copies = RowCopies()
+        self.copied = self._copies.add
         self._graph, self._layer = graph, ""
         self._opaque = {
             layer.name for layer in graph.layers if layer.kind == graph.modules.get(layer.module)
@@ -95,6 +155,7 @@ class Sharding:
 
     def sent(self, value: Any) -> Tensor:
         """Return what `received` reads: rows, or the whole tensor where rows are cut oddly."""
+        self._copies.check()
         if not isinstance(value, Strip):
             return value  # type: ignore[no-any-return]  # a tensor, the same on all ranks
         if value.strip_dim and value.bounds == self.team.split.of(value.bounds[-1]):
@@ -104,12 +165,17 @@ class Sharding:
     def run(self, position: int, step: Step, values: Mapping[str, Any]) -> Any:
         """Run one layer; an opaque one, whose reach nobody knows, on whole tensors."""
         self._layer = step.name
+        self._copies.check()
+        earlier = len(self._copies)
         if step.name in self._opaque:
             given = {name: values[name] for name in step.inputs}
             if any(isinstance(leaf, Strip) for leaf in tree_leaves(given)):
                 self.gathers("opaque block")
                 values = whole(given)
-        return step.run(values)
+        made = step.run(values)
+        # The opaque layer's own arguments may be read by no other.
+        self._copies.check(earlier)
+        return made
 
     def recorded(self, record: Call) -> Call:
         """Return how layers run whose saved tensors may be dropped and made again.
@@ -153,6 +219,7 @@ class Sharding:
 
         A tensor (…, rows, width) with as many rows as the model's input is cut as that is.
         """
+        self._copies.check()
         height = self.team.split.height
 
         def cut(leaf: Any) -> Any:

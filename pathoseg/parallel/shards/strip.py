@@ -36,6 +36,9 @@ class Shards(Protocol):
     def gathers(self, what: str) -> None:
         """Note that a function of the layer under way has no rule, and takes whole tensors."""
 
+    def copied(self, rows: Tensor, copy: Tensor) -> None:
+        """Note that `copy` has rows of a strip that may be a view of them in the model."""
+
 
 class Strip:
     """The rows of one rank of a tensor that is cut over a team.
@@ -76,7 +79,9 @@ class Strip:
 
     def whole(self) -> Tensor:
         """Return the whole tensor, on each rank; differentiable."""
-        return self.reading([Rows(0, self.bounds[-1])] * self.shards.team.shards)
+        made = self.reading([Rows(0, self.bounds[-1])] * self.shards.team.shards)
+        self.shards.copied(self.local, made)
+        return made
 
     # What a tensor tells of itself.
 

@@ -215,6 +215,70 @@ def test_two_stages_mix_what_they_keep() -> None:
     _equal(_train(model, offload, recompute, Memory(), stages=2), expected)
 
 
+class Filled(nn.Module):
+    """Layers whose kernels write into what autograd has saved already, among others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noisy = nn.Sequential(nn.Conv2d(3, 4, 1), nn.RReLU(), nn.Conv2d(4, 4, 1))
+        self.dropped = nn.Sequential(nn.RReLU(inplace=True), nn.Dropout(0.3), nn.Sigmoid())
+        self.gates, self.cell = nn.GRU(64, 8), nn.LSTM(8, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        rows, _ = self.gates(self.dropped(self.noisy(images)).flatten(2))
+        result, _ = self.cell(rows)
+        return result * result.mean()
+
+
+@pytest.mark.parametrize("form", [OffloadMode.NAIVE, OffloadMode.OVERLAPPED])
+def test_what_a_kernel_fills_after_it_was_saved_leaves_when_it_is_full(form: OffloadMode) -> None:
+    torch.manual_seed(3)
+    model = Filled()
+    expected = _train(model, _never, _never, Memory())
+    _equal(_train(model, lambda at: True, _never, Memory(window=3_000, form=form)), expected)
+
+
+class Conjugates(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 2, 1), nn.Conv2d(2, 2, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        bands = torch.fft.fft2(self.first(images).to(torch.complex64))
+        conjugate = bands.conj()
+        made: Tensor = self.last(torch.tanh((conjugate * bands * conjugate).real * 1e-3))
+        return made
+
+
+def test_conjugates_are_made_again() -> None:
+    torch.manual_seed(3)
+    model = Conjugates()
+    expected = _train(model, _never, _never, Memory())
+    _equal(_train(model, _never, lambda at: True, Memory()), expected)
+
+
+class BufferAtFirst(nn.Module):
+    """A buffer that is None until the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 2, 1)
+        self.register_buffer("scale", None, persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = torch.linspace(0.5, 1.0, 8)
+        made: Tensor = self.first(images) * self.scale
+        return made
+
+
+def test_a_buffer_that_begins_as_none_is_recomputed() -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), BufferAtFirst())
+    expected = _train(model, _never, _never, Memory())
+    _equal(_train(model, _never, lambda at: True, Memory()), expected)
+
+
 class Writing(nn.Module):
     """Writes into what the sigmoid has saved."""
 

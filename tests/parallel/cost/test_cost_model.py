@@ -87,6 +87,13 @@ def test_a_dtype_without_arithmetic_is_refused() -> None:
     assert "float16" in raised.value.hint
 
 
+def test_an_opaque_layer_may_return_whole_numbers_first() -> None:
+    layer = _convolution(1, 1, 3, 8, 1)
+    indices = replace(layer.outputs[0], dtype="int64")
+    both = replace(layer, outputs=(indices, *layer.outputs))
+    assert Roofline(TOY).peak(both) == Roofline(TOY).peak(layer)
+
+
 @pytest.mark.slow
 def test_without_a_fit_a_note_says_that_nothing_was_measured() -> None:
     for name in ("v100", "a100", "h200"):

@@ -138,6 +138,19 @@ class CachesInABuffer(CachesAGrid):
         self.register_buffer("grid", None, persistent=False)
 
 
+class MakesABuffer(Odd):
+    """A buffer that is None until the first forward, which needs nothing of its input for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", None, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.scale is None:
+            self.scale = torch.linspace(0.5, 1.0, 1)
+        return self.inner(x) * self.scale
+
+
 class DropsPaths(Odd):
     """Stochastic depth, whose eval mode is another."""
 
@@ -277,6 +290,7 @@ OPAQUE = [
     CachesAGrid,
     CachesInADictionary,
     CachesInABuffer,
+    MakesABuffer,
     DropsPaths,
     LoopsOverTheBatch,
     CountsItsCalls,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from torch import nn
 
 from pathoseg.errors import PathosegError
 from pathoseg.memory_size import memory_text
@@ -259,3 +260,23 @@ def test_a_thousand_layers_are_cut() -> None:
     model = MemoryModel(graph)
     assert max(model.stage(capped.layers(stage)).peak() for stage in range(8)) <= cap
     assert max(model.stage(free.layers(stage)).peak() for stage in range(8)) > cap
+
+
+class _ReturnsItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1)
+
+    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.last(self.first(images)), images
+
+
+def test_the_last_stage_is_given_an_input_that_the_model_returns() -> None:
+    graph = trace(_ReturnsItsInput(), torch.empty(1, 3, 8, 8))
+    [image] = graph.inputs
+    assert cut(graph, (0, 1, 2)).inputs == ((image,), (image,))
+
+
+def test_a_model_without_layers_is_refused() -> None:
+    with pytest.raises(PathosegError, match="Identity has no layers"):
+        trace(nn.Identity(), torch.empty(1, 3, 8, 8))

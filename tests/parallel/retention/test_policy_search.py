@@ -20,6 +20,7 @@ from pathoseg.parallel.cost.hardware import load_hardware
 from pathoseg.parallel.graph.activation_policy import SMALL, ActivationPolicy
 from pathoseg.parallel.graph.traced import trace
 from pathoseg.parallel.planning.memory_model import MemoryModel
+from pathoseg.parallel.retention import stage_liveness
 from pathoseg.parallel.retention.policy_milp import (
     GAP,
     Copying,
@@ -68,6 +69,27 @@ def _residual() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 1), *(_Residual(8) for _ in range(3)), nn.Conv2d(8, 2, 1))
 
 
+class _Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.heads, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.heads(self.first(tokens)).chunk(3, -1)
+        weights = self.drop((query @ key.transpose(-2, -1)).softmax(-1))
+        tokens = tokens + self.drop(self.out(weights @ value))
+        wide = torch.nn.functional.gelu(self.wide(self.second(tokens)))
+        return tokens + self.drop(self.narrow(wide))
+
+
+def _transformer() -> nn.Module:
+    patches = nn.Sequential(nn.Conv2d(3, 256, 1), nn.Flatten(2))
+    return nn.Sequential(patches, *(_Attention(256) for _ in range(6)))
+
+
 TINY: dict[str, Callable[[], nn.Module]] = {"chain": _chain, "residual": _residual}
 
 
@@ -77,6 +99,7 @@ def _facts(name: str, side: int = 64) -> StageFacts:
         "unet": lambda: UNet(2, width=8, depth=2),
         "resnet": lambda: ResNetV2(2, depth=29),
         "resnet110": lambda: ResNetV2(2, depth=110),
+        "transformer": _transformer,
         **TINY,
     }
     with torch.device("meta"):
@@ -265,6 +288,32 @@ def test_equal_blocks_are_found() -> None:
     assert sum(len(run.blocks) == 10 for run in runs) == 3
     covered = [at for run in runs for block in run.blocks for at in block.layers]
     assert covered == [*facts.layers]
+
+
+def test_equal_blocks_are_found_that_consist_of_several() -> None:
+    """Test that the layers of a transformer, each of several blocks, are joined.
+
+    A stage of many blocks that no two are equal of is not solved in any useful time.
+    """
+    facts = _facts("transformer", 16)
+    runs = runs_of(facts, MOST_UNITS)
+    assert max(len(run.blocks) for run in runs) >= 4
+    assert len(runs) < 16
+    covered = [at for run in runs for block in run.blocks for at in block.layers]
+    assert covered == [*facts.layers]
+
+
+def test_joined_blocks_cost_hardly_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = _facts("transformer", 16)
+    cap = int(0.5 * _whole(facts, 1))
+    joined = Chooser(facts, DEVICE.host, ONLY_RECOMPUTE).choose(cap)
+    monkeypatch.setattr(stage_liveness, "_MANY", 1000)
+    exact = Chooser(facts, DEVICE.host, ONLY_RECOMPUTE).choose(cap)
+    assert joined is not None
+    assert exact is not None
+    _holds_what_it_says(facts, joined, cap, 1)
+    seconds = sum(facts.forward.values()) + sum(facts.backward.values())
+    assert joined.retained.again <= exact.retained.again + 1e-2 * seconds
 
 
 @pytest.mark.slow

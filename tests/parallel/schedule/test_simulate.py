@@ -77,8 +77,23 @@ def test_a_skip_that_stays_on_its_rank_is_held_and_not_sent() -> None:
 
 def test_weights_of_every_copy_and_the_workspace_of_one_visit_are_held() -> None:
     stage = StageCost(1, 2, 10, weights=1000, forward_workspace=5, backward_workspace=7)
-    assert simulate(gems(3, 2), Costs((stage,) * 3)).peak_memory == (2017,) * 3
+    # Both replicas of the middle stage are on one rank, which has its parameters once.
+    assert simulate(gems(3, 2), Costs((stage,) * 3)).peak_memory == (2017, 1017, 2017)
     assert simulate(gpipe(linear(3), 2), Costs((stage,) * 3)).peak_memory == (1027,) * 3
+
+
+def test_a_frozen_encoder_is_sent_no_gradients() -> None:
+    link, sizes = Link(alpha=1, beta=Fraction(1, 2)), {Edge(0, 1): 10}
+    stages = (StageCost(2, 0), StageCost(2, 4))
+    order = lower(gpipe(linear(2), 2))
+    both = simulate(order, Costs(stages, sizes, link))
+    one = simulate(order, Costs(stages, sizes, link, one_way={Edge(0, 1)}))
+    assert both.bytes_sent == (20, 20)
+    assert one.bytes_sent == (20, 0)
+    assert one.time < both.time
+    _, done = _times(one, "0:1B0")
+    assert _times(one, "0:0B0") == (done, done)
+    assert one.peak_memory[0] < both.peak_memory[0]
 
 
 def test_recomputation_holds_the_checkpoint_until_it_runs() -> None:

@@ -94,8 +94,8 @@ def test_tensors_that_arrive_early_keep_to_the_cap_too(
     validate(order)
     lowered = lower(order, recompute=recompute)
     weights = [0] * placement.ranks
-    for home in placement.homes:
-        for each, rank in zip(costs.stages, home, strict=True):
+    for stage, each in enumerate(costs.stages):
+        for rank in placement.holders(stage):
             weights[rank] += each.weights
     held = zip(simulate(lowered, costs).peak_memory, weights, strict=True)
     assert all(peak - own <= cap for peak, own in held)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.shards.exchange import Team
 from pathoseg.parallel.shards.rows import Split
-from pathoseg.parallel.shards.sharding import Rules, whole
+from pathoseg.parallel.shards.sharding import RowCopies, Rules, whole
 from pathoseg.parallel.shards.strip import Strip
 from tests.parallel.comm.thread_ranks import run_ranks
 
@@ -39,6 +39,8 @@ class Place:
     def __init__(self, transport: Transport, split: Split) -> None:
         self.team, self.rule = Team(transport, split), Rules().find
         self.gathered: list[str] = []
+        self.copies = RowCopies()
+        self.copied = self.copies.add
 
     def gathers(self, what: str) -> None:
         self.gathered.append(what)
@@ -74,6 +76,7 @@ def run_strips(
         local = x[:, :, first:stop].clone().requires_grad_()
         strip = Strip(local, 2, bounds, place)
         output = own(strip)
+        place.copies.check()
         (loss(output) / split.shards).backward()  # type: ignore[no-untyped-call]  # torch's
         grad = torch.zeros_like(x)
         assert local.grad is not None

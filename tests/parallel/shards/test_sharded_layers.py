@@ -244,6 +244,10 @@ CALLS: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
     "matrix product, reflected": (lambda x: torch.ones(12, 12).to(x.dtype) @ x, ["matmul"]),
     "remainder": (lambda x: +x + 2.0 % (x.detach().abs() + 1.0), []),
     "floor division": (lambda x: x * (3.0 // (x.detach().abs() + 1.0)), []),
+    "an operand of more dimensions": (
+        lambda x: (x * torch.ones(3, 1, CHANNELS, 1, 1).cumsum(0).to(x.dtype)).mean((-1, -2)),
+        [],
+    ),
     "torch's dropout": (lambda x: torch.dropout(x, p=0.5, train=False), ["dropout"]),
 }
 
@@ -266,6 +270,51 @@ def test_a_write_into_a_part_of_a_strip_is_refused() -> None:
 
     with pytest.raises(PathosegError, match="setitem writes into a tile that is cut into strips"):
         run_strips(Call(write, "write"), torch.randn(1, CHANNELS, 12, 6), (0, 5, 12))
+
+
+def _within(x: Tensor) -> Tensor:
+    x = x * 1
+    x[:, :, 2:-2].mul_(0.5)
+    return x
+
+
+def _border(x: Tensor) -> Tensor:
+    x = x * 1
+    x[:, :, 0].zero_()
+    return x
+
+
+def _flat(x: Tensor) -> Tensor:
+    x = x * 1
+    x.flatten(1).mul_(0.5)
+    return x
+
+
+def _beneath(x: Tensor) -> Tensor:
+    x = x * 1
+    part = x.narrow(2, 1, 6)
+    x.add_(1)
+    return part
+
+
+@pytest.mark.parametrize("write", [_within, _border, _flat, _beneath])
+def test_a_write_that_a_view_of_a_strip_would_miss_is_refused(
+    write: Callable[[Tensor], Tensor],
+) -> None:
+    with pytest.raises(PathosegError, match="writes in place into a part of a tile"):
+        run_strips(Call(write, "write"), torch.randn(1, CHANNELS, 12, 6), (0, 5, 12))
+
+
+def _channels(x: Tensor) -> Tensor:
+    x = x * 1
+    x[:, :2].add_(1)
+    return x
+
+
+@pytest.mark.parametrize("write", [_channels, lambda x: (x * 1)[:, :, 2:-2].mul_(0.5)])
+def test_a_write_that_nothing_misses_is_exact(write: Callable[[Tensor], Tensor]) -> None:
+    found, expected = judged(Call(write, "write"), torch.randn(1, CHANNELS, 12, 6), (0, 5, 12))
+    assert max(difference(found, expected).values()) <= 1e-6
 
 
 NETWORK = nn.Sequential(

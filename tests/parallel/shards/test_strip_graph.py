@@ -133,3 +133,23 @@ def test_a_strip_knows_what_is_gathered_and_where_it_would_be_too_low() -> None:
     deep = Traced(nn.Conv2d(3, 4, 7, padding=9, dilation=3), torch.randn(1, 3, 32, 32))
     with pytest.raises(PathosegError, match="looks 9 rows beyond its strip"):
         strip_graph(deep, 4)
+
+
+class Writing(nn.Module):
+    """Writes into rows that it has cut out, of what it reads again or not."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.again = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1), again
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        first = self.first(images)
+        part = first[:, :, 2:-2].mul_(0.5)
+        made: torch.Tensor = self.last(first if self.again else part)
+        return made
+
+
+def test_a_write_that_a_strip_would_miss_is_refused_ahead_of_training() -> None:
+    assert not strip_graph(Traced(Writing(again=False), torch.randn(1, 3, 12, 6)), 2).gathered
+    with pytest.raises(PathosegError, match="writes in place into a part of a tile"):
+        strip_graph(Traced(Writing(again=True), torch.randn(1, 3, 12, 6)), 2)
