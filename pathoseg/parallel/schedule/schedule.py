@@ -61,7 +61,7 @@ def folded(ranks: int) -> Placement:
 def mirrored(ranks: int) -> Placement:
     """Place two replicas, the odd one inverted: rank r holds stage r of 0 and `ranks` - 1 - r of 1.
 
-    With an odd number of ranks the middle one holds both copies of the middle stage.
+    With an odd number of ranks the middle one has the middle stage of both replicas, in one copy.
     """
     return Placement(ranks, (tuple(range(ranks)), tuple(reversed(range(ranks)))))
 

@@ -177,7 +177,7 @@ def _crossed_sums(schedule: Schedule) -> Iterator[str]:
         joined: dict[tuple[int, int], None] = {}
         for action in actions:
             if action.kind is Kind.REDUCE and action.bucket is not None:
-                # A rank with two copies joins the sum with the second.
+                # A rank with this stage of two replicas joins the sum with the second.
                 joined.pop((action.stage, action.bucket), None)
                 joined[action.stage, action.bucket] = None
         for earlier, later in pairwise(joined):
