@@ -167,6 +167,10 @@ def _merged(
 
 
 def _read(path: Path) -> dict[str, Any]:
+    if path.is_fifo():  # empty when it is read again, as by ranks
+        raise PathosegError(
+            f"{path} is a pipe, and options are read more than once.", "Write them to a file."
+        )
     try:
         with path.open("rb") as file:
             return tomllib.load(file)

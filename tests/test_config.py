@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,13 @@ def test_a_time_limit_is_seconds_or_a_duration(tmp_path: Path, value: str) -> No
     path = tmp_path / "c.toml"
     path.write_text(f"[train]\ntime_limit = {value}\n")
     assert load_config(path).train.time_limit == 150
+
+
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    """One as bash makes of `--config <(…)` gives its options once, and then none."""
+    os.mkfifo(tmp_path / "options")
+    with pytest.raises(PathosegError, match="options is a pipe"):
+        load_config(tmp_path / "options")
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
