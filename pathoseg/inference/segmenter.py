@@ -23,7 +23,7 @@ from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, ModelInput, Size
 from pathoseg.giving_up import GivenUpError, IsGivenUp, never
 from pathoseg.host_memory import LARGE, keep_freed_memory
-from pathoseg.inference.infer_options import blended_tile, default_margin
+from pathoseg.inference.infer_options import blended_tile, default_margin, object_extent
 from pathoseg.inference.prediction import Context, predict
 from pathoseg.inference.windows import WindowOptions, Windows, most_pixels
 from pathoseg.interruption import Interruption
@@ -208,6 +208,8 @@ class Segmenter:
         self._context = card.context
         self._margins = self._find_margins()
         self._windows = self._choose_windows()
+        if self.separates:
+            object_extent(card.mpp, config.infer)
         if self._windows is None and card.model.task != "classify":
             refuse_misfit(*self._tile, card.multiple, config.infer.margin or 0)
         if self._context and self._windows is None:

@@ -161,13 +161,10 @@ def infer(
             config = replace(config, infer=replace(config.infer, readers=readers))
             request = _find_request(inputs, annotations, model, out, config, overwrite)
             check_device(config.parallel.device)  # refused a second before the rest is imported
-            from pathoseg.inference.infer_options import object_extent
             from pathoseg.inference.segmenter import load_segmenter
             from pathoseg.inference.slide_job import SlideJob, WorkerContext
 
             segmenter = load_segmenter(request.bundle, config, factory, spent, leads)
-            if segmenter.separates:
-                object_extent(segmenter.card.mpp, config.infer)
             if request.only is not None:  # refused before anything is written
                 with open_slide(request.only, config.data.assume_mpp) as opened:
                     model_frame(opened, segmenter.card.mpp)

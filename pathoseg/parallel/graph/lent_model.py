@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_DICTIONARIES = (dict, OrderedDict, defaultdict)  # others may refuse what these do
 _TORCHS = ("_parameters", "_modules")  # attributes of modules that no forward changes
 
 
@@ -48,10 +50,10 @@ def _remember(item: Any, before: _Before, *, looks_inside: bool) -> None:
     """Add an object, and those that it holds, to `before`; with attributes if it looks inside."""
     if id(item) in before or isinstance(item, _PLAIN):
         return
-    if isinstance(item, dict):
+    if type(item) in _DICTIONARIES:
         before[id(item)] = item, partial(_refill, item.clear, item.update, copy(item))
         parts = list(item.values())
-    elif isinstance(item, list | set):
+    elif type(item) in (list, set):
         add = item.extend if isinstance(item, list) else item.update
         before[id(item)] = item, partial(_refill, item.clear, add, copy(item))
         parts = list(item)

@@ -250,13 +250,6 @@ class Conjugates(nn.Module):
         return made
 
 
-def test_conjugates_are_made_again() -> None:
-    torch.manual_seed(3)
-    model = Conjugates()
-    expected = _train(model, _never, _never, Memory())
-    _equal(_train(model, _never, lambda at: True, Memory()), expected)
-
-
 class BufferAtFirst(nn.Module):
     """A buffer that is None until the first forward."""
 
@@ -272,9 +265,10 @@ class BufferAtFirst(nn.Module):
         return made
 
 
-def test_a_buffer_that_begins_as_none_is_recomputed() -> None:
+@pytest.mark.parametrize("last", [Conjugates, BufferAtFirst])
+def test_conjugates_and_buffers_that_begin_as_none_are_recomputed(last: type[nn.Module]) -> None:
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Conv2d(3, 3, 1), BufferAtFirst())
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), last())
     expected = _train(model, _never, _never, Memory())
     _equal(_train(model, _never, lambda at: True, Memory()), expected)
 

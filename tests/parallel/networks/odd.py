@@ -467,12 +467,20 @@ class Sampler:
         return {}
 
 
+class Settings(dict[str, int]):
+    """A dictionary of the user's that refuses changes, as some of Hugging Face do."""
+
+    def clear(self) -> None:
+        raise TypeError("settings do not change")
+
+
 class HoldsOddAttributes(Odd):
     """Attributes that no forward changes, though they equal nothing or look like generators."""
 
     def __init__(self) -> None:
         super().__init__()
         self.missing, self.sampler = float("nan"), Sampler()
+        self.settings = Settings(width=4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x)
