@@ -9,15 +9,20 @@ from typing import Self
 
 import cv2
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from pathoseg.config import Config
+from pathoseg.config import Config, InferConfig
 from pathoseg.device import pick_device
 from pathoseg.errors import PathosegError
+from pathoseg.geometry import Box
+from pathoseg.inference.publish import object_finder
 from pathoseg.inference.segmenter import Segmenter
 from pathoseg.models.bundle import Bundle, load_bundle
 from pathoseg.models.bundle_identity import bundle_id
+from pathoseg.outputs.stitch import object_planes
 from pathoseg.slides.image_reader import ArraySlide
+from pathoseg.slides.slide import model_frame
 from pathoseg.tiles.tile_options import TissueOptions
 
 
@@ -28,10 +33,16 @@ class Prediction:
     Attributes:
         classes: Shape (h, w), uint8: the index in `LoadedModel.classes` of the most probable class.
         probabilities: Shape (classes, h, w), float32; they add up to 1.
+        objects: Shape (h, w), int32: the number of each pixel's object, from 1; 0 where there is
+            none. None unless the model separates objects.
+        object_classes: Shape (objects,), uint8: at n - 1 the class of object n, as an index in
+            `LoadedModel.classes`. None unless the model separates objects.
     """
 
     classes: NDArray[np.uint8]
     probabilities: NDArray[np.float32]
+    objects: NDArray[np.int32] | None = None
+    object_classes: NDArray[np.uint8] | None = None
 
 
 class LoadedModel:
@@ -79,8 +90,9 @@ class LoadedModel:
             mpp: Microns per pixel of the picture; it is resampled to the model's.
 
         Returns:
-            Classes and probabilities of the picture's own pixels. Of a model that classifies
-            tiles, those of its tiles: shapes (rows, columns) and (classes, rows, columns).
+            Classes and probabilities of the picture's own pixels, and the objects that `infer`
+            would find with its default options. Of a model that classifies tiles, those of its
+            tiles: shapes (rows, columns) and (classes, rows, columns).
 
         Raises:
             PathosegError: The array is no picture, or is too coarse for the model.
@@ -95,10 +107,33 @@ class LoadedModel:
             raise PathosegError(
                 f"predict cannot take mpp = {mpp}.", "Give the microns per pixel of the picture."
             )
-        found = self._segmenter.probabilities(ArraySlide(image, mpp))
-        if self.card.model.task != "classify" and found.shape[1:] != image.shape[:2]:
-            found = _of_picture(found, image.shape[:2], self.card.mpp / mpp)
-        return Prediction(found.argmax(0).astype(np.uint8), found)
+        picture, shape, scale = ArraySlide(image, mpp), image.shape[:2], self.mpp / mpp
+        maps = self._segmenter.maps(picture)
+        found = maps[: len(self.classes)]
+        if self.card.model.task != "classify" and found.shape[1:] != shape:
+            found = _of_picture(found, shape, scale)
+        prediction = Prediction(found.argmax(0).astype(np.uint8), found)
+        if not self._segmenter.separates:
+            return prediction
+        objects, classes = self._separate(picture, maps)
+        nearest = (
+            np.minimum(((np.arange(pixels) + 0.5) / scale).astype(int), side - 1)
+            for pixels, side in zip(shape, objects.shape, strict=True)
+        )
+        return replace(prediction, objects=objects[np.ix_(*nearest)], object_classes=classes)
+
+    def _separate(
+        self, picture: ArraySlide, maps: NDArray[np.float32]
+    ) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+        """Return the objects of a picture at the model's resolution, as `Prediction` has them."""
+        finder = object_finder(model_frame(picture, self.mpp), InferConfig())
+        objects, classes = np.zeros(maps.shape[1:], np.int32), list[int]()
+        whole = Box(0, 0, maps.shape[2], maps.shape[1])
+        for found in finder.add(object_planes(torch.from_numpy(maps)).numpy()):
+            numbers = np.where(found.labels > 0, found.labels + len(classes), 0)
+            objects[found.box.within(whole)] += numbers  # no pixel is in two objects
+            classes += found.class_index.tolist()
+        return objects, np.array(classes, np.uint8)
 
 
 def _of_picture(

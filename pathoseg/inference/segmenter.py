@@ -403,12 +403,13 @@ class Segmenter:
                         return
                     yield row, band, unread[row]
 
-    def probabilities(self, slide: Slide) -> NDArray[np.float32]:
-        """Return the probabilities of a whole slide at once; for pictures that fit into memory.
+    def maps(self, slide: Slide) -> NDArray[np.float32]:
+        """Return the maps of a whole slide at once; for pictures that fit into memory.
 
         Returns:
-            Shape (classes, rows, columns) of the model's frame of the slide; of its tiles where
-            the model classifies tiles.
+            The probability of each class and, where objects are separated, last the height in
+            pixels. Shape (maps, rows, columns) of the model's frame of the slide; of its tiles
+            where the model classifies tiles.
 
         Raises:
             PathosegError: The slide is too coarse, or the device's memory is too small.
@@ -423,8 +424,7 @@ class Segmenter:
                 assert isinstance(plan.grid, TileGrid)
                 tiles = np.stack([chances.cpu().numpy() for _, chances, _ in predictions], axis=1)
                 return tiles.reshape(-1, plan.grid.rows, plan.grid.columns)
-            classes = len(self.classes)
-            bands = self._joined(plan.grid, predictions, lambda maps: maps[:classes])
+            bands = self._joined(plan.grid, predictions, lambda maps: maps)
             return np.concatenate(list(bands), axis=1)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,6 +36,7 @@ def test_a_picture_is_predicted_as_its_file_is_segmented(
     found = model.predict(picture, mpp=0.5)
     np.testing.assert_array_equal(found.classes, mask)
     assert found.probabilities.shape == (3, *shape)
+    assert found.objects is None
     np.testing.assert_array_equal(found.probabilities.argmax(0), found.classes)
 
 
@@ -49,13 +51,42 @@ def test_a_finer_picture_keeps_its_own_pixels(task: Task, tiny_bundle: Callable[
         np.testing.assert_array_equal(cv2.resize(one, (256, 192)), other)
 
 
+def test_objects_are_those_that_infer_writes(
+    tmp_path: Path, tiny_bundle: Callable[..., Path]
+) -> None:
+    picture = np.full((220, 180, 3), (225, 190, 205), np.uint8)
+    for at, (x, y) in enumerate(RNG.integers(0, 180, (60, 2)).tolist()):
+        cv2.circle(picture, (x, y), 4 + at % 4, [(70, 50, 60), (60, 40, 130)][at % 2], -1)
+    Image.fromarray(picture).save(tmp_path / "a.png")
+    factory = "tests.workflows.test_evaluate_objects:make_blobs"
+    bundle = tiny_bundle(network=ModelConfig(factory, "objects", 3), tile=64, overlap=32)
+    options = {"data": {"assume_mpp": 0.5}, "tissue": {"method": "all"}}
+    out = pathoseg.infer(
+        tmp_path / "a.png", bundle, out=tmp_path / "out", factory=factory, options=options
+    )
+    with (out / "a" / "objects.csv").open() as file:
+        written = [(row["class"], float(row["Area µm^2"])) for row in csv.DictReader(file)]
+    model = pathoseg.load_model(bundle, factory=factory)
+    found = model.predict(picture, mpp=0.5)
+    assert found.objects is not None
+    assert found.object_classes is not None
+    areas = np.bincount(found.objects.ravel())[1:] * 0.25
+    names = [model.classes[index] for index in found.object_classes]
+    assert len(set(names)) == 2
+    assert sorted(zip(names, areas.tolist(), strict=True)) == sorted(written)
+    assert found.probabilities.shape == (3, 220, 180)
+    finer = model.predict(picture.repeat(2, axis=0).repeat(2, axis=1), mpp=0.25)
+    assert finer.objects is not None
+    np.testing.assert_array_equal(finer.objects, found.objects.repeat(2, 0).repeat(2, 1))
+
+
 def test_what_the_model_sees_lies_where_it_is_in_the_picture(
     tiny_bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Test a side of 101 px, whose last pixel fills a quarter of the model's last pixel."""
     model = pathoseg.load_model(tiny_bundle())
     ramp = np.tile(np.arange(26, dtype=np.float32), (3, 26, 1))
-    monkeypatch.setattr(model._segmenter, "probabilities", lambda _: ramp)
+    monkeypatch.setattr(model._segmenter, "maps", lambda _: ramp)
     found = model.predict(_picture(101, 101), mpp=0.125).probabilities
     assert found.shape == (3, 101, 101)
     expected = np.clip((np.arange(101) + 0.5) / 4 - 0.5, 0, 25)

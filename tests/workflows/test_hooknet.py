@@ -50,7 +50,7 @@ def test_windows_join_to_one_pass_over_the_slide(tmp_path: Path, tiny_bundle: Sa
         plan = segmenter.plan(slide)
         assert isinstance(plan.grid, Windows)
         assert len(plan.grid) >= 20
-        found = segmenter.probabilities(slide)
+        found = segmenter.maps(slide)
         whole = Box(0, 0, *(-(-side // 16) * 16 for side in (233, 190)))
         wide = card.context[0].beyond(whole, card.mpp, 64)  # more than is needed
         coarse = Frame.at(slide.size, slide.mpp, 2.0)
@@ -73,7 +73,7 @@ def test_what_has_no_known_reach_keeps_the_tiles_of_training(
     with open_slide(_draw(tmp_path / "slide.png", 90, 50), assume_mpp=0.5) as slide:
         plan = segmenter.plan(slide)
         assert isinstance(plan.grid, TileGrid)
-        assert segmenter.probabilities(slide).shape == (3, 50, 90)
+        assert segmenter.maps(slide).shape == (3, 50, 90)
 
 
 def test_what_cannot_be_read_around_a_tile_is_counted(

@@ -171,7 +171,7 @@ def test_predicting_in_tiles_equals_predicting_whole(
         plan = segmenter.plan(slide)
         assert isinstance(plan.grid, Windows if overlap is None else TileGrid)
         assert len(plan.indices) == len(plan.grid) >= 30
-        found = segmenter.probabilities(slide)
+        found = segmenter.maps(slide)
         # Windows end where the slide does, tiles beyond.
         last = plan.grid.box(len(plan.grid) - 1)
         covered = read_region(slide, plan.frame, Box(0, 0, last.right, last.bottom)).pixels
