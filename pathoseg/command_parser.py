@@ -44,7 +44,7 @@ class Command(TyperCommand):
         option = next((name for name in ("--slides", "--out") if name in self._names()), "--help")
         raise PathosegError(
             f"{bare[0]} stands alone, and pathoseg {self.name} takes options.",
-            f"Did you mean: pathoseg {self.name} {option} {bare[0]}",
+            f"Did you mean: pathoseg {self.name} {option} {bare[0]} (a name with blanks in quotes)",
         )
 
     def _refusal(self, error: Exception, ctx: Any) -> PathosegError:

@@ -131,7 +131,7 @@ class ClassTable:
                 f"{quoted(self.names)}.",
                 "Train with it among `[data] classes`, or write `[annotations] rename = "
                 f'{{ "{unknown[0]}" = "{self._like(unknown[0])}" }}`: a name that ends in * is '
-                "ignored.",
+                f"ignored, and {quoted(self.names[:1])} makes it that class.",
             )
         return {name: self.index(name) for name in names} | dict.fromkeys(background, BACKGROUND)
 

@@ -97,15 +97,20 @@ class LoadedModel:
         Raises:
             PathosegError: The array is no picture, or is too coarse for the model.
         """
+        if not isinstance(image, np.ndarray):
+            raise PathosegError(
+                f"predict takes an array of numpy, not {type(image).__name__}.",
+                "Convert the picture first: np.asarray(picture.convert('RGB')).",
+            )
         if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8 or not image.size:
             raise PathosegError(
                 f"predict takes RGB pixels of shape (h, w, 3) and type uint8, not shape "
                 f"{image.shape} and type {image.dtype}.",
                 "Convert the picture first, for example by PIL's convert('RGB').",
             )
-        if not 0 < mpp < np.inf:
+        if not (isinstance(mpp, int | float | np.number) and 0 < mpp < np.inf):
             raise PathosegError(
-                f"predict cannot take mpp = {mpp}.", "Give the microns per pixel of the picture."
+                f"predict cannot take mpp = {mpp!r}.", "Give the microns per pixel of the picture."
             )
         picture, shape, scale = ArraySlide(image, mpp), image.shape[:2], self.mpp / mpp
         maps = self._segmenter.maps(picture)

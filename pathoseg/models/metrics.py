@@ -58,26 +58,6 @@ class Confusion:
         """Add the counts of `other`, as if its pixels had been seen here."""
         self.matrix += other.matrix
 
-    @property
-    def dice(self) -> Figures:
-        """Dice of each foreground class; nan where neither truth nor prediction holds it."""
-        return dice(self.matrix)
-
-    @property
-    def iou(self) -> Figures:
-        """Intersection over union of each foreground class; nan as in `dice`."""
-        return iou(self.matrix)
-
-    @property
-    def mean_dice(self) -> float:
-        """Mean over the foreground classes that truth or prediction holds; nan without any."""
-        return float(mean_of_present(self.dice))
-
-    @property
-    def mean_iou(self) -> float:
-        """As `mean_dice`."""
-        return float(mean_of_present(self.iou))
-
 
 # The following take matrices (..., classes, classes) of any number of leading axes, [truth,
 # prediction], and return a figure for each foreground class, (..., classes - 1).

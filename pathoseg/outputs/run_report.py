@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,7 @@ def write_run_report(run: Run) -> Path:
         "run.html",
         of=_Page(run),
         run=run,
+        quoted_folder=quote(str(run.folder)),
         version=run.version,
         date=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
     )

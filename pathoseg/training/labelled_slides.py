@@ -223,29 +223,34 @@ def labelled_slides(
     if not read.usable:
         place = config.data.annotations or config.data.told_folders
         reasons = {name: why for name, why in read.left_out.items() if name not in read.late}
-        raise _nothing_left(place, reasons)
+        raise _nothing_left(place, reasons, _strays(config, read.files))
     if classes is None:  # those of a recorded run stay as they are
         drawn = class_table([source.labels for source in read.usable], config.data.classes)
         classes = _without_names_of_figures(drawn)
-    files = list(read.files.values())
-    places = {path.parent for path in files}
-    if config.data.annotations:
-        root = Path(config.data.annotations)
-        mirrored = {root / PurePosixPath(name).parent for name in read.files}
-        places = {root, *(place for place in mirrored if place.is_dir())}
-    strays = dict[Path, Path | None]()
-    for folder in sorted(places):
-        strays |= stray_annotations(folder, files)
     labels = [source.labels for source in read.usable]
     reports = [one.report for one in labels]
     return LabelledSlides(
         read.usable,
         classes,
         read.left_out,
-        notes=tuple(what_is_left_out(reports, strays, classes)),
+        notes=tuple(what_is_left_out(reports, _strays(config, read.files), classes)),
         remarks=tuple(what_is_limited(reports)),
         warnings=(*unknown_names(labels, config.annotations.rename), *colour_names(classes)),
     )
+
+
+def _strays(config: Config, slides: Mapping[str, Path]) -> dict[Path, Path | None]:
+    """Return the annotations that belong to no slide, see `stray_annotations`."""
+    files = list(slides.values())
+    places = {path.parent for path in files}
+    if config.data.annotations:
+        root = Path(config.data.annotations)
+        mirrored = {root / PurePosixPath(name).parent for name in slides}
+        places = {place for place in (root, *mirrored) if place.is_dir()}
+    strays = dict[Path, Path | None]()
+    for folder in sorted(places):
+        strays |= stray_annotations(folder, files)
+    return strays
 
 
 def _without_names_of_figures(classes: ClassTable) -> ClassTable:
@@ -328,11 +333,13 @@ def with_tile(config: Config, sources: LabelledSlides, multiple: int) -> Config:
     return config
 
 
-def _nothing_left(folder: str, left_out: dict[str, str]) -> PathosegError:
+def _nothing_left(
+    folder: str, left_out: dict[str, str], strays: Mapping[Path, Path | None]
+) -> PathosegError:
     reasons = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:5])
     more = f"; and {len(left_out) - 5} more" if len(left_out) > 5 else ""
     return PathosegError(
         f"No slide can be used ({reasons}{more}).",
         f"Annotations are looked for in {folder} under the slide's name: X.geojson, X.xml or "
-        "X_mask.png for X.svs.",
+        + " ".join(["X_mask.png for X.svs.", *what_is_left_out([], strays, ClassTable((), ()))]),
     )

@@ -23,6 +23,17 @@ SPLITS = "splits.csv"
 LIMITS = ("epochs", "time_limit")  # keys of the `train` table that a run may be given anew
 START = "start"  # the bundle of the weights that a run from an earlier model begins with
 _FINISHED = "summary.json"
+_CHECKPOINTS = "checkpoints"
+# What training writes and a user, or another program, may have called so, too.
+_REPLACED = (
+    CONFIG,
+    SPLITS,
+    "metrics.csv",
+    "validation.json",
+    "report.html",
+    "model",
+    "predictions",
+)
 # What else commands write into a run's folder; files of a user's own are none of it.
 _WRITTEN = (
     *("plan.json", "metrics.csv", "validation.json", "report.html", "trace.json", "timeline.svg"),
@@ -39,10 +50,17 @@ def new_run(out: Path | None, overwrite: bool = False) -> Path:
         overwrite: Whether it may hold a run, for `clear_run` to remove.
 
     Raises:
-        PathosegError: It already holds a run, or its disk cannot be written.
+        PathosegError: It already holds a run, or files that a run would replace; or its disk
+            cannot be written.
     """
     run = out or _free(RUNS / _now())
-    if (run / CONFIG).exists() and not overwrite:
+    is_run = (run / CONFIG).exists() and ((run / SPLITS).exists() or (run / _CHECKPOINTS).exists())
+    if not is_run and (others := [name for name in _REPLACED if (run / name).exists()]):
+        raise PathosegError(
+            f"{run} holds no run, and {', '.join(others)}, where a run would write.",
+            "Give --out another folder, or move what is there away.",
+        )
+    if is_run and not overwrite:
         raise PathosegError(
             f"{run} already holds a run, {'finished' if is_finished(run) else 'unfinished'}, by "
             f"{run / CONFIG}.",

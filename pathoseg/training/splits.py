@@ -236,7 +236,8 @@ def read_rows(table: Path) -> dict[str, dict[str, str]]:
         ) from None
     if not rows or "slide" not in rows[0]:
         raise PathosegError(
-            f"{table} has no column `slide`.", "Its first line should be: slide,patient,split"
+            f"{table} has no column `slide`.",
+            "Its first line should be: slide,patient,split (with commas, no semicolons).",
         )
     found: dict[str, dict[str, str]] = {}
     for row in rows:

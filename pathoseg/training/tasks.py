@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import cv2
@@ -13,7 +13,16 @@ from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import IGNORE, ClassTable
 from pathoseg.device import widest
-from pathoseg.models.metrics import Confusion, TileScores, accuracy_and_auc
+from pathoseg.models.metrics import (
+    Confusion,
+    Counts,
+    Figures,
+    TileScores,
+    accuracy_and_auc,
+    dice,
+    iou,
+    mean_of_present,
+)
 from pathoseg.tiles.class_pixels import class_counts
 from pathoseg.tiles.dataset import LabelPlanes
 from pathoseg.tiles.tiles import tile_labels
@@ -63,8 +72,8 @@ class Task(Protocol):
 
 
 _MEAN_DICE = (
-    "the mean Dice of the classes (val_dice_mean in metrics.csv), each counted over the pixels of "
-    "all validation tiles together"
+    "the mean Dice of the classes that validation tiles show (val_dice_mean in metrics.csv), each "
+    "counted over the pixels of all these tiles together"
 )
 # `Judge.score` in words, by the kind of task.
 SCORES: Mapping[str, str] = {
@@ -113,19 +122,31 @@ class _SegmentJudge:
         self._confusion.matrix += np.array(seen["confusion"], np.int64)
 
     def figures(self) -> dict[str, float]:
-        seen = self._confusion
-        figures = {"val_dice_mean": seen.mean_dice, "val_iou_mean": seen.mean_iou}
-        for name, dice, iou in zip(self._classes.names, seen.dice, seen.iou, strict=True):
-            figures[f"val_dice_{name}"] = float(dice)
-            figures[f"val_iou_{name}"] = float(iou)
+        dices, ious = self._measured(dice), self._measured(iou)
+        figures = {
+            "val_dice_mean": float(mean_of_present(dices)),
+            "val_iou_mean": float(mean_of_present(ious)),
+        }
+        for name, of_dice, of_iou in zip(self._classes.names, dices, ious, strict=True):
+            figures[f"val_dice_{name}"] = float(of_dice)
+            figures[f"val_iou_{name}"] = float(of_iou)
         return figures
 
     def confusion(self) -> NDArray[np.int64]:
         return self._confusion.matrix
 
     def score(self) -> float:
-        # Of slides without any class Dice knows false positives alone: 0 as soon as there is one.
-        return self._confusion.mean_dice if self._confusion.matrix[1:].any() else -math.inf
+        score = float(mean_of_present(self._measured(dice)))
+        return -math.inf if math.isnan(score) else score
+
+    def _measured(self, figure: Callable[[Counts], Figures]) -> Figures:
+        """Return a figure of each class; nan where no validation tile shows the class.
+
+        Of such a class there are false positives alone: its Dice would be 0 from the first one on,
+        and the best epoch one that never predicts it.
+        """
+        matrix = self._confusion.matrix
+        return np.where(matrix[1:].any(axis=1), figure(matrix), math.nan)
 
 
 class _ObjectTask:

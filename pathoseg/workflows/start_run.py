@@ -125,6 +125,11 @@ def start_run(asked: TrainingArguments, transport: ProcessTransport | None) -> S
 
 def _new(folder: Path, asked: TrainingArguments, transport: ProcessTransport | None) -> StartedRun:
     config = load_config(asked.config_file, asked.flags)
+    if folder.resolve() in [slides.resolve() for slides in config.data.slide_folders]:
+        raise PathosegError(
+            f"{folder} is the folder of the slides: the run's pictures would be taken for slides.",
+            "Give --out another folder; one inside of that of the slides will do.",
+        )
     name = config.train.start_from
     if name is None:  # else the earlier model names the network
         config = with_low_rank(config)

@@ -10,6 +10,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -215,7 +216,7 @@ def _train(
                     clear_run(folder, asked.overwrite)
             digests = annotation_digests(sources)
             begin_run(folder, config, members, digests, given.plan, model, card)
-        interruption.advice = f"Continue with: pathoseg train --resume --out {folder}"
+        interruption.advice = f"Continue with: pathoseg train --resume --out {quote(str(folder))}"
         task = make_task(config.model.task, sources.classes, config.tiles.min_cover)
         drawing = partial(draw_step, folder, given.expected) if asked.trace else None
         engine = _make_engine(given, card, task, transport, interruption, drawing, star)
@@ -450,7 +451,7 @@ def _report(
     order = "" if plan is None or ranks == 1 else f": {plan.order}, {plan.stages} stages"
     if plan is not None and plan.shards > 1:
         order += f", {plan.shards} strips of each tile"
-    going_on = f"It goes on with: pathoseg train --resume --out {run}"
+    going_on = f"It goes on with: pathoseg train --resume --out {quote(str(run))}"
     return Run(
         folder=run,
         classes=classes,

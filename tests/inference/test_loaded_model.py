@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -107,12 +108,15 @@ def test_a_classifier_answers_by_tile(tiny_bundle: Callable[..., Path]) -> None:
         (np.zeros((8, 8), np.uint8), 0.5, "RGB pixels"),
         (np.zeros((8, 8, 3), np.float32), 0.5, "float32"),
         (np.zeros((0, 8, 3), np.uint8), 0.5, "RGB pixels"),
+        (Image.new("RGB", (8, 8)), 0.5, "not Image"),
         (np.zeros((8, 8, 3), np.uint8), 0.0, "mpp = 0"),
+        (np.zeros((8, 8, 3), np.uint8), "0.5", "mpp = '0.5'"),
+        (np.zeros((8, 8, 3), np.uint8), None, "mpp = None"),
         (np.zeros((8, 8, 3), np.uint8), 1.5, "coarser|more than twice"),
     ],
 )
 def test_what_is_no_picture_is_refused(
-    picture: np.ndarray, mpp: float, said: str, tiny_bundle: Callable[..., Path]
+    picture: Any, mpp: Any, said: str, tiny_bundle: Callable[..., Path]
 ) -> None:
     model = pathoseg.load_model(tiny_bundle())
     with pytest.raises(pathoseg.PathosegError, match=said):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -87,3 +88,29 @@ def test_heights_that_are_no_numbers_score_least(wrong: float) -> None:
         judge.add(logits, targets)
         scores.append(judge.score())
     assert scores[0] > scores[1] > scores[2] == -math.inf
+
+
+@pytest.mark.parametrize("kind", ["segment", "objects"])
+def test_a_class_that_no_validation_tile_shows_is_not_scored(
+    kind: Literal["segment", "objects"],
+) -> None:
+    """Its false positives take from the Dice of the classes that they are painted over."""
+    task = make_task(kind, CLASSES, 0.5)
+    truth = torch.zeros(1, 8, 8, dtype=torch.int64)
+    truth[:, :4] = 1
+    targets = torch.stack([truth, torch.ones_like(truth)], 1) if kind == "objects" else truth
+    scores = []
+    for strokes in (0, 1, 3):  # rows of background that are called stroma
+        guess = truth.clone()
+        guess[:, 8 - strokes :] = 2
+        logits = torch.nn.functional.one_hot(guess, 3).movedim(-1, 1).float()
+        if kind == "objects":
+            logits = torch.cat([logits, torch.ones(1, 1, 8, 8)], 1)
+        judge = task.judge()
+        judge.add(logits, targets)
+        figures = judge.figures()
+        assert math.isnan(figures["val_dice_stroma"])
+        assert math.isnan(figures["val_iou_stroma"])
+        assert figures["val_dice_mean"] == figures["val_dice_gland"] == 1
+        scores.append(judge.score())
+    assert scores == [1, 1, 1]

@@ -109,6 +109,7 @@ def test_annotations_that_match_no_slide(toy_slides: Path, command: Command) -> 
     said = _train(command, toy_slides, "--annotations", notes)
     assert "slide0.png: it has no annotation" in said
     assert str(notes) in said
+    assert "Annotations without a slide of their name: other.geojson" in said
 
 
 @pytest.mark.parametrize(
@@ -144,6 +145,10 @@ def test_annotations_that_cannot_be_used(
     said = _train(command, toy_slides)
     assert str(annotation) in said
     assert problem in said
+
+
+def test_a_run_among_its_slides(toy_slides: Path, command: Command) -> None:
+    assert "is the folder of the slides" in _train(command, toy_slides, "--out", toy_slides)
 
 
 def test_annotations_of_nothing(toy_slides: Path, command: Command) -> None:

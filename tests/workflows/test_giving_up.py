@@ -265,14 +265,14 @@ def test_a_layer_of_a_minute_ends_a_run_no_later(
     """Test a signal that comes while a kernel runs, of ranks to the one whose kernel that is."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("HELD", held)
-    out = held.replace(" ", "-")
+    out = held  # blanks included
     command = ["train", "--slides", "slides", "--config", "held.toml", "--out", out, "-v"]
     with Forked([*command, "--ranks", str(ranks), "--order", "1f1b"], place) as process:
         said = _end_while_held(process)
     assert process.returncode == 143, said
     assert f"What follows step {step} is given up" in said
     assert "the rest" in said, "where the time went"
-    assert f"Stopped. Continue with: pathoseg train --resume --out {out}" in said
+    assert f"Stopped. Continue with: pathoseg train --resume --out '{out}'" in said
     assert "stopped before its end" in (Path(out) / "report.html").read_text()
     monkeypatch.delenv("HELD")
     assert _part(out, 0, "held.toml")

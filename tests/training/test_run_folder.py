@@ -1,0 +1,34 @@
+"""Where a new run may lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pathoseg.errors import PathosegError
+from pathoseg.training.run_folder import new_run
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("name", ["config.toml", "report.html", "metrics.csv", "model"])
+def test_files_that_no_run_has_left_are_kept(name: str, overwrite: bool, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(PathosegError, match=f"holds no run, and {name}"):
+        new_run(tmp_path, overwrite)
+
+
+@pytest.mark.parametrize("beside", ["splits.csv", "checkpoints"])
+def test_a_run_is_replaced_if_that_is_asked_for(beside: str, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").touch()
+    (tmp_path / beside).mkdir()
+    (tmp_path / "report.html").touch()
+    with pytest.raises(PathosegError, match="already holds a run, unfinished"):
+        new_run(tmp_path)
+    assert new_run(tmp_path, overwrite=True) == tmp_path
+
+
+def test_what_other_commands_leave_is_no_hindrance(tmp_path: Path) -> None:
+    for name in ("plan.json", "timeline.svg", "check.html", "notes.txt"):
+        (tmp_path / name).touch()
+    assert new_run(tmp_path) == tmp_path
