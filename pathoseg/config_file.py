@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import tomli_w
 from pydantic import TypeAdapter, ValidationError
@@ -17,7 +17,6 @@ from pydantic import TypeAdapter, ValidationError
 from pathoseg.config import FORMAT, Config
 from pathoseg.errors import PathosegError
 from pathoseg.progress import say
-from pathoseg.typed_json import field_types
 
 UNNUMBERED = 1  # format of the config.toml of a run that states none
 
@@ -221,8 +220,13 @@ def _fill_former_defaults(table: dict[str, Any], where: str, unnumbered: int) ->
                     target.setdefault(key, value)
 
 
+@cache
+def _field_types(kind: type) -> Mapping[str, Any]:
+    return get_type_hints(kind)
+
+
 def _refuse_unknown(cls: type, table: Mapping[str, Any], where: str, prefix: str) -> None:
-    known = field_types(cls)
+    known = _field_types(cls)
     names = [entry.name for entry in fields(cls)]
     for key, value in table.items():
         if key not in names:
@@ -242,7 +246,7 @@ def _refuse_unknown(cls: type, table: Mapping[str, Any], where: str, prefix: str
 
 def _homes(key: str) -> Iterator[str]:
     """Yield the places of the file that know a key, in words."""
-    for name, kind in field_types(Config).items():
+    for name, kind in _field_types(Config).items():
         is_table = isinstance(kind, type) and is_dataclass(kind)
         if is_table and key in (entry.name for entry in fields(kind)):
             yield f"to [{name}]"

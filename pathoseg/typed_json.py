@@ -14,8 +14,7 @@ _LARGEST = 1e308
 
 
 @cache  # they are read from source text: 1 ms for each of the large ones
-def field_types(kind: type) -> Mapping[str, Any]:
-    """Return the type of each field of a dataclass."""
+def _field_types(kind: type) -> Mapping[str, Any]:
     return get_type_hints(kind)
 
 
@@ -41,7 +40,7 @@ def from_json(kind: type[T], value: Any, where: str = "", needs_all: bool = Fals
 def _typed(kind: Any, value: Any, where: str, needs_all: bool) -> Any:
     origin, inner = get_origin(kind), get_args(kind)
     if is_dataclass(kind) and isinstance(value, dict):
-        kinds = field_types(kind)  # type: ignore[arg-type]  # is_dataclass takes instances, too
+        kinds = _field_types(kind)  # type: ignore[arg-type]  # is_dataclass takes instances, too
         optional = {
             each.name
             for each in fields(kind)
