@@ -58,9 +58,8 @@ def load_config(
     """
     table = _merged(path, flags, unnumbered)
     where = str(path) if path else "The options"
-    adapter = TypeAdapter(Config)
     try:
-        return adapter.validate_python(table)
+        return _adapter().validate_python(table)
     except ValidationError as wrong:
         first = wrong.errors()[0]
         *within, key = (str(part) for part in first["loc"])
@@ -74,6 +73,11 @@ def load_config(
             f"{where}: {'.'.join((*within, key))} = {first['input']!r} does not fit ({why}).",
             "See docs/configuration.md for the values it takes.",
         ) from None
+
+
+@cache  # made in 40 ms
+def _adapter() -> TypeAdapter[Config]:
+    return TypeAdapter(Config)
 
 
 def _asked(wrong: Mapping[str, Any], within: Sequence[str], key: str) -> str:
@@ -216,8 +220,13 @@ def _fill_former_defaults(table: dict[str, Any], where: str, unnumbered: int) ->
                     target.setdefault(key, value)
 
 
+@cache
+def _field_types(kind: type) -> Mapping[str, Any]:
+    return get_type_hints(kind)
+
+
 def _refuse_unknown(cls: type, table: Mapping[str, Any], where: str, prefix: str) -> None:
-    known = get_type_hints(cls)
+    known = _field_types(cls)
     names = [entry.name for entry in fields(cls)]
     for key, value in table.items():
         if key not in names:
@@ -237,7 +246,7 @@ def _refuse_unknown(cls: type, table: Mapping[str, Any], where: str, prefix: str
 
 def _homes(key: str) -> Iterator[str]:
     """Yield the places of the file that know a key, in words."""
-    for name, kind in get_type_hints(Config).items():
+    for name, kind in _field_types(Config).items():
         is_table = isinstance(kind, type) and is_dataclass(kind)
         if is_table and key in (entry.name for entry in fields(kind)):
             yield f"to [{name}]"

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import typer.main
 from hypothesis import settings
 from PIL import Image
 
@@ -200,11 +201,17 @@ def start_python(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]
         yield run
 
 
+_get_command = cache(typer.main.get_command)
+
+
 @pytest.fixture
 def command(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str]]:
     """Runs the command line in this process; gives its exit code and all that it printed."""
+
+    # It is made of the signatures of all commands, in 40 ms, and keeps nothing of a call.
+    monkeypatch.setattr(typer.main, "get_command", _get_command)
 
     def run(*arguments: object) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["pathoseg", *map(str, arguments)])

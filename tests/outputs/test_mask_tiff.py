@@ -244,18 +244,18 @@ def test_a_full_disk_is_an_os_error_and_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_height(tmp_path: Path) -> None:
     path = tmp_path / "mask.ome.tiff"
-    band = blobs(500, 20_000)
+    band = blobs(500, 3000)
     bands = (np.roll(band, number * 7, axis=1) for number in range(40))
     tracemalloc.start()
     try:
-        write_mask(path, Size(20_000, 20_000), Mpp(0.5, 0.5), bands, CLASSES)
-        strip = 512 * 20_000
+        write_mask(path, Size(3000, 20_000), Mpp(0.5, 0.5), bands, CLASSES)
+        strip = 512 * 3000
         assert tracemalloc.get_traced_memory()[1] < 5 * strip  # the mask has 40
     finally:
         tracemalloc.stop()
     with tifffile.TiffFile(path) as file:
         lowest = file.series[0].levels[-1].asarray()
-        assert lowest.shape == (625, 625)
+        assert lowest.shape == (625, 94)
         assert np.isin(lowest, [0, 1, 2, 255]).all()
 
 

@@ -187,15 +187,15 @@ def test_no_pixel_is_in_two_objects_however_large_they_are(
     seed: int, extent: int, block: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    planes = rng.integers(0, 256, (3, 40, 43)).astype(np.uint8)
-    planes[0] = rng.random((40, 43)) < 0.9
+    planes = rng.integers(0, 256, (3, 30, 33)).astype(np.uint8)
+    planes[0] = rng.random((30, 33)) < 0.9
     planes[1] = planes[1] >> int(rng.integers(0, 7))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(objects, "_BLOCK", Size(block, block))
         parts = _found(
-            planes, [20, 33], ObjectOptions(depth=int(rng.integers(1, 9)), extent=extent)
+            planes, [15, 25], ObjectOptions(depth=int(rng.integers(1, 9)), extent=extent)
         )
-    times, whole = np.zeros((40, 43), int), Box(0, 0, 43, 40)
+    times, whole = np.zeros((30, 33), int), Box(0, 0, 33, 30)
     for part in parts:
         for mask, is_cut in zip(part.masks(), part.is_cut, strict=True):
             times[mask.box.within(whole)] += mask.pixels

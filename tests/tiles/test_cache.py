@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,41 +20,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pathoseg.errors import PathosegError
-from pathoseg.geometry import Box, Frame, Mpp, Size
+from pathoseg.geometry import Box, Mpp
 from pathoseg.slides.region import Region
 from pathoseg.slides.slide import open_slide
-from pathoseg.tiles.cache import SHARD, TileCache, TileCacheKey
+from pathoseg.tiles.cache import SHARD, TileCache
 from pathoseg.tiles.fingerprint import Fingerprint
+from tests.forked import Forked
+from tests.tiles.filling import SIZE, WHOLE, fill, key_of, picture
 
-SIZE = Size(2500, 1900)  # 3 × 2 shards
-WHOLE = Box(0, 0, SIZE.width, SIZE.height)
+_ROOT = Path(__file__).resolve().parents[2]
 Around = tuple[NDArray[np.uint8], NDArray[np.bool_]]
-
-
-def key_of(size: Size = SIZE, **changes: object) -> TileCacheKey:
-    key = TileCacheKey(
-        slide=Path("slides/a.svs"),
-        fingerprint=Fingerprint(1000, 5, "abc"),
-        frame=Frame(size, 2.0, 2.0, Mpp(0.5, 0.5)),
-    )
-    return replace(key, **changes)  # type: ignore[arg-type]  # the fields have many types
-
-
-def picture(size: Size = SIZE) -> NDArray[np.uint8]:
-    """Noise, smooth enough for JPEG; white outside the slide, to the end of the last shards."""
-    whole = size.rounded_up(SHARD)
-    coarse = np.random.default_rng(0).integers(0, 256, (whole.height // 32, whole.width // 32, 3))
-    pixels = coarse.astype(np.uint8).repeat(32, axis=0).repeat(32, axis=1)
-    pixels[size.height :], pixels[:, size.width :] = 255, 255
-    return pixels
-
-
-def fill(cache: TileCache, box: Box = WHOLE, unread: NDArray[np.bool_] | None = None) -> None:
-    pixels = picture()
-    for shard in cache.shards(box):
-        place = cache.box(shard)
-        part = slice(place.y, place.bottom), slice(place.x, place.right)
-        cache.write(shard, Region(pixels[part], None if unread is None else unread[part]))
 
 
 @given(
@@ -182,19 +155,16 @@ def test_a_changed_slide_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert old.read(WHOLE) is None, "a reader that had it open does not get black tiles"
 
 
-def _fill_all(folder: Path) -> None:
-    fill(TileCache.open(folder, key_of()))
+_WRITER = "import sys; from tests.tiles.filling import main; main(*sys.argv[1:])"
 
 
 @pytest.mark.process
 def test_several_processes_fill_one_cache(tmp_path: Path) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    writers = [spawn.Process(target=_fill_all, args=(tmp_path,)) for _ in range(3)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-        assert writer.exitcode == 0
+    with ExitStack() as stack:
+        writers = [stack.enter_context(Forked([str(tmp_path)], _ROOT, _WRITER)) for _ in range(3)]
+        for writer in writers:
+            said, _ = writer.communicate()
+            assert writer.returncode == 0, said
     cache = TileCache.open(tmp_path, key_of())
     found = cache.read(WHOLE)
     assert found is not None
@@ -202,31 +172,18 @@ def test_several_processes_fill_one_cache(tmp_path: Path) -> None:
     assert [f.name for f in (tmp_path / "a.svs").iterdir()] == [cache.path.name]
 
 
-_ENDLESS_WRITER = """
-import sys, importlib.util
-spec = importlib.util.spec_from_file_location("writer", sys.argv[1])
-test = importlib.util.module_from_spec(spec); spec.loader.exec_module(test)
-cache = test.TileCache.open(test.Path(sys.argv[2]), test.key_of())
-print("writing", flush=True)
-while True:
-    test.fill(cache)
-"""
-
-
 @pytest.mark.process
 def test_a_killed_writer_leaves_nothing_half_written(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(4):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", _ENDLESS_WRITER, __file__, str(tmp_path)],
-            stdout=subprocess.PIPE,
-        )
-        assert writer.stdout is not None
-        with writer, writer.stdout as out:
-            assert out.readline() == b"writing\n"
+    rng, cached = np.random.default_rng(0), tmp_path / "cache"
+    for number in range(4):
+        begun = tmp_path / f"begun{number}"
+        with Forked([str(cached), str(begun)], _ROOT, _WRITER) as writer:
+            while not begun.exists():
+                assert writer.poll() is None, writer.communicate()[0]
+                time.sleep(0.005)
             time.sleep(rng.uniform(0.05, 0.6))
-            os.kill(writer.pid, signal.SIGKILL)
-        cache = TileCache.open(tmp_path, key_of())
+            writer.kill()
+        cache = TileCache.open(cached, key_of())
         found = cache.read(Box(100, 100, 600, 600))
         if found is not None:
             assert (found.pixels == picture()[100:700, 100:700]).all()

@@ -14,7 +14,6 @@ import pytest
 
 _GROUPS = Path("/sys/fs/cgroup/blkio")
 _SIZE = 64 << 20
-_ENTER = 'echo $$ > "$0" && exec "$@"'
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,12 @@ class SlowDisk:
     group: Path
     device: str
 
-    def starting(self, *program: str) -> tuple[str, ...]:
-        """Return the command line that starts a program as a member of the control group."""
-        return "sh", "-c", _ENTER, str(self.group / "cgroup.procs"), *program
+    def entered(self, program: str) -> str:
+        """Return a program of Python that first becomes a member of the control group."""
+        group = str(self.group / "cgroup.procs")
+        return (
+            f"import os, pathlib\npathlib.Path({group!r}).write_text(str(os.getpid()))\n{program}"
+        )
 
     def bytes_moved(self, way: str) -> int:
         """Held back so far; `way` is Read or Write."""

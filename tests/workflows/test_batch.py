@@ -280,9 +280,9 @@ def test_a_process_that_was_asleep_does_no_harm(
 def test_a_slow_disk_costs_time_alone(place: Place, tmp_path: Path) -> None:
     """Slides and results on it, for two batches at once, with leases that a slow write outlasts."""
     with slow_disk(tmp_path, place.folder / "slides", rate=1_000_000) as disk:
-        hasty = disk.starting(sys.executable, "-c", HASTY)
+        hasty = disk.entered(HASTY)
         out, slides = disk.folder / "out", (str(disk.folder / "slides"),)
-        both = [place.start("--resume", out=out, before=hasty, slides=slides) for _ in range(2)]
+        both = [place.start("--resume", out=out, program=hasty, slides=slides) for _ in range(2)]
         for process in both:
             said, _ = process.communicate()
             assert process.returncode == 0, said

@@ -12,8 +12,10 @@ import pytest
 import safetensors.torch
 import torch
 
+from pathoseg.models import unet_resnet
 from pathoseg.models.bundle import load_bundle
-from pathoseg.models.unet_resnet import RESNETS, ResNetEncoder
+from pathoseg.models.model_options import VIT_SIZES
+from pathoseg.models.unet_resnet import RESNETS, ResNetEncoder, ResNetUNet
 from tests.forked import Forked
 
 Command = Callable[..., tuple[int, str]]
@@ -38,8 +40,21 @@ CONFIG = {
 
 
 @pytest.fixture
-def published(toy_slides: Path) -> dict[str, torch.Tensor]:
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoders in this process have their own names and layers, and few channels."""
+    monkeypatch.setattr(ResNetEncoder.__init__, "__defaults__", (8,))
+    monkeypatch.setattr(ResNetUNet.__init__, "__defaults__", ("batch", 8))
+    monkeypatch.setattr(unet_resnet, "_DECODER", 2)
+    monkeypatch.setitem(VIT_SIZES, "S", (24, 4, 2))
+
+
+@pytest.fixture
+def published(narrow: None, toy_slides: Path) -> dict[str, torch.Tensor]:
     """The encoder of `resnet/model.safetensors`, beside `encoder.toml`, which trains from it."""
+    return _publish()
+
+
+def _publish() -> dict[str, torch.Tensor]:
     state = ResNetEncoder(*RESNETS[18]).state_dict()
     Path("resnet").mkdir()
     safetensors.torch.save_file({**state, "fc.bias": torch.zeros(9)}, "resnet/model.safetensors")
@@ -83,7 +98,9 @@ def test_a_run_starts_from_an_encoder_and_records_it(
     torch.testing.assert_close(model.state_dict(), trained, rtol=0, atol=0)
     assert card.training["encoder_licence"] == "cc-by-nc-4.0"
 
-    code, said = command("infer", "slides/slide0.png", "--model", "run", "--assume-mpp", "0.5")
+    Path("all.toml").write_text("[infer]\nmin_region_um2 = 0\n")  # else there may be no region
+    infer = ("infer", "slides/slide0.png", "--model", "run", "--assume-mpp", "0.5")
+    code, said = command(*infer, "--config", "all.toml")
     assert code == 0, said
     [warning] = json.loads(Path("results/slide0/summary.json").read_text())["warnings"]
     assert warning == "the model's encoder has the licence cc-by-nc-4.0: not for commercial use"
@@ -100,7 +117,9 @@ def test_a_run_starts_from_an_encoder_and_records_it(
     assert card.training["encoder_licence"] == "cc-by-nc-4.0"
 
 
-def test_a_run_lends_its_encoder_to_another_task(toy_slides: Path, command: Command) -> None:
+def test_a_run_lends_its_encoder_to_another_task(
+    narrow: None, toy_slides: Path, command: Command
+) -> None:
     own = OPTIONS.replace('encoder_weights = "resnet/model.safetensors"', "{}")
     Path("own.toml").write_text(own.format("mean = [0.7, 0.5, 0.7]\nstd = [0.2, 0.25, 0.2]"))
     code, said = command("train", "--slides", "slides", "--config", "own.toml", "--out", "own")
@@ -165,8 +184,9 @@ def test_an_encoder_that_cannot_be_is_refused_at_once(
 
 @pytest.mark.process
 def test_a_frozen_encoder_stays_on_ranks_and_under_a_memory_limit(
-    published: dict[str, torch.Tensor], start: Callable[..., Forked]
+    toy_slides: Path, start: Callable[..., Forked]
 ) -> None:
+    published = _publish()
     text = OPTIONS.replace("[train]", '[train]\nencoder = "frozen"\noptimizer = "sgd"')
     Path("frozen.toml").write_text(text)
     arguments = ("--slides", "slides", "--config", "frozen.toml", "--out", "run")
@@ -182,7 +202,7 @@ def test_a_frozen_encoder_stays_on_ranks_and_under_a_memory_limit(
 
 
 def test_low_rank_additions_are_new_to_an_earlier_model_trained_and_resumed(
-    toy_slides: Path, command: Command
+    narrow: None, toy_slides: Path, command: Command
 ) -> None:
     options = (
         "[data]\nassume_mpp = 0.5\n[tiles]\ntile = 40\n[train]\nepochs = 1\nbatch = 1\n"

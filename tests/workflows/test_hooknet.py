@@ -103,6 +103,7 @@ def test_what_cannot_be_read_around_a_tile_is_counted(
 
 def test_it_trains_goes_on_segments_and_is_judged(toy_slides: Path, command: Command) -> None:
     text = Path("tiny.toml").read_text().replace("tile = 32", 'tile = 32\ncache = "tiles"')
+    text = text.replace("[train]", "[train]\nsamples_per_epoch = 4")
     Path("cached.toml").write_text(text)
     wanted = ("--slides", toy_slides, "--model", "hooknet", "--config", "cached.toml")
     code, said = command("cache", *wanted)
@@ -130,7 +131,9 @@ def test_it_trains_goes_on_segments_and_is_judged(toy_slides: Path, command: Com
 
 @pytest.mark.process
 def test_ranks_train_it_in_stages(toy_slides: Path, command: Command) -> None:
-    stages = ("--config", "tiny.toml", "--ranks", 2, "--order", "gpipe", "--epochs", 1)
+    text = Path("tiny.toml").read_text().replace("[train]", "[train]\nsamples_per_epoch = 4")
+    Path("few.toml").write_text(text)
+    stages = ("--config", "few.toml", "--ranks", 2, "--order", "gpipe", "--epochs", 1)
     train = ("train", "--slides", toy_slides, "--model", "hooknet", "--out", "run")
     code, said = command(*train, *stages)
     assert code == 0, said

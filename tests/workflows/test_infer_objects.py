@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,7 +63,8 @@ def test_windows_rows_and_processes_change_no_object(
     tmp_path: Path, command: Command, tiny_bundle: SaveBundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # of the other processes
+    # Of the other processes, which are forked by what is there (`fork_server.py`).
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)
     _draw(tmp_path / "slide.png")
     model = tiny_bundle(network=ModelConfig(NAME, "objects", 3), tile=64, overlap=32)
     ways = {"whole": ("", ()), "cut": ("tile = 120", ()), "shared": ("", ("--ranks", "2"))}

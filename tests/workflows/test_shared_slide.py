@@ -33,10 +33,10 @@ def work(
     tmp_path: Path, tiny_bundle: SaveBundle, small_windows: None
 ) -> Callable[..., tuple[Segmenter, SlidePlan]]:
     def prepare(
-        overlap: int | None, batch: int = 3, **bundle: object
+        overlap: int | None, batch: int = 3, size: tuple[int, int] = (300, 170), **bundle: object
     ) -> tuple[Segmenter, SlidePlan]:
         """Noise in rows of tiles, two of them without tissue."""
-        pixels = np.random.default_rng(3).integers(0, 255, (300, 170, 3), np.uint8)
+        pixels = np.random.default_rng(3).integers(0, 255, (*size, 3), np.uint8)
         path = tmp_path / "slide.png"
         Image.fromarray(pixels).save(path)
         flags: dict[str, dict[str, object]] = {
@@ -70,7 +70,8 @@ def _same(some: list[MaskRow], others: list[MaskRow]) -> None:
 def test_rows_are_the_same_wherever_one_begins(
     work: Callable[..., tuple[Segmenter, SlidePlan]], overlap: int | None
 ) -> None:
-    segmenter, plan = work(overlap)
+    # Of tiles that begin every 8 pixels, fewer.
+    segmenter, plan = work(overlap, size=(144, 90) if overlap == 56 else (300, 170))
     assert 0 < len(plan.indices) < len(plan.grid)
     whole = _all(segmenter, plan)
     assert len(whole) == plan.grid.rows

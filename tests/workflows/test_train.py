@@ -40,6 +40,14 @@ Start = Callable[..., Forked]
 Command = Callable[..., tuple[int, str]]
 
 
+@pytest.fixture
+def brief(toy_slides: Path) -> Path:
+    """The slides; `tiny.toml` trains one epoch of two steps, for what lies around an epoch."""
+    text = Path("tiny.toml").read_text()
+    Path("tiny.toml").write_text(text.replace("epochs = 4", "epochs = 1\nsamples_per_epoch = 4"))
+    return toy_slides
+
+
 def _rows(run: Path) -> list[dict[str, str]]:
     """metrics.csv without the one figure that is a matter of speed."""
     with (run / "metrics.csv").open() as file:
@@ -53,9 +61,9 @@ def _weights(run: Path) -> dict[str, torch.Tensor]:
 
 
 def test_what_the_host_cannot_hold_is_refused_before_anything_is_read(
-    toy_slides: Path, monkeypatch: pytest.MonkeyPatch
+    brief: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 1, "batch": 4}}
+    flags = {"data": {"slides": str(brief)}, "train": {"epochs": 1, "batch": 4}}
     monkeypatch.setattr(step_plan, "available_memory", lambda: 2**20)
     with pytest.raises(PathosegError, match=r"takes about .* which has 1 MiB left") as refused:
         train(TrainingArguments(Path("tiny.toml"), flags, Path("run")))
@@ -119,11 +127,9 @@ def test_a_run_leaves_what_the_contract_says_and_learns(toy_slides: Path) -> Non
 
 
 def test_equal_seeds_make_equal_runs_and_others_do_not(toy_slides: Path) -> None:
-    data = {"slides": str(toy_slides)}
+    flags = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 2, "samples_per_epoch": 8}}
     runs = [
-        train(
-            TrainingArguments(Path("tiny.toml"), {"": {"seed": seed}, "data": data}, Path(f"r{i}"))
-        )
+        train(TrainingArguments(Path("tiny.toml"), {"": {"seed": seed}, **flags}, Path(f"r{i}")))
         for i, seed in enumerate([0, 0, 1])
     ]
     assert _rows(runs[0]) == _rows(runs[1])
@@ -232,8 +238,8 @@ def test_a_time_limit_below_a_step_says_what_still_follows(
     assert "1 step: what is left is one validation" in said
 
 
-def test_resuming_with_other_values_is_refused_by_name(toy_slides: Path) -> None:
-    flags = {"data": {"slides": str(toy_slides)}}
+def test_resuming_with_other_values_is_refused_by_name(brief: Path) -> None:
+    flags = {"data": {"slides": str(brief)}}
     run = train(TrainingArguments(Path("tiny.toml"), flags, Path("run")))
     with pytest.raises(PathosegError, match=r"tiles\.tile"):
         train(TrainingArguments(None, {"tiles": {"tile": 64}}, run, resume=True))
@@ -244,7 +250,7 @@ def test_a_resumed_run_keeps_the_defaults_of_its_format(
 ) -> None:
     """With the file it began by, too, which says nothing of formats."""
     monkeypatch.setattr(config_file, "_FORMER_DEFAULTS", {1: {"train": {"epochs": 2}}})
-    text = Path("tiny.toml").read_text().replace("epochs = 4\n", "")
+    text = Path("tiny.toml").read_text().replace("epochs = 4", "samples_per_epoch = 4")
     text = text.replace("[data]", '[data]\nslides = "slides"')
     Path("run").mkdir()
     for name in ("tiny.toml", "run/config.toml"):
@@ -256,7 +262,7 @@ def test_a_resumed_run_keeps_the_defaults_of_its_format(
 
 @pytest.mark.parametrize("parallel", [{}, {"memory": "2GiB"}], ids=["alone", "planned"])
 def test_layers_are_compiled_where_it_is_asked_for(
-    parallel: dict[str, str], toy_slides: Path, monkeypatch: pytest.MonkeyPatch
+    parallel: dict[str, str], brief: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a compiler that does nothing: the weights are those of a run without, to the bit."""
     blocks = []
@@ -266,7 +272,7 @@ def test_layers_are_compiled_where_it_is_asked_for(
         return block
 
     monkeypatch.setattr(torch, "compile", compile_nothing)
-    flags: dict[str, dict[str, Any]] = {"data": {"slides": str(toy_slides)}, "parallel": parallel}
+    flags: dict[str, dict[str, Any]] = {"data": {"slides": str(brief)}, "parallel": parallel}
     weights = []
     for compiles in (False, True):
         assert not blocks
@@ -279,9 +285,9 @@ def test_layers_are_compiled_where_it_is_asked_for(
 
 
 def test_resuming_in_other_microbatches_says_what_changes(
-    toy_slides: Path, capsys: pytest.CaptureFixture[str]
+    brief: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags: dict[str, dict[str, Any]] = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 1}}
+    flags: dict[str, dict[str, Any]] = {"data": {"slides": str(brief)}, "train": {"epochs": 1}}
     run = train(TrainingArguments(Path("tiny.toml"), flags, Path("run")))
     said = []
     for wanted in ({}, {"microbatch": 1}, {}):  # as it was, another, and that again
@@ -293,8 +299,8 @@ def test_resuming_in_other_microbatches_says_what_changes(
     assert load_config(run / "config.toml").train.microbatch == 1
 
 
-def test_a_finished_run_is_not_trained_again(toy_slides: Path) -> None:
-    flags = {"data": {"slides": str(toy_slides)}}
+def test_a_finished_run_is_not_trained_again(brief: Path) -> None:
+    flags = {"data": {"slides": str(brief)}}
     run = train(TrainingArguments(Path("tiny.toml"), flags, Path("run")))
     before = (run / "metrics.csv").stat().st_mtime_ns
     train(TrainingArguments(None, {}, run, resume=True))
@@ -303,8 +309,8 @@ def test_a_finished_run_is_not_trained_again(toy_slides: Path) -> None:
         train(TrainingArguments(Path("tiny.toml"), flags, run))
 
 
-def test_a_run_is_replaced_once_all_input_is_read(toy_slides: Path) -> None:
-    flags: dict[str, dict[str, Any]] = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 2}}
+def test_a_run_is_replaced_once_all_input_is_read(brief: Path) -> None:
+    flags: dict[str, dict[str, Any]] = {"data": {"slides": str(brief)}, "train": {"epochs": 2}}
     run = train(TrainingArguments(Path("tiny.toml"), flags, Path("run")))
     calm = _rows(run)
     (run / "notes.txt").write_text("mine")
@@ -332,8 +338,8 @@ def test_a_run_is_replaced_once_all_input_is_read(toy_slides: Path) -> None:
     assert bundle_of(None).resolve() == (run / "model").resolve()
 
 
-def test_the_run_behind_latest_is_replaced_and_no_other(toy_slides: Path) -> None:
-    flags: dict[str, dict[str, Any]] = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 1}}
+def test_the_run_behind_latest_is_replaced_and_no_other(brief: Path) -> None:
+    flags: dict[str, dict[str, Any]] = {"data": {"slides": str(brief)}, "train": {"epochs": 1}}
     config = Path("tiny.toml")
     first, second = (train(TrainingArguments(config, flags, Path("runs") / name)) for name in "ab")
     files = [path for path in first.rglob("*") if path.is_file()]
@@ -347,37 +353,37 @@ def test_the_run_behind_latest_is_replaced_and_no_other(toy_slides: Path) -> Non
     assert Path("runs/latest").resolve() == second.resolve()
 
 
-def test_slides_that_came_later_stay_out_of_a_run_that_goes_on(toy_slides: Path) -> None:
-    flags = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 1}}
+def test_slides_that_came_later_stay_out_of_a_run_that_goes_on(brief: Path) -> None:
+    flags = {"data": {"slides": str(brief)}, "train": {"epochs": 1}}
     run = train(TrainingArguments(Path("tiny.toml"), flags, Path("run")))
     splits = (run / "splits.csv").read_text()
     (run / "summary.json").unlink()
     for seed in range(4, 9):
-        draw_disc(toy_slides / f"slide{seed}.png", seed)
-    (toy_slides / "slide5_mask.png").write_bytes(b"cut short")  # not looked at
-    away = toy_slides / "slide0_mask.png"
+        draw_disc(brief / f"slide{seed}.png", seed)
+    (brief / "slide5_mask.png").write_bytes(b"cut short")  # not looked at
+    away = brief / "slide0_mask.png"
     away.rename("away.png")
-    (toy_slides / "slide1.png").rename("gone.png")
+    (brief / "slide1.png").rename("gone.png")
     train(TrainingArguments(None, {}, run, resume=True))
     assert '"slide1.png": "it is gone' in (run / "summary.json").read_text()
     assert (run / "splits.csv").read_text() == splits, "one that is away for once keeps its place"
     Path("away.png").rename(away)
-    Path("gone.png").rename(toy_slides / "slide1.png")
+    Path("gone.png").rename(brief / "slide1.png")
     (run / "summary.json").unlink()
     train(TrainingArguments(None, {}, run, resume=True))
     assert "slide0" not in (run / "summary.json").read_text()
     assert '"slide8.png": "it came after the run began"' in (run / "summary.json").read_text()
 
 
-def test_a_run_goes_on_where_its_slides_were_moved(toy_slides: Path) -> None:
+def test_a_run_goes_on_where_its_slides_were_moved(brief: Path) -> None:
     """Compare its losses with those of a run that stayed; read the new folder in its options."""
     longer: dict[str, dict[str, Any]] = {"train": {"epochs": 2}}
     runs = []
     for name in "ab":
-        flags: dict[str, Any] = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 1}}
+        flags: dict[str, Any] = {"data": {"slides": str(brief)}, "train": {"epochs": 1}}
         run = train(TrainingArguments(Path("tiny.toml"), flags, Path(name)))
         if name == "b":
-            moved = toy_slides.rename("elsewhere")
+            moved = brief.rename("elsewhere")
             with pytest.raises(PathosegError, match="slides, which is not there") as refused:
                 train(TrainingArguments(None, {"train": {"epochs": 2}}, run, resume=True))
             assert "--slides DIR" in refused.value.hint
@@ -393,8 +399,8 @@ def test_a_run_goes_on_where_its_slides_were_moved(toy_slides: Path) -> None:
     assert train(TrainingArguments(None, {"train": {"epochs": 3}}, runs[1], resume=True)) == runs[1]
 
 
-def test_a_truncated_checkpoint_is_named(toy_slides: Path) -> None:
-    flags = {"data": {"slides": str(toy_slides)}}
+def test_a_truncated_checkpoint_is_named(brief: Path) -> None:
+    flags = {"data": {"slides": str(brief)}}
     run = train(TrainingArguments(Path("tiny.toml"), flags, Path("run")))
     (run / "summary.json").unlink()
     last = run / "checkpoints" / "last.pt"
@@ -432,9 +438,9 @@ def test_folders_that_cannot_be_trained_on_are_refused(
         train(TrainingArguments(Path("tiny.toml"), {"data": {"slides": str(toy_slides)}}))
 
 
-def test_a_bad_slide_can_be_left_out_and_is_recorded(toy_slides: Path) -> None:
-    (toy_slides / "slide1.png").write_bytes(b"\x89PNG broken")
-    flags = {"data": {"slides": str(toy_slides), "skip_bad_slides": True}}
+def test_a_bad_slide_can_be_left_out_and_is_recorded(brief: Path) -> None:
+    (brief / "slide1.png").write_bytes(b"\x89PNG broken")
+    flags = {"data": {"slides": str(brief), "skip_bad_slides": True}}
     run = train(TrainingArguments(Path("tiny.toml"), flags))
     assert "slide1.png" in (run / "summary.json").read_text()
     assert "slide1.png" not in (run / "splits.csv").read_text()
@@ -481,10 +487,10 @@ def test_a_stain_normaliser_is_fitted_and_recorded(
 
 
 def test_an_order_that_one_process_cannot_follow_is_named(
-    toy_slides: Path, capsys: pytest.CaptureFixture[str]
+    brief: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = {
-        "data": {"slides": str(toy_slides)},
+        "data": {"slides": str(brief)},
         "train": {"epochs": 1},
         "parallel": {"order": "1f1b"},
     }
@@ -496,14 +502,14 @@ def test_an_order_that_one_process_cannot_follow_is_named(
 
 
 def test_without_validation_the_last_epoch_is_kept(
-    toy_slides: Path, capsys: pytest.CaptureFixture[str]
+    brief: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("slide1", "slide2", "slide3"):
-        (toy_slides / f"{name}.png").unlink()
-        (toy_slides / f"{name}_mask.png").unlink()
-    table = toy_slides / "slides.csv"
+        (brief / f"{name}.png").unlink()
+        (brief / f"{name}_mask.png").unlink()
+    table = brief / "slides.csv"
     table.write_text("slide,patient,split\nslide0.png,anna,train\n")
-    flags = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 3, "time_limit": 600.0}}
+    flags = {"data": {"slides": str(brief)}, "train": {"epochs": 3, "time_limit": 600.0}}
     run = train(TrainingArguments(Path("tiny.toml"), flags))
     assert len(_rows(run)) == 3
     last = torch.load(run / "checkpoints" / "last.pt", weights_only=True)
@@ -517,17 +523,17 @@ def test_without_validation_the_last_epoch_is_kept(
 
 @pytest.mark.parametrize("tissue", [True, False])
 def test_validation_slides_without_any_class_judge_no_epoch(
-    toy_slides: Path, capsys: pytest.CaptureFixture[str], tissue: bool
+    brief: Path, capsys: pytest.CaptureFixture[str], tissue: bool
 ) -> None:
     """Keep the newest model: without foreground Dice is 0 from the first false positive on."""
-    Image.fromarray(np.zeros((96, 96), np.uint8)).save(toy_slides / "slide3_mask.png")
+    Image.fromarray(np.zeros((96, 96), np.uint8)).save(brief / "slide3_mask.png")
     if not tissue:
-        Image.fromarray(np.full((96, 96, 3), 255, np.uint8)).save(toy_slides / "slide3.png")
-    table = toy_slides / "slides.csv"
+        Image.fromarray(np.full((96, 96, 3), 255, np.uint8)).save(brief / "slide3.png")
+    table = brief / "slides.csv"
     splits = ["train", "train", "train", "val"]
     rows = [f"slide{number}.png,p{number},{split}\n" for number, split in enumerate(splits)]
     table.write_text("".join(["slide,patient,split\n", *rows]))
-    flags = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 3, "patience": 1}}
+    flags = {"data": {"slides": str(brief)}, "train": {"epochs": 3, "patience": 1}}
     run = train(TrainingArguments(Path("tiny.toml"), flags))
     assert len(_rows(run)) == 3, "patience waits for a score"
     last = torch.load(run / "checkpoints" / "last.pt", weights_only=True)
@@ -539,9 +545,9 @@ def test_validation_slides_without_any_class_judge_no_epoch(
 
 
 def test_a_run_that_another_command_has_begun_meanwhile_is_kept(
-    toy_slides: Path, monkeypatch: pytest.MonkeyPatch
+    brief: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = {"data": {"slides": str(toy_slides)}, "train": {"epochs": 1}}
+    flags = {"data": {"slides": str(brief)}, "train": {"epochs": 1}}
     cut = workflow.cut_labelled_slides
 
     def overtaken(*arguments: Any, **named: Any) -> Any:
