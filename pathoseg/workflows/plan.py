@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
+from math import sqrt
 from pathlib import Path
 from typing import Any, Literal
 
@@ -151,7 +152,7 @@ class _Sides:
     def __init__(
         self, prices: Prices, size: int, shards: int, request: PlanRequest, share: float
     ) -> None:
-        self._priced = lambda side: prices.one(size, side, shards)
+        self._prices, self._size, self._shards = prices, size, shards
         self._request, self._share, self._side = request, share, prices.config.tiles.side
         self._needs: dict[int, float] = {}  # by side
         self._too_low = set[int]()  # whose strips are lower than a halo
@@ -173,7 +174,7 @@ class _Sides:
 
     def _fits(self, side: int) -> bool:
         try:
-            priced = self._priced(side)
+            priced = self._prices.one(self._size, side, self._shards)
             self._needs[side] = least_need(priced, self._request.ranks)
             return fits(priced, self._request)
         except PathosegError:
@@ -188,7 +189,7 @@ class _Sides:
             return self._side
         constant = most - steepness * self._side**2
         growing = (self._share * most - constant) / self._side**2
-        return max(0, (self._request.memory - constant) / max(growing, 1)) ** 0.5
+        return sqrt(max(0, (self._request.memory - constant) / max(growing, 1)))
 
 
 def _lines(prices: Prices, memory: int, found: Found) -> Iterator[str]:
