@@ -36,9 +36,10 @@ from pathoseg.parallel.fitting import agree, nothing_found
 from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.layer_graph import LayerGraph
 from pathoseg.parallel.graph.traced import Traced
+from pathoseg.parallel.planning.infeasibility import can_run
 from pathoseg.parallel.planning.kernel_workspace import cpu_workspace, workspace_of
 from pathoseg.parallel.planning.memory_model import MemoryModel
-from pathoseg.parallel.planning.orders import AUTO, DATA_PARALLEL
+from pathoseg.parallel.planning.orders import AUTO, DATA_PARALLEL, SYNTHESISED
 from pathoseg.parallel.planning.plan import Plan, PlanRequest
 from pathoseg.parallel.planning.planner import plan as find_plans
 from pathoseg.parallel.planning.stage_costs import StageCosts
@@ -204,7 +205,7 @@ def dtype_on(hardware: Hardware, wanted: Precision) -> torch.dtype | None:
 class Prices:
     """Prices of the layers of a run's model, of whole tiles and of strips.
 
-    Whole tiles are traced once for each microbatch and side; strips each time.
+    Tiles are traced once for each microbatch, side and number of strips.
 
     Args:
         model: The network.
@@ -230,6 +231,7 @@ class Prices:
         self.gathered: dict[int, Mapping[str, str]] = {}
         self._layout = torch.contiguous_format
         self._whole: dict[tuple[int, int], Traced] = {}
+        self._found: dict[tuple[int, int, int, bool], StageCosts] = {}
 
     def graphs(self, shards: int = 1) -> list[StageCosts]:
         """Price the layers for each size of microbatch that may be used, smallest first.
@@ -263,6 +265,12 @@ class Prices:
             shards: As for `graphs`.
             profile: Whether the layers are timed on this machine.
         """
+        key = size, side, shards, profile
+        if key not in self._found:
+            self._found[key] = self._price(size, side, shards, profile)
+        return self._found[key]
+
+    def _price(self, size: int, side: int, shards: int, profile: bool) -> StageCosts:
         config, hardware = self.config, self.hardware
         if profile:  # as it will be trained
             self._layout = lay_out(self.model, config.model.with_classes(2))
@@ -424,6 +432,8 @@ def _best_strips(prices: Prices, whole: Found) -> Found:
         if perfect_seconds >= limit or failures_in_a_row == _IN_VAIN:
             break
         failures_in_a_row += 1
+        if not whole.plans and not _may_run(whole, shards):
+            continue
         with suppress(PathosegError):  # strips are lower than a halo, or have other layers
             found = _in_strips(prices, whole.request, shards, limit)
             if prices.gathered[shards]:
@@ -431,6 +441,15 @@ def _best_strips(prices: Prices, whole: Found) -> Found:
             if found.plans and found.plans[0].seconds < limit:
                 best, limit, failures_in_a_row = found, found.plans[0].seconds, 0
     return whole if best is whole else replace(best, reason=reason)
+
+
+def _may_run(whole: Found, shards: int) -> bool:
+    """Return False if the wanted order, stages or cut leave no plan for so many strips, whatever
+    memory there is: whole tiles tell, for strips run the same layers."""
+    request = replace(whole.request, ranks=whole.request.ranks // shards)
+    if request.order == SYNTHESISED:  # to try takes longer than to read strips
+        return True
+    return any(can_run(each, request) for each in whole.graphs)
 
 
 def _perfect_seconds(priced: StageCosts, request: PlanRequest) -> float:

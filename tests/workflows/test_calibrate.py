@@ -20,7 +20,8 @@ from pathoseg.errors import PathosegError, StoppedError
 from pathoseg.parallel import visit_time
 from pathoseg.parallel.comm.launcher import World, connect
 from pathoseg.parallel.comm.local_ranks import start_local
-from pathoseg.parallel.cost.calibration_layers import Case, draw_cases
+from pathoseg.parallel.cost import timing
+from pathoseg.parallel.cost.calibration_layers import Case, draw_cases, reference_networks
 from pathoseg.parallel.cost.cost_model import cost_model
 from pathoseg.parallel.cost.hardware import load_hardware
 from pathoseg.parallel.graph.traced import trace
@@ -34,7 +35,9 @@ def _few_cases() -> list[Case]:
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some layers of a small draw, on the CPU, once."""
+    """Some layers of a small draw and one network, on the CPU, once."""
+    one = reference_networks()[:1]  # all take 10 s, in `test_profiled.py`
+    monkeypatch.setattr(timing, "reference_networks", lambda: one)
     monkeypatch.setattr(workflow, "draw_cases", lambda scale: _few_cases())
     monkeypatch.setattr(workflow, "pick_device", lambda name: torch.device("cpu"))
     monkeypatch.setattr(workflow, "_QUICK_ROUNDS", 1)

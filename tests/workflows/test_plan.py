@@ -31,6 +31,7 @@ depth = 2
 hardware = "v100"
 ranks = 4
 """
+SHALLOW = SMALL.replace("depth = 2", "depth = 1")  # of which strips are read in half the time
 GROUP_NORM = SMALL.replace("depth = 2", 'depth = 2\nnorm = "group"')
 OWN = """
 from torch import nn
@@ -58,7 +59,7 @@ def _plan(command: Command, *more: object) -> tuple[Plan, str]:
 
 
 def test_strips_are_chosen_where_they_are_faster_or_all_that_fits(command: Command) -> None:
-    wide = SMALL.replace("tile = 64", "tile = 256").replace("v100", "cpu")
+    wide = SHALLOW.replace("tile = 64", "tile = 256").replace("v100", "cpu")
     Path("small.toml").write_text(wide.replace("ranks = 4", "ranks = 2") + "[train]\nbatch = 1\n")
     found, said = _plan(command, "--memory", "16MiB")
     assert found.shards == 2
@@ -198,8 +199,9 @@ def test_a_network_of_ones_own(command: Command, monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_would_fit_does(command: Command) -> None:
-    bare = SMALL.replace("[parallel]", '[parallel]\noffload = "none"\nrecompute = false')
-    Path("bare.toml").write_text(bare + '[train]\namp = "none"\n')
+    kept = '[parallel]\noffload = "none"\nrecompute = false\nshards = 1'
+    bare = SMALL.replace("[parallel]", kept)
+    Path("bare.toml").write_text(bare + '[train]\namp = "none"\nbatch = 4\n')
     refused = ("plan", "--config", "bare.toml", "--ranks", 2, "--memory")
     enough_for_little = f"{64 * 1024 + 600}KiB"  # cuDNN takes the first 64 MiB
     code, said = command(*refused, enough_for_little)
@@ -217,7 +219,7 @@ def test_what_would_fit_does(command: Command) -> None:
 
 def test_where_nothing_fits_a_tile_that_does_in_strips_is_told(command: Command) -> None:
     bare = (
-        SMALL.replace("v100", "cpu")
+        SHALLOW.replace("v100", "cpu")
         .replace("tile = 64", "tile = 384")
         .replace("ranks = 4", "ranks = 2")
     )
@@ -236,7 +238,7 @@ def test_where_nothing_fits_a_tile_that_does_in_strips_is_told(command: Command)
         (["--tile", "66"], "Tiles of 66 px do not fit"),
         (["--cut", "nowhere"], "no layer or module 'nowhere'"),
         (["--cut", "decoder.0,decoder.0"], "leave a stage without layers"),
-        (["--memory", "10KiB"], "cannot be cut further, needs"),
+        (["--memory", "10KiB", "--config", "whole.toml"], "cannot be cut further, needs"),
         (["--memory", "lots"], "--memory lots does not fit (no size of a memory"),
         (["--memory", "16"], "no size of a memory; write for example 16GiB"),
         (["--ranks", "1", "--cut", "decoder.0"], "no way to run 2 stages on one rank"),
@@ -253,13 +255,17 @@ def test_where_nothing_fits_a_tile_that_does_in_strips_is_told(command: Command)
         (["--hardware", "old.json"], "old.json is a hardware file of format 0"),
         (["--hardware", "."], "no hardware '.'"),
         (["--config", "stages.toml"], "cannot be cut into 500 stages"),
-        (["--order", "sequential", "--memory", "600KiB"], "No plan of UNet fits"),
+        (
+            ["--order", "sequential", "--memory", "600KiB", "--config", "whole.toml"],
+            "No plan of UNet fits",
+        ),
     ],
 )
 def test_bad_input_is_one_clear_error(options: list[str], problem: str, command: Command) -> None:
     Path("old.json").write_text('{"format": 0}')
     Path("pair.toml").write_text(SMALL + "[train]\nmicrobatch = 2\n")
     Path("stages.toml").write_text(SMALL + "stages = 500\n")
+    Path("whole.toml").write_text(SMALL + "shards = 1\n")
     before = set(Path().rglob("*"))
     small = () if "--config" in options else ("--config", "small.toml")
     code, said = command("plan", *small, *options)

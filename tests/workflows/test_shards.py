@@ -61,7 +61,9 @@ def test_two_ranks_with_half_of_each_tile_train_as_one_process(
 def test_plans_say_what_strips_take(
     toy_slides: Path, command: Callable[..., tuple[int, str]]
 ) -> None:
-    sizes = "[tiles]\ntile = 512\n[model]\nwidth = 8\n[train]\nbatch = 1\nmicrobatch = 1\n"
+    sizes = (
+        "[tiles]\ntile = 512\n[model]\nwidth = 8\ndepth = 1\n[train]\nbatch = 1\nmicrobatch = 1\n"
+    )
     Path("whole.toml").write_text(sizes)
     Path("strips.toml").write_text(sizes + STRIPS)
     plans = {}

@@ -253,11 +253,12 @@ def test_a_thousand_layers_are_cut() -> None:
     with torch.device("meta"):
         graph = trace(ResNetV2(2, depth=335), torch.empty(1, 3, 512, 512))
     assert len(graph.layers) > 1000
-    free = balance(graph, 8)
+    model = MemoryModel(graph)
+    cutter = Cutter(graph, model)
+    free = cutter.balance(8)
     assert max(free.loads) < 1.05 * sum(free.loads) / 8
     cap = 8 * 2**30 // 3
-    capped = balance(graph, 8, limit=MemoryLimit(cap))
-    model = MemoryModel(graph)
+    capped = cutter.balance(8, limit=MemoryLimit(cap))
     assert max(model.stage(capped.layers(stage)).peak() for stage in range(8)) <= cap
     assert max(model.stage(free.layers(stage)).peak() for stage in range(8)) > cap
 
