@@ -21,8 +21,7 @@ from pathoseg.parallel.planning.plan import Plan, PlanRequest
 from pathoseg.parallel.planning.planner import plan
 from pathoseg.parallel.planning.stage_costs import StageCosts
 
-ROOT = Path(__file__).resolve().parents[2]
-ATTEMPT = ROOT / "benchmarks" / "memory-wall" / "attempt.py"
+ATTEMPT = Path(__file__).with_name("attempt_forked.py")
 SIDE = 128
 
 

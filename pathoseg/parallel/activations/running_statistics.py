@@ -232,15 +232,21 @@ def _apply(norms: Sequence[Any], rows: Sequence[tuple[Tensor, Sequence[bool]]]) 
     buffers = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
     running = torch.cat(buffers)
     widths = torch.tensor([len(buffer) for buffer in buffers], device=running.device)
+    shares: dict[tuple[float, ...], tuple[Tensor, Tensor]] = {}  # of what is kept, of the row
     for row, skipped in rows:
-        momenta = [
-            momentum
+        momenta = tuple(
+            0.0 if is_skipped else _momentum(norm)
             for norm, is_skipped in zip(norms, skipped, strict=True)
-            for momentum in [0.0 if is_skipped else _momentum(norm)] * 2
-        ]
-        share = torch.tensor(momenta, dtype=widest(running.device), device=running.device)
-        share = share.repeat_interleave(widths)
-        running = (1 - share).to(running.dtype) * running + share.to(running.dtype) * row
+        )
+        if momenta not in shares:  # most norms have one momentum for all rows
+            share = torch.tensor(
+                [momentum for momentum in momenta for _ in "mv"],
+                dtype=widest(running.device),
+                device=running.device,
+            ).repeat_interleave(widths)
+            shares[momenta] = (1 - share).to(running.dtype), share.to(running.dtype)
+        kept, new = shares[momenta]
+        running = kept * running + new * row
     values = torch.split(running, [len(buffer) for buffer in buffers])
     for buffer, value in zip(buffers, values, strict=True):
         buffer.copy_(value)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
 
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.graph.layer_graph import LayerGraph
+from pathoseg.parallel.graph.layer_graph import Colocation, Layer, LayerGraph
 from tests.parallel.networks.random_graphs import layer_graphs
 from tests.parallel.networks.small import SMALL, small_graph
 
@@ -53,9 +53,26 @@ def test_the_structure_of_a_model_has_no_prices() -> None:
         {"outputs": (replace(first.outputs[0], dtype="bfloat16"),)},
         {"parameters": ()},
         {"buffers": ("other",)},
+        {"scope": ()},
+        {"sendable": False},
     ):
         other = replace(graph, layers=(replace(first, **change), *graph.layers[1:]))
         assert other.structure() != graph.structure(), change
+    for change in (
+        {"model": "other"},
+        {"inputs": {}},
+        {"outputs": ()},
+        {"parameters": {}},
+        {"buffers": {"other": 1}},
+        {"modules": {}},
+        {"ties": (Colocation(0, 1, "they are tied"),)},
+        {"order": (1, 0)},
+    ):
+        assert replace(graph, **change).structure() != graph.structure(), change
+    told = {"name", "kind", "attributes", "scope", "inputs", "outputs", "sendable"}
+    told |= {"parameters", "buffers"}
+    prices = {"forward", "backward", "saved", "gradients"}
+    assert {each.name for each in fields(Layer)} == told | prices, "what is new is told, or a price"
 
 
 @given(layer_graphs())

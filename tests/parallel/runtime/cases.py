@@ -41,7 +41,7 @@ from tests.parallel.networks.runtime_models import (
     per_sample_loss,
     samples,
 )
-from tests.parallel.runtime.judge import STEPS, Verdict, judge, optimizer
+from tests.parallel.runtime.judge import Verdict, judge, optimizer
 
 Order = Callable[[int], Schedule]
 # Fast links beside its arithmetic, so that small branches pay.
@@ -163,15 +163,7 @@ class Case:
 
     def schedule(self) -> tuple[Schedule, Partition]:
         """Return the lowered schedule, its groups not written out, and the cut of the model."""
-        order, partition = _cut(self.model, self.plan, self.ranks, self.dtype)
-        lowered = lower(
-            order,
-            list(edge_values(partition)),
-            recompute=range(order.stages) if self.setting.recompute else (),
-            offload=self.offload,
-            buckets=self.setting.buckets,
-        )
-        return lowered, partition
+        return _lowered(self)
 
     @property
     def line(self) -> tuple[int, ...]:
@@ -187,6 +179,19 @@ class Case:
         """Samples of each microbatch."""
         count = self.schedule()[0].microbatches
         return [2] * (count - 1) + [self.last]
+
+
+@cache
+def _lowered(case: Case) -> tuple[Schedule, Partition]:
+    order, partition = _cut(case.model, case.plan, case.ranks, case.dtype)
+    lowered = lower(
+        order,
+        list(edge_values(partition)),
+        recompute=range(order.stages) if case.setting.recompute else (),
+        offload=case.offload,
+        buckets=case.setting.buckets,
+    )
+    return lowered, partition
 
 
 @cache
@@ -293,10 +298,10 @@ def prepare(case: Case) -> None:
 def run_case(
     case: Case, transport: Transport, memory: Memory | None = None, whose: object = None
 ) -> Verdict:
-    """Three steps on one rank; gradients are those of its own parameters."""
+    """Some steps on one rank; gradients are those of its own parameters."""
     verdict = Verdict()
     runner = start(case, transport, memory=memory, whose=whose)
-    for step in range(STEPS):
+    for step in range(ALL_MODELS[case.model].steps):
         result = runner.step(step, microbatches(case, step))
         assert result.finite
         verdict.losses.append(result.loss_sum)

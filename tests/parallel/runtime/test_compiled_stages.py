@@ -16,7 +16,6 @@ from tests.parallel.comm.thread_ranks import run_ranks
 from tests.parallel.networks.runtime_models import MODELS, per_sample_loss, samples
 from tests.parallel.runtime import cases
 from tests.parallel.runtime.cases import Case
-from tests.parallel.runtime.judge import STEPS
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,9 +27,13 @@ pytestmark = [
 
 
 @pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs what torch.compile captures by torch's own kernels: C++ takes a minute to compile."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+def captured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs what torch.compile captures by torch's own kernels, as C++ takes a minute to compile.
+
+    With another backend as its parameter, by that.
+    """
+    backend = getattr(request, "param", "aot_eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
 
 
 @pytest.fixture
@@ -62,7 +65,7 @@ def test_ranks_train_as_one_process(case: Case, compiled: list[set[str]]) -> Non
 
     def body(transport: Any) -> dict[str, Any]:
         runner = cases.start(case, transport, replace(cases.training_of(case), compiles=True))
-        for step in range(STEPS):
+        for step in range(MODELS[case.model].steps):
             assert runner.step(step, cases.microbatches(case, step)).finite
         return runner.state().get("model", {})
 
@@ -74,10 +77,21 @@ def test_ranks_train_as_one_process(case: Case, compiled: list[set[str]]) -> Non
     assert not {"Dropout", "Dropout2d", "AlphaDropout"} & inside
 
 
-@pytest.mark.parametrize(("model", "blocks"), [("dropout", 2), ("branches", 3)])
-def test_one_process_trains_as_without(model: str, blocks: int, compiled: list[set[str]]) -> None:
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize(
+    ("captured", "model", "blocks", "sizes"),
+    # Between captured blocks and those of C++ lies torch's part alone: one network shows it.
+    [
+        ("inductor", "dropout", 2, (2,)),
+        ("aot_eager", "dropout", 2, (2, 1)),
+        ("aot_eager", "branches", 3, (2, 1)),
+    ],
+    indirect=["captured"],
+)
+def test_one_process_trains_as_without(
+    model: str, blocks: int, sizes: tuple[int, ...], compiled: list[set[str]]
+) -> None:
     """Also where a norm asks for the value of a tensor, on which nothing can be compiled."""
-    sizes = (2, 1)
     expected = cases.judged(model, torch.float64, sizes, 0.0)
     alone = cases.reset(cases.traced(model, torch.float64, "judge"))
     kind = MODELS[model]
@@ -91,10 +105,11 @@ def test_one_process_trains_as_without(model: str, blocks: int, compiled: list[s
         returned.append(one.forward(0, microbatch, kind.inputs(images)))
         loss = per_sample_loss(returned[-1], targets).sum()
         (loss / sum(sizes)).backward()
-    assert len(compiled) == 2 * blocks  # of two shapes
+    assert len(compiled) == len(sizes) * blocks  # each size is a shape
     gradients = {name: p.grad for name, p in alone.model.named_parameters()}
     torch.testing.assert_close(gradients, expected.gradients, rtol=1e-10, atol=1e-12)
     # One that begins later, as a process that resumes, has the same digits from the start.
-    images, _ = samples(0, 1, sizes[1], torch.float64)
-    resumed = whole().forward(0, 1, kind.inputs(images))
-    torch.testing.assert_close(resumed, returned[1], rtol=0, atol=0)
+    last = len(sizes) - 1
+    images, _ = samples(0, last, sizes[last], torch.float64)
+    resumed = whole().forward(0, last, kind.inputs(images))
+    torch.testing.assert_close(resumed, returned[last], rtol=0, atol=0)
