@@ -106,8 +106,9 @@ class RuntimeModel:
         further: The names of those beside it, which get its samples mirrored.
         keeps_order: Whether gradients are summed in one process's order wherever it is cut.
         steps: Of its training. In the second, momentum has a past, messages are posted ahead of
-            time and sums begin within the backward; a third that differs from the second does so
-            by its plan, and two quick networks train three by every plan.
+            time and sums begin within the backward. Where a third differs from that, it does so by
+            the plan, not the network: those that strips are judged with, and two quick ones, train
+            three by every plan.
     """
 
     make: Callable[[], nn.Module]
@@ -131,8 +132,8 @@ def _frozen(model: nn.Module) -> nn.Module:
 
 
 MODELS = {
-    "unet": RuntimeModel(lambda: UNet(CLASSES, width=4, depth=2)),
-    "unet-group-norm": RuntimeModel(lambda: UNet(CLASSES, width=4, depth=1, norm="group")),
+    "unet": RuntimeModel(lambda: UNet(CLASSES, width=4, depth=2), steps=3),
+    "unet-group-norm": RuntimeModel(lambda: UNet(CLASSES, width=4, depth=1, norm="group"), steps=3),
     "resnet-v2": RuntimeModel(lambda: ResNetV2(CLASSES, depth=11, width=2)),
     "branches": RuntimeModel(Branches, "image", keeps_order=False),
     "dropout": RuntimeModel(Dropping, steps=3),
@@ -144,7 +145,7 @@ MODELS = {
     "low-rank": RuntimeModel(lambda: _frozen(ViTSeg(CLASSES, ViTShape(8, 4, 2, lora=2)))),
     # Two inputs, of which each ends in a branch of its own.
     "hooknet": RuntimeModel(
-        lambda: HookNet(CLASSES, width=4, depth=2), "image", further=("context",)
+        lambda: HookNet(CLASSES, width=4, depth=2), "image", further=("context",), steps=3
     ),
     # Separates objects: its last channel is their height (`pathoseg.models.losses`).
     "objects": RuntimeModel(lambda: UNet(CLASSES + 1, width=4, depth=1)),
@@ -161,8 +162,8 @@ BRANCHED_MODELS = {
     "two-heads": RuntimeModel(TwoHeads, steps=3),
 }
 
-# Of the networks that strips are for: several blocks of each of its three widths.
-DEEP = {"resnet29-v2": RuntimeModel(lambda: ResNetV2(CLASSES, depth=29, width=8))}
+# As deep as the networks that strips are for.
+DEEP = {"resnet110-v2": RuntimeModel(lambda: ResNetV2(CLASSES, depth=110, width=8), steps=3)}
 
 ALL_MODELS = MODELS | BRANCHED_MODELS | DEEP
 

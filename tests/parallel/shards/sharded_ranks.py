@@ -21,7 +21,7 @@ def cases_of_processes(library: str, ranks: int) -> list[Sharded]:
     """Two strips on each rank of a pipeline, and all ranks' strips of one model."""
     cases = {
         ("gloo", 4): [
-            ("resnet29-v2", "1f1b", 2),
+            ("resnet110-v2", "1f1b", 2),
             ("hooknet", "gems-mast", 2),
             ("unet", "data-parallel", 4),
             ("branches", "1f1b-recomputed", 2),
@@ -31,7 +31,7 @@ def cases_of_processes(library: str, ranks: int) -> list[Sharded]:
         ("mpi", 4): [
             ("hooknet", "1f1b", 2),
             ("unet-group-norm", "gems-mast", 2),
-            ("resnet29-v2", "data-parallel", 4),
+            ("resnet110-v2", "data-parallel", 4),
         ],
         ("mpi", 3): [("unet", "data-parallel", 3)],
     }

@@ -50,7 +50,7 @@ CASES = [
     Sharded(Case("unet", "1f1b", 2, DOUBLE), 2),
     Sharded(Case("unet", "gems-mast", 2, DOUBLE), 4),
     Sharded(Case("unet-group-norm", "1f1b", 2, DOUBLE), 4),
-    Sharded(Case("resnet29-v2", "gems-mast", 2, DOUBLE), 3),
+    Sharded(Case("resnet110-v2", "gems-mast", 2, DOUBLE), 3),
     Sharded(Case("branches", "gems-master-recomputed", 2, DOUBLE), 2),
     Sharded(Case("dropout", "1f1b-recomputed", 2, DOUBLE), 2),
     Sharded(Case("unet", "hybrid-gpipe", 4, DOUBLE), 2),
@@ -95,7 +95,7 @@ def test_strips_train_as_whole_tiles(sharded: Sharded) -> None:
 
 def test_cases_are_a_pairwise_cover() -> None:
     """Each network is judged in each number of strips, order and wire, and so on for any two."""
-    networks = "unet", "unet-group-norm", "resnet29-v2", "hooknet"
+    networks = "unet", "unet-group-norm", "resnet110-v2", "hooknet"
     factors: list[tuple[str | int, ...]] = [networks, (2, 3, 4)]
     factors += [("data-parallel", "1f1b", "gems-mast"), ("threads", "gloo", "mpi")]
     judged_on = [("threads", each) for each in CASES]
