@@ -80,7 +80,7 @@ def test_level_0_is_what_was_stitched(
     net, card = load_bundle(bundle)
     segmenter = Segmenter(net, card, load_config(tmp_path / "c.toml"))
     with open_slide(slide, assume_mpp=0.5) as opened:
-        expected = segmenter.maps(opened)
+        expected = segmenter.maps(opened)[:3]  # of objects the height is the fourth
     mask, probability, uncertainty = read(tmp_path / "out" / "slide")
     assert probability.shape == (3, *mask.shape)
     np.testing.assert_array_equal(probability, np.round(expected * np.float32(255)))

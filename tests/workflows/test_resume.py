@@ -36,6 +36,7 @@ def test_a_run_is_trained_by_one_process_at_a_time(
     asked = TrainingArguments(Path("tiny.toml"), flags, RUN)
     with run_held(RUN):
         write_config(load_config(Path("tiny.toml"), flags), RUN / "config.toml")
+        (RUN / "splits.csv").write_text("slide,patient,split\n")
         for other in (replace(asked, resume=True), replace(asked, overwrite=True)):
             with pytest.raises(PathosegError, match=r"run is in training already, by process \d"):
                 train(other)
