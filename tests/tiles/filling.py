@@ -1,4 +1,4 @@
-"""What tests write to a tile cache, in processes that are forked, too."""
+"""The pixels and programs with which tests fill a tile cache, in forked processes, too."""
 
 from __future__ import annotations
 

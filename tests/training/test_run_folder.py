@@ -1,4 +1,4 @@
-"""Where a new run may lie."""
+"""Folders in which a new run may lie, and those in which it may not."""
 
 from __future__ import annotations
 
