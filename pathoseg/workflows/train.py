@@ -186,7 +186,9 @@ def _train(
             "more --epochs, either of them for the whole run, trains it further."
         )
         return folder
-    if run.is_resumed and leads:
+    # A run that goes on or is replaced is held from here on: another trainer is named at once.
+    is_held = leads and (folder / CONFIG).exists()
+    if is_held:
         held.enter_context(run_held(folder))
     given = _read_input(run)
     run = replace(run, start_from=None)  # its weights are in the network, and need no memory twice
@@ -210,10 +212,10 @@ def _train(
         with spent.on("cutting tiles"):
             tiles, facts = _cut(given, card, pool, interruption)
         if leads:
-            if not run.is_resumed:
+            if not is_held:
                 held.enter_context(run_held(folder))
-                if (folder / CONFIG).exists():
-                    clear_run(folder, asked.overwrite)
+            if not run.is_resumed and (folder / CONFIG).exists():
+                clear_run(folder, asked.overwrite)
             digests = annotation_digests(sources)
             begin_run(folder, config, members, digests, given.plan, model, card)
         interruption.advice = f"Continue with: pathoseg train --resume --out {quote(str(folder))}"

@@ -13,6 +13,7 @@ from pathoseg.errors import PathosegError
 from pathoseg.inference import leases
 from pathoseg.training.run_folder import finish_run
 from pathoseg.workflows import start_run
+from pathoseg.workflows import train as workflow
 from pathoseg.workflows.early_checks import TrainingArguments
 from pathoseg.workflows.start_run import begin_run, run_held
 from pathoseg.workflows.train import train
@@ -32,6 +33,7 @@ def test_a_run_is_trained_by_one_process_at_a_time(
     toy_slides: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leases, "BEAT", 0.02)
+    monkeypatch.setattr(workflow, "_read_input", lambda _: pytest.fail("input is read first"))
     flags = {"data": {"slides": str(toy_slides)}}
     asked = TrainingArguments(Path("tiny.toml"), flags, RUN)
     with run_held(RUN):
