@@ -220,13 +220,8 @@ def _fill_former_defaults(table: dict[str, Any], where: str, unnumbered: int) ->
                     target.setdefault(key, value)
 
 
-@cache
-def _field_types(kind: type) -> Mapping[str, Any]:
-    return get_type_hints(kind)
-
-
 def _refuse_unknown(cls: type, table: Mapping[str, Any], where: str, prefix: str) -> None:
-    known = _field_types(cls)
+    known = get_type_hints(cls)
     names = [entry.name for entry in fields(cls)]
     for key, value in table.items():
         if key not in names:
@@ -246,7 +241,7 @@ def _refuse_unknown(cls: type, table: Mapping[str, Any], where: str, prefix: str
 
 def _homes(key: str) -> Iterator[str]:
     """Yield the places of the file that know a key, in words."""
-    for name, kind in _field_types(Config).items():
+    for name, kind in get_type_hints(Config).items():
         is_table = isinstance(kind, type) and is_dataclass(kind)
         if is_table and key in (entry.name for entry in fields(kind)):
             yield f"to [{name}]"

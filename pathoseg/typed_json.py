@@ -5,17 +5,11 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from functools import cache
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 _LARGEST = 1e308
-
-
-@cache  # they are read from source text: 1 ms for each of the large ones
-def _field_types(kind: type) -> Mapping[str, Any]:
-    return get_type_hints(kind)
 
 
 def from_json(kind: type[T], value: Any, where: str = "", needs_all: bool = False) -> T:
@@ -40,7 +34,7 @@ def from_json(kind: type[T], value: Any, where: str = "", needs_all: bool = Fals
 def _typed(kind: Any, value: Any, where: str, needs_all: bool) -> Any:
     origin, inner = get_origin(kind), get_args(kind)
     if is_dataclass(kind) and isinstance(value, dict):
-        kinds = _field_types(kind)  # type: ignore[arg-type]  # is_dataclass takes instances, too
+        kinds = get_type_hints(kind)
         optional = {
             each.name
             for each in fields(kind)

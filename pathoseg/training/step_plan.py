@@ -205,7 +205,7 @@ def dtype_on(hardware: Hardware, wanted: Precision) -> torch.dtype | None:
 class Prices:
     """Prices of the layers of a run's model, of whole tiles and of strips.
 
-    Tiles are traced once for each microbatch, side and number of strips.
+    Whole tiles are traced once for each microbatch and side; strips each time.
 
     Args:
         model: The network.
@@ -231,7 +231,6 @@ class Prices:
         self.gathered: dict[int, Mapping[str, str]] = {}
         self._layout = torch.contiguous_format
         self._whole: dict[tuple[int, int], Traced] = {}
-        self._found: dict[tuple[int, int, int, bool], StageCosts] = {}
 
     def graphs(self, shards: int = 1) -> list[StageCosts]:
         """Price the layers for each size of microbatch that may be used, smallest first.
@@ -265,12 +264,6 @@ class Prices:
             shards: As for `graphs`.
             profile: Whether the layers are timed on this machine.
         """
-        key = size, side, shards, profile
-        if key not in self._found:
-            self._found[key] = self._price(size, side, shards, profile)
-        return self._found[key]
-
-    def _price(self, size: int, side: int, shards: int, profile: bool) -> StageCosts:
         config, hardware = self.config, self.hardware
         if profile:  # as it will be trained
             self._layout = lay_out(self.model, config.model.with_classes(2))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import count
-from math import sqrt
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +22,7 @@ from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.draw import adjacency, svg
 from pathoseg.parallel.graph.fold import fold, folded_layers
 from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition
-from pathoseg.parallel.planning.infeasibility import count_ranks, least_need, nothing_fits
+from pathoseg.parallel.planning.infeasibility import count_ranks, nothing_fits
 from pathoseg.parallel.planning.orders import AUTO, DATA_PARALLEL, SEQUENTIAL
 from pathoseg.parallel.planning.partition import cut
 from pathoseg.parallel.planning.plan import Plan, PlanRequest
@@ -114,10 +112,10 @@ def _reads(config: ParallelConfig) -> Sequence[str]:
 def _refusal(prices: Prices, memory: int, found: Found) -> PathosegError:
     """Return the error that says what would fit, where nothing does."""
 
-    def smaller(request: PlanRequest, share: float) -> Iterator[str]:
+    def smaller(request: PlanRequest) -> Iterator[str]:
         size, multiple = found.graphs[0].microbatch, tile_multiple(prices.model)
         sides = range(2 * multiple, prices.config.tiles.side, multiple)
-        side = _Sides(prices, size, found.shards, request, share).largest(sides)
+        side = _largest(sides, lambda side: fits(prices.one(size, side, found.shards), request))
         if side is None:  # what does not shrink with tiles fills the memory, with strips too
             return
         yield f"tiles of {side} px"
@@ -127,69 +125,28 @@ def _refusal(prices: Prices, memory: int, found: Found) -> PathosegError:
         cut = replace(prices.config.parallel, shards=shards)
         shared = plan_request(replace(prices.config, parallel=cut), memory)
         tried = sides[:: max(1, len(sides) // _TRIED_SIDES)]
-        side = _Sides(prices, size, shards, shared, share).largest(tried)
+        side = _largest(tried, lambda side: fits(prices.one(size, side, shards), shared))
         if side is not None:
             yield f"tiles of {side} px, each in {shards} strips of rows"
 
     return told_of_teams(nothing_fits(found.graphs[0], found.request, smaller), found.shards)
 
 
-class _Sides:
-    """The sides of tiles of which a plan fits; each that is looked at is traced, which takes long.
+def _largest(sides: Sequence[int], fit: Callable[[int], bool]) -> int | None:
+    """Return the largest of ascending sides that fits, None where the smallest does not."""
+    too_low = set[int]()
 
-    What a side needs grows about as its square, beside weights and the like; of that, as large a
-    share has to fit as of the configured side. So the largest that fits is guessed from those that
-    are traced.
-
-    Args:
-        prices: The model.
-        size: Samples of the microbatch.
-        shards: Strips of a tile.
-        request: The request to the planner.
-        share: Share of `least_need` that is enough, where layers are offloaded and recomputed.
-    """
-
-    def __init__(
-        self, prices: Prices, size: int, shards: int, request: PlanRequest, share: float
-    ) -> None:
-        self._prices, self._size, self._shards = prices, size, shards
-        self._request, self._share, self._side = request, share, prices.config.tiles.side
-        self._needs: dict[int, float] = {}  # by side
-        self._too_low = set[int]()  # whose strips are lower than a halo
-        self._fits(self._side)  # known not to, and priced
-
-    def largest(self, sides: Sequence[int]) -> int | None:
-        """Return the largest of ascending sides that fits, None where the smallest does not."""
-        if not sides or not self._fits(sides[0]):
-            return None
-        low, high = 0, len(sides)
-        for attempt in count(1):
-            if high - low == 1:
-                break
-            # A guess that is far off must not be moved one by one.
-            at = (low + high) // 2 if attempt % 4 == 0 else bisect_right(sides, self._guess()) - 1
-            at = min(max(at, low + 1), high - 1)
-            low, high = (at, high) if self._fits(sides[at]) else (low, at)
-        return None if sides[low] in self._too_low else sides[low]
-
-    def _fits(self, side: int) -> bool:
+    def too_large(side: int) -> bool:
         try:
-            priced = self._prices.one(self._size, side, self._shards)
-            self._needs[side] = least_need(priced, self._request.ranks)
-            return fits(priced, self._request)
-        except PathosegError:
-            self._too_low.add(side)
-            return True
+            return not fit(side)
+        except PathosegError:  # strips of so small a tile are lower than a halo
+            too_low.add(side)
+            return False
 
-    def _guess(self) -> float:
-        """The side that takes the whole memory, by the configured one and the smallest traced."""
-        least, most = min(self._needs), self._needs.get(self._side, 0)
-        steepness = (most - self._needs[least]) / max(self._side**2 - least**2, 1)
-        if steepness <= 0:
-            return self._side
-        constant = most - steepness * self._side**2
-        growing = (self._share * most - constant) / self._side**2
-        return sqrt(max(0, (self._request.memory - constant) / max(growing, 1)))
+    if not sides or too_large(sides[0]):
+        return None
+    side = sides[bisect_left(sides, True, lo=1, key=too_large) - 1]
+    return None if side in too_low else side
 
 
 def _lines(prices: Prices, memory: int, found: Found) -> Iterator[str]:

@@ -21,7 +21,8 @@ from pathoseg.parallel.planning.plan import Plan, PlanRequest
 from pathoseg.parallel.planning.planner import plan
 from pathoseg.parallel.planning.stage_costs import StageCosts
 
-ATTEMPT = Path(__file__).with_name("attempt_forked.py")
+ROOT = Path(__file__).resolve().parents[2]
+ATTEMPT = ROOT / "benchmarks" / "memory-wall" / "attempt.py"
 SIDE = 128
 
 

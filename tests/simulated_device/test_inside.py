@@ -18,7 +18,7 @@ _ACTIVATIONS = "tests/parallel/activations"
 _MIXED = "mixture and gems"
 _PARKED = "(training_is_the_same and gems and adamw-parked0) or (it_goes_with and overlapped)"
 _KEPT = "two_stages or (done_again and views) or trace_has"
-_JUDGED = "branches and (recomputed-3] or hybrid-gems-master-4] or bidirectional-3])"
+_JUDGED = "branches and (recomputed or hybrid-gems or bidirectional)"
 _SUMMED = "group-norm and (data-parallel or synthesised-mirrored) and not 8"
 # The runtime's own tests compute on the device where it is loaded: some of each, in one process.
 RUNTIME = [

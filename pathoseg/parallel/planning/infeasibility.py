@@ -27,10 +27,6 @@ _SHARES = 16
 _ROOMY = 2**60  # bytes that nothing fills
 
 
-# Of a request and a share of memory, the hints.
-Smaller = Callable[[PlanRequest, float], Iterable[str]]
-
-
 def can_run(priced: StageCosts, request: PlanRequest) -> bool:
     """Return True if an order that the request allows has a plan where memory is endless."""
     return fits(priced, replace(request, memory=_ROOMY))
@@ -39,7 +35,7 @@ def can_run(priced: StageCosts, request: PlanRequest) -> bool:
 def nothing_fits(
     priced: StageCosts,
     request: PlanRequest,
-    smaller: Smaller = lambda *_: (),
+    smaller: Callable[[PlanRequest], Iterable[str]] = lambda _: (),
 ) -> PathosegError:
     """Make the error that says why no plan fits, with hints at requests that would.
 
@@ -50,8 +46,7 @@ def nothing_fits(
     Args:
         priced: The model with its smallest microbatch.
         request: The request that cannot be met.
-        smaller: Finds smaller tiles that would fit a request, and names them. It is told the
-            share of `least_need` that is enough for this model, layers offloaded and recomputed.
+        smaller: Finds smaller tiles that would fit a request, and names them.
     """
     if not can_run(priced, request):
         return _too_little_to_share(priced, replace(request, memory=_ROOMY))
@@ -86,7 +81,9 @@ def _too_little_to_share(priced: StageCosts, request: PlanRequest) -> PathosegEr
     )
 
 
-def _changes(priced: StageCosts, request: PlanRequest, smaller: Smaller) -> Iterator[str]:
+def _changes(
+    priced: StageCosts, request: PlanRequest, smaller: Callable[[PlanRequest], Iterable[str]]
+) -> Iterator[str]:
     wanted, request = request, replace(request, order=AUTO, stages=None, cut=())
     if wanted != request:
         free = plan([priced], request)
@@ -101,9 +98,8 @@ def _changes(priced: StageCosts, request: PlanRequest, smaller: Smaller) -> Iter
     leaner = replace(request, ranks=partition.stages)
     shares = [need * share // _SHARES for share in range(1, _SHARES)]
     first = bisect_left(shares, True, key=lambda size: fits(priced, replace(leaner, memory=size)))
-    enough = [*shares, need][first]
-    yield f"{count_ranks(partition.stages)} of {memory_text(enough)}"
-    yield from smaller(request, enough / need)
+    yield f"{count_ranks(partition.stages)} of {memory_text([*shares, need][first])}"
+    yield from smaller(request)
     if request.ways != AllowedPolicies() and fits(priced, replace(request, ways=AllowedPolicies())):
         yield "offload and recomputation, which [parallel] offload and recompute forbid"
 
@@ -116,12 +112,6 @@ def _enough_ranks(priced: StageCosts, request: PlanRequest) -> int | None:
         if fits(priced, replace(request, ranks=ranks)):
             return ranks
     return None
-
-
-def least_need(priced: StageCosts, ranks: int) -> int:
-    """Return the bytes of the fullest of at most so many ranks, all being kept, in the cut and the
-    order that need least."""
-    return max(_needs(priced, _leanest(priced, ranks)))
 
 
 def _leanest(priced: StageCosts, ranks: int) -> Partition:

@@ -130,7 +130,7 @@ class Runner:
             traced.model, traced.graph, partition, whole.placement, rank
         )
         compared = {
-            "model": traced.graph.structure(),
+            "model": traced.graph.structure,
             "stages": str(partition.bounds),
             "schedule": str(schedule),
             "precision, clipping or seed": f"{training.dtype} {training.clip} {training.seed}",

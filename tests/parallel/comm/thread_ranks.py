@@ -1,15 +1,10 @@
-"""Ranks as threads of one process: the transport of the tests, which knows when all are stuck.
-
-One rank computes at a time, until it waits for another: threads that run at once hand Python's lock
-to each other in every operator of torch, which takes as long again as the ranks themselves.
-"""
+"""Ranks as threads of one process: the transport of the tests, which knows when all are stuck."""
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -33,14 +28,12 @@ def run_ranks(ranks: int, body: Callable[[ThreadTransport], Result]) -> list[Res
 
     def run(rank: int) -> None:
         transport = ThreadTransport(hub, rank)
-        hub.turn.take()
         try:
             results[rank] = body(transport)
         except BaseException as error:
             errors.append(error)
             transport.abort(f"Rank {rank} failed: {error}")
         transport.close()
-        hub.turn.give()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
     for thread in threads:
@@ -119,10 +112,7 @@ class ThreadPending:
     problem: str | None = None
 
     def done(self) -> bool:
-        if not self.finished:
-            with self.hub.turn.left():  # who asks again and again waits, too
-                pass
-        with self.hub.lock:
+        with self.hub.changed:
             self.hub.check(self)
             return self.finished
 
@@ -136,58 +126,15 @@ class _Gathering:
     pending: list[ThreadPending] = field(default_factory=list)
 
 
-class _Turn:
-    """Belongs to one thread at a time; those that ask for it have it in turn."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._owner: int | None = None
-        self._asking: deque[tuple[int, threading.Lock]] = deque()
-
-    def take(self) -> None:
-        own, gate = threading.get_ident(), threading.Lock()
-        with self._lock:
-            if self._owner is None:
-                self._owner = own
-                return
-            gate.acquire()
-            self._asking.append((own, gate))
-        gate.acquire()  # until `give` opens it
-
-    def give(self) -> None:
-        with self._lock:
-            self._owner = None
-            if self._asking:
-                self._owner, gate = self._asking.popleft()
-                gate.release()
-
-    @contextmanager
-    def left(self) -> Iterator[None]:
-        """Make a context in which others have the turn.
-
-        A thread of autograd, which computes for a rank, has none to leave.
-        """
-        if self._owner != threading.get_ident():
-            yield
-            return
-        self.give()
-        try:
-            yield
-        finally:
-            self.take()
-
-
 class _Hub:
     """The state that threads share: messages, sums, texts, and the ranks that wait or have left.
 
-    `lock` guards it: methods take it, or are called by those that hold it.
+    The lock of `changed` guards it: methods take it, or are called by those that hold it.
     """
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        self.turn = _Turn()
-        self.lock = threading.RLock()
-        self._changed = [threading.Condition(self.lock) for _ in range(ranks)]  # for each rank
+        self.changed = threading.Condition()
         self._reason: str | None = None
         self._offered: dict[_Route, deque[tuple[ThreadPending, Tensor]]] = defaultdict(deque)
         self._asked: dict[_Route, deque[tuple[ThreadPending, Tensor]]] = defaultdict(deque)
@@ -197,14 +144,14 @@ class _Hub:
         self._left: set[int] = set()
 
     def offer(self, route: _Route, pending: ThreadPending, tensor: Tensor) -> ThreadPending:
-        with self.lock:
+        with self.changed:
             self.check(pending)
             self._offered[route].append((pending, tensor))
             self._match(route)
         return pending
 
     def ask(self, route: _Route, pending: ThreadPending, into: Tensor) -> ThreadPending:
-        with self.lock:
+        with self.changed:
             self.check(pending)
             self._asked[route].append((pending, into))
             self._match(route)
@@ -224,7 +171,7 @@ class _Hub:
             self._finish(sent, received)
 
     def join(self, key: tuple[int, ...], pending: ThreadPending, tensor: Tensor) -> ThreadPending:
-        with self.lock:
+        with self.changed:
             self.check(pending)
             joined = self._sums.setdefault(key, {})
             joined[pending.rank] = (pending, tensor)
@@ -240,7 +187,7 @@ class _Hub:
         return pending
 
     def tell(self, pending: ThreadPending, text: str) -> dict[int, str]:
-        with self.lock:
+        with self.changed:
             self.check(pending)
             gathering = self._gathering
             gathering.texts[pending.rank] = text
@@ -251,16 +198,10 @@ class _Hub:
             return gathering.texts
 
     def wait(self, pending: ThreadPending) -> None:
-        def is_over() -> bool:
-            return pending.finished or self._reason is not None
-
-        with self.lock:
+        with self.changed:
             self._waiting[pending.rank] = pending
             self._look_for_stuck()
-        if not is_over():
-            with self.turn.left(), self.lock:
-                self._changed[pending.rank].wait_for(is_over)
-        with self.lock:
+            self.changed.wait_for(lambda: pending.finished or self._reason is not None)
             del self._waiting[pending.rank]
             self.check(pending)
 
@@ -271,20 +212,19 @@ class _Hub:
             raise PathosegError(problem, "Correct what that rank reports and start again.")
 
     def abort(self, reason: str) -> None:
-        with self.lock:
+        with self.changed:
             self._reason = self._reason or reason
-            for each in self._changed:
-                each.notify_all()
+            self.changed.notify_all()
 
     def leave(self, rank: int) -> None:
-        with self.lock:
+        with self.changed:
             self._left.add(rank)
             self._look_for_stuck()
 
     def _finish(self, *pending: ThreadPending) -> None:
         for each in pending:
             each.finished = True
-            self._changed[each.rank].notify_all()
+        self.changed.notify_all()
 
     def _look_for_stuck(self) -> None:
         """Ends all ranks where each waits, or is gone, and none can go on."""

@@ -44,7 +44,7 @@ def test_the_structure_of_a_model_has_no_prices() -> None:
     first = graph.layers[0]
     dearer = replace(first, backward=replace(first.backward, read=1), saved=(), gradients=())
     again = replace(graph, layers=(dearer, *graph.layers[1:]), storages=graph.storages[1:])
-    assert again.structure() == graph.structure()
+    assert again.structure == graph.structure
     assert first.kind == "convolution"
     for change in (
         {"name": "other"},
@@ -57,7 +57,7 @@ def test_the_structure_of_a_model_has_no_prices() -> None:
         {"sendable": False},
     ):
         other = replace(graph, layers=(replace(first, **change), *graph.layers[1:]))
-        assert other.structure() != graph.structure(), change
+        assert other.structure != graph.structure, change
     for change in (
         {"model": "other"},
         {"inputs": {}},
@@ -68,7 +68,7 @@ def test_the_structure_of_a_model_has_no_prices() -> None:
         {"ties": (Colocation(0, 1, "they are tied"),)},
         {"order": (1, 0)},
     ):
-        assert replace(graph, **change).structure() != graph.structure(), change
+        assert replace(graph, **change).structure != graph.structure, change
     told = {"name", "kind", "attributes", "scope", "inputs", "outputs", "sendable"}
     told |= {"parameters", "buffers"}
     prices = {"forward", "backward", "saved", "gradients"}

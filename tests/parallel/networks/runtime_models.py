@@ -105,17 +105,12 @@ class RuntimeModel:
         input: The name of its input.
         further: The names of those beside it, which get its samples mirrored.
         keeps_order: Whether gradients are summed in one process's order wherever it is cut.
-        steps: Of its training. In the second, momentum has a past, messages are posted ahead of
-            time and sums begin within the backward. Where a third differs from that, it does so by
-            the plan, not the network: those that strips are judged with, and two quick ones, train
-            three by every plan.
     """
 
     make: Callable[[], nn.Module]
     input: str = "images"
     keeps_order: bool = True
     further: tuple[str, ...] = ()
-    steps: int = 2
 
     def inputs(self, images: Tensor) -> dict[str, Tensor]:
         """Name the inputs of a microbatch."""
@@ -132,11 +127,11 @@ def _frozen(model: nn.Module) -> nn.Module:
 
 
 MODELS = {
-    "unet": RuntimeModel(lambda: UNet(CLASSES, width=4, depth=2), steps=3),
-    "unet-group-norm": RuntimeModel(lambda: UNet(CLASSES, width=4, depth=1, norm="group"), steps=3),
-    "resnet-v2": RuntimeModel(lambda: ResNetV2(CLASSES, depth=11, width=2)),
+    "unet": RuntimeModel(lambda: UNet(CLASSES, width=4, depth=2)),
+    "unet-group-norm": RuntimeModel(lambda: UNet(CLASSES, width=4, depth=2, norm="group")),
+    "resnet-v2": RuntimeModel(lambda: ResNetV2(CLASSES, depth=20, width=2)),
     "branches": RuntimeModel(Branches, "image", keeps_order=False),
-    "dropout": RuntimeModel(Dropping, steps=3),
+    "dropout": RuntimeModel(Dropping),
     "unet-resnet": RuntimeModel(lambda: ResNetUNet(CLASSES, (1, 1), bottleneck=True, width=4)),
     # Sides that no patch divides are padded.
     "vit": RuntimeModel(lambda: ViTSeg(CLASSES, ViTShape(8, 4, 2, registers=1, mlp="swiglu"))),
@@ -145,10 +140,10 @@ MODELS = {
     "low-rank": RuntimeModel(lambda: _frozen(ViTSeg(CLASSES, ViTShape(8, 4, 2, lora=2)))),
     # Two inputs, of which each ends in a branch of its own.
     "hooknet": RuntimeModel(
-        lambda: HookNet(CLASSES, width=4, depth=2), "image", further=("context",), steps=3
+        lambda: HookNet(CLASSES, width=4, depth=2), "image", further=("context",)
     ),
     # Separates objects: its last channel is their height (`pathoseg.models.losses`).
-    "objects": RuntimeModel(lambda: UNet(CLASSES + 1, width=4, depth=1)),
+    "objects": RuntimeModel(lambda: UNet(CLASSES + 1, width=4, depth=2)),
 }
 
 
@@ -159,11 +154,11 @@ BRANCHED_MODELS = {
     "three-decoders": RuntimeModel(lambda: ThreeDecoders(4, CLASSES), keeps_order=False),
     "resolutions": RuntimeModel(lambda: FourResolutions(4, 3, 2, CLASSES), keeps_order=False),
     "split-transformer": RuntimeModel(lambda: SplitTransformer(16, 2, 2, 4), keeps_order=False),
-    "two-heads": RuntimeModel(TwoHeads, steps=3),
+    "two-heads": RuntimeModel(TwoHeads),
 }
 
 # As deep as the networks that strips are for.
-DEEP = {"resnet110-v2": RuntimeModel(lambda: ResNetV2(CLASSES, depth=110, width=8), steps=3)}
+DEEP = {"resnet110-v2": RuntimeModel(lambda: ResNetV2(CLASSES, depth=110, width=8))}
 
 ALL_MODELS = MODELS | BRANCHED_MODELS | DEEP
 

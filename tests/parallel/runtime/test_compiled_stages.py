@@ -16,6 +16,7 @@ from tests.parallel.comm.thread_ranks import run_ranks
 from tests.parallel.networks.runtime_models import MODELS, per_sample_loss, samples
 from tests.parallel.runtime import cases
 from tests.parallel.runtime.cases import Case
+from tests.parallel.runtime.judge import STEPS
 
 pytestmark = [
     pytest.mark.slow,
@@ -65,7 +66,7 @@ def test_ranks_train_as_one_process(case: Case, compiled: list[set[str]]) -> Non
 
     def body(transport: Any) -> dict[str, Any]:
         runner = cases.start(case, transport, replace(cases.training_of(case), compiles=True))
-        for step in range(MODELS[case.model].steps):
+        for step in range(STEPS):
             assert runner.step(step, cases.microbatches(case, step)).finite
         return runner.state().get("model", {})
 

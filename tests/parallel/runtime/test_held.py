@@ -27,7 +27,7 @@ VISITS = 3
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "unet": lambda: UNet(2, width=16, depth=2),
     "unet-group-norm": lambda: UNet(2, width=16, depth=2, norm="group"),
-    "resnet-v2": lambda: ResNetV2(2, depth=11),
+    "resnet-v2": lambda: ResNetV2(2, depth=20),
 }
 
 

@@ -29,26 +29,19 @@ pytestmark = pytest.mark.slow  # many seconds in all
 # Of two inputs, what no other network shows is where each is read: a few plans do.
 NETWORKS = [model for model in MODELS if model not in ("objects", "hooknet")]
 ENCODERS = ("unet-resnet", "vit", "frozen", "low-rank")
-# What groups and double precision change is no matter of these, which have many layers. The first
-# two have the layers of the last two, which are trained in part: each plan trains one of a kind.
+# What groups and double precision change is no matter of these, which have many layers.
 PLAIN = [model for model in NETWORKS if model not in ENCODERS]
-# One network is cut into every number of stages. Of the others each plan has one number, in turn:
-# every network and every plan meets all three.
-CUT_IN_ALL = "branches"
+# Branches, and a network of one, are cut into every number of stages. Of the others each plan has
+# one number, in turn: every network and every plan meets all three.
+CUT_IN_ALL = ("unet", "branches")
 CASES = [
-    *(Case(CUT_IN_ALL, plan, ranks) for plan in PLANS for ranks in (2, 3, 4)),
+    *(Case(model, plan, ranks) for model in CUT_IN_ALL for plan in PLANS for ranks in (2, 3, 4)),
     *(
         Case(model, plan, 2 + (at + shift) % 3)
-        for at, model in enumerate(model for model in NETWORKS if model != CUT_IN_ALL)
+        for at, model in enumerate(model for model in NETWORKS if model not in CUT_IN_ALL)
         for shift, plan in enumerate(PLANS)
-        if model not in ENCODERS or shift % 2 == ENCODERS.index(model) // 2
     ),
-    *(Case(CUT_IN_ALL, plan, ranks) for plan in HYBRIDS for ranks in (4, 8)),
-    *(
-        Case(model, plan, (4, 8)[(at + shift) % 2])
-        for at, model in enumerate(model for model in PLAIN if model != CUT_IN_ALL)
-        for shift, plan in enumerate(HYBRIDS)
-    ),
+    *(Case(model, plan, ranks) for model in PLAIN for plan in HYBRIDS for ranks in (4, 8)),
     *(Case("objects", plan, 3) for plan in PLANS),
     *(Case("hooknet", plan, 2) for plan in ("gpipe", "1f1b-recomputed", "data-parallel")),
     *(Case("hooknet", plan, 3) for plan in ("mp-basic-naive", "gems-master")),
@@ -85,7 +78,7 @@ LAST = [
 
 def _marks(case: Case) -> list[pytest.MarkDecorator]:
     """Each takes less than a second, but together they take minutes: some of them stay quick."""
-    quick = case.ranks == 2 and case.model in (CUT_IN_ALL, "dropout") and case.last == 1
+    quick = case.ranks == 2 and case.model in ("unet", "dropout") and case.last == 1
     return [] if quick else [pytest.mark.slow]
 
 

@@ -14,7 +14,7 @@ from pathoseg.parallel.runtime.runner import Runner
 from tests.parallel.computing_device import DEVICE
 from tests.parallel.networks.runtime_models import ALL_MODELS, SIDE, samples
 from tests.parallel.runtime.cases import Case, judged_case, reset, traced, training_of
-from tests.parallel.runtime.judge import Verdict
+from tests.parallel.runtime.judge import STEPS, Verdict
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ def start_strips(
 def run_strips(
     sharded: Sharded, transport: Transport, whose: object = None, memory: Memory | None = None
 ) -> Verdict:
-    """Some steps on one rank; gradients are those of its own parameters."""
+    """Three steps on one rank; gradients are those of its own parameters."""
     runner, verdict = start_strips(sharded, transport, whose, memory), Verdict()
-    for step in range(ALL_MODELS[sharded.case.model].steps):
+    for step in range(STEPS):
         result = runner.step(step, microbatches(sharded.case, step, runner))
         assert result.finite
         verdict.losses.append(result.loss_sum)
