@@ -204,7 +204,7 @@ def load_model(
     from pathoseg.inference.loaded_model import LoadedModel
     from pathoseg.training.run_folder import bundle_of
 
-    return LoadedModel.load(bundle_of(_path(model)), factory, device)
+    return LoadedModel.load(bundle_of(_path(model), "load_model"), factory, device)
 
 
 def open_slide(path: Name, assume_mpp: float | None = None) -> Slide:

@@ -29,7 +29,9 @@ _AT_LEAST_EVERY = 60.0  # seconds
 _AT_MOST_EVERY = 10.0
 _SHARE = 10  # percent
 
+# Of the work, errors too; what a command was asked for goes to standard output, to be piped.
 console = Console(stderr=True, highlight=False, soft_wrap=True)
+_answers = Console(highlight=False, soft_wrap=True)
 
 
 class Bar(Protocol):
@@ -190,12 +192,17 @@ def progress_bar(
 
 
 def say(text: str) -> None:
-    """One line for the user; above the bar where there is one."""
+    """Print a line about the work on standard error, above the bar where there is one."""
     console.print(text, markup=False)
 
 
-def say_table(columns: Sequence[tuple[str, bool]], rows: Iterable[Sequence[str]]) -> None:
-    """A table for the user; where there is no terminal its lines are as long as they need.
+def answer(text: str) -> None:
+    """Print a line of what the command was asked for on standard output."""
+    _answers.print(text, markup=False)
+
+
+def answer_table(columns: Sequence[tuple[str, bool]], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table likewise; where there is no terminal its lines are as long as they need.
 
     Args:
         columns: Title, and whether the cells are numbers.
@@ -213,5 +220,5 @@ def say_table(columns: Sequence[tuple[str, bool]], rows: Iterable[Sequence[str]]
         )
     for row in rows:
         table.add_row(*map(Text, row))
-    where = console if console.is_terminal else Console(stderr=True, width=_ENDLESS)
+    where = _answers if _answers.is_terminal else Console(width=_ENDLESS)
     where.print(table, crop=False)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from pathoseg.errors import StoppedError
-from pathoseg.progress import say_table
+from pathoseg.progress import answer_table
 
 T = TypeVar("T")
 _END = object()
@@ -73,7 +73,7 @@ class TimeSpent:
                 (what, f"{seconds:.1f}", f"{100 * share:.0f} %")
                 for what, seconds, share in self.rows()
             ]
-            say_table([("Time", False), ("Seconds", True), ("Share", True)], cells)
+            answer_table([("Time", False), ("Seconds", True), ("Share", True)], cells)
 
 
 @contextmanager

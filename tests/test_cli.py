@@ -15,7 +15,7 @@ import torch
 import typer.main
 from PIL import Image
 
-from pathoseg.cli import app
+from pathoseg.cli import app, main
 from pathoseg.version import __version__
 
 Command = Callable[..., tuple[int, str]]
@@ -312,3 +312,32 @@ def test_a_whole_course_says_only_what_is_ours(toy_slides: Path, tmp_path: Path)
     assert end.split() == ["0"], said
     assert (tmp_path / "runs" / "latest" / "model").is_dir()
     assert (tmp_path / "results" / "slide0" / "summary.json").is_file()
+
+
+@pytest.mark.slow
+def test_what_was_asked_for_is_on_standard_output(
+    toy_slides: Path,
+    tiny_bundle: SaveBundle,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """So that it can be piped: the tables there, and on standard error where files are."""
+    model, common = str(tiny_bundle()), ("--config", "tiny.toml")
+    evaluate = ("evaluate", "--slides", str(toy_slides), "--model", model, "--assume-mpp", "0.5")
+    small = ("--model", "unet", "--tile", "32", "--ranks", "2", "--level", "module")
+    for arguments, answer, work in (
+        (("check", "--slides", str(toy_slides), *common), "slide3.png", "Written to check.csv"),
+        (("plan", *common, *small), "microbatches", "Plan: plan.json"),
+        (
+            (*evaluate, "--out", "out"),
+            "slide3.png (unseen)  Dice: mean",
+            "Written to out/evaluation.csv",
+        ),
+    ):
+        monkeypatch.setattr(sys, "argv", ["pathoseg", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capfd.readouterr()
+        assert end.value.code == 0, err
+        assert (answer in out, answer in err) == (True, False), (out, err)
+        assert (work in out, work in err) == (False, True), arguments

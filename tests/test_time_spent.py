@@ -81,7 +81,7 @@ def test_the_table_comes_at_the_end_and_at_a_stop(
     monkeypatch: pytest.MonkeyPatch, error: Exception | None, told: int
 ) -> None:
     tables = list[object]()
-    monkeypatch.setattr(time_spent, "say_table", lambda columns, rows: tables.append(rows))
+    monkeypatch.setattr(time_spent, "answer_table", lambda columns, rows: tables.append(rows))
 
     def work(verbose: bool) -> None:
         with time_told(verbose) as spent, spent.on("steps"):

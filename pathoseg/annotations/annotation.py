@@ -129,7 +129,7 @@ class ClassTable:
             raise PathosegError(
                 f"{path} has regions of class {quoted(unknown)}, beside the classes of this run: "
                 f"{quoted(self.names)}.",
-                "Train with it among `[data] classes`, or write `[annotations] rename = "
+                "Train a model with it among `[data] classes`, or write `[annotations] rename = "
                 f'{{ "{unknown[0]}" = "{self._like(unknown[0])}" }}`: a name that ends in * is '
                 f"ignored, and {quoted(self.names[:1])} makes it that class.",
             )

@@ -271,5 +271,5 @@ def _check_logits(model: nn.Module, config: ModelConfig) -> None:
         shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
         raise PathosegError(
             f"{config.name} gives {shape} for one tile of {side} px, not {wanted}.",
-            f"To {config.task}, return logits of that shape.",
+            f"A model of the task {config.task} returns logits of that shape.",
         )

@@ -87,7 +87,8 @@ class ImageSlide(SlideFile[Image]):
         size = Size(*image.size)
         if image.mode not in _MODES:
             raise PathosegError(
-                f"{self.path} holds {image.mode} pixels, which are neither 8-bit gray nor colour.",
+                f"{self.path} holds pixels of Pillow's mode {image.mode}, which are neither 8-bit "
+                "gray nor colour.",
                 "Export it as 8-bit RGB.",
             )
         if not 0 < size.pixels <= _MOST_PIXELS:

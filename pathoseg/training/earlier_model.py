@@ -119,7 +119,7 @@ def take_options(
     wrong = {key: pair for key, pair in checked.items() if key in stated and pair[0] != pair[1]}
     if ours.task != theirs.task:
         raise PathosegError(
-            f"This run is to {ours.task}, and the model in {earlier.place} was trained to "
+            f"This run has the task {ours.task}, and the model in {earlier.place} was trained for "
             f"{theirs.task}.",
             f'Set [model] task = "{theirs.task}", or train without --from.',
         )

@@ -40,7 +40,7 @@ from pathoseg.outputs.check_report import (
     write_check,
 )
 from pathoseg.outputs.overlay import thumbnail_frame
-from pathoseg.progress import progress_bar, say, say_table
+from pathoseg.progress import answer, answer_table, progress_bar, say
 from pathoseg.slides.region import Region, read_region
 from pathoseg.slides.slide import Slide, open_slide
 from pathoseg.tiles.slide_pool import SlidePool
@@ -379,20 +379,20 @@ class _Check:
     def tell(self) -> None:
         """Print the table, and below it what was found."""
         columns, rows = self._table(is_page=False)
-        say_table(columns, rows[:_MOST_ROWS])
+        answer_table(columns, rows[:_MOST_ROWS])
         if len(rows) > _MOST_ROWS:
-            say(f"… and {len(rows) - _MOST_ROWS} more slides.")
+            answer(f"… and {len(rows) - _MOST_ROWS} more slides.")
         if self._facts and self.classes and len(self.classes.names) <= _MOST_CLASSES:
-            say(f"Of each class: {_CELL}.")
+            answer(f"Of each class: {_CELL}.")
         if self.classes is not None and self._facts:
             for line in (*class_lines(self._facts, self.classes), *context_lines(self._training)):
-                say(line)
+                answer(line)
         for text in self.warnings:
-            say(f"Take care: {text}")
+            answer(f"Take care: {text}")
         for text in self.refusals[:_MOST_ROWS]:
-            say(f"Training would refuse: {text}")
+            answer(f"Training would refuse: {text}")
         if len(self.refusals) > _MOST_ROWS:
-            say(f"… and {len(self.refusals) - _MOST_ROWS} more refusals: see {TABLE}.")
+            answer(f"… and {len(self.refusals) - _MOST_ROWS} more refusals: see {TABLE}.")
 
     def page(self) -> CheckPage:
         """Return the content of check.html."""

@@ -43,7 +43,7 @@ from pathoseg.outputs.evaluation_report import (
 )
 from pathoseg.outputs.overlay import MaskThumbnail, thumbnail_frame
 from pathoseg.outputs.stitch import CONFIDENCE_LEVELS
-from pathoseg.progress import say
+from pathoseg.progress import answer, say
 from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.class_pixels import count_tiles
@@ -147,7 +147,12 @@ def _evaluate(
             compared.setdefault(one.slide.split, []).append(one)
             warnings += one.warnings
             for line in _lines(one.slide.name, one.slide.split, one.slide.figures):
-                say(line)
+                answer(line)
+    splits = tuple(
+        _split(part, compared[part], segmenter, config) for part in TELLING if part in compared
+    )
+    for part in splits:
+        warnings += _never_annotated(part, segmenter.classes.names)
     evaluation = Evaluation(
         model=str(bundle),
         model_id=segmenter.model_id,
@@ -165,22 +170,20 @@ def _evaluate(
             **{name: why for name, why in sources.left_out.items() if name in asked},
             **{name: each.problem for name, each in failed.items()},
         },
-        splits=tuple(
-            _split(part, compared[part], segmenter, config) for part in TELLING if part in compared
-        ),
+        splits=splits,
         version=__version__,
     )
     path, has_replaced = write_evaluation(out or bundle.parent, split, evaluation)
-    for part in evaluation.splits:
+    for part in splits:
         for line in _lines("all", part.name, {name: f.value for name, f in part.figures.items()}):
-            say(line)
-        say(_interval_line(part.figures, part.patients))
+            answer(line)
+        answer(_interval_line(part.figures, part.patients))
     for warning in warnings:
-        say(f"Take care: {warning}")
+        answer(f"Take care: {warning}")
     for name, reason in evaluation.left_out.items():
-        say(f"Left out: {name}: {reason}")
+        answer(f"Left out: {name}: {reason}")
     for note in (*sources.remarks, *sources.notes):
-        say(note)
+        answer(note)
     instead = ", in place of an earlier one" if has_replaced else ""
     say(f"Written to {path}{instead}; to read: {path.with_suffix('.html')}")
     if failed:
@@ -500,6 +503,17 @@ def _split(
         pooled_figures(tallies, patients, segmenter.classes.names, config.seed),
         tuple(pictures),
     )
+
+
+def _never_annotated(split: ScoredSplit, names: Sequence[str]) -> Iterable[str]:
+    """Yield a warning for each class that the model finds and no slide of the split shows."""
+    annotated, predicted = (split.confusion.sum(axis) for axis in (1, 0))
+    for index, name in enumerate(names, 1):
+        if predicted[index] and not annotated[index]:
+            yield (
+                f"No slide of the split {split.name} shows {name}, and the model finds some: its "
+                "Dice there is 0, and counts in the mean."
+            )
 
 
 def _picture(title: str, of: _Compared, assume_mpp: float | None) -> SlidePicture:

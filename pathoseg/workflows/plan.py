@@ -29,7 +29,7 @@ from pathoseg.parallel.planning.plan import Plan, PlanRequest
 from pathoseg.parallel.planning.planner import fits
 from pathoseg.parallel.planning.stage_costs import StageCosts
 from pathoseg.parallel.schedule import timeline
-from pathoseg.progress import progress_bar, say
+from pathoseg.progress import answer, progress_bar, say
 from pathoseg.training.encoder_training import prepare_encoder, with_low_rank
 from pathoseg.training.first_weights import take_encoder
 from pathoseg.training.run_folder import refuse_unwritable
@@ -96,7 +96,7 @@ def plan(
     if not found.plans:
         raise _refusal(prices, memory, found)
     for line in _lines(prices, memory, found):
-        say(line)
+        answer(line)
     told = _written(out / PLAN, found.whole[0].to_json())
     write_text(out / TIMELINE, timeline.draw_svg({"planned": found.events(found.plans[0])}))
     say(f"Plan: {told}. Timeline: {out / TIMELINE}.")
@@ -189,8 +189,8 @@ def _show_graph(found: Found, level: Level | None, draw: Path | None) -> None:
         priced = found.priced(plan)
         graph, times, stages = _at_level(priced, plan.partition(priced.graph), level)
     if level is not None:
-        say("")
-        say(adjacency(graph))
+        answer("")
+        answer(adjacency(graph))
     if draw is not None:
         told = _written(draw, svg(graph, seconds=times, partition=stages))
         say(f"Drawing: {told}.")

@@ -234,6 +234,11 @@ def test_what_the_figures_rest_on_is_said(
     assert "Left out: slide1.png: it has no annotation" in said
     assert "no 95 % interval: 2 patients" in said
     assert "splits.csv" not in said
+    never = re.findall(r"No slide of the split (\w+) shows (\S+), and the model finds", said)
+    told = json.loads((run / "evaluation.json").read_text())["splits"]
+    found = [split for split, of in told.items() if sum(row[2] for row in of["confusion"])]
+    assert found, "the masks name one class, and the model finds the other"
+    assert never == [(split, "<b>&") for split in found]
     page = (run / "evaluation.html").read_text()
     assert page.count("1.7 times coarser") == 3
     assert "slide1.png is left out" in page

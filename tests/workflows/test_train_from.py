@@ -148,7 +148,7 @@ STRANGE = safetensors.torch.save({"layer1.weight": torch.zeros(3)})
         (
             lambda save: save(),
             '[model]\nname = "resnet11_v2"\ntask = "classify"',
-            "to classify, and the model",
+            "task classify, and the model",
         ),
         (lambda save: save(), "[model]\nwidth = 8", "model.width is 8, and 4 there"),
         (lambda save: save(), '[model]\nnorm = "group"', "model.norm is group, and batch there"),
