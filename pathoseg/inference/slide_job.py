@@ -133,7 +133,7 @@ class SavedRows:
                 return MaskRow(row, planes, unread)
         except FileNotFoundError:
             return None
-        except (struct.error, zlib.error, ValueError):
+        except (struct.error, zlib.error, ValueError, OverflowError, MemoryError):
             pass
         file.unlink(missing_ok=True)
         return None

@@ -470,7 +470,7 @@ def _reliability(bins: NDArray[np.float64], evaluation: Evaluation) -> tuple[Cha
         share = pixels / total
         told = (
             f"{100 * sure / pixels:.1f} % sure, {100 * hit / pixels:.1f} % right; "
-            f"{100 * share:.2g} % of the {evaluation.unit}"
+            f"{100 * share:.3g} % of the {evaluation.unit}"
         )
         right.append(Bar(left, end, hit / pixels, told))
         held.append(Bar(left, end, share, told))

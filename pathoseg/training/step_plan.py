@@ -533,7 +533,13 @@ def check_host(graph: LayerGraph, config: Config) -> None:
         PathosegError: The host has too little memory left.
     """
     workspace = cpu_workspace(threads=torch.get_num_threads())
-    memory = MemoryModel(graph, _SLOTS[config.train.optimizer], workspace=workspace)
+    microbatch, batch = config.train.microbatch, config.train.batch
+    memory = MemoryModel(
+        graph,
+        _SLOTS[config.train.optimizer],
+        fresh_gradients=microbatch is None or microbatch >= batch,
+        workspace=workspace,
+    )
     needed = memory.stage(range(len(graph.layers)))
     more = needed.peak() - needed.parameters - needed.buffers  # which the model has already
     room = available_memory()

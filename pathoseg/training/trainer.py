@@ -102,7 +102,7 @@ def limits_text(config: TrainConfig) -> str:
     epochs = config.epochs or (_DEFAULT_EPOCHS if config.time_limit is None else None)
     parts = [] if epochs is None else [f"{epochs} epoch{'s' * (epochs != 1)}"]
     if config.time_limit is not None:
-        parts.append(f"{config.time_limit / 60:.4g} min")
+        parts.append(f"{config.time_limit / 60:,.6g} min")
     return " or ".join(parts)
 
 
@@ -133,21 +133,21 @@ def check_limits(run: Path, before: TrainConfig, now: TrainConfig) -> None:
     share = 1 if now.time_limit != before.time_limit else _USED_UP
     if now.time_limit is not None and at.seconds >= share * now.time_limit:
         raise PathosegError(
-            f"The time limit of {run} is {now.time_limit / 60:.4g} min, and it has trained "
-            f"{at.seconds / 60:.4g} min already.",
+            f"The time limit of {run} is {now.time_limit / 60:,.6g} min, and it has trained "
+            f"{at.seconds / 60:,.6g} min already.",
             "Give it a longer --time-limit: it counts all parts of the run together.",
         )
 
 
 def warn_of_rate(config: TrainConfig, at: Progress) -> str | None:
-    """Return a warning of a time limit that held far fewer steps than its first ones let expect."""
+    """Return a warning where the time limit held far fewer steps than its first ones predicted."""
     if config.time_limit is None or config.patience or at.total_steps is None:
         return None
     if at.step >= _ENOUGH * at.total_steps:
         return None
     return (
         f"the time limit came after {at.step} of {at.total_steps} steps, as the machine became "
-        "slower: the learning rate has not come down. A longer --time-limit and --resume train on."
+        "slower: the learning rate has not reached its end. A longer --time-limit and --resume train on."
     )
 
 
@@ -447,7 +447,7 @@ class Trainer:
         if limit is not None and began > limit:
             why = "" if at.best_epoch else ", without which there is no model"
             say(
-                f"The time limit of {limit:.4g} s is over after {began:.0f} s, {at.step} "
+                f"The time limit of {limit:,.6g} s is over after {began:,.0f} s, {at.step} "
                 f"step{'s' * (at.step != 1)}: what is left is one validation{why}."
             )
         try:

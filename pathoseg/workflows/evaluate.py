@@ -300,7 +300,7 @@ def _compare(
     if unread:
         share = unread / (unread + tally.pixels)
         warnings.append(
-            f"{name}: {100 * share:.2g} % of it could not be read, and is not compared."
+            f"{name}: {100 * share:.3g} % of it could not be read, and is not compared."
         )
     if comparison.cut:
         warnings.append(f"{name}: {cut_warning(comparison.cut, config.infer)}.")

@@ -126,7 +126,8 @@ def infer(
         verbose: Tell in the end where the time went, of ranks that of rank 0.
 
     Returns:
-        The exit code: 0, or 1 where slides of several failed; each stands in `out/failures.csv`.
+        The exit code: 0, 1 where slides of several failed (each stands in `out/failures.csv`), or
+        2 on other ranks than 0 of a command whose only slide failed.
 
     Raises:
         PathosegError: The model, the only slide or an option cannot be used, or an input is
@@ -153,9 +154,8 @@ def infer(
     with (
         time_told(verbose and leads) as spent,
         Interruption(advice, ends_process) as interruption,
+        _stopped_with_launcher(interruption, world),
     ):
-        if world.launcher is not None:
-            _stop_with_launcher(interruption)
         with _one_voice(world) as cores:
             readers = config.infer.readers or cores
             config = replace(config, infer=replace(config.infer, readers=readers))
@@ -172,9 +172,10 @@ def infer(
             leases = Leases(out / STATES)
             since = leases.now()
             if world.launcher is not None:  # ranks begin together, and load at their own pace
-                # A program's later calls reach back to where they begin: what its first one has
-                # done, or failed at, is none of theirs.
-                since -= time.monotonic() - entered if next(_calls) else process_age()
+                # The first call counts from the start of the process; a later one from its own,
+                # as results of earlier calls are not part of it.
+                is_first = next(_calls) == 0
+                since -= process_age() if is_first else time.monotonic() - entered
         with leases:
             context = WorkerContext(
                 segmenter,
@@ -207,13 +208,14 @@ def infer(
                 _write_tables(context, batch, request.bundle, is_stopped=False)
             except (PathosegError, StoppedError) as end:
                 report_stop()
-                if world.rank and isinstance(end, StoppedError):  # rank 0 tells it for all
+                # Of commands rank 0 tells it for all.
+                if world.rank and ends_process and isinstance(end, StoppedError):
                     raise SystemExit(end.exit_code) from None
                 raise
             sweep(out)
     if annotations is not None and leads:
         _tell_without_interest(batch)
-    return _verdict(batch, out, leads=leads)
+    return _verdict(batch, out, leads=leads, is_command=ends_process)
 
 
 @dataclass(frozen=True)
@@ -314,26 +316,37 @@ def _one_voice(world: World) -> Iterator[int]:
         yield cores
 
 
-def _stop_with_launcher(interruption: Interruption) -> None:
-    """Take the end of the process that started this one for a SIGTERM: nobody else would."""
-    launcher = os.getppid()
+@contextmanager
+def _stopped_with_launcher(interruption: Interruption, world: World) -> Iterator[None]:
+    """Make a context in which the end of the launcher counts as a SIGTERM, which it may not send."""
+    if world.launcher is None:
+        yield
+        return
+    launcher, over = os.getppid(), threading.Event()
 
     def watch() -> None:
-        while parent_lives(launcher):
-            time.sleep(1)
-        interruption.ask(signal.SIGTERM)
+        while not over.wait(1):
+            if not parent_lives(launcher):
+                interruption.ask(signal.SIGTERM)
+                return
 
     threading.Thread(target=watch, name="launcher", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def _slides(inputs: Sequence[Path], annotations: Path | None) -> dict[Path, str]:
     """The slides that the arguments name, each once, with their names."""
     slides, passed_over = dict[Path, str](), () if annotations is None else (annotations,)
+    seen = set[Path]()  # of earlier arguments, wherever they begin
     for path in inputs:
         is_folder = path.is_dir() and not is_zarr(path)
         found = find_slides([path], passed_over) if is_folder else {path.name: path}
-        for name, slide in found.items():
-            slides.setdefault(slide, name)
+        new = {slide: name for name, slide in found.items() if slide.resolve() not in seen}
+        slides |= new
+        seen.update(slide.resolve() for slide in new)
     return slides
 
 
@@ -401,8 +414,8 @@ def _write_tables(
 ) -> None:
     """Write tables and a page of all that lies in the folder.
 
-    One process at a time, so that the last one saw all. Of those that end together the others find
-    that nothing has changed since the first one's. Who is stopped waits for none for long.
+    One process at a time, so that the last one sees all results. One that finds no change since the
+    last tables writes none; one that is stopped waits `_STOPPED_WAIT` at most.
     """
     out, leases = context.out, context.leases
     claim, stamp = out / STATES / ".tables", out / STATES / ".reported"
@@ -462,8 +475,12 @@ def _picture(out: Path, folder: Path, summary: Summary) -> bytes | None:
     return overlay_picture(folder / OVERLAY, kept.with_name(f".{kept.stem}.jpg"), summary)
 
 
-def _verdict(batch: Sequence[SlideJob], out: Path, *, leads: bool) -> int:
-    """The exit code; the rank that leads says what the batch came to."""
+def _verdict(batch: Sequence[SlideJob], out: Path, *, leads: bool, is_command: bool) -> int:
+    """Return the exit code; the rank that leads says what the batch came to.
+
+    Raises:
+        PathosegError: The only slide failed; of commands on the rank that leads alone.
+    """
     counts = Counter(slide.outcome() for slide in batch)
     failed = {
         slide.name: state
@@ -471,7 +488,7 @@ def _verdict(batch: Sequence[SlideJob], out: Path, *, leads: bool) -> int:
         if slide.outcome() == "failed" and (state := slide.state) is not None
     }
     if len(batch) == 1 and failed:
-        if leads:
+        if leads or not is_command:
             [state] = failed.values()
             raise PathosegError(state.problem, state.hint)
         return 2

@@ -6,12 +6,13 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from pathoseg.inference.segmenter import MaskRow
-from pathoseg.inference.slide_job import SavedRows
+from pathoseg.inference.slide_job import _HEAD, SavedRows
 
 PLANES = arrays.arrays(
     np.uint8, st.tuples(st.sampled_from([1, 3]), st.integers(1, 9), st.integers(1, 40))
@@ -38,6 +39,17 @@ def test_a_row_comes_back_whole_or_not_at_all(
         file.write_bytes(whole[: data.draw(st.integers(0, len(whole) - 1))])
         assert rows.load(number) is None
         assert not rows.has(number)
+
+
+@pytest.mark.parametrize("sides", [(2**63, 2**63), (2**40, 2**12), (2, 0)])
+def test_a_row_whose_header_is_damaged_is_removed(tmp_path: Path, sides: tuple[int, int]) -> None:
+    rows = SavedRows(tmp_path, 1)
+    rows.save(MaskRow(3, np.zeros((1, 2, 2), np.uint8), 0))
+    [file] = tmp_path.iterdir()
+    magic, _, _, unread = _HEAD.unpack_from(whole := file.read_bytes())
+    file.write_bytes(_HEAD.pack(magic, *sides, unread) + whole[_HEAD.size :])
+    assert rows.load(3) is None
+    assert not rows.has(3)
 
 
 def test_what_lies_there_is_listed(tmp_path: Path) -> None:

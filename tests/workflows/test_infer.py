@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -384,7 +385,6 @@ def test_a_call_under_a_launcher_takes_nothing_of_the_call_before(
     for name, value in (("RANK", "0"), ("SIZE", "1")):
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr("pathoseg.workflows.infer._stop_with_launcher", lambda interruption: None)
     slides, bundle = [_draw(tmp_path / "a.png"), tmp_path / "b.png"], tiny_bundle()
     slides[1].write_bytes(b"\x89PNG and nothing else")
     done = tmp_path / "out" / "states" / "a.json"
@@ -397,6 +397,39 @@ def test_a_call_under_a_launcher_takes_nothing_of_the_call_before(
         times.append(done.stat().st_mtime_ns)
         _draw(slides[1])  # mended
     assert times[1] > times[0], "without resume, all is made again"
+    for thread in threading.enumerate():
+        if thread.name == "launcher":
+            thread.join(10)
+            assert not thread.is_alive(), "it would keep the model in memory"
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_program_learns_on_every_rank_that_the_only_slide_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_bundle: SaveBundle, rank: str
+) -> None:
+    for name, value in (("RANK", rank), ("SIZE", "2")):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    slide = _draw(tmp_path / "a.png")
+    bundle, options = tiny_bundle(), {"data": {"assume_mpp": 0.5}}
+
+    def failing(*_: object) -> None:
+        raise PathosegError("a.png is broken.", "This is a test.")
+
+    monkeypatch.setattr(Segmenter, "plan", failing)
+    with pytest.raises(PathosegError, match="is broken"):
+        pathoseg.infer(slide, bundle, out=tmp_path / "out", options=options)
+
+
+def test_a_slide_that_is_named_twice_is_segmented_once(
+    tmp_path: Path, command: Command, tiny_bundle: SaveBundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    slide = _draw(tmp_path / "slides" / "s.png")
+    common = ("--model", tiny_bundle(), "--out", "out", *MPP)
+    code, said = command("infer", "slides", tmp_path / "slides", "slides/s.png", slide, *common)
+    assert code == 0, said
+    assert len([*Path("out").glob("*/summary.json")]) == 1
 
 
 def test_python_starts_no_ranks(tmp_path: Path, tiny_bundle: SaveBundle) -> None:
