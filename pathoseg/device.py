@@ -535,7 +535,10 @@ class Arrival:
         return self._copied is None or self._copied.query()
 
     def array(self) -> NDArray[Any]:
-        """The tensor on the host."""
+        """Wait until the tensor is on the host, and return it as an array.
+
+        The array of a tensor that was on the CPU shares its memory.
+        """
         if self._copied is not None:
             self._copied.synchronize()
         return self._host.numpy()

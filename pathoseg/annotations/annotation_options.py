@@ -82,6 +82,10 @@ class AnnotationOptions:
         return class_name.casefold() in {name.casefold() for name in self.roi}
 
     def for_classes(self, names: Iterable[str]) -> AnnotationOptions:
-        """These options for a model of given classes: none of them is a region of interest."""
+        """Return these options with no region of interest that is one of a model's classes.
+
+        Args:
+            names: The model's classes; upper and lower case are the same.
+        """
         learnt = {name.casefold() for name in names}
         return replace(self, roi=tuple(name for name in self.roi if name.casefold() not in learnt))

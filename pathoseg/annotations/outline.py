@@ -121,10 +121,15 @@ def cut_out(
 
 
 def refuse_without_area(path: Path, outlines: int, areas: int) -> None:
-    """Refuses a file of points and lines alone; an empty file is a slide without a finding.
+    """Refuse a file that holds only points and lines; an empty file is a slide without findings.
+
+    Args:
+        path: The file, for the error.
+        outlines: Number of outlines in it.
+        areas: How many of them enclose an area.
 
     Raises:
-        PathosegError: There are outlines, but none has an area.
+        PathosegError: There are outlines, but none encloses an area.
     """
     if outlines and not areas:
         raise PathosegError(

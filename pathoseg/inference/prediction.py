@@ -159,7 +159,7 @@ class _Network:
                 raise
             # It may ask for views that only the usual layout has; any other fault recurs.
             self._lay_out(torch.contiguous_format)
-        # Out of the handler, which holds what the attempt has made.
+        # Outside the handler, whose traceback keeps what the attempt made in memory.
         return self._answer(seen, part)
 
     def _answer(self, seen: Images, part: Box | None) -> torch.Tensor:

@@ -159,8 +159,9 @@ def load_segmenter(
     say(f"Model: {bundle} ({names}; {card.mpp:g} µm)")
     if card.tiling == "blended" and config.infer.tile is None and edge_reach(model) is not None:
         say(
-            f"A model of an earlier version: tiles of {card.tile} px are blended as then. [infer] "
-            "tile = 2048 predicts what one pass over the slide would, and often sooner."
+            f"This model is of an earlier version: its tiles of {card.tile} px are blended as that "
+            "version did. [infer] tile = 2048 gives what one pass over the slide would, and is "
+            "often faster."
         )
     device, known = pick_device(config.parallel.device), bundle_id(bundle)
     hint = "Lower [infer] batch, or choose another --device."
@@ -172,7 +173,8 @@ class Segmenter:
     """A model on its device, with all that predicting slides needs.
 
     Args:
-        model: In eval mode, on its device; batch norms of ours, of this version, are folded.
+        model: In eval mode, on its device. Its batch norms are folded in place, unless it is a
+            network of the user's own or of an earlier version.
         card: Classes, resolution, tile and normalisation.
         config: `infer`, `outputs`, `tissue`, `data.assume_mpp` and `train.amp` are used.
         model_id: Identifies the bundle in results.
@@ -197,7 +199,7 @@ class Segmenter:
         shows_progress: bool = True,
     ) -> None:
         self.spent, self._shows_progress = spent or TimeSpent(), shows_progress
-        if not card.model.is_factory and card.tiling != "blended":  # which answers as it did
+        if not card.model.is_factory and card.tiling != "blended":  # whose answers stay exact
             fold_norms(model)
         self._model, self.card, self._config = model, card, config
         self.model_id = model_id
@@ -209,7 +211,7 @@ class Segmenter:
         self._margins = self._find_margins()
         self._windows = self._choose_windows()
         if self.separates:
-            object_extent(card.mpp, config.infer)
+            object_extent(card.mpp, config.infer)  # refuses an object_um that is too large
         if self._windows is None and card.model.task != "classify":
             refuse_misfit(*self._tile, card.multiple, config.infer.margin or 0)
         if self._context and self._windows is None:
@@ -255,12 +257,12 @@ class Segmenter:
                 output = Frame.at(slide.size, slide.mpp, card.mpp * card.tile)
             else:
                 grid = TileGrid.cover(frame.size, *self._tile, card.multiple)
-                if self._context:  # of the size that belongs to theirs, also on a smaller picture
+                if self._context:  # the trained size: the other inputs' fields match it
                     grid = replace(grid, tile=Size(self._tile[0], self._tile[0]))
             indices = [i for i, box in enumerate(grid) if has_tissue(box)]
         stain = None
         if card.stain is not None:
-            # On the same tiles whatever is predicted at once, so that colours are the same.
+            # On the tiles of training, not on windows: colours do not depend on [infer] memory.
             tiles = grid
             if card.model.task != "classify":
                 tiles = TileGrid.cover(frame.size, card.tile, card.overlap, card.multiple)
@@ -396,8 +398,8 @@ class Segmenter:
                     raise
 
             for row, band in enumerate(self._bands(plan, watched(), start, finish), start):
-                # When a band comes, its row has been pulled if it is wanted: the prediction behind
-                # it has come too, or there is none.
+                # A wanted row has been pulled by now: its own predictions have come, or if it has
+                # none the next one, or all.
                 if row >= first:
                     if row not in pulled:
                         return
@@ -536,8 +538,8 @@ class Segmenter:
 def _abandonable(
     predictions: Generator[Prediction], interruption: Interruption
 ) -> Iterator[Generator[Prediction]]:
-    """Make a context as that of `closing`, whose end may be that of the process: the layer that is
-    under way in the background is waited for."""
+    """Make a context as `closing` does; while its end waits for the layer under way in the
+    background, a signal may end the process."""
     try:
         yield predictions
     finally:

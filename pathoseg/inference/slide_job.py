@@ -82,7 +82,8 @@ class SavedRows:
         """List the folder.
 
         Returns:
-            The numbers of the saved rows, and of those with a lease, whose owner lives or not.
+            The numbers of the saved rows, and of those with a lease, whether its owner lives or
+            not.
 
         Raises:
             FileNotFoundError: The folder is gone: the slide is done.
@@ -454,7 +455,7 @@ class SlideJob:
             error = _told(raised, self.slide)
             if isinstance(raised, UnreadableError):  # what is tried again is read again
                 shutil.rmtree(self._rows, ignore_errors=True)
-            # Who takes over removes what is half done, which is then missing here.
+            # Another process that has taken the lease over removed our drafts: a consequence.
             if not context.leases.owns(self._work / _SLIDE_CLAIM):
                 return False
             seconds = (*begun.seconds, round(time.monotonic() - began, 3))
@@ -489,7 +490,7 @@ class SlideJob:
         """Fail if the slide file changed while it was being read; saved rows are dropped too.
 
         Raises:
-            PathosegError: It is.
+            PathosegError: It did.
         """
         with suppress(PathosegError):  # it is gone
             if Fingerprint.of(self.slide) == self._fingerprint:

@@ -119,10 +119,10 @@ def read_encoder(path: Path) -> EncoderWeights:
 
 
 def read_bundle_encoder(folder: Path) -> EncoderWeights:
-    """Read the encoder of a bundle; low-rank additions are added up with what they add to.
+    """Read the encoder of a bundle; LoRA weights are merged into the layers that they adapt.
 
     Args:
-        folder: Of the bundle.
+        folder: The bundle's.
 
     Raises:
         PathosegError: It is no whole bundle, or its network has no encoder.

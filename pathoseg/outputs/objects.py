@@ -256,7 +256,7 @@ class ObjectFinder:
 
     Args:
         size: The mask's.
-        options: See there.
+        options: How objects are separated.
     """
 
     def __init__(self, size: Size, options: ObjectOptions) -> None:
@@ -315,7 +315,7 @@ class ObjectFinder:
         return self._described(around, basins.labels, kept, lost, kind, probability)
 
     def _follow(self, bottom: int) -> None:
-        """Let the taken pixels begin with the row of blocks that ends at `bottom`, and reach on."""
+        """Move the bitmap of taken pixels to the rows that blocks ending at `bottom` may reach."""
         extent = self._options.extent
         top, end = max(0, self._done - extent), min(bottom + extent, self._size.height)
         still = self._taken[top - self._taken_top :]

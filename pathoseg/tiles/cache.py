@@ -69,12 +69,15 @@ class TileCacheKey:
 
     @property
     def digest(self) -> str:
-        """Return the name of the content; the slide's path is no part of it."""
+        """Return the name of the cache's folder: 32 hexadecimal digits, a hash of `described`.
+
+        The slide's path is left out, so a file that is moved keeps its cache.
+        """
         content = {key: value for key, value in self.described().items() if key != "slide"}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
     def described(self) -> dict[str, object]:
-        """The key for a reader's eye."""
+        """Return the key with names, as it is written beside the cache."""
         return {
             "format": _FORMAT,
             "slide": str(self.slide.resolve()),

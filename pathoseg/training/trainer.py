@@ -147,7 +147,8 @@ def warn_of_rate(config: TrainConfig, at: Progress) -> str | None:
         return None
     return (
         f"the time limit came after {at.step} of {at.total_steps} steps, as the machine became "
-        "slower: the learning rate has not reached its end. A longer --time-limit and --resume train on."
+        "slower: the learning rate has not reached its end. A longer --time-limit and --resume "
+        "train on."
     )
 
 
@@ -287,7 +288,7 @@ class Trainer:
         return at
 
     def _agree(self, interruption: Interruption) -> None:
-        """One clock and one will for all ranks, so that they take the same decisions."""
+        """Agree on the elapsed time and on a signal, so that all ranks decide alike."""
         own = {"spent": time.monotonic() - self._started, "signal": interruption.number}
         everyone = [json.loads(text) for text in self._engine.gather(json.dumps(own))]
         self._elapsed = self._spent_before + everyone[0]["spent"]
@@ -414,9 +415,9 @@ class Trainer:
         self._save()
 
     def _judge_last(self, run_log: RunLog | None, interruption: Interruption) -> None:
-        """Validate the last epoch after its end: it was not the last one then.
+        """Validate the last epoch if it ended unvalidated.
 
-        So it is where a run goes on when its time is up, and `validate_every` has left it out.
+        `validate_every` left it out, and nobody knew then that time would be up.
         """
         at = self._progress
         [*earlier, row] = at.rows
@@ -490,7 +491,7 @@ class Trainer:
         if config.epochs is not None and at.step >= config.epochs * self._epoch_steps:
             return True
         if config.time_limit is not None:
-            # The next step, too, ends in time. The shorter of two, as the first of a run is long.
+            # Leave room for one more step: the shorter of the last two, as a run's first is slow.
             left = config.time_limit - self._elapsed - min(self._took)
             if at.step and left < at.validation_seconds:
                 return True

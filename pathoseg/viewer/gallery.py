@@ -123,7 +123,15 @@ class Gallery:
         return [_listed(number, view.entry) for number, view in enumerate(self._views)]
 
     def details(self, slide: int) -> dict[str, Any]:
-        """Return the extent, the classes and the layers of a slide.
+        """Return what the page asks of one slide: its extent, classes and layers.
+
+        Args:
+            slide: Its number.
+
+        Returns:
+            By key, ready for JSON: `width` and `height` in level-0 pixels, `mpp` as [x, y], `tile`
+            in pixels, `halvings` from level 0 to one tile, `classes`, which layers and tables there
+            are, and `problems` met so far.
 
         Raises:
             NotFoundError: There is no such slide.

@@ -318,7 +318,9 @@ def _one_voice(world: World) -> Iterator[int]:
 
 @contextmanager
 def _stopped_with_launcher(interruption: Interruption, world: World) -> Iterator[None]:
-    """Make a context in which the end of the launcher counts as a SIGTERM, which it may not send."""
+    """Make a context in which the end of the launcher counts as a SIGTERM, which it may not
+    send.
+    """
     if world.launcher is None:
         yield
         return

@@ -135,7 +135,7 @@ def train(asked: TrainingArguments) -> Path:
             if second is None:
                 raise
             say(str(error))
-        # Out of the handler, which holds what the attempt has made.
+        # Outside the handler, whose traceback keeps what the attempt made in memory.
         flags = second.flags(asked.flags)
         asked = replace(asked, flags=flags, out=second.run, resume=True, overwrite=False)
         return _attempt(asked, ranks, second)
@@ -191,7 +191,7 @@ def _train(
     if is_held:
         held.enter_context(run_held(folder))
     given = _read_input(run)
-    run = replace(run, start_from=None)  # its weights are in the network, and need no memory twice
+    run = replace(run, start_from=None)  # the network holds its weights now: free this copy
     given = _plan_step(given, run, transport)
     config, sources, members, model = given.config, given.sources, given.members, given.model
     readers = config.train.readers or share_of_cores(transport)
@@ -240,7 +240,8 @@ def _train(
             spent,
         )
         if run.is_longer:
-            # The checkpoint first: killed in between, the run is finished still, and asked again.
+            # The checkpoint first: killed in between, the run is still finished and can be asked
+            # to train longer again.
             loop.prolong()
             if engine.leads:
                 prolong_run(folder, config)

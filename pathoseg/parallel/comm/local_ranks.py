@@ -118,7 +118,11 @@ class _Run:
         self._started = started
 
     def code(self, signals: list[int]) -> int:
-        """Wait for the end of all ranks; pass on `signals`, which may grow meanwhile."""
+        """Wait until all ranks have ended, and return the command's exit code.
+
+        Args:
+            signals: Signals to pass on to the ranks; the list may grow meanwhile.
+        """
         told: set[tuple[int, int]] = set()
         deadline = float("inf")
         while [process for process in self._started if process.poll() is None]:

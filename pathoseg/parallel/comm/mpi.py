@@ -54,8 +54,8 @@ def join_mpi(started: int = 1) -> MpiWire:
 class MpiWire:
     """MPI's world: implements Wire. One thread at a time may use it.
 
-    Nothing moves a message while a rank computes, see docs/transports.md: every look at a request
-    does.
+    Messages move only while a request is tested or waited for, not while a rank computes
+    (docs/transports.md).
     """
 
     def __init__(self) -> None:

@@ -97,7 +97,7 @@ class Wire(Protocol):
         """
 
     def carries(self, device: torch.device, other: int) -> bool:
-        """Return True if it sends an accelerator's memory to and from rank `other` as it is."""
+        """Return True if device memory goes to and from rank `other` without a copy on the host."""
 
     def sum(self, data: Tensor, ranks: tuple[int, ...]) -> Request | None:
         """Begin the library's own sum in place, after what the current stream has to do.

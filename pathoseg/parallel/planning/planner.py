@@ -33,9 +33,20 @@ from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.schedule import Placement, Schedule
 from pathoseg.parallel.schedule.simulate import Simulation, simulate, step_memory, weights_by_rank
 
-# Ranks of a group: all to the first of these, then each larger by so much.
+# Ranks of a group that are tried: each number up to the first, then times the second.
 _EVERY, _GROWTH = 8, 1.5
 _GROUPS = 3  # data-parallel widths that are tried for one number of stages, the widest first
+_BRANCH_RANKS = 8  # ranks of a group that are given branches, at most
+# Caps on the memory of a stage, from a rank's memory down to the least that any cut needs.
+_CAPS = 5
+# Forwards and backwards of one group beyond which an order that has a plan is not looked at.
+_VISITS = 2048
+_HOPE = 8  # candidates of an order that are simulated before the first that fits
+_PATIENCE = 4  # and after its last improvement
+_SETTINGS = 3  # cuts for which orders are synthesised
+_BRANCH_SETTINGS = 2  # the same, of stages that are branches
+_CHOICES = 24  # stages for which a retention is chosen, in all
+_GAIN = 0.98  # synthesised orders and branches are tried if they may take less than this share
 
 
 class Candidate(NamedTuple):
@@ -192,29 +203,16 @@ def least_bytes(setting: OrderSetting) -> int:
     return max(map(sum, zip(weights, most, strict=True)))
 
 
-# Caps on the memory of a stage, from a rank's memory down to the least that any cut needs.
-_CAPS = 5
-# Forwards and backwards of one group beyond which an order that has a plan is not looked at.
-_VISITS = 2048
-_PATIENCE = 4  # candidates of an order that are simulated after its last improvement,
-_HOPE = 8  # and before the first that fits
-_SETTINGS = 3  # for which orders are made to measure,
-_BRANCH_SETTINGS = 2  # and for which on branches,
-_CHOICES = 24  # stages for which a retention is chosen, in all
-_BRANCH_RANKS = 8  # ranks of a group that are given branches, at most
-_GAIN = 0.98  # where these or branches may take less than this share of the best time
-
-
 def plan(graphs: Sequence[StageCosts], request: PlanRequest) -> list[Plan]:
     """The plans that fit, fastest first: of each order the best, or of one order the best of each
     number of stages and placement.
 
-    Everything is judged by `simulate`. What can by `least_seconds` not be better than what was
-    found is left out; so are most numbers of stages above 8, all but the widest data parallelism
-    for a number of stages, and for each order all cuts after the first that fits, from the best
-    balanced to the one that needs least memory. Where no cut fits, layers of the balanced one are
-    offloaded and recomputed until it does, if that may be the fastest plan of all. Groups of ranks
-    that do the same are simulated once. Stages that are branches are looked at after all others.
+    Everything is judged by `simulate`. Candidates whose lower bound (`least_seconds`) is no better
+    than what was found are left out; so are most numbers of stages above 8, all but the widest data
+    parallelism for a number of stages, and for each order all cuts after the first that fits, from
+    the best balanced to the one that needs least memory. Where no cut fits, layers of the balanced
+    one are offloaded and recomputed until it does, if that may be the fastest plan of all. Groups
+    of ranks that do the same are simulated once. Stages that are branches are tried last.
 
     Args:
         graphs: The model, once for each size of microbatch that may be used.
@@ -340,7 +338,7 @@ class _Search:
             found = [
                 fit
                 for partition in partitions
-                for fit in self._fits(candidate, self._setting(candidate, partition), partition)
+                for fit in self._try(candidate, self._setting(candidate, partition), partition)
             ]
             simulated |= bool(found)
             fitted |= any(found)
@@ -376,8 +374,7 @@ class _Search:
                 home=found.home,
             )
             partition = cut(own.priced.graph, found.bounds)
-            for _ in self._fits(own, self._setting(own, partition), partition):
-                pass
+            self._try(own, self._setting(own, partition), partition)
         self._vain[vain] = 0 if self._fastest.get(name) != known else self._vain[vain] + 1
 
     def _cuts(self, candidate: Candidate) -> Iterator[list[Partition]]:
@@ -424,24 +421,24 @@ class _Search:
             return _GAIN * min(self._fastest.values(), default=inf)
         return self._fastest.get(name, inf)
 
-    def _fits(
-        self, candidate: Candidate, setting: OrderSetting, partition: Partition
-    ) -> Iterator[bool]:
-        """For each family of the order, whether a variant fits; the first that does may be kept.
+    def _try(self, candidate: Candidate, setting: OrderSetting, partition: Partition) -> list[bool]:
+        """Try the families of an order on one cut, and keep the fastest plan that fits.
 
-        Nothing for what no order could make fast enough.
+        Returns:
+            By family, whether one of its variants fits: the first that does is tried. Empty where
+            no order could be fast enough, and one False where no order could fit.
         """
         name = candidate.order.name
         if least_seconds(setting, candidate.groups) >= self._limit(name):
-            return
+            return []
         if least_bytes(setting) > setting.memory:
-            yield False
-            return
+            return [False]
         if name == SYNTHESISED:
             branched = bool(candidate.home)
             if self._settings[branched] == (_BRANCH_SETTINGS if branched else _SETTINGS):
-                return
+                return []
             self._settings[branched] += 1
+        fit = list[bool]()
         for family in candidate.order.families(setting):
             for variant in family:
                 order = replace(variant.order, name=name, groups=candidate.groups)
@@ -450,10 +447,11 @@ class _Search:
                 if max(simulation.peak_memory) <= setting.memory:
                     recompute = variant.recompute
                     self._keep(candidate, partition, setting, order, simulation, recompute)
-                    yield True
+                    fit.append(True)
                     break
             else:
-                yield False
+                fit.append(False)
+        return fit
 
     def _keep_less(self, candidate: Candidate) -> bool:
         """Fit the balanced cut by offloading and recomputing layers, if that may be best of all;

@@ -84,19 +84,19 @@ _NODES = 1000
 
 
 class Relaxed(NamedTuple):
-    """A program's answer where no variable has to be whole.
+    """The optimum of a program's linear relaxation.
 
     Attributes:
-        cost: Not more than that of any answer.
-        dear: How much the cost grows at least with one more of each variable.
+        cost: Its cost: a lower bound of the cost of every integer solution.
+        reduced_costs: By how much one more of each variable raises it at least, shape (variables,).
     """
 
     cost: float
-    dear: NDArray[np.float64]
+    reduced_costs: NDArray[np.float64]
 
 
 def relax(program: Program) -> Relaxed | None:
-    """Return the least cost if no variable had to be whole; None where nothing holds every row."""
+    """Solve the linear relaxation; None where it is infeasible."""
     from scipy.optimize import linprog  # a second to import, and few plans need it
 
     rows = program.matrix().tocsr()
@@ -120,7 +120,7 @@ def solve(program: Program) -> NDArray[np.float64] | None:
 
 
 def least(program: Program) -> float:
-    """Return the solver's lower bound of the cost; inf where nothing holds every row."""
+    """Return the solver's lower bound of the cost; inf where the program is infeasible."""
     bound: float | None = _solved(program).mip_dual_bound
     return inf if bound is None else bound
 
@@ -297,24 +297,28 @@ class RetentionProgram:
         """The number of policy options."""
         return sum(map(len, self._options))
 
-    def nearest(self, dear: NDArray[np.float64], most: int) -> list[list[PolicyOption]]:
+    def nearest(self, reduced_costs: NDArray[np.float64], most: int) -> list[list[PolicyOption]]:
         """Return, for each run, the `most` options of least reduced cost and the option of least
         memory."""
         found = []
         for taken, options in _both(self._taken, self._options):
-            prices = [sum(dear[variable] for variable in {*pair}) for pair in taken]
+            prices = [sum(reduced_costs[variable] for variable in {*pair}) for pair in taken]
             order = sorted(range(len(options)), key=prices.__getitem__)
             leanest = min(range(len(options)), key=lambda at: options[at].peak)
             found.append([options[at] for at in dict.fromkeys([*order[:most], leanest])])
         return found
 
-    def within(self, dear: NDArray[np.float64], margin: float) -> list[list[PolicyOption]]:
+    def within(self, reduced_costs: NDArray[np.float64], margin: float) -> list[list[PolicyOption]]:
         """Return, for each run, the options whose reduced cost is within `margin`.
 
         Any other option adds more than `margin` to the bound of the relaxed program, so no better
         solution uses it (reduced-cost fixing)."""
         return [
-            [each for pair, each in _both(taken, options) if sum(dear[[*{*pair}]]) <= margin]
+            [
+                each
+                for pair, each in _both(taken, options)
+                if sum(reduced_costs[[*{*pair}]]) <= margin
+            ]
             for taken, options in _both(self._taken, self._options)
         ]
 

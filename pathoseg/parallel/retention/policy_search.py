@@ -217,7 +217,7 @@ class Chooser:
         cost = inf
         many = posed.size > _MANY
         for count in _NEAREST if many else ():
-            nearest = posed.nearest(relaxed.dear, count)
+            nearest = posed.nearest(relaxed.reduced_costs, count)
             tried = self._pose(nearest, copying, room, in_flight)
             values = solve(tried.program)
             if values is not None:
@@ -228,7 +228,7 @@ class Chooser:
         if many:
             if copying in _CAUTIOUS:
                 return
-            hopeful = posed.within(relaxed.dear, (1 - GAP) * cost - relaxed.cost)
+            hopeful = posed.within(relaxed.reduced_costs, (1 - GAP) * cost - relaxed.cost)
             posed = self._pose(hopeful, copying, room, in_flight)
         values = solve(posed.program)
         if values is not None:

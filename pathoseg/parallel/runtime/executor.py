@@ -426,24 +426,16 @@ def _is_forward(action: Action) -> bool:
     return action.kind is Kind.FORWARD
 
 
-def refused(schedule: Schedule) -> PathosegError | None:
-    """Return the error of a schedule that is not lowered, else None."""
-    if not schedule.lowered:
-        return PathosegError(
-            f"The schedule {schedule.name} has no messages and steps.", "Lower it first."
-        )
-    return None
-
-
 def check_fit(partition: Partition, schedule: Schedule, transport: Transport) -> None:
     """Check that a schedule is lowered, valid, and for these stages and ranks.
 
     Raises:
-        PathosegError: It is not, or it would stand still.
+        PathosegError: It is not, or it would deadlock.
     """
-    problem = refused(schedule)
-    if problem is not None:
-        raise problem
+    if not schedule.lowered:
+        raise PathosegError(
+            f"The schedule {schedule.name} has no messages and steps.", "Lower it first."
+        )
     if schedule.ranks != transport.ranks:
         raise PathosegError(
             f"The schedule {schedule.name} is for {schedule.ranks} ranks, not {transport.ranks}.",
@@ -474,6 +466,6 @@ def compare_ranks(transport: Transport, own: Mapping[str, str]) -> None:
         for what, digest in told[0].items():
             if theirs.get(what) != digest:
                 raise PathosegError(
-                    f"Rank {rank} has not the {what} of rank 0.",
+                    f"Rank {rank} and rank 0 differ in: {what}.",
                     "Start all ranks with the same version, configuration and first weights.",
                 )

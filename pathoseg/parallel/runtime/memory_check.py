@@ -30,8 +30,8 @@ def too_small(
     Args:
         hosts: By rank, the name of its host, the bytes that the rank will take, and the bytes that
             the host has left, or None where that is unknown.
-        computes: Whether all that a rank holds is there, since its device is the CPU; else what
-            waits for its device.
+        computes: Whether ranks compute on the CPU, so that the bytes are all they hold; else they
+            are offloaded tensors alone.
     """
     needed: dict[str, int] = {}
     ranks = Counter[str]()
@@ -71,7 +71,7 @@ class Memory:
 
     Attributes:
         recomputed: By stage, the names of the layers whose storages the backward makes again.
-        twice: By stage, those whose storages it makes again twice.
+        twice: By stage, the layers whose storages are recomputed twice.
         window: Bytes on a device that may wait to be copied to the host, and as many that may be
             back ahead of their use.
         form: The mode of the copies to the host.

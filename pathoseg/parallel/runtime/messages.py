@@ -278,7 +278,7 @@ class Messages:
         self._reap()
 
     def _advance(self, send: Action, wait: bool) -> None:
-        """Posts the messages of a rank up to `send`, in the order in which they are sent; one
+        """Post the messages of a rank up to `send`, in the order in which they are sent; one
         whose layout is unknown only if it may wait for its header."""
         if not self._channel.has_tensor(send):
             self._posted[send] = None
@@ -312,7 +312,7 @@ class Messages:
         self._sending.append(_Sending(self._transport.send(tensor, to, tag), action, start))
 
     def _reap(self) -> None:
-        """Lets go of what has left."""
+        """Let go of what has left."""
         for _ in range(len(self._sending)):
             each = self._sending.popleft()
             if not each.pending.done():

@@ -43,8 +43,8 @@ def seed_of(seed: int, step: int, microbatch: int, layer: int) -> int:
 class Randomness:
     """Seeds torch's, numpy's and Python's generators for the layers of a stage that draw.
 
-    Which do is seen in the first forward; an opaque block may draw in any, so it always counts, and
-    a dropout does while it drops, as its share may rise from 0 and its mode change.
+    Which layers draw is observed in the first forward. Opaque blocks always count, as they may draw
+    in any; so do dropouts, as their share may rise from 0 and their mode change.
 
     Args:
         traced: The model.
@@ -58,7 +58,7 @@ class Randomness:
         graph = traced.graph
         self._numbers = graph.numbers
         self._drawing: set[int] | None = None
-        self._throws: _Throws | None = None
+        self._generators: _LentGenerators | None = None
         self._opaque = {
             position
             for position in layers
@@ -85,7 +85,7 @@ class Randomness:
             if not drawing:
                 yield None
                 return
-        throws = self._throws = _Throws(drawing, self._device)
+        throws = self._generators = _LentGenerators(drawing, self._device)
 
         def before(position: int) -> None:
             throws.enter(position, seed_of(self._seed, step, microbatch, self._numbers[position]))
@@ -93,7 +93,7 @@ class Randomness:
         try:
             yield before
         finally:
-            self._throws = None
+            self._generators = None
             throws.leave()
         if self._drawing is None:
             self._drawing = throws.drew | self._opaque
@@ -101,10 +101,10 @@ class Randomness:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Make a context, inside of a layer, in which other ranks of this process may draw."""
-        if self._throws is None:
+        if self._generators is None:
             yield
             return
-        with self._throws.paused():
+        with self._generators.paused():
             yield
 
 
@@ -115,7 +115,8 @@ class WholeModel:
     """The forward of a whole model in one process, with the random numbers of its stages on ranks.
 
     A model that draws runs layer by layer, each seeded as on ranks; any other runs as it is, after
-    a first microbatch. What no graph can be made of draws as one layer, and on no ranks.
+    a first microbatch. A model without a graph draws as one layer; it cannot be trained on several
+    ranks.
 
     Args:
         model: The model.
@@ -162,7 +163,7 @@ class WholeModel:
             return traced.assemble({**named, **segment(named, before)})
 
     def _as_one_layer(self, step: int, microbatch: int, inputs: Inputs) -> Any:
-        throws = _Throws({0}, self._device)
+        throws = _LentGenerators({0}, self._device)
         throws.enter(0, seed_of(self._seed, step, microbatch, 0))
         try:
             return answer(self._model, inputs)
@@ -186,11 +187,11 @@ class WholeModel:
         return traced, segment, randomness
 
 
-class _Throws:
+class _LentGenerators:
     """The generators during one forward: lent to one layer at a time, restored afterwards.
 
     Attributes:
-        drew: The layers that drew, as far as it was asked to look.
+        drew: The layers that were seen to draw; filled only while `drawing` is None.
     """
 
     def __init__(self, drawing: set[int] | None, device: torch.device) -> None:

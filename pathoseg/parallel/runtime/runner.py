@@ -88,13 +88,12 @@ class Runner:
         training: Loss, optimizer, seed, precision and clipping.
         memory: What is not kept on the devices between forward and backward; None keeps all but
             what the schedule offloads.
-        shards: The ranks, one after the other, that share the tiles of each of the schedule's
-            ranks, a strip of rows each. Inputs and targets are then those of this rank's strip
-            (`rows`).
+        shards: How many consecutive ranks share the tiles of one of the schedule's ranks, a strip
+            of rows each. Inputs and targets are then those of this rank's strip (`rows`).
 
     Attributes:
         device: The device on which this rank computes.
-        own: The trained parameters on this rank, by name. Of what is parked, they have the shapes.
+        own: The trained parameters on this rank, by name. A parked one keeps its shape.
         optimizer: Updates this rank's parameters (set the learning rate in its groups), or None
             where there are none.
         reads_inputs: Microbatches whose inputs this rank needs.
@@ -162,7 +161,9 @@ class Runner:
         if any(retention.offloaded for retention in retentions.values()):
             turns = take_turns(whole.lists[rank])
             copies = copies_of(memory.form, streams, device, memory.window, host_bytes, turns)
-        reductions = self._make_reductions(whole, held)  # ahead of the stage_offload
+        reductions = self._make_reductions(
+            whole, held
+        )  # reads layouts: before parameters are parked
         stage_copies: Copies | None = None
         if parked:
             most = max(sizes, default=0)
@@ -307,7 +308,7 @@ class Runner:
             else:
                 put_back(buffers, before)
         self._begun = {}
-        self._scale.update(verdict)  # which raises the same on all ranks, none being under way
+        self._scale.update(verdict)  # raises on all ranks alike, so nothing is to be aborted
         return RankStepResult(verdict.loss_sum, verdict.finite, events)
 
     def _sum(self, holders: tuple[int, ...], rows: torch.Tensor) -> None:
@@ -327,6 +328,7 @@ class Runner:
 
         Raises:
             PathosegError: As `step`.
+            GivenUpError: A rank has given up; raised on all ranks.
         """
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
@@ -414,10 +416,10 @@ class Runner:
         self._scale.load_state_dict(state["scaler"])
 
     def _agreed(self, is_given_up: IsGivenUp, stack: ExitStack) -> IsGivenUp:
-        """The question to ask ahead of each visit; it is asked between layers too.
+        """Return the question to ask before each visit; without strips also between layers.
 
-        Ranks that share a tile give up together, as each waits for the others' rows: ahead of a
-        visit alone. So do compiled layers, of which none ends before the visit does.
+        Ranks that share a tile wait for each other's rows, so they ask together, before a visit.
+        Compiled layers are not left before the visit ends.
         """
         sharding = self._sharding
         if sharding is None:
@@ -458,7 +460,7 @@ class Runner:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Takes all ranks down with this one."""
+        """Take all ranks down with this one."""
         rank = self._world.rank
         try:
             yield

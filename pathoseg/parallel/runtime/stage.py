@@ -318,7 +318,7 @@ class Stage:
             self.statistics.discard()
             torch.autograd.backward(roots, list(owed.values()))
         elif self.is_last:
-            # Such as a loss without any label: the first to come announces the layout all the same.
+            # As where no label counts: zeros go out, for the receiver to learn the layout.
             for value in visit.received.values():
                 if value.requires_grad:
                     value.grad = torch.zeros_like(value)
@@ -388,7 +388,8 @@ class Stage:
         state: Mapping[str, Tensor],
         marks: Mapping[str, tuple[Any, ...]],
     ) -> None:
-        """Refuses layers that cannot run twice, or in copies. State is looked at once."""
+        """Refuse layers that cannot run twice or in copies; state is compared once, in the first
+        forward."""
         written = [name for name, old in versions.items() if visit.received[name]._version != old]
         buffer = self._traced.model.get_buffer  # a forward may set another tensor in its place
         changed = [name for name, old in state.items() if not old.equal(buffer(name))]
@@ -402,7 +403,7 @@ class Stage:
         if changed:
             raise PathosegError(
                 f"A forward of stage {self.number} changes {changed[0]}, which is no norm's "
-                "running statistic, so it can have no copies and not run twice.",
+                "running statistic, so the stage can neither have copies nor be run twice.",
                 "Choose an order with one replica and no recomputation, such as 1f1b.",
             )
 
@@ -444,7 +445,7 @@ class Stage:
         return losses.detach()
 
     def _hold(self, visit: _Visit, values: Mapping[str, Tensor]) -> None:
-        """Keeps where the backward begins, and not the tensors themselves."""
+        """Keep where the backward begins, and not the tensors themselves."""
         for sent in self.leaving.values():
             value = values.get(sent.value)
             if sent.gradient and value is not None and value.requires_grad:

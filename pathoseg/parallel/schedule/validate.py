@@ -19,7 +19,7 @@ def runnable(schedule: Schedule) -> Iterator[tuple[int, Action, list[Action]]]:
         The rank, its action, and the actions that had to precede it.
 
     Raises:
-        PathosegError: Nothing can move any more; it names what each rank waits for.
+        PathosegError: The lists deadlock; the error names what each rank waits for.
     """
     setting = schedule.setting
     done: set[Action] = set()

@@ -116,7 +116,7 @@ class Team:
             room: Returns a contiguous tensor for what a rank sends, or None.
 
         Returns:
-            Waits for the messages, and returns what came, by ascending rank.
+            A function that waits for the messages and returns what came, by ascending rank.
         """
         if self._again is not None:
             known = next(self._again)  # what came in the forward
@@ -238,10 +238,10 @@ def extended(
     Args:
         team: The ranks.
         strip: This rank's rows.
-        dim: Their dimension.
+        dim: Dimension of the rows.
         bounds: First row of each rank's strip, and the height at the end.
-        reads: The rows that each rank needs; those beyond the tensor are filled.
-        fill: With this.
+        reads: By rank, the rows that it needs; they may reach beyond the tensor.
+        fill: Value of the rows beyond the tensor.
 
     Returns:
         The rows `reads[team.rank]`; `strip` itself where every rank needs just its own.

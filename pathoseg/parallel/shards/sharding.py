@@ -163,7 +163,16 @@ class Sharding:
         return value.whole()
 
     def run(self, position: int, step: Step, values: Mapping[str, Any]) -> Any:
-        """Run one layer; an opaque one, whose reach nobody knows, on whole tensors."""
+        """Run one layer on strips; an opaque one, whose reach is unknown, on whole tensors.
+
+        Args:
+            position: Not used; the callers of a segment's `run` give it.
+            step: The layer.
+            values: What has been made so far, by name: strips or tensors.
+
+        Returns:
+            What the layer makes; strips where it was cut.
+        """
         self._layer = step.name
         self._copies.check()
         earlier = len(self._copies)

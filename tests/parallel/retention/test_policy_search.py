@@ -182,10 +182,10 @@ def test_no_way_that_is_left_out_by_its_reduced_cost_is_missed(
     if relaxed is None:
         assert cost(whole.program) == inf
         return
-    nearest = whole.nearest(relaxed.dear, near)
+    nearest = whole.nearest(relaxed.reduced_costs, near)
     assert all(0 < len(some) <= near + 1 for some in nearest)
     first = cost(RetentionProgram(facts, runs, nearest, host, Copying(), cap, in_flight).program)
-    hopeful = whole.within(relaxed.dear, (1 - GAP) * first - relaxed.cost)
+    hopeful = whole.within(relaxed.reduced_costs, (1 - GAP) * first - relaxed.cost)
     then = cost(RetentionProgram(facts, runs, hopeful, host, Copying(), cap, in_flight).program)
     assert relaxed.cost <= min(first, then) * (1 + 1e-6)
     assert (1 - GAP) * min(first, then) <= cost(whole.program) * (1 + 1e-6)

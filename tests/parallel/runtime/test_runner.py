@@ -532,7 +532,7 @@ def test_ranks_that_differ_are_refused() -> None:
             next(model.model.parameters())[0] += transport.rank
         return Runner(model, partition, schedule, transport, CPU, training_of(case))
 
-    with pytest.raises(PathosegError, match="Rank 1 has not the weights of rank 0"):
+    with pytest.raises(PathosegError, match="Rank 1 and rank 0 differ in: weights"):
         run_ranks(2, body)
 
 
