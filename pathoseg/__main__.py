@@ -13,7 +13,7 @@ _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 def main() -> NoReturn:
-    """Runs the command line; signals end it cleanly even while it is still being imported."""
+    """Run the command line; signals end it cleanly even while it is still being imported."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
     from pathoseg.cli import main as run
@@ -31,7 +31,7 @@ def main() -> NoReturn:
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    """Ends a command that has nothing to save yet; once it has, `Interruption` takes over."""
+    """End a command that has nothing to save yet; once it has, `Interruption` takes over."""
     # Not sys.stderr: what checks slides quietly has replaced it. There may be no file behind it.
     if sys.__stderr__ is not None:
         with suppress(OSError, ValueError):

@@ -124,7 +124,7 @@ def given_options(
 
 
 def write_config(config: Config, path: Path) -> None:
-    """Writes `config` as TOML that `load_config` reads back equal; what is None is left out."""
+    """Write `config` as TOML that `load_config` reads back equal; what is None is left out."""
     path.write_text(tomli_w.dumps(_without_none(asdict(config))), encoding="utf-8")
 
 

@@ -436,7 +436,7 @@ def to_input(
     device: torch.device,
     layout: torch.memory_format = torch.contiguous_format,
 ) -> torch.Tensor:
-    """Scales pixels to a network's input, on the device: uint8 travels, a quarter of float32.
+    """Scale pixels to a network's input, on the device: uint8 travels, a quarter of float32.
 
     Args:
         images: (n, height, width, 3), RGB.

@@ -15,7 +15,7 @@ _LARGEST = 2**25  # bytes; older releases allow no more
 
 
 def keep_freed_memory(largest: int = _LARGEST) -> None:
-    """Has glibc keep what this process frees, but for tensors above `largest`.
+    """Have glibc keep what this process frees, but for tensors above `largest`.
 
     It would give the activations of a step back to the kernel, and the next step would pay for
     each of their pages again: GPipe with 8 microbatches of ResNet-110-v2 took 2.7 s instead of
@@ -34,7 +34,7 @@ def keep_freed_memory(largest: int = _LARGEST) -> None:
 
 
 def share_one_heap() -> None:
-    """Has all threads take memory from the process's one heap; a thread's own holds no large
+    """Have all threads take memory from the process's one heap; a thread's own holds no large
     tensors, and a forward pass in it pays for each page at every layer.
 
     To be called before anything computes: threads that have a heap by then keep it, and later ones
@@ -52,7 +52,7 @@ def _mallopt() -> Callable[[int, int], int] | None:
 
 
 def give_back_freed_memory() -> None:
-    """Gives the kernel what is free now, as after work that comes once and takes much."""
+    """Give the kernel what is free now, as after work that comes once and takes much."""
     trim = c_function("malloc_trim")
     if trim is not None:
         trim(0)

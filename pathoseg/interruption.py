@@ -131,7 +131,7 @@ class Interruption:
         return self.number is not None
 
     def raise_if_asked(self) -> None:
-        """Ends the work if a signal came.
+        """End the work if a signal came.
 
         Raises:
             StoppedError: A signal came.

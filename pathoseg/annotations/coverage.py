@@ -98,7 +98,7 @@ def pixel_centres(box: Box, frame: Frame) -> tuple[NDArray[np.float64], NDArray[
 
 
 def ignore_outside(mask: NDArray[np.uint8], box: Box, frame: Frame, slide_size: Size) -> None:
-    """Sets the pixels of `mask` whose centres lie outside the slide to 255."""
+    """Set the pixels of `mask` whose centres lie outside the slide to 255."""
     x, y = pixel_centres(box, frame)
     mask[:, (x < 0) | (x >= slide_size.width)] = IGNORE
     mask[(y < 0) | (y >= slide_size.height), :] = IGNORE
@@ -253,7 +253,7 @@ class _Lines:
 
     @classmethod
     def of(cls, steps: Steps, top: int, bottom: int, widths: Ints) -> _Lines:
-        """Cuts the rows `top` to `bottom` where there are steps, and where the slide ends."""
+        """Cut the rows `top` to `bottom` where there are steps, and where the slide ends."""
         stride = len(widths) + 3
         begins = np.zeros((bottom - top, stride), np.bool_)
         begins[:, np.flatnonzero(np.diff(np.pad(widths, (1, 1)), prepend=-1))] = True

@@ -120,7 +120,7 @@ class Edges:
 
 
 def _split(low: Ints, high: Ints, first: int, last: int) -> tuple[Ints, Ints, Ints]:
-    """Cuts lengths from `low` to `high`, in 1/256 pixel, where a pixel begins.
+    """Cut lengths from `low` to `high`, in 1/256 pixel, where a pixel begins.
 
     Args:
         low: Where each begins.

@@ -139,7 +139,7 @@ class _Text:
                 self.expect("]")
 
     def _fill(self) -> bool:
-        """Reads on; twice as far each time, so that a long value costs linear time."""
+        """Read on; twice as far each time, so that a long value costs linear time."""
         rest = self._buffer[self._at :]
         if len(rest) > _LARGEST_VALUE:
             raise ValueError(f"one value is longer than {_LARGEST_VALUE >> 20} Mi characters")

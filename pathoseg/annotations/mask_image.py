@@ -517,7 +517,7 @@ def _steps(
 
 
 def _parts(first: int, last: int, most: int) -> Iterator[tuple[int, int]]:
-    """Cuts a range into parts of at most so many, at least one."""
+    """Cut a range into parts of at most so many, at least one."""
     for begin in range(first, last, max(1, most)):
         yield begin, min(last, begin + max(1, most))
 

@@ -226,7 +226,7 @@ class GeoJsonWriter:
         class_index: int,
         measurements: Mapping[str, float] | None = None,
     ) -> None:
-        """Writes one region.
+        """Write one region.
 
         Args:
             geometry: In level-0 pixels.
@@ -241,7 +241,7 @@ class GeoJsonWriter:
         class_indices: Sequence[int],
         measurements: Sequence[Mapping[str, float]],
     ) -> None:
-        """Writes regions, faster than one by one: what `add` takes of each."""
+        """Write regions, faster than one by one: what `add` takes of each."""
         # Whole numbers come as 12.0; without the .0 a file of pixel edges is a third smaller.
         rounded = shapely.transform(
             np.array(geometries, object), lambda corners: np.round(corners, 2)

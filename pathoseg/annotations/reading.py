@@ -146,7 +146,7 @@ def _nearest(name: str, slides: Mapping[str, Path], by_letters: bool) -> Path | 
 def read_labels(
     path: Path, slide_size: Size, origin: tuple[int, int], options: AnnotationOptions
 ) -> Labels:
-    """Reads an annotation file of any kind, known by its suffix and, for XML, its content.
+    """Read an annotation file of any kind, known by its suffix and, for XML, its content.
 
     Args:
         path: GeoJSON (gzipped or not), ASAP or ImageScope XML, or a PNG or TIFF mask.
@@ -238,7 +238,7 @@ def _refuse_unclear(
     passed_over: Iterable[PassedOver],
     options: AnnotationOptions,
 ) -> None:
-    """Refuses regions without a class where that is wished, and regions of interest of no area."""
+    """Refuse regions without a class where that is wished, and regions of interest of no area."""
     unclassified = sum(region.class_name is None for region in annotations)
     if unclassified and options.unclassified == "refuse":
         raise PathosegError(
@@ -274,7 +274,7 @@ def _refuse_outside(
     frame: str,
     options: AnnotationOptions,
 ) -> None:
-    """Refuses annotations of another slide or frame; a few strays beside the slide may be."""
+    """Refuse annotations of another slide or frame; a few strays beside the slide may be."""
     slide = shapely.box(0, 0, slide_size.width, slide_size.height)
 
     def lie_outside(regions: list[Annotation]) -> int:

@@ -25,7 +25,7 @@ class Elements(Protocol):
 
 
 def read_xml(path: Path, elements: Elements) -> None:
-    """Tells `elements` of all that an XML file holds.
+    """Tell `elements` of all that an XML file holds.
 
     Raises:
         PathosegError: The file cannot be read, is no XML, defines entities, is above 1 GiB, or

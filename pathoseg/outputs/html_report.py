@@ -27,7 +27,7 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 
 def write_page(path: Path, template: str, **values: Any) -> None:
-    """Replaces `path` with a page.
+    """Replace `path` with a page.
 
     Args:
         path: The file.

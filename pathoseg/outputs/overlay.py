@@ -71,7 +71,7 @@ def _centres(count: int, step: float, limit: int) -> NDArray[np.int64]:
 def write_overlay(
     path: Path, image: NDArray[np.uint8], mask: NDArray[np.uint8], classes: ClassTable
 ) -> None:
-    """Writes regions in their colours, outlined, over the slide; unread parts are hatched.
+    """Write regions in their colours, outlined, over the slide; unread parts are hatched.
 
     Args:
         path: Replaced whole.

@@ -234,7 +234,7 @@ class DirectSlide(SlideFile[_TileFile]):
         return averages(self._fallback.read_level(reduction.stored, stored), n, n)
 
     def close(self) -> None:
-        """Frees the handles; a later read opens others."""
+        """Free the handles; a later read opens others."""
         super().close()
         self._fallback.close()
 

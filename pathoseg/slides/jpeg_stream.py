@@ -115,7 +115,7 @@ def taken_for_ycbcr(header: list[Segment]) -> bool:
 
 
 def decode_jpeg(stream: bytes, pixels: NDArray[np.uint8]) -> None:
-    """Decodes a whole stream, without Python's lock.
+    """Decode a whole stream, without Python's lock.
 
     Args:
         stream: See `whole_stream`.
@@ -134,7 +134,7 @@ def decode_jpeg(stream: bytes, pixels: NDArray[np.uint8]) -> None:
 
 
 def check_jpeg(stream: bytes) -> None:
-    """Raises ValueError where OpenSlide would: libjpeg finds a whole stream damaged."""
+    """Raise ValueError where OpenSlide would: libjpeg finds a whole stream damaged."""
     try:
         # not scaled down: simplejpeg writes past its array where a stream is a lossless one
         simplejpeg.decode_jpeg(stream, "GRAY", strict=True)

@@ -43,7 +43,7 @@ class Region:
 
 
 def read_region(slide: Slide, frame: Frame, box: Box) -> Region:
-    """Reads `box`, given in pixels of `frame`, as if the slide lay on an endless white ground.
+    """Read `box`, given in pixels of `frame`, as if the slide lay on an endless white ground.
 
     The coarsest level that is fine enough is averaged over as many whole pixels as fit into one
     of the frame's, on a grid that starts at the slide's corner. What remains to the frame's
@@ -118,7 +118,7 @@ def _span(start: int, length: int, step: float) -> _Span:
 
 
 def _read_halves(slide: Slide, frame: Frame, box: Box) -> Region:
-    """Reads a box in two parts: memory stays bounded where no level is coarse enough."""
+    """Read a box in two parts: memory stays bounded where no level is coarse enough."""
     wide = box.width * frame.scale_x >= box.height * frame.scale_y
     if box.height == 1 or (wide and box.width > 1):
         axis, half = 1, box.width // 2
@@ -161,7 +161,7 @@ def _read_padded(slide: Slide, index: int, size: Size, source: Box) -> Region:
 
 
 def _read_blocks(slide: Slide, index: int, inside: Box) -> Region:
-    """Reads a box block by block, those that fail by their quarters, and marks what fails still."""
+    """Read a box block by block, those that fail by their quarters, and mark what still fails."""
     pixels, unread = _white(inside), np.zeros((inside.height, inside.width), bool)
     smallest = max(1, _BLOCK // _shrink(slide, index))
 

@@ -83,7 +83,7 @@ class Slide(Protocol):
 
 
 def open_slide(path: Path, assume_mpp: float | None = None) -> Slide:
-    """Opens a slide with the reader that its content asks for, whatever its name.
+    """Open a slide with the reader that its content asks for, whatever its name.
 
     Args:
         path: The file, or the folder of an OME-Zarr slide.
@@ -153,7 +153,7 @@ def _head(path: Path) -> bytes:
 
 
 def _read_somewhere(slide: Slide) -> None:
-    """Raises UnreadableError unless a pixel of the first, the middle or the last corner reads.
+    """Raise UnreadableError unless a pixel of the first, the middle or the last corner reads.
 
     A file of which nothing decodes is thus refused when opened, not after hours of unread tiles.
     """

@@ -65,11 +65,11 @@ class SlideFile(ABC, Generic[Handle]):
 
     @abstractmethod
     def _open(self) -> Handle:
-        """Opens the file anew."""
+        """Open the file anew."""
 
     @abstractmethod
     def _read_header(self, assume_mpp: float | None) -> None:
-        """Sets vendor, levels, mpp and, where the file has bounds, origin."""
+        """Set vendor, levels, mpp and, where the file has bounds, origin."""
 
     def _opened(self) -> Handle:
         if self._handle is None:
@@ -82,7 +82,7 @@ class SlideFile(ABC, Generic[Handle]):
         return self.levels[0].size
 
     def close(self) -> None:
-        """Frees the handle; a later read opens another."""
+        """Free the handle; a later read opens another."""
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.close()

@@ -47,7 +47,7 @@ _MOST_DIRECTORIES, _MOST_SUB_IFDS, _MOST_ENTRIES = 1000, 100, 4096
 
 
 def check_directories(path: Path) -> bool:
-    """Makes sure that the directories of a TIFF come to an end, be it the file's.
+    """Check that the chain of directories of a TIFF ends, be it at the end of the file.
 
     Returns:
         Whether all of them are in the file; else it is cut short.
@@ -119,7 +119,7 @@ def is_tiff(head: bytes) -> bool:
 
 @contextmanager
 def tifffile_door(refusal: type[PathosegError], problem: str, hint: str) -> Iterator[None]:
-    """Lets tifffile's failures out as `refusal`, and its log nowhere: it tells them twice.
+    """Raise tifffile's failures as `refusal`, and hide its log, which repeats them.
 
     While a file is opened, memory runs out over absurd sizes in a damaged header; but pixels that
     are not read for want of memory are no damage.
@@ -390,7 +390,7 @@ class TiffSlide(SlideFile[_OpenTiff]):
 
 
 def _paste(segment: NDArray[np.uint8], x: int, y: int, pixels: NDArray[np.uint8], box: Box) -> None:
-    """Copies what `pixels`, which show `box`, share with a segment whose corner is (x, y)."""
+    """Copy what `pixels`, which show `box`, share with a segment whose corner is (x, y)."""
     height, width = segment.shape[:2]
     whole = Box(x, y, width, height)
     part = whole.intersection(box)

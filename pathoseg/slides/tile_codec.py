@@ -77,7 +77,7 @@ class TileCodec:
         return self.size.height, self.size.width, 3
 
     def decode(self, data: bytes, pixels: NDArray[np.uint8]) -> bool:
-        """Decodes a tile, which releases the interpreter's lock meanwhile.
+        """Decode a tile, which releases the interpreter's lock meanwhile.
 
         Args:
             data: The tile as it is stored.

@@ -186,7 +186,7 @@ class Alone:
         gradients: dict[int, torch.Tensor],
         others: dict[str, torch.Tensor],
     ) -> tuple[float, float]:
-        """Runs the layer; the first run adds what the backward needs to the mappings."""
+        """Run the layer; the first run adds what the backward needs to the mappings."""
         inputs = {name: self._input(name, source) for name, source in sources.items()}
         wanted = {
             name: get_gradient_edge(tensor)

@@ -511,7 +511,7 @@ class Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped i
         return made
 
     def _locate(self) -> None:
-        """Tells the profile whose backward runs: that of the layer that made autograd's node."""
+        """Tell the profile whose backward runs: that of the layer that made autograd's node."""
         node = torch._C._current_autograd_node()
         # Sums into `.grad`, and what `checkpoint` runs again, have numbers above all others. Nodes
         # of views whose base was written into come after the layers'; they count to the last.

@@ -308,7 +308,7 @@ class Traced:
         return [max(found, key=lambda path: path.count("."))] if found else []
 
     def _bind(self, nodes: Sequence[Any]) -> None:
-        """Makes the steps, which run the modules of the root; `nodes` are the layers in order."""
+        """Make the steps, which run the modules of the root; `nodes` are the layers in order."""
         position = {node.meta["layer"]: index for index, node in enumerate(nodes)}
         self._steps = {
             training: {
@@ -354,7 +354,7 @@ class Traced:
 
     @contextmanager
     def _logged(self, log: KernelLog) -> Iterator[None]:
-        """Makes a context in which a forward in training runs on fake tensors and is logged."""
+        """Make a context in which a forward in training runs on fake tensors and is logged."""
         precision = imitated_autocast(self.autocast)
         with fx.mode(self.model, True), precision, self._root.fake, fx.Logger(log):
             yield

@@ -236,7 +236,7 @@ def _dropout(
 def _dropout_of_channels(
     function: Any, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Any:
-    """Draws one number a channel, which is the same whatever the rows."""
+    """Draw one number a channel, which is the same whatever the rows."""
     if not isinstance(x, Strip) or x.strip_dim < 2:
         return NotImplemented
     return x.like(function(x.local, p, training, inplace))
