@@ -167,8 +167,8 @@ def read_labels(
 
 def read_regions_of_interest(
     path: Path, slide_size: Size, origin: tuple[int, int], options: AnnotationOptions
-) -> list[RegionOfInterest]:
-    """Read the regions of interest of an annotation file, in the order of the file.
+) -> tuple[list[RegionOfInterest], int]:
+    """Read the regions of interest of an annotation file.
 
     Args:
         path: As for `read_labels`; a mask has none.
@@ -176,14 +176,18 @@ def read_regions_of_interest(
         origin: Likewise.
         options: Likewise.
 
+    Returns:
+        The regions, in the order of the file, and the number of those that lie off the slide.
+
     Raises:
         PathosegError: As `read_labels`.
     """
     if path.name.lower().endswith(MASK_SUFFIXES):
-        return []
+        return [], 0
     annotations, *_ = _read_outlines(path, slide_size, origin, options)
     marked = [region for region in annotations if options.is_roi(region.class_name or "")]
-    return regions_on_slide(marked, slide_size)
+    found = regions_on_slide(marked, slide_size)
+    return found, len(marked) - len(found)
 
 
 def _read_outlines(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import IGNORE
 from pathoseg.annotations.qupath_geojson import GeoJsonWriter
-from pathoseg.annotations.reading import read_regions_of_interest
+from pathoseg.annotations.reading import few, read_regions_of_interest
 from pathoseg.annotations.regions_of_interest import RegionOfInterest
 from pathoseg.config import Config, InferConfig, OutputsConfig
 from pathoseg.errors import PathosegError, UnreadableError
@@ -75,6 +75,7 @@ class PlannedSlide:
         level0: Its pixels.
         seconds: The time that this took.
         interest: The regions of interest whose figures are wanted.
+        off_slide: The number of those that do not lie on the slide.
     """
 
     plan: SlidePlan
@@ -83,6 +84,7 @@ class PlannedSlide:
     level0: Level0
     seconds: float
     interest: Sequence[RegionOfInterest] = ()
+    off_slide: int = 0
 
 
 def plan_slide(
@@ -106,12 +108,15 @@ def plan_slide(
         size = thumbnail.size
         level0 = Level0(opened.size, opened.mpp)
         picture = read_region(opened, thumbnail, Box(0, 0, size.width, size.height)).pixels
-        interest = list[RegionOfInterest]()
+        interest, off_slide = list[RegionOfInterest](), 0
         if annotation is not None:
             options = config.annotations.for_classes(segmenter.classes.names)
-            interest = read_regions_of_interest(annotation, opened.size, opened.origin, options)
+            interest, off_slide = read_regions_of_interest(
+                annotation, opened.size, opened.origin, options
+            )
     give_back_freed_memory()  # finding tissue takes more of it than a row of tiles
-    return PlannedSlide(plan, thumbnail, picture, level0, time.monotonic() - began, interest)
+    seconds = time.monotonic() - began
+    return PlannedSlide(plan, thumbnail, picture, level0, seconds, interest, off_slide)
 
 
 def publish(
@@ -334,9 +339,17 @@ def _summary(
         None if objects is None else objects.written,
         read,
     )
-    # Where a pixel is a tile, a tile with tissue in it is counted whole.
-    excess = excess_warning(classes, tissue) if plan.output == plan.frame else None
+    of_tiles = plan.output != plan.frame
+    excess = excess_warning(classes, tissue, plan.output.mpp.mean if of_tiles else None)
     told = [warning for warning in (licence, excess) if warning is not None]
+    if planned.off_slide:
+        told.append(f"regions of interest off the slide: {planned.off_slide}, without figures")
+    if missed := sinks.interest.without_pixels():
+        what = "tile" if of_tiles else "pixel"
+        told.append(
+            f"regions of interest that hold no {what}'s centre, so that their areas are 0: "
+            f"{few(missed)}"
+        )
     summary = Summary(
         slide=name,
         model=segmenter.model_id,

@@ -40,6 +40,7 @@ class InterestCounts:
         self._regions, self._frame, self._classes = regions, frame, classes
         self._pixels = [Counter[int]() for _ in regions]
         self._objects = [Counter[int]() for _ in regions] if with_objects else None
+        self._inside = [0] * len(regions)  # pixels, of the background too
         self._row = 0
         shapely.prepare([region.geometry for region in regions])
 
@@ -49,10 +50,13 @@ class InterestCounts:
         for top in range(0, len(band), _STRIP):
             strip = band[top : top + _STRIP]
             rows = Box(0, self._row + top, width, len(strip))
-            for region, pixels in zip(self._regions, self._pixels, strict=True):
+            for number, (region, pixels) in enumerate(
+                zip(self._regions, self._pixels, strict=True)
+            ):
                 found = region.pixels(rows, self._frame)
                 if found is not None:
                     part, inside = found
+                    self._inside[number] += int(np.count_nonzero(inside))
                     pixels.update(count_pixels(strip[part.within(rows)][inside], self._classes))
         self._row += len(band)
 
@@ -67,6 +71,11 @@ class InterestCounts:
         for region, objects in zip(self._regions, self._objects, strict=True):
             inside = shapely.intersects_xy(region.geometry, centroids)
             objects.update(class_index[inside].tolist())
+
+    def without_pixels(self) -> list[str]:
+        """Return the names of regions that hold no pixel's centre, once all bands are counted."""
+        pairs = zip(self._regions, self._inside, strict=True)
+        return [region.name for region, inside in pairs if not inside]
 
     def summaries(self) -> tuple[InterestSummary, ...]:
         """Return the figures of each region, in their order."""

@@ -143,11 +143,24 @@ def damage_warning(summary: Summary) -> str | None:
     return f"{told}, {unread_text(summary)} not at all" if summary.unread_pixels else told
 
 
-def excess_warning(classes: Iterable[ClassSummary], tissue_mm2: float) -> str | None:
-    """Return the sentence that says that more is segmented than there is tissue, None if not so."""
+def excess_warning(
+    classes: Iterable[ClassSummary], tissue_mm2: float, tile_um: float | None = None
+) -> str | None:
+    """Return the sentence that says that more is segmented than there is tissue, None if not so.
+
+    Args:
+        classes: Of a slide.
+        tissue_mm2: Its area of tissue.
+        tile_um: The side of a tile where whole tiles are classified, else None.
+    """
     area = sum(each.area_mm2 for each in classes)
     if not tissue_mm2 or area <= _MOST_SHARE * tissue_mm2:
         return None
+    if tile_um is not None:
+        return (
+            f"areas are of whole tiles of {tile_um:.3g} µm, glass in them included: "
+            f"{area_text(area)} mm² are classified, and {area_text(tissue_mm2)} mm² are tissue"
+        )
     return (
         f"{area_text(area)} mm² are segmented, and {area_text(tissue_mm2)} mm² of tissue were "
         "found: the model takes glass for a class. Train it with glass that is background, or see "

@@ -269,8 +269,8 @@ class Trainer:
             StoppedError: A signal came; the checkpoint is written.
             PathosegError: The device's memory is too small, or a file cannot be read.
         """
-        at = self._progress
-        if at.step:
+        at, resumed_at = self._progress, self._progress.step
+        if resumed_at:
             say(f"Going on at epoch {at.epoch + 1}, step {at.step}.")
         with ExitStack() as open_files, self._bar() as bar:
             run_log = None
@@ -283,7 +283,9 @@ class Trainer:
             # An epoch may have all its steps, and not be judged yet.
             while at.epoch_step or not (self._finished() and self._judged):
                 self._epoch(run_log, bar, interruption)
-        if warning := warn_of_rate(self._config, at):
+        if resumed_at and at.step == resumed_at:
+            say("Nothing was trained: what was left of the limits was too short for a step.")
+        elif warning := warn_of_rate(self._config, at):
             say(f"Take care: {warning}")
         return at
 

@@ -24,6 +24,7 @@ from pathoseg.errors import PathosegError, StoppedError
 from pathoseg.platform_support import cores_to_use, follow_pointer, signals_held
 from pathoseg.progress import say
 from pathoseg.training.run_folder import CONFIG, RUNS, SPLITS
+from pathoseg.training.splits import read_rows
 from pathoseg.viewer.app import is_loopback, library_is_installed, make_app
 from pathoseg.viewer.finding import find_entries
 from pathoseg.viewer.gallery import Gallery
@@ -131,10 +132,14 @@ def _configured(
 def _of_run(folder: Path, run: Path) -> Path | None:
     """Return a folder that a run names, wherever the viewer is started; None if it is not found.
 
-    A relative path was most likely given in one of the folders around the run, or in this one.
+    A relative path was most likely given in one of the folders around the run, or in this one. One
+    that has slides of the run comes first; another run of that name is none.
     """
     places = [*(parent / folder for parent in run.resolve().parents[:2]), folder]
-    return next((place for place in places if place.is_dir()), None)
+    found = [each for each in places if each.is_dir() and not (each / CONFIG).is_file()]
+    names = read_rows(run / SPLITS)
+    own = (each for each in found if any((each / name).exists() for name in names))
+    return next(own, found[0] if found else None)
 
 
 def _listening(host: str, port: int | None) -> socket.socket:

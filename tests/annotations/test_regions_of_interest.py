@@ -81,11 +81,13 @@ def test_the_slide_cuts_regions_and_leaves_out_those_beside_it(tmp_path: Path) -
     ]
     path.write_text(json.dumps({"type": "FeatureCollection", "features": features}))
     options = AnnotationOptions()
-    found = read_regions_of_interest(path, SLIDE, (0, 0), options)
+    found, off_slide = read_regions_of_interest(path, SLIDE, (0, 0), options)
+    assert off_slide == 1
     assert [(region.name, region.geometry.area) for region in found] == [("edge", 100), ("3", 200)]
     learnt = options.for_classes(["ROI"])
-    assert [one.name for one in read_regions_of_interest(path, SLIDE, (0, 0), learnt)] == ["edge"]
-    assert read_regions_of_interest(tmp_path / "a_mask.png", SLIDE, (0, 0), options) == []
+    found, _ = read_regions_of_interest(path, SLIDE, (0, 0), learnt)
+    assert [one.name for one in found] == ["edge"]
+    assert read_regions_of_interest(tmp_path / "a_mask.png", SLIDE, (0, 0), options) == ([], 0)
 
 
 def test_an_annotation_is_of_one_slide(tmp_path: Path) -> None:

@@ -79,6 +79,9 @@ def test_more_than_the_tissue_is_warned_of() -> None:
     assert "0.1 mm² are segmented, and 0.08 mm² of tissue were found" in said
     assert excess_warning(SUMMARY.classes, 0.1) is None
     assert excess_warning(SUMMARY.classes, 0.0) is None
+    said = excess_warning(SUMMARY.classes, 0.08, 256.0)
+    assert said is not None
+    assert "areas are of whole tiles of 256 µm, glass in them included" in said
 
 
 def test_a_summary_reads_back(tmp_path: Path) -> None:

@@ -128,6 +128,26 @@ def test_kept_results_stay_and_regions_need_no_objects(
 
 
 @pytest.mark.usefixtures("place")
+def test_regions_off_the_slide_and_too_small_ones_are_told(
+    command: Command, tiny_bundle: SaveBundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = {"far": shapely.box(5000, 5000, 5100, 5100), "dot": shapely.box(40.6, 40.6, 41.4, 41.4)}
+    monkeypatch.setattr(f"{__name__}.REGIONS", REGIONS | odd)
+    _annotate(Path("drawn/a.geojson"))
+    batch = ("infer", "slides/a.png", "--model", tiny_bundle(), "--config", "config.toml")
+    code, said = command(*batch, "--annotations", "drawn")
+    assert code == 0, said
+    summary = json.loads(Path("results/a/summary.json").read_text())
+    assert [each["name"] for each in summary["regions_of_interest"]] == ["core", "2", "dot"]
+    for warning in (
+        "regions of interest off the slide: 1, without figures",
+        "regions of interest that hold no pixel's centre, so that their areas are 0: dot",
+    ):
+        assert warning in summary["warnings"]
+        assert warning in said
+
+
+@pytest.mark.usefixtures("place")
 def test_a_folder_or_an_annotation_that_is_none_is_told(
     command: Command, tiny_bundle: SaveBundle
 ) -> None:

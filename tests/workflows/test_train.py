@@ -236,6 +236,14 @@ def test_a_time_limit_below_a_step_says_what_still_follows(
     assert code == 0, said
     assert "The time limit of 0.01 s is over after" in said
     assert "1 step: what is left is one validation" in said
+    [run] = [path for path in Path("runs").iterdir() if path.is_dir() and path.name != "latest"]
+    progress = torch.load(run / "checkpoints" / "last.pt", weights_only=True)["progress"]
+    longer = f"{progress['seconds'] + 0.001}s"
+    code, said = command("train", "--resume", "--out", run, "--time-limit", longer)
+    assert code == 0, said
+    assert "Nothing was trained: what was left of the limits was too short" in said
+    after = torch.load(run / "checkpoints" / "last.pt", weights_only=True)["progress"]
+    assert after["step"] == progress["step"]
 
 
 def test_resuming_with_other_values_is_refused_by_name(brief: Path) -> None:

@@ -72,7 +72,7 @@ def test_a_run_without_slides_is_told(slide: Path, command: Command, tmp_path: P
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.toml").write_text("")
-    (run / "splits.csv").write_text("slide,split\n")
+    (run / "splits.csv").write_text("slide,split\na.png,train\n")
     code, said = command("view", run, *OPTIONS)
     assert code == 2
     assert "names no slides" in said
@@ -92,7 +92,7 @@ def _status(port: int) -> int | None:
 
 def test_slides_of_a_run_that_were_moved_are_shown(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('[data]\nslides = "gone"\nannotations = "drawn"\n')
-    (tmp_path / "splits.csv").write_text("slide,split\n")
+    (tmp_path / "splits.csv").write_text("slide,split\na.png,train\n")
     config, shown = workflow._configured([tmp_path], None, {"data": {"slides": "moved"}})
     assert shown == [Path("moved")]
     assert config.data.annotations == "drawn"
@@ -105,7 +105,7 @@ def test_slides_of_a_run_are_found_from_anywhere(
     for folder in (run, tmp_path / "lab" / "slides", tmp_path / "lab" / "drawn", elsewhere):
         folder.mkdir(parents=True)
     (run / "config.toml").write_text('[data]\nslides = "slides"\nannotations = "drawn"\n')
-    (run / "splits.csv").write_text("slide,split\n")
+    (run / "splits.csv").write_text("slide,split\na.png,train\n")
     monkeypatch.chdir(elsewhere)
     for given in (run, Path("../lab/runs/one")):
         config, shown = workflow._configured([given], None, {})
@@ -116,6 +116,22 @@ def test_slides_of_a_run_are_found_from_anywhere(
         workflow._configured([run], None, {})
     (elsewhere / "slides").mkdir()
     assert workflow._configured([run], None, {})[1] == [Path("slides")]
+
+
+@pytest.mark.parametrize("is_run", [True, False])
+def test_a_folder_without_slides_of_the_run_is_not_taken_for_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_run: bool
+) -> None:
+    """Runs are named like cohorts, and lie beside each other."""
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs" / ("lung" if is_run else "one")
+    run.mkdir(parents=True)
+    (run / "config.toml").write_text('[data]\nslides = "lung"\n')
+    (run / "splits.csv").write_text("slide,split\na.png,train\n")
+    for folder in ("runs/lung", "lung"):
+        Path(folder).mkdir(exist_ok=True)
+    Path("lung/a.png").touch()
+    assert workflow._configured([run], None, {})[1] == [tmp_path / "lung"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
