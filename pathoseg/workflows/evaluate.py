@@ -50,7 +50,12 @@ from pathoseg.tiles.class_pixels import count_tiles
 from pathoseg.tiles.grid import TileGrid
 from pathoseg.tiles.tiles import tile_labels
 from pathoseg.time_spent import TimeSpent, time_told
-from pathoseg.training.labelled_slides import LabelledSlide, find_labelled_slides, slide_files
+from pathoseg.training.labelled_slides import (
+    LabelledSlide,
+    labelled_slides,
+    read_slides,
+    slide_files,
+)
 from pathoseg.training.run_folder import CONFIG, bundle_of, refuse_unwritable
 from pathoseg.training.splits import Split
 from pathoseg.version import __version__
@@ -86,8 +91,8 @@ def evaluate(
         The other files lie beside it.
 
     Raises:
-        PathosegError: The model, a slide or an annotation cannot be used, or no slide is left. One
-            that fails once others are compared is told when the tables of these are written.
+        PathosegError: The model cannot be used, an annotation has a class that it does not know, or
+            no slide is left. Slides that fail are named once the tables of the others are written.
         StoppedError: A signal came.
     """
     share_one_heap()
@@ -125,13 +130,18 @@ def _evaluate(
             f"{hint}They are of these: {', '.join(sorted(found))}; what the model's run never saw "
             f"is {UNSEEN}.",
         )
-    sources = find_labelled_slides(config, class_table_of(card), asked)  # the others are not read
+    read = read_slides(config, class_table_of(card), only=asked)  # the others are not read
+    sources = labelled_slides(config, read, class_table_of(card))
     chosen = sources.usable
     for source in chosen:  # a class that the model does not know is refused before hours of work
         source.labels.rasterise(Box(0, 0, 1, 1), source.frame, class_table_of(card))
     segmenter = load_segmenter(bundle, config, factory, spent)
     warnings = [*records.warnings(chosen)]
-    compared, failed = dict[str, list[_Compared]](), dict[str, PathosegError]()
+    compared = dict[str, list[_Compared]]()
+    failed = {} if config.data.skip_bad_slides else dict(read.bad)
+    for name, error in failed.items():
+        say(f"{name} is not compared: {error}")
+    tried = len(failed) + len(chosen)
     advice = "Nothing is written; run the same command again."
     with Interruption(advice, ends_process) as interruption:
         interruption.leave = spent.tell
@@ -140,7 +150,7 @@ def _evaluate(
                 one = _compare(segmenter, source, config, records, interruption)
             except PathosegError as error:
                 failed[source.name] = error
-                if len(failed) == len(chosen):
+                if len(failed) == tried:
                     raise
                 say(f"{source.name} is not compared: {error}")
                 continue
@@ -188,7 +198,7 @@ def _evaluate(
     say(f"Written to {path}{instead}; to read: {path.with_suffix('.html')}")
     if failed:
         raise PathosegError(
-            f"{len(failed)} of {len(chosen)} slides could not be compared: {', '.join(failed)}.",
+            f"{len(failed)} of {tried} slides could not be compared: {', '.join(failed)}.",
             f"The figures in {path} are of the others; the reasons stand above and there.",
         )
     return path

@@ -284,6 +284,25 @@ def test_a_slide_that_fails_costs_no_figure_of_the_others(
     assert not list(Path("nothing").glob("*"))
 
 
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_slide_that_cannot_be_read_costs_no_figure_of_the_others(
+    toy_slides: Path, command: Command, tiny_bundle: SaveBundle, skip: bool
+) -> None:
+    (toy_slides / "slide1.png").write_bytes(b"")
+    (toy_slides / "slide2_mask.png").unlink()
+    (toy_slides / "slide2.geojson").write_text("{")
+    Path("m.toml").write_text(f"[data]\nassume_mpp = 0.5\nskip_bad_slides = {str(skip).lower()}")
+    evaluate = ("evaluate", "--slides", toy_slides, "--model", tiny_bundle(), "--config", "m.toml")
+    code, said = command(*evaluate, "--out", "figures")
+    assert code == (0 if skip else 2), said
+    assert ("2 of 4 slides could not be compared: slide1.png, slide2.png." in said) == (not skip)
+    rows = _rows(Path("figures/evaluation.csv"))
+    assert sorted({name for name, _ in rows}) == ["all", "slide0.png", "slide3.png"]
+    page = Path("figures/evaluation.html").read_text()
+    assert "slide1.png" in page
+    assert "slide2.png" in page
+
+
 def _recorded_splits(table: Path) -> dict[str, str]:
     with table.open(newline="", encoding="utf-8") as file:
         return {row["slide"]: row["split"] for row in csv.DictReader(file)}
