@@ -377,7 +377,10 @@ class ObjectFinder:
         kind: NDArray[np.uint8],
         probability: NDArray[np.uint8],
     ) -> FoundObjects:
-        """Describe the objects that are `kept` and have at least `min_pixels`."""
+        """Describe the objects that are `kept` and have at least `min_pixels`.
+
+        Parts of one that meet at corners alone, or were cut apart, are objects of their own.
+        """
         colours = _coloured(labels)
         runs = Runs.of(colours)
         lower, upper = runs.touching()
@@ -387,23 +390,21 @@ class ObjectFinder:
         size = np.bincount(part, lengths, count).astype(np.int64)
         of = np.zeros(count, np.int64)  # the object of each part, from 0
         of[part] = labels[runs.row, runs.start] - 1
-        # Pixels that meet the rest of their object at a corner alone are not part of it.
-        largest = np.zeros(len(kept), np.int64)
-        np.maximum.at(largest, of, size)
-        order = np.lexsort((-size, of))
-        first = order[np.append(True, of[order][1:] != of[order][:-1])[: len(order)]]
-        large = largest >= self._options.min_pixels
+        large = size >= self._options.min_pixels
+        order = np.lexsort((-size, of))  # an object's largest part first
+        returned = order[(large & kept[of])[order]]
+        objects = len(returned)
         number = np.zeros(count, np.int32)  # of each part as an object that is returned, from 1
-        number[first] = np.where(kept & large, np.cumsum(kept & large), 0)[of[first]]
-        # Objects of other blocks stay, so that shared edges are simplified alike from both sides.
-        seen = np.zeros(count, np.bool_)
-        seen[first] = large[of[first]]
+        number[returned] = np.arange(1, objects + 1)
+        is_small = np.zeros(len(kept), np.bool_)  # of each object that is there
+        is_small[of] = True
+        is_small[of[large]] = False
 
         shown = np.zeros(labels.shape, np.int32)
         at = np.repeat(runs.row * labels.shape[1] + runs.start, lengths) + counted(lengths)
         shown.reshape(-1)[at] = np.repeat(number[part], lengths)
-        colours.reshape(-1)[at] *= np.repeat(seen[part], lengths)
-        objects = int((kept & large).sum())
+        # Objects of other blocks stay, so that shared edges are simplified alike from both sides.
+        colours.reshape(-1)[at] *= np.repeat(large[part], lengths)
         own = shown > 0
         numbers = shown[own].astype(np.int64) - 1
         pixels = np.bincount(numbers, minlength=objects)
@@ -415,9 +416,9 @@ class ObjectFinder:
             votes.argmax(axis=1),
             chance,
             pixels,
-            lost[kept & large],
+            lost[of[returned]],
             self._outlines(colours, shown, box),
-            int((kept & (largest > 0)).sum()) - objects,
+            int((kept & is_small).sum()),
         )
 
     def _outlines(self, colours: NDArray[np.uint8], shown: Labels, box: Box) -> NDArray[np.object_]:

@@ -127,6 +127,35 @@ def test_no_objects_are_trimmed_to_a_pixel() -> None:
     assert found.trimmed().labels.tolist() == [[0]]
 
 
+@pytest.mark.parametrize(("min_pixels", "expected"), [(1, [9, 4]), (4, [9, 4]), (5, [9])])
+def test_a_part_that_meets_the_rest_at_a_corner_is_an_object(
+    min_pixels: int, expected: list[int]
+) -> None:
+    """Height falls from one square to the next, so both are one basin."""
+    planes = np.zeros((3, 9, 9), np.uint8)
+    planes[0, 1:4, 1:4] = planes[0, 4:6, 4:6] = 1
+    planes[1, 1:4, 1:4], planes[1, 4:6, 4:6] = 90, 50
+    [found] = _found(planes, [], ObjectOptions(depth=1, extent=8, min_pixels=min_pixels))
+    assert found.pixels.tolist() == expected
+    assert [outline.area for outline in found.outlines] == expected
+    assert found.left_out == 0
+
+
+@given(st.integers(0, 2**16), st.integers(0, 30))
+def test_with_no_least_size_each_pixel_is_in_an_object(seed: int, extent: int) -> None:
+    planes = _cells(Size(70, 60), 40, seed)
+    planes[0][np.random.default_rng(seed).random((60, 70)) < 0.2] = 0  # holes, and crumbs
+    found = _found(planes, [17, 30], ObjectOptions(depth=8, extent=extent + 4))
+    known = (planes[0] > 0) & (planes[0] < 255)
+    cut = any(part.is_cut.any() for part in found)
+    assert sum(part.pixels.sum() for part in found) <= known.sum()
+    if not cut:
+        assert sum(part.pixels.sum() for part in found) == known.sum()
+    assert sum(outline.area for part in found for outline in part.outlines) == pytest.approx(
+        sum(part.pixels.sum() for part in found)
+    )
+
+
 @given(
     st.integers(1, 90),
     st.integers(20, 90),
