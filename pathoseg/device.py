@@ -12,7 +12,7 @@ import gc
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Literal
 
 import numpy as np
@@ -206,6 +206,17 @@ def imitated_autocast(dtype: torch.dtype | None) -> Iterator[None]:
         return
     with torch.autocast("cpu", dtype), _AcceleratorLists():
         yield
+
+
+def imitated_recomputation(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Return a context for a backward behind `imitated_autocast`.
+
+    What it computes again under autocast, as a checkpoint does, is cast as in the forward.
+
+    Args:
+        dtype: As there.
+    """
+    return nullcontext() if dtype is None else _AcceleratorLists()
 
 
 def widest(device: torch.device) -> torch.dtype:

@@ -269,8 +269,13 @@ class Prices:
             self._layout = lay_out(self.model, config.model.with_classes(2))
         traced = whole = self.whole(size, side)
         if shards > 1:
-            example = self._example(size, side, shards)
-            traced = _trace(self.model, example, self.dtype)
+            try:
+                traced = _trace(self.model, self._example(size, side, shards), self.dtype)
+            except PathosegError as error:
+                raise PathosegError(
+                    f"Strips of {config.model.name} cannot be priced: {error.problem}",
+                    "Leave [parallel] shards out, or let it take tiles of a strip's height.",
+                ) from error
         costs: CostModel = cost_model(hardware)
         if profile:
             with progress_bar("timing layers", None, "visits") as bar:

@@ -39,6 +39,19 @@ def make(in_channels, classes):
     return nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1), nn.Conv2d(4, classes, 1))
 """
 
+ODD = """
+import torch
+from torch import nn
+class Odd(nn.Module):
+    def __init__(self, in_channels, classes):
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, classes, 3, padding=1)
+    def forward(self, x):
+        x = self.conv(x)
+        return FORWARD
+make = Odd
+"""
+
 
 @pytest.fixture(autouse=True)
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -198,6 +211,39 @@ def test_a_network_of_ones_own(command: Command, monkeypatch: pytest.MonkeyPatch
     assert _plan(command)[0].model == "Sequential"
 
 
+@pytest.mark.parametrize(
+    ("name", "forward", "option", "told"),
+    [
+        (
+            "of_one_size",
+            "x + torch.ones(1, 1, 64, 64)",
+            "shards = 2",
+            "Strips of of_one_size:make cannot be priced: Odd fails its own forward",
+        ),
+        (
+            "of_one_layer",
+            "x if x.mean() > 0 else 2 * x",
+            'order = "1f1b"',
+            "The order 1f1b needs several stages, and Odd is one layer, which cannot be cut.",
+        ),
+    ],
+)
+def test_a_network_that_cannot_be_shared_as_asked_is_told(
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    forward: str,
+    option: str,
+    told: str,
+) -> None:
+    Path(f"{name}.py").write_text(ODD.replace("FORWARD", forward))
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    text = SMALL.replace("width = 4\ndepth = 2", f'name = "{name}:make"')
+    Path("small.toml").write_text(text + option)
+    code, said = command("plan", "--config", "small.toml")
+    assert (code, told in " ".join(said.split())) == (2, True), said
+
+
 def test_what_would_fit_does(command: Command) -> None:
     kept = '[parallel]\noffload = "none"\nrecompute = false\nshards = 1'
     bare = SMALL.replace("[parallel]", kept)
@@ -243,7 +289,10 @@ def test_where_nothing_fits_a_tile_that_does_in_strips_is_told(command: Command)
         (["--memory", "16"], "no size of a memory; write for example 16GiB"),
         (["--ranks", "1", "--cut", "decoder.0"], "no way to run 2 stages on one rank"),
         (["--ranks", "1", "--cut", "nowhere"], "no layer or module 'nowhere'"),
-        (["--ranks", "4", "--batch", "2", "--order", "gems-master"], "too few microbatches (2)"),
+        (
+            ["--ranks", "4", "--batch", "2", "--order", "gems-master"],
+            "batch of 2, in 2 microbatches",
+        ),
         (["--order", "GPipe"], "Did you mean gpipe?"),
         (["--order", "gems"], "no order 'gems'"),
         (["--ranks", "0"], "--ranks 0 does not fit"),

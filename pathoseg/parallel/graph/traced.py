@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -10,7 +11,7 @@ from functools import cache
 from traceback import walk_tb
 from typing import Any
 
-from pathoseg.device import imitated_autocast
+from pathoseg.device import imitated_autocast, imitated_recomputation
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.graph import fx_tracer as fx
 from pathoseg.parallel.graph.compiled_blocks import compiled_step, find_blocks
@@ -396,7 +397,8 @@ class Traced:
             SegmentPlan.of(steps, end.inputs).run(values, listener.enter, describe, run)
             returned = _shapes(tensors(end.run(values)))
         storages = tuple(profile.storages)
-        listener.backward([tensors(values.pop(name)) for name in end.inputs])
+        with imitated_recomputation(self.autocast):
+            listener.backward([tensors(values.pop(name)) for name in end.inputs])
         for parameter in root.parameters():
             if parameter.grad is not None:
                 recorder.outlives(parameter.grad)
@@ -525,6 +527,13 @@ def _shapes(made: Any) -> str:
 
 @contextmanager
 def _failing(model: fx.Module, what: str) -> Iterator[None]:
+    """Make a context whose failure is one error that names the model; torch's log repeats it."""
+
+    def silence(record: logging.LogRecord) -> bool:
+        return False
+
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addFilter(silence)
     try:
         yield
     except PathosegError:
@@ -540,3 +549,5 @@ def _failing(model: fx.Module, what: str) -> Iterator[None]:
             "Check its forward on one example: the number of inputs, their channels, and sides "
             "that the model's strides divide.",
         ) from error
+    finally:
+        log.removeFilter(silence)

@@ -39,9 +39,9 @@ def nothing_fits(
 ) -> PathosegError:
     """Make the error that says why no plan fits, with hints at requests that would.
 
-    Hints are another order, more ranks, more memory, fewer pixels, or a larger batch where there
-    are too few microbatches. The memory is at most that of one microbatch at a time through the cut
-    that needs least.
+    Hints are another order, more ranks, more memory, fewer pixels, or a larger batch where the
+    order cannot run so many microbatches. The memory is at most that of one microbatch at a time
+    through the cut that needs least.
 
     Args:
         priced: The model with its smallest microbatch.
@@ -63,9 +63,20 @@ def nothing_fits(
 
 
 def _too_little_to_share(priced: StageCosts, request: PlanRequest) -> PathosegError:
-    """The error where memory is not what is missing."""
-    larger = (replace(request, batch=request.batch * factor) for factor in (2, 3, 4, 8))
-    enough = next((each.batch for each in larger if fits(priced, each)), None)
+    """Return the error where memory is not what is missing."""
+    batch = request.batch
+    larger = [
+        *(batch + more * priced.microbatch for more in (1, 2, 3)),
+        *(batch * factor for factor in (2, 3, 4, 8)),
+    ]
+    tried = (replace(request, batch=each) for each in sorted(set(larger)))
+    enough = next((each.batch for each in tried if fits(priced, each)), None)
+    if enough is None and priced.cutter.most_stages == 1:
+        return PathosegError(
+            f"The order {request.order} needs several stages, and {priced.graph.model} is one "
+            "layer, which cannot be cut.",
+            f"{' '.join(priced.graph.notes)} Leave out --order: data parallelism needs no stages.",
+        )
     if enough is None:
         stages = request.stages or len(request.cut) + 1
         return PathosegError(
@@ -75,8 +86,8 @@ def _too_little_to_share(priced: StageCosts, request: PlanRequest) -> PathosegEr
         )
     count = request.batch // priced.microbatch
     return PathosegError(
-        f"A batch of {request.batch} has too few microbatches ({count}) for the order "
-        f"{request.order} on {count_ranks(request.ranks)}.",
+        f"The order {request.order} cannot run a batch of {batch}, in {count} "
+        f"microbatch{'es' * (count != 1)}, on {count_ranks(request.ranks)}.",
         f"A batch of {enough} would do, or another order.",
     )
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 from pathoseg import device
 from pathoseg.errors import PathosegError
@@ -221,6 +222,31 @@ def test_ties_say_why(odd: type[nn.Module], reason: str) -> None:
 def test_a_model_that_fails_says_where(model: nn.Module, example: object, words: str) -> None:
     with pytest.raises(PathosegError, match=words):
         trace(model, example)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_is_recomputed_in_the_precision_of_its_forward(use_reentrant: bool) -> None:
+    """Group norm is computed in float32 by an accelerator's autocast, and not by CPUs'."""
+    inner = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU())
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.inner = nn.Conv2d(3, 4, 1), inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = checkpoint(self.inner, self.stem(x), use_reentrant=use_reentrant)
+            return made.sum((2, 3))
+
+    traced = Traced(Checkpointed(), torch.ones(2, 3, 8, 8), torch.bfloat16)
+    assert len(traced.graph.layers) == 3
+
+
+def test_a_forward_that_fails_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Keep torch's log of the operator that failed to itself."""
+    with pytest.raises(PathosegError, match="fails its own forward"):
+        trace(nn.Sequential(nn.ReLU(), nn.Conv2d(4, 4, 3)), torch.ones(1, 3, 8, 8))
+    assert not caplog.records
 
 
 def test_upsampling_is_in_float32_where_an_accelerator_does_it_so() -> None:
