@@ -302,12 +302,19 @@ def _refuse_outside(
     )
 
 
-def class_table(labels: Sequence[Labels], wanted: tuple[str, ...] | None) -> ClassTable:
+def class_table(
+    labels: Sequence[Labels], wanted: tuple[str, ...] | None, others: Iterable[Colour] = ()
+) -> ClassTable:
     """The classes of a run: those wanted, or all that are in use, sorted, numbers by value.
 
     Where nothing has a class, outlines without one are of the one class "annotation". A colour is
     the first that a file gives to the class, unless another class has it already; the rest get
     colours of their own.
+
+    Args:
+        labels: Of all slides.
+        wanted: The classes in their order; None is all that are in use.
+        others: Colours that no class may have.
 
     Raises:
         PathosegError: No class is in use, more than 254 are wanted, or one twice, or background,
@@ -351,11 +358,11 @@ def class_table(labels: Sequence[Labels], wanted: tuple[str, ...] | None) -> Cla
             f"The config names {len(names)} classes; {most} are possible, no two of one name.",
             "Correct `[data] classes`.",
         )
-    taken: list[Colour] = []
+    taken = [*others]
     for name in names:
         own = colours.get(name)
         taken.append(own if own and own not in taken else _fresh_colour(taken))
-    return ClassTable(names, tuple(taken))
+    return ClassTable(names, tuple(taken[len(taken) - len(names) :]))
 
 
 def what_is_left_out(

@@ -370,7 +370,7 @@ class SlideView:
         labels = read_labels(path, opened.size, opened.slide.origin, options)
         if not labels.classes() and not labels.report.unclassified:
             return labels, opened.classes
-        drawn = class_table([labels], None)
+        drawn = class_table([labels], None, opened.classes.colours)
         more = {
             name: colour
             for name, colour in zip(drawn.names, drawn.colours, strict=True)

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from starlette.testclient import TestClient
 
+from pathoseg.annotations.reading import class_table
 from pathoseg.geometry import Box, Frame, Mpp, Size
 from pathoseg.outputs.mask_tiff import write_mask
 from pathoseg.slides.image_reader import ImageSlide
@@ -34,6 +35,7 @@ from pathoseg.viewer import slide_view
 from pathoseg.viewer.app import make_app
 from pathoseg.viewer.drawing import GREY, differences, hatched
 from pathoseg.viewer.gallery import Gallery, TileCache
+from tests.viewer import conftest
 from tests.viewer.conftest import CLASSES, HEIGHT, PORT, TOKEN, WIDTH, Place, Served
 
 TILE = 512
@@ -283,6 +285,25 @@ def test_truth_and_difference_lie_where_they_were_drawn(place: Place, client: Te
     assert np.array_equal(got[..., 3] > 0, kinds > 0)
     assert {*np.unique(kinds)} == {0, 1, 2, 3}
     assert client.get("/api/slides/1/status").json()["problems"] == []
+
+
+def test_a_class_that_is_only_drawn_has_a_colour_of_its_own(
+    tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Predict classes in the colours that classes without one get, as of most models."""
+    usual = class_table([], CLASSES.names)
+    monkeypatch.setattr(conftest, "CLASSES", usual)
+    folder = conftest.make_place(tmp_path).folder
+    drawn = folder / "slides" / "b.geojson"
+    drawn.write_text(
+        drawn.read_text().replace('"gland"', '"fat"').replace(', "color": [1, 2, 3]', "")
+    )
+    client, _, _ = served(folder / "results")
+    classes = client.get("/api/slides/1/truth").json()["classes"]
+    assert [one["name"] for one in classes] == [*CLASSES.names, "fat"]
+    colours = [tuple(one["colour"]) for one in classes]
+    assert tuple(colours[:2]) == usual.colours
+    assert len(set(colours)) == 3
 
 
 @given(
