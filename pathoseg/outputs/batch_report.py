@@ -42,7 +42,8 @@ class BatchSlide:
     Attributes:
         summary: Its figures.
         folder: Of its result, within the batch's.
-        seconds: Duration of the attempt that made it; None where that is not known.
+        seconds: Duration of the attempt that made it; None where that is not known, as of an
+            earlier call whose result is kept.
         picture: A JPEG of its overlay; None where there is none.
     """
 
@@ -60,8 +61,8 @@ class BatchResults:
         folder: Of its results.
         model: The bundle of the last call.
         colours: Of the classes, as far as known.
-        slides: Those that have a result.
-        failures: Slide to why it has none.
+        slides: Those that have a result, of the last call at them or kept of an earlier one.
+        failures: Slide to why the last call at it failed.
         begun: Slides that a process is at, or was when it ended.
         waiting: Slides of the last call that nobody has begun.
         is_stopped: True where the last call was stopped before its end.
@@ -200,6 +201,7 @@ class _Page:
             places,
             key=lambda at: (at not in far_of, not _remarks(summaries[at]), summaries[at].slide),
         )
+        self.kept = sum(one.slide in batch.failures for one in summaries)
         self.classes = [*dict.fromkeys(of.name for one in summaries for of in one.classes)]
         self.has_objects = any(of.objects is not None for one in summaries for of in one.classes)
         self.has_enough = len(summaries) >= FEWEST_SLIDES
@@ -213,7 +215,11 @@ class _Page:
             }
             for one in far
         ]
-        self.rows = [_row(at, batch.slides[at], far_of.get(at, []), self.classes) for at in order]
+        self.rows = [
+            _row(at, batch.slides[at], far_of.get(at, []), self.classes)
+            | {"is_kept": summaries[at].slide in batch.failures}
+            for at in order
+        ]
         self.remarks = dict[str, list[tuple[str, str]]]()  # to the slides that share it
         for at in places:
             for told in _remarks(summaries[at]):

@@ -290,7 +290,7 @@ def _summary_rows(summary: Summary) -> Iterator[dict[str, object]]:
 
 
 def write_failures(path: Path, failures: Mapping[str, PathosegError]) -> None:
-    """Write failures.csv: a row for each slide, by name, that has no result.
+    """Write failures.csv: a row for each slide, by name, that failed.
 
     Raises:
         OSError: The disk is full or cannot be written.

@@ -32,6 +32,7 @@ from pathoseg.inference.result_folder import (
     STATES,
     SUMMARY,
     Provenance,
+    State,
     failures,
     read_state,
     refuse_namesakes,
@@ -435,7 +436,7 @@ def _write_tables(
             return
         stamp.unlink(missing_ok=True)
         found = results(out, lambda error: say(f"Passed over: {error.problem}"))
-        failed = failures(known)
+        failed = _failures(known, out, found)
         write_summary_table(out / TABLE, found.values())
         write_failures(out / FAILURES, failed)
         classes = context.segmenter.classes
@@ -457,6 +458,24 @@ def _write_tables(
         leases.release(claim)
 
 
+def _failures(
+    known: Mapping[str, State], out: Path, found: Mapping[Path, Summary]
+) -> dict[str, PathosegError]:
+    """Return why slides failed, and of which of them the result of an earlier call is kept.
+
+    Args:
+        known: The states, by the slides' names.
+        out: The folder of the batch.
+        found: The results in it, by their folders.
+    """
+    kept = {summary.slide: folder.relative_to(out).as_posix() for folder, summary in found.items()}
+    failed = failures(known)
+    for name in failed.keys() & kept.keys():
+        told = f"The result of an earlier call is kept in {kept[name]}, its rows in {TABLE}."
+        failed[name] = PathosegError(f"{failed[name].problem} {told}", failed[name].hint)
+    return failed
+
+
 def _stamped(stamp: Path) -> float:
     """Return the file system's time at which tables of an ended batch were begun; 0.0 if none."""
     with suppress(OSError, ValueError):
@@ -466,7 +485,9 @@ def _stamped(stamp: Path) -> float:
 
 def _reported(out: Path, folder: Path, summary: Summary) -> BatchSlide:
     state = read_state(state_file(out, folder))
-    seconds = state.seconds[-1] if state is not None and state.seconds else None
+    seconds = None
+    if state is not None and state.seconds and state.status != "failed":
+        seconds = state.seconds[-1]
     name = folder.relative_to(out).as_posix()
     return BatchSlide(summary, name, seconds, _picture(out, folder, summary))
 

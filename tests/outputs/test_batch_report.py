@@ -289,6 +289,22 @@ def test_a_class_of_some_slides_alone_is_open_on_the_others(tmp_path: Path) -> N
     assert text.count('<td class="right">–</td>') >= 3
 
 
+def test_a_slide_that_failed_is_no_slide_that_is_done(tmp_path: Path) -> None:
+    summaries = [_summary(number, 0.2) for number in range(3)]
+    failed = {name: PathosegError("It is cut.", "Copy it.") for name in ("case 001.svs", "x.svs")}
+    write_batch_report(tmp_path / "report.html", _batch(*map(_slide, summaries), failures=failed))
+    parsed(tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    keys = re.findall(r'(Done|Failed)</div>\s*<div class="value">([^<]*)<', text)
+    assert keys == [("Done", "2"), ("Failed", "2")]
+    assert "<h1>2 slides segmented</h1>" in text
+    rows = re.findall(r'<tr id="slide-\d+">.*?</tr>', text, re.DOTALL)
+    marked = ["of an earlier call" in row for row in rows]
+    assert marked == ["case 001.svs" in row for row in rows]
+    assert sum(marked) == 1
+    assert "1 of the slides that" in text
+
+
 def test_a_batch_of_nothing_is_a_page(tmp_path: Path) -> None:
     failed = {"a.svs": PathosegError("It is cut.", "Copy it.")}
     write_batch_report(tmp_path / "report.html", _batch(failures=failed))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -630,6 +631,25 @@ def test_a_failure_keeps_the_earlier_result(
     assert code == 2
     assert str(slide) in said
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_failed_slide_that_keeps_its_result_is_counted_once(
+    tmp_path: Path, command: Command, tiny_bundle: SaveBundle
+) -> None:
+    bad, good, out = _draw(tmp_path / "s.png"), _draw(tmp_path / "t.png"), tmp_path / "out"
+    infer = ("infer", bad, good, "--model", tiny_bundle(), "--out", out, *MPP)
+    assert command(*infer)[0] == 0
+    before = _table(out / "summary.csv")
+    bad.write_bytes(bad.read_bytes()[:5000])
+    assert command(*infer)[0] == 1
+    assert _table(out / "summary.csv") == before
+    [failure] = _table(out / "failures.csv")
+    told = ". The result of an earlier call is kept in s, its rows in summary.csv."
+    assert failure["reason"].endswith(told)
+    page = (out / "report.html").read_text()
+    counts = re.findall(r'(Done|Failed)</div>\s*<div class="value">([^<]*)<', page)
+    assert counts == [("Done", "1"), ("Failed", "1")]
+    assert page.count(told) == page.count("of an earlier call</a>") == 1
 
 
 def test_a_kill_while_a_result_is_replaced_loses_nothing(
