@@ -75,7 +75,7 @@ def _too_little_to_share(priced: StageCosts, request: PlanRequest) -> PathosegEr
         return PathosegError(
             f"The order {request.order} needs several stages, and {priced.graph.model} is one "
             "layer, which cannot be cut.",
-            f"{' '.join(priced.graph.notes)} Leave out --order: data parallelism needs no stages.",
+            " ".join([*priced.graph.notes, "Leave out --order: data parallelism needs no stages."]),
         )
     if enough is None:
         stages = request.stages or len(request.cut) + 1
