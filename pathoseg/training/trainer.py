@@ -102,8 +102,14 @@ def limits_text(config: TrainConfig) -> str:
     epochs = config.epochs or (_DEFAULT_EPOCHS if config.time_limit is None else None)
     parts = [] if epochs is None else [f"{epochs} epoch{'s' * (epochs != 1)}"]
     if config.time_limit is not None:
-        parts.append(f"{config.time_limit / 60:,.6g} min")
+        parts.append(_minutes(config.time_limit))
     return " or ".join(parts)
+
+
+def _minutes(seconds: float) -> str:
+    """Format a duration in minutes, in four digits or whole ones."""
+    minutes = seconds / 60
+    return f"{minutes:,.0f} min" if minutes >= 1000 else f"{minutes:.4g} min"
 
 
 def check_limits(run: Path, before: TrainConfig, now: TrainConfig) -> None:
@@ -133,8 +139,8 @@ def check_limits(run: Path, before: TrainConfig, now: TrainConfig) -> None:
     share = 1 if now.time_limit != before.time_limit else _USED_UP
     if now.time_limit is not None and at.seconds >= share * now.time_limit:
         raise PathosegError(
-            f"The time limit of {run} is {now.time_limit / 60:,.6g} min, and it has trained "
-            f"{at.seconds / 60:,.6g} min already.",
+            f"The time limit of {run} is {_minutes(now.time_limit)}, and it has trained "
+            f"{_minutes(at.seconds)} already.",
             "Give it a longer --time-limit: it counts all parts of the run together.",
         )
 
