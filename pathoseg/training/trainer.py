@@ -289,7 +289,7 @@ class Trainer:
             # An epoch may have all its steps, and not be judged yet.
             while at.epoch_step or not (self._finished() and self._judged):
                 self._epoch(run_log, bar, interruption)
-        if resumed_at and at.step == resumed_at:
+        if resumed_at and at.step == resumed_at != at.total_steps:
             say("Nothing was trained: what was left of the limits was too short for a step.")
         elif warning := warn_of_rate(self._config, at):
             say(f"Take care: {warning}")

@@ -44,7 +44,7 @@ class Randomness:
     """Seeds torch's, numpy's and Python's generators for the layers of a stage that draw.
 
     Which layers draw is observed in the first forward. Opaque blocks always count, as they may draw
-    in any; so do dropouts, as their share may rise from 0 and their mode change.
+    in any; so do dropouts while they drop, as their share may rise from 0 and their mode change.
 
     Args:
         traced: The model.

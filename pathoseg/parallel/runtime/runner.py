@@ -161,9 +161,8 @@ class Runner:
         if any(retention.offloaded for retention in retentions.values()):
             turns = take_turns(whole.lists[rank])
             copies = copies_of(memory.form, streams, device, memory.window, host_bytes, turns)
-        reductions = self._make_reductions(
-            whole, held
-        )  # reads layouts: before parameters are parked
+        # Before parameters are parked: it reads their layouts.
+        reductions = self._make_reductions(whole, held)
         stage_copies: Copies | None = None
         if parked:
             most = max(sizes, default=0)
