@@ -256,9 +256,8 @@ class _RowSinks:
         if self.objects is not None:
             kept, left_out = self.objects.writer.written.total(), self.objects.writer.left_out
             if left_out > kept:
-                are = "1 object is" if left_out == 1 else f"{left_out:,} objects are"
                 self.warnings.append(
-                    f"{are} smaller than {smallest:g} µm² ([infer] "
+                    f"{_objects_are(left_out)} smaller than {smallest:g} µm² ([infer] "
                     f"min_region_um2) and left out, more than are kept ({kept:,})"
                 )
 
@@ -389,8 +388,12 @@ def object_finder(frame: Frame, options: InferConfig) -> ObjectFinder:
 
 def cut_warning(count: int, options: InferConfig) -> str:
     """Return the sentence that says how many objects are too large to be found whole."""
-    are = "1 object is" if count == 1 else f"{count:,} objects are"
-    return f"{are} larger than [infer] object_um ({options.object_um:g}) allows for, and cut"
+    limit = f"[infer] object_um ({options.object_um:g})"
+    return f"{_objects_are(count)} larger than {limit} allows for, and cut"
+
+
+def _objects_are(count: int) -> str:
+    return "1 object is" if count == 1 else f"{count:,} objects are"
 
 
 def _min_pixels(frame: Frame, options: InferConfig) -> int:

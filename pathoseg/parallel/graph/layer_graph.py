@@ -276,12 +276,12 @@ class LayerGraph:
 
     @cached_property
     def structure(self) -> str:
-        """What ranks that run the model together must have in common, as a text.
+        """The model's structure as text, equal on all ranks that run the model together.
 
-        That is the model's layers, by name, kind and arguments, what they read, make and use,
-        its inputs, outputs, parameters and buffers, and what no cut may part. Prices are left
-        out, as no step depends on them and they may differ between two readings of one model:
-        work, storages, what is saved, and whether tensors have gaps.
+        It holds the layers (name, kind, arguments, and the values that they read, make and use),
+        the inputs, outputs, parameters and buffers, and the ties that no cut may part. Costs are
+        left out (work, storages, saved tensors, gaps in tensors): no step depends on them, and two
+        readings of one model may differ in them.
         """
         parts = asdict(replace(self, storages=(), notes=()))
         for value in parts["inputs"].values():
