@@ -112,8 +112,9 @@ def _configured(
         run = load_config(path / CONFIG, flags, UNNUMBERED)  # its slides may have been moved
         if not run.data.slide_folders:
             raise PathosegError(f"The run {path} names no slides.", "Name the slides to show.")
+        places = _places(path, run.data.slide_folders)
         for folder in run.data.slide_folders:
-            found = folder if given.get("slides") else _of_run(folder, path)
+            found = folder if given.get("slides") else _found(folder, places)
             if found is None:
                 raise PathosegError(
                     f"The run {path} names the slides {folder}, which are neither in this folder "
@@ -124,22 +125,33 @@ def _configured(
         if config_file is None:
             notes = run.data.annotations
             if notes is not None and not given.get("annotations"):
-                notes = str(_of_run(Path(notes), path) or notes)
+                notes = str(_found(Path(notes), places) or notes)
             config = replace(run, data=replace(run.data, annotations=notes))
     return config, shown
 
 
-def _of_run(folder: Path, run: Path) -> Path | None:
-    """Return a folder that a run names, wherever the viewer is started; None if it is not found.
+def _places(run: Path, folders: Sequence[Path]) -> list[Path]:
+    """Return where the relative paths of a run may begin, the likeliest first.
 
-    A relative path was most likely given in one of the folders around the run, or in this one. One
-    that has slides of the run comes first; another run of that name is none.
+    They were most likely given in one of the folders around the run, or in this one. A place from
+    which they lead to slides of the run comes first.
+
+    Args:
+        run: Its folder.
+        folders: The folders of slides that it names.
     """
-    places = [*(parent / folder for parent in run.resolve().parents[:2]), folder]
-    found = [each for each in places if each.is_dir() and not (each / CONFIG).is_file()]
     names = read_rows(run / SPLITS)
-    own = (each for each in found if any((each / name).exists() for name in names))
-    return next(own, found[0] if found else None)
+
+    def has_none(place: Path) -> bool:
+        return not any((place / folder / name).exists() for folder in folders for name in names)
+
+    return sorted([*run.resolve().parents[:2], Path()], key=has_none)
+
+
+def _found(folder: Path, places: Sequence[Path]) -> Path | None:
+    """Return a folder at the first place where it is, and is no run; None if there is none."""
+    found = (place / folder for place in places)
+    return next((each for each in found if each.is_dir() and not (each / CONFIG).is_file()), None)
 
 
 def _listening(host: str, port: int | None) -> socket.socket:

@@ -126,12 +126,18 @@ def test_a_folder_without_slides_of_the_run_is_not_taken_for_theirs(
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "runs" / ("lung" if is_run else "one")
     run.mkdir(parents=True)
-    (run / "config.toml").write_text('[data]\nslides = "lung"\n')
+    (run / "config.toml").write_text('[data]\nslides = "lung"\nannotations = "drawn"\n')
     (run / "splits.csv").write_text("slide,split\na.png,train\n")
-    for folder in ("runs/lung", "lung"):
+    for folder in ("runs/lung", "runs/drawn", "lung", "drawn"):
         Path(folder).mkdir(exist_ok=True)
     Path("lung/a.png").touch()
-    assert workflow._configured([run], None, {})[1] == [tmp_path / "lung"]
+    config, shown = workflow._configured([run], None, {})
+    assert shown == [tmp_path / "lung"]
+    assert config.data.annotations == str(tmp_path / "drawn")
+    Path("lung/a.png").rename(
+        "a.png"
+    )  # they are elsewhere now: another run is still no folder of them
+    assert (workflow._configured([run], None, {})[1] == [tmp_path / "lung"]) == is_run
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
