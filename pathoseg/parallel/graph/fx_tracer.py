@@ -8,7 +8,7 @@ import random
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from typing import Any
 from unittest import mock
@@ -32,7 +32,7 @@ from pathoseg.errors import PathosegError
 from pathoseg.parallel.graph.fx_nodes import MODEL
 from pathoseg.parallel.graph.kernel_log import KernelLog
 from pathoseg.parallel.graph.lent_model import state_of, unchanged
-from pathoseg.parallel.graph.memory_profile import Recorder
+from pathoseg.parallel.graph.memory_profile import Recorder, SavedTensor
 
 
 def attribute(root: Any, node: Any) -> Any:
@@ -153,6 +153,7 @@ _AUGMENTED = (
 )
 _WRITTEN = {f"__i{name}__": getattr(operator, f"__i{name}__") for name in _AUGMENTED}
 _WRITTEN["__setitem__"] = operator.setitem
+_DEVICE = torch.ops.prim.device.default  # asked of fake tensors as often as all else together
 _MOST_GUESSES = 10_000  # of a tensor's value; a loop that asks more often would never end
 
 
@@ -424,14 +425,27 @@ class Logger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
     """Tells a log of every operator that runs on fake tensors.
 
     Args:
+        fake: The mode of the fake tensors.
         log: Whom it tells.
     """
 
-    def __init__(self, log: KernelLog) -> None:
+    def __init__(self, fake: FakeTensorMode, log: KernelLog) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
-        self._log, self._guesses = log, 0
+        self._fake, self._log, self._guesses = fake, log, 0
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Make a context in which operators are logged, but for those that save tensors."""
+        with self._fake, self, saved_tensors_hooks(self._keep, SavedTensor.get):
+            yield
+
+    def _keep(self, tensor: torch.Tensor) -> SavedTensor:
+        with self._log.paused():
+            return SavedTensor(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:
+            return args[0].fake_device
         kwargs = kwargs or {}
         try:
             made = func(*args, **kwargs)
@@ -449,24 +463,29 @@ class Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped i
     Args:
         fake: The mode of the fake tensors.
         recorder: Whom it tells.
+        log: Whom it tells of the forward's operators, too.
 
     Attributes:
         guessed: Positions of the layers that asked for a tensor's value, and were told one.
         drawing: Positions of the layers whose forward draws random numbers by torch.
     """
 
-    def __init__(self, fake: FakeTensorMode, recorder: Recorder) -> None:
+    def __init__(
+        self, fake: FakeTensorMode, recorder: Recorder, log: KernelLog | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.guessed: list[int] = []
         self.drawing: set[int] = set()
         self._fake, self._recorder, self._profile = fake, recorder, recorder.profile
         self._starts: list[int] = []
+        self._log = log
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Make a context in which kernels are counted as those of a forward."""
-        with self._fake, self, saved_tensors_hooks(self._recorder.keep, lambda kept: kept.tensor):
+        with self._fake, self, saved_tensors_hooks(self._keep, SavedTensor.get):
             yield
+        self._log = None
         self.enter(self._profile.layers)
 
     def enter(self, position: int) -> None:
@@ -491,7 +510,13 @@ class Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped i
             self._profile.at(self._profile.layers - 1, forward=False)
             torch.autograd.backward([edge for edge, _ in roots], [given for _, given in roots])
 
+    def _keep(self, tensor: torch.Tensor) -> SavedTensor:
+        with self._log.paused() if self._log is not None else nullcontext():
+            return self._recorder.keep(tensor)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:
+            return args[0].fake_device
         kwargs = kwargs or {}
         if not self._profile.forward:
             self._locate()
@@ -508,6 +533,8 @@ class Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped i
             formula = _FLOPS.get(func._overloadpacket)
             flops = formula(*args, **kwargs, out_val=made) if formula else 0
             self._recorder.ran(func, args, kwargs, made, flops)
+            if self._log is not None:
+                self._log.ran(func, args, kwargs, made, _draws(func, args, kwargs))
         return made
 
     def _locate(self) -> None:

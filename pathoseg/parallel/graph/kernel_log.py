@@ -12,7 +12,8 @@ tensor that it takes:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -42,9 +43,19 @@ class KernelLog:
         self.owners: list[Any] = []
         self._owner = owner
         self._kernels: list[tuple[Any, ...]] = []
+        self._paused = False
         self._origins: WeakKeyDictionary[Any, str | int] = WeakKeyDictionary()
         for name, tensor in origins:
             self._origins.setdefault(tensor.untyped_storage(), f"of the model: {name}")
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Make a context whose kernels are neither the model's nor the layers'."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
 
     def ran(
         self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any, draws: bool
@@ -58,6 +69,8 @@ class KernelLog:
             made: What it returned.
             draws: Whether it draws random numbers.
         """
+        if self._paused:
+            return
         names = [argument.name for argument in operator._schema.arguments]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         written = written_names(operator)

@@ -6,7 +6,6 @@ import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import copy
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -51,11 +50,11 @@ def _remember(item: Any, before: _Before, *, looks_inside: bool) -> None:
     if id(item) in before or isinstance(item, _PLAIN):
         return
     if type(item) in _DICTIONARIES:
-        before[id(item)] = item, partial(_refill, item.clear, item.update, copy(item))
+        before[id(item)] = item, partial(_refill, item.clear, item.update, item.copy())
         parts = list(item.values())
     elif type(item) in (list, set):
         add = item.extend if isinstance(item, list) else item.update
-        before[id(item)] = item, partial(_refill, item.clear, add, copy(item))
+        before[id(item)] = item, partial(_refill, item.clear, add, item.copy())
         parts = list(item)
     elif isinstance(item, tuple):
         parts = list(item)

@@ -205,7 +205,11 @@ class SavedTensor:
     """The stand-in that autograd holds for a saved tensor, whose end the recorder observes."""
 
     def __init__(self, tensor: Any) -> None:
-        self.tensor = tensor
+        # What a layer made would hold the node of autograd that is to hold it.
+        self._tensor = tensor if tensor.is_leaf else tensor.detach()
+
+    def get(self) -> Any:
+        return self._tensor
 
 
 class Recorder:
@@ -240,7 +244,7 @@ class Recorder:
 
         Tensors that the run found there, such as parameters, do not count.
         """
-        kept, index = SavedTensor(tensor.detach()), self._ids.get(tensor.untyped_storage())
+        kept, index = SavedTensor(tensor), self._ids.get(tensor.untyped_storage())
         if index is not None:
             self.profile.saved(index)
             finalize(kept, self.profile.dropped, self.profile.position, index).atexit = False

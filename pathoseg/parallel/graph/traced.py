@@ -107,6 +107,30 @@ class _Measured:
     drawing: set[int]
 
 
+@dataclass(frozen=True)
+class _Forward:
+    """The layers of a model, whose forward ran and whose backward may.
+
+    Attributes:
+        recorder, listener: Who followed it.
+        inputs: Of the model.
+        made: By layer.
+        sendable: By position.
+        strides: As of `Traced`.
+        ends: What the model returns, nested, as tensors.
+        returned: The shapes of that.
+    """
+
+    recorder: Recorder
+    listener: fx.Listener
+    inputs: Mapping[str, Value]
+    made: Mapping[str, tuple[Value, ...]]
+    sendable: Sequence[bool]
+    strides: Mapping[str, tuple[tuple[int, ...], ...]]
+    ends: list[Any]
+    returned: str
+
+
 def trace(model: fx.Module, example: Any) -> LayerGraph:
     """Read the layers of a model, as `Traced.graph`, without running it or real memory.
 
@@ -224,7 +248,8 @@ class Traced:
             tensors: Returns nested values of layers with the tensors that stand for them.
         """
         with fx.mode(self.model, training=True), self._root.lent():
-            return self._measure(*self._found, place, run, tensors).graph
+            forward = self._forward(None, place, run, tensors)
+            return self._backward(forward, *self._found).graph
 
     def assemble(self, values: Mapping[str, Any]) -> Any:
         """Build what the model itself would return from the values named by `graph.outputs`."""
@@ -237,7 +262,7 @@ class Traced:
 
     def _read(self) -> None:
         """Traces and measures, while the model has fake parameters."""
-        # `mode` restores the generators: `_measure` draws what this does and skips the same blocks.
+        # `mode` restores the generators: the layers draw what this does and skip the same blocks.
         # A class of one's own may do something else when it is called again.
         calls = 1 + any(not type(m).__module__.startswith(_KNOWN) for m in self.model.modules())
         with fx.running_modules(self._root) as running, unchanged(self.model):
@@ -254,13 +279,14 @@ class Traced:
                 continue
             self._graphs = graphs
             self._bind(nodes)
-            misread = self._misread(nodes, log, calls)
-            if not misread:
-                break
-            opaque.update(dict.fromkeys(misread, "torch.fx reads other operators than it runs"))
+            with unchanged(self.model):
+                forward, misread = self._checked(nodes, log, calls)
+                if forward is not None:
+                    parts = self._backward(forward, nodes, opaque)
+                    break
+            opaque[misread] = "torch.fx reads other operators than it runs"
         self._nodes = nodes  # by position, of the graph in training
         self._found = nodes, opaque
-        parts = self._measure(nodes, opaque)
         self.graph, self.strides, self._drawing = parts.graph, parts.strides, parts.drawing
         if not nodes:
             raise PathosegError(
@@ -274,8 +300,10 @@ class Traced:
                 "Train it on one rank, or give what is unusual in it a module of its own.",
             )
 
-    def _misread(self, nodes: Sequence[Any], whole: KernelLog, calls: int) -> list[str]:
-        """Find a module whose layers do not run the kernels that it runs.
+    def _checked(
+        self, nodes: Sequence[Any], whole: KernelLog, calls: int
+    ) -> tuple[_Forward | None, str]:
+        """Run the layers, and compare their kernels with those of the model.
 
         Args:
             nodes: The layers.
@@ -283,30 +311,33 @@ class Traced:
             calls: Number of its forwards in there.
 
         Returns:
-            The path of the innermost that can be made one layer; none where all are the same, or
-            where the model is one layer already.
+            The first forward of the layers; or None, and the path of the innermost module that
+            differs and can be made one layer. Where the model is one layer already, its forward.
         """
         reached: list[int] = []  # positions of the layers that have begun
         log = KernelLog(self._root.tensors(), lambda: nodes[reached[-1]])
-        plan, failure = SegmentPlan.of(self._steps[True], ()), None
-        with unchanged(self.model):
-            try:
-                for _ in range(calls):
-                    values = dict(zip(self._root.names, self._root.inputs, strict=True))
-                    with self._logged(log):
-                        plan.run(values, reached.append)
-            except Exception as error:  # whatever layers raise that were read wrongly
-                failure = error
+        forward, failure = None, None
+        try:
+            with fx.mode(self.model, training=True):
+                forward = self._forward(log, before=reached.append)
+            for _ in range(1, calls):
+                values = dict(zip(self._root.names, self._root.inputs, strict=True))
+                with self._logged(log):
+                    SegmentPlan.of(self._steps[True], ()).run(values, reached.append)
+        except Exception as error:  # whatever layers raise that were read wrongly
+            failure = error
         at = whole.difference(log)
-        if at is None:
-            return []
-        read = {path for node in nodes for path in owners(node)}
-        running = [path for paths in whole.owners[at : at + 1] for path in paths]
-        running += [path for node in log.owners[at : at + 1] for path in owners(node)]
-        found = [path for path in running if path in read]  # in the same order on all ranks
-        if failure is not None and not found:
+        found: list[str] = []
+        if at is not None:
+            read = {path for node in nodes for path in owners(node)}
+            running = [path for paths in whole.owners[at : at + 1] for path in paths]
+            running += [path for node in log.owners[at : at + 1] for path in owners(node)]
+            found = [path for path in running if path in read]  # in the same order on all ranks
+        if found:
+            return None, max(found, key=lambda path: path.count("."))
+        if failure is not None:
             raise failure
-        return [max(found, key=lambda path: path.count("."))] if found else []
+        return forward, ""
 
     def _bind(self, nodes: Sequence[Any]) -> None:
         """Make the steps, which run the modules of the root; `nodes` are the layers in order."""
@@ -357,26 +388,31 @@ class Traced:
     def _logged(self, log: KernelLog) -> Iterator[None]:
         """Make a context in which a forward in training runs on fake tensors and is logged."""
         precision = imitated_autocast(self.autocast)
-        with fx.mode(self.model, True), precision, self._root.fake, fx.Logger(log):
+        logger = fx.Logger(self._root.fake, log)
+        with fx.mode(self.model, True), precision, logger.forward():
             yield
 
-    def _measure(
+    def _forward(
         self,
-        nodes: Sequence[Any],
-        opaque: Mapping[str, str],
+        log: KernelLog | None,
         place: Callable[[str, Any], Any] = lambda name, tensor: tensor,
         run: Call | None = None,
         tensors: Callable[[Any], Any] = lambda values: values,
-    ) -> _Measured:
-        """Run the layers one by one, then their backward."""
+        before: Callable[[int], None] = lambda position: None,
+    ) -> _Forward:
+        """Run the layers one by one, as `measured`; tell the log of their kernels."""
         root, steps, end = self._root, self._steps[True], self._ends[True]
-        profile = MemoryProfile(len(nodes))
+        profile = MemoryProfile(len(steps))
         recorder = Recorder(profile, held_once())
-        listener = fx.Listener(root.fake, recorder)
+        listener = fx.Listener(root.fake, recorder, log)
         values: dict[str, Any] = {}
         made: dict[str, tuple[Value, ...]] = {}
         sendable: list[bool] = []
         strides: dict[str, tuple[tuple[int, ...], ...]] = {}
+
+        def enter(position: int) -> None:
+            before(position)
+            listener.enter(position)
 
         def describe(value: Any) -> None:
             name = steps[len(sendable)].name
@@ -394,18 +430,27 @@ class Traced:
                 recorder.watch(tensors(values[name]))
             inputs = {name: recorder.values(tensors(value))[0] for name, value in values.items()}
             strides |= {name: strides_of(tensors(value)) for name, value in values.items()}
-            SegmentPlan.of(steps, end.inputs).run(values, listener.enter, describe, run)
+            SegmentPlan.of(steps, end.inputs).run(values, enter, describe, run)
             returned = _shapes(tensors(end.run(values)))
+        ends = [tensors(values.pop(name)) for name in end.inputs]
+        return _Forward(recorder, listener, inputs, made, sendable, strides, ends, returned)
+
+    def _backward(
+        self, forward: _Forward, nodes: Sequence[Any], opaque: Mapping[str, str]
+    ) -> _Measured:
+        """Run the backward of the layers, and describe what they did."""
+        root, end, recorder = self._root, self._ends[True], forward.recorder
+        profile, listener = recorder.profile, forward.listener
         storages = tuple(profile.storages)
         with imitated_recomputation(self.autocast):
-            listener.backward([tensors(values.pop(name)) for name in end.inputs])
+            listener.backward(forward.ends)
         for parameter in root.parameters():
             if parameter.grad is not None:
                 recorder.outlives(parameter.grad)
         graph = LayerGraph(
             type(self.model).__name__,
-            inputs,
-            self._layers(nodes, made, sendable, profile, opaque),
+            forward.inputs,
+            self._layers(nodes, forward, opaque),
             end.inputs,
             storages,
             {_short(n): Parameter(p.nbytes, p.requires_grad) for n, p in root.named_parameters()},
@@ -423,17 +468,12 @@ class Traced:
             if id(buffer) in used or buffer.untyped_storage() in recorder.changed
         }
         graph = replace(graph, ties=find_ties(graph, recorder.writes, changing))
-        return _Measured(graph, returned, strides, listener.drawing)
+        return _Measured(graph, forward.returned, forward.strides, listener.drawing)
 
     def _layers(
-        self,
-        nodes: Sequence[Any],
-        made: Mapping[str, tuple[Value, ...]],
-        sendable: Sequence[bool],
-        profile: MemoryProfile,
-        opaque: Mapping[str, str],
+        self, nodes: Sequence[Any], forward: _Forward, opaque: Mapping[str, str]
     ) -> tuple[Layer, ...]:
-        root = self._root
+        root, profile = self._root, forward.recorder.profile
         parameters = {id(p): _short(name) for name, p in root.named_parameters()}
         buffers = {id(buffer): _short(name) for name, buffer in root.named_buffers()}
         layers = []
@@ -448,8 +488,8 @@ class Traced:
                     *_kind(step.name, modules, profile, position, node.target in opaque),
                     scope(node),
                     step.inputs,
-                    made[step.name],
-                    sendable[position],
+                    forward.made[step.name],
+                    forward.sendable[position],
                     tuple(parameters[tensor] for tensor in tensors if tensor in parameters),
                     tuple(buffers[tensor] for tensor in tensors if tensor in buffers),
                     profile.forward_of(position),
