@@ -290,7 +290,7 @@ def start(
 
 def prepare(case: Case) -> None:
     """Traces the models of ranks that are threads: torch.fx patches torch for all threads."""
-    judged_case(case)
+    case.schedule()
     for rank in range(case.ranks):
         traced(case.model, case.dtype, rank)
 

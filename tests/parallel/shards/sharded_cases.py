@@ -13,7 +13,7 @@ from pathoseg.parallel.runtime.memory_check import Memory
 from pathoseg.parallel.runtime.runner import Runner
 from tests.parallel.computing_device import DEVICE
 from tests.parallel.networks.runtime_models import ALL_MODELS, SIDE, samples
-from tests.parallel.runtime.cases import Case, judged_case, reset, traced, training_of
+from tests.parallel.runtime.cases import Case, reset, traced, training_of
 from tests.parallel.runtime.judge import STEPS, Verdict
 
 
@@ -40,7 +40,7 @@ class Sharded:
 def prepare(sharded: Sharded) -> None:
     """Traces the models of ranks that are threads: torch.fx patches torch for all threads."""
     case = sharded.case
-    judged_case(case)
+    case.schedule()
     for rank in range(sharded.ranks):
         traced(case.model, case.dtype, rank)
 
