@@ -34,14 +34,17 @@ def cases_of_processes(ranks: int, library: str) -> list[Case]:
 
     Without tags only those orders whose messages cross: all else is the same code as with them. Of
     encoders those that are trained in part: messages are those of the others, as those of a network
-    of two inputs are. A library of two worlds trains each model in one of them.
+    of two inputs are. A library of two worlds trains each model in one of them. Each rank of MPI
+    plans by itself, so of plans of branches it has two: gloo has all.
     """
     plans = [*PLANS, *HYBRIDS] if ranks == 4 else [*PLANS]
     if library in ("ordered", "imitated"):
         return [Case("branches", plan, ranks) for plan in plans if plan in CROSSING]
     found = [Case("branches", plan, ranks) for plan in plans]
     if ranks < 4:
-        found += [Case("two-heads", plan, ranks) for plan in BRANCHED if plan != "branched-hybrid"]
+        few = ("branched-1f1b", "branched-gems-mast")
+        branched = few if library == "mpi" else BRANCHED.keys() - {"branched-hybrid"}
+        found += [Case("two-heads", plan, ranks) for plan in BRANCHED if plan in branched]
     else:
         found.append(Case("two-heads", "branched-hybrid", ranks))
     models = [model for model in MODELS if model not in ("unet-resnet", "vit", "hooknet")]
