@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -119,12 +120,18 @@ DOORS: dict[str, set[str]] = {
 }
 
 
+@cache
 def _files() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
-def _imports(path: Path) -> Iterator[str]:
+@cache
+def _imports(path: Path) -> list[str]:
     """Every module that a file imports, `from a import b` as both `a` and `a.b`."""
+    return [*_read_imports(path)]
+
+
+def _read_imports(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -148,15 +155,15 @@ def _part(module: str) -> str:
     return pieces[0] or "."
 
 
+@cache
+def _modules() -> set[str]:
+    return {_module(file) for file in _files()}
+
+
 def _our_imports(path: Path) -> set[str]:
     """Modules of ours that a file imports, without the leading `pathoseg.`."""
-    modules = {_module(file) for file in _files()}
-    found = set()
-    for name in _imports(path):
-        package, _, inner = name.partition(".")
-        if package == "pathoseg" and inner in modules:
-            found.add(inner)
-    return found
+    split = [name.partition(".") for name in _imports(path)]
+    return {inner for package, _, inner in split if package == "pathoseg" and inner in _modules()}
 
 
 @pytest.mark.parametrize("path", _files(), ids=_module)
