@@ -8,11 +8,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from typer.testing import CliRunner
 
 from pathoseg.cli import app
@@ -21,7 +23,7 @@ from pathoseg.parallel import visit_time
 from pathoseg.parallel.comm.launcher import World, connect
 from pathoseg.parallel.comm.local_ranks import start_local
 from pathoseg.parallel.cost import timing
-from pathoseg.parallel.cost.calibration_layers import Case, draw_cases, reference_networks
+from pathoseg.parallel.cost.calibration_layers import Case, draw_cases
 from pathoseg.parallel.cost.cost_model import cost_model
 from pathoseg.parallel.cost.hardware import load_hardware
 from pathoseg.parallel.graph.traced import trace
@@ -29,15 +31,16 @@ from pathoseg.workflows import calibrate as workflow
 
 
 def _few_cases() -> list[Case]:
-    cases = draw_cases(0.1)
-    return cases[:40:2] + cases[40::4]
+    """Return the smallest layers of a small draw: 51, some of each of the basic families."""
+    return [case for case in draw_cases(0.1) if sum(map(prod, case.shapes)) < 2**14]
 
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some layers of a small draw and one network, on the CPU, once."""
-    one = reference_networks()[:1]  # all take 10 s, in `test_profiled.py`
-    monkeypatch.setattr(timing, "reference_networks", lambda: one)
+    two_layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(inplace=True))
+    one = Case(two_layers, ((2, 3, 32, 32),))  # all take 10 s, in `test_profiled.py`
+    monkeypatch.setattr(timing, "reference_networks", lambda: [one])
     monkeypatch.setattr(workflow, "draw_cases", lambda scale: _few_cases())
     monkeypatch.setattr(workflow, "pick_device", lambda name: torch.device("cpu"))
     monkeypatch.setattr(workflow, "_QUICK_ROUNDS", 1)
@@ -107,14 +110,20 @@ def test_a_name_that_cannot_be_written_is_refused_at_once(
 
 
 RANKS = """
+from math import prod
 from pathlib import Path
-import torch
-from pathoseg.parallel.cost.calibration_layers import draw_cases
+from torch import nn
+from pathoseg.parallel import visit_time
+from pathoseg.parallel.cost import timing
+from pathoseg.parallel.cost.calibration_layers import Case, draw_cases
 from pathoseg.workflows import calibrate as workflow
 
-cases = draw_cases(0.1)
-workflow.draw_cases = lambda scale: cases[:40:2] + cases[40::4]
+one = Case(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(inplace=True)), ((2, 3, 32, 32),))
+timing.reference_networks = lambda: [one]
+few = [case for case in draw_cases(0.1) if sum(map(prod, case.shapes)) < 2**14]
+workflow.draw_cases = lambda scale: few
 workflow._QUICK_ROUNDS = 1
+visit_time._STAGES = 16  # 40 take longer to read, and tell the same
 workflow.calibrate(Path("linked.json"), quick=True)
 """
 
