@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
+from torch import nn
 
 from pathoseg.models.build import build_model
 from pathoseg.models.model_options import ModelConfig
 from pathoseg.parallel.cost import timing
-from pathoseg.parallel.cost.calibration_layers import reference_networks
+from pathoseg.parallel.cost.calibration_layers import Case
 from pathoseg.parallel.cost.hardware import load_hardware, save_hardware
 from pathoseg.parallel.graph.traced import trace
 from pathoseg.parallel.planning.plan import Plan
@@ -32,13 +34,20 @@ hardware = "v100"
 ranks = 4
 """
 SHALLOW = SMALL.replace("depth = 2", "depth = 1")  # of which strips are read in half the time
-GROUP_NORM = SMALL.replace("depth = 2", 'depth = 2\nnorm = "group"')
+GROUP_NORM = SHALLOW.replace("depth = 1", 'depth = 1\nnorm = "group"')
+# Few layers, as a search for the largest tile that fits reads the network at each side it tries.
 OWN = """
 from torch import nn
 def make(in_channels, classes):
     return nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1), nn.Conv2d(4, classes, 1))
+class Chain(nn.Sequential):
+    multiple = 4
+    def __init__(self, in_channels, classes):
+        widths = [in_channels, *[4] * 4, classes]
+        pairs = zip(widths, widths[1:])
+        super().__init__(*(nn.Conv2d(one, other, 3, padding=1) for one, other in pairs))
 """
-
+CHAIN = 'name = "own_net:Chain"'
 ODD = """
 import torch
 from torch import nn
@@ -173,11 +182,14 @@ def test_ranks_that_stay_idle_are_told(command: Command) -> None:
     assert "Idle" not in _plan(command, *options, 3)[1]
 
 
+@pytest.mark.usefixtures("own")
 def test_a_profile_times_the_layers_themselves(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = reference_networks()[:1]  # all take 15 s
-    monkeypatch.setattr(timing, "reference_networks", lambda: one)
+    Path("small.toml").write_text(SMALL.replace("width = 4\ndepth = 2", CHAIN))
+    two_layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(inplace=True))  # all take 15 s
+    one = Case(two_layers, ((2, 3, 32, 32),))
+    monkeypatch.setattr(timing, "reference_networks", lambda: [one])
     fitted, _ = _plan(command, "--hardware", "cpu")
     profiled, said = _plan(command, "--hardware", "cpu", "--profile")
     assert "distinct layers timed on this device (cpu)" in said
@@ -187,6 +199,7 @@ def test_a_profile_times_the_layers_themselves(
 
 
 def test_what_fits_alone_stays_whole(command: Command) -> None:
+    Path("small.toml").write_text(SHALLOW)
     assert "One rank alone" in _plan(command, "--ranks", 1)[1]
     device = load_hardware("v100")
     slow = {"alpha": 1.0, "beta": 0.0}
@@ -197,16 +210,16 @@ def test_what_fits_alone_stays_whole(command: Command) -> None:
 
 
 def test_batch_norm_keeps_its_microbatch(command: Command) -> None:
+    Path("small.toml").write_text(SHALLOW)
     assert _plan(command, "--batch", 8)[0].microbatch == 1
-    Path("small.toml").write_text(SMALL + "[train]\nmicrobatch = 2\n")
+    Path("small.toml").write_text(SHALLOW + "[train]\nmicrobatch = 2\n")
     assert _plan(command, "--batch", 8)[0].microbatch == 2
     Path("small.toml").write_text(GROUP_NORM)
     assert _plan(command, "--batch", 8, "--ranks", 1)[0].microbatch > 1
 
 
-def test_a_network_of_ones_own(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("own_net.py").write_text(OWN)
-    monkeypatch.syspath_prepend(str(Path.cwd()))
+@pytest.mark.usefixtures("own")
+def test_a_network_of_ones_own(command: Command) -> None:
     Path("small.toml").write_text(SMALL.replace("width = 4\ndepth = 2", 'name = "own_net:make"'))
     assert _plan(command)[0].model == "Sequential"
 
@@ -244,6 +257,15 @@ def test_a_network_that_cannot_be_shared_as_asked_is_told(
     assert (code, told in " ".join(said.split())) == (2, True), said
 
 
+@pytest.fixture
+def own(small: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Networks of one's own: `own_net:make`, of two layers, and `own_net:Chain`, of five."""
+    (small / "own_net.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(small))
+    yield
+    sys.modules.pop("own_net", None)
+
+
 def test_what_would_fit_does(command: Command) -> None:
     kept = '[parallel]\noffload = "none"\nrecompute = false\nshards = 1'
     bare = SMALL.replace("[parallel]", kept)
@@ -263,11 +285,13 @@ def test_what_would_fit_does(command: Command) -> None:
     assert command(*refused, enough_for_little, "--tile", 2 * int(tile[1]))[0] == 2
 
 
+@pytest.mark.usefixtures("own")
 def test_where_nothing_fits_a_tile_that_does_in_strips_is_told(command: Command) -> None:
     bare = (
-        SHALLOW.replace("v100", "cpu")
+        SMALL.replace("v100", "cpu")
         .replace("tile = 64", "tile = 384")
         .replace("ranks = 4", "ranks = 2")
+        .replace("width = 4\ndepth = 2", CHAIN)
     )
     kept = bare.replace("[parallel]", '[parallel]\noffload = "none"\nrecompute = false')
     Path("small.toml").write_text(kept + "[train]\nbatch = 1\n")
@@ -314,7 +338,7 @@ def test_bad_input_is_one_clear_error(options: list[str], problem: str, command:
     Path("old.json").write_text('{"format": 0}')
     Path("pair.toml").write_text(SMALL + "[train]\nmicrobatch = 2\n")
     Path("stages.toml").write_text(SMALL + "stages = 500\n")
-    Path("whole.toml").write_text(SMALL + "shards = 1\n")
+    Path("whole.toml").write_text(SHALLOW + "shards = 1\n")
     before = set(Path().rglob("*"))
     small = () if "--config" in options else ("--config", "small.toml")
     code, said = command("plan", *small, *options)
