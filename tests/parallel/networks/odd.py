@@ -388,7 +388,8 @@ class Recurrent(Odd):
         self.recurrent = nn.LSTM(4, 4, batch_first=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows, _ = self.recurrent(self.inner(x).flatten(2).transpose(1, 2))
+        x = F.avg_pool2d(self.inner(x), 4)  # each row is a step, and each step is many operators
+        rows, _ = self.recurrent(x.flatten(2).transpose(1, 2))
         return rows.transpose(1, 2).unflatten(2, x.shape[2:])
 
 
