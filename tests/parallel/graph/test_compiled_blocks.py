@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.graph.compiled_blocks import find_blocks
+from pathoseg.parallel.graph.layer_graph import LayerGraph
 from pathoseg.parallel.graph.traced import Traced
 
 
@@ -33,24 +36,30 @@ class _Wired(nn.Module):
 
 
 @st.composite
-def _networks(draw: st.DrawFn) -> tuple[_Wired, set[int], range]:
+def _networks(draw: st.DrawFn) -> tuple[_Wired, list[set[int]]]:
     count = draw(st.integers(2, 9))
     reads = [
         (draw(st.integers(max(0, at - 2), at)), draw(st.integers(0, at))) for at in range(count)
     ]
     returned = draw(st.sets(st.integers(1, count), max_size=2))
-    apart = draw(st.sets(st.integers(0, count - 1), max_size=2))
-    begin = draw(st.integers(0, count - 1))
-    return _Wired(reads, returned), apart, range(begin, draw(st.integers(begin + 1, count)))
+    apart = st.sets(st.integers(0, count - 1), min_size=1, max_size=2)
+    return _Wired(reads, returned), [set(), draw(apart)]
 
 
+@settings(max_examples=40)  # with all ranges of layers of each
 @given(_networks())
 def test_blocks_are_the_longest_of_which_one_value_is_read(
-    network: tuple[_Wired, set[int], range],
+    network: tuple[_Wired, list[set[int]]],
 ) -> None:
-    model, apart, layers = network
+    model, apart = network
     graph = Traced(model, torch.empty(2)).graph
+    size = len(graph.layers)
+    for alone in apart:
+        for begin, end in combinations(range(size + 1), 2):
+            _are_longest_blocks(graph, range(begin, end), alone)
 
+
+def _are_longest_blocks(graph: LayerGraph, layers: range, apart: set[int]) -> None:
     def is_block(block: range) -> bool:
         inner = {graph.layers[position].name for position in block[:-1]}
         outside = [layer.inputs for at, layer in enumerate(graph.layers) if at not in block] + [
