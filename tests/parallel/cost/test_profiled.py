@@ -12,7 +12,7 @@ from pathoseg.parallel.cost.cost_model import LayerTime
 from pathoseg.parallel.cost.timing import Profiled, distinct, measure_sequence, signature
 from pathoseg.parallel.graph.layer_graph import Layer
 from pathoseg.parallel.graph.traced import Traced, trace
-from tests.parallel.networks.small import SMALL
+from tests.parallel.networks.small import small_traced
 
 
 class _Guess:
@@ -33,8 +33,7 @@ ALONE = LayerTime(1.0, 1.0)
 
 @pytest.mark.parametrize("name", ["unet", "resnet20-v2", "inception-v3", "transformer"])
 def test_every_layer_of_the_model_has_a_time(name: str) -> None:
-    make, shape = SMALL[name]
-    traced = Traced(make(), torch.zeros(shape))
+    traced = small_traced(name)
     profile = Profiled(traced, _Guess(), ALONE, rounds=1)
     for layer in traced.graph.layers:
         time = profile.time(layer)

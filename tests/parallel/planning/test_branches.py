@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -291,13 +292,16 @@ class _Heads(nn.Module):
         return tuple(values)
 
 
+@cache
+def _heads(turns: tuple[int, ...]) -> LayerGraph:
+    with torch.device("meta"):
+        return trace(_Heads([*turns]), torch.empty(1, 3, 16, 16))
+
+
 @settings(max_examples=5, deadline=None)
 @given(st.permutations([0, 0, 0, 1, 1, 1, 2, 2, 2]))
 def test_memory_in_another_order_is_that_of_a_model_that_runs_so(turns: list[int]) -> None:
-    with torch.device("meta"):
-        example = torch.empty(1, 3, 16, 16)
-        graph = trace(_Heads([0, 0, 0, 1, 1, 1, 2, 2, 2]), example)
-        really = trace(_Heads(turns), example)
+    graph, really = _heads((0, 0, 0, 1, 1, 1, 2, 2, 2)), _heads(tuple(turns))
     line = reordered(graph, [graph.position[layer.name] for layer in really.layers])
     assert [layer.inputs for layer in line.layers] == [layer.inputs for layer in really.layers]
     size = len(graph.layers)
