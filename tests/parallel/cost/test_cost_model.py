@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import islice
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.cost.calibration_layers import draw_cases
+from pathoseg.parallel.cost.calibration_layers import Case, draw_cases
 from pathoseg.parallel.cost.cost_model import Analytical, CostModel, LayerTime, Roofline, cost_model
 from pathoseg.parallel.cost.features import ATTENTION, arithmetic, family
 from pathoseg.parallel.cost.hardware import Hardware, load_hardware
@@ -39,14 +41,45 @@ def _convolution(
     return layer
 
 
+class _Together(nn.Module):
+    """Several cases, each on inputs of its own: to read them at once takes a third of the time."""
+
+    def __init__(self, cases: Sequence[Case]) -> None:
+        super().__init__()
+        self.cases = nn.ModuleList(case.module for case in cases)
+        self.counts = [len(case.shapes) for case in cases]
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given = iter(inputs)
+        return tuple(
+            module(*islice(given, count))
+            for module, count in zip(self.cases, self.counts, strict=True)
+        )
+
+
+@cache
+def _drawn() -> tuple[Layer, ...]:
+    """The layers of a small draw that a calibration would time."""
+    found = []
+    cases = draw_cases(0.1)
+    for first in range(0, len(cases), 24):
+        some = cases[first : first + 24]
+        graph = trace(_Together(some), tuple(each for case in some for each in case.example()))
+        own: dict[str, Layer] = {}
+        for layer in graph.layers:
+            if not layer.is_free:
+                own[layer.scope[0]] = layer  # the last one stays
+        found += own.values()
+    assert len(found) == len(cases)
+    return tuple(found)
+
+
 @cache
 def _samples() -> tuple[Sample, ...]:
     """Layers of an imaginary device with a law of its own, which ours is not told."""
     noise = np.random.default_rng(0)
     samples = []
-    for case in draw_cases(0.1):
-        graph = trace(case.module, case.example())
-        layer = [layer for layer in graph.layers if not layer.is_free][-1]
+    for layer in _drawn():
 
         def seconds(work: Work, layer: Layer = layer) -> float:
             moved = work.read + work.written
@@ -67,6 +100,13 @@ def _known() -> Hardware:
 def _models() -> tuple[CostModel, ...]:
     shipped = cost_model(load_hardware("cpu"))
     return Roofline(TOY), cost_model(_known()), RawPolynomial(_samples()), shipped
+
+
+@pytest.mark.slow
+def test_the_layers_of_a_calibration_can_be_traced() -> None:
+    kinds = {layer.kind for layer in _drawn()}
+    assert {"convolution", "native_batch_norm", "max_pool2d_with_indices"} <= kinds
+    assert {"_scaled_dot_product_flash_attention_for_cpu", "mul", "gelu"} <= kinds
 
 
 def test_the_roofline_is_the_slower_of_arithmetic_and_memory() -> None:
@@ -102,6 +142,7 @@ def test_without_a_fit_a_note_says_that_nothing_was_measured() -> None:
 
 
 @pytest.mark.slow
+@settings(max_examples=40)  # those of networks and of a calibration are priced below
 @given(
     st.integers(1, 600),
     st.integers(1, 600),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pathoseg.parallel.cost.calibration_layers import Case, draw_cases, reference_networks
+from pathoseg.parallel.cost.calibration_layers import draw_cases, reference_networks
 from pathoseg.parallel.cost.timing import (
     Alone,
     Run,
@@ -25,7 +24,7 @@ from pathoseg.parallel.cost.timing import (
     time_in_turn,
 )
 from pathoseg.parallel.graph.traced import Traced
-from tests.parallel.networks.small import SMALL
+from tests.parallel.networks.small import SMALL, small_traced
 
 SECONDS = st.lists(st.floats(0, 1e6), min_size=1, max_size=40)
 
@@ -79,8 +78,7 @@ def test_visits_take_turns_and_first_runs_do_not_count() -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_each_layer_of_a_network_runs_alone(name: str) -> None:
-    make, shape = SMALL[name]
-    traced = Traced(make().train(), torch.randn(shape))
+    traced = small_traced(name)
     for position in distinct(traced.graph).values():
         layer = traced.graph.layers[position]
         if can_run_alone(traced.graph, position):
@@ -223,17 +221,10 @@ def test_copies_give_a_link() -> None:
     assert link.beta > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [lambda: draw_cases(0.05)[::3], reference_networks])
-def test_cases_can_be_traced(make: Callable[[], list[Case]]) -> None:
-    """Trace a third of a small draw; `test_cost_model.py` traces and prices a whole one."""
-    kinds = set()
-    for case in make():
-        graph = Traced(case.module, case.example()).graph
-        kinds.update(layer.kind for layer in graph.layers)
-    assert {"convolution", "native_batch_norm", "max_pool2d_with_indices"} <= kinds
-    if make is not reference_networks:
-        assert {"_scaled_dot_product_flash_attention_for_cpu", "mul", "gelu"} <= kinds
+def test_reference_networks_have_the_layers_that_networks_are_made_of() -> None:
+    """`test_profiled.py` traces and times them."""
+    kinds = {type(module) for case in reference_networks() for module in case.module.modules()}
+    assert {nn.Conv2d, nn.BatchNorm2d, nn.GroupNorm, nn.MaxPool2d, nn.Upsample} <= kinds
 
 
 @pytest.mark.slow
