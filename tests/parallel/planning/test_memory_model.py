@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.networks.amoebanet import AmoebaNetD
 from benchmarks.networks.resnet import resnet50
 from benchmarks.networks.transformer import transformer
 from benchmarks.networks.vgg import vgg19
@@ -23,7 +22,7 @@ from pathoseg.parallel.retention.policy_options import AllowedPolicies, retain
 from pathoseg.parallel.retention.policy_search import Chooser
 from pathoseg.parallel.retention.stage_liveness import stage_facts, units_of
 from pathoseg.parallel.schedule.costs import Link
-from tests.parallel.networks.small import SMALL, small_graph
+from tests.parallel.networks.small import SMALL, short_amoebanet, small_graph
 from tests.parallel.networks.stages import (
     allocated,
     allocated_by_stage,
@@ -35,18 +34,17 @@ from tests.parallel.networks.stages import (
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "unet": (lambda: UNet(3, width=16, depth=3), (1, 3, 128, 128)),
     "unet-group-norm": (lambda: UNet(3, width=16, depth=3, norm="group"), (2, 3, 64, 64)),
-    "resnet29-v2": (lambda: ResNetV2(3, depth=29), (1, 3, 128, 128)),
+    "resnet20-v2": (lambda: ResNetV2(3, depth=20), (1, 3, 128, 128)),
     "resnet20-v2-tiles": (lambda: ResNetV2(3, "classify", depth=20), (2, 3, 64, 64)),
     "resnet50": (lambda: resnet50(width=1 / 2, blocks=(1, 1, 1, 1)), (2, 3, 128, 128)),
     "vgg19": (lambda: vgg19(width=1 / 4), (2, 3, 112, 112)),
-    "amoebanet-d": (lambda: AmoebaNetD(cells=3, filters=64), (1, 3, 128, 128)),
+    "amoebanet-d": (lambda: short_amoebanet(64), (1, 3, 128, 128)),
     "transformer": (lambda: transformer(64, heads=4, blocks=3), (4, 64, 64)),
 }
 
 FULL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "unet": (lambda: UNet(2), (1, 3, 256, 256)),
-    "resnet110-v2": (lambda: ResNetV2(2, depth=110), (1, 3, 128, 128)),
-    "amoebanet-d-6": (lambda: AmoebaNetD(1000, 6, 64), (1, 3, 256, 256)),
+    "unet": (lambda: UNet(2), (1, 3, 128, 128)),
+    "resnet110-v2": (lambda: ResNetV2(2, depth=110), (1, 3, 64, 64)),
 }
 
 
@@ -76,7 +74,7 @@ def test_peaks_of_stages_are_the_allocators(name: str) -> None:
 
 RETAINED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "unet": (lambda: UNet(3, width=16, depth=3), (1, 3, 128, 128)),
-    "resnet56-v2": (lambda: ResNetV2(2, depth=56), (1, 3, 64, 64)),
+    "resnet29-v2": (lambda: ResNetV2(2, depth=29), (1, 3, 64, 64)),
 }
 
 
@@ -110,7 +108,7 @@ def test_peaks_of_what_is_recomputed_twice_are_the_allocators() -> None:
     In a chain of blocks all layers are recomputed once; or the blocks' sums once and the layers
     within blocks twice, which has to take less than half of that.
     """
-    traced = Traced(ResNetV2(2, depth=56), torch.randn(1, 3, 128, 128))
+    traced = Traced(ResNetV2(2, depth=38), torch.randn(1, 3, 128, 128))
     graph = traced.graph
     whole = range(len(graph.layers))
     model = MemoryModel(graph, fresh_gradients=True, workspace=_workspace())
