@@ -209,6 +209,7 @@ class SavedTensor:
         self._tensor = tensor if tensor.is_leaf else tensor.detach()
 
     def get(self) -> Any:
+        """Return a tensor with the saved one's memory."""
         return self._tensor
 
 

@@ -400,7 +400,13 @@ class Traced:
         tensors: Callable[[Any], Any] = lambda values: values,
         before: Callable[[int], None] = lambda position: None,
     ) -> _Forward:
-        """Run the layers one by one, as `measured`; tell the log of their kernels."""
+        """Run the layers one by one, as `measured`.
+
+        Args:
+            log: Whom their kernels are told, if anyone.
+            place, run, tensors: As for `measured`.
+            before: Called with the position of each layer before it runs.
+        """
         root, steps, end = self._root, self._steps[True], self._ends[True]
         profile = MemoryProfile(len(steps))
         recorder = Recorder(profile, held_once())
