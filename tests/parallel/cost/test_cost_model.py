@@ -42,7 +42,7 @@ def _convolution(
 
 
 class _Together(nn.Module):
-    """Several cases, each on inputs of its own: to read them at once takes a third of the time."""
+    """Several cases, each on inputs of its own: read at once in a third of the time."""
 
     def __init__(self, cases: Sequence[Case]) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class _Together(nn.Module):
 
 @cache
 def _drawn() -> tuple[Layer, ...]:
-    """The layers of a small draw that a calibration would time."""
+    """Return the layers that a calibration would time, of a small draw."""
     found = []
     cases = draw_cases(0.1)
     for first in range(0, len(cases), 24):

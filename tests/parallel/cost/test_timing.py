@@ -222,7 +222,7 @@ def test_copies_give_a_link() -> None:
 
 
 def test_reference_networks_have_the_layers_that_networks_are_made_of() -> None:
-    """`test_profiled.py` traces and times them."""
+    """Look at their modules alone: `test_profiled.py` traces and times them."""
     kinds = {type(module) for case in reference_networks() for module in case.module.modules()}
     assert {nn.Conv2d, nn.BatchNorm2d, nn.GroupNorm, nn.MaxPool2d, nn.Upsample} <= kinds
 

@@ -68,7 +68,7 @@ def test_full_networks_have_the_published_parameters(make: Any, parameters: int)
 
 @pytest.mark.slow
 def test_a_full_inception_is_read() -> None:
-    """The layers of the others are read of their small versions."""
+    """Read one network at full size; of the others the small versions are read."""
     with torch.device("meta"):
         model = InceptionV3(2)
     graph = trace(model, torch.empty(2, 3, 299, 299, device="meta"))

@@ -78,7 +78,7 @@ def test_a_copy_of_the_model_runs_the_layers_that_were_read(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["unet-resnet", "alexnet", "transformer"])
 def test_a_graph_says_nothing_of_the_values_of_parameters(name: str) -> None:
-    """Between them, these three have all kinds of layers but views and slices."""
+    """Read three networks, which have all kinds of layers but views and slices."""
     traced = small_traced(name, torch.float64)
     other = deepcopy(traced.model)
     for parameter in other.parameters():

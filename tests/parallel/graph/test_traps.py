@@ -79,7 +79,7 @@ def _agrees(traced: Traced, images: torch.Tensor, seed: int, bounds: list[int]) 
 
 @dataclass(frozen=True)
 class _Reading:
-    """A model with an odd module, as it is once it has been read.
+    """A model with an odd module that has been read.
 
     Attributes:
         traced: The model and its layers.

@@ -122,7 +122,10 @@ def test_memory_stages_and_places_are_those_of_every_cut(
 
 
 def _needs_the_least_memory(graph: LayerGraph, cuts: list[Partition], in_flight: int) -> None:
-    """Where the memory of stages is balanced; recomputed stages hold only what they received."""
+    """Assert that balanced memory is the least of all cuts, of recomputed stages as of others.
+
+    A recomputed stage holds what it received of each further microbatch in flight.
+    """
     model, stages = MemoryModel(graph), cuts[0].stages
 
     def worst(partition: Partition, in_flight: int) -> int:

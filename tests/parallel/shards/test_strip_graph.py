@@ -35,7 +35,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 
 @cache
 def _traced(name: str) -> Traced:
-    """A network, whose gradients are those of the test before."""
+    """Read a network; whoever runs it finds the gradients of the test before."""
     make, side = NETWORKS[name]
     return Traced(make(), torch.randn(1, 3, side, side))
 
