@@ -89,6 +89,7 @@ WALLS: dict[str, set[str]] = {
 }
 # Where training enters the parallel wing; workflows enter it anywhere, inference nowhere.
 ENTER_PARALLEL = {
+    "training/read_network.py",
     "training/step_plan.py",
     "training/pipeline_engine.py",
     "training/distributed.py",

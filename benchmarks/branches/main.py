@@ -29,7 +29,7 @@ from pathoseg.parallel.comm.local_ranks import start_local
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.cost.cost_model import cost_model
 from pathoseg.parallel.cost.hardware import Hardware, load_hardware
-from pathoseg.parallel.graph.traced import Traced, trace
+from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.orders import DATA_PARALLEL
 from pathoseg.parallel.planning.plan import BranchChoice, Plan, PlanRequest
 from pathoseg.parallel.planning.planner import plan
@@ -150,7 +150,7 @@ def on_paper(quick: bool) -> dict[str, float | str]:
             continue
         with torch.device("meta"):
             tile = torch.empty(1, network.channels, network.side, network.side)
-            graph = trace(network.make(network.width), tile)
+            graph = Traced(network.make(network.width), tile).graph
         priced = StageCosts(graph, cost_model(hardware), hardware)
         [whole] = plan([priced], PlanRequest(1, 2**50, 1, "sequential"))
         for ranks in (2, 4):

@@ -24,6 +24,7 @@ from pathoseg.parallel.comm.launcher import World, connect, find_world
 from pathoseg.parallel.comm.local_ranks import start_local
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.fitting import Fit, split
+from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.plan import Plan
 from pathoseg.parallel.runtime.stage import Training
 from tests.parallel.networks.stages import allocated
@@ -73,7 +74,7 @@ def _train(options: argparse.Namespace, chosen: Plan) -> None:
     images = torch.rand(chosen.batch, 3, side, side)
     targets = torch.randint(2, (chosen.batch, side, side))
     example = torch.empty(1, 3, side, side, device="meta")
-    fitted = split(model, example, chosen, training, transport, DEVICE)
+    fitted = split(Traced(model, example), chosen, training, transport, DEVICE)
     # Twice: from the second step on buffers are posted ahead.
     steps = [partial(fitted.step, number, images, targets) for number in range(3)]
     if DEVICE.type == "cpu":

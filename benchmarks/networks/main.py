@@ -23,7 +23,7 @@ from benchmarks.networks.transformer import transformer
 from benchmarks.networks.vgg import vgg19
 from pathoseg.models.resnet_v2 import ResNetV2
 from pathoseg.models.unet import UNet
-from pathoseg.parallel.graph.traced import trace
+from pathoseg.parallel.graph.traced import Traced
 
 _IMAGE = (1, 3, 2048, 2048)
 
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     options = parser.parse_args()
     figures: dict[str, float] = {}
-    trace(nn.Linear(1, 1), torch.empty(1, 1))  # what torch loads with the first trace
+    Traced(nn.Linear(1, 1), torch.empty(1, 1))  # what torch loads with the first trace
     print(
         "| network | layers | seconds | CPU seconds | parameters | published | TFLOP | saved GiB |"
     )
@@ -61,7 +61,7 @@ def main() -> None:
         with torch.device("meta"):
             model = make()
         start, start_cpu = time.perf_counter(), time.process_time()
-        graph = trace(model, torch.empty(shape, device="meta"))
+        graph = Traced(model, torch.empty(shape, device="meta")).graph
         seconds, cpu = time.perf_counter() - start, time.process_time() - start_cpu
         assert not graph.notes
         parameters = graph.parameter_bytes() // 4

@@ -37,6 +37,7 @@ from pathoseg.parallel.cost.hardware import Hardware
 from pathoseg.parallel.fitting import best, split
 from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.layer_graph import LayerGraph
+from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.kernel_workspace import workspace_of
 from pathoseg.parallel.planning.plan import Plan, PlanRequest
 from pathoseg.parallel.planning.stage_costs import StageCosts
@@ -174,7 +175,8 @@ def _run(subject: Subject, plan: Plan) -> Step:
     """Make the step of a plan."""
     training = Training(subject.loss, optimizer, dtype=subject.dtype)
     transport = connect("gloo", World())
-    made = split(subject.model(), subject.example(), plan, training, transport, DEVICE)
+    traced = Traced(subject.model(), subject.example(), subject.dtype)
+    made = split(traced, plan, training, transport, DEVICE)
     return lambda number: made.step(number, subject.images, subject.targets).loss_sum
 
 

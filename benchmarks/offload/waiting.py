@@ -15,7 +15,7 @@ from pathoseg.parallel.activations.stage_offload import Park
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.cost.cost_model import cost_model
 from pathoseg.parallel.cost.hardware import Hardware
-from pathoseg.parallel.graph.traced import Traced, trace
+from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.partition import cut
 from pathoseg.parallel.planning.stage_costs import StageCosts, stage_edges
 from pathoseg.parallel.runtime.executor import Microbatches
@@ -74,7 +74,7 @@ def waiting(quick: bool, hardware: Hardware) -> Iterator[tuple[str, float]]:
     print("|---|---|---|---|---|---|---|")
     for name, network in (_QUICK if quick else _NETWORKS).items():
         with torch.device("meta"):
-            graph = trace(network.make(), torch.empty(1, *network.planned))
+            graph = Traced(network.make(), torch.empty(1, *network.planned)).graph
         priced = StageCosts(graph, cost_model(hardware), hardware)
         for layout, make in _LAYOUTS.items():
             order = make()

@@ -23,7 +23,7 @@ from pathoseg.models.unet import UNet
 from pathoseg.parallel.cost.cost_model import cost_model
 from pathoseg.parallel.cost.hardware import load_hardware
 from pathoseg.parallel.graph.activation_policy import ActivationPolicy
-from pathoseg.parallel.graph.traced import trace
+from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.memory_model import MemoryModel
 from pathoseg.parallel.retention.policy_options import AllowedPolicies, retain
 from pathoseg.parallel.retention.policy_search import Chooser
@@ -91,7 +91,7 @@ def _of_all(
     figures: dict[str, float | str] = {"hardware": hardware.name}
     for name, (make, side) in networks.items():
         with torch.device("meta"):
-            graph = trace(make(), torch.empty(1, 3, side, side))
+            graph = Traced(make(), torch.empty(1, 3, side, side)).graph
         costs = cost_model(hardware)
         times = [costs.time(layer) for layer in graph.layers]
         layers = range(len(graph.layers))

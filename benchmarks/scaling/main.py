@@ -14,7 +14,7 @@ from pathoseg.models.build import build_model
 from pathoseg.models.model_options import ModelConfig
 from pathoseg.parallel.cost.cost_model import cost_model
 from pathoseg.parallel.cost.hardware import load_hardware
-from pathoseg.parallel.graph.traced import trace
+from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.plan import Plan, PlanRequest
 from pathoseg.parallel.planning.planner import plan
 from pathoseg.parallel.planning.stage_costs import StageCosts, stage_edges
@@ -200,7 +200,7 @@ def _vary(base: Case, names: tuple[str, ...], measure: Callable[[Case], tuple[fl
 def _read(name: str, side: int) -> StageCosts:
     with torch.device("meta"):
         model = build_model(ModelConfig(name, "segment", 2))
-    graph = trace(model, torch.empty(1, 3, side, side, device="meta"))
+    graph = Traced(model, torch.empty(1, 3, side, side, device="meta")).graph
     return StageCosts(graph, cost_model(DEVICE), DEVICE)
 
 

@@ -154,7 +154,7 @@ def _time(case: Picked, transport: Transport) -> float:
     images = torch.randn(COUNT, 3, side, side)
     targets = torch.randint(0, config.classes, (COUNT, side, side))
     fits = [
-        split(deepcopy(model), images[:1], chosen, TRAINING, transport, CPU)
+        split(Traced(deepcopy(model), images[:1]), chosen, TRAINING, transport, CPU)
         for chosen in (case.synthesised, case.named)
     ]
     ratios, rounds = [], []

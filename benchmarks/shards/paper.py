@@ -17,6 +17,7 @@ from pathoseg.models.build import build_model
 from pathoseg.models.model_options import ModelConfig
 from pathoseg.parallel.cost.hardware import load_hardware
 from pathoseg.parallel.planning.plan import Plan
+from pathoseg.training.read_network import ReadNetwork
 from pathoseg.training.step_plan import Prices, find
 
 HARDWARE = "v100"
@@ -68,7 +69,8 @@ def _fastest(
     )
     if order != "auto":
         config = replace(config, parallel=replace(config.parallel, stages=TEAM))
-    found = find(Prices(model, config, load_hardware(HARDWARE), None), _UNLIMITED, all_ranks=True)
+    prices = Prices(ReadNetwork(model, config, None), load_hardware(HARDWARE))
+    found = find(prices, _UNLIMITED, all_ranks=True)
     return found.plans[0]
 
 

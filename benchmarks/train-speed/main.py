@@ -198,7 +198,10 @@ def joined(case: Case, chosen: Plan, transport: Transport) -> PipelineEngine:
     """The engine of a run on ranks."""
     task = make_task("segment", CLASSES, 0.5)
     config = replace(Config(), train=TrainConfig(batch=COUNT))
-    return PipelineEngine(transport, chosen, case.model(), LOSS, task, case.card(), config, None)
+    model = case.model()
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in its stub
+    traced = traced_of(model, case)
+    return PipelineEngine(transport, chosen, traced, LOSS, task, case.card(), config, None)
 
 
 def stepping(engine: Engine, batch: Batch) -> Way:

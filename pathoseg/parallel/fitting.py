@@ -134,14 +134,14 @@ def fit(
         PathosegError: The model cannot be read or cut, or nothing fits.
     """
 
+    traced = Traced(model, example, training.dtype)
+
     def choose() -> Plan:
-        graph = Traced(model, example, training.dtype).graph
         own = workspace_of(hardware)
-        priced = StageCosts(graph, cost_model(hardware), hardware, optimizer_slots, own)
+        priced = StageCosts(traced.graph, cost_model(hardware), hardware, optimizer_slots, own)
         return best([priced], request)
 
-    chosen = agree(choose, transport)
-    return split(model, example, chosen, training, transport, device)
+    return split(traced, agree(choose, transport), training, transport, device)
 
 
 def best(graphs: Sequence[StageCosts], request: PlanRequest) -> Plan:
@@ -191,8 +191,7 @@ def agree(choose: Callable[[], Plan], transport: Transport) -> Plan:
 
 
 def split(
-    model: nn.Module,
-    example: Tensor | Mapping[str, Tensor],
+    traced: Traced,
     plan: Plan,
     training: Training,
     transport: Transport,
@@ -203,8 +202,7 @@ def split(
     """Set up a planned model; all ranks make the same call.
 
     Args:
-        model: As for `fit`.
-        example: As for `fit`.
+        traced: The model, read with one microbatch; it is changed, see `Runner`.
         plan: The stages and actions of every rank.
         training: As for `fit`.
         transport: As for `fit`.
@@ -214,9 +212,16 @@ def split(
             counts them.
 
     Raises:
-        PathosegError: The plan is for another model or microbatch.
+        PathosegError: The plan is for another model or microbatch, or the training computes in
+            another precision than the model was read in.
     """
-    traced = Traced(model, example, training.dtype).reordered(plan.line)
+    if traced.autocast != training.dtype:
+        raise PathosegError(
+            f"The model was read for {traced.autocast or 'float32'}, and trains in "
+            f"{training.dtype or 'float32'}.",
+            "Give Traced the precision of the training as its autocast.",
+        )
+    traced = traced.reordered(plan.line)
     partition = plan.partition(traced.graph)
     memory = Memory(
         {stage: each.recomputed for stage, each in enumerate(plan.retention)},

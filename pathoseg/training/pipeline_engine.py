@@ -22,6 +22,7 @@ from pathoseg.parallel.activations.stage_offload import Park
 from pathoseg.parallel.comm.stop_star import StopStar
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.fitting import split
+from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.plan import Plan
 from pathoseg.parallel.runtime.executor import Microbatches
 from pathoseg.parallel.runtime.stage import Training
@@ -34,7 +35,6 @@ from pathoseg.training.distributed import own_device
 from pathoseg.training.encoder_training import rate_factors
 from pathoseg.training.engine import Loss, StepResult
 from pathoseg.training.optimizer import make_optimizer, scale_rates, set_rate
-from pathoseg.training.step_plan import like_microbatch
 from pathoseg.training.tasks import Task
 
 # Is given what all ranks did when.
@@ -49,7 +49,7 @@ class PipelineEngine:
     Args:
         transport: Joins the ranks.
         plan: What every rank holds and does.
-        model: The whole network, with the same weights on every rank; it is changed.
+        traced: The whole network, with the same weights on every rank; it is changed.
         loss: Per-sample losses.
         task: What a target is.
         card: How pixels become input.
@@ -63,7 +63,7 @@ class PipelineEngine:
         self,
         transport: Transport,
         plan: Plan,
-        model: torch.nn.Module,
+        traced: Traced,
         loss: Loss,
         task: Task,
         card: Bundle,
@@ -84,16 +84,14 @@ class PipelineEngine:
             config.train.clip,
             config.train.compile,
         )
-        self._layout = lay_out(model, card.model)
-        tile = card.inputs[0]
-        example = like_microbatch(model, tile.mpp, tile.size, plan.microbatch)
+        self._layout = lay_out(traced.model, card.model)
         form = OffloadMode(config.parallel.offload)
         parked = frozenset(Park(each) for each in config.parallel.parked)
-        fit = split(model, example, plan, training, transport, self._device, form, parked)
+        fit = split(traced, plan, training, transport, self._device, form, parked)
         self._runner, self._names = fit.runner, fit.inputs
         if self._runner.optimizer is not None:
             names = {parameter: name for name, parameter in self._runner.own.items()}
-            scale_rates(self._runner.optimizer, names, rate_factors(model, config.train))
+            scale_rates(self._runner.optimizer, names, rate_factors(traced.model, config.train))
         self.leads = transport.rank == 0
         self.round = plan.schedule.microbatches
         self.reads: Collection[int] = sorted(self._runner.reads_inputs | self._runner.reads_targets)

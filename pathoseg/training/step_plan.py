@@ -13,7 +13,6 @@ from torch import nn
 
 from pathoseg.config import Config, ParallelConfig
 from pathoseg.device import (
-    Inputs,
     Precision,
     amp_dtype,
     choose_precision,
@@ -22,10 +21,9 @@ from pathoseg.device import (
     pick_device,
 )
 from pathoseg.errors import PathosegError
-from pathoseg.geometry import IMAGE
 from pathoseg.host_memory import LARGE, keep_freed_memory
 from pathoseg.memory_size import memory_text, parse_memory
-from pathoseg.models.build import check_tile, declared_inputs, lay_out, tile_multiple
+from pathoseg.models.build import check_tile, tile_multiple
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.cost.cost_model import CostModel, cost_model
 from pathoseg.parallel.cost.device_hardware import roofline_of, shipped_name
@@ -47,16 +45,13 @@ from pathoseg.parallel.retention.policy_options import AllowedPolicies
 from pathoseg.parallel.runtime.memory_check import too_small
 from pathoseg.parallel.schedule.event import Event
 from pathoseg.parallel.schedule.simulate import simulate
-from pathoseg.parallel.shards.rows import Split, strips
 from pathoseg.parallel.shards.strip_graph import strip_graph
 from pathoseg.platform_support import available_memory
 from pathoseg.progress import progress_bar, say
 from pathoseg.training.distributed import least_memory, own_device
+from pathoseg.training.read_network import ReadNetwork
 
-# Sizes of microbatches that are tried where the model's norm does not forbid it.
-_SIZES = (1, 2, 4)
 _SLOTS = {"adamw": 2, "sgd": 1}
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def find_hardware(config: ParallelConfig) -> Hardware:
@@ -205,16 +200,13 @@ def dtype_on(hardware: Hardware, wanted: Precision) -> torch.dtype | None:
 class Prices:
     """Prices of the layers of a run's model, of whole tiles and of strips.
 
-    Whole tiles are traced once for each microbatch and side; strips each time.
-
     Args:
-        model: The network.
-        config: The options.
-        hardware: By which layers are priced; it states a rate of `dtype`.
-        dtype: Precision of the run's autocast, or None.
+        network: The model, and its graphs.
+        hardware: By which layers are priced; it states a rate of the precision of the run.
 
     Attributes:
-        model, config, hardware, dtype: As given.
+        network, hardware: As given.
+        config: The options.
         gathered: By number of strips that was priced, the layers that take whole tiles all the
             same, each with its function.
 
@@ -222,22 +214,13 @@ class Prices:
         PathosegError: The tile does not fit the model.
     """
 
-    def __init__(
-        self, model: nn.Module, config: Config, hardware: Hardware, dtype: torch.dtype | None
-    ) -> None:
-        check_tile(model, config.tiles.side)
-        self.model, self.config = model, config
-        self.hardware, self.dtype = hardware, dtype
+    def __init__(self, network: ReadNetwork, hardware: Hardware) -> None:
+        check_tile(network.model, network.config.tiles.side)
+        self.network, self.config, self.hardware = network, network.config, hardware
         self.gathered: dict[int, Mapping[str, str]] = {}
-        self._layout = torch.contiguous_format
-        self._whole: dict[tuple[int, int], Traced] = {}
 
     def graphs(self, shards: int = 1) -> list[StageCosts]:
         """Price the layers for each size of microbatch that may be used, smallest first.
-
-        A configured size is kept. Else it is one sample, for batch norm takes its statistics over
-        the microbatch: another size would be another training. Without batch norm several are
-        tried.
 
         Args:
             shards: Where it is above 1, the layers are those of the largest of so many strips.
@@ -245,15 +228,8 @@ class Prices:
         Raises:
             PathosegError: The model cannot be read, or not be cut into so many strips.
         """
-        config = self.config
-        if config.train.microbatch is not None:
-            sizes = [config.train.microbatch]
-        elif any(isinstance(module, _BATCH_NORMS) for module in self.model.modules()):
-            sizes = [1]
-        else:
-            sizes = [size for size in _SIZES if config.train.batch % size == 0]
-        side, profile = config.tiles.side, config.parallel.profile
-        return [self.one(size, side, shards, profile) for size in sizes]
+        side, profile = self.config.tiles.side, self.config.parallel.profile
+        return [self.one(size, side, shards, profile) for size in self.network.microbatches]
 
     def one(self, size: int, side: int, shards: int = 1, profile: bool = False) -> StageCosts:
         """Price the layers for one size of microbatch and tile.
@@ -265,12 +241,10 @@ class Prices:
             profile: Whether the layers are timed on this machine.
         """
         config, hardware = self.config, self.hardware
-        if profile:  # as it will be trained
-            self._layout = lay_out(self.model, config.model.with_classes(2))
-        traced = whole = self.whole(size, side)
+        traced = whole = self.network.whole(size, side)
         if shards > 1:
             try:
-                traced = _trace(self.model, self._example(size, side, shards), self.dtype)
+                traced = self.network.strip(size, side, shards)
             except PathosegError as error:
                 raise PathosegError(
                     f"Strips of {config.model.name} cannot be priced: {error.problem}",
@@ -288,21 +262,11 @@ class Prices:
         cut = StripCosts(costs, hardware, shards, traced.graph)
         return StageCosts(strip.graph, cut, hardware, slots, own, shards=shards, heard=strip.heard)
 
-    def whole(self, size: int, side: int) -> Traced:
-        """Return the model, read with whole tiles."""
-        if (size, side) not in self._whole:
-            self._whole[size, side] = _trace(self.model, self._example(size, side), self.dtype)
-        return self._whole[size, side]
-
-    def _example(self, size: int, side: int, shards: int = 1) -> Inputs:
-        return like_microbatch(self.model, self.config.tiles.mpp, side, size, shards, self._layout)
-
     def of_whole_tiles(self, plans: Sequence[Plan], shards: int) -> list[Plan]:
         """Return plans that were made for one of so many strips as those of whole tiles."""
         if shards == 1:
             return [*plans]
-        side = self.config.tiles.side
-        graphs = {size: self.whole(size, side) for size in {each.microbatch for each in plans}}
+        graphs = {size: self.network.whole(size) for size in {each.microbatch for each in plans}}
         return [
             each.in_strips(graphs[each.microbatch].reordered(each.line).graph, shards)
             for each in plans
@@ -425,7 +389,7 @@ def _best_strips(prices: Prices, whole: Found) -> Found:
         limit = _GAIN * fastest.seconds
         reason = f"whole tiles take {fastest.seconds:.4g} s a step ({fastest.order})"
     perfect_seconds = min(_perfect_seconds(each, whole.request) for each in whole.graphs)
-    rows = prices.config.tiles.side // tile_multiple(prices.model)
+    rows = prices.config.tiles.side // tile_multiple(prices.network.model)
     for shards in (many for many in range(min(rows, ranks), 1, -1) if ranks % many == 0):
         if perfect_seconds >= limit or failures_in_a_row == _IN_VAIN:
             break
@@ -455,77 +419,12 @@ def _perfect_seconds(priced: StageCosts, request: PlanRequest) -> float:
     return request.batch / priced.microbatch * priced.seconds / request.ranks
 
 
-def like_microbatch(
-    model: nn.Module,
-    mpp: float,
-    side: int,
-    size: int,
-    shards: int = 1,
-    layout: torch.memory_format = torch.contiguous_format,
-) -> Inputs:
-    """Return a microbatch without memory, as `Traced` takes it: its only input, or each by name.
-
-    Args:
-        model: The network.
-        mpp: Microns per pixel of its tiles.
-        side: Side of a tile in pixels.
-        size: Number of tiles.
-        shards: Strips of a tile; the microbatch has the largest of them, up to what the network
-            divides by.
-        layout: Of its images in memory.
-    """
-    multiple = tile_multiple(model)
-
-    def rows(height: int) -> int:
-        if shards == 1:
-            return height
-        largest = max(one.height for one in strips(Split.even(height, shards).bounds))
-        return -(-largest // multiple) * multiple
-
-    shapes = {
-        each.name: (size, 3, rows(each.size), each.size)
-        for each in declared_inputs(model, mpp, side)
-    }
-    seen = {
-        name: torch.empty(shape, device="meta", memory_format=layout)
-        for name, shape in shapes.items()
-    }
-    return seen if len(seen) > 1 else seen[IMAGE]
-
-
-def _trace(model: nn.Module, example: Inputs, dtype: torch.dtype | None = None) -> Traced:
-    """Trace a model whose several inputs, if it has them, are arguments by their own names."""
-    traced = Traced(model, example, dtype)
-    if isinstance(example, dict) and set(example) != set(traced.graph.inputs):
-        raise PathosegError(
-            f"{type(model).__name__}.forward takes {', '.join(traced.graph.inputs)}, and its "
-            f"inputs are {', '.join(example)}.",
-            "Let it have an argument of the name of each input.",
-        )
-    return traced
-
-
 def told_of_teams(error: PathosegError, shards: int) -> PathosegError:
     """Return an error that counts ranks with a hint that each stands for those that share tiles."""
     if shards == 1:
         return error
     told = f"A rank here stands for {shards} ranks that share each tile."
     return PathosegError(error.problem, f"{error.hint} {told}")
-
-
-def read_model(model: nn.Module, config: Config) -> Traced | None:
-    """Trace a model on the microbatch of a run in one process.
-
-    Returns:
-        None if no graph can be made of it, in which case it trains in one process all the same.
-    """
-    size = config.train.microbatch or config.train.batch
-    try:
-        return _trace(model, like_microbatch(model, config.tiles.mpp, config.tiles.side, size))
-    except PathosegError as error:
-        if config.train.compile:
-            say(f"Nothing is compiled, as no graph can be made of the model: {error.problem}")
-        return None
 
 
 def check_host(graph: LayerGraph, config: Config) -> None:
@@ -555,30 +454,43 @@ def check_host(graph: LayerGraph, config: Config) -> None:
         keep_freed_memory(LARGE)
 
 
+@dataclass(frozen=True)
+class AgreedPlan:
+    """The plan of a run's step, the same on all ranks.
+
+    Attributes:
+        plan: The stages and actions of every rank.
+        expected: On rank 0, what it expects each rank of a group to do when.
+        traced: The network, as it is to be cut.
+    """
+
+    plan: Plan
+    expected: Sequence[Event]
+    traced: Traced
+
+
 def agreed_plan(
-    model: torch.nn.Module, config: Config, transport: Transport, before: Plan | None = None
-) -> tuple[Plan, Sequence[Event]]:
+    model: nn.Module, config: Config, transport: Transport, before: Plan | None = None
+) -> AgreedPlan:
     """Find the fastest plan on rank 0, and tell it to all ranks of the job, which all call this.
 
     Args:
-        model: The network.
+        model: The network; its weights are laid out as for training.
         config: The options.
         transport: Joins the ranks.
         before: On rank 0, the plan by which a run began that goes on; on as many ranks it keeps
             the number of strips, if that is left to the planner.
-
-    Returns:
-        The plan, and on rank 0 what it expects each rank of a group to do when.
 
     Raises:
         PathosegError: Nothing fits; it says what would.
     """
     device = own_device(transport, config.parallel.device)
     free = least_memory(transport, device)
+    dtype = amp_dtype(device, config.train.amp)
+    network = ReadNetwork(model, config, dtype)
     planned: list[Event] = []
 
     def choose() -> Plan:
-        dtype = amp_dtype(device, config.train.amp)
         hardware = with_dtype(find_hardware(config.parallel), dtype)
         hardware = with_wire(hardware, transport.reads)
         memory = memory_to_plan(config.parallel, free, device.type)
@@ -588,7 +500,7 @@ def agreed_plan(
                 "planned with."
             )
         began = None if before is None or before.ranks != transport.ranks else before.shards
-        prices = Prices(model, config, hardware, dtype)
+        prices = Prices(network, hardware)
         found = find(prices, memory, transport.ranks, all_ranks=True, began=began)
         if not found.plans:
             raise told_of_teams(nothing_found(found.graphs, found.request), found.shards)
@@ -597,4 +509,8 @@ def agreed_plan(
         planned.extend(found.events(found.plans[0]))
         return found.whole[0]
 
-    return agree(choose, transport), planned
+    if transport.rank and len(network.microbatches) == 1:
+        with suppress(PathosegError):  # which rank 0 meets as well, and tells
+            network.whole(*network.microbatches)  # while rank 0 plans
+    plan = agree(choose, transport)
+    return AgreedPlan(plan, planned, network.whole(plan.microbatch))

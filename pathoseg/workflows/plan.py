@@ -32,6 +32,7 @@ from pathoseg.parallel.schedule import timeline
 from pathoseg.progress import answer, progress_bar, say
 from pathoseg.training.encoder_training import prepare_encoder, with_low_rank
 from pathoseg.training.first_weights import take_encoder
+from pathoseg.training.read_network import ReadNetwork
 from pathoseg.training.run_folder import refuse_unwritable
 from pathoseg.training.step_plan import (
     Found,
@@ -90,7 +91,7 @@ def plan(
     teams(config.parallel, config.parallel.ranks)
     model = _build(config)
     prepare_encoder(model, config.train)
-    prices = Prices(model, config, hardware, dtype)
+    prices = Prices(ReadNetwork(model, config, dtype), hardware)
     with progress_bar("planning", None, "plans"):
         found = find(prices, memory)
     if not found.plans:
@@ -113,7 +114,7 @@ def _refusal(prices: Prices, memory: int, found: Found) -> PathosegError:
     """Return the error that says what would fit, where nothing does."""
 
     def smaller(request: PlanRequest) -> Iterator[str]:
-        size, multiple = found.graphs[0].microbatch, tile_multiple(prices.model)
+        size, multiple = found.graphs[0].microbatch, tile_multiple(prices.network.model)
         sides = range(2 * multiple, prices.config.tiles.side, multiple)
         side = _largest(sides, lambda side: fits(prices.one(size, side, found.shards), request))
         if side is None:  # what does not shrink with tiles fills the memory, with strips too
@@ -169,7 +170,11 @@ def _lines(prices: Prices, memory: int, found: Found) -> Iterator[str]:
     if shards > 1:
         reason = f": {found.reason}" if found.reason else ""
         yield f"Each tile is cut into {shards} strips of rows, on as many ranks{reason}."
-    precision = "float32" if prices.dtype is None else f"{str(prices.dtype)[6:]} by autocast"
+    precision = (
+        "float32"
+        if prices.network.dtype is None
+        else f"{str(prices.network.dtype)[6:]} by autocast"
+    )
     yield f"Computed in {precision}. Times: {best.note}."
     yield ""
     yield from table(found.whole[:_SHOWN])

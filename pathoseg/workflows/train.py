@@ -68,6 +68,7 @@ from pathoseg.training.labelled_slides import (
 )
 from pathoseg.training.one_device import OneDevice
 from pathoseg.training.pipeline_engine import TIMELINE, Drawing, PipelineEngine, draw_step
+from pathoseg.training.read_network import read_alone
 from pathoseg.training.run_folder import (
     CONFIG,
     clear_run,
@@ -89,7 +90,7 @@ from pathoseg.training.splits import (
     split_lines,
     split_slides,
 )
-from pathoseg.training.step_plan import agreed_plan, check_host, read_model, teams
+from pathoseg.training.step_plan import agreed_plan, check_host, teams
 from pathoseg.training.tasks import SCORES, Task, make_task
 from pathoseg.training.trainer import Trainer
 from pathoseg.training.training_tiles import SplitTiles, cut_labelled_slides, training_set
@@ -284,7 +285,7 @@ class _Input:
         origin: Where these weights are from.
         plan: The plan of several ranks, or of limited memory; else None.
         expected: What the plan expects each rank of a group to do when; of rank 0.
-        traced: The model's graph, in a run without a plan; None where there can be none.
+        traced: The model's graph; None where a run without a plan can have none.
     """
 
     config: Config
@@ -327,18 +328,19 @@ def _plan_step(given: _Input, run: StartedRun, transport: ProcessTransport | Non
     """Add the plan of a step on several ranks; of one process make sure that it fits the host."""
     config = given.config
     if transport is None:
-        traced = read_model(given.model, config)
+        traced = read_alone(given.model, config)
         if traced is not None and pick_device(config.parallel.device).type == "cpu":
             check_host(traced.graph, config)
         return replace(given, traced=traced)
-    plan, expected = agreed_plan(given.model, config, transport, run.plan)
+    agreed = agreed_plan(given.model, config, transport, run.plan)
+    plan = agreed.plan
     if config.train.microbatch is None and plan.microbatch != config.train.batch:
         say(
             f"Microbatches of {plan.microbatch}: batch norm, if there is one, sees so many tiles, "
             f"not {config.train.batch} as in one process. [train] microbatch sets it."
         )
     config = replace(config, train=replace(config.train, microbatch=plan.microbatch))
-    return replace(given, config=config, plan=plan, expected=expected)
+    return replace(given, config=config, plan=plan, expected=agreed.expected, traced=agreed.traced)
 
 
 def _cut(
@@ -374,7 +376,7 @@ def _make_engine(
 ) -> Engine:
     """Return the engine of this process: by the plan, or of one device where there is none."""
     config, model, stop = given.config, given.model, interruption.is_asked
-    if transport is None or given.plan is None:
+    if transport is None or given.plan is None or given.traced is None:
         device = pick_device(config.parallel.device)
         whole = WholeModel(
             model.to(device), given.traced, config.seed, device, config.train.compile
@@ -383,7 +385,7 @@ def _make_engine(
     return PipelineEngine(
         transport,
         given.plan,
-        model,
+        given.traced,
         given.loss,
         task,
         card,

@@ -179,25 +179,24 @@ class _Boxes(nn.Module):
         return boxes
 
 
-def test_strips_cut_what_has_the_rows_of_a_tile_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strips_cut_what_has_the_rows_of_a_tile_alone() -> None:
     torch.manual_seed(0)
     alone = _Boxes()
     models = [deepcopy(alone) for _ in range(2)]
     batch = {"images": torch.randn(4, 3, 8, 8), "offset": torch.randn(4, 1, 4)}
     targets, device = torch.randn(4, 2, 4), torch.device("cpu")
-    known = {id(model): Traced(model, batch) for model in models}
-    monkeypatch.setattr(fitting, "Traced", lambda model, *_: known[id(model)])
+    traced = [Traced(model, batch) for model in models]
 
     def losses(returned: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return (returned - targets).pow(2).flatten(1).mean(1)
 
-    graph, hardware = known[id(models[0])].graph, load_hardware("cpu")
+    graph, hardware = traced[0].graph, load_hardware("cpu")
     priced = StageCosts(graph, cost_model(hardware), hardware, 0)
     plan = fitting.best([priced], PlanRequest(1, 2**30, 4, "sequential")).in_strips(graph, 2)
 
     def body(transport: ThreadTransport) -> float:
         training = Training(losses, partial(torch.optim.SGD, lr=0.1))
-        run = fitting.split(models[transport.rank], batch, plan, training, transport, device)
+        run = fitting.split(traced[transport.rank], plan, training, transport, device)
         with pytest.raises(PathosegError, match="4 rows, as many as a strip"):
             run.step(0, batch, torch.randn(4, 4, 4))
         return run.step(0, batch, targets).loss_sum
@@ -209,6 +208,22 @@ def test_strips_cut_what_has_the_rows_of_a_tile_alone(monkeypatch: pytest.Monkey
         for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
             assert other.grad is not None
             torch.testing.assert_close(mine, other - 0.1 * other.grad)
+
+
+def test_a_model_is_trained_in_the_precision_in_which_it_was_read() -> None:
+    model, images, hardware = nn.Linear(3, 1), torch.zeros(2, 3), load_hardware("cpu")
+    traced = Traced(model, images)
+    priced = StageCosts(traced.graph, cost_model(hardware), hardware, 0)
+    plan = fitting.best([priced], PlanRequest(1, 2**30, 2, "sequential"))
+    training = Training(
+        lambda returned, _: returned.flatten(), partial(torch.optim.SGD, lr=0.1), 0, torch.bfloat16
+    )
+
+    def body(transport: ThreadTransport) -> None:
+        with pytest.raises(PathosegError, match=r"read for float32, and trains in torch\.bfloat16"):
+            fitting.split(traced, plan, training, transport, torch.device("cpu"))
+
+    run_ranks(1, body)
 
 
 def _step(

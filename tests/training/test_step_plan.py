@@ -22,8 +22,9 @@ from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.partition import cut
 from pathoseg.parallel.planning.plan import Plan
 from pathoseg.parallel.schedule.costs import Link
-from pathoseg.training import step_plan
+from pathoseg.training import read_network, step_plan
 from pathoseg.training.distributed import least_memory
+from pathoseg.training.read_network import ReadNetwork
 from pathoseg.training.step_plan import (
     Prices,
     agreed_plan,
@@ -170,7 +171,7 @@ def test_a_plan_is_of_the_precision_in_which_the_run_computes(
 def test_less_than_float32_takes_less_memory_messages_and_time() -> None:
     hardware, config = load_hardware("h100"), Config()
     whole, half = (
-        Prices(UNet(2, width=8, depth=2), config, hardware, dtype).one(2, 1024)
+        Prices(ReadNetwork(UNet(2, width=8, depth=2), config, dtype), hardware).one(2, 1024)
         for dtype in (None, torch.bfloat16)
     )
     bounds = whole.cutter.balance(2, whole.weights()).bounds
@@ -195,7 +196,8 @@ def _config(tile: int = 1024, batch: int = 1, **parallel: Any) -> Config:
 def _prices(config: Config, model: nn.Module | None = None) -> Prices:
     assert config.parallel.hardware is not None
     hardware = load_hardware(config.parallel.hardware)
-    return Prices(model or UNet(2, width=16, depth=1), config, hardware, None)
+    network = ReadNetwork(model or UNet(2, width=16, depth=1), config, None)
+    return Prices(network, hardware)
 
 
 def test_the_planner_cuts_tiles_where_that_is_faster() -> None:
@@ -251,7 +253,7 @@ def test_ranks_agree_on_strips_and_a_run_goes_on_with_those_that_it_began_with()
     model = UNet(2, width=16, depth=1)
 
     def planned(before: Plan | None = None) -> list[Plan]:
-        return run_ranks(2, lambda transport: agreed_plan(model, config, transport, before)[0])
+        return run_ranks(2, lambda transport: agreed_plan(model, config, transport, before).plan)
 
     first, second = planned()
     assert first == second
@@ -260,6 +262,23 @@ def test_ranks_agree_on_strips_and_a_run_goes_on_with_those_that_it_began_with()
     assert planned(by_ranks[2])[1].shards == 1
     alone = by_ranks[1]
     assert planned(alone)[0].shards == 2, "on other ranks it is chosen anew"
+
+
+def test_each_rank_reads_the_network_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[tuple[int, ...]] = []
+
+    class _Counted(Traced):
+        def __init__(self, model: nn.Module, example: torch.Tensor, autocast: Any) -> None:
+            read.append(tuple(example.shape))
+            super().__init__(model, example, autocast)
+
+    monkeypatch.setattr(read_network, "Traced", _Counted)
+    config = _config(tile=32, batch=2, memory="1GiB", shards=1)
+    models = [UNet(2, width=4, depth=1) for _ in range(2)]
+    agreed = run_ranks(2, lambda transport: agreed_plan(models[transport.rank], config, transport))
+    assert read == [(1, 3, 32, 32)] * 2
+    assert [each.traced.model for each in agreed] == models
+    assert [bool(each.expected) for each in agreed] == [True, False]
 
 
 def test_a_profile_times_layers_as_they_lie_in_training(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from pathoseg.parallel.cost import timing
 from pathoseg.parallel.cost.calibration_layers import Case, draw_cases
 from pathoseg.parallel.cost.cost_model import cost_model
 from pathoseg.parallel.cost.hardware import load_hardware
-from pathoseg.parallel.graph.traced import trace
+from pathoseg.parallel.graph.traced import Traced
 from pathoseg.workflows import calibrate as workflow
 
 
@@ -61,7 +61,7 @@ def test_a_calibration_writes_a_fit_and_its_timings(tmp_path: Path) -> None:
     note = cost_model(hardware).note
     assert f"{hardware.threads} of" in note
     assert torch.__version__ in note
-    layer = trace(torch.nn.Conv2d(8, 8, 3), torch.empty(1, 8, 64, 64)).layers[0]
+    layer = Traced(torch.nn.Conv2d(8, 8, 3), torch.empty(1, 8, 64, 64)).graph.layers[0]
     assert 1e-6 < cost_model(hardware).time(layer).forward < 1
     with out.with_suffix(".csv").open(newline="") as file:
         rows = list(csv.DictReader(file))

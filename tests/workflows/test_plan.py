@@ -18,7 +18,7 @@ from pathoseg.models.model_options import ModelConfig
 from pathoseg.parallel.cost import timing
 from pathoseg.parallel.cost.calibration_layers import Case
 from pathoseg.parallel.cost.hardware import load_hardware, save_hardware
-from pathoseg.parallel.graph.traced import trace
+from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.plan import Plan
 
 Command = Callable[..., tuple[int, str]]
@@ -110,7 +110,7 @@ def test_a_plan_is_shown_and_written(command: Command) -> None:
     assert Path("plan.json").is_file()
     with torch.device("meta"):
         model = build_model(ModelConfig("unet", "segment", 2, width=4, depth=2))
-        graph = trace(model, torch.empty(1, 3, 64, 64))
+        graph = Traced(model, torch.empty(1, 3, 64, 64)).graph
     assert found.partition(graph).bounds == found.bounds
 
 

@@ -112,7 +112,7 @@ def test_each_file_as_slide_or_annotation_of_train(
     role: str,
 ) -> None:
     # Most of a run of one step is the reading of its network, which is the same in all.
-    monkeypatch.setattr("pathoseg.workflows.train.read_model", lambda *_: None)
+    monkeypatch.setattr("pathoseg.workflows.train.read_alone", lambda *_: None)
     Path("step.toml").write_text(ONE_STEP)
     annotation = '{"type":"Feature","properties":{"classification":"disc"},"geometry":'
     annotation += '{"type":"Polygon","coordinates":[[[0,0],[9,0],[9,9],[0,9],[0,0]]]}}'

@@ -20,7 +20,8 @@ from pathoseg.geometry import ModelInput
 from pathoseg.models.bundle import Bundle, load_bundle, save_bundle
 from pathoseg.models.model_options import ModelConfig
 from pathoseg.parallel.cost.hardware import load_hardware
-from pathoseg.training.step_plan import Prices, read_model
+from pathoseg.training.read_network import ReadNetwork, read_alone
+from pathoseg.training.step_plan import Prices
 from tests.two_inputs import TwoFields
 
 NAME = "tests.two_inputs:make"
@@ -97,11 +98,11 @@ def test_a_plan_prices_both_inputs() -> None:
     config = replace(Config(), model=replace(Config().model, name=NAME))
     config = replace(config, tiles=replace(config.tiles, tile=32))
     hardware = load_hardware("cpu")
-    [one, *_] = Prices(TwoFields(2), config, hardware, None).graphs()
+    [one, *_] = Prices(ReadNetwork(TwoFields(2), config, None), hardware).graphs()
     shapes = {name: value.shape for name, value in one.graph.inputs.items()}
     assert shapes == {"image": (1, 3, 32, 32), "context": (1, 3, 32, 32)}
     assert {"near", "far"} < {layer.name for layer in one.graph.layers}
-    assert read_model(TwoFields(2), config) is not None
+    assert read_alone(TwoFields(2), config) is not None
 
 
 class _OtherNames(TwoFields):
@@ -112,6 +113,6 @@ class _OtherNames(TwoFields):
 def test_inputs_that_are_no_arguments_train_in_one_process_alone() -> None:
     config = replace(Config(), model=replace(Config().model, name=NAME))
     config = replace(config, tiles=replace(config.tiles, tile=32))
-    assert read_model(_OtherNames(2), config) is None
+    assert read_alone(_OtherNames(2), config) is None
     with pytest.raises(PathosegError, match="Let it have an argument of the name of each input"):
-        Prices(_OtherNames(2), config, load_hardware("cpu"), None).graphs()
+        ReadNetwork(_OtherNames(2), config, None).whole(1)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
+from threading import Lock
 from traceback import walk_tb
 from typing import Any
 
@@ -47,6 +48,8 @@ from pathoseg.parallel.graph.segment import Call, Segment, SegmentPlan, Step
 
 # Whose modules do the same at each call.
 _KNOWN = ("torch.nn.", "pathoseg.models.")
+# One thread at a time: torch.fx replaces the calls of all modules while it traces.
+_READING = Lock()
 
 
 @cache
@@ -131,16 +134,6 @@ class _Forward:
     returned: str
 
 
-def trace(model: fx.Module, example: Any) -> LayerGraph:
-    """Read the layers of a model, as `Traced.graph`, without running it or real memory.
-
-    Args:
-        model: Any module that torch.fx can trace; parts that it cannot become single layers.
-        example: Its input: a tensor, or a tuple or mapping of them, with a microbatch's shape.
-    """
-    return Traced(model, example).graph
-
-
 class Traced:
     """A model and the layers that were read from it.
 
@@ -167,7 +160,7 @@ class Traced:
 
     def __init__(self, model: fx.Module, example: Any, autocast: Any = None) -> None:
         self.model, self.autocast = model, autocast
-        with fx.mode(model, training=True), _failing(model, "cannot be read"):
+        with _READING, fx.mode(model, training=True), _failing(model, "cannot be read"):
             self._root = fx.Root(model, example)
             with self._root.lent():
                 self._read()
@@ -247,7 +240,7 @@ class Traced:
             run: Runs a layer, as for `Segment`; None runs it as it is.
             tensors: Returns nested values of layers with the tensors that stand for them.
         """
-        with fx.mode(self.model, training=True), self._root.lent():
+        with _READING, fx.mode(self.model, training=True), self._root.lent():
             forward = self._forward(None, place, run, tensors)
             return self._backward(forward, *self._found).graph
 

@@ -22,7 +22,7 @@ from pathoseg.parallel.cost.features import ATTENTION, arithmetic, family
 from pathoseg.parallel.cost.hardware import Hardware, load_hardware
 from pathoseg.parallel.cost.regression import RawPolynomial, Sample, learn
 from pathoseg.parallel.graph.layer_graph import Layer, Work
-from pathoseg.parallel.graph.traced import trace
+from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.schedule.costs import Link
 from tests.parallel.networks.odd import TRACEABLE, between
 from tests.parallel.networks.small import SMALL, small_graph
@@ -37,7 +37,7 @@ def _convolution(
 ) -> Layer:
     module = nn.Conv2d(inputs * groups, outputs * groups, kernel, padding=3, groups=groups)
     image = torch.empty(batch, inputs * groups, side, side, device="meta", requires_grad=True)
-    (layer,) = trace(module.to("meta"), image).layers
+    (layer,) = Traced(module.to("meta"), image).graph.layers
     return layer
 
 
@@ -64,7 +64,9 @@ def _drawn() -> tuple[Layer, ...]:
     cases = draw_cases(0.1)
     for first in range(0, len(cases), 24):
         some = cases[first : first + 24]
-        graph = trace(_Together(some), tuple(each for case in some for each in case.example()))
+        graph = Traced(
+            _Together(some), tuple(each for case in some for each in case.example())
+        ).graph
         own: dict[str, Layer] = {}
         for layer in graph.layers:
             if not layer.is_free:
@@ -176,7 +178,7 @@ def test_every_layer_of_a_network_has_a_time(name: str) -> None:
 def test_every_layer_of_an_odd_network_has_a_time(make: type[nn.Module]) -> None:
     """Price layers without an output, too, such as a write into a slice."""
     models = [cost_model(load_hardware(name)) for name in ("cpu", "h100")]
-    for layer in trace(between(make()), torch.empty(2, 3, 32, 32)).layers:
+    for layer in Traced(between(make()), torch.empty(2, 3, 32, 32)).graph.layers:
         for model in models:
             time = model.time(layer)
             assert min(time.forward, time.backward) >= 0
@@ -218,7 +220,7 @@ def test_attention_is_priced_by_its_own_fit_or_as_a_product_where_none_was_measu
     known = _known()
     assert known.fit
     parts = torch.empty(1, 4, 96, 64, device="meta", requires_grad=True)
-    (layer,) = trace(_Attention(), parts).layers
+    (layer,) = Traced(_Attention(), parts).graph.layers
     assert family(layer) == ATTENTION
     regressions = known.fit.regressions
     product = {f"{ATTENTION} {name}": regressions[f"product {name}"] for name in PASSES}

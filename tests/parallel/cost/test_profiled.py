@@ -11,7 +11,7 @@ from pathoseg.models.unet import UNet
 from pathoseg.parallel.cost.cost_model import LayerTime
 from pathoseg.parallel.cost.timing import Profiled, distinct, measure_sequence, signature
 from pathoseg.parallel.graph.layer_graph import Layer
-from pathoseg.parallel.graph.traced import Traced, trace
+from pathoseg.parallel.graph.traced import Traced
 from tests.parallel.networks.small import small_traced
 
 
@@ -42,7 +42,7 @@ def test_every_layer_of_the_model_has_a_time(name: str) -> None:
 
 
 def test_layers_that_do_the_same_are_timed_once() -> None:
-    graph = trace(UNet(3, width=8, depth=3), torch.zeros(1, 3, 64, 64))
+    graph = Traced(UNet(3, width=8, depth=3), torch.zeros(1, 3, 64, 64)).graph
     working = [layer for layer in graph.layers if layer.forward.written]
     found = distinct(graph)
     assert len(found) < len(working)

@@ -14,7 +14,7 @@ from pathoseg.models.unet import UNet
 from pathoseg.parallel.cost.cost_model import cost_model
 from pathoseg.parallel.cost.hardware import load_hardware
 from pathoseg.parallel.cost.strip_costs import StripCosts, halo_bytes
-from pathoseg.parallel.graph.traced import Traced, trace
+from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.schedule.costs import Link
 from pathoseg.parallel.shards.rows import Split
 from pathoseg.parallel.shards.strip import Strip
@@ -48,7 +48,7 @@ class Mixed(nn.Module):
 @pytest.mark.parametrize("model", [UNet(2, width=4, depth=2, norm="group"), Mixed()])
 def test_halos_are_those_that_are_sent(model: nn.Module) -> None:
     bounds = Split.even(SIDE, SHARDS).bounds
-    graph = trace(model, torch.empty(2, 3, SIDE // SHARDS, SIDE, device="meta"))
+    graph = Traced(model, torch.empty(2, 3, SIDE // SHARDS, SIDE, device="meta")).graph
     sent = Counter[int]()
 
     class Counting(ThreadTransport):
@@ -71,7 +71,7 @@ def test_strips_cost_more_than_their_rows() -> None:
     model = UNet(2, width=4, depth=2)
     whole = Traced(model, torch.empty(1, 3, 64, 64, device="meta"))
     strip = strip_graph(whole, 2).graph
-    tile = trace(model, torch.empty(1, 3, 32, 64, device="meta"))
+    tile = Traced(model, torch.empty(1, 3, 32, 64, device="meta")).graph
     hardware = replace(load_hardware("v100"), inside=Link(1.0, 0.0), bandwidth=float("inf"))
     alone = cost_model(load_hardware("v100"))
     strips = StripCosts(alone, hardware, 2, tile)
@@ -89,7 +89,7 @@ def test_strips_cost_more_than_their_rows() -> None:
     assert 0 < moved.forward < 16 * row, "a few rows at the halo, not the 32 of the strip"
     pooled = StripCosts(alone, slow, 2, tile).time(layers["encoder.1.pool"])
     assert pooled.forward == alone.time(layers["encoder.1.pool"]).forward
-    other = trace(UNet(2, width=4, depth=1), torch.empty(1, 3, 32, 64, device="meta"))
+    other = Traced(UNet(2, width=4, depth=1), torch.empty(1, 3, 32, 64, device="meta")).graph
     with pytest.raises(PathosegError, match="other layers for 2 strips"):
         StripCosts(alone, hardware, 2, other).time(layers["encoder.2.conv1"])
 
@@ -107,6 +107,6 @@ class ChannelAttention(nn.Module):
 
 
 def test_a_convolution_without_rows_has_no_halo() -> None:
-    layers = trace(ChannelAttention(), torch.empty(1, 4, 16, 16)).layers
+    layers = Traced(ChannelAttention(), torch.empty(1, 4, 16, 16)).graph.layers
     [one] = [layer for layer in layers if layer.kind == "convolution"]
     assert halo_bytes(one) == 0

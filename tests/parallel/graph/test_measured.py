@@ -19,7 +19,7 @@ from benchmarks.networks.vgg import vgg19
 from pathoseg.models.resnet_v2 import ResNetV2
 from pathoseg.models.unet import UNet
 from pathoseg.parallel.graph.layer_graph import LayerGraph
-from pathoseg.parallel.graph.traced import trace
+from pathoseg.parallel.graph.traced import Traced
 from tests.parallel.networks.small import SMALL, small_graph
 from tests.parallel.networks.stages import allocated, saved_by_hooks
 
@@ -71,7 +71,7 @@ def test_a_full_inception_is_read() -> None:
     """Read one network at full size; of the others the small versions are read."""
     with torch.device("meta"):
         model = InceptionV3(2)
-    graph = trace(model, torch.empty(2, 3, 299, 299, device="meta"))
+    graph = Traced(model, torch.empty(2, 3, 299, 299, device="meta")).graph
     assert graph.parameter_bytes() == 4 * 24_348_900
     assert not graph.notes
     assert LayerGraph.from_json(graph.to_json()) == graph
@@ -96,13 +96,13 @@ def test_a_large_tile_takes_no_memory() -> None:
         model = UNet(4, width=64)
     graphs = []
     example = torch.empty(1, 3, 2048, 2048, device="meta")
-    assert allocated(lambda: graphs.append(trace(model, example))) < 2**20
+    assert allocated(lambda: graphs.append(Traced(model, example).graph)) < 2**20
     assert graphs[0].saved_bytes() > 20 * 2**30
 
 
 def test_bytes_read_and_written_are_those_of_the_tensors() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Flatten())
-    graph = trace(model, torch.randn(2, 3, 16, 16))
+    graph = Traced(model, torch.randn(2, 3, 16, 16)).graph
     convolution, relu, flatten = graph.layers
     images, features, weight, bias = 2 * 3 * 256 * 4, 2 * 8 * 256 * 4, 3 * 8 * 9 * 4, 8 * 4
     assert convolution.forward.read == images + weight + bias
@@ -114,7 +114,7 @@ def test_bytes_read_and_written_are_those_of_the_tensors() -> None:
 
 def test_a_layer_keeps_what_its_cost_depends_on() -> None:
     model = nn.Sequential(nn.Conv2d(6, 8, 3, stride=2, padding=1, groups=2), nn.Upsample(None, 2))
-    convolution, upsample = trace(model, torch.randn(2, 6, 16, 16)).layers
+    convolution, upsample = Traced(model, torch.randn(2, 6, 16, 16)).graph.layers
     assert convolution.kind == "convolution"
     assert convolution.attributes["weight"] == (8, 3, 3, 3)
     assert convolution.attributes["input"] == (2, 6, 16, 16)
@@ -132,7 +132,7 @@ def test_nothing_of_the_model_changes() -> None:
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
     example = torch.randn(1, 3, 16, 16)
     dice = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    trace(model, example)
+    Traced(model, example)
     now = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     assert dice == now
     assert modes == [module.training for module in model.modules()]
@@ -144,6 +144,6 @@ def test_nothing_of_the_model_changes() -> None:
 def test_layers_fall_into_the_mode_that_modules_were_left_in() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Dropout(0.5))
     model[1].eval()
-    layers = trace(model, torch.randn(2, 3, 4, 4)).layers
+    layers = Traced(model, torch.randn(2, 3, 4, 4)).graph.layers
     assert layers[1].attributes["training"] is False
     assert not layers[2].is_free

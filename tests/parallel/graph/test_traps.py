@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pathoseg import device
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.graph.traced import Traced, trace
+from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.partition import cut
 from tests.parallel.networks.odd import (
     OPAQUE,
@@ -167,7 +167,7 @@ def test_stochastic_depth_is_read_whatever_it_draws(seed: int) -> None:
     """The reading runs the model whole and layer by layer, and compares what that saves."""
     _seed(seed)
     state = random.getstate()
-    assert len(trace(between(SkipsItself()), torch.randn(2, 3, 8, 8)).layers) == 3
+    assert len(Traced(between(SkipsItself()), torch.randn(2, 3, 8, 8)).graph.layers) == 3
     assert random.getstate() == state
 
 
@@ -180,7 +180,7 @@ def test_a_norm_of_ones_own_is_priced_as_torchs() -> None:
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 @pytest.mark.parametrize("odd", OPAQUE)
 def test_a_model_may_be_one_opaque_layer(odd: type[nn.Module]) -> None:
-    graph = trace(odd(), torch.randn(2, 4, 8, 8))
+    graph = Traced(odd(), torch.randn(2, 4, 8, 8)).graph
     assert len(graph.layers) == 1
     assert graph.layers[0].parameters == ("inner.weight", "inner.bias")
 
@@ -231,7 +231,7 @@ class Unsendable(nn.Module):
 
 
 def test_no_cut_is_where_a_tensor_cannot_be_sent() -> None:
-    graph = trace(between(Unsendable()), torch.randn(2, 3, 8, 8))
+    graph = Traced(between(Unsendable()), torch.randn(2, 3, 8, 8)).graph
     stuck = {layer.name for layer in graph.layers if layer.outputs and not layer.sendable}
     assert stuck == {"1.reshape", "1.to"}
     for place in cut_places(graph):
@@ -265,7 +265,7 @@ def test_ties_say_why(odd: type[nn.Module], reason: str) -> None:
 )
 def test_a_model_that_fails_says_where(model: nn.Module, example: object, words: str) -> None:
     with pytest.raises(PathosegError, match=words):
-        trace(model, example)
+        Traced(model, example)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -302,7 +302,7 @@ def test_a_forward_that_fails_is_told_once(
     log = logging.getLogger("torch._subclasses.fake_tensor")  # which tells no root logger
     monkeypatch.setattr(log, "handlers", [caplog.handler])
     with pytest.raises(PathosegError, match="fails its own forward"):
-        trace(Placed(), torch.ones(1, 3, 8, 4))
+        Traced(Placed(), torch.ones(1, 3, 8, 4))
     assert not caplog.records
 
 

@@ -18,7 +18,7 @@ from pathoseg.errors import PathosegError
 from pathoseg.parallel.cost.hardware import Hardware
 from pathoseg.parallel.graph.layer_graph import Colocation, LayerGraph
 from pathoseg.parallel.graph.reorder import reordered
-from pathoseg.parallel.graph.traced import trace
+from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.branches import BranchCut, Branches
 from pathoseg.parallel.planning.memory_model import MemoryModel
 from pathoseg.parallel.planning.orders import (
@@ -196,7 +196,7 @@ def _real(graph: LayerGraph) -> StageCosts:
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_are_cut_into_branches(name: str) -> None:
     with torch.device("meta"):
-        graph = trace(NETWORKS[name](), torch.empty(1, 3, 32, 32))
+        graph = Traced(NETWORKS[name](), torch.empty(1, 3, 32, 32)).graph
     priced = _real(graph)
     [best, *_] = plan([priced], PlanRequest(2, 2**40, 1))
     assert best.placement == "branched"
@@ -261,7 +261,7 @@ def test_what_is_no_order_of_the_layers_is_refused(order: tuple[int, ...], probl
 
 
 def test_an_order_and_back_leaves_a_graph_as_it_was() -> None:
-    graph = trace(TwoHeads(), torch.empty(1, 3, 16, 16))
+    graph = Traced(TwoHeads(), torch.empty(1, 3, 16, 16)).graph
     priced = _real(graph)
     [found, *_] = priced.branch_cuts(2, 1, 2**40)
     line = reordered(graph, found.line)
@@ -295,7 +295,7 @@ class _Heads(nn.Module):
 @cache
 def _heads(turns: tuple[int, ...]) -> LayerGraph:
     with torch.device("meta"):
-        return trace(_Heads([*turns]), torch.empty(1, 3, 16, 16))
+        return Traced(_Heads([*turns]), torch.empty(1, 3, 16, 16)).graph
 
 
 @settings(max_examples=5, deadline=None)

@@ -16,7 +16,7 @@ from pathoseg.errors import PathosegError
 from pathoseg.memory_size import memory_text
 from pathoseg.models.unet import UNet
 from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition
-from pathoseg.parallel.graph.traced import trace
+from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.memory_model import MemoryModel
 from pathoseg.parallel.planning.partition import Cutter, MemoryLimit, balance, custom, cut, even
 from tests.parallel.networks.random_graphs import layer_graphs
@@ -26,7 +26,7 @@ from tests.parallel.networks.series_parallel import graph_of
 @pytest.fixture(scope="module")
 def unet() -> LayerGraph:
     with torch.device("meta"):
-        return trace(UNet(3, width=8, depth=3), torch.empty(1, 3, 64, 64))
+        return Traced(UNet(3, width=8, depth=3), torch.empty(1, 3, 64, 64)).graph
 
 
 def _every_cut(graph: LayerGraph, stages: int) -> Iterator[Partition]:
@@ -285,11 +285,11 @@ class _ReturnsItsInput(nn.Module):
 
 
 def test_the_last_stage_is_given_an_input_that_the_model_returns() -> None:
-    graph = trace(_ReturnsItsInput(), torch.empty(1, 3, 8, 8))
+    graph = Traced(_ReturnsItsInput(), torch.empty(1, 3, 8, 8)).graph
     [image] = graph.inputs
     assert cut(graph, (0, 1, 2)).inputs == ((image,), (image,))
 
 
 def test_a_model_without_layers_is_refused() -> None:
     with pytest.raises(PathosegError, match="Identity has no layers"):
-        trace(nn.Identity(), torch.empty(1, 3, 8, 8))
+        Traced(nn.Identity(), torch.empty(1, 3, 8, 8))

@@ -12,7 +12,7 @@ from pathoseg.errors import PathosegError
 from pathoseg.models.unet import UNet
 from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.layer_graph import LayerGraph
-from pathoseg.parallel.graph.traced import trace
+from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.partition import balance
 from pathoseg.parallel.planning.plan import Plan, digest, input_shape
 from pathoseg.parallel.planning.stage_costs import stage_edges
@@ -22,7 +22,7 @@ from pathoseg.parallel.schedule.one_f_one_b import one_f_one_b
 
 def _graph(width: int = 4, side: int = 32) -> LayerGraph:
     with torch.device("meta"):
-        return trace(UNet(3, width, depth=2), torch.empty(1, 3, side, side))
+        return Traced(UNet(3, width, depth=2), torch.empty(1, 3, side, side)).graph
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +81,13 @@ def test_a_plan_from_before_branches_is_read(made: Plan) -> None:
 def test_a_plan_of_a_strip_is_one_of_whole_tiles(made: Plan) -> None:
     """Of twice as many ranks, and with the same stages; a strip with other layers has none."""
     with torch.device("meta"):
-        tall = trace(UNet(3, 4, depth=2), torch.empty(1, 3, 64, 32))
+        tall = Traced(UNet(3, 4, depth=2), torch.empty(1, 3, 64, 32)).graph
     plan = made.in_strips(tall, 2)
     assert (plan.ranks, plan.shards, plan.memory) == (6, 2, made.memory)
     assert plan.partition(tall).bounds == made.bounds
     assert Plan.from_json(plan.to_json()) == plan
     with torch.device("meta"):
-        other = trace(UNet(3, 4, depth=1), torch.empty(1, 3, 64, 32))
+        other = Traced(UNet(3, 4, depth=1), torch.empty(1, 3, 64, 32)).graph
     with pytest.raises(PathosegError, match="has other layers for 2 strips"):
         made.in_strips(other, 2)
 

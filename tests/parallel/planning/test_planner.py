@@ -19,7 +19,7 @@ from pathoseg.parallel.cost.cost_model import Roofline
 from pathoseg.parallel.cost.hardware import Hardware
 from pathoseg.parallel.graph.activation_policy import ActivationPolicy
 from pathoseg.parallel.graph.layer_graph import LayerGraph, Partition
-from pathoseg.parallel.graph.traced import trace
+from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.orders import AUTO, ORDERS, PLACEMENTS, OrderSetting
 from pathoseg.parallel.planning.partition import cut
 from pathoseg.parallel.planning.plan import Plan, PlanRequest
@@ -49,7 +49,7 @@ DEVICE = Hardware(
 @cache
 def _graph(microbatch: int, side: int) -> LayerGraph:
     with torch.device("meta"):
-        return trace(UNet(3, width=8, depth=3), torch.empty(microbatch, 3, side, side))
+        return Traced(UNet(3, width=8, depth=3), torch.empty(microbatch, 3, side, side)).graph
 
 
 def _price(device: Hardware = DEVICE, microbatch: int = 1, side: int = 64) -> StageCosts:
@@ -100,7 +100,7 @@ def _chain() -> StageCosts:
     for channels, following in ((8, 16), (16, 4), (4, 8)):
         layers += [nn.BatchNorm2d(channels), nn.ReLU(), nn.Conv2d(channels, following, 3)]
     with torch.device("meta"):
-        graph = trace(nn.Sequential(*layers), torch.empty(1, 3, 64, 64))
+        graph = Traced(nn.Sequential(*layers), torch.empty(1, 3, 64, 64)).graph
     return StageCosts(graph, Roofline(DEVICE), DEVICE)
 
 
@@ -218,7 +218,7 @@ def test_branches_are_planned_side_by_side() -> None:
     """One microbatch on six ranks takes the time of its longest chain: the bound is exact."""
     free = replace(DEVICE, inside=Link(), between=Link())
     with torch.device("meta"):
-        graph = trace(_Forked(), torch.empty(1, 3, 64, 64))
+        graph = Traced(_Forked(), torch.empty(1, 3, 64, 64)).graph
     priced = StageCosts(graph, Roofline(free), free)
     [best, *_] = plan([priced], PlanRequest(6, 2**40, 1, "gpipe"))
     assert priced.critical_seconds <= best.seconds < 0.35 * priced.seconds
@@ -233,7 +233,7 @@ def test_an_update_costs_its_calls(kind: str) -> None:
     """One for each parameter on a CPU, one for all on a GPU; those that are frozen have none."""
     network = torch.nn.Sequential(*(torch.nn.Conv2d(3, 3, 1) for _ in range(4)))
     network[2].requires_grad_(requires_grad=False)
-    graph = trace(network, torch.empty(1, 3, 8, 8))
+    graph = Traced(network, torch.empty(1, 3, 8, 8)).graph
     partition = cut(graph, [0, 1, 4])
 
     def steps(overhead: float) -> list[float]:

@@ -18,7 +18,7 @@ from pathoseg.models.unet import UNet
 from pathoseg.parallel.cost.cost_model import Roofline
 from pathoseg.parallel.cost.hardware import load_hardware
 from pathoseg.parallel.graph.activation_policy import SMALL, ActivationPolicy
-from pathoseg.parallel.graph.traced import trace
+from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.memory_model import MemoryModel
 from pathoseg.parallel.retention import stage_liveness
 from pathoseg.parallel.retention.policy_milp import (
@@ -104,7 +104,7 @@ def _facts(name: str, side: int = 64) -> StageFacts:
         **TINY,
     }
     with torch.device("meta"):
-        graph = trace(known[name](), torch.empty(1, 3, side, side))
+        graph = Traced(known[name](), torch.empty(1, 3, side, side)).graph
     layers = range(len(graph.layers))
     times = [Roofline(DEVICE).time(layer) for layer in graph.layers]
     seconds = [time.forward for time in times], [time.backward for time in times]

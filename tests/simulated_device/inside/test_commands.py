@@ -192,7 +192,7 @@ def test_a_plan_is_of_what_the_fullest_device_has_free(capsys: pytest.CaptureFix
     gc.collect()
     sim.set_memory_limit(torch.accelerator.memory_allocated() + 8 * 2**30, 0)
     sim.set_memory_limit(3 * 2**30, 1)
-    plans = run_ranks(2, lambda transport: agreed_plan(UNet(2, width=4), config, transport)[0])
+    plans = run_ranks(2, lambda transport: agreed_plan(UNet(2, width=4), config, transport).plan)
     assert plans[0] == plans[1]
     told = "3 GiB are free on the fullest device, 1.7 GiB are planned with."
     assert capsys.readouterr().err.count(told) == 1
