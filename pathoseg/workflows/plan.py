@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import sqrt
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,7 +52,7 @@ from pathoseg.training.step_plan import (
 PLAN, TIMELINE = "plan.json", "timeline.svg"
 
 _SHOWN = 10
-_TRIED_SIDES = 16  # of tiles in strips, where nothing fits
+_CLOSE = 1.02  # a tile is called the largest that fits if one of so many times its side does not
 
 Level = Literal["layer", "block", "module"]
 # Depth of the module calls that become one layer: the model's children, and theirs.
@@ -112,42 +113,72 @@ def _reads(config: ParallelConfig) -> Sequence[str]:
 
 def _refusal(prices: Prices, memory: int, found: Found) -> PathosegError:
     """Return the error that says what would fit, where nothing does."""
+    config, multiple = prices.config, tile_multiple(prices.network.model)
+    sides = range(2 * multiple, config.tiles.side, multiple)
 
-    def smaller(request: PlanRequest) -> Iterator[str]:
-        size, multiple = found.graphs[0].microbatch, tile_multiple(prices.network.model)
-        sides = range(2 * multiple, prices.config.tiles.side, multiple)
-        side = _largest(sides, lambda side: fits(prices.one(size, side, found.shards), request))
+    def largest(shards: int, request: PlanRequest, guess: float) -> int | None:
+        """Return the side of the largest tiles, in so many strips, that fit a request."""
+        size = found.graphs[0].microbatch
+        return largest_side(
+            sides, lambda side: fits(prices.one(size, side, shards), request), guess
+        )
+
+    def smaller(request: PlanRequest, needed: int) -> Iterator[str]:
+        # Most of what is needed grows with a tile's area.
+        side = largest(found.shards, request, config.tiles.side * sqrt(request.memory / needed))
         if side is None:  # what does not shrink with tiles fills the memory, with strips too
             return
         yield f"tiles of {side} px"
         shards = max((many for many, whole in prices.gathered.items() if not whole), default=1)
-        if shards == found.shards or prices.config.parallel.shards is not None:
+        if shards == found.shards or config.parallel.shards is not None:
             return
-        cut = replace(prices.config.parallel, shards=shards)
-        shared = plan_request(replace(prices.config, parallel=cut), memory)
-        tried = sides[:: max(1, len(sides) // _TRIED_SIDES)]
-        side = _largest(tried, lambda side: fits(prices.one(size, side, shards), shared))
+        cut = replace(config.parallel, shards=shards)
+        shared = plan_request(replace(config, parallel=cut), memory)
+        side = largest(shards, shared, side * sqrt(shards))
         if side is not None:
             yield f"tiles of {side} px, each in {shards} strips of rows"
 
-    return told_of_teams(nothing_fits(found.graphs[0], found.request, smaller), found.shards)
+    with progress_bar("looking for what would fit", None, "plans"):
+        refusal = nothing_fits(found.graphs[0], found.request, smaller)
+    return told_of_teams(refusal, found.shards)
 
 
-def _largest(sides: Sequence[int], fit: Callable[[int], bool]) -> int | None:
-    """Return the largest of ascending sides that fits, None where the smallest does not."""
+def largest_side(sides: Sequence[int], fit: Callable[[int], bool], guess: float) -> int | None:
+    """Return about the largest of ascending sides that fits, None where the smallest does not.
+
+    To try a side takes as long as to read the network. From the guess on, steps double until a side
+    that fits and one that does not are found; then the gap is halved, until it is `_CLOSE`:
+
+        |--------------- . x ---- x --o-?-|     o guess   x too large   . fits
+
+    Args:
+        sides: All of them smaller than one that does not fit.
+        fit: Tries a side; raises `PathosegError` where strips of so small a tile are lower than a
+            halo.
+        guess: The answer, roughly.
+    """
     too_low = set[int]()
 
-    def too_large(side: int) -> bool:
+    def fits_or_is_too_low(side: int) -> bool:
         try:
-            return not fit(side)
-        except PathosegError:  # strips of so small a tile are lower than a halo
+            return fit(side)
+        except PathosegError:
             too_low.add(side)
-            return False
+            return True
 
-    if not sides or too_large(sides[0]):
-        return None
-    side = sides[bisect_left(sides, True, lo=1, key=too_large) - 1]
-    return None if side in too_low else side
+    low, high, step, target = -1, len(sides), _CLOSE, guess
+    while high - low > 1 and (low < 0 or sides[high - 1] >= _CLOSE * sides[low]):
+        at = min(max(bisect_left(sides, target), low + 1), high - 1)
+        if fits_or_is_too_low(sides[at]):
+            low = at
+        else:
+            high = at
+        if low >= 0 and high < len(sides):
+            target = (sides[low] + sides[high]) / 2
+        else:
+            target = sides[high] / step if low < 0 else sides[low] * step
+            step **= 2
+    return None if low < 0 or sides[low] in too_low else sides[low]
 
 
 def _lines(prices: Prices, memory: int, found: Found) -> Iterator[str]:

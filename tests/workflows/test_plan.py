@@ -11,8 +11,11 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
+from pathoseg.errors import PathosegError
 from pathoseg.models.build import build_model
 from pathoseg.models.model_options import ModelConfig
 from pathoseg.parallel.cost import timing
@@ -20,6 +23,7 @@ from pathoseg.parallel.cost.calibration_layers import Case
 from pathoseg.parallel.cost.hardware import load_hardware, save_hardware
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.plan import Plan
+from pathoseg.workflows.plan import largest_side
 
 Command = Callable[..., tuple[int, str]]
 
@@ -300,6 +304,41 @@ def test_where_nothing_fits_a_tile_that_does_in_strips_is_told(command: Command)
     offered = re.search(r"tiles of (\d+) px, each in 2 strips of rows", " ".join(said.split()))
     assert offered is not None, said
     assert _plan(command, "--memory", "6MiB", "--tile", offered[1])[0].shards == 2
+
+
+@given(st.data())
+def test_the_largest_side_that_fits_is_found_within_two_per_cent(data: st.DataObject) -> None:
+    multiple = data.draw(st.sampled_from([1, 4, 32]), "multiple")
+    tile = multiple * data.draw(st.integers(1, 300), "of the tile")
+    limit = data.draw(st.integers(0, tile - 1), "limit")
+    halo = data.draw(st.just(0) | st.integers(0, tile), "halo")
+    sides, tried = range(2 * multiple, tile, multiple), []
+
+    def fit(side: int) -> bool:
+        tried.append(side)
+        if side < halo:
+            raise PathosegError("The strips are lower than a halo.", "Take larger tiles.")
+        return side <= limit
+
+    found = largest_side(sides, fit, data.draw(st.floats(0.5, 2 * tile), "guess"))
+    assert len(tried) == len({*tried}), "no network is read twice"
+    fitting = [side for side in sides if halo <= side <= limit]
+    if found is None:
+        assert not fitting or fitting[0] * 1.02 > fitting[-1]
+    else:
+        assert found in fitting
+        assert fitting[-1] < found * 1.02
+
+
+def test_a_good_guess_saves_reading() -> None:
+    tried = []
+
+    def fit(side: int) -> bool:
+        tried.append(side)
+        return side <= 1112
+
+    assert largest_side(range(8, 4096, 4), fit, 1063) == 1112
+    assert len(tried) <= 5
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def can_run(priced: StageCosts, request: PlanRequest) -> bool:
 def nothing_fits(
     priced: StageCosts,
     request: PlanRequest,
-    smaller: Callable[[PlanRequest], Iterable[str]] = lambda _: (),
+    smaller: Callable[[PlanRequest, int], Iterable[str]] = lambda _, needed: (),
 ) -> PathosegError:
     """Make the error that says why no plan fits, with hints at requests that would.
 
@@ -46,7 +46,8 @@ def nothing_fits(
     Args:
         priced: The model with its smallest microbatch.
         request: The request that cannot be met.
-        smaller: Finds smaller tiles that would fit a request, and names them.
+        smaller: Finds smaller tiles that would fit a request, and names them; is given the bytes
+            of a rank that these ones need.
     """
     if not can_run(priced, request):
         return _too_little_to_share(priced, replace(request, memory=_ROOMY))
@@ -93,7 +94,7 @@ def _too_little_to_share(priced: StageCosts, request: PlanRequest) -> PathosegEr
 
 
 def _changes(
-    priced: StageCosts, request: PlanRequest, smaller: Callable[[PlanRequest], Iterable[str]]
+    priced: StageCosts, request: PlanRequest, smaller: Callable[[PlanRequest, int], Iterable[str]]
 ) -> Iterator[str]:
     wanted, request = request, replace(request, order=AUTO, stages=None, cut=())
     if wanted != request:
@@ -109,8 +110,9 @@ def _changes(
     leaner = replace(request, ranks=partition.stages)
     shares = [need * share // _SHARES for share in range(1, _SHARES)]
     first = bisect_left(shares, True, key=lambda size: fits(priced, replace(leaner, memory=size)))
-    yield f"{count_ranks(partition.stages)} of {memory_text([*shares, need][first])}"
-    yield from smaller(request)
+    needed = [*shares, need][first]
+    yield f"{count_ranks(partition.stages)} of {memory_text(needed)}"
+    yield from smaller(request, needed)
     if request.ways != AllowedPolicies() and fits(priced, replace(request, ways=AllowedPolicies())):
         yield "offload and recomputation, which [parallel] offload and recompute forbid"
 
