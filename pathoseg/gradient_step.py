@@ -1,9 +1,10 @@
-"""Loss, loss scale and clipping of a training step: one rule for one device and for many ranks."""
+"""Loss, loss scale, clipping and optimizer state: one rule for one device and for many ranks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -171,3 +172,31 @@ class LossScale:
         """Take over the state of this class or of torch's; a run without scaling has none."""
         if self.enabled and state:
             self._state = {key: state[key] for key in self._state}
+
+
+def state_by_name(
+    optimizer: torch.optim.Optimizer, names: Mapping[Any, str]
+) -> dict[str, dict[str, Any]]:
+    """Return the optimizer's state of each parameter by name; empty before the first step."""
+    return {names[parameter]: dict(kept) for parameter, kept in optimizer.state.items()}
+
+
+def load_by_name(
+    optimizer: torch.optim.Optimizer, names: Mapping[Any, str], state: Mapping[str, Any]
+) -> None:
+    """Load copies of the saved states of its parameters into an optimizer.
+
+    Args:
+        optimizer: Its parameters need not be all that were saved.
+        names: The name of each of its parameters.
+        state: As of `state_by_name`; a parameter that had no gradient is missing.
+
+    Raises:
+        KeyError, ValueError: It is the state of another kind of optimizer.
+    """
+    whole = optimizer.state_dict()
+    own = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    # Through the optimizer's own door, which brings tensors to the parameters' devices.
+    kept = {index: state[name] for index, name in enumerate(own) if name in state}
+    whole["state"] = deepcopy(kept)
+    optimizer.load_state_dict(whole)

@@ -25,7 +25,9 @@ from pathoseg.gradient_step import (
     clip_gradients,
     gradient_norms,
     judge_step,
+    load_by_name,
     loss_sum,
+    state_by_name,
 )
 from pathoseg.models.build import lay_out
 from pathoseg.models.bundle import Bundle
@@ -33,11 +35,9 @@ from pathoseg.tiles.dataset import Batch
 from pathoseg.training.encoder_training import rate_factors
 from pathoseg.training.engine import Loss, StepResult
 from pathoseg.training.optimizer import (
-    load_by_name,
     make_optimizer,
     scale_rates,
     set_rate,
-    state_by_name,
 )
 from pathoseg.training.tasks import Task
 

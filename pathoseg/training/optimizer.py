@@ -106,23 +106,3 @@ def learning_rate(config: TrainConfig, step: int, total: int) -> float:
     if config.schedule == "poly":
         return config.lr * float((1 - done) ** 0.9)
     return config.lr
-
-
-def state_by_name(
-    optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]
-) -> dict[str, dict[str, Any]]:
-    """Return the optimizer's state of each parameter by name; empty before the first step."""
-    return {names[parameter]: dict(kept) for parameter, kept in optimizer.state.items()}
-
-
-def load_by_name(
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[torch.Tensor, str],
-    state: Mapping[str, dict[str, Any]],
-) -> None:
-    """Give an optimizer what `state_by_name` kept; a parameter that had no gradient has none."""
-    whole = optimizer.state_dict()
-    own = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    # Through the optimizer's own door, which brings tensors to the parameters' devices.
-    whole["state"] = {index: state[name] for index, name in enumerate(own) if name in state}
-    optimizer.load_state_dict(whole)

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from pathoseg.config import TrainConfig
-from pathoseg.training.optimizer import load_by_name, make_optimizer, state_by_name
+from pathoseg.gradient_step import load_by_name, state_by_name
+from pathoseg.training.optimizer import make_optimizer
 
 
 def _step(network: nn.Module, optimizer: torch.optim.Optimizer, seed: int, layout: str) -> None:

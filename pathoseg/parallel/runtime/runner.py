@@ -22,7 +22,7 @@ from pathoseg.giving_up import (
     never,
     put_back,
 )
-from pathoseg.gradient_step import LossScale
+from pathoseg.gradient_step import LossScale, load_by_name
 from pathoseg.parallel.activations.offload import Copies, OffloadMode, copies_of
 from pathoseg.parallel.activations.stage_offload import Park, StageOffload, parked_bytes
 from pathoseg.parallel.activations.streams import streams_of
@@ -47,7 +47,6 @@ from pathoseg.parallel.runtime.state import (
     RankParameters,
     State,
     gather,
-    load_optimizer,
     load_tensors,
 )
 from pathoseg.parallel.schedule.action import Kind
@@ -409,7 +408,7 @@ class Runner:
             load_tensors({key: t for key, t in own.items() if id(t) in here}, state["model"])
             if self.optimizer is not None:
                 with self._stage_offload.alone(parameters) as optimizer:
-                    load_optimizer(optimizer, names, state["optimizer"])
+                    load_by_name(optimizer, names, state["optimizer"])
         buffers = {key: t for key, t in own.items() if not isinstance(t, nn.Parameter)}
         load_tensors(buffers, state["model"])
         self._scale.load_state_dict(state["scaler"])

@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -238,28 +237,6 @@ def load_tensors(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None
             raise ValueError(f"{name} is {tuple(value.shape)}, not {tuple(tensor.shape)}")
         with torch.no_grad():
             tensor.copy_(value)
-
-
-def load_optimizer(
-    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], state: Mapping[str, Any]
-) -> None:
-    """Load copies of the saved optimizer states of its parameters into an optimizer.
-
-    Args:
-        optimizer: The rank's.
-        names: The name of each of its parameters.
-        state: By parameter name, what the optimizer keeps of it (such as `exp_avg`); a name that is
-            missing has no state.
-
-    Raises:
-        KeyError, ValueError: It is the state of another kind of optimizer.
-    """
-    whole = optimizer.state_dict()
-    own = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    # Through the optimizer's own door, which brings tensors to the parameters' devices.
-    kept = {index: state[name] for index, name in enumerate(own) if name in state}
-    whole["state"] = deepcopy(kept)
-    optimizer.load_state_dict(whole)
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pathoseg import gradient_step
 from pathoseg.errors import PathosegError
-from pathoseg.gradient_step import LossScale
+from pathoseg.gradient_step import LossScale, load_by_name, state_by_name
 from pathoseg.parallel.activations import saved_tensor_hooks as keeping
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.partition import even
@@ -34,7 +34,6 @@ from pathoseg.parallel.schedule.lowering import lower
 from pathoseg.parallel.schedule.one_f_one_b import one_f_one_b
 from pathoseg.parallel.schedule.schedule import Schedule
 from pathoseg.training.one_device import train_step
-from pathoseg.training.optimizer import load_by_name, state_by_name
 from tests.parallel.comm.thread_ranks import ThreadPending, ThreadTransport, run_ranks
 from tests.parallel.networks.runtime_models import MODELS, per_sample_loss
 from tests.parallel.runtime.cases import (
