@@ -201,7 +201,8 @@ class _Page:
             places,
             key=lambda at: (at not in far_of, not _remarks(summaries[at]), summaries[at].slide),
         )
-        self.kept = sum(one.slide in batch.failures for one in summaries)
+        unfinished = dict.fromkeys(batch.begun, "open") | dict.fromkeys(batch.failures, "failed")
+        self.kept = sum(one.slide in unfinished for one in summaries)
         self.classes = [*dict.fromkeys(of.name for one in summaries for of in one.classes)]
         self.has_objects = any(of.objects is not None for one in summaries for of in one.classes)
         self.has_enough = len(summaries) >= FEWEST_SLIDES
@@ -217,7 +218,7 @@ class _Page:
         ]
         self.rows = [
             _row(at, batch.slides[at], far_of.get(at, []), self.classes)
-            | {"is_kept": summaries[at].slide in batch.failures}
+            | {"told_in": unfinished.get(summaries[at].slide, "")}  # if its result is kept
             for at in order
         ]
         self.remarks = dict[str, list[tuple[str, str]]]()  # to the slides that share it

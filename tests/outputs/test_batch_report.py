@@ -289,20 +289,38 @@ def test_a_class_of_some_slides_alone_is_open_on_the_others(tmp_path: Path) -> N
     assert text.count('<td class="right">–</td>') >= 3
 
 
-def test_a_slide_that_failed_is_no_slide_that_is_done(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("open_slides", "told", "counts"),
+    [
+        ({"failures": ("case 001.svs", "x.svs")}, "failed", [2, 2, 0]),
+        ({"begun": ("case 001.svs", "x.svs")}, "are not finished", [2, 0, 2]),
+        (
+            {"failures": ("case 001.svs",), "begun": ("case 002.svs",)},
+            "failed or are not finished",
+            [1, 1, 1],
+        ),
+    ],
+)
+def test_a_slide_that_keeps_its_former_result_is_no_slide_that_is_done(
+    tmp_path: Path, open_slides: dict[str, tuple[str, ...]], told: str, counts: list[int]
+) -> None:
     summaries = [_summary(number, 0.2) for number in range(3)]
-    failed = {name: PathosegError("It is cut.", "Copy it.") for name in ("case 001.svs", "x.svs")}
-    write_batch_report(tmp_path / "report.html", _batch(*map(_slide, summaries), failures=failed))
+    why = PathosegError("It is cut.", "Copy it.")
+    failures = dict.fromkeys(open_slides.get("failures", ()), why)
+    batch = _batch(*map(_slide, summaries), failures=failures)
+    batch = replace(batch, begun=open_slides.get("begun", ()))
+    write_batch_report(tmp_path / "report.html", batch)
     parsed(tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
-    keys = re.findall(r'(Done|Failed)</div>\s*<div class="value">([^<]*)<', text)
-    assert keys == [("Done", "2"), ("Failed", "2")]
-    assert "<h1>2 slides segmented</h1>" in text
+    keys = re.findall(r'(Done|Failed|Not finished)</div>\s*<div class="value">([^<]*)<', text)
+    assert keys == [*zip(("Done", "Failed", "Not finished"), map(str, counts), strict=True)]
+    assert f"<h1>{counts[0]} slide" in text
     rows = re.findall(r'<tr id="slide-\d+">.*?</tr>', text, re.DOTALL)
-    marked = ["of an earlier call" in row for row in rows]
-    assert marked == ["case 001.svs" in row for row in rows]
-    assert sum(marked) == 1
-    assert "1 of the slides that" in text
+    kept = {name for names in open_slides.values() for name in names} - {"x.svs"}
+    for row in rows:
+        assert ("of an earlier call" in row) == any(name in row for name in kept)
+    plain = re.sub(r"<a [^>]*>|</a>", "", text)
+    assert f"{len(kept)} of the slides that {told} keep" in plain
 
 
 def test_a_batch_of_nothing_is_a_page(tmp_path: Path) -> None:
