@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.networks.inception import InceptionV3
 from benchmarks.networks.resnet import resnet50
 from benchmarks.networks.vgg import vgg19
+from pathoseg.device import training_layout
 from pathoseg.host_memory import keep_freed_memory
 from pathoseg.models.model_options import vit_shape
 from pathoseg.models.resnet_v2 import ResNetV2
@@ -139,8 +140,9 @@ class Model:
 
     def __init__(self, name: str) -> None:
         make, shape = MODELS[name]
-        model, image = make().train(), laid_out(torch.rand(shape))
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in its stub
+        layout = training_layout("cpu")
+        model, image = make().train(), laid_out(torch.rand(shape), layout)
+        model.to(memory_format=layout)  # type: ignore[call-overload]  # not in its stub
         self.name = name
         self._traced = Traced(model, image)
         self.graph = self._traced.graph

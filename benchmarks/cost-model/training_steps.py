@@ -94,7 +94,7 @@ class Case:
         model_name, side = CASES[name]
         config = ModelConfig(model_name, "segment", len(CLASSES))
         model = build_model(config).train()
-        layout = lay_out(model, config)
+        layout = lay_out(model, config, "cpu")
         images = torch.rand(1, 3, side, side).contiguous(memory_format=layout)
         task = make_task("segment", CLASSES, 0.5)
         card = Bundle(config, CLASSES.names, CLASSES.colours, 0.5, side, 0, MEAN, STD, 1)

@@ -19,7 +19,7 @@ from torch import nn
 from pathoseg.device import MEAN, STD, device_name, pick_device
 from pathoseg.host_memory import LARGE, keep_freed_memory, share_one_heap
 from pathoseg.inference.infer_options import default_overlap
-from pathoseg.models.build import build_model, edge_reach, lay_out, tile_multiple
+from pathoseg.models.build import build_model, edge_reach, tile_multiple
 from pathoseg.models.bundle import Bundle, load_bundle, save_bundle
 from pathoseg.models.model_options import ModelConfig
 from pathoseg.slides.slide import model_frame, open_slide
@@ -67,8 +67,8 @@ def main() -> None:
     ours, bare = Times(), Times()
     with tempfile.TemporaryDirectory() as folder:
         bundle = _bundle(Path(folder) / "model", trained, mpp)
-        model, card = load_bundle(bundle)
-        lay_out(model.to(pick_device()), card.model)
+        model, _ = load_bundle(bundle)
+        model.to(pick_device(), memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in its stub
         side = _best_side(model, counts)
         flags = {"data": {"assume_mpp": options.assume_mpp}}
         for number in range(rounds):

@@ -69,7 +69,7 @@ def _fastest(
     )
     if order != "auto":
         config = replace(config, parallel=replace(config.parallel, stages=TEAM))
-    prices = Prices(ReadNetwork(model, config, None), load_hardware(HARDWARE))
+    prices = Prices(ReadNetwork(model, config, None, "cuda"), load_hardware(HARDWARE))
     found = find(prices, _UNLIMITED, all_ranks=True)
     return found.plans[0]
 

@@ -186,7 +186,7 @@ def train(
     rng = np.random.default_rng(seed)
     config = ModelConfig("unet", "segment", 2 + head.channels, width=16)
     model = build_model(config)
-    layout = lay_out(model, config)
+    layout = lay_out(model, config, "cpu")
     optimiser = torch.optim.AdamW(model.parameters(), RATE)
     augment, began, steps = Augmentation(AugmentOptions()), time.process_time(), 0
     while (used := (time.process_time() - began) / seconds) < 1:

@@ -31,7 +31,7 @@ from pathoseg.device import (
     synchronize,
     to_input,
 )
-from pathoseg.models.build import build_model
+from pathoseg.models.build import build_model, lay_out
 from pathoseg.models.bundle import Bundle
 from pathoseg.models.model_options import ModelConfig
 from pathoseg.parallel.comm.launcher import connect
@@ -199,7 +199,7 @@ def joined(case: Case, chosen: Plan, transport: Transport) -> PipelineEngine:
     task = make_task("segment", CLASSES, 0.5)
     config = replace(Config(), train=TrainConfig(batch=COUNT))
     model = case.model()
-    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in its stub
+    lay_out(model, case.config, "cpu")
     traced = traced_of(model, case)
     return PipelineEngine(transport, chosen, traced, LOSS, task, case.card(), config, None)
 

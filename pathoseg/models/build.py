@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pathoseg.device import answer
+from pathoseg.device import answer, training_layout
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import IMAGE, ModelInput
 from pathoseg.models.hooknet import HookNet
@@ -63,17 +63,21 @@ def build_model(config: ModelConfig, factory: str | None = None) -> nn.Module:
     return ResNetV2(config.classes, config.task, resnet_depth(config.name), width, config.norm)
 
 
-def lay_out(model: nn.Module, config: ModelConfig) -> torch.memory_format:
-    """Lay a network's weights out channels-last, in place, and return the layout of its input.
+def lay_out(model: nn.Module, config: ModelConfig, kind: str) -> torch.memory_format:
+    """Lay a network's weights out for training, in place, and return the layout of its input.
 
-    On a CPU a step of a narrow U-Net then takes a quarter less, one of ResNet-v2 a tenth, and one
-    of a wide U-Net up to 4 % more, with AVX2 alone 30 % (docs/performance.md,
-    benchmarks/train-speed). A factory's network keeps the layout that it came with.
+    A factory's network keeps the layout that it came with.
+
+    Args:
+        model: The network.
+        config: Its options.
+        kind: Type of the device that trains it, see `training_layout`.
     """
     if config.is_factory:
         return torch.contiguous_format
-    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in its stub
-    return torch.channels_last
+    layout = training_layout(kind)
+    model.to(memory_format=layout)  # type: ignore[call-overload]  # not in its stub
+    return layout
 
 
 def tile_multiple(model: nn.Module) -> int:
@@ -192,9 +196,12 @@ def edge_reach(model: nn.Module) -> int | None:
 
     None where there is no such distance (group or instance norm) or the model does not say
     (attribute `reach`).
+
+    Raises:
+        PathosegError: `reach` is no whole number from 0.
     """
     reach: Any = getattr(model, "reach", None)
-    return reach if isinstance(reach, int) else None
+    return None if reach is None else _pixels(model, "reach", reach)
 
 
 def context_reach(model: nn.Module) -> Mapping[str, int]:
@@ -202,9 +209,21 @@ def context_reach(model: nn.Module) -> Mapping[str, int]:
 
     They are counted in pixels of each input, by name. One that the model does not name (attribute
     `context_reach`) has no such distance.
+
+    Raises:
+        PathosegError: One is no whole number from 0.
     """
     named: Any = getattr(model, "context_reach", {})
-    return {str(name): int(pixels) for name, pixels in named.items()}
+    return {str(name): _pixels(model, "context_reach", each) for name, each in named.items()}
+
+
+def _pixels(model: nn.Module, attribute: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise PathosegError(
+            f"{type(model).__name__}.{attribute} is {value!r}.",
+            "Set it to a whole number of pixels (docs/own-models.md), or call it otherwise.",
+        )
+    return value
 
 
 def check_tile(model: nn.Module, tile: int) -> None:
@@ -222,7 +241,8 @@ def _call_factory(config: ModelConfig, factory: str | None) -> nn.Module:
     if factory is None:
         raise PathosegError(
             f"The model is made by the code {config.name}, which runs only if you ask for it.",
-            f"If you trust that code, name {config.name} on the command line.",
+            f"If you trust that code, name {config.name} on the command line; in Python as "
+            "`factory`, for `train` as `name` in the options of `model`.",
         )
     module, _, attribute = config.name.partition(":")
     try:

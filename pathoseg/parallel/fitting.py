@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -61,10 +63,30 @@ class Fit:
 
         Raises:
             PathosegError: The batch is not of the planned size, whole targets cannot be told from
-                strips of them, or a rank failed.
+                strips of them, or a rank failed; of several ranks, all end.
         """
         count, size = self.plan.schedule.microbatches, self.plan.microbatch
         named = {self.inputs[0]: inputs} if isinstance(inputs, Tensor) else inputs
+        with self.runner.failing() if self.plan.ranks > 1 else nullcontext():
+            self._check(number, named, targets)
+
+        def part(given: Tensor, microbatch: int, is_input: bool) -> Tensor:
+            own = given[microbatch * size : (microbatch + 1) * size]
+            if self.plan.shards == 1:
+                return own
+            # An image of another height than the tile's is cut in proportion.
+            is_image = own.dim() > 2 and own.shape[-2] == self.plan.input[-2]
+            is_image |= is_input and own.dim() > 3 and own.shape[-2] >= self.plan.shards
+            return own[..., self.runner.rows(own.shape[-2]), :] if is_image else own
+
+        microbatches = Microbatches(
+            [size] * count,
+            lambda microbatch: {n: part(each, microbatch, True) for n, each in named.items()},
+            lambda microbatch: part(targets, microbatch, False).to(self.runner.device),
+        )
+        return self.runner.step(number, microbatches, trace)
+
+    def _check(self, number: int, named: Mapping[str, Tensor], targets: Tensor) -> None:
         if set(named) != set(self.inputs):
             raise PathosegError(
                 f"Step {number} is given {', '.join(named)}, and the model takes "
@@ -75,35 +97,19 @@ class Fit:
         for name, given in {**told, "targets": targets}.items():
             if len(given) != self.plan.batch:
                 raise PathosegError(
-                    f"The {name} of step {number} have {len(given)} samples, and the plan is for "
+                    f"Step {number} is given {len(given)} samples of {name}, and the plan is for "
                     f"batches of {self.plan.batch}.",
                     f"Give whole batches, or plan for batches of {len(given)}.",
                 )
 
-        height = self.plan.input[-2]
         if self.plan.shards > 1 and targets.dim() > 2:
-            rows = targets.shape[-2]
+            height, rows = self.plan.input[-2], targets.shape[-2]
             if rows != height and rows in self.runner.strip_heights:
                 raise PathosegError(
                     f"The targets of step {number} have {rows} rows, as many as a strip of the "
                     f"tiles, whose height is {height}.",
                     "Give targets of the tiles' height, or choose another number of shards.",
                 )
-
-        def part(given: Tensor, microbatch: int, is_input: bool) -> Tensor:
-            own = given[microbatch * size : (microbatch + 1) * size]
-            # An image of another height than the tile's is cut in proportion.
-            is_image = own.dim() > 2 and own.shape[-2] == height
-            is_image |= is_input and own.dim() > 3 and own.shape[-2] >= self.plan.shards
-            is_cut = self.plan.shards > 1 and is_image
-            return own[..., self.runner.rows(own.shape[-2]), :] if is_cut else own
-
-        microbatches = Microbatches(
-            [size] * count,
-            lambda microbatch: {name: part(each, microbatch, True) for name, each in named.items()},
-            lambda microbatch: part(targets, microbatch, False).to(self.runner.device),
-        )
-        return self.runner.step(number, microbatches, trace)
 
 
 def fit(
@@ -125,7 +131,8 @@ def fit(
         example: One microbatch of its input, or of each by name; only shapes and dtypes count.
         training: Loss, optimizer, seed, precision and clipping.
         request: Ranks, memory and batch, and what of the plan is settled already.
-        hardware: By which layers are priced (`load_hardware`).
+        hardware: By which layers are priced (`load_hardware`); in a precision of which it states no
+            rate, by that of float32.
         transport: Joins the ranks (`connect`).
         device: The device on which this rank computes.
         optimizer_slots: Tensors that the optimizer keeps for each parameter.
@@ -137,8 +144,10 @@ def fit(
     traced = Traced(model, example, training.dtype)
 
     def choose() -> Plan:
-        own = workspace_of(hardware)
-        priced = StageCosts(traced.graph, cost_model(hardware), hardware, optimizer_slots, own)
+        precision = training.dtype or torch.float32
+        rated = hardware.with_rate(str(precision).removeprefix("torch."))
+        own = workspace_of(rated)
+        priced = StageCosts(traced.graph, cost_model(rated), rated, optimizer_slots, own)
         return best([priced], request)
 
     return split(traced, agree(choose, transport), training, transport, device)
@@ -178,16 +187,18 @@ def agree(choose: Callable[[], Plan], transport: Transport) -> Plan:
     """Return the plan that rank 0 chooses, on every rank.
 
     Raises:
-        PathosegError: Rank 0 can choose nothing.
+        PathosegError: Rank 0 can choose nothing; all ranks raise it, and may ask again.
     """
-    text = ""
+    text = refusal = ""
     if transport.rank == 0:
         try:
             text = choose().to_json()
         except PathosegError as error:
-            transport.abort(str(error))
-            raise
-    return Plan.from_json(transport.gather(text)[0])
+            refusal = json.dumps([error.problem, error.hint])
+    text, refusal = transport.gather(text)[0], transport.gather(refusal)[0]
+    if refusal:
+        raise PathosegError(*json.loads(refusal))
+    return Plan.from_json(text)
 
 
 def split(

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import (
     ExitStack,
-    closing,
     contextmanager,
     redirect_stderr,
     redirect_stdout,
@@ -22,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from pathoseg.errors import MemoryExhaustedError, PathosegError, StoppedError
+from pathoseg.errors import PathosegError, StoppedError
 from pathoseg.interruption import Interruption
 from pathoseg.parallel.comm.launcher import (
     Choice,
@@ -140,21 +139,13 @@ class Ranks:
         share_devices(wanted, share.rank)
         self._wire = join_wire(choice, world) if self._wire is None else self._wire.again()
         transport = connect_on(self._wire, choice, wanted)
-        with closing(transport):
+        with transport:
             try:
                 yield transport
-            except PathosegError as error:
-                fits = error.fits if isinstance(error, MemoryExhaustedError) else None
-                told = f"Rank {transport.rank}: {error.problem} {error.hint}"
-                transport.abort(told, fits)
-                raise
             except StoppedError:
                 if transport.rank:
                     time.sleep(_HEAD_START)
                 transport.abort(f"Rank {transport.rank} was stopped by a signal.")
-                raise
-            except BaseException as error:
-                transport.abort(f"Rank {transport.rank} ended ({type(error).__name__}).")
                 raise
 
 

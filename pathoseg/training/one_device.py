@@ -133,10 +133,10 @@ class OneDevice:
     ) -> None:
         self._is_given_up = is_given_up
         self._model, self._forward, self._loss = model, forward, loss
-        self._layout = lay_out(model, card.model)
         self._task, self._card, self._config = task, card, config
         self.rows: Sequence[int] = range(config.batch)
         self._device = next(model.parameters()).device
+        self._layout = lay_out(model, card.model, self._device.type)
         self._dtype = amp_dtype(self._device, config.amp)
         self._optimizer = make_optimizer(model.parameters(), config)
         names = {parameter: name for name, parameter in model.named_parameters()}

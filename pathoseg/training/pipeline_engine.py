@@ -84,7 +84,7 @@ class PipelineEngine:
             config.train.clip,
             config.train.compile,
         )
-        self._layout = lay_out(traced.model, card.model)
+        self._layout = lay_out(traced.model, card.model, self._device.type)
         form = OffloadMode(config.parallel.offload)
         parked = frozenset(Park(each) for each in config.parallel.parked)
         fit = split(traced, plan, training, transport, self._device, form, parked)

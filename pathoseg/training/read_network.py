@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pathoseg.config import Config
-from pathoseg.device import Inputs
+from pathoseg.device import Inputs, pick_device
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import IMAGE
 from pathoseg.models.build import declared_inputs, lay_out, tile_multiple
@@ -30,14 +30,17 @@ class ReadNetwork:
         model: The network; its weights are laid out as for training (`lay_out`).
         config: The options.
         dtype: Precision of the run's autocast, or None.
+        kind: Type of the device that trains it.
 
     Attributes:
         model, config, dtype: As given.
     """
 
-    def __init__(self, model: nn.Module, config: Config, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, model: nn.Module, config: Config, dtype: torch.dtype | None, kind: str
+    ) -> None:
         self.model, self.config, self.dtype = model, config, dtype
-        self._layout = lay_out(model, config.model.with_classes(2))
+        self._layout = lay_out(model, config.model.with_classes(2), kind)
         self._whole: dict[tuple[int, int], Traced] = {}
 
     @property
@@ -116,8 +119,9 @@ def read_alone(model: nn.Module, config: Config) -> Traced | None:
     Returns:
         None if no graph can be made of it, in which case it trains in one process all the same.
     """
+    kind, size = pick_device(config.parallel.device).type, config.train.microbatch
     try:
-        return ReadNetwork(model, config, None).whole(config.train.microbatch or config.train.batch)
+        return ReadNetwork(model, config, None, kind).whole(size or config.train.batch)
     except PathosegError as error:
         if config.train.compile:
             say(f"Nothing is compiled, as no graph can be made of the model: {error.problem}")

@@ -181,7 +181,7 @@ def with_dtype(hardware: Hardware, dtype: torch.dtype | None) -> Hardware:
         f"The hardware {hardware.name} states no FLOP/s for {name}, in which this run computes: "
         "its layers are priced at the rate of float32."
     )
-    return replace(hardware, flops={name: hardware.flops["float32"], **hardware.flops})
+    return hardware.with_rate(name)
 
 
 def dtype_on(hardware: Hardware, wanted: Precision) -> torch.dtype | None:
@@ -487,7 +487,7 @@ def agreed_plan(
     device = own_device(transport, config.parallel.device)
     free = least_memory(transport, device)
     dtype = amp_dtype(device, config.train.amp)
-    network = ReadNetwork(model, config, dtype)
+    network = ReadNetwork(model, config, dtype, device.type)
     planned: list[Event] = []
 
     def choose() -> Plan:

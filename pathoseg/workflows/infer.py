@@ -341,7 +341,13 @@ def _stopped_with_launcher(interruption: Interruption, world: World) -> Iterator
 
 
 def _slides(inputs: Sequence[Path], annotations: Path | None) -> dict[Path, str]:
-    """The slides that the arguments name, each once, with their names."""
+    """The slides that the arguments name, each once, with their names.
+
+    Raises:
+        PathosegError: There is no argument, or a folder has no slides.
+    """
+    if not inputs:
+        raise PathosegError("There is nothing to segment.", "Name a slide, or a folder of slides.")
     slides, passed_over = dict[Path, str](), () if annotations is None else (annotations,)
     seen = set[Path]()  # of earlier arguments, wherever they begin
     for path in inputs:

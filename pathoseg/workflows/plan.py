@@ -92,7 +92,9 @@ def plan(
     teams(config.parallel, config.parallel.ranks)
     model = _build(config)
     prepare_encoder(model, config.train)
-    prices = Prices(ReadNetwork(model, config, dtype), hardware)
+    profiled = pick_device(config.parallel.device) if config.parallel.profile else None
+    kind = hardware.device if profiled is None else profiled.type
+    prices = Prices(ReadNetwork(model, config, dtype, kind), hardware)
     with progress_bar("planning", None, "plans"):
         found = find(prices, memory)
     if not found.plans:

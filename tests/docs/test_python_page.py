@@ -25,6 +25,7 @@ def test_the_programs_of_the_page_run(
         assert large in programs[0]
         programs[0] = programs[0].replace(large, small)
     # Plain images state no resolution.
+    programs[0] = programs[0].replace("slides/slide0.svs", "slides/slide0.png")
     programs[0] = programs[0].replace("options = {", 'options = {"data": {"assume_mpp": 0.5}, ')
     programs[0] = programs[0].replace('out="results")', 'out="results", options=options)')
     trained, predicted, opened = ({} for _ in range(3))

@@ -121,3 +121,9 @@ def test_what_is_no_picture_is_refused(
     model = pathoseg.load_model(tiny_bundle())
     with pytest.raises(pathoseg.PathosegError, match=said):
         model.predict(picture, mpp)
+
+
+def test_no_slide_is_nothing_to_segment(tmp_path: Path, tiny_bundle: Callable[..., Path]) -> None:
+    with pytest.raises(pathoseg.PathosegError, match="There is nothing to segment"):
+        pathoseg.infer([], tiny_bundle(), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()

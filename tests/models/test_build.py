@@ -15,6 +15,7 @@ from pathoseg.geometry import ModelInput
 from pathoseg.models.build import (
     build_model,
     check_tile,
+    context_reach,
     declared_inputs,
     edge_reach,
     lay_out,
@@ -259,12 +260,29 @@ def test_inputs_that_have_no_common_centre_are_refused(inputs: Any, said: str) -
         declared_inputs(_Seeing(inputs), 0.5, 64)
 
 
+@pytest.mark.parametrize("reach", ["1", -1, 0.5, True])
+def test_a_reach_that_is_no_number_of_pixels_is_refused(reach: Any) -> None:
+    model = nn.Conv2d(3, 2, 1)
+    model.reach, model.context_reach = reach, {"context": reach}
+    with pytest.raises(PathosegError, match=r"Conv2d\.reach is"):
+        edge_reach(model)
+    with pytest.raises(PathosegError, match=r"Conv2d\.context_reach is"):
+        context_reach(model)
+
+
 def test_a_network_that_declares_nothing_sees_the_tile() -> None:
     assert declared_inputs(nn.Conv2d(3, 2, 1), 0.5, 64) == (ModelInput("image", 0.5, 64),)
 
 
+def _cpu_is_of(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+
+
 @pytest.mark.parametrize("name", ["unet", "resnet11_v2"])
-def test_a_network_laid_out_anew_learns_the_same(name: str) -> None:
+def test_a_network_laid_out_anew_learns_the_same(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _cpu_is_of("AVX512", monkeypatch)
     images = torch.randn(
         2, 3, 32, 32, dtype=torch.double
     )  # in float32 sums near 0 are all rounding
@@ -273,7 +291,7 @@ def test_a_network_laid_out_anew_learns_the_same(name: str) -> None:
         torch.manual_seed(0)
         config = ModelConfig(name, "segment", 2, width=4)
         model = build_model(config).double()
-        layout = lay_out(model, config) if anew else torch.contiguous_format
+        layout = lay_out(model, config, "cpu") if anew else torch.contiguous_format
         inputs = images.contiguous(memory_format=layout)
         model(inputs).square().mean().backward()
         made.append([parameter.grad for parameter in model.parameters()])
@@ -282,10 +300,30 @@ def test_a_network_laid_out_anew_learns_the_same(name: str) -> None:
     torch.testing.assert_close(made[0], made[1], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("kind", "capability", "layout"),
+    [
+        ("cpu", "AVX512", torch.channels_last),
+        ("cpu", "AVX2", torch.contiguous_format),
+        ("cpu", "DEFAULT", torch.contiguous_format),
+        ("cuda", "AVX2", torch.channels_last),
+    ],
+)
+def test_kernels_lie_as_the_device_is_fast_with(
+    kind: str, capability: str, layout: torch.memory_format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _cpu_is_of(capability, monkeypatch)
+    config = ModelConfig("unet", "segment", 2, width=4)
+    model = build_model(config)
+    assert lay_out(model, config, kind) is layout
+    kernels = [each for each in model.parameters() if each.dim() == 4 and each.shape[1] > 1]
+    assert all(each.is_contiguous(memory_format=layout) for each in kernels)
+
+
 def test_a_factorys_network_keeps_its_layout(factory_file: Path) -> None:
     name = "labs_network:make"
     config = ModelConfig(name, "segment", 2)
     model = build_model(config, factory=name)
     before = [parameter.stride() for parameter in model.parameters()]
-    assert lay_out(model, config) is torch.contiguous_format
+    assert lay_out(model, config, "cuda") is torch.contiguous_format
     assert [parameter.stride() for parameter in model.parameters()] == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import runpy
 import sys
@@ -9,6 +10,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +60,11 @@ def test_the_documented_program_trains_as_one_process(
     ("right", "wrong", "said"),
     [
         (".mean((1, 2))", ".mean()", "not one number a sample"),
-        ("torch.randn(8, 3", "torch.randn(12, 3", "have 12 samples, and the plan is for"),
+        (
+            "torch.randn(8, 3",
+            "torch.randn(12, 3",
+            "is given 12 samples of inputs, and the plan is for",
+        ),
     ],
 )
 def test_what_would_train_something_else_is_refused(
@@ -197,9 +203,10 @@ def test_strips_cut_what_has_the_rows_of_a_tile_alone() -> None:
     def body(transport: ThreadTransport) -> float:
         training = Training(losses, partial(torch.optim.SGD, lr=0.1))
         run = fitting.split(traced[transport.rank], plan, training, transport, device)
+        loss = run.step(0, batch, targets).loss_sum
         with pytest.raises(PathosegError, match="4 rows, as many as a strip"):
-            run.step(0, batch, torch.randn(4, 4, 4))
-        return run.step(0, batch, targets).loss_sum
+            run.step(1, batch, torch.randn(4, 4, 4))
+        return loss
 
     losses(alone(**batch), targets).mean().backward()
     loss = losses(alone(**batch), targets).sum().item()
@@ -208,6 +215,56 @@ def test_strips_cut_what_has_the_rows_of_a_tile_alone() -> None:
         for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
             assert other.grad is not None
             torch.testing.assert_close(mine, other - 0.1 * other.grad)
+
+
+def _fitted(transport: ThreadTransport, **changed: Any) -> Fit:
+    given = {
+        "optimizer": partial(torch.optim.SGD, lr=0.1),
+        "dtype": None,
+        "memory": 2**30,
+    } | changed
+    model, example = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 1)), torch.zeros(2).long()
+    training = Training(
+        lambda returned, _: returned.flatten(), given["optimizer"], 0, given["dtype"]
+    )
+    request = PlanRequest(1, given["memory"], 2, "sequential")
+    device, hardware = torch.device("cpu"), load_hardware("cpu")
+    return fit(model, example, training, request, hardware, transport, device)
+
+
+def _trains(run: Fit) -> bool:
+    return math.isfinite(run.step(0, torch.arange(2), torch.zeros(2)).loss_sum)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+def test_samples_without_dimensions_train_in_any_precision(dtype: torch.dtype | None) -> None:
+    assert run_ranks(1, lambda transport: _trains(_fitted(transport, dtype=dtype))) == [True]
+
+
+def test_after_a_refused_plan_another_may_follow() -> None:
+    def body(transport: ThreadTransport) -> bool:
+        for _ in range(2):
+            with pytest.raises(PathosegError, match=r"^No plan of Sequential fits on one rank"):
+                _fitted(transport, memory=10)
+        return _trains(_fitted(transport))
+
+    assert run_ranks(1, body) == [True]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "told"),
+    [
+        (lambda own: None, "The training's optimizer is None"),
+        (lambda own: torch.optim.SGD(nn.Linear(1, 1).parameters()), "does not update 3 of 3"),
+        (lambda own: torch.optim.SGD(own[:2]), "does not update 1 of 3"),
+    ],
+)
+def test_an_optimizer_that_leaves_parameters_out_is_refused(optimizer: Any, told: str) -> None:
+    def body(transport: ThreadTransport) -> None:
+        with pytest.raises(PathosegError, match=told):
+            _fitted(transport, optimizer=optimizer)
+
+    run_ranks(1, body)
 
 
 def test_a_model_is_trained_in_the_precision_in_which_it_was_read() -> None:

@@ -171,7 +171,7 @@ def test_a_plan_is_of_the_precision_in_which_the_run_computes(
 def test_less_than_float32_takes_less_memory_messages_and_time() -> None:
     hardware, config = load_hardware("h100"), Config()
     whole, half = (
-        Prices(ReadNetwork(UNet(2, width=8, depth=2), config, dtype), hardware).one(2, 1024)
+        Prices(ReadNetwork(UNet(2, width=8, depth=2), config, dtype, "cuda"), hardware).one(2, 1024)
         for dtype in (None, torch.bfloat16)
     )
     bounds = whole.cutter.balance(2, whole.weights()).bounds
@@ -196,7 +196,7 @@ def _config(tile: int = 1024, batch: int = 1, **parallel: Any) -> Config:
 def _prices(config: Config, model: nn.Module | None = None) -> Prices:
     assert config.parallel.hardware is not None
     hardware = load_hardware(config.parallel.hardware)
-    network = ReadNetwork(model or UNet(2, width=16, depth=1), config, None)
+    network = ReadNetwork(model or UNet(2, width=16, depth=1), config, None, "cuda")
     return Prices(network, hardware)
 
 

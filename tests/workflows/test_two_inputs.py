@@ -98,7 +98,7 @@ def test_a_plan_prices_both_inputs() -> None:
     config = replace(Config(), model=replace(Config().model, name=NAME))
     config = replace(config, tiles=replace(config.tiles, tile=32))
     hardware = load_hardware("cpu")
-    [one, *_] = Prices(ReadNetwork(TwoFields(2), config, None), hardware).graphs()
+    [one, *_] = Prices(ReadNetwork(TwoFields(2), config, None, "cpu"), hardware).graphs()
     shapes = {name: value.shape for name, value in one.graph.inputs.items()}
     assert shapes == {"image": (1, 3, 32, 32), "context": (1, 3, 32, 32)}
     assert {"near", "far"} < {layer.name for layer in one.graph.layers}
@@ -115,4 +115,4 @@ def test_inputs_that_are_no_arguments_train_in_one_process_alone() -> None:
     config = replace(config, tiles=replace(config.tiles, tile=32))
     assert read_alone(_OtherNames(2), config) is None
     with pytest.raises(PathosegError, match="Let it have an argument of the name of each input"):
-        ReadNetwork(_OtherNames(2), config, None).whole(1)
+        ReadNetwork(_OtherNames(2), config, None, "cpu").whole(1)

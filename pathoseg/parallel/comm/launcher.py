@@ -217,7 +217,8 @@ def connect(
 ) -> ProcessTransport:
     """Join the ranks of this world, each with its share of the machine's cores.
 
-    Under MPI a process can do so once. From then on it keeps what it frees (`keep_freed_memory`).
+    The transport is a context: an error in it ends the other ranks, too. From then on the process
+    keeps what it frees (`keep_freed_memory`).
 
     Args:
         choice: The transport. "auto" is MPI under its launchers and gloo elsewhere, and NCCL on top

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import socket
@@ -60,6 +61,7 @@ class MpiWire:
 
     def __init__(self) -> None:
         self._mpi = _import_mpi()
+        atexit.unregister(self._mpi.Finalize)
         world = self._mpi.COMM_WORLD
         self.rank: int = world.Get_rank()
         self.ranks: int = world.Get_size()
@@ -123,7 +125,7 @@ class MpiWire:
         if well:
             for comm in self._comms:
                 comm.Free()
-            self._mpi.Finalize()
+            atexit.register(self._mpi.Finalize)  # not now: the ranks may be joined again
 
     def again(self) -> MpiWire:
         """Join the same ranks anew; all of them call it, after a `close` that was not well.

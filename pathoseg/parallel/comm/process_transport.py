@@ -9,7 +9,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -54,6 +55,7 @@ TAGS = 2**20  # the callers' tags lie below; those of sums, texts and barriers f
 ALL_TAGS = 5 * TAGS  # those of a wire, words about messages (`OrderedWire`) included
 _LOOKS = 2000  # at a request in a row, before a waiting rank sleeps between them
 _NAP = 1e-4  # seconds
+_LEAVES = "\0leaves"  # the text of a rank that closes its transport
 _Steps = Iterator[Sequence["Request"]]
 
 
@@ -218,6 +220,13 @@ class ProcessTransport:
         return self._begin(f"the sum over ranks {ranks}", self._sum(tensor, ranks), True)
 
     def gather(self, text: str) -> list[str]:
+        found = self._gathered(text)
+        if _LEAVES in found:
+            self._check("all ranks", patience=2)  # that rank may have told why
+            raise _left(found.index(_LEAVES), self.rank)
+        return found
+
+    def _gathered(self, text: str) -> list[str]:
         found: list[str] = []
         self._begin("all ranks", self._gather(text.encode(), found), True).wait()
         return found
@@ -229,9 +238,28 @@ class ProcessTransport:
         self._heartbeat.abort(reason, fits)
         self._well = False
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave the other ranks; an error of this one ends them, too."""
+        if isinstance(error, PathosegError):
+            fits = error.fits if isinstance(error, MemoryExhaustedError) else None
+            self.abort(f"Rank {self.rank}: {error.problem} {error.hint}", fits)
+        elif error is not None:
+            told = ": ".join(each for each in (type(error).__name__, str(error)) if each)
+            self.abort(f"Rank {self.rank} ended ({told}).")
+        self.close()
+
     def close(self) -> None:
         try:
-            self.barrier()  # no rank leaves while another still needs it
+            # No rank leaves while another still needs it.
+            self._well &= all(text == _LEAVES for text in self._gathered(_LEAVES))
         except PathosegError:
             self._well = False
         self._heartbeat.close()
@@ -387,6 +415,13 @@ class Turn:
             return False
         self._turns.popleft()
         return True
+
+
+def _left(rank: int, own: int) -> PathosegError:
+    return PathosegError(
+        f"Rank {rank} has left, and rank {own} waited for all ranks.",
+        f"Look for the first error of rank {rank}; let all ranks make the same calls.",
+    )
 
 
 def look_again(turns: int) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pathoseg.device import training_layout
 from pathoseg.parallel.graph.traced import Traced
 
 # Of each kind, however small the scale.
@@ -30,26 +31,27 @@ class Case:
     """A small module that is timed for its last layer.
 
     Other layers come before it where gradients of inputs would be copied or inputs written into, or
-    where it reads parts of a tensor. Images and kernels are channels-last, as in training.
+    where it reads parts of a tensor. Images and kernels lie in memory as in training.
     """
 
     module: nn.Module
     shapes: tuple[Shape, ...]
 
-    def example(self) -> tuple[torch.Tensor, ...]:
+    def example(self, layout: torch.memory_format) -> tuple[torch.Tensor, ...]:
         """Make the module's inputs as meta tensors that require gradients."""
-        empty = (laid_out(torch.empty(shape, device="meta")) for shape in self.shapes)
+        empty = (laid_out(torch.empty(shape, device="meta"), layout) for shape in self.shapes)
         return tuple(tensor.requires_grad_() for tensor in empty)
 
     def traced(self, device: torch.device) -> Traced:
         """Bring the module to a device, and trace it with its inputs."""
-        self.module.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in its stub
-        return Traced(self.module, self.example())
+        layout = training_layout(device.type)
+        self.module.to(device, memory_format=layout)  # type: ignore[call-overload]  # not in its stub
+        return Traced(self.module, self.example(layout))
 
 
-def laid_out(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor channels-last if it holds images."""
-    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+def laid_out(tensor: torch.Tensor, layout: torch.memory_format) -> torch.Tensor:
+    """Return a tensor in this layout if it holds images."""
+    return tensor.contiguous(memory_format=layout) if tensor.dim() == 4 else tensor
 
 
 class Call(nn.Module):

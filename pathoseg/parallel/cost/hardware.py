@@ -160,6 +160,10 @@ class Hardware:
         """Return the network of so many ranks, one on each device, nodes filled in turn."""
         return Nodes(min(self.per_node, ranks), self.inside, self.between)
 
+    def with_rate(self, dtype: str) -> Hardware:
+        """Return it with a rate of this dtype: where it states none, that of float32."""
+        return replace(self, flops={dtype: self.flops["float32"], **self.flops})
+
     def through_hosts(self) -> Hardware:
         """Return it with links on which each message is copied to the host, sent, and copied back.
 

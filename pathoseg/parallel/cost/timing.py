@@ -15,7 +15,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
-from pathoseg.device import has_streams, is_pinned_for, record, synchronize
+from pathoseg.device import has_streams, is_pinned_for, record, synchronize, training_layout
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.cost.calibration_layers import laid_out, reference_networks
 from pathoseg.parallel.cost.cost_model import CostModel, LayerTime
@@ -437,7 +437,8 @@ def measure_sequence(
     for case in reference_networks():
         traced = case.traced(device)
         firsts = distinct(traced.graph)
-        tensors = [laid_out(torch.rand(shape, device=device)) for shape in case.shapes]
+        layout = training_layout(device.type)
+        tensors = [laid_out(torch.rand(shape, device=device), layout) for shape in case.shapes]
         alone = [Alone(traced, position) for position in firsts.values()]
         whole, *parts = time_in_turn([Whole(case.module, *tensors), *alone], rounds, advance)
         by_key = dict(zip(firsts, parts, strict=True))

@@ -76,14 +76,16 @@ def _too_little_to_share(priced: StageCosts, request: PlanRequest) -> PathosegEr
         return PathosegError(
             f"The order {request.order} needs several stages, and {priced.graph.model} is one "
             "layer, which cannot be cut.",
-            " ".join([*priced.graph.notes, "Leave out --order: data parallelism needs no stages."]),
+            " ".join(
+                [*priced.graph.notes, "Leave out the order: data parallelism needs no stages."]
+            ),
         )
     if enough is None:
         stages = request.stages or len(request.cut) + 1
         return PathosegError(
             f"The order {request.order} has no way to run {stages} stages on "
             f"{count_ranks(request.ranks)}.",
-            "Give more ranks, or leave out --order, --cut and stages.",
+            "Give more ranks, or leave out order, cut and stages.",
         )
     count = request.batch // priced.microbatch
     return PathosegError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -147,7 +147,7 @@ class Runner:
             if parameter.requires_grad
         }
         self.own = {name: parameter for name, parameter in trained.items() if name in mine}
-        self.optimizer = training.optimizer([*self.own.values()]) if self.own else None
+        self.optimizer = _optimizer_of([*self.own.values()], training.optimizer)
         parked = memory.parked if memory.form is not OffloadMode.NONE else frozenset()
         stages = {stage: self._rank_parameters.of(stage) for stage in held}
         sizes = [parked_bytes(parked, each, training.optimizer) for each in stages.values()]
@@ -255,7 +255,11 @@ class Runner:
     def doing(self) -> str:
         """Return the action that is under way as part of a sentence, for error messages."""
         action = self._executor.doing
-        return "between steps" if action is None else f"at {action} of stage {action.stage}"
+        if action is None:
+            return "between steps"
+        work = action.kind.name.lower().replace("_", " ")
+        of = "" if action.microbatch is None else f" of microbatch {action.microbatch}"
+        return f"in the {work}{of} of stage {action.stage}"
 
     def step(
         self,
@@ -291,7 +295,7 @@ class Runner:
             self.optimizer.zero_grad(set_to_none=True)
         held = self._rank_parameters.tensors()
         buffers = {name: t for name, t in held.items() if not isinstance(t, nn.Parameter)}
-        with self._failing(), buffers_kept(buffers) as before:
+        with self.failing(), buffers_kept(buffers) as before:
             self._begun = {**held, **before}
             with ExitStack() as stack:
                 for stage in self._stages.values():
@@ -331,7 +335,7 @@ class Runner:
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
-            with self._failing(), ExitStack() as stack:
+            with self.failing(), ExitStack() as stack:
                 is_given_up = self._agreed(is_given_up, stack)
                 this = Pass(0, microbatches.sizes, 1.0, training=False)
                 found = self._executor.predict(this, microbatches, is_given_up)
@@ -352,7 +356,7 @@ class Runner:
             PathosegError: Something failed here or on another rank; all ranks end.
         """
         told = self._told(self._rank_parameters.tensors())
-        with self._failing():
+        with self.failing():
             whole = gather(told, self._transport, self.device)
         return {} if self._world.rank else self.joined(whole)
 
@@ -457,8 +461,8 @@ class Runner:
         )
 
     @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """Take all ranks down with this one."""
+    def failing(self) -> Iterator[None]:
+        """Make a context whose error ends all ranks."""
         rank = self._world.rank
         try:
             yield
@@ -471,7 +475,9 @@ class Runner:
             first = str(error).split("\n")[0]
             failure = PathosegError(
                 f"Rank {rank} failed {self.doing} ({type(error).__name__}: {first}).",
-                "Run it on one rank to see whether the model itself fails.",
+                "Run it on one rank to see whether the model itself fails."
+                if self._world.ranks > 1
+                else "Look at the model, the loss, and what they are given.",
             )
             if is_out_of_memory(error):
                 failure = self._memory.exhausted(error, rank, self.device, self.doing)
@@ -505,6 +511,27 @@ def _in_strips(
     lane, strip = divmod(world.rank, shards)
     team = Subgroup(world, range(lane * shards, (lane + 1) * shards))
     return Subgroup(world, range(strip, world.ranks, shards)), Sharding(team, traced.graph)
+
+
+def _optimizer_of(
+    own: Sequence[nn.Parameter], make: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+) -> torch.optim.Optimizer | None:
+    """Make the optimizer of a rank's parameters; None where it has none.
+
+    Raises:
+        PathosegError: It is no optimizer, or not of these parameters.
+    """
+    if not own:
+        return None
+    hint = "Let `optimizer` of the training take the parameters that it is given, and return it."
+    made: Any = make(own)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise PathosegError(f"The training's optimizer is {made!r}.", hint)
+    updated = {id(each) for group in made.param_groups for each in group["params"]}
+    if missing := sum(id(each) not in updated for each in own):
+        told = f"{missing} of {len(own)} parameters of the model"
+        raise PathosegError(f"The training's optimizer does not update {told}.", hint)
+    return made
 
 
 def _in_order(schedule: Schedule, stage: int) -> bool:

@@ -17,6 +17,7 @@ from tests.parallel.comm.joined import join
 
 
 def main(library: str, fault: str) -> None:
+    join(library).close()  # a program may join its ranks more than once
     transport = join(library)
     last = transport.ranks - 1
     transport.barrier()
@@ -28,6 +29,12 @@ def main(library: str, fault: str) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         elif fault == "abort":
             transport.abort("Rank 2 failed: the glass broke.")
+        elif fault == "raise":
+            with transport:
+                raise ValueError("the glass broke")
+    if fault == "leave":
+        (transport.close if transport.rank == last else transport.barrier)()
+        return
     try:  # the others wait for each other, not for the rank that is lost
         transport.receive(torch.empty(5), 1 - transport.rank % 2, 5).wait()
     except PathosegError as error:

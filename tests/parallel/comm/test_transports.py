@@ -44,6 +44,7 @@ def test_threads_conform(ranks: int) -> None:
     [
         ("kill", 137, "Rank 2 ended without a word"),
         ("abort", 2, "Rank 2 failed: the glass broke."),
+        ("raise", 1, "Rank 2 ended (ValueError: the glass broke)."),
         pytest.param("stop", 2, "Rank 2 has given no sign of life", marks=pytest.mark.slow),
     ],
 )
@@ -64,6 +65,15 @@ def test_a_lost_rank_ends_all_with_the_reason(
     assert waited.startswith(f"rank 0 waited: {reason}")
     assert "(Rank 0 waited for message 5 of rank 1.)" in waited
     assert later.startswith(f"rank 0 later: {reason}")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("library", ["gloo", "mpi"])
+def test_a_rank_that_leaves_while_others_share_something_is_named(
+    library: Choice, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert start(2, library, "faults.py", "leave") == 1
+    assert "Rank 1 has left, and rank 0 waited for all ranks." in capfd.readouterr().err
 
 
 @pytest.mark.process

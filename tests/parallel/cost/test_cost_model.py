@@ -65,7 +65,8 @@ def _drawn() -> tuple[Layer, ...]:
     for first in range(0, len(cases), 24):
         some = cases[first : first + 24]
         graph = Traced(
-            _Together(some), tuple(each for case in some for each in case.example())
+            _Together(some),
+            tuple(each for case in some for each in case.example(torch.channels_last)),
         ).graph
         own: dict[str, Layer] = {}
         for layer in graph.layers:
