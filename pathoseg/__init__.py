@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from os import PathLike
+from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -236,7 +236,10 @@ def _flags(
     top = dict[str, Any]()  # options of no table, and what is none, for `load_config` to refuse
     for table, values in (options or {}).items():
         if isinstance(values, Mapping):
-            flags[table] = dict(values)
+            flags[table] = {
+                key: fspath(value) if isinstance(value, PathLike) else value
+                for key, value in values.items()
+            }
         else:
             top[table] = values
     given = dict[str, Any]()

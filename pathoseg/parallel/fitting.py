@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,49 +66,76 @@ class Fit:
             PathosegError: The batch is not of the planned size, whole targets cannot be told from
                 strips of them, or a rank failed; of several ranks, all end.
         """
-        count, size = self.plan.schedule.microbatches, self.plan.microbatch
-        named = {self.inputs[0]: inputs} if isinstance(inputs, Tensor) else inputs
+        named = self._named(inputs)
         with self.runner.failing() if self.plan.ranks > 1 else nullcontext():
-            self._check(number, named, targets)
-
-        def part(given: Tensor, microbatch: int, is_input: bool) -> Tensor:
-            own = given[microbatch * size : (microbatch + 1) * size]
-            if self.plan.shards == 1:
-                return own
-            # An image of another height than the tile's is cut in proportion.
-            is_image = own.dim() > 2 and own.shape[-2] == self.plan.input[-2]
-            is_image |= is_input and own.dim() > 3 and own.shape[-2] >= self.plan.shards
-            return own[..., self.runner.rows(own.shape[-2]), :] if is_image else own
-
-        microbatches = Microbatches(
-            [size] * count,
-            lambda microbatch: {n: part(each, microbatch, True) for n, each in named.items()},
-            lambda microbatch: part(targets, microbatch, False).to(self.runner.device),
+            self._check(named, targets)
+        microbatches = self._microbatches(
+            named, lambda each: self._part(targets, each, False).to(self.runner.device)
         )
         return self.runner.step(number, microbatches, trace)
 
-    def _check(self, number: int, named: Mapping[str, Tensor], targets: Tensor) -> None:
+    def predict(self, inputs: Tensor | Mapping[str, Tensor]) -> dict[int, Any]:
+        """Run the model on a batch in `eval` mode, without gradients; all ranks call it.
+
+        Args:
+            inputs: As for `step`.
+
+        Returns:
+            What the model returns, by microbatch: of those whose last stage is on this rank; where
+            ranks share tiles, on the first of them.
+
+        Raises:
+            PathosegError: As `step`.
+        """
+        named = self._named(inputs)
+        with self.runner.failing() if self.plan.ranks > 1 else nullcontext():
+            self._check(named)
+        return self.runner.predict(self._microbatches(named, lambda each: None))
+
+    def _named(self, inputs: Tensor | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {self.inputs[0]: inputs} if isinstance(inputs, Tensor) else inputs
+
+    def _microbatches(
+        self, named: Mapping[str, Tensor], targets: Callable[[int], Any]
+    ) -> Microbatches:
+        def inputs(microbatch: int) -> dict[str, Tensor]:
+            return {name: self._part(each, microbatch, True) for name, each in named.items()}
+
+        sizes = [self.plan.microbatch] * self.plan.schedule.microbatches
+        return Microbatches(sizes, inputs, targets)
+
+    def _part(self, given: Tensor, microbatch: int, is_input: bool) -> Tensor:
+        """Return a microbatch of a batch; where ranks share tiles, this rank's rows of it."""
+        size = self.plan.microbatch
+        own = given[microbatch * size : (microbatch + 1) * size]
+        if self.plan.shards == 1:
+            return own
+        # An image of another height than the tile's is cut in proportion.
+        is_image = own.dim() > 2 and own.shape[-2] == self.plan.input[-2]
+        is_image |= is_input and own.dim() > 3 and own.shape[-2] >= self.plan.shards
+        return own[..., self.runner.rows(own.shape[-2]), :] if is_image else own
+
+    def _check(self, named: Mapping[str, Tensor], targets: Tensor | None = None) -> None:
         if set(named) != set(self.inputs):
             raise PathosegError(
-                f"Step {number} is given {', '.join(named)}, and the model takes "
+                f"The batch holds {', '.join(named)}, and the model takes "
                 f"{', '.join(self.inputs)}.",
                 "Give a dict of tensors by these names.",
             )
         told = {"inputs" if len(named) == 1 else name: each for name, each in named.items()}
-        for name, given in {**told, "targets": targets}.items():
+        for name, given in (told if targets is None else {**told, "targets": targets}).items():
             if len(given) != self.plan.batch:
                 raise PathosegError(
-                    f"Step {number} is given {len(given)} samples of {name}, and the plan is for "
+                    f"The batch has {len(given)} samples of {name}, and the plan is for "
                     f"batches of {self.plan.batch}.",
                     f"Give whole batches, or plan for batches of {len(given)}.",
                 )
 
-        if self.plan.shards > 1 and targets.dim() > 2:
+        if targets is not None and self.plan.shards > 1 and targets.dim() > 2:
             height, rows = self.plan.input[-2], targets.shape[-2]
             if rows != height and rows in self.runner.strip_heights:
                 raise PathosegError(
-                    f"The targets of step {number} have {rows} rows, as many as a strip of the "
-                    f"tiles, whose height is {height}.",
+                    f"The targets have {rows} rows, as many as a strip of the tiles of {height}.",
                     "Give targets of the tiles' height, or choose another number of shards.",
                 )
 
@@ -223,9 +251,14 @@ def split(
             counts them.
 
     Raises:
-        PathosegError: The plan is for another model or microbatch, or the training computes in
-            another precision than the model was read in.
+        PathosegError: The plan is for another model or microbatch, nothing of the model is trained,
+            or the training computes in another precision than the model was read in.
     """
+    if not any(parameter.requires_grad for parameter in traced.model.parameters()):
+        raise PathosegError(
+            f"No parameter of {traced.graph.model} is trained.",
+            "Let some require gradients (`requires_grad_`).",
+        )
     if traced.autocast != training.dtype:
         raise PathosegError(
             f"The model was read for {traced.autocast or 'float32'}, and trains in "

@@ -63,7 +63,7 @@ def test_the_documented_program_trains_as_one_process(
         (
             "torch.randn(8, 3",
             "torch.randn(12, 3",
-            "is given 12 samples of inputs, and the plan is for",
+            "has 12 samples of inputs, and the plan is for",
         ),
     ],
 )
@@ -107,10 +107,16 @@ def test_a_model_of_several_inputs_takes_them_by_name() -> None:
         for given in (batch["image"], {"image": batch["image"]}, {**batch, "more": targets}):
             with pytest.raises(PathosegError, match="and the model takes image, context"):
                 run.step(0, given, targets)
+        with pytest.raises(PathosegError, match="has 3 samples of image, and the plan"):
+            run.predict({name: each[:3] for name, each in batch.items()})
+        predicted.update(run.predict(batch))
         run.step(0, batch, targets)
         return run
 
+    predicted: dict[int, torch.Tensor] = {}
     [run] = run_ranks(1, body)
+    expected = deepcopy(alone).eval()(**batch).detach()
+    torch.testing.assert_close(torch.cat([predicted[0], predicted[1]]), expected)
     assert run.inputs == ("image", "context")
     losses(alone(**batch), targets).mean().backward()
     for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
@@ -222,8 +228,10 @@ def _fitted(transport: ThreadTransport, **changed: Any) -> Fit:
         "optimizer": partial(torch.optim.SGD, lr=0.1),
         "dtype": None,
         "memory": 2**30,
+        "trained": True,
     } | changed
     model, example = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 1)), torch.zeros(2).long()
+    model.requires_grad_(given["trained"])
     training = Training(
         lambda returned, _: returned.flatten(), given["optimizer"], 0, given["dtype"]
     )
@@ -239,6 +247,14 @@ def _trains(run: Fit) -> bool:
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
 def test_samples_without_dimensions_train_in_any_precision(dtype: torch.dtype | None) -> None:
     assert run_ranks(1, lambda transport: _trains(_fitted(transport, dtype=dtype))) == [True]
+
+
+def test_a_model_without_trained_parameters_is_refused() -> None:
+    def body(transport: ThreadTransport) -> None:
+        with pytest.raises(PathosegError, match="No parameter of Sequential is trained"):
+            _fitted(transport, trained=False)
+
+    run_ranks(1, body)
 
 
 def test_after_a_refused_plan_another_may_follow() -> None:
