@@ -227,10 +227,9 @@ def _refuse_unknown(cls: type, table: Mapping[str, Any], where: str, prefix: str
         if key not in names:
             near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
             hint = f"Did you mean `{near[0]}`?" if near else f"Known here: {', '.join(names)}."
-            homes = list(_homes(key))
-            if homes and not (
-                near and isinstance(value, Mapping)
-            ):  # known elsewhere: misplaced, not misspelt
+            is_misspelt = near and isinstance(value, Mapping)
+            homes = [] if is_misspelt else list(_homes(key))
+            if homes:  # known elsewhere: misplaced
                 hint = f"It belongs {' or '.join(homes)}."
             raise PathosegError(f"{where}: unknown key `{prefix}{key}`.", hint)
         if is_dataclass(known[key]) and isinstance(known[key], type):

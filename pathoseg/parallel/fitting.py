@@ -217,16 +217,16 @@ def agree(choose: Callable[[], Plan], transport: Transport) -> Plan:
     Raises:
         PathosegError: Rank 0 can choose nothing; all ranks raise it, and may ask again.
     """
-    text = refusal = ""
+    told: dict[str, str] = {}
     if transport.rank == 0:
         try:
-            text = choose().to_json()
+            told = {"plan": choose().to_json()}
         except PathosegError as error:
-            refusal = json.dumps([error.problem, error.hint])
-    text, refusal = transport.gather(text)[0], transport.gather(refusal)[0]
-    if refusal:
-        raise PathosegError(*json.loads(refusal))
-    return Plan.from_json(text)
+            told = {"problem": error.problem, "hint": error.hint}
+    told = json.loads(transport.gather(json.dumps(told))[0])
+    if "problem" in told:
+        raise PathosegError(told["problem"], told["hint"])
+    return Plan.from_json(told["plan"])
 
 
 def split(
