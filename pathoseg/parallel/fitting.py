@@ -166,9 +166,13 @@ def fit(
         optimizer_slots: Tensors that the optimizer keeps for each parameter.
 
     Raises:
-        PathosegError: The model cannot be read or cut, or nothing fits.
+        PathosegError: The model cannot be read or cut, or is TorchScript; or nothing fits.
     """
-
+    if isinstance(model, torch.jit.ScriptModule):
+        raise PathosegError(
+            "The model is TorchScript, whose layers cannot be lent to ranks.",
+            "Give the module that was scripted, or make it a part of another module.",
+        )
     traced = Traced(model, example, training.dtype)
 
     def choose() -> Plan:

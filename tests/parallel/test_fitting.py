@@ -6,6 +6,7 @@ import math
 import re
 import runpy
 import sys
+import warnings
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -229,9 +230,11 @@ def _fitted(transport: ThreadTransport, **changed: Any) -> Fit:
         "dtype": None,
         "memory": 2**30,
         "trained": True,
+        "model": nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 1)),
     } | changed
-    model, example = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 1)), torch.zeros(2).long()
-    model.requires_grad_(given["trained"])
+    model, example = given["model"], torch.zeros(2).long()
+    if not given["trained"]:
+        model.requires_grad_(False)
     training = Training(
         lambda returned, _: returned.flatten(), given["optimizer"], 0, given["dtype"]
     )
@@ -247,6 +250,18 @@ def _trains(run: Fit) -> bool:
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
 def test_samples_without_dimensions_train_in_any_precision(dtype: torch.dtype | None) -> None:
     assert run_ranks(1, lambda transport: _trains(_fitted(transport, dtype=dtype))) == [True]
+
+
+def test_torchscript_is_refused_as_a_whole_and_trains_as_a_part() -> None:
+    def body(transport: ThreadTransport) -> bool:
+        scripted = torch.jit.script(nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 1)))
+        with pytest.raises(PathosegError, match="The model is TorchScript"):
+            _fitted(transport, model=scripted)
+        return _trains(_fitted(transport, model=nn.Sequential(scripted)))
+
+    with warnings.catch_warnings():  # torch.jit is deprecated, and used all the same
+        warnings.simplefilter("ignore", DeprecationWarning)
+        assert run_ranks(1, body) == [True]
 
 
 def test_a_model_without_trained_parameters_is_refused() -> None:
