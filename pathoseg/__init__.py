@@ -7,7 +7,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pathoseg.errors import PathosegError
+from pathoseg.errors import PathosegError, StoppedError
 from pathoseg.version import __version__
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PathosegError",
+    "StoppedError",
     "__version__",
     "check",
     "evaluate",

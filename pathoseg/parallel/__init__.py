@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pathoseg.parallel.comm.launcher import connect
+    from pathoseg.parallel.comm.transport import Transport
     from pathoseg.parallel.cost.hardware import load_hardware
-    from pathoseg.parallel.fitting import fit
+    from pathoseg.parallel.fitting import Fit, fit
     from pathoseg.parallel.planning.plan import PlanRequest
     from pathoseg.parallel.runtime.stage import Training
 
-__all__ = ["PlanRequest", "Training", "connect", "fit", "load_hardware"]
+__all__ = ["Fit", "PlanRequest", "Training", "Transport", "connect", "fit", "load_hardware"]
 
 _PLACES = {
+    "Fit": "fitting",
     "PlanRequest": "planning.plan",
     "Training": "runtime.stage",
+    "Transport": "comm.transport",
     "connect": "comm.launcher",
     "fit": "fitting",
     "load_hardware": "cost.hardware",
