@@ -7,6 +7,7 @@ import contextlib
 import ipaddress
 import os
 import queue
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -44,24 +45,24 @@ def join_gloo(
         PathosegError: The ranks do not meet within a minute.
     """
     patience = timedelta(seconds=MEETING)
+    keeps = rank == 0 and not hosted
+    if local and not hosted:
+        host = "127.0.0.1"
     try:
-        store: Store = TCPStore(
-            host,
-            port,
-            ranks,
-            is_master=rank == 0 and not hosted,
-            timeout=patience,
-            wait_for_workers=False,
-        )
+        store: Store
+        if local and keeps:
+            store, _ = keep_store(port)
+            store.set_timeout(patience)
+        else:
+            store = TCPStore(host, port, is_master=keeps, wait_for_workers=False, timeout=patience)
         # A rank that connects for the n-th time meets others that do. Where one agent of torchrun
         # has all ranks it counts its starts of them: not each may have come so far before.
         count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if local else "0"
         start = f"pathoseg/{count}"
         turn = store.add(f"{start}/turn/{rank}", 1)
         store = PrefixStore(f"{start}/{turn}", store)
-        return GlooWire(
-            store, rank, ranks, "127.0.0.1" if local else _address(store, rank, ranks, host)
-        )
+        own = "127.0.0.1" if local else _address(store, rank, ranks, host)
+        return GlooWire(store, rank, ranks, own)
     except (RuntimeError, OSError) as error:  # torch's own errors are RuntimeErrors
         raise PathosegError(
             f"Rank {rank} of {ranks} cannot meet the others at {host}:{port}: "
@@ -71,14 +72,27 @@ def join_gloo(
         ) from error
 
 
-def keep_store() -> tuple[Store, int]:
-    """Open a store on the loopback interface, at which local ranks can meet.
+def keep_store(port: int = 0, host: str = "127.0.0.1") -> tuple[TCPStore, int]:
+    """Open a store that listens at one address of this machine, at which ranks can meet.
+
+    Args:
+        port: Its port; 0 takes a free one.
+        host: The address; by default only this machine reaches it.
 
     Returns:
         The store, which ends with its last reference, and its port.
+
+    Raises:
+        OSError: The port is taken, or the address is not this machine's.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return store, store.port
+    # A store that opens its own socket listens at all addresses, whatever it is told.
+    listening = socket.create_server((host, port))
+    port = listening.getsockname()[1]
+    descriptor = listening.detach()
+    store = TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
+    )
+    return store, port
 
 
 class GlooWire:

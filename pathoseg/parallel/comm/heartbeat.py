@@ -24,6 +24,7 @@ _FAREWELL = 2.0  # seconds that a rank which leaves waits for its word to be hea
 _TOKEN = 32
 _NOWHERE = "nowhere"  # what rank 0 announces where it cannot listen
 _GREETING = _TOKEN + 8  # the token and the rank
+_GREETED = 10.0  # seconds in which a rank that has connected sends it
 _HINT = "Mend the cause and start again; `pathoseg train --resume` goes on from its checkpoint."
 
 
@@ -219,7 +220,7 @@ def meet(
     Args:
         rank: This rank.
         ranks: Number of ranks.
-        host: Rank 0's address.
+        host: This rank's address; that of rank 0 is where they meet.
         announce: As for `Heartbeat`.
 
     Returns:
@@ -244,13 +245,29 @@ def meet(
         while len(met) < ranks - 1:
             server.settimeout(max(0.01, deadline - time.monotonic()))
             connection, _ = server.accept()
-            connection.settimeout(MEETING)
-            greeting = connection.recv(_GREETING, socket.MSG_WAITALL)
-            if hmac.compare_digest(greeting[:_TOKEN], token.encode()):
-                met[int(greeting[_TOKEN:])] = connection
-            else:  # a stranger on the network
+            if (came := _greeted(connection, token, deadline)) is None:
                 connection.close()
+            else:
+                met[came] = connection
     return met
+
+
+def _greeted(connection: socket.socket, token: str, deadline: float) -> int | None:
+    """Return the rank that has connected; None where it is a stranger on the network."""
+    greeting = b""
+    patience = min(deadline, time.monotonic() + _GREETED)
+    with contextlib.suppress(OSError):
+        while len(greeting) < _GREETING:
+            connection.settimeout(max(0.01, patience - time.monotonic()))
+            came = connection.recv(_GREETING - len(greeting))
+            if not came:
+                break
+            greeting += came
+        connection.settimeout(MEETING)
+    if len(greeting) < _GREETING:
+        return None
+    known = hmac.compare_digest(greeting[:_TOKEN], token.encode())
+    return int(greeting[_TOKEN:]) if known else None
 
 
 def _join(rank: int, announce: Callable[[str], str]) -> socket.socket:

@@ -36,7 +36,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, Work
 
 from pathoseg.device import cuda_properties, device_identity, share_devices
 from pathoseg.errors import PathosegError
-from pathoseg.parallel.comm.gloo import LONG
+from pathoseg.parallel.comm.gloo import LONG, keep_store
 from pathoseg.parallel.comm.heartbeat import MEETING, Heartbeat
 from pathoseg.parallel.comm.process_transport import (
     ALL_TAGS,
@@ -356,11 +356,11 @@ def by_nccl(
         return plain
     where = ""
     if not words.rank:
-        store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-        where = f"{heartbeat.host} {store.port}"
-    host, port = plain.gather(where)[0].split()
+        store, port = keep_store(host=heartbeat.host)
+        where = f"{heartbeat.host} {port}"
+    host, opened = plain.gather(where)[0].split()
     if words.rank:
-        store = TCPStore(host, int(port), timeout=timedelta(seconds=MEETING))
+        store = TCPStore(host, int(opened), timeout=timedelta(seconds=MEETING))
     channels = NcclChannels(store, words.rank, device, heartbeat.check)
     return ProcessTransport(OrderedWire(words, channels), heartbeat)
 
