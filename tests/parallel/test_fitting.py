@@ -7,6 +7,7 @@ import re
 import runpy
 import sys
 import warnings
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from pathoseg.parallel.fitting import Fit
 from pathoseg.parallel.graph.layer_graph import Work
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.stage_costs import StageCosts
+from pathoseg.parallel.runtime.stage import Loss
 from tests.parallel.comm.thread_ranks import ThreadTransport, run_ranks
 from tests.two_inputs import TwoFields
 
@@ -192,24 +194,33 @@ class _Boxes(nn.Module):
         return boxes
 
 
+def _in_strips(models: list[_Boxes], batch: dict[str, torch.Tensor]) -> Callable[..., Fit]:
+    """Return what sets up each of two ranks, which share the tiles of one sequential schedule."""
+    traced = [Traced(model, batch) for model in models]
+    graph, hardware = traced[0].graph, load_hardware("cpu")
+    priced = StageCosts(graph, cost_model(hardware), hardware, 0)
+    plan = fitting.best([priced], PlanRequest(1, 2**30, 4, "sequential")).in_strips(graph, 2)
+
+    def start(transport: ThreadTransport, losses: Loss) -> Fit:
+        training = Training(losses, partial(torch.optim.SGD, lr=0.1))
+        return fitting.split(traced[transport.rank], plan, training, transport, torch.device("cpu"))
+
+    return start
+
+
 def test_strips_cut_what_has_the_rows_of_a_tile_alone() -> None:
     torch.manual_seed(0)
     alone = _Boxes()
     models = [deepcopy(alone) for _ in range(2)]
     batch = {"images": torch.randn(4, 3, 8, 8), "offset": torch.randn(4, 1, 4)}
-    targets, device = torch.randn(4, 2, 4), torch.device("cpu")
-    traced = [Traced(model, batch) for model in models]
+    targets = torch.randn(4, 2, 4)
+    start = _in_strips(models, batch)
 
     def losses(returned: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return (returned - targets).pow(2).flatten(1).mean(1)
 
-    graph, hardware = traced[0].graph, load_hardware("cpu")
-    priced = StageCosts(graph, cost_model(hardware), hardware, 0)
-    plan = fitting.best([priced], PlanRequest(1, 2**30, 4, "sequential")).in_strips(graph, 2)
-
     def body(transport: ThreadTransport) -> float:
-        training = Training(losses, partial(torch.optim.SGD, lr=0.1))
-        run = fitting.split(traced[transport.rank], plan, training, transport, device)
+        run = start(transport, losses)
         loss = run.step(0, batch, targets).loss_sum
         with pytest.raises(PathosegError, match="4 rows, as many as a strip"):
             run.step(1, batch, torch.randn(4, 4, 4))
@@ -222,6 +233,24 @@ def test_strips_cut_what_has_the_rows_of_a_tile_alone() -> None:
         for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
             assert other.grad is not None
             torch.testing.assert_close(mine, other - 0.1 * other.grad)
+
+
+def test_a_rank_of_strips_without_memory_says_what_was_planned() -> None:
+    """The plan has the memory of one rank, which two ranks take for their strips."""
+    batch = {"images": torch.randn(4, 3, 8, 8), "offset": torch.randn(4, 1, 4)}
+    start = _in_strips([_Boxes(), _Boxes()], batch)
+
+    def body(transport: ThreadTransport) -> None:
+        def losses(returned: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            if transport.rank:
+                raise MemoryError
+            return (returned - targets).pow(2).flatten(1).mean(1)
+
+        told = r"Rank 1 ran out of memory in the forward of microbatch 0 of stage 0: .* planned"
+        with pytest.raises(PathosegError, match=told):
+            start(transport, losses).step(0, batch, torch.zeros(4, 2, 4))
+
+    run_ranks(2, body)
 
 
 def _fitted(transport: ThreadTransport, **changed: Any) -> Fit:

@@ -75,8 +75,9 @@ class Memory:
         window: Bytes on a device that may wait to be copied to the host, and as many that may be
             back ahead of their use.
         form: The mode of the copies to the host.
-        device_bytes: By rank, the predicted peak of device memory; empty where none is.
-        host_bytes: By rank, the predicted peak of host memory; empty where none is.
+        device_bytes: By rank of the schedule, the predicted peak of device memory; empty where
+            none is.
+        host_bytes: Likewise, the predicted peak of host memory; empty where none is.
         parked: The kinds of a stage's tensors that are offloaded while it is not at work. No
             prediction counts them.
     """
@@ -116,17 +117,33 @@ class Memory:
         }
 
     def exhausted(
-        self, error: BaseException, rank: int, device: torch.device, doing: str
+        self, error: BaseException, rank: int, shown: int, device: torch.device, doing: str
     ) -> PathosegError:
-        """Return the error of a rank whose device, or host, has no memory left."""
-        figures = []
-        if self.device_bytes:
-            figures.append(f"{memory_text(self.on_device(rank))} were planned")
-        if device.type != "cpu" and (taken := peak_memory(device)) is not None:
+        """Return the error of a rank whose device, or host, has no memory left.
+
+        Args:
+            error: What was raised, while tensors that it found are still held.
+            rank: The rank of the schedule, as in `device_bytes`.
+            shown: The rank of the job, which differs where ranks share tiles.
+            device: The rank's.
+            doing: What the rank was at, as "in the forward of microbatch 3 of stage 2".
+        """
+        is_accelerator = device.type != "cpu"
+        if is_accelerator and (isinstance(error, MemoryError) or "bad_alloc" in str(error)):
+            planned = self.on_host(rank)
+            told = f": {memory_text(planned)} were planned" if planned else ""
+            return PathosegError(
+                f"Rank {shown} ran out of host memory {doing}{told}.",
+                "Give the job more host memory, or start fewer ranks on a host.",
+            )
+        planned = self.on_device(rank)
+        figures = [f"{memory_text(planned)} were planned"] if planned else []
+        if is_accelerator and (taken := peak_memory(device)) is not None:
             figures.append(f"{memory_text(taken)} were taken at the peak")
         told = f"{': ' if figures else ''}{', '.join(figures)}"
-        problem = f"Rank {rank} ran out of device memory {doing}{told}."
-        fits = memory_that_fits(error, device, self.on_device(rank))
+        where = "device " if is_accelerator else ""
+        problem = f"Rank {shown} ran out of {where}memory {doing}{told}."
+        fits = memory_that_fits(error, device, planned)
         size = "" if fits is None else f" {fits // 2**20}MiB"
         hint = (
             f"Plan with less memory (--memory{size}, or memory in [parallel]), or use smaller "

@@ -355,8 +355,8 @@ class Runner:
         Raises:
             PathosegError: Something failed here or on another rank; all ranks end.
         """
-        told = self._told(self._rank_parameters.tensors())
         with self.failing():
+            told = self._told(self._rank_parameters.tensors())
             whole = gather(told, self._transport, self.device)
         return {} if self._world.rank else self.joined(whole)
 
@@ -480,7 +480,8 @@ class Runner:
                 else "Look at the model, the loss, and what they are given.",
             )
             if is_out_of_memory(error):
-                failure = self._memory.exhausted(error, rank, self.device, self.doing)
+                planned = self._transport.rank
+                failure = self._memory.exhausted(error, planned, rank, self.device, self.doing)
             fits = failure.fits if isinstance(failure, MemoryExhaustedError) else None
             self._transport.abort(failure.problem, fits)
             raise failure from error

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from pathoseg.parallel.runtime.memory_check import too_small
+import pytest
+import torch
+
+from pathoseg.parallel.runtime.memory_check import Memory, too_small
 
 GIB = 2**30
 
@@ -24,3 +27,11 @@ def test_where_the_host_computes_the_refusal_says_how_to_take_less() -> None:
     assert refused is not None
     assert "Training takes about 3 GiB of the memory of host a, which has 2 GiB" in str(refused)
     assert '[parallel] memory = "1.8 GiB"' in refused.hint
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("std::bad_alloc")])
+def test_a_rank_on_an_accelerator_says_that_the_host_is_full(error: Exception) -> None:
+    memory = Memory(device_bytes=(2**20,), host_bytes=(2**30,))
+    told = memory.exhausted(error, 0, 3, torch.device("cuda"), "in the forward")
+    assert told.problem == "Rank 3 ran out of host memory in the forward: 1 GiB were planned."
+    assert "--memory" not in told.hint

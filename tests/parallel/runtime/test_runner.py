@@ -461,7 +461,7 @@ def test_a_device_without_memory_names_what_was_planned(error: Exception) -> Non
         start(case, transport, memory=memory).step(0, batch)
 
     with pytest.raises(
-        PathosegError, match="ran out of device memory in the forward of microbatch 0 of stage 1"
+        PathosegError, match="ran out of memory in the forward of microbatch 0 of stage 1"
     ) as told:
         run_ranks(2, body)
     assert "1 GiB were planned" in told.value.problem
