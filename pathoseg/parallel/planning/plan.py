@@ -184,7 +184,7 @@ class Plan:
         Raises:
             PathosegError: It is the graph of another model, tile or microbatch.
         """
-        if digest(graph) != self.digest:
+        if digest(graph) != self.digest or self.bounds[-1] != len(graph.layers):
             shape = input_shape(graph)
             own, other = (f"{s[0]} × {s[-2]}×{s[-1]} px" for s in (self.input, shape))
             raise PathosegError(
@@ -236,11 +236,13 @@ class Plan:
         return plan
 
     def _check(self, name: str) -> None:
-        validate(self.schedule)
-        ranks = self.schedule.placement.ranks
+        order = Schedule.parse(self.text)
+        validate(order)  # what is broken cannot be lowered
+        ranks = order.placement.ranks
         by_rank = (self.memory, self.messages, self.sums, self.host_memory)
         if not (
-            self.schedule.stages == self.stages == len(self.starts)
+            order.stages == self.stages == len(self.starts)
+            and self.bounds[0] == 0
             and all(first < stop for first, stop in pairwise(self.bounds))
             and all(len(each) == ranks for each in by_rank)
             and len(self.retention) == self.stages
@@ -253,6 +255,7 @@ class Plan:
             and self.shards > 0
         ):
             raise PathosegError(f"The parts of {name} do not fit one another.", _AGAIN)
+        validate(self.schedule)
 
 
 def digest(graph: LayerGraph) -> str:

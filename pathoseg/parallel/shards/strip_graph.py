@@ -59,7 +59,9 @@ def strip_graph(traced: Traced, shards: int) -> StripGraph:
 
     def place(name: str, tensor: Tensor) -> Any:
         shape = list(tensor.shape)
-        shape[-2] = sharding.rows(shape[-2]).height
+        is_image = len(shape) > 3 and shape[-2] >= shards
+        if is_image or (len(shape) > 2 and shape[-2] == first[-2]):  # all else is whole (`Fit`)
+            shape[-2] = sharding.rows(shape[-2]).height
         local = tensor.new_empty(shape)
         return sharding.received(name, local.requires_grad_(tensor.requires_grad))
 

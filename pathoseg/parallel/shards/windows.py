@@ -235,6 +235,8 @@ def _interpolate(
         shape = x.shape[2:]
         sizes = [int(rows * by) for rows, by in zip(shape, scales, strict=True)]
         scale = None if recompute_scale_factor else scales[axis]
+        if scale not in (None, 1) and sizes[axis] == whole:
+            return NotImplemented  # torch's kernels differ in whether they copy such rows
     exact = np.float64 if x.dtype is torch.float64 else np.float32
     above, below, share = _taps(mode, whole, sizes[axis], scale, bool(align_corners), exact)
 
@@ -253,12 +255,12 @@ def _interpolate(
         part = torch.from_numpy(share[place]).to(rows).view(-1, *[1] * (x.from_right - 1))
         made = torch.lerp(made, taken(below), part)
     sizes[axis] = reach.makes.height
-    if sizes != list(made.shape[2:]):
-        if size is None and scale is not None:  # the other dimensions keep their own factor
-            factors = [1.0 if at == axis else by for at, by in enumerate(scales)]
+    if scale is not None:  # the other dimensions keep their own factor, also where none is larger
+        factors = [1.0 if at == axis else by for at, by in enumerate(scales)]
+        if factors != [1.0] * count:
             made = F.interpolate(made, None, tuple(factors), mode, align_corners, False)
-        else:
-            made = F.interpolate(made, tuple(sizes), None, mode, align_corners)
+    elif sizes != list(made.shape[2:]):
+        made = F.interpolate(made, tuple(sizes), None, mode, align_corners)
     return x.like(made, reach.bounds)
 
 

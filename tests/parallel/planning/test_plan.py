@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis.strategies import DataObject, data, integers, sampled_from
 
 from pathoseg.errors import PathosegError
 from pathoseg.models.unet import UNet
@@ -107,6 +110,8 @@ def test_a_plan_of_another_model_or_tile_is_refused(made: Plan, other: dict[str,
         ({"colour": "red"}, "colour"),
         ({"memory": [1]}, "do not fit"),
         ({"bounds": [0, 5, 5, 9]}, "do not fit"),
+        ({"bounds": [1, 5, 7, 9]}, "do not fit"),
+        ({"bounds": []}, "do not fit"),
         ({"recompute": [7]}, "do not fit"),
         ({"retention": []}, "do not fit"),
         ({"host_memory": [1, 2]}, "do not fit"),
@@ -117,6 +122,20 @@ def test_a_plan_of_another_model_or_tile_is_refused(made: Plan, other: dict[str,
 def test_a_broken_plan_is_refused(made: Plan, change: dict[str, object], problem: str) -> None:
     with pytest.raises(PathosegError, match=problem):
         Plan.from_json(json.dumps({**json.loads(made.to_json()), **change}))
+
+
+@given(data())
+@settings(max_examples=40)
+def test_a_plan_with_another_number_is_read_or_refused(made: Plan, drawn: DataObject) -> None:
+    """In the text of its schedule, where any number is an index of something else."""
+    found = [*re.finditer(r"\d+", made.text)]
+    place = drawn.draw(sampled_from(found))
+    changed = f"{made.text[: place.start()]}{drawn.draw(integers(0, 9))}{made.text[place.end() :]}"
+    try:
+        again = Plan.from_json(json.dumps({**json.loads(made.to_json()), "text": changed}))
+    except PathosegError:
+        return
+    assert again.schedule.lowered
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, "null"])

@@ -230,6 +230,8 @@ CALLS: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
     "flip of rows": (lambda x: x.flip(3, 2) * x, ["flip"]),
     "flip by name": (lambda x: torch.flip(x, dims=(3,)) * x, []),
     "pixel shuffle": (lambda x: F.pixel_shuffle(x, upscale_factor=2), []),
+    "as many columns": (lambda x: F.interpolate(x, None, (2, 1.15), "nearest-exact"), []),
+    "as many rows": (lambda x: F.interpolate(x, None, (1.05, 2), "bilinear"), ["interpolate"]),
     "one hot": (
         lambda x: x * F.one_hot(x.argmax(1), num_classes=CHANNELS).permute(0, 3, 1, 2),
         [],

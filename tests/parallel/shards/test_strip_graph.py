@@ -141,6 +141,26 @@ def test_a_strip_knows_what_is_gathered_and_where_it_would_be_too_low() -> None:
         strip_graph(deep, 4)
 
 
+class Shifted(nn.Module):
+    """Takes numbers of each tile beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.of = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(5, 4)
+
+    def forward(self, images: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.first(images) + self.of(numbers)[:, :, None, None]
+        return made
+
+
+def test_inputs_without_rows_are_whole_on_each_strip() -> None:
+    example = {"images": torch.randn(2, 3, 32, 32), "numbers": torch.randn(2, 5)}
+    found = strip_graph(Traced(Shifted(), example), 2)
+    shapes = [value.shape for value in found.graph.inputs.values()]
+    assert shapes == [(2, 3, 16, 32), (2, 5)]
+    assert not found.gathered
+
+
 class Writing(nn.Module):
     """Writes into rows that it has cut out, of what it reads again or not."""
 
