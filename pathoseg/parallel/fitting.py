@@ -176,8 +176,10 @@ def fit(
     traced = Traced(model, example, training.dtype)
 
     def choose() -> Plan:
-        precision = training.dtype or torch.float32
-        rated = hardware.with_rate(str(precision).removeprefix("torch."))
+        rated = hardware
+        made = {value.dtype for layer in traced.graph.layers for value in layer.outputs}
+        for dtype in sorted(each for each in made if "float" in each):
+            rated = rated.with_rate(dtype)
         own = workspace_of(rated)
         priced = StageCosts(traced.graph, cost_model(rated), rated, optimizer_slots, own)
         return best([priced], request)

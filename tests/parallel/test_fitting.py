@@ -259,6 +259,7 @@ def _fitted(transport: ThreadTransport, **changed: Any) -> Fit:
         "dtype": None,
         "memory": 2**30,
         "trained": True,
+        "hardware": "cpu",
         "model": nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 1)),
     } | changed
     model, example = given["model"], torch.zeros(2).long()
@@ -268,7 +269,7 @@ def _fitted(transport: ThreadTransport, **changed: Any) -> Fit:
         lambda returned, _: returned.flatten(), given["optimizer"], 0, given["dtype"]
     )
     request = PlanRequest(1, given["memory"], 2, "sequential")
-    device, hardware = torch.device("cpu"), load_hardware("cpu")
+    device, hardware = torch.device("cpu"), load_hardware(given["hardware"])
     return fit(model, example, training, request, hardware, transport, device)
 
 
@@ -279,6 +280,16 @@ def _trains(run: Fit) -> bool:
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
 def test_samples_without_dimensions_train_in_any_precision(dtype: torch.dtype | None) -> None:
     assert run_ranks(1, lambda transport: _trains(_fitted(transport, dtype=dtype))) == [True]
+
+
+def test_a_model_trains_in_a_precision_of_which_no_rate_is_known() -> None:
+    """The shipped A10 states none of float64; a model of its own dtype has no autocast."""
+
+    def body(transport: ThreadTransport) -> bool:
+        model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 1)).double()
+        return _trains(_fitted(transport, model=model, hardware="a10"))
+
+    assert run_ranks(1, body) == [True]
 
 
 def test_torchscript_is_refused_as_a_whole_and_trains_as_a_part() -> None:

@@ -120,7 +120,8 @@ class Hardware:
         name: Its name for the user.
         device: `cpu`, or the type of an accelerator by torch's name, such as `cuda`.
         memory: Bytes that a rank has.
-        flops: Peak floating-point operations a second, by torch's name of the dtype.
+        flops: Peak floating-point operations a second, by torch's name of the dtype: of float32,
+            and of others that the device has.
         bandwidth: Peak bytes a second between the device and its memory.
         overhead: Seconds that each pass of a layer costs at least.
         per_node: Devices on a node.
@@ -152,6 +153,8 @@ class Hardware:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     def __post_init__(self) -> None:
+        if "float32" not in self.flops:
+            raise ValueError("flops states no rate of float32, by which others are compared")
         for link in (self.inside, self.between, self.host):
             if not (0 <= link.alpha < inf and 0 <= link.beta < inf):
                 raise ValueError("a link's figures are finite and not below 0")

@@ -81,10 +81,10 @@ def _too_little_to_share(priced: StageCosts, request: PlanRequest) -> PathosegEr
             ),
         )
     if enough is None:
-        stages = request.stages or len(request.cut) + 1
+        fixed = request.stages or (len(request.cut) + 1 if request.cut else None)
+        stages = f" {fixed} stage{'s' * (fixed != 1)}" if fixed else ""
         return PathosegError(
-            f"The order {request.order} has no way to run {stages} stages on "
-            f"{count_ranks(request.ranks)}.",
+            f"The order {request.order} has no way to run{stages} on {count_ranks(request.ranks)}.",
             "Give more ranks, or leave out order, cut and stages.",
         )
     count = request.batch // priced.microbatch
@@ -98,7 +98,7 @@ def _too_little_to_share(priced: StageCosts, request: PlanRequest) -> PathosegEr
 def _changes(
     priced: StageCosts, request: PlanRequest, smaller: Callable[[PlanRequest, int], Iterable[str]]
 ) -> Iterator[str]:
-    wanted, request = request, replace(request, order=AUTO, stages=None, cut=())
+    wanted, request = request, replace(request, order=AUTO, stages=None, cut=(), branches="auto")
     if wanted != request:
         free = plan([priced], request)
         if free:

@@ -52,8 +52,8 @@ class PlanRequest:
     ways: AllowedPolicies = field(default_factory=AllowedPolicies)
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "memory", "batch"):
-            if getattr(self, name) < 1:
+        for name in ("ranks", "memory", "batch", "stages"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise PathosegError(
                     f"{name} is {getattr(self, name)}.", "Choose a whole number from 1."
                 )

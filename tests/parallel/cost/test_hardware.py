@@ -70,8 +70,8 @@ def _changed(**changes: Any) -> str:
 
 def _text() -> str:
     link = {"alpha": 0.0, "beta": 0.0}
-    links = {"inside": link, "between": link, "host": link}
-    plain = {"name": "toy", "device": "cpu", "memory": 10, "flops": {}, "bandwidth": 2.0}
+    links = {"inside": link, "between": link, "host": link, "flops": {"float32": 5.0}}
+    plain = {"name": "toy", "device": "cpu", "memory": 10, "bandwidth": 2.0}
     return json.dumps({"format": 1, **plain, "per_node": 4, **links})
 
 
@@ -98,6 +98,7 @@ BROKEN_FIT = {
         (_changed(memory=0), "memory"),
         (_changed(bandwidth="fast"), "bandwidth"),
         (_changed(flops={"float32": -1}), "flops.float32"),
+        (_changed(flops={"bfloat16": 9}), "no rate of float32"),
         (_changed(speed=1), "speed"),
         (_changed(inside={"alpha": -1, "beta": 0}), "not below 0"),
         (_changed(fit=BROKEN_FIT), "as many coefficients"),
