@@ -139,7 +139,7 @@ class _Run:
                 deadline = time.monotonic() + GRACE
         failed = self._failed()
         if not failed:
-            return max((abs(process.returncode) for process in self._started), default=0)
+            return max((_exit_code(process) for process in self._started), default=0)
         if signals:
             return 128 + signals[0]
         self._show(failed[0])
@@ -195,14 +195,15 @@ def _start_with_store(
     environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    each = range(ranks)
-    with _ended([_start(command, environment | {"RANK": str(rank)}) for rank in each]) as run:
+    every = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    with _ended([_start(command, environment | own) for own in every]) as run:
         yield run
     del store  # it ends with its last reference
 
 
 def _environment(ranks: int) -> dict[str, str]:
-    """This process's, without what another launcher said, and with a rank's share of the cores."""
+    """Return this process's variables, less the rank that torchrun gave it, with a rank's share of
+    the cores."""
     cores = cores_to_use(processes=ranks, in_task=ranks)
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return {"OMP_NUM_THREADS": str(cores)} | kept
@@ -235,6 +236,12 @@ def _kill(group: int, number: int) -> None:
 
 
 _KILLED = 128  # and above: ended by a signal
+
+
+def _exit_code(process: subprocess.Popen[bytes]) -> int:
+    """Return the exit code of a process that has ended, as a shell tells it: 128 + a signal."""
+    code = process.returncode
+    return _KILLED - code if code < 0 else code
 
 
 def start_workers(ranks: int, command: Sequence[str]) -> int:
@@ -277,8 +284,7 @@ def start_workers(ranks: int, command: Sequence[str]) -> int:
                     # On Windows, where no SIGINT can be sent, the console tells every process.
                     with contextlib.suppress(ValueError):
                         process.send_signal(each)
-    ended = [each.returncode for each in workers]
-    codes = [_KILLED - code if code < 0 else code for code in ended]
+    codes = [_exit_code(each) for each in workers]
     for rank, code in enumerate(codes):
         if code > _KILLED and not came and min(codes) < _KILLED:
             print(f"Rank {rank} was killed; the others did its share.", file=sys.stderr)

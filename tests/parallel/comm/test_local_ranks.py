@@ -120,12 +120,14 @@ def test_a_signal_reaches_every_rank_once(
 
 
 @pytest.mark.process
-def test_each_rank_has_its_share_of_the_cores(
+def test_each_rank_has_its_share_of_the_host(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(7)))
-    assert start_local(2, shell("echo $OMP_NUM_THREADS"), "gloo") == 0
+    monkeypatch.setenv("LOCAL_RANK", "7")  # of the launcher that has started this process
+    script = 'test "$LOCAL_RANK" = "$RANK" && echo $OMP_NUM_THREADS'
+    assert start_local(2, shell(script), "gloo") == 0
     assert capfd.readouterr().out == "3\n"
 
 
