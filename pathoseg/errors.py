@@ -45,6 +45,23 @@ class MemoryExhaustedError(PathosegError):
         return type(self), (self.problem, self.hint, self.fits)
 
 
+class LostRankError(PathosegError):
+    """A rank of the job was killed or has crashed, or gives no sign of life.
+
+    Args:
+        problem: As for PathosegError.
+        hint: Likewise.
+        rank: Its number.
+    """
+
+    def __init__(self, problem: str, hint: str, rank: int) -> None:
+        super().__init__(problem, hint)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[type["PathosegError"], tuple[object, ...]]:
+        return type(self), (self.problem, self.hint, self.rank)
+
+
 class UnreadableError(PathosegError):
     """Pixels that a slide holds but cannot deliver: *unread*, never white."""
 

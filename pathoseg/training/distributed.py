@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from pathoseg.errors import PathosegError, StoppedError
+from pathoseg.errors import LostRankError, PathosegError, StoppedError
 from pathoseg.interruption import Interruption
 from pathoseg.parallel.comm.launcher import (
     Choice,
@@ -74,7 +74,7 @@ class Ranks:
     """The ranks of this job, joined for one attempt after the other; all but rank 0 are silent.
 
     A context: in it an error of one rank is told by rank 0 alone; by the rank itself where it is
-    raised before the ranks have met, as rank 0 cannot hear of it.
+    raised before the ranks have met, as rank 0 cannot hear of it; by rank 1 where rank 0 is lost.
     """
 
     def __init__(self) -> None:
@@ -94,9 +94,12 @@ class Ranks:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool | None:
-        has_met = self._wire is not None
+        if _is_lost(0, error):
+            is_told = self.world.rank != 1
+        else:
+            is_told = not self.world.rank or self._wire is not None
         # `start_local` shows the last words of the ranks that it has started.
-        is_told = has_met or not self.world.rank or LAST_WORDS in os.environ
+        is_told |= LAST_WORDS in os.environ
         if isinstance(error, PathosegError) and not is_told:
             place = f"Rank {self.world.rank} on {socket.gethostname()}"
             print(f"{place}: {error}", file=sys.__stderr__, flush=True)
@@ -156,10 +159,14 @@ def stopped_together(interruption: Interruption, transport: Transport | None) ->
         yield
     except PathosegError as error:
         # Some launchers signal all ranks as soon as one has failed: then its error is to be told.
-        has_failed = re.match(r"Rank \d+: ", error.problem) is not None
+        has_failed = re.match(r"Rank \d+: ", error.problem) is not None or _is_lost(0, error)
         if transport is not None and not has_failed:
             interruption.raise_if_asked()
         raise
+
+
+def _is_lost(rank: int, error: BaseException | None) -> bool:
+    return isinstance(error, LostRankError) and error.rank == rank
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pathoseg import device
-from pathoseg.errors import PathosegError, StoppedError
+from pathoseg.errors import LostRankError, PathosegError, StoppedError
 from pathoseg.interruption import Interruption
 from pathoseg.parallel.comm.local_ranks import LAST_WORDS
 from pathoseg.parallel.comm.transport import Transport
@@ -95,19 +95,41 @@ def test_an_error_of_ranks_that_have_met_is_left_to_rank_0(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.usefixtures("as_rank_1")
+@pytest.mark.parametrize("lost", [0, 2])
+def test_where_rank_0_is_lost_rank_1_tells_it(
+    lost: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*_: object) -> NoReturn:
+        raise LostRankError(f"Rank {lost} ended without a word.", "Mend it.", lost)
+
+    monkeypatch.setattr(distributed, "join_wire", lambda *_: SimpleNamespace())
+    monkeypatch.setattr(distributed, "connect_on", refused)
+    with pytest.raises(SystemExit, match="2"), Ranks() as ranks, ranks.joined("gloo", device="cpu"):
+        pytest.fail("no transport")
+    told = f"Rank 1 on {socket.gethostname()}: Rank 0 ended without a word. Mend it.\n"
+    assert capfd.readouterr() == ("", "" if lost else told)
+
+
 def _signalled() -> None:
     raise StoppedError(15, "advice")
 
 
 @pytest.mark.parametrize(
-    ("problem", "told"),
+    ("error", "told"),
     [
-        ("Rank 1: a tile cannot be read. (Rank 0 waited for rank 1 to take message 3.)", True),
-        ("Rank 1 was stopped by a signal. (Rank 0 waited for all ranks.)", False),
-        ("Rank 1 ended without a word: it was killed, or it crashed.", False),
+        (PathosegError("Rank 1: a tile cannot be read. (Rank 0 waited for rank 1.)", ""), True),
+        (
+            PathosegError("Rank 1 was stopped by a signal. (Rank 0 waited for all ranks.)", ""),
+            False,
+        ),
+        (LostRankError("Rank 1 ended without a word: it was killed, or it crashed.", "", 1), False),
+        (LostRankError("Rank 0 ended without a word: it was killed, or it crashed.", "", 0), True),
     ],
 )
-def test_what_a_rank_has_failed_at_is_told_though_a_signal_came(problem: str, told: bool) -> None:
+def test_what_a_rank_has_failed_at_is_told_though_a_signal_came(
+    error: PathosegError, told: bool
+) -> None:
     """torchrun signals the others as soon as a rank has failed."""
     interruption = cast(Interruption, SimpleNamespace(raise_if_asked=_signalled))
     transport = cast(Transport, SimpleNamespace())
@@ -115,4 +137,4 @@ def test_what_a_rank_has_failed_at_is_told_though_a_signal_came(problem: str, to
         pytest.raises(PathosegError if told else StoppedError),
         stopped_together(interruption, transport),
     ):
-        raise PathosegError(problem, "")
+        raise error

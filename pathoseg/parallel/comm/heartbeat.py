@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from pathoseg.errors import MemoryExhaustedError, PathosegError
+from pathoseg.errors import LostRankError, MemoryExhaustedError, PathosegError
 
 BEAT = 1.0  # seconds between two signs of life
 # Own signs of life without one of another rank, after which that counts as lost: turns, not
@@ -34,10 +34,12 @@ class Reason(NamedTuple):
     Attributes:
         told: In words.
         fits: Where an accelerator ran out of memory, the bytes that another plan may fill.
+        lost: The rank that is lost, if that is the reason.
     """
 
     told: str
     fits: int | None = None
+    lost: int | None = None
 
 
 class Heartbeat:
@@ -94,7 +96,7 @@ class Heartbeat:
             patience: Seconds to wait first for news of such a rank.
 
         Raises:
-            PathosegError: Which rank, and why.
+            PathosegError: Which rank, and why; LostRankError where a rank is lost.
         """
         if patience:
             self._parted.wait(patience)
@@ -102,6 +104,8 @@ class Heartbeat:
             return
         if self._reason.fits is not None:
             raise MemoryExhaustedError(self._reason.told, _HINT, self._reason.fits)
+        if self._reason.lost is not None:
+            raise LostRankError(self._reason.told, _HINT, self._reason.lost)
         raise PathosegError(self._reason.told, _HINT)
 
     def abort(self, reason: str, fits: int | None = None) -> None:
@@ -139,7 +143,8 @@ class Heartbeat:
                         self._blame(
                             Reason(
                                 f"Rank {peer.rank} has given no sign of life for "
-                                f"{SILENCE * BEAT:.0f} s: it is stopped, or its machine is."
+                                f"{SILENCE * BEAT:.0f} s: it is stopped, or its machine is.",
+                                lost=peer.rank,
                             )
                         )
         self._part()
@@ -149,7 +154,7 @@ class Heartbeat:
         if words is None:
             self._drop(peer)
             died = f"Rank {peer.rank} ended without a word: it was killed, or it crashed."
-            self._blame(Reason(died))
+            self._blame(Reason(died, lost=peer.rank))
         elif "bye" in words:
             self._drop(peer)
         else:

@@ -160,12 +160,19 @@ class _Run:
         return [int(path.suffix[1:]) for path in paths]
 
     def _show(self, rank: int) -> None:
+        """Print what rank 0 could not: it is the only rank whose output has been seen."""
         lines = self._lines(f"output.{rank}")
-        if not (self._folder / "failed.0").exists():  # it was ended before it told what it heard
+        code = self._lines("failed.0")
+        if not code:  # it was ended before it told what it heard
             lines += self._lines(f"words.{rank}")
-        if lines:  # those of rank 0 have been seen
+        if lines:
             lines = lines[-_LAST_WORDS:]
             print(f"Rank {rank} failed first. Its last words:", *lines, sep="\n", file=sys.stderr)
+        elif rank == 0 and int(code[0]) > _KILLED:  # rank 1 has noticed
+            told = self._lines("words.1") or [
+                f"Rank 0 was ended by signal {int(code[0]) - _KILLED}."
+            ]
+            print(*told, sep="\n", file=sys.stderr)
 
     def _lines(self, name: str) -> list[str]:
         path = self._folder / name

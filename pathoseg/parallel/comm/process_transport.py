@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pathoseg.device import current_stream, record
-from pathoseg.errors import MemoryExhaustedError, PathosegError
+from pathoseg.errors import LostRankError, MemoryExhaustedError, PathosegError
 from pathoseg.parallel.comm.heartbeat import Heartbeat
 from pathoseg.platform_support import yield_core
 
@@ -299,6 +299,8 @@ class ProcessTransport:
             raise
         except PathosegError as lost:
             problem = f"{lost.problem} (Rank {self.rank} waited for {what}.)"
+            if isinstance(lost, LostRankError):
+                raise LostRankError(problem, lost.hint, lost.rank) from None
             raise PathosegError(problem, lost.hint) from None
 
     def _begin(self, what: str, steps: _Steps, several: bool) -> Operation:

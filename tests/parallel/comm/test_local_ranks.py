@@ -86,6 +86,17 @@ def test_an_error_that_rank_0_does_not_hear_in_time_is_told(
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("words", ["Rank 0 ended without a word.", ""])
+def test_where_rank_0_is_killed_rank_1_has_the_last_words(
+    words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = f"[ $rank = 0 ] && kill -9 $$; printf '{words}' > $PATHOSEG_LAST_WORDS; sleep 0.5"
+    assert start_local(2, shell(script), "gloo") == 137
+    told = capfd.readouterr().err.splitlines()[-1]
+    assert told == (words or "Rank 0 was ended by signal 9.")
+
+
+@pytest.mark.process
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_ranks_that_outlive_a_failure_are_ended(
     library: Choice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
