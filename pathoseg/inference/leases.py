@@ -153,7 +153,8 @@ class Leases:
         with suppress(ValueError, LookupError, TypeError):  # its owner writes it just now
             if _has_ended(json.loads(found.text), self._owner):
                 return False
-        return self.now() - found.touched < LEASE
+        # Touched in the future: the file system's clock was set back, or has been wrong.
+        return abs(self.now() - found.touched) < LEASE
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT):

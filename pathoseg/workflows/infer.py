@@ -84,6 +84,7 @@ if TYPE_CHECKING:
 TABLE = "summary.csv"
 FAILURES = "failures.csv"
 _NAP = 0.5  # seconds
+_PATIENCE = 10.0  # seconds without work, after which it is said what is waited for
 _HEAD_START = 2.0  # seconds
 _STOPPED_WAIT = 1.0  # seconds, for who writes the tables
 _WITHOUT_INTEREST = {
@@ -385,12 +386,23 @@ def _work(batch: Sequence[SlideJob], out: Path, interruption: Interruption) -> N
 
     for slide in batch:
         lead(slide)
+    idle, is_told = time.monotonic(), False
     while left := [slide for slide in batch if slide.outcome() is None]:
         for slide in left:
             lead(slide)  # where its process has died
-        if not any(slide.help() for slide in left):
-            interruption.raise_if_asked()
-            time.sleep(_NAP)
+        if any(slide.help() for slide in left):
+            idle, is_told = time.monotonic(), False
+            continue
+        if not is_told and time.monotonic() - idle > _PATIENCE:
+            hosts = sorted({state.host for slide in left if (state := slide.state)})
+            where = f" on {few(hosts)}" if hosts else ""
+            say(
+                f"Waiting for {few([slide.name for slide in left])}, which other processes have "
+                f"begun{where}. What a dead one has begun is free within a minute."
+            )
+            is_told = True
+        interruption.raise_if_asked()
+        time.sleep(_NAP)
 
 
 def _warnings(summary: Summary) -> str:

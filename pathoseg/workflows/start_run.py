@@ -16,7 +16,7 @@ from pathoseg.annotations.reading import few
 from pathoseg.config import Config
 from pathoseg.config_file import UNNUMBERED, given_options, load_config, write_config
 from pathoseg.errors import PathosegError
-from pathoseg.inference.leases import Leases, read_lease
+from pathoseg.inference.leases import BEAT, LEASE, LeaseFile, Leases, read_lease
 from pathoseg.inference.segmenter import class_table_of
 from pathoseg.memory_size import memory_text
 from pathoseg.models.bundle import Bundle, load_card, save_bundle
@@ -195,21 +195,30 @@ def run_held(folder: Path) -> Iterator[None]:
     """
     with Leases(folder) as leases:
         lease = folder / _LEASE
-        first = read_lease(lease)
+        first, began, is_told = read_lease(lease), time.monotonic(), False
         while not leases.take(lease):
             found = read_lease(lease)
             if first and found and found != first:
-                owner = "another process"
-                with suppress(ValueError, LookupError, TypeError):  # which writes it just now
-                    told = json.loads(found.text)
-                    owner = f"process {told['pid']} of {told['host']}"
                 raise PathosegError(
-                    f"{folder} is in training already, by {owner}.",
+                    f"{folder} is in training already, by {_owner(found)}.",
                     "Wait for its end or stop it, or give this run an --out of its own.",
                 )
             first = first or found
+            if first and not is_told and time.monotonic() - began > BEAT:  # it would have beaten
+                say(
+                    f"{folder} was in training by {_owner(first)}, which gives no sign of life: "
+                    f"waiting {LEASE:.0f} s until its lease is over."
+                )
+                is_told = True
             time.sleep(_LOOK)
         yield
+
+
+def _owner(lease: LeaseFile) -> str:
+    with suppress(ValueError, LookupError, TypeError):  # it is being written
+        told = json.loads(lease.text)
+        return f"process {told['pid']} of {told['host']}"
+    return "another process"
 
 
 def begin_run(

@@ -31,7 +31,7 @@ from pathoseg.config_file import load_config
 from pathoseg.device import to_input
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Size
-from pathoseg.inference import slide_job
+from pathoseg.inference import leases, slide_job
 from pathoseg.inference.leases import Leases
 from pathoseg.inference.result_folder import STATES, State, state_file, write_state
 from pathoseg.inference.segmenter import Segmenter
@@ -440,6 +440,22 @@ def test_python_starts_no_ranks(tmp_path: Path, tiny_bundle: SaveBundle) -> None
             _draw(tmp_path / "a.png"), tiny_bundle(), out=tmp_path / "out", options=options
         )
     assert not (tmp_path / "out").exists()
+
+
+def test_what_a_dead_process_elsewhere_had_begun_is_waited_for_and_told(
+    tmp_path: Path, command: Command, tiny_bundle: SaveBundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "LEASE", 1.5)
+    monkeypatch.setattr(workflow, "_PATIENCE", 0.1)
+    claim = tmp_path / "out" / ".work" / "s" / "claim"
+    claim.parent.mkdir(parents=True)
+    claim.write_text('{"host": "node9", "boot": "b", "pids": "p", "pid": 7, "born": 0.0}')
+    slide = _draw(tmp_path / "s.png")
+    code, said = command(
+        *("infer", slide, "--model", tiny_bundle(), "--out", tmp_path / "out", "--resume", *MPP)
+    )
+    assert code == 0, said
+    assert "Waiting for s.png, which other processes have begun." in said
 
 
 def test_two_slides_of_one_name_are_refused(

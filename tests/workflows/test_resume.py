@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,18 @@ def test_a_run_is_trained_by_one_process_at_a_time(
         assert (RUN / "config.toml").exists()
     with run_held(RUN):
         pass
+
+
+def test_the_lease_of_a_dead_process_elsewhere_is_waited_for_and_told(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "LEASE", 1.0)
+    monkeypatch.setattr(start_run, "BEAT", 0.1)
+    owner = {"host": "node9", "boot": "b", "pids": "p", "pid": 7, "born": 0.0}
+    (tmp_path / ".lease").write_text(json.dumps(owner))
+    with run_held(tmp_path):
+        [line] = said
+        assert f"{tmp_path} was in training by process 7 of node9" in line
 
 
 def test_limits_are_recorded_once_the_checkpoint_has_them(
