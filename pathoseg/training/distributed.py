@@ -33,6 +33,7 @@ from pathoseg.parallel.comm.launcher import (
 )
 from pathoseg.parallel.comm.local_ranks import LAST_WORDS, start_local
 from pathoseg.platform_support import physical_memory
+from pathoseg.progress import say
 
 if TYPE_CHECKING:  # torch, which a command that is refused does not wait for
     import torch
@@ -68,6 +69,12 @@ def start_ranks(
         return None
     command = [sys.executable, "-m", "pathoseg", *arguments]
     return start_local(ranks, command, choice, variables)
+
+
+def say_ranks(asked: int, world: World) -> None:
+    """Say that the launcher decides how many ranks there are, where `--ranks` asks for others."""
+    if world.launcher is not None and asked not in (1, world.ranks):
+        say(f"{asked} ranks are asked for, and {world.launcher} has started {world.ranks}.")
 
 
 class Ranks:

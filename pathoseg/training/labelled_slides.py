@@ -15,6 +15,7 @@ from pathoseg.annotations.reading import (
     annotation_of,
     class_table,
     colour_names,
+    few,
     read_labels,
     stray_annotations,
     unknown_names,
@@ -223,6 +224,11 @@ def labelled_slides(
     if not read.usable:
         place = config.data.annotations or config.data.told_folders
         reasons = {name: why for name, why in read.left_out.items() if name not in read.late}
+        if reasons.keys() == set(read.gone):
+            raise PathosegError(
+                f"{config.data.told_folders} holds none of the run's slides: {few([*reasons])}.",
+                "Name the folder that the run began with, or begin another run (--out).",
+            )
         raise _nothing_left(place, reasons, _strays(config, read.files))
     if classes is None:  # those of a recorded run stay as they are
         drawn = class_table([source.labels for source in read.usable], config.data.classes)

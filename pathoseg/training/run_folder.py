@@ -233,7 +233,7 @@ def run_to_resume(longer: bool) -> Path:
     if not unfinished:
         raise PathosegError(
             f"There is no unfinished run in {RUNS.resolve()}.",
-            "Start one with `pathoseg train --slides DIR`, or name it with --out RUN --resume.",
+            "Name one by --out RUN: --resume goes on with it, or begins it with --slides DIR.",
         )
     return max(unfinished, key=lambda run: (run / CONFIG).stat().st_mtime)
 

@@ -73,7 +73,7 @@ from pathoseg.slides.folder import find_slides
 from pathoseg.slides.slide import model_frame, open_slide
 from pathoseg.slides.zarr_folder import is_zarr
 from pathoseg.time_spent import time_told
-from pathoseg.training.distributed import errors_left_to_rank_0, silent
+from pathoseg.training.distributed import errors_left_to_rank_0, say_ranks, silent
 from pathoseg.training.run_folder import bundle_of
 from pathoseg.version import __version__
 from pathoseg.workflows.early_checks import check_device
@@ -159,6 +159,7 @@ def infer(
         _stopped_with_launcher(interruption, world),
     ):
         with _one_voice(world) as cores:
+            say_ranks(config.parallel.ranks, world)
             readers = config.infer.readers or cores
             config = replace(config, infer=replace(config.infer, readers=readers))
             request = _find_request(inputs, annotations, model, out, config, overwrite)

@@ -49,7 +49,7 @@ from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.slide_pool import SlidePool
 from pathoseg.time_spent import TimeSpent, time_told
 from pathoseg.training.checkpoint import Progress
-from pathoseg.training.distributed import Ranks, stopped_together
+from pathoseg.training.distributed import Ranks, say_ranks, stopped_together
 from pathoseg.training.earlier_model import (
     EarlierModel,
     warn_of_seen,
@@ -154,6 +154,7 @@ def _attempt(asked: TrainingArguments, ranks: Ranks, second: SecondAttempt | Non
     teams(wanted, wanted.ranks if world.launcher is None else world.ranks)
     if wanted.ranks > 1 and world.launcher is None:
         raise one_process_error(wanted.ranks, "train")
+    say_ranks(wanted.ranks, world)
     # Where memory is limited a plan says what is kept of it, on one rank too.
     alone = wanted.memory is not None
     joined = ranks.joined(wanted.transport, alone, wanted.device)

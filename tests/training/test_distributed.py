@@ -16,10 +16,11 @@ import torch
 from pathoseg import device
 from pathoseg.errors import LostRankError, PathosegError, StoppedError
 from pathoseg.interruption import Interruption
+from pathoseg.parallel.comm.launcher import World
 from pathoseg.parallel.comm.local_ranks import LAST_WORDS
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.training import distributed
-from pathoseg.training.distributed import Ranks, stopped_together
+from pathoseg.training.distributed import Ranks, say_ranks, stopped_together
 
 
 @pytest.fixture
@@ -109,6 +110,22 @@ def test_where_rank_0_is_lost_rank_1_tells_it(
         pytest.fail("no transport")
     told = f"Rank 1 on {socket.gethostname()}: Rank 0 ended without a word. Mend it.\n"
     assert capfd.readouterr() == ("", "" if lost else told)
+
+
+@pytest.mark.parametrize(
+    ("world", "told"),
+    [
+        (World(None), False),
+        (World("mpirun", 0, 3), False),
+        (World("mpirun", 0, 2), True),
+    ],
+)
+def test_ranks_that_the_launcher_did_not_start_are_told(
+    world: World, told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say_ranks(3, world)
+    said = capsys.readouterr().err
+    assert said == ("3 ranks are asked for, and mpirun has started 2.\n" if told else "")
 
 
 def _signalled() -> None:

@@ -381,6 +381,14 @@ def test_slides_that_came_later_stay_out_of_a_run_that_goes_on(brief: Path) -> N
     train(TrainingArguments(None, {}, run, resume=True))
     assert "slide0" not in (run / "summary.json").read_text()
     assert '"slide8.png": "it came after the run began"' in (run / "summary.json").read_text()
+    Path("other").mkdir()
+    draw_disc(Path("other/else.png"), 9)
+    (run / "summary.json").unlink()
+    with pytest.raises(
+        PathosegError, match="other holds none of the run's slides: slide"
+    ) as refused:
+        train(TrainingArguments(None, {"data": {"slides": "other"}}, run, resume=True))
+    assert "that the run began with" in refused.value.hint
 
 
 def test_a_run_goes_on_where_its_slides_were_moved(brief: Path) -> None:

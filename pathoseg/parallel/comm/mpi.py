@@ -46,8 +46,9 @@ def join_mpi(started: int = 1) -> MpiWire:
         raise PathosegError(
             f"{started} ranks were started, but each finds itself alone: the launcher is not "
             f"that of the MPI which mpi4py loads ({wire.library}).",
-            "Start with the mpirun of that MPI, or set MPI4PY_MPIABI or build mpi4py for the "
-            "launcher's (pip install --no-binary mpi4py mpi4py).",
+            "Start with the mpirun of that MPI, or without MPI (srun --mpi=none), or set "
+            "MPI4PY_MPIABI or build mpi4py for the launcher's (pip install --no-binary mpi4py "
+            "mpi4py).",
         )
     return wire
 
