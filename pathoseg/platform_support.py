@@ -57,6 +57,22 @@ def read_at(descriptor: int, count: int, offset: int) -> bytes:
     return os.read(descriptor, count)
 
 
+def is_file(path: Path) -> bool:
+    """Return `path.is_file()`, and False where a folder on the way may not be entered."""
+    try:
+        return path.is_file()
+    except PermissionError:  # Python 3.14 returns False
+        return False
+
+
+def is_folder(path: Path) -> bool:
+    """Return `path.is_dir()`, and False where a folder on the way may not be entered."""
+    try:
+        return path.is_dir()
+    except PermissionError:
+        return False
+
+
 def sync_file(path: Path) -> None:
     """Wait until a file's content is on disk.
 

@@ -14,7 +14,7 @@ from typing import Any
 from pathoseg.config import Config
 from pathoseg.errors import PathosegError
 from pathoseg.outputs.atomic import write_text
-from pathoseg.platform_support import follow_pointer, make_pointer, relative_path
+from pathoseg.platform_support import follow_pointer, is_file, make_pointer, relative_path
 from pathoseg.progress import say
 
 RUNS = Path("runs")
@@ -296,7 +296,7 @@ def _known() -> Iterator[Path]:
         return
     for entry in RUNS.iterdir():
         run = follow_pointer(entry)
-        if entry.name != "latest" and (run / CONFIG).is_file():
+        if entry.name != "latest" and is_file(run / CONFIG):
             yield run.resolve()
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pathoseg.errors import PathosegError
-from pathoseg.training.run_folder import new_run
+from pathoseg.training.run_folder import CONFIG, new_run, run_to_resume
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -32,3 +35,21 @@ def test_what_other_commands_leave_is_no_hindrance(tmp_path: Path) -> None:
     for name in ("plan.json", "timeline.svg", "check.html", "notes.txt"):
         (tmp_path / name).touch()
     assert new_run(tmp_path) == tmp_path
+
+
+def test_a_run_that_may_not_be_read_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "private"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / CONFIG).touch()
+    stat = os.stat
+
+    def refusing(path: Any, **options: Any) -> os.stat_result:
+        if Path(path).parent.name == "private":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refusing)
+    assert run_to_resume(longer=False) == tmp_path / "runs" / "mine"
