@@ -7,9 +7,11 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from pathoseg.config import Config
 from pathoseg.errors import PathosegError
@@ -34,10 +36,18 @@ _REPLACED = (
     "model",
     "predictions",
 )
-# What else commands write into a run's folder; files of a user's own are none of it.
+_EVALUATION = (
+    *(("evaluation", ".csv"), ("evaluation-slides", ".csv"), ("confusion", ".csv")),
+    *(("evaluation", ".json"), ("evaluation", ".html")),
+)
+# What else commands write into a run's folder, by name: a user may keep evaluation-notes.csv there.
 _WRITTEN = (
     *("plan.json", "metrics.csv", "validation.json", "report.html", "trace.json", "timeline.svg"),
-    *("evaluation*.csv", "evaluation*.json", "evaluation*.html", "confusion*.csv"),
+    *(
+        f"{stem}{split}{suffix}"
+        for stem, suffix in _EVALUATION
+        for split in ("", "-test", "-unseen", "-val", "-train")
+    ),
     *("checkpoints", "model", "predictions", "tensorboard"),
 )
 
@@ -110,9 +120,14 @@ def make_run(run: Path) -> None:
         OSError: The disk is full or cannot be written.
     """
     run.mkdir(parents=True, exist_ok=True)
-    if run.resolve().parent != RUNS.resolve():
-        RUNS.mkdir(exist_ok=True)
-        make_pointer(_free(RUNS / _now()), _from_runs(run))
+    if run.resolve().parent == RUNS.resolve():
+        return
+    RUNS.mkdir(exist_ok=True)
+    is_registered = False
+    while not is_registered:
+        with suppress(FileExistsError):  # another run has just taken the name
+            make_pointer(_free(RUNS / _now()), _from_runs(run))
+            is_registered = True
 
 
 def named_run(out: Path) -> Path:
@@ -139,7 +154,7 @@ def clear_run(run: Path, overwrite: bool) -> None:
             "Start this one again; give each of several that start together an --out of its own.",
         )
     reopen_run(run)
-    for path in (path for name in (*_WRITTEN, START, SPLITS, CONFIG) for path in run.glob(name)):
+    for path in (run / name for name in (*_WRITTEN, START, SPLITS, CONFIG)):
         if path.is_dir() and not path.is_symlink():  # a link may lead to a larger disk
             shutil.rmtree(path)
         else:
@@ -154,8 +169,7 @@ def finish_run(run: Path, summary: Mapping[str, Any]) -> None:
 
 def _point_latest(run: Path) -> None:
     RUNS.mkdir(exist_ok=True)
-    fresh = RUNS / f".latest-{os.getpid()}"
-    fresh.unlink(missing_ok=True)
+    fresh = RUNS / f".latest-{uuid4().hex[:8]}"  # processes of two hosts may have one number
     make_pointer(fresh, _from_runs(run))
     fresh.replace(RUNS / "latest")
 
@@ -168,7 +182,7 @@ def reopen_run(run: Path) -> None:
     """Mark a finished run as unfinished; `runs/latest` falls back to the newest of the others."""
     (run / _FINISHED).unlink(missing_ok=True)
     if _latest() == run.resolve():
-        (RUNS / "latest").unlink()
+        (RUNS / "latest").unlink(missing_ok=True)
         if other := _last_finished():
             _point_latest(other)
 
