@@ -51,7 +51,7 @@ from pathoseg.slides.slide import Slide, model_frame, open_slide
 from pathoseg.tiles.grid import TileGrid
 from pathoseg.tiles.prefetch import in_background
 from pathoseg.tiles.slide_pool import SlidePool
-from pathoseg.tiles.stain import Method, StainNormaliser, fit_stain
+from pathoseg.tiles.stain import Method, StainNormaliser, TooLittleStainError, fit_stain
 from pathoseg.tiles.tissue import Tissue, find_tissue
 from pathoseg.time_spent import TimeSpent
 
@@ -260,7 +260,7 @@ class Segmenter:
                 if self._context:  # the trained size: the other inputs' fields match it
                     grid = replace(grid, tile=Size(self._tile[0], self._tile[0]))
             indices = [i for i, box in enumerate(grid) if has_tissue(box)]
-        stain = None
+        stain, warnings = None, [*slide.warnings]
         if card.stain is not None:
             # On the tiles of training, not on windows: colours do not depend on [infer] memory.
             tiles = grid
@@ -268,9 +268,15 @@ class Segmenter:
                 tiles = TileGrid.cover(frame.size, card.tile, card.overlap, card.multiple)
             boxes = [box for box in map(tiles.box, range(len(tiles))) if has_tissue(box)]
             method: Method = "macenko" if card.stain["method"] == "macenko" else "reinhard"
-            stain = fit_stain(slide, frame, boxes, tissue, method) if boxes else None
-        unseen = card.unseen_resolution(slide.mpp.mean)
-        warnings = [*slide.warnings, *([] if unseen is None else [unseen])]
+            try:
+                stain = fit_stain(slide, frame, boxes, tissue, method) if boxes else None
+            except TooLittleStainError:
+                warnings.append(
+                    "it has too little stained tissue for the model's stain normalisation: its "
+                    "colours are left as they are"
+                )
+        if (unseen := card.unseen_resolution(slide.mpp.mean)) is not None:
+            warnings.append(unseen)
         context = [(each, Frame.at(slide.size, slide.mpp, each.mpp)) for each in self._context]
         warnings += [
             f"it is smaller than the {each.size * each.mpp:g} µm that the model's input "
