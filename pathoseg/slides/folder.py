@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from pathoseg.errors import PathosegError
-from pathoseg.platform_support import is_file, is_folder
+from pathoseg.platform_support import composed, is_file, is_folder
 from pathoseg.slides.image_reader import is_image
 from pathoseg.slides.tiff_reader import is_tiff
 from pathoseg.slides.zarr_folder import METADATA, is_zarr_slide
@@ -104,7 +104,7 @@ def _slides_below(root: Path, passed_over: Collection[Path]) -> list[Path]:
         parts = set().union(*(_parts(path) for path in files)) & named
         own = [path for path in files if path.name not in parts and is_slide(path)]
         meant += _first_of_series(own)
-    stems = {stem for path in meant for stem in (path.name, *_stems(path))}
+    stems = {composed(stem) for path in meant for stem in (path.name, *_stems(path))}
     slides = [path for path in meant if not _is_mask(path, stems)]
     return sorted(slides, key=lambda path: path.relative_to(root).as_posix())
 
@@ -213,7 +213,7 @@ def _is_mask(path: Path, stems: Collection[str]) -> bool:
     """
     name = path.stem.removesuffix(".ome")  # of a pyramid, X_mask.ome.tif
     stem = name.removesuffix("_mask").removesuffix("_classes")
-    return path.suffix.lower() in _MASK_SUFFIXES and stem != name and stem in stems
+    return path.suffix.lower() in _MASK_SUFFIXES and stem != name and composed(stem) in stems
 
 
 def _first_of_series(slides: list[Path]) -> list[Path]:

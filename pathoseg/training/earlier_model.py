@@ -17,7 +17,7 @@ from pathoseg.models.bundle import Bundle, load_bundle, read_tensors
 from pathoseg.models.bundle_identity import bundle_id
 from pathoseg.models.model_options import ModelConfig, Scalar
 from pathoseg.models.transfer import class_dimensions, transfer, transfer_fitting
-from pathoseg.platform_support import follow_pointer, relative_path
+from pathoseg.platform_support import composed, follow_pointer, relative_path
 from pathoseg.progress import say
 from pathoseg.training.run_folder import SPLITS, bundle_of
 from pathoseg.training.splits import TABLE, Member, read_rows
@@ -206,8 +206,10 @@ def warn_of_seen(earlier: EarlierModel, members: Mapping[str, Member]) -> None:
     table = earlier.place.parent / SPLITS
     if not table.is_file():
         return
-    trained = {name for name, row in read_rows(table).items() if row.get("split") == "train"}
-    seen = [m.slide for m in members.values() if m.split != "train" and m.slide in trained]
+    rows = read_rows(table, is_recorded=True)
+    trained = {composed(name) for name, row in rows.items() if row.get("split") == "train"}
+    held_out = (member.slide for member in members.values() if member.split != "train")
+    seen = [name for name in held_out if composed(name) in trained]
     if seen:
         say(
             f"The earlier model was trained on slides that are held out now ({some(seen)}): "

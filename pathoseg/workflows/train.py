@@ -304,12 +304,13 @@ def _read_input(run: StartedRun) -> _Input:
     """Read slides and annotations, split them, and build the network for their classes."""
     config, recorded = run.config, run.splits
     # A run goes on with the slides and splits that it began with.
-    own = None if recorded is None else read_rows(recorded).keys()
+    own = None if recorded is None else read_rows(recorded, is_recorded=True).keys()
     sources = find_labelled_slides(config, run.classes, own)
     table = find_table(config.data) if recorded is None else recorded
     loss = build_loss(config.loss, config.model.task, len(sources.classes))
     held = classes_held(sources)
-    members = split_slides([*held], table, config.seed, config.data.val_share, held)
+    share, is_recorded = config.data.val_share, recorded is not None
+    members = split_slides([*held], table, config.seed, share, held, is_recorded=is_recorded)
     model, origin = first_network(run.folder, config, sources.classes, run.start_from)
     if isinstance(run.start_from, EarlierModel):
         warn_of_seen(run.start_from, members)

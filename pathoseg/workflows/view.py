@@ -140,7 +140,7 @@ def _places(run: Path, folders: Sequence[Path]) -> list[Path]:
         run: Its folder.
         folders: The folders of slides that it names.
     """
-    names = read_rows(run / SPLITS)
+    names = read_rows(run / SPLITS, is_recorded=True)
 
     def has_none(place: Path) -> bool:
         return not any((place / folder / name).exists() for folder in folders for name in names)

@@ -45,11 +45,13 @@ def test_slides_sorted_by_name_without_the_rest(tmp_path: Path, image: Any) -> N
 def test_masks_beside_their_slides_are_none(tmp_path: Path, image: Any) -> None:
     for name in ("a.svs", "a_mask.png", "b.tif", "b_mask.TIF", "c_mask.png", "d_mask.jpg"):
         image(name)
-    for name in ("a_mask.ome.tif", "a.svs_mask.png", "b.tif_classes.tif"):
+    image("Mu\u0308ller.svs")
+    for name in ("a_mask.ome.tif", "a.svs_mask.png", "b.tif_classes.tif", "M\xfcller_mask.png"):
         image(name)
     image("d.png")
     image("masks/b_mask.png")
-    assert _names(tmp_path) == ["a.svs", "b.tif", "c_mask.png", "d.png", "d_mask.jpg"]
+    slides = ["Mu\u0308ller.svs", "a.svs", "b.tif", "c_mask.png", "d.png", "d_mask.jpg"]
+    assert _names(tmp_path) == slides
 
 
 def test_a_damaged_slide_stays_in_the_list(tmp_path: Path) -> None:
