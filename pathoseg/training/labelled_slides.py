@@ -23,7 +23,7 @@ from pathoseg.annotations.reading import (
 )
 from pathoseg.config import LARGEST_TILE, Config, DataConfig
 from pathoseg.errors import PathosegError
-from pathoseg.geometry import Frame
+from pathoseg.geometry import Frame, Size
 from pathoseg.progress import progress_bar, say
 from pathoseg.slides.folder import find_slides
 from pathoseg.slides.slide import model_frame, open_slide
@@ -40,12 +40,14 @@ class LabelledSlide:
         slide: Its file.
         labels: What is known of it.
         frame: Its pixels at the resolution of training.
+        size: Its level-0 pixels; the frame's sides are rounded up.
     """
 
     name: str
     slide: Path
     labels: Labels
     frame: Frame
+    size: Size
 
 
 @dataclass(frozen=True)
@@ -173,8 +175,8 @@ def read_slides(
                     unlabelled.append(name)
                     continue
                 with open_slide(path, data.assume_mpp) as slide:
-                    frame = model_frame(slide, config.tiles.mpp)
-                    labels = read_labels(annotation, slide.size, slide.origin, options)
+                    frame, size = model_frame(slide, config.tiles.mpp), slide.size
+                    labels = read_labels(annotation, size, slide.origin, options)
                 if config.model.task == "objects":
                     labels.refuse_without_objects()
                 if classes is None:
@@ -187,7 +189,7 @@ def read_slides(
                     ) from error
                 bad[name] = error
             else:
-                usable.append(LabelledSlide(name, path, labels, frame))
+                usable.append(LabelledSlide(name, path, labels, frame, size))
     gone = sorted(set(only or ()) - files.keys())
     return ReadSlides(files, tuple(usable), tuple(unlabelled), bad, tuple(late), tuple(gone))
 

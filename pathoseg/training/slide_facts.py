@@ -190,14 +190,9 @@ def class_table(
     return [("Class", False), *((title, True) for title in titles)], rows
 
 
-def slide_cells(facts: SlideFacts, classes: Sequence[str]) -> dict[str, str]:
-    """Return the cells of a slide's row by column; a class has mm², regions or objects, and tiles.
-
-    Args:
-        facts: Of the slide.
-        classes: Their names.
-    """
-    cells = {
+def slide_cells(facts: SlideFacts) -> dict[str, str]:
+    """Return the cells of a slide's row by column, without those of classes."""
+    return {
         "Slide": facts.member.slide,
         "Split": facts.member.split,
         "µm/px": f"{facts.mpp.mean:.4g}",
@@ -205,11 +200,25 @@ def slide_cells(facts: SlideFacts, classes: Sequence[str]) -> dict[str, str]:
         "Of interest": area_text(facts.interest_mm2),
         "Tiles": str(facts.tiles),
     }
+
+
+def class_cells(facts: SlideFacts | None, classes: Sequence[str]) -> list[str]:
+    """Return the cells of a slide's row for classes: mm², regions or objects, and tiles of each.
+
+    A class may be called like another column, so these are no part of `slide_cells`.
+
+    Args:
+        facts: Of the slide; of None the cells are empty.
+        classes: Their names.
+    """
+    if facts is None:
+        return [""] * len(classes)
+    cells = []
     for index, name in enumerate(classes, start=1):
         area, tiles = facts.areas_mm2[index], facts.class_tiles[index]
         regions = facts.regions(name)
         parts = [area_text(area), *([] if regions is None else [str(regions)]), str(tiles)]
-        cells[name] = " · ".join(parts) if tiles or area > 0 else "–"
+        cells.append(" · ".join(parts) if tiles or area > 0 else "–")
     return cells
 
 
@@ -272,9 +281,7 @@ def facts_of_training(
     facts = []
     for own in tiles:
         source = by_file[own.slide]
-        size, frame = source.frame.size, source.frame
-        level0 = Size(round(size.width * frame.scale_x), round(size.height * frame.scale_y))
-        found = slide_facts(members[source.name], own, config, level0)
+        found = slide_facts(members[source.name], own, config, source.size)
         facts.append(replace(found, padding=math.nan))  # `with_tile` has said it
     return facts
 

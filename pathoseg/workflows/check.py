@@ -60,6 +60,7 @@ from pathoseg.training.labelled_slides import (
 from pathoseg.training.run_folder import refuse_unwritable
 from pathoseg.training.slide_facts import (
     SlideFacts,
+    class_cells,
     class_lines,
     class_table,
     context_lines,
@@ -441,18 +442,17 @@ class _Check:
         columns += [("Tissue mm²", True)]
         columns += [(name, True) for name in ("Of interest", "Ignored") if optional[name]]
         columns += [("Tiles", True), *([("Padding", True)] if optional["Padding"] else [])]
-        columns += [(name, True) for name in shown]
         if names and not shown:
             columns += [("Labelled mm²", True), ("Classes", True)]
         rows = []
         for one in self.slides:
-            cells = dict.fromkeys((title for title, _ in columns), "")
-            cells |= self._cells(one, names)
-            rows.append([cells[title] for title, _ in columns])
-        return columns, rows
+            cells = self._cells(one, names)
+            fixed = [cells.get(title, "") for title, _ in columns]
+            rows.append([*fixed, *class_cells(one.facts, shown)])
+        return [*columns, *((name, True) for name in shown)], rows
 
     def _cells(self, seen: _Seen, names: Sequence[str]) -> dict[str, str]:
-        """Texts of a slide's row by column."""
+        """Return the texts of a slide's row by column, without those of classes."""
         facts, cells = seen.facts, {"Slide": seen.name}
         if seen.mpp and seen.size:
             cells["µm/px"] = f"{seen.mpp.mean:.4g}"
@@ -464,7 +464,7 @@ class _Check:
         held = sum(count > 0 for count in facts.class_tiles[1:])
         return {
             **cells,
-            **slide_cells(facts, names),
+            **slide_cells(facts),
             "Split": facts.member.split if self.members else "?",
             "Tissue mm²": area_text(facts.tissue_mm2),
             "Ignored": area_text(facts.ignored_mm2) if _ignores(facts) else "0",

@@ -76,6 +76,7 @@ from pathoseg.training.run_folder import (
 )
 from pathoseg.training.slide_facts import (
     SlideFacts,
+    class_cells,
     class_lines,
     class_table,
     context_lines,
@@ -447,11 +448,12 @@ def _report(
     titles = ["Slide", "Split", "Patient", "µm/px", "Pixels", "Of interest", "Tiles"]
     slide_rows = []
     for name, member in sorted(given.members.items(), key=lambda item: (item[1].split, item[0])):
-        cells = {"Slide": name, "Split": member.split}
-        if name in by_name:
-            cells = slide_cells(by_name[name], classes.names)
-        cells["Patient"] = member.patient
-        slide_rows.append([cells.get(title, "") for title in (*titles, *classes.names)])
+        own = by_name.get(name)
+        cells = {"Slide": name, "Split": member.split, "Patient": member.patient}
+        if own is not None:
+            cells |= slide_cells(own)
+        fixed = [cells.get(title, "") for title in titles]
+        slide_rows.append([*fixed, *class_cells(own, classes.names)])
     device, ranks = pick_device(config.parallel.device), 1 if plan is None else plan.ranks
     name = processor_name() if device.type == "cpu" else device_name(device)
     order = "" if plan is None or ranks == 1 else f": {plan.order}, {plan.stages} stages"
