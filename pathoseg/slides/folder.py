@@ -190,6 +190,11 @@ def _image_series_then(path: Path, size: int, modified: int) -> bytes | None:
     return _series(path) if is_slide(path) else None
 
 
+def with_a_name(path: Path) -> Path:
+    """Return the path of a slide, resolved where it ends in `.` or `..`, which name no slide."""
+    return path.resolve() if path.name in ("", "..") else path
+
+
 def is_slide(path: Path) -> bool:
     """Return True if a file or OME-Zarr folder looks like a slide by its name or first bytes."""
     suffix = path.suffix.lower()

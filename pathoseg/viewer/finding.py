@@ -13,7 +13,7 @@ from pathoseg.annotations.reading import annotation_of
 from pathoseg.errors import PathosegError
 from pathoseg.inference.result_folder import STATES, SUMMARY, State, read_state, state_file
 from pathoseg.outputs.report import Summary, read_summary
-from pathoseg.slides.folder import find_slides, is_data, is_slide
+from pathoseg.slides.folder import find_slides, is_data, is_slide, with_a_name
 from pathoseg.slides.zarr_folder import is_zarr_slide
 from pathoseg.viewer.slide_view import FILES, Entry
 
@@ -91,7 +91,8 @@ def find_entries(
             )
         found = dict[str, Path]()
         if path.is_file() or is_zarr_slide(path):
-            found = {path.name: path}
+            slide = with_a_name(path)
+            found = {slide.name: slide}
         else:
             results, batches = _results_below(path)
             own = [*_segmented(path, results, batches)]

@@ -69,7 +69,7 @@ from pathoseg.parallel.comm.launcher import (
 from pathoseg.parallel.comm.local_ranks import start_workers
 from pathoseg.platform_support import cores_to_use, parent_lives, process_age
 from pathoseg.progress import say
-from pathoseg.slides.folder import find_slides
+from pathoseg.slides.folder import find_slides, with_a_name
 from pathoseg.slides.slide import model_frame, open_slide
 from pathoseg.slides.zarr_folder import is_zarr
 from pathoseg.time_spent import time_told
@@ -351,8 +351,11 @@ def _slides(inputs: Sequence[Path], annotations: Path | None) -> dict[Path, str]
     slides, passed_over = dict[Path, str](), () if annotations is None else (annotations,)
     seen = set[Path]()  # of earlier arguments, wherever they begin
     for path in inputs:
-        is_folder = path.is_dir() and not is_zarr(path)
-        found = find_slides([path], passed_over) if is_folder else {path.name: path}
+        if path.is_dir() and not is_zarr(path):
+            found = find_slides([path], passed_over)
+        else:
+            slide = with_a_name(path)
+            found = {slide.name: slide}
         new = {slide: name for name, slide in found.items() if slide.resolve() not in seen}
         slides |= new
         seen.update(slide.resolve() for slide in new)

@@ -745,6 +745,17 @@ def test_a_helper_leaves_a_slide_that_it_cannot_read_to_the_leader(
     assert job._left == (not is_told)
 
 
+def test_a_slide_may_be_the_folder_one_is_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slide = tmp_path / "a.ome.zarr"
+    (slide / "0").mkdir(parents=True)
+    (slide / "zarr.json").write_text('{"attributes": {"ome": {"multiscales": []}}}')
+    for here, given in ((slide, Path()), (slide / "0", Path(".."))):
+        monkeypatch.chdir(here)
+        assert workflow._slides([given], None) == {slide: "a.ome.zarr"}
+
+
 def test_tables_are_written_by_the_last_one_that_finds_something_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
