@@ -498,7 +498,9 @@ def calibrate(
 def main() -> NoReturn:
     """Run the command line; every failure ends as one message and its exit code.
 
-    0 done, 1 some slides failed, 2 bad input, 130 Ctrl-C, 143 SIGTERM.
+    0 done; 1 some slides failed (`infer`), or there are warnings (`check`); 2 bad input, what
+    training would refuse (`check`), or slides that could not be compared (`evaluate`); 130 Ctrl-C;
+    143 SIGTERM.
     """
     # Threads that wait by spinning take the cores from those that work: on a machine with other
     # jobs a forward pass took up to 15 times longer. Read when torch is loaded.
