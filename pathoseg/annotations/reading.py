@@ -34,7 +34,7 @@ from pathoseg.annotations.qupath_geojson import read_geojson
 from pathoseg.annotations.raster import PolygonLabels
 from pathoseg.annotations.regions_of_interest import RegionOfInterest, regions_on_slide
 from pathoseg.annotations.xml_file import root_tag
-from pathoseg.errors import PathosegError
+from pathoseg.errors import PathosegError, first_names
 from pathoseg.geometry import Size
 from pathoseg.platform_support import composed, find_file, spellings
 
@@ -396,7 +396,7 @@ def what_is_left_out(
             path.name if near is None else f"{path.name} (like {near.name})"
             for path, near in strays.items()
         ]
-        lines.append(f"Annotations without a slide of their name: {few(named)}.")
+        lines.append(f"Annotations without a slide of their name: {first_names(named)}.")
     return lines
 
 
@@ -432,7 +432,7 @@ def unknown_names(labels: Collection[Labels], rename: Mapping[str, str]) -> list
     lines = []
     for missing in (name for name in rename if name not in classes):
         nearest = sorted(classes, key=partial(_likeness, missing), reverse=True)
-        there_are = few([quoted([name]) for name in nearest]) or "none"
+        there_are = first_names([quoted([name]) for name in nearest]) or "none"
         lines.append(
             "[annotations] rename: no annotation that can be read has a class "
             f"{quoted([missing])}; there are {there_are}."
@@ -455,19 +455,12 @@ def _likeness(one: str, other: str) -> float:
 
 _WITHOUT_CLASS = "outlines without a class"
 _SAY_WHAT = " [annotations] unclassified can say what they are."
-_MOST_NAMED = 3
 _COLOUR = re.compile("#[0-9A-Fa-f]{6}")  # as `imagescope_xml` writes it
 
 
 def _files(paths: Sequence[Path]) -> str:
     count = "1 file" if len(paths) == 1 else f"{len(paths)} files"
-    return f"{count} ({few([path.name for path in paths])})"
-
-
-def few(names: Sequence[str]) -> str:
-    """Return names as they are told: the first three, and how many more there are."""
-    more = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
-    return ", ".join([*names[:_MOST_NAMED], *more])
+    return f"{count} ({first_names([path.name for path in paths])})"
 
 
 def _natural(name: str) -> list[str | int]:

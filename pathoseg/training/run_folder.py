@@ -22,27 +22,21 @@ from pathoseg.progress import say
 RUNS = Path("runs")
 CONFIG = "config.toml"
 SPLITS = "splits.csv"
+METRICS, VALIDATION = "metrics.csv", "validation.json"
+PLAN, TRACE, TIMELINE = "plan.json", "trace.json", "timeline.svg"
 LIMITS = ("epochs", "time_limit")  # keys of the `train` table that a run may be given anew
 START = "start"  # the bundle of the weights that a run from an earlier model begins with
 _FINISHED = "summary.json"
 _CHECKPOINTS = "checkpoints"
 # What training writes and a user, or another program, may have called so, too.
-_REPLACED = (
-    CONFIG,
-    SPLITS,
-    "metrics.csv",
-    "validation.json",
-    "report.html",
-    "model",
-    "predictions",
-)
+_REPLACED = (CONFIG, SPLITS, METRICS, VALIDATION, "report.html", "model", "predictions")
 _EVALUATION = (
     *(("evaluation", ".csv"), ("evaluation-slides", ".csv"), ("confusion", ".csv")),
     *(("evaluation", ".json"), ("evaluation", ".html")),
 )
 # What else commands write into a run's folder, by name: a user may keep evaluation-notes.csv there.
 _WRITTEN = (
-    *("plan.json", "metrics.csv", "validation.json", "report.html", "trace.json", "timeline.svg"),
+    *(PLAN, METRICS, VALIDATION, "report.html", TRACE, TIMELINE),
     *(
         f"{stem}{split}{suffix}"
         for stem, suffix in _EVALUATION

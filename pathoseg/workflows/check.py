@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pathoseg.annotations.annotation import ClassTable
 from pathoseg.config import Config
 from pathoseg.config_file import load_config
-from pathoseg.errors import PathosegError, UnreadableError
+from pathoseg.errors import PathosegError, UnreadableError, first_names
 from pathoseg.geometry import Box, Frame, ModelInput, Mpp, Size, area_text
 from pathoseg.inference.infer_options import refuse_unfit
 from pathoseg.interruption import Interruption
@@ -67,7 +67,6 @@ from pathoseg.training.slide_facts import (
     shares_on_glass,
     slide_cells,
     slide_facts,
-    some,
     warnings_of,
 )
 from pathoseg.training.splits import Member, find_table, split_slides
@@ -324,7 +323,9 @@ class _Check:
                 said = said.replace(str(file), "")
             found[said].append(name)
         for first, *others in found.values():
-            whose = f"{1 + len(others)} slides ({some([first, *others])})" if others else first
+            whose = (
+                f"{1 + len(others)} slides ({first_names([first, *others])})" if others else first
+            )
             yield f"{whose}: {errors[first]}"
 
     def conclude(self) -> None:
@@ -346,7 +347,7 @@ class _Check:
         if self._unreadable:
             self.warnings.append(
                 f"Of the slides without an annotation, {len(self._unreadable)} cannot be read: "
-                f"{some(self._unreadable)}. {TABLE} says why."
+                f"{first_names(self._unreadable)}. {TABLE} says why."
             )
 
     def row(self, seen: _Seen) -> dict[str, object]:

@@ -20,10 +20,10 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pathoseg.annotations.reading import annotation_of, few
+from pathoseg.annotations.reading import annotation_of
 from pathoseg.config import Config
 from pathoseg.config_file import load_config
-from pathoseg.errors import PathosegError, StoppedError
+from pathoseg.errors import PathosegError, StoppedError, first_names
 from pathoseg.host_memory import share_one_heap
 from pathoseg.inference.leases import Leases
 from pathoseg.inference.provenance import provenance_of, refuse_other_results
@@ -418,7 +418,7 @@ def _tell_without_interest(batch: Sequence[SlideJob]) -> None:
             and not read_summary(slide.folder / SUMMARY).regions_of_interest
         ]
         if names:
-            say(f"{told}: {few(names)}.")
+            say(f"{told}: {first_names(names)}.")
 
 
 def _write_tables(

@@ -67,10 +67,12 @@ from pathoseg.training.labelled_slides import (
     with_tile,
 )
 from pathoseg.training.one_device import OneDevice
-from pathoseg.training.pipeline_engine import TIMELINE, Drawing, PipelineEngine, draw_step
+from pathoseg.training.pipeline_engine import Drawing, PipelineEngine, draw_step
 from pathoseg.training.read_network import read_alone
 from pathoseg.training.run_folder import (
     CONFIG,
+    METRICS,
+    TIMELINE,
     clear_run,
     finish_run,
 )
@@ -267,7 +269,7 @@ def _train(
     if asked.trace and not (folder / TIMELINE).exists():
         say("No step is drawn: the run had too few, as the first ones warm up.")
     kept = f"{'Last' if progress.score is None else 'Best'} epoch: {progress.best_epoch}"
-    figures = folder / "metrics.csv"
+    figures = folder / METRICS
     say(f"{kept}. Model: {folder / 'model'}. Figures: {figures}; to read: {folder / PAGE}")
     return folder
 

@@ -316,7 +316,7 @@ def test_what_is_not_learnt_from_is_said_once_for_each_kind(tmp_path: Path) -> N
     strays = {tmp_path / "slid.geojson": tmp_path / "slide.svs", tmp_path / "x.geojson": None}
     place = "in 1 file (slide.geojson)."
     say = "[annotations] unclassified can say what they are."
-    many = "b.geojson, c.geojson, d.geojson, 2 more"
+    many = "b.geojson, c.geojson, d.geojson, e.geojson and 1 more"
     assert what_is_left_out(reports, strays, TABLE) == [
         f"Points: 2 not used, {place}",
         f"Lines: 1 not used, {place}",
@@ -519,7 +519,10 @@ def test_names_that_no_file_has_are_told_with_those_that_are_there(tmp_path: Pat
 
     assert told({}) == told({**RENAME, "Mark": "x*", "annotation": "tumour"}) == []
     [line] = told({**RENAME, "class1": "tumour"})
-    assert 'has a class "class1"; there are "class 1", "class 2", "class 3", 8 more.' in line
+    assert (
+        'has a class "class1"; there are "class 1", "class 2", "class 3", "class 4" and 7 more.'
+        in line
+    )
     [line] = told({"tumor ": "tumour"})
     assert 'has a class "tumor "; there are "Tumor", "tumour", ' in line
 
