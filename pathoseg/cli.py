@@ -301,14 +301,23 @@ def infer(
         "parallel": {"device": device, "ranks": ranks},
     }
     _refuse_wrong_options(config, flags)
-    from pathoseg.workflows.infer import infer as run_inference
+    from pathoseg.workflows.infer import InferArguments
+    from pathoseg.workflows.infer import infer as run
 
-    raise typer.Exit(
-        run_inference(
-            *(slides, model, out, config, flags, resume, factory, sys.argv[1:]),
-            *(annotations, overwrite, verbose),
-        )
+    asked = InferArguments(
+        slides,
+        model,
+        out,
+        config,
+        flags,
+        annotations,
+        resume=resume,
+        overwrite=overwrite,
+        factory=factory,
+        verbose=verbose,
+        command_line=sys.argv[1:],
     )
+    raise typer.Exit(run(asked))
 
 
 @app.command(cls=Command, epilog="Example: pathoseg evaluate --slides slides/ --split test")
