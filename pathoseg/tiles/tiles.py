@@ -490,11 +490,11 @@ def cut_tiles(
         counts[indices],
         labels,
         classes,
-        around,
-        context,
-        options.apart,
-        options.labelled,
-        sparse,
+        tissue=around,
+        context=context,
+        apart=options.apart,
+        labelled=options.labelled,
+        sparse=sparse,
     )
     tiles.grid_pixels = counts.sum(axis=0)
     return tiles
