@@ -34,7 +34,7 @@ from pathoseg.models.bundle_identity import bundle_id
 from pathoseg.models.layers import fold_norms
 from pathoseg.outputs.stitch import (
     Finish,
-    Prediction,
+    TilePrediction,
     argmax,
     argmax_and_confidence,
     certainty_planes,
@@ -386,7 +386,7 @@ class Segmenter:
             ) as bar,
         ):
 
-            def watched() -> Iterator[Prediction]:
+            def watched() -> Iterator[TilePrediction]:
                 waiting = self.spent.waiting(predictions, "waiting for predictions")
                 try:
                     while True:
@@ -476,7 +476,7 @@ class Segmenter:
         return WindowOptions.choose(reach, card.multiple, largest)
 
     def _bands(
-        self, plan: SlidePlan, predictions: Iterator[Prediction], start: int, finish: Finish
+        self, plan: SlidePlan, predictions: Iterator[TilePrediction], start: int, finish: Finish
     ) -> Iterator[NDArray[Any]]:
         if self.card.model.task == "classify":
             return _coarse_rows(plan, predictions, start, finish, len(self.classes))
@@ -485,7 +485,7 @@ class Segmenter:
     def _joined(
         self,
         grid: TileGrid | Windows,
-        predictions: Iterator[Prediction],
+        predictions: Iterator[TilePrediction],
         finish: Finish,
         first: int = 0,
     ) -> Iterator[NDArray[Any]]:
@@ -502,7 +502,7 @@ class Segmenter:
         slides: SlidePool,
         rows: Iterable[Sequence[int]],
         is_given_up: IsGivenUp = never,
-    ) -> Generator[Prediction]:
+    ) -> Generator[TilePrediction]:
         def read_box(frame: Frame, box: Box) -> Region:
             with slides.borrow(plan.slide) as slide:
                 region = read_region(slide, frame, box)
@@ -542,8 +542,8 @@ class Segmenter:
 
 @contextmanager
 def _abandonable(
-    predictions: Generator[Prediction], interruption: Interruption
-) -> Iterator[Generator[Prediction]]:
+    predictions: Generator[TilePrediction], interruption: Interruption
+) -> Iterator[Generator[TilePrediction]]:
     """Make a context as `closing` does; while its end waits for the layer under way in the
     background, a signal may end the process."""
     try:
@@ -554,7 +554,7 @@ def _abandonable(
 
 
 def _coarse_rows(
-    plan: SlidePlan, predictions: Iterator[Prediction], start: int, finish: Finish, classes: int
+    plan: SlidePlan, predictions: Iterator[TilePrediction], start: int, finish: Finish, classes: int
 ) -> Iterator[NDArray[Any]]:
     """One pixel a tile: what `finish` makes of it, 255 where most of it was unread."""
     assert isinstance(plan.grid, TileGrid)

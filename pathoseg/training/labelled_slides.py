@@ -121,10 +121,10 @@ def slide_files(data: DataConfig) -> dict[str, Path]:
     """
     if not data.slide_folders:
         raise PathosegError("No slides are given.", "Name their folder with --slides DIR.")
-    notes = _annotations_folder(data)
-    if notes is not None and not notes.is_dir():
-        raise PathosegError(f"{notes} is not a folder.", "Check --annotations.")
-    return find_slides(data.slide_folders, () if notes is None else (notes,))
+    annotations = _annotations_folder(data)
+    if annotations is not None and not annotations.is_dir():
+        raise PathosegError(f"{annotations} is not a folder.", "Check --annotations.")
+    return find_slides(data.slide_folders, () if annotations is None else (annotations,))
 
 
 def _annotations_folder(data: DataConfig) -> Path | None:
@@ -159,7 +159,7 @@ def read_slides(
             "([annotations] roi).",
             "Take it out of one of the two: `roi = []` makes it a class like others.",
         )
-    files, notes = slide_files(data), _annotations_folder(data)
+    files, annotations = slide_files(data), _annotations_folder(data)
     usable, unlabelled, late = list[LabelledSlide](), list[str](), list[str]()
     bad = dict[str, PathosegError]()
     used = dict[Path, Path]()  # annotation → its slide
@@ -170,7 +170,7 @@ def read_slides(
                 late.append(name)
                 continue
             try:
-                annotation = annotation_of(name, path, notes, used)
+                annotation = annotation_of(name, path, annotations, used)
                 if annotation is None:
                     unlabelled.append(name)
                     continue

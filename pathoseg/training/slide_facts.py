@@ -172,7 +172,7 @@ Columns = Sequence[tuple[str, bool]]
 """Title of each column of a table, and whether its cells are numbers."""
 
 
-def class_table(
+def rows_by_class(
     facts: Sequence[SlideFacts], classes: ClassTable
 ) -> tuple[Columns, list[list[str]]]:
     """Return columns and rows: of each class, how much there is to learn and to validate from."""

@@ -27,7 +27,7 @@ _PATIENCE = 0.3  # seconds that an answer waits for a table
 _TABLES: Mapping[str, tuple[str, ...]] = {"regions": REGION_FILES, "objects": OBJECT_FILES}
 
 
-class TileCache:
+class EncodedTiles:
     """Encoded tiles, the ones used last, within a bound of bytes. Any thread may ask.
 
     Args:
@@ -77,7 +77,7 @@ class Gallery:
     ) -> None:
         self.readers = readers
         self._tell = tell
-        self.cache = TileCache()
+        self.cache = EncodedTiles()
         self._handles = Handles(readers)
         self._views = [
             SlideView(entry, self._handles, assume_mpp, options, tell) for entry in entries

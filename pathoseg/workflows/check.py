@@ -62,8 +62,8 @@ from pathoseg.training.slide_facts import (
     SlideFacts,
     class_cells,
     class_lines,
-    class_table,
     context_lines,
+    rows_by_class,
     shares_on_glass,
     slide_cells,
     slide_facts,
@@ -406,7 +406,7 @@ class _Check:
             sum(one.member.split == part for one in facts) for part in ("train", "val", "test")
         ]
         columns, rows = self._table(is_page=True)
-        class_columns, class_rows = class_table(facts, self.classes or ClassTable((), ()))
+        class_columns, class_rows = rows_by_class(facts, self.classes or ClassTable((), ()))
         return CheckPage(
             folders=self.config.data.told_folders,
             classes=list(zip(names, self.classes.colours, strict=True)) if self.classes else [],

@@ -80,9 +80,9 @@ from pathoseg.training.slide_facts import (
     SlideFacts,
     class_cells,
     class_lines,
-    class_table,
     context_lines,
     facts_of_training,
+    rows_by_class,
     slide_cells,
     warnings_of,
 )
@@ -446,7 +446,7 @@ def _report(
     """Return what the page of the run tells beside what is in the run's folder."""
     config, sources, plan = given.config, given.sources, given.plan
     classes, by_name = sources.classes, {one.member.slide: one for one in facts}
-    class_columns, class_rows = class_table(facts, classes)
+    class_columns, class_rows = rows_by_class(facts, classes)
     titles = ["Slide", "Split", "Patient", "µm/px", "Pixels", "Of interest", "Tiles"]
     slide_rows = []
     for name, member in sorted(given.members.items(), key=lambda item: (item[1].split, item[0])):

@@ -123,10 +123,10 @@ def _configured(
                 )
             shown.append(found)
         if config_file is None:
-            notes = run.data.annotations
-            if notes is not None and not given.get("annotations"):
-                notes = str(_found(Path(notes), places) or notes)
-            config = replace(run, data=replace(run.data, annotations=notes))
+            annotations = run.data.annotations
+            if annotations is not None and not given.get("annotations"):
+                annotations = str(_found(Path(annotations), places) or annotations)
+            config = replace(run, data=replace(run.data, annotations=annotations))
     return config, shown
 
 
