@@ -140,16 +140,23 @@ def infer(
         StoppedError: Ctrl-C or SIGTERM, once the layer under way is over (a command does not wait
             for it); `resume=True` goes on.
     """
+    from pathoseg.workflows.infer import InferArguments
     from pathoseg.workflows.infer import infer as run
 
     given = [slides] if isinstance(slides, (str, PathLike)) else list(slides)
-    inputs = [Path(each) for each in given]
-    run(
-        *(inputs, _path(model), Path(out), _path(config), _flags(options), resume, factory),
-        annotations=_path(annotations),
+    asked = InferArguments(
+        [Path(each) for each in given],
+        _path(model),
+        Path(out),
+        _path(config),
+        _flags(options),
+        _path(annotations),
+        resume=resume,
         overwrite=overwrite,
+        factory=factory,
     )
-    return Path(out)
+    run(asked)
+    return asked.out
 
 
 def evaluate(

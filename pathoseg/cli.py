@@ -301,14 +301,23 @@ def infer(
         "parallel": {"device": device, "ranks": ranks},
     }
     _refuse_wrong_options(config, flags)
-    from pathoseg.workflows.infer import infer as run_inference
+    from pathoseg.workflows.infer import InferArguments
+    from pathoseg.workflows.infer import infer as run
 
-    raise typer.Exit(
-        run_inference(
-            *(slides, model, out, config, flags, resume, factory, sys.argv[1:]),
-            *(annotations, overwrite, verbose),
-        )
+    asked = InferArguments(
+        slides,
+        model,
+        out,
+        config,
+        flags,
+        annotations,
+        resume=resume,
+        overwrite=overwrite,
+        factory=factory,
+        verbose=verbose,
+        command_line=sys.argv[1:],
     )
+    raise typer.Exit(run(asked))
 
 
 @app.command(cls=Command, epilog="Example: pathoseg evaluate --slides slides/ --split test")
@@ -498,7 +507,9 @@ def calibrate(
 def main() -> NoReturn:
     """Run the command line; every failure ends as one message and its exit code.
 
-    0 done, 1 some slides failed, 2 bad input, 130 Ctrl-C, 143 SIGTERM.
+    0 done; 1 some slides failed (`infer`), or there are warnings (`check`); 2 bad input, what
+    training would refuse (`check`), or slides that could not be compared (`evaluate`); 130 Ctrl-C;
+    143 SIGTERM.
     """
     # Threads that wait by spinning take the cores from those that work: on a machine with other
     # jobs a forward pass took up to 15 times longer. Read when torch is loaded.

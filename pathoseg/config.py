@@ -15,6 +15,7 @@ from pathoseg.duration import seconds
 from pathoseg.errors import PathosegError
 from pathoseg.memory_size import parse_memory
 from pathoseg.models.model_options import LossConfig, ModelConfig
+from pathoseg.platform_support import composed
 from pathoseg.tiles.tile_options import AugmentOptions, TissueOptions
 
 
@@ -84,6 +85,10 @@ class DataConfig:
     assume_mpp: Positive | None = None
     val_share: Share = 0.2
     skip_bad_slides: bool = False
+
+    def __post_init__(self) -> None:
+        if self.classes is not None:  # as those of annotations are read
+            object.__setattr__(self, "classes", tuple(map(composed, self.classes)))
 
     @property
     def slide_folders(self) -> tuple[Path, ...]:

@@ -1,7 +1,9 @@
 """The one error a user meets: what is wrong with which file, and a hint that mends it."""
 
+from collections.abc import Collection
 from pathlib import Path
 
+_MOST_NAMED = 4
 # What torch says in a RuntimeError: it has a class of its own for accelerators alone.
 _NO_MEMORY = ("out of memory", "can't allocate memory", "std::bad_alloc")
 
@@ -78,6 +80,12 @@ class StoppedError(Exception):
         super().__init__(advice)
         self.exit_code = 128 + number
         self.advice = advice
+
+
+def first_names(names: Collection[str]) -> str:
+    """Return names as messages tell them: the first few, and how many more there are."""
+    shown, more = [*names][:_MOST_NAMED], len(names) - _MOST_NAMED
+    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

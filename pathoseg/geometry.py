@@ -142,11 +142,14 @@ class ModelInput:
         return round(self.mpp / mpp)
 
     def around(self, tile: Box, mpp: float) -> Box:
-        """Return its pixels, counted in its own resolution, around the centre of a tile.
+        """Return the box of this input around the centre of a tile.
 
         Args:
             tile: In pixels of `mpp`; its place is a multiple of `ratio`.
             mpp: Microns per pixel of the tile.
+
+        Returns:
+            In pixels of this input; each side has `size` of them.
         """
         ratio = self.ratio(mpp)
         x, y = (
@@ -156,12 +159,15 @@ class ModelInput:
         return Box(x, y, self.size, self.size)
 
     def beyond(self, window: Box, mpp: float, margin: int) -> Box:
-        """Return its pixels, counted in its own resolution, that show a window and what is around.
+        """Return the box of this input that covers `window` and `margin` pixels on each side of it.
 
         Args:
             window: In pixels of `mpp`; place and size are multiples of `ratio`.
             mpp: Microns per pixel of the window.
-            margin: Pixels of its own on each side of the window's field.
+            margin: In pixels of this input.
+
+        Returns:
+            In pixels of this input.
         """
         x, y, width, height = (
             part // self.ratio(mpp) for part in (window.x, window.y, window.width, window.height)

@@ -12,11 +12,12 @@ import os
 import platform
 import signal
 import time
-from collections.abc import Callable, Iterator
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
@@ -55,6 +56,39 @@ def read_at(descriptor: int, count: int, offset: int) -> bytes:
         return pread(descriptor, count, offset)
     os.lseek(descriptor, offset, os.SEEK_SET)
     return os.read(descriptor, count)
+
+
+def is_file(path: Path) -> bool:
+    """Return `path.is_file()`, and False where a folder on the way may not be entered."""
+    try:
+        return path.is_file()
+    except PermissionError:  # Python 3.14 returns False
+        return False
+
+
+def is_folder(path: Path) -> bool:
+    """Return `path.is_dir()`, and False where a folder on the way may not be entered."""
+    try:
+        return path.is_dir()
+    except PermissionError:
+        return False
+
+
+def composed(name: str) -> str:
+    """Return a name in Unicode's composed form (NFC); names from macOS may have ü as two signs."""
+    return unicodedata.normalize("NFC", name)
+
+
+def spellings(name: str) -> Iterable[str]:
+    """Return a name as it is, and with its letters composed (NFC) and decomposed (NFD)."""
+    forms: tuple[Literal["NFC", "NFD"], ...] = ("NFC", "NFD")
+    return dict.fromkeys((name, *(unicodedata.normalize(form, name) for form in forms)))
+
+
+def find_file(folder: Path, name: str) -> Path | None:
+    """Return the file of this name, in whichever of its `spellings`; None where there is none."""
+    files = (folder / each for each in spellings(name))
+    return next((file for file in files if file.is_file()), None)
 
 
 def sync_file(path: Path) -> None:

@@ -178,13 +178,13 @@ def progress_bar(
         yield _LogBar(title, total, unit, done, clock)
         return
     with Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),  # names of slides may hold brackets
         BarColumn(),
         MofNCompleteColumn(),
         _Rate(unit),
         TextColumn("ETA"),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", markup=False),
         console=console,
         transient=True,
     ) as progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,6 +11,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from pathoseg import progress
 from pathoseg.progress import progress_bar
@@ -36,6 +38,17 @@ def _log(waits: Sequence[float], total: float | None, done: float = 0) -> list[_
                 now += wait
                 bar.advance()
     return told
+
+
+def test_brackets_are_part_of_a_title(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, width=120)
+    monkeypatch.setattr(progress, "console", console)
+    with progress_bar("case[b][/y].svs", 2, "tiles") as bar:
+        bar.advance()
+        bar.note("of [/z]")
+    assert "case[b][/y].svs" in shown.getvalue()
+    assert "of [/z]" in shown.getvalue()
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=200), st.booleans())

@@ -26,7 +26,7 @@ from pathoseg.slides.slide import model_frame, open_slide
 from pathoseg.tiles.grid import TileGrid
 from pathoseg.tiles.tile_options import TissueOptions
 from pathoseg.tiles.tissue import find_tissue
-from pathoseg.workflows.infer import infer
+from pathoseg.workflows.infer import InferArguments, infer
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = ROOT / "sample_data" / "sample_06.svs"
@@ -73,7 +73,7 @@ def main() -> None:
         flags = {"data": {"assume_mpp": options.assume_mpp}}
         for number in range(rounds):
             out = Path(folder) / f"results-{number}"
-            ours.take(partial(infer, [options.slide], bundle, out, None, flags, False, None))
+            ours.take(partial(infer, InferArguments([options.slide], bundle, out, None, flags)))
             bare.take(partial(_forward, model, side, counts[side]))
     overhead, of_cores = (
         statistics.median(a) / statistics.median(b)

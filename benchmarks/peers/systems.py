@@ -21,17 +21,15 @@ def pathoseg(job: dict[str, Any], out: Path) -> Segment:
 
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # as its command line sets it
 
-    from pathoseg.workflows.infer import infer
+    from pathoseg.workflows.infer import InferArguments, infer
 
     sys.path.insert(0, str(Path(__file__).parent))  # for the factory
     config = out.parent / "pathoseg.toml"
     config.write_text('[tissue]\nmethod = "all"\n')
 
     def segment() -> None:
-        infer(
-            [Path(job["slide"])], Path(job["bundle"]), out, config, {},
-            resume=False, factory=job["factory"], arguments=[],
-        )  # fmt: skip
+        slide, bundle, factory = Path(job["slide"]), Path(job["bundle"]), job["factory"]
+        infer(InferArguments([slide], bundle, out, config, factory=factory, command_line=[]))
 
     return segment
 

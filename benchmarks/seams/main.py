@@ -18,7 +18,7 @@ from pathoseg.geometry import Box, Frame
 from pathoseg.inference.infer_options import default_margin
 from pathoseg.models.build import edge_reach
 from pathoseg.models.bundle import load_bundle
-from pathoseg.outputs.stitch import Prediction, stitch
+from pathoseg.outputs.stitch import TilePrediction, stitch
 from pathoseg.slides.region import read_region
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.grid import TileGrid
@@ -70,7 +70,7 @@ def _seam(bundle: Path, overlap: int) -> tuple[int, float, float]:
         answer: torch.Tensor = logits[0].softmax(0)
         return answer
 
-    def tiles() -> Iterator[Prediction]:
+    def tiles() -> Iterator[TilePrediction]:
         for index, box in enumerate(grid):
             tile = np.full((box.height, box.width, 3), 255, np.uint8)
             part = pixels[box.y : box.bottom, box.x : box.right]

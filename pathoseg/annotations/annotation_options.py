@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pathoseg.errors import PathosegError
+from pathoseg.platform_support import composed
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,11 @@ class AnnotationOptions:
                 "objects.",
                 'Give numbers from 1, with `mask = "instances"`; of "indices", 255 is ignored.',
             )
+        # Names are compared composed, whichever system wrote them.
+        rename = {composed(old): composed(new) for old, new in self.rename.items()}
+        object.__setattr__(self, "rename", rename)
+        object.__setattr__(self, "roi", tuple(map(composed, self.roi)))
+        object.__setattr__(self, "unclassified", composed(self.unclassified))
         for old, new in self.rename.items():
             if not new or new != new.strip():
                 raise PathosegError(
@@ -75,11 +81,12 @@ class AnnotationOptions:
 
     def renamed(self, class_name: str | None) -> str | None:
         """The run's name of a class in a file."""
-        return None if class_name is None else self.rename.get(class_name, class_name)
+        name = None if class_name is None else composed(class_name)
+        return None if name is None else self.rename.get(name, name)
 
     def is_roi(self, class_name: str) -> bool:
         """Return True if outlines of this class, renamed already, are regions of interest."""
-        return class_name.casefold() in {name.casefold() for name in self.roi}
+        return composed(class_name).casefold() in {name.casefold() for name in self.roi}
 
     def for_classes(self, names: Iterable[str]) -> AnnotationOptions:
         """Return these options with no region of interest that is one of a model's classes.
@@ -87,5 +94,5 @@ class AnnotationOptions:
         Args:
             names: The model's classes; upper and lower case are the same.
         """
-        learnt = {name.casefold() for name in names}
+        learnt = {composed(name).casefold() for name in names}
         return replace(self, roi=tuple(name for name in self.roi if name.casefold() not in learnt))

@@ -12,6 +12,7 @@ from shapely import MultiPolygon, Polygon
 from pathoseg.annotations.annotation import Annotation, AnnotationFile, Colour, PassedOver
 from pathoseg.annotations.outline import WITHOUT_AREA, cut_out, refuse_without_area, region
 from pathoseg.annotations.xml_file import colour, number, read_xml
+from pathoseg.platform_support import composed
 
 ROOT = "ASAP_Annotations"
 
@@ -35,7 +36,7 @@ def read_asap(path: Path, exclude: Collection[str]) -> AnnotationFile:
     """
     file = _AsapFile()
     read_xml(path, file)
-    unwanted = {name.casefold() for name in exclude}
+    unwanted = {composed(name).casefold() for name in exclude}
     annotations: list[Annotation] = []
     holes: list[Polygon | MultiPolygon] = []
     passed_over = Counter[PassedOver]()
@@ -43,7 +44,7 @@ def read_asap(path: Path, exclude: Collection[str]) -> AnnotationFile:
         if not (area := outline.region):
             passed_over[PassedOver(outline.without_area or WITHOUT_AREA, outline.group)] += 1
             continue
-        if any(name.casefold() in unwanted for name in file.lineage(outline.group)):
+        if any(composed(name).casefold() in unwanted for name in file.lineage(outline.group)):
             holes.append(area)
         else:
             own = file.groups.get(outline.group or "")

@@ -61,6 +61,8 @@ def _top_level(text: _Text) -> Iterator[Any]:
     more = not text.take("}")
     while more:
         key = text.value()
+        if not isinstance(key, str):
+            raise ValueError("a member's name is no text")
         text.expect(":")
         if key == "features" and text.peek() == "[":
             collection = True

@@ -16,6 +16,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Size
+from pathoseg.platform_support import find_file
 
 MASK_SUFFIXES = (".png", ".tif", ".tiff")
 
@@ -101,8 +102,8 @@ def mask_files(folder: Path, stems: Iterable[str]) -> list[Path]:
     names = [f"{stem}{inner}" for stem in stems for inner in ("", ".ome")]
     for suffixes in (MASK_SUFFIXES, map(str.upper, MASK_SUFFIXES)):
         # Small letters and capitals are the same files on some systems.
-        paths = [folder / f"{name}{suffix}" for suffix in suffixes for name in dict.fromkeys(names)]
-        if found := [path for path in paths if path.is_file()]:
+        wanted = [f"{name}{suffix}" for suffix in suffixes for name in dict.fromkeys(names)]
+        if found := [file for name in wanted if (file := find_file(folder, name))]:
             return found
     return []
 

@@ -104,7 +104,8 @@ class MaskLabels:
         self._tiled: TiledMask | None = None
         with open_mask(path) as image:
             if isinstance(image, TiffImageFile) and not numbered:
-                self._tiled = TiledMask.of(path, image)
+                with told(path, Exception):  # a tag may hold anything
+                    self._tiled = TiledMask.of(path, image)
             refuse_other_images(path, image, slide_size, self._tiled is not None)
         if self._class_path is not None:
             with open_mask(self._class_path) as image:

@@ -1,7 +1,8 @@
 """Finds the true objects of a slide in its object plane, which arrives in strips.
 
-An object is a connected area of one colour (of eight neighbours). It keeps the pixels of areas that
-reach the last row, and for each colour which area each pixel of that row belongs to:
+An object is a connected area of one colour (of eight neighbours). From strip to strip `ObjectAreas`
+keeps the pixels of the areas that reach the last row, and for each colour which area each pixel of
+that row belongs to:
 
     strip n      | . a a . . b b . |     a and b are open, two areas of one colour
                  | . a a . . b b . |  <- the last row: 0 1 1 0 0 2 2 0

@@ -34,8 +34,9 @@ from pathoseg.annotations.qupath_geojson import read_geojson
 from pathoseg.annotations.raster import PolygonLabels
 from pathoseg.annotations.regions_of_interest import RegionOfInterest, regions_on_slide
 from pathoseg.annotations.xml_file import root_tag
-from pathoseg.errors import PathosegError
+from pathoseg.errors import PathosegError, first_names
 from pathoseg.geometry import Size
+from pathoseg.platform_support import composed, find_file, spellings
 
 _GEOJSON = (".geojson", ".geojson.gz")
 _OUTLINES = (".geojson", ".geojson.gz", ".json", ".xml")
@@ -53,14 +54,14 @@ def find_annotation(slide: Path, folder: Path | None) -> Path | None:
     suffix or without: of `X.svs`, `X.geojson` or `X.svs.geojson`; likewise
     `.geojson.gz`, `.json`, `.xml`, `_mask.png`, `_mask.tif` and `_mask.ome.tif`, in another folder
     than the slide's also `X.png` and `X.tif`. A mask's suffix may be in capitals. Of `X.ome.tif`, X
-    is `X.ome` or `X`.
+    is `X.ome` or `X`. Letters may be composed (NFC) in one name and decomposed (NFD) in the other.
 
     Raises:
         PathosegError: There are several.
     """
     place = folder or slide.parent
     names = [stem + suffix for stem in _stems(slide) for suffix in _OUTLINES]
-    found = [place / name for name in names if (place / name).is_file()]
+    found = [file for name in names if (file := find_file(place, name))]
     found += mask_files(place, [f"{stem}_mask" for stem in _stems(slide)])
     if place.resolve() != slide.parent.resolve():
         found += mask_files(place, _stems(slide))
@@ -90,8 +91,10 @@ def annotation_of(
         PathosegError: There are several, or it is another slide's.
     """
     within, found = PurePosixPath(name).parent, None
-    if folder is not None and within.parts and (folder / within).is_dir():
-        found = find_annotation(slide, folder / within)
+    if folder is not None and within.parts:
+        mirrored = (folder / each for each in spellings(str(within)))
+        if (place := next(filter(Path.is_dir, mirrored), None)) is not None:
+            found = find_annotation(slide, place)
     found = found or find_annotation(slide, folder)
     file = slide.resolve()
     if found is not None and (other := used.setdefault(found.resolve(), file)) != file:
@@ -113,14 +116,16 @@ def stray_annotations(folder: Path, slides: Sequence[Path]) -> dict[Path, Path |
         folder: Where to look, without the folders inside it.
         slides: All slides, also those whose annotations lie elsewhere.
     """
-    by_name = {stem.casefold(): slide for slide in slides for stem in _stems(slide)}
-    own = {stem + suffix for slide in slides for stem in _stems(slide) for suffix in _OUTLINES}
+    stems = {composed(stem): slide for slide in slides for stem in _stems(slide)}
+    by_name = {stem.casefold(): slide for stem, slide in stems.items()}
+    own = {stem + suffix for stem in stems for suffix in _OUTLINES}
     strays = dict[Path, Path | None]()
     left = _MOST_COMPARED
     for path in sorted(folder.iterdir()):
-        name = path.name.casefold()
+        written = composed(path.name)
+        name = written.casefold()
         suffix = next((suffix for suffix in _OUTLINES if name.endswith(suffix)), None)
-        if suffix is None or name.startswith(".") or path.name in own:
+        if suffix is None or name.startswith(".") or written in own:
             continue
         left -= len(by_name)
         near = _nearest(name.removesuffix(suffix), by_name, by_letters=left >= 0)
@@ -218,7 +223,7 @@ def _read_outlines(
         passed_over[kind.what] += count
     drawn = {region.class_name for region in file.annotations}
     drawn |= {kind.class_name for kind in file.passed_over}
-    classes = {name for name in drawn if name is not None}
+    classes = {composed(name) for name in drawn if name is not None}
     if file.annotations and not classes:
         classes = {UNCLASSIFIED}
     return annotations, passed_over, classes
@@ -391,7 +396,7 @@ def what_is_left_out(
             path.name if near is None else f"{path.name} (like {near.name})"
             for path, near in strays.items()
         ]
-        lines.append(f"Annotations without a slide of their name: {few(named)}.")
+        lines.append(f"Annotations without a slide of their name: {first_names(named)}.")
     return lines
 
 
@@ -427,7 +432,7 @@ def unknown_names(labels: Collection[Labels], rename: Mapping[str, str]) -> list
     lines = []
     for missing in (name for name in rename if name not in classes):
         nearest = sorted(classes, key=partial(_likeness, missing), reverse=True)
-        there_are = few([quoted([name]) for name in nearest]) or "none"
+        there_are = first_names([quoted([name]) for name in nearest]) or "none"
         lines.append(
             "[annotations] rename: no annotation that can be read has a class "
             f"{quoted([missing])}; there are {there_are}."
@@ -450,19 +455,12 @@ def _likeness(one: str, other: str) -> float:
 
 _WITHOUT_CLASS = "outlines without a class"
 _SAY_WHAT = " [annotations] unclassified can say what they are."
-_MOST_NAMED = 3
 _COLOUR = re.compile("#[0-9A-Fa-f]{6}")  # as `imagescope_xml` writes it
 
 
 def _files(paths: Sequence[Path]) -> str:
     count = "1 file" if len(paths) == 1 else f"{len(paths)} files"
-    return f"{count} ({few([path.name for path in paths])})"
-
-
-def few(names: Sequence[str]) -> str:
-    """Return names as they are told: the first three, and how many more there are."""
-    more = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
-    return ", ".join([*names[:_MOST_NAMED], *more])
+    return f"{count} ({first_names([path.name for path in paths])})"
 
 
 def _natural(name: str) -> list[str | int]:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from defusedxml.common import DefusedXmlException
 from defusedxml.ElementTree import DefusedXMLParser, ParseError
+from shapely.errors import ShapelyError
 
 from pathoseg.errors import PathosegError
 
@@ -29,7 +30,8 @@ def read_xml(path: Path, elements: Elements) -> None:
 
     Raises:
         PathosegError: The file cannot be read, is no XML, defines entities, is above 1 GiB, or
-            `elements` found an attribute missing (KeyError) or malformed (ValueError).
+            `elements` found an attribute missing (KeyError) or malformed (ValueError,
+            OverflowError), or an outline of which no region can be made (ShapelyError).
     """
     for _ in _feed(path, elements):
         pass
@@ -79,7 +81,7 @@ def _feed(path: Path, elements: Elements) -> Iterator[None]:
             f"{path} defines XML entities, which no annotation needs: {error}.",
             "Export the annotations again from ASAP or ImageScope.",
         ) from error
-    except (OSError, ParseError, ValueError, LookupError) as error:
+    except (OSError, ParseError, ValueError, LookupError, OverflowError, ShapelyError) as error:
         problem = f"lacks the attribute {error}" if isinstance(error, KeyError) else str(error)
         line = parser.parser.CurrentLineNumber
         raise PathosegError(

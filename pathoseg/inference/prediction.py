@@ -16,7 +16,7 @@ from pathoseg.errors import PathosegError, is_out_of_memory
 from pathoseg.geometry import IMAGE, Box
 from pathoseg.giving_up import IsGivenUp, asking, never
 from pathoseg.models.bundle import Bundle
-from pathoseg.outputs.stitch import Prediction
+from pathoseg.outputs.stitch import TilePrediction
 from pathoseg.slides.region import Region
 from pathoseg.tiles.prefetch import prefetch_map
 from pathoseg.time_spent import TimeSpent
@@ -52,7 +52,7 @@ def predict(
     inside: Callable[[int], Box] | None = None,
     is_given_up: IsGivenUp = never,
     spent: TimeSpent | None = None,
-) -> Generator[Prediction]:
+) -> Generator[TilePrediction]:
     """Predict the class probabilities of tiles, in their order.
 
     No batch spans two rows, so that a row's probabilities do not depend on where one begins, and
@@ -187,7 +187,7 @@ def _maps(answer: torch.Tensor, classes: int) -> torch.Tensor:
     return torch.cat([answer[:, :classes].softmax(1), answer[:, classes:]], dim=1)
 
 
-def _checked(batch: _Batch) -> Iterator[Prediction]:
+def _checked(batch: _Batch) -> Iterator[TilePrediction]:
     """The predictions of a batch, unless the sum of its channels is not finite."""
     if not np.isfinite(batch.total.array()):
         raise PathosegError(

@@ -141,7 +141,11 @@ def refuse_difference(
 
 
 def _changed(before: Mapping[str, str], now: Mapping[str, str], *, is_ours: bool) -> Iterator[str]:
-    """Yield the options that differ, as `table.key: old → new`; one not written is the default."""
+    """Yield each option that differs, as `table.key = OLD, which is NEW`.
+
+    An option that the result did not record counts as its default; where it recorded none at all,
+    nothing differs.
+    """
     defaults = _options(Config())
     for name, value in now.items():
         old = before.get(name, defaults[name]) if before else value

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import IGNORE
 from pathoseg.annotations.qupath_geojson import GeoJsonWriter
-from pathoseg.annotations.reading import few, read_regions_of_interest
+from pathoseg.annotations.reading import read_regions_of_interest
 from pathoseg.annotations.regions_of_interest import RegionOfInterest
 from pathoseg.config import Config, InferConfig, OutputsConfig
-from pathoseg.errors import PathosegError, UnreadableError
+from pathoseg.errors import PathosegError, UnreadableError, first_names
 from pathoseg.geometry import Box, Frame, area_text
 from pathoseg.host_memory import give_back_freed_memory
 from pathoseg.inference.certainty import Certainty, certainty_files
@@ -347,7 +347,7 @@ def _summary(
         what = "tile" if of_tiles else "pixel"
         told.append(
             f"regions of interest that hold no {what}'s centre, so that their areas are 0: "
-            f"{few(missed)}"
+            f"{first_names(missed)}"
         )
     summary = Summary(
         slide=name,

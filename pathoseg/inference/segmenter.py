@@ -34,7 +34,7 @@ from pathoseg.models.bundle_identity import bundle_id
 from pathoseg.models.layers import fold_norms
 from pathoseg.outputs.stitch import (
     Finish,
-    Prediction,
+    TilePrediction,
     argmax,
     argmax_and_confidence,
     certainty_planes,
@@ -51,7 +51,7 @@ from pathoseg.slides.slide import Slide, model_frame, open_slide
 from pathoseg.tiles.grid import TileGrid
 from pathoseg.tiles.prefetch import in_background
 from pathoseg.tiles.slide_pool import SlidePool
-from pathoseg.tiles.stain import Method, StainNormaliser, fit_stain
+from pathoseg.tiles.stain import Method, StainNormaliser, TooLittleStainError, fit_stain
 from pathoseg.tiles.tissue import Tissue, find_tissue
 from pathoseg.time_spent import TimeSpent
 
@@ -260,7 +260,7 @@ class Segmenter:
                 if self._context:  # the trained size: the other inputs' fields match it
                     grid = replace(grid, tile=Size(self._tile[0], self._tile[0]))
             indices = [i for i, box in enumerate(grid) if has_tissue(box)]
-        stain = None
+        stain, warnings = None, [*slide.warnings]
         if card.stain is not None:
             # On the tiles of training, not on windows: colours do not depend on [infer] memory.
             tiles = grid
@@ -268,9 +268,15 @@ class Segmenter:
                 tiles = TileGrid.cover(frame.size, card.tile, card.overlap, card.multiple)
             boxes = [box for box in map(tiles.box, range(len(tiles))) if has_tissue(box)]
             method: Method = "macenko" if card.stain["method"] == "macenko" else "reinhard"
-            stain = fit_stain(slide, frame, boxes, tissue, method) if boxes else None
-        unseen = card.unseen_resolution(slide.mpp.mean)
-        warnings = [*slide.warnings, *([] if unseen is None else [unseen])]
+            try:
+                stain = fit_stain(slide, frame, boxes, tissue, method) if boxes else None
+            except TooLittleStainError:
+                warnings.append(
+                    "it has too little stained tissue for the model's stain normalisation: its "
+                    "colours are left as they are"
+                )
+        if (unseen := card.unseen_resolution(slide.mpp.mean)) is not None:
+            warnings.append(unseen)
         context = [(each, Frame.at(slide.size, slide.mpp, each.mpp)) for each in self._context]
         warnings += [
             f"it is smaller than the {each.size * each.mpp:g} µm that the model's input "
@@ -380,7 +386,7 @@ class Segmenter:
             ) as bar,
         ):
 
-            def watched() -> Iterator[Prediction]:
+            def watched() -> Iterator[TilePrediction]:
                 waiting = self.spent.waiting(predictions, "waiting for predictions")
                 try:
                     while True:
@@ -470,7 +476,7 @@ class Segmenter:
         return WindowOptions.choose(reach, card.multiple, largest)
 
     def _bands(
-        self, plan: SlidePlan, predictions: Iterator[Prediction], start: int, finish: Finish
+        self, plan: SlidePlan, predictions: Iterator[TilePrediction], start: int, finish: Finish
     ) -> Iterator[NDArray[Any]]:
         if self.card.model.task == "classify":
             return _coarse_rows(plan, predictions, start, finish, len(self.classes))
@@ -479,7 +485,7 @@ class Segmenter:
     def _joined(
         self,
         grid: TileGrid | Windows,
-        predictions: Iterator[Prediction],
+        predictions: Iterator[TilePrediction],
         finish: Finish,
         first: int = 0,
     ) -> Iterator[NDArray[Any]]:
@@ -496,7 +502,7 @@ class Segmenter:
         slides: SlidePool,
         rows: Iterable[Sequence[int]],
         is_given_up: IsGivenUp = never,
-    ) -> Generator[Prediction]:
+    ) -> Generator[TilePrediction]:
         def read_box(frame: Frame, box: Box) -> Region:
             with slides.borrow(plan.slide) as slide:
                 region = read_region(slide, frame, box)
@@ -536,8 +542,8 @@ class Segmenter:
 
 @contextmanager
 def _abandonable(
-    predictions: Generator[Prediction], interruption: Interruption
-) -> Iterator[Generator[Prediction]]:
+    predictions: Generator[TilePrediction], interruption: Interruption
+) -> Iterator[Generator[TilePrediction]]:
     """Make a context as `closing` does; while its end waits for the layer under way in the
     background, a signal may end the process."""
     try:
@@ -548,7 +554,7 @@ def _abandonable(
 
 
 def _coarse_rows(
-    plan: SlidePlan, predictions: Iterator[Prediction], start: int, finish: Finish, classes: int
+    plan: SlidePlan, predictions: Iterator[TilePrediction], start: int, finish: Finish, classes: int
 ) -> Iterator[NDArray[Any]]:
     """One pixel a tile: what `finish` makes of it, 255 where most of it was unread."""
     assert isinstance(plan.grid, TileGrid)

@@ -399,6 +399,7 @@ class SlideJob:
 
         Raises:
             StoppedError: A signal came.
+            RuntimeError: The device fails.
         """
         context, state = self._context, self.state
         try:
@@ -412,8 +413,12 @@ class SlideJob:
             return self._shared(self._plan).help()
         except FileNotFoundError:
             return False  # it is done
-        except (PathosegError, OSError):
-            self._left = True  # the process that leads meets the same, and says so
+        except (StoppedError, GivenUpError, RuntimeError):
+            raise  # as in `_attempt`
+        except Exception:
+            # The process that leads meets the same and says so, or, as where memory is short here,
+            # goes on alone.
+            self._left = True
             return False
 
     def _attempt(self) -> bool:

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from pathoseg.annotations.annotation import IGNORE
 from pathoseg.device import Arrival, answer
 from pathoseg.geometry import IMAGE, Box, Frame, Size
-from pathoseg.outputs.stitch import Finish, Prediction, argmax
+from pathoseg.outputs.stitch import Finish, TilePrediction, argmax
 
 _CELL_UM = 64.0  # glass is left out by cells of this side,
 _CELL = 128  # or of so many pixels where that is more
@@ -238,7 +238,7 @@ class Windows:
 
     def join(
         self,
-        predictions: Iterable[Prediction],
+        predictions: Iterable[TilePrediction],
         channels: int,
         finish: Finish = argmax,
         first: int = 0,
@@ -260,7 +260,7 @@ class Windows:
         blank = finish(torch.zeros(channels, 1, 1)).numpy()
         height = self._cell * self._cells_a_band
         waiting = iter(predictions)
-        following: Prediction | None = None
+        following: TilePrediction | None = None
         for row in range(first, self.rows):
             top, end = row * height, self._first[row + 1]
             rows = min(height, self._extent.height - top)

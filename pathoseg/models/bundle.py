@@ -22,7 +22,7 @@ from pathoseg.geometry import IMAGE, ModelInput
 from pathoseg.models.build import build_model, check_inputs, declared_inputs, tile_multiple
 from pathoseg.models.bundle_identity import CARD, COPY_AGAIN, WEIGHTS, read_bundle_file
 from pathoseg.models.model_options import ModelConfig, Scalar
-from pathoseg.platform_support import sync_folder
+from pathoseg.platform_support import composed, sync_folder
 from pathoseg.typed_json import from_json
 from pathoseg.version import __version__
 
@@ -82,6 +82,8 @@ class Bundle:
     torch_version: str = str(torch.__version__)
 
     def __post_init__(self) -> None:
+        # As those of annotations are read.
+        object.__setattr__(self, "class_names", tuple(map(composed, self.class_names)))
         names, colours = self.class_names, self.class_colours
         _require(
             len(names) == len(colours) == self.model.classes - 1,

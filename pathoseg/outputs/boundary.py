@@ -21,7 +21,7 @@ from pathoseg.outputs.arcs import Flags, Indices, Rings, simplified
 # Above any column: row × WIDEST + column sorts by row, then column.
 WIDEST = 2**31
 
-Labels = NDArray[np.uint8]
+ClassRows = NDArray[np.uint8]
 """Class indices of rows of a mask, 0 where nothing is traced."""
 
 
@@ -42,7 +42,7 @@ class Runs:
     value: Indices
 
     @classmethod
-    def of(cls, labels: Labels) -> Runs:
+    def of(cls, labels: ClassRows) -> Runs:
         """Find the runs of one class in labels, shape (rows, width); background is none."""
         changes = np.ones(labels.shape, bool)
         np.not_equal(labels[:, 1:], labels[:, :-1], out=changes[:, 1:])
@@ -96,7 +96,7 @@ class Boundary:
         self._open = np.zeros((2, 0), np.int64)  # of both sides of the last row's runs
         self._count = 0
 
-    def edges(self, labels: Labels, runs: Runs, region: Indices, top: int) -> Edges:
+    def edges(self, labels: ClassRows, runs: Runs, region: Indices, top: int) -> Edges:
         """Find the horizontal edges above each of a band's rows.
 
         Args:
@@ -165,7 +165,7 @@ class Boundary:
         return np.arange(self._count - count, self._count)
 
 
-def _joints(labels: Labels) -> Flags:
+def _joints(labels: ClassRows) -> Flags:
     """Find the pixel corners at which three or four boundary edges meet.
 
     Args:
@@ -181,7 +181,7 @@ def _joints(labels: Labels) -> Flags:
     return joints
 
 
-def _joints_along(labels: Labels, joint: Flags) -> tuple[Indices, Indices, Flags]:
+def _joints_along(labels: ClassRows, joint: Flags) -> tuple[Indices, Indices, Flags]:
     """Joints where a horizontal edge of a region goes straight on.
 
     Args:

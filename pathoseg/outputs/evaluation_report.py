@@ -396,9 +396,7 @@ class _Page:
             [f"{count(n)} {evaluation.unit}" for n in row] for row in split.confusion.tolist()
         ]
         self.reliability, self.sureness = _reliability(split.calibration, evaluation)
-        self.pictures = [
-            _shown(at, shown, evaluation.classes) for at, shown in enumerate(split.pictures)
-        ]
+        self.pictures = [_shown(shown, evaluation.classes) for shown in split.pictures]
         self.has_ignored = any((shown.truth == IGNORE).any() for shown in split.pictures)
         self.slide_columns = [("Slide", False), ("Patient", False), ("Mean Dice", True)]
         self.slide_columns += [(f"Dice {name}", True) for name in names if len(names) > 1]
@@ -487,7 +485,7 @@ def _reliability(bins: NDArray[np.float64], evaluation: Evaluation) -> tuple[Cha
     )
 
 
-def _shown(at: int, shown: SlidePicture, classes: ClassTable) -> dict[str, Any]:
+def _shown(shown: SlidePicture, classes: ClassTable) -> dict[str, Any]:
     """A picture as the macro `panels` takes it."""
     height, width = shown.truth.shape
     layers = [picture(overlay_layer(mask, classes)) for mask in (shown.truth, shown.prediction)]

@@ -18,7 +18,7 @@ from pathoseg.annotations.annotation import ClassTable
 from pathoseg.annotations.coverage import counted
 from pathoseg.annotations.qupath_geojson import GeoJsonWriter
 from pathoseg.geometry import Frame
-from pathoseg.outputs.objects import FoundObjects, Labels
+from pathoseg.outputs.objects import FoundObjects, NumberPlane
 
 Numbers = NDArray[np.float64]
 
@@ -68,7 +68,7 @@ def measure(found: FoundObjects, mpp: float, stains: NDArray[np.float32]) -> dic
     }
 
 
-def _perimeters(labels: Labels, count: int) -> Numbers:
+def _perimeters(labels: NumberPlane, count: int) -> Numbers:
     """π/8 (n₀ + n₉₀ + (n₄₅ + n₁₃₅) / √2), n being how often lines of a direction cross the edge."""
     bordered = np.pad(labels, 1)
     rows, columns = bordered.shape

@@ -49,7 +49,8 @@ from pathoseg.annotations.coverage import counted
 from pathoseg.geometry import Box, ObjectMask, Size
 from pathoseg.outputs.boundary import Boundary, Runs, polygons
 
-Labels = NDArray[np.int32]
+NumberPlane = NDArray[np.int32]
+"""The number of the object of each pixel, shape (height, width); 0 where there is none."""
 
 _AROUND = [(y, x) for y in (-1, 0, 1) for x in (-1, 0, 1)]
 _HALF = [(0, 1), (1, -1), (1, 0), (1, 1)]  # of the eight neighbours, one of each pair
@@ -64,7 +65,7 @@ class Basins:
         peaks: Row and column of each object's highest pixel, shape (objects, 2).
     """
 
-    labels: Labels
+    labels: NumberPlane
     peaks: NDArray[np.int64]
 
 
@@ -100,7 +101,9 @@ def separate(height: NDArray[np.int16], depth: int) -> Basins:
     return Basins(labels, np.stack(np.divmod(inside[peak[kept]], columns), axis=1))
 
 
-def _climb(height: NDArray[np.int16], number: Labels, inside: NDArray[np.int64]) -> Labels:
+def _climb(
+    height: NDArray[np.int16], number: NumberPlane, inside: NDArray[np.int64]
+) -> NumberPlane:
     """(1) The number of the peak of each pixel inside, numbered as they are."""
     rows, columns = height.shape
     # Of the pixels around one, the largest height × 16 + place is that of its highest neighbour.
@@ -113,7 +116,7 @@ def _climb(height: NDArray[np.int16], number: Labels, inside: NDArray[np.int64])
     return _followed(up)
 
 
-def _followed(up: Labels) -> Labels:
+def _followed(up: NumberPlane) -> NumberPlane:
     """Return the last pixel (or basin) of each chain of pointers."""
     while True:
         further = up[up]
@@ -124,12 +127,12 @@ def _followed(up: Labels) -> Labels:
 
 def _merged(
     height: NDArray[np.int16],
-    number: Labels,
-    basin: Labels,
+    number: NumberPlane,
+    basin: NumberPlane,
     tops: NDArray[np.int16],
     rank: NDArray[np.int64],
     depth: int,
-) -> Labels:
+) -> NumberPlane:
     """(2) Return for each basin the basin that it is finally merged into, itself if none."""
     count = len(tops)
     one, other, saddle = _saddles(height, number, basin)
@@ -157,7 +160,7 @@ def _merged(
 
 
 def _saddles(
-    height: NDArray[np.int16], number: Labels, basin: Labels
+    height: NDArray[np.int16], number: NumberPlane, basin: NumberPlane
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int16]]:
     """Return pairs of basins that touch, and the height of the highest saddle of each pair."""
     basin_of = np.full(height.shape, -1, np.int64)
@@ -194,7 +197,7 @@ class FoundObjects:
     """
 
     box: Box
-    labels: Labels
+    labels: NumberPlane
     class_index: NDArray[np.int64]
     probability: NDArray[np.float64]
     pixels: NDArray[np.int64]
@@ -323,7 +326,7 @@ class ObjectFinder:
         self._taken, self._taken_top = np.concatenate([still, more]), top
 
     def _cut_off(
-        self, labels: Labels, kept: NDArray[np.bool_], block: Box, around: Box
+        self, labels: NumberPlane, kept: NDArray[np.bool_], block: Box, around: Box
     ) -> NDArray[np.bool_]:
         """Remove pixels of kept objects that are far from the block, or taken; take the others.
 
@@ -371,7 +374,7 @@ class ObjectFinder:
     def _described(
         self,
         box: Box,
-        labels: Labels,
+        labels: NumberPlane,
         kept: NDArray[np.bool_],
         lost: NDArray[np.bool_],
         kind: NDArray[np.uint8],
@@ -421,7 +424,9 @@ class ObjectFinder:
             int((kept & is_small).sum()),
         )
 
-    def _outlines(self, colours: NDArray[np.uint8], shown: Labels, box: Box) -> NDArray[np.object_]:
+    def _outlines(
+        self, colours: NDArray[np.uint8], shown: NumberPlane, box: Box
+    ) -> NDArray[np.object_]:
         bordered = np.pad(colours, ((1, 1), (0, 0)))
         runs = Runs.of(bordered)
         if not shown.any():
@@ -435,7 +440,7 @@ class ObjectFinder:
         return np.asarray(shapely.transform(found, lambda corners: corners + corner))
 
 
-def _coloured(labels: Labels) -> NDArray[np.uint8]:
+def _coloured(labels: NumberPlane) -> NDArray[np.uint8]:
     """Numbers from 1 to 254 for which neighbours that share an edge differ; 0 where labels are."""
     colour = np.append(0, np.arange(int(labels.max(initial=0))) % 251 + 1).astype(np.uint8)
     pairs = []

@@ -42,7 +42,7 @@ _FLOOR = 1e-6
 # The weight of an unread pixel: too little to show beside any read one (at least _FLOOR²).
 _UNREAD = 1e-30
 
-Prediction = tuple[int, torch.Tensor, NDArray[np.bool_] | None]
+TilePrediction = tuple[int, torch.Tensor, NDArray[np.bool_] | None]
 Finish = Callable[[torch.Tensor], torch.Tensor]
 _Kind = tuple[bool, bool, int]
 
@@ -163,7 +163,7 @@ def _refuse_margin(shared: int, margin: int) -> None:
 
 def stitch(
     grid: TileGrid,
-    predictions: Iterable[Prediction],
+    predictions: Iterable[TilePrediction],
     channels: int,
     margin: int,
     finish: Finish = argmax,
@@ -266,7 +266,7 @@ class _Blend:
         # By column, what tiles share with the next row, and the first row that it does not reach.
         self._above: dict[int, tuple[torch.Tensor, int]] = {}
 
-    def add(self, row: int, column: int, tile: Prediction | None) -> torch.Tensor | None:
+    def add(self, row: int, column: int, tile: TilePrediction | None) -> torch.Tensor | None:
         """Take the next tile and return the sums that no later one changes.
 
         Args:
@@ -303,7 +303,7 @@ class _Blend:
             self._above[column] = below.clone(), above_until
         return done
 
-    def _weigh(self, tile: Prediction, window: torch.Tensor) -> None:
+    def _weigh(self, tile: TilePrediction, window: torch.Tensor) -> None:
         """Start the sums with a tile, cut to where its window lies."""
         _, probabilities, unread = tile
         height, width = window.shape

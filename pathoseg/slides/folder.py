@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from pathoseg.errors import PathosegError
+from pathoseg.platform_support import composed, is_file, is_folder
 from pathoseg.slides.image_reader import is_image
 from pathoseg.slides.tiff_reader import is_tiff
 from pathoseg.slides.zarr_folder import METADATA, is_zarr_slide
@@ -20,7 +21,11 @@ _SUFFIXES = {
 _MASK_SUFFIXES = {".png", ".tif", ".tiff"}
 _INDEX_SUFFIXES = {".vms", ".vmu"}  # text files that name the images of a Hamamatsu slide
 _DICOM_SUFFIX, _DICOM_MAGIC, _DICOM_MAGIC_AT = ".dcm", b"DICM", 128
-_SERIES_TAG = b"\x20\x00\x0e\x00UI"  # SeriesInstanceUID, explicit little endian
+# Elements of DICOM, explicit little endian: a tag of 4 bytes, a type of 2, the length, the value.
+_SERIES_TAG = b"\x20\x00\x0e\x00"  # SeriesInstanceUID
+_ITEM, _ITEM_END, _SEQUENCE_END = (b"\xfe\xff" + end for end in (b"\0\xe0", b"\r\xe0", b"\xdd\xe0"))
+_LONG_TYPES = {*b"OB OD OF OL OV OW SQ SV UC UN UR UT UV".split()}  # their length has 4 bytes
+_UNDEFINED = 0xFFFF_FFFF  # the length of what goes on to an element that ends it
 # DICOM that refers to images, by the class that the head of a file names: segmentations,
 # annotations, reports, PDFs, and the list of a folder's files (DICOMDIR).
 _DICOM_ABOUT_IMAGES = (
@@ -53,9 +58,9 @@ def find_slides(folders: Sequence[Path], passed_over: Collection[Path] = ()) -> 
 
     Left out are hidden files and folders; runs, bundles, results and caches of pathoseg, known by
     the files in them; the data of MIRAX and VMS slides and of QuPath projects; masks (`X_mask` and
-    `X_classes` `.png` or `.tif` of a slide X); all but the first file of a DICOM series, and
-    DICOM segmentations; and whatever is neither named like a slide nor begins like one. An
-    OME-Zarr slide is a folder, in which nothing is searched.
+    `X_classes` `.png` or `.tif` of a slide X, with its suffix or without); all but the first file
+    of a DICOM series, and DICOM segmentations; and whatever is neither named like a slide nor
+    begins like one. An OME-Zarr slide is a folder, in which nothing is searched.
 
     Args:
         folders: Where to look. A slide that two of them hold counts once.
@@ -99,7 +104,7 @@ def _slides_below(root: Path, passed_over: Collection[Path]) -> list[Path]:
         parts = set().union(*(_parts(path) for path in files)) & named
         own = [path for path in files if path.name not in parts and is_slide(path)]
         meant += _first_of_series(own)
-    stems = {stem for path in meant for stem in _stems(path)}
+    stems = {composed(stem) for path in meant for stem in (path.name, *_stems(path))}
     slides = [path for path in meant if not _is_mask(path, stems)]
     return sorted(slides, key=lambda path: path.relative_to(root).as_posix())
 
@@ -130,9 +135,9 @@ def _files_below(root: Path, passed_over: Collection[Path]) -> Iterator[list[Pat
         if folder != root and any(mark <= names for mark in _MARKS):
             continue
         shown = [path for path in entries if not path.name.startswith(".")]
-        inside = [path for path in shown if path.is_dir()]
+        inside = [path for path in shown if is_folder(path)]
         whole = {path for path in inside if is_zarr_slide(path)}
-        yield [path for path in shown if path.is_file() or path in whole]
+        yield [path for path in shown if is_file(path) or path in whole]
         waiting += [path for path in reversed(inside) if path not in whole]
 
 
@@ -185,6 +190,11 @@ def _image_series_then(path: Path, size: int, modified: int) -> bytes | None:
     return _series(path) if is_slide(path) else None
 
 
+def with_a_name(path: Path) -> Path:
+    """Return the path of a slide, resolved where it ends in `.` or `..`, which name no slide."""
+    return path.resolve() if path.name in ("", "..") else path
+
+
 def is_slide(path: Path) -> bool:
     """Return True if a file or OME-Zarr folder looks like a slide by its name or first bytes."""
     suffix = path.suffix.lower()
@@ -202,10 +212,13 @@ def _stems(path: Path) -> Iterator[str]:
 
 
 def _is_mask(path: Path, stems: Collection[str]) -> bool:
-    """Return True if a file is a mask of another: `X_mask.png` or `X_classes.png` of `X.svs`."""
+    """Return True if a file is a mask of another.
+
+    Of `X.svs` that is `X_mask.png`, `X_classes.png`, `X.svs_mask.png` or `X.svs_classes.png`.
+    """
     name = path.stem.removesuffix(".ome")  # of a pyramid, X_mask.ome.tif
     stem = name.removesuffix("_mask").removesuffix("_classes")
-    return path.suffix.lower() in _MASK_SUFFIXES and stem != name and stem in stems
+    return path.suffix.lower() in _MASK_SUFFIXES and stem != name and composed(stem) in stems
 
 
 def _first_of_series(slides: list[Path]) -> list[Path]:
@@ -219,11 +232,25 @@ def _series(path: Path) -> bytes | None:
     if not _is_dicom(_head(path)):
         return None
     head = _head(path, _SERIES_BYTES)
-    start = head.find(_SERIES_TAG) + len(_SERIES_TAG)
-    if start < len(_SERIES_TAG):
-        return None
-    length = int.from_bytes(head[start : start + 2], "little")
-    return head[start + 2 : start + 2 + length]
+    # Sequences may name other series, which this one was derived from: they are passed over.
+    at, depth = _DICOM_MAGIC_AT + len(_DICOM_MAGIC), 0
+    while at + 8 <= len(head):
+        tag, kind = head[at : at + 4], head[at + 4 : at + 6]
+        if tag in (_ITEM, _ITEM_END, _SEQUENCE_END):
+            length = int.from_bytes(head[at + 4 : at + 8], "little")
+            depth -= tag == _SEQUENCE_END
+            at += 8 if length == _UNDEFINED else 8 + length
+            continue
+        start, end = (at + 8, at + 12) if kind in _LONG_TYPES else (at + 6, at + 8)
+        length = int.from_bytes(head[start:end], "little")
+        at = end
+        if depth == 0 and tag == _SERIES_TAG:
+            return head[at : at + length]
+        if length == _UNDEFINED:
+            depth += 1
+        else:
+            at += length
+    return None
 
 
 def _is_dicom(head: bytes) -> bool:

@@ -15,7 +15,17 @@ from pathoseg.geometry import Level, Size
 
 
 def averages(pixels: NDArray[Any], width: int, height: int) -> NDArray[Any]:
-    """The means of cells of so many pixels, rounded where pixels are whole numbers."""
+    """Average cells of `width` × `height` pixels.
+
+    Args:
+        pixels: Shape (h, w) or (h, w, 3); h and w are multiples of the cell's sides.
+        width: Of a cell.
+        height: Of a cell.
+
+    Returns:
+        Shape (h / height, w / width) or (h / height, w / width, 3), of the same dtype; whole
+        numbers are rounded to the nearest.
+    """
     if (width, height) == (1, 1):
         return pixels
     if (width, height) == (2, 2):  # what Pillow gives, in a quarter of the time

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pathoseg.platform_support import is_file, is_folder
+
 METADATA = ("zarr.json", ".zattrs", ".zgroup", ".zarray")  # of Zarr 3, the others of Zarr 2
 LAYOUT = "bioformats2raw.layout"
 _SUFFIX = ".ome.zarr"
@@ -13,10 +15,14 @@ _MOST_BYTES = 16 << 20
 
 
 def is_zarr(path: Path) -> bool:
-    """Return True if a folder is named like OME-Zarr, or holds metadata of Zarr."""
-    if not path.is_dir():
+    """Return True if a folder is named like OME-Zarr, or holds metadata of Zarr.
+
+    A folder that may not be read is none.
+    """
+    if not is_folder(path):
         return False
-    return path.name.lower().endswith(_SUFFIX) or any((path / name).is_file() for name in METADATA)
+    named = path.name.lower().endswith(_SUFFIX)
+    return named or any(is_file(path / name) for name in METADATA)
 
 
 def is_zarr_slide(path: Path) -> bool:

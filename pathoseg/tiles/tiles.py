@@ -393,9 +393,10 @@ class SlideTiles:
         return box if self._tissue is None else self._moved_inside(box)
 
     def _moved_inside(self, box: Box, right: int = 0, down: int = 0) -> Box:
-        """A tile moved, and no further than it has as little padding as can be.
+        """Return `box` moved by (right, down) pixels, clamped so that it lies inside the frame.
 
-        Its place is rounded towards the slide's corner to where all inputs have one centre.
+        Where the frame is smaller than the box, the box covers it. Last, x and y are rounded
+        towards 0 to multiples of `_step`, where the pixels of all inputs coincide.
         """
         size = self.frame.size
         across, along = size.width - box.width, size.height - box.height
@@ -489,11 +490,11 @@ def cut_tiles(
         counts[indices],
         labels,
         classes,
-        around,
-        context,
-        options.apart,
-        options.labelled,
-        sparse,
+        tissue=around,
+        context=context,
+        apart=options.apart,
+        labelled=options.labelled,
+        sparse=sparse,
     )
     tiles.grid_pixels = counts.sum(axis=0)
     return tiles

@@ -12,18 +12,17 @@ import torch
 from torch import nn
 
 from pathoseg.config import Config
-from pathoseg.errors import PathosegError
+from pathoseg.errors import PathosegError, first_names
 from pathoseg.models.bundle import Bundle, load_bundle, read_tensors
 from pathoseg.models.bundle_identity import bundle_id
 from pathoseg.models.model_options import ModelConfig, Scalar
 from pathoseg.models.transfer import class_dimensions, transfer, transfer_fitting
-from pathoseg.platform_support import follow_pointer, relative_path
+from pathoseg.platform_support import composed, follow_pointer, relative_path
 from pathoseg.progress import say
 from pathoseg.training.run_folder import SPLITS, bundle_of
 from pathoseg.training.splits import TABLE, Member, read_rows
 
 SAFETENSORS = ".safetensors"
-_TOLD = 5  # names in a message, of however many
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,7 @@ def set_weights(
         except PathosegError as error:
             raise PathosegError(f"{earlier.place}: {error.problem}", error.hint) from None
         total = len(model.state_dict())
-        told = f" Drawn at random: {some(left)}." if left else ""
+        told = f" Drawn at random: {first_names(left)}." if left else ""
         say(f"From {earlier.place}: {total - len(left)} of the network's {total} tensors.{told}")
         return
     theirs = earlier.card.class_names
@@ -206,15 +205,12 @@ def warn_of_seen(earlier: EarlierModel, members: Mapping[str, Member]) -> None:
     table = earlier.place.parent / SPLITS
     if not table.is_file():
         return
-    trained = {name for name, row in read_rows(table).items() if row.get("split") == "train"}
-    seen = [m.slide for m in members.values() if m.split != "train" and m.slide in trained]
+    rows = read_rows(table, is_recorded=True)
+    trained = {composed(name) for name, row in rows.items() if row.get("split") == "train"}
+    held_out = (member.slide for member in members.values() if member.split != "train")
+    seen = [name for name in held_out if composed(name) in trained]
     if seen:
         say(
-            f"The earlier model was trained on slides that are held out now ({some(seen)}): "
+            f"The earlier model was trained on slides that are held out now ({first_names(seen)}): "
             f"figures on them are too good. {TABLE} can hold out others."
         )
-
-
-def some(names: Sequence[str]) -> str:
-    """The first few names, as they are told."""
-    return ", ".join([*names[:_TOLD], *["…"] * (len(names) > _TOLD)])

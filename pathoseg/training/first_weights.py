@@ -14,7 +14,7 @@ from torch import nn
 from pathoseg.annotations.annotation import ClassTable
 from pathoseg.config import Config
 from pathoseg.device import MEAN, STD
-from pathoseg.errors import PathosegError
+from pathoseg.errors import PathosegError, first_names
 from pathoseg.models.build import build_model
 from pathoseg.models.bundle import load_bundle
 from pathoseg.models.encoder_weights import (
@@ -26,7 +26,7 @@ from pathoseg.models.encoder_weights import (
 )
 from pathoseg.platform_support import follow_pointer, relative_path
 from pathoseg.progress import say
-from pathoseg.training.earlier_model import EarlierModel, set_weights, some
+from pathoseg.training.earlier_model import EarlierModel, set_weights
 from pathoseg.training.run_folder import START, bundle_of
 
 
@@ -135,9 +135,9 @@ def _set_encoder(model: nn.Module, config: Config, weights: EncoderWeights) -> M
             f"{config.tiles.mpp:g} µm now."
         )
     if missing:
-        told.append(f"Not in the file, so drawn at random: {some(missing)}.")
+        told.append(f"Not in the file, so drawn at random: {first_names(missing)}.")
     if weights.left_over:
-        told.append(f"In the file alone: {some(weights.left_over)}.")
+        told.append(f"In the file alone: {first_names(weights.left_over)}.")
     if config.model.mean is None or config.model.std is None:
         told.append(f"It is given pixels by ImageNet's mean {MEAN} and standard deviation {STD}.")
     say(" ".join(told))

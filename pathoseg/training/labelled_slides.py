@@ -15,7 +15,6 @@ from pathoseg.annotations.reading import (
     annotation_of,
     class_table,
     colour_names,
-    few,
     read_labels,
     stray_annotations,
     unknown_names,
@@ -23,8 +22,8 @@ from pathoseg.annotations.reading import (
     what_is_limited,
 )
 from pathoseg.config import LARGEST_TILE, Config, DataConfig
-from pathoseg.errors import PathosegError
-from pathoseg.geometry import Frame
+from pathoseg.errors import PathosegError, first_names
+from pathoseg.geometry import Frame, Size
 from pathoseg.progress import progress_bar, say
 from pathoseg.slides.folder import find_slides
 from pathoseg.slides.slide import model_frame, open_slide
@@ -41,12 +40,14 @@ class LabelledSlide:
         slide: Its file.
         labels: What is known of it.
         frame: Its pixels at the resolution of training.
+        size: Its level-0 pixels; the frame's sides are rounded up.
     """
 
     name: str
     slide: Path
     labels: Labels
     frame: Frame
+    size: Size
 
 
 @dataclass(frozen=True)
@@ -120,10 +121,10 @@ def slide_files(data: DataConfig) -> dict[str, Path]:
     """
     if not data.slide_folders:
         raise PathosegError("No slides are given.", "Name their folder with --slides DIR.")
-    notes = _annotations_folder(data)
-    if notes is not None and not notes.is_dir():
-        raise PathosegError(f"{notes} is not a folder.", "Check --annotations.")
-    return find_slides(data.slide_folders, () if notes is None else (notes,))
+    annotations = _annotations_folder(data)
+    if annotations is not None and not annotations.is_dir():
+        raise PathosegError(f"{annotations} is not a folder.", "Check --annotations.")
+    return find_slides(data.slide_folders, () if annotations is None else (annotations,))
 
 
 def _annotations_folder(data: DataConfig) -> Path | None:
@@ -158,7 +159,7 @@ def read_slides(
             "([annotations] roi).",
             "Take it out of one of the two: `roi = []` makes it a class like others.",
         )
-    files, notes = slide_files(data), _annotations_folder(data)
+    files, annotations = slide_files(data), _annotations_folder(data)
     usable, unlabelled, late = list[LabelledSlide](), list[str](), list[str]()
     bad = dict[str, PathosegError]()
     used = dict[Path, Path]()  # annotation → its slide
@@ -169,13 +170,13 @@ def read_slides(
                 late.append(name)
                 continue
             try:
-                annotation = annotation_of(name, path, notes, used)
+                annotation = annotation_of(name, path, annotations, used)
                 if annotation is None:
                     unlabelled.append(name)
                     continue
                 with open_slide(path, data.assume_mpp) as slide:
-                    frame = model_frame(slide, config.tiles.mpp)
-                    labels = read_labels(annotation, slide.size, slide.origin, options)
+                    frame, size = model_frame(slide, config.tiles.mpp), slide.size
+                    labels = read_labels(annotation, size, slide.origin, options)
                 if config.model.task == "objects":
                     labels.refuse_without_objects()
                 if classes is None:
@@ -188,7 +189,7 @@ def read_slides(
                     ) from error
                 bad[name] = error
             else:
-                usable.append(LabelledSlide(name, path, labels, frame))
+                usable.append(LabelledSlide(name, path, labels, frame, size))
     gone = sorted(set(only or ()) - files.keys())
     return ReadSlides(files, tuple(usable), tuple(unlabelled), bad, tuple(late), tuple(gone))
 
@@ -226,7 +227,8 @@ def labelled_slides(
         reasons = {name: why for name, why in read.left_out.items() if name not in read.late}
         if reasons.keys() == set(read.gone):
             raise PathosegError(
-                f"{config.data.told_folders} holds none of the run's slides: {few([*reasons])}.",
+                f"{config.data.told_folders} holds none of the run's slides: "
+                f"{first_names(reasons)}.",
                 "Name the folder that the run began with, or begin another run (--out).",
             )
         raise _nothing_left(place, reasons, _strays(config, read.files))

@@ -35,11 +35,11 @@ from pathoseg.training.distributed import own_device
 from pathoseg.training.encoder_training import rate_factors
 from pathoseg.training.engine import Loss, StepResult
 from pathoseg.training.optimizer import make_optimizer, scale_rates, set_rate
+from pathoseg.training.run_folder import TIMELINE, TRACE
 from pathoseg.training.tasks import Task
 
 # Is given what all ranks did when.
 Drawing = Callable[[Sequence[Event]], None]
-TRACE, TIMELINE = "trace.json", "timeline.svg"
 _TRACED = 3  # steps of a part of a run, after which the next is traced: the first ones warm up
 
 

@@ -7,37 +7,41 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from pathoseg.config import Config
 from pathoseg.errors import PathosegError
 from pathoseg.outputs.atomic import write_text
-from pathoseg.platform_support import follow_pointer, make_pointer, relative_path
+from pathoseg.platform_support import follow_pointer, is_file, make_pointer, relative_path
 from pathoseg.progress import say
 
 RUNS = Path("runs")
 CONFIG = "config.toml"
 SPLITS = "splits.csv"
+METRICS, VALIDATION = "metrics.csv", "validation.json"
+PLAN, TRACE, TIMELINE = "plan.json", "trace.json", "timeline.svg"
 LIMITS = ("epochs", "time_limit")  # keys of the `train` table that a run may be given anew
 START = "start"  # the bundle of the weights that a run from an earlier model begins with
 _FINISHED = "summary.json"
 _CHECKPOINTS = "checkpoints"
 # What training writes and a user, or another program, may have called so, too.
-_REPLACED = (
-    CONFIG,
-    SPLITS,
-    "metrics.csv",
-    "validation.json",
-    "report.html",
-    "model",
-    "predictions",
+_REPLACED = (CONFIG, SPLITS, METRICS, VALIDATION, "report.html", "model", "predictions")
+_EVALUATION = (
+    *(("evaluation", ".csv"), ("evaluation-slides", ".csv"), ("confusion", ".csv")),
+    *(("evaluation", ".json"), ("evaluation", ".html")),
 )
-# What else commands write into a run's folder; files of a user's own are none of it.
+# What else commands write into a run's folder, by name: a user may keep evaluation-notes.csv there.
 _WRITTEN = (
-    *("plan.json", "metrics.csv", "validation.json", "report.html", "trace.json", "timeline.svg"),
-    *("evaluation*.csv", "evaluation*.json", "evaluation*.html", "confusion*.csv"),
+    *(PLAN, METRICS, VALIDATION, "report.html", TRACE, TIMELINE),
+    *(
+        f"{stem}{split}{suffix}"
+        for stem, suffix in _EVALUATION
+        for split in ("", "-test", "-unseen", "-val", "-train")
+    ),
     *("checkpoints", "model", "predictions", "tensorboard"),
 )
 
@@ -110,9 +114,14 @@ def make_run(run: Path) -> None:
         OSError: The disk is full or cannot be written.
     """
     run.mkdir(parents=True, exist_ok=True)
-    if run.resolve().parent != RUNS.resolve():
-        RUNS.mkdir(exist_ok=True)
-        make_pointer(_free(RUNS / _now()), _from_runs(run))
+    if run.resolve().parent == RUNS.resolve():
+        return
+    RUNS.mkdir(exist_ok=True)
+    is_registered = False
+    while not is_registered:
+        with suppress(FileExistsError):  # another run has just taken the name
+            make_pointer(_free(RUNS / _now()), _from_runs(run))
+            is_registered = True
 
 
 def named_run(out: Path) -> Path:
@@ -139,7 +148,7 @@ def clear_run(run: Path, overwrite: bool) -> None:
             "Start this one again; give each of several that start together an --out of its own.",
         )
     reopen_run(run)
-    for path in (path for name in (*_WRITTEN, START, SPLITS, CONFIG) for path in run.glob(name)):
+    for path in (run / name for name in (*_WRITTEN, START, SPLITS, CONFIG)):
         if path.is_dir() and not path.is_symlink():  # a link may lead to a larger disk
             shutil.rmtree(path)
         else:
@@ -154,8 +163,7 @@ def finish_run(run: Path, summary: Mapping[str, Any]) -> None:
 
 def _point_latest(run: Path) -> None:
     RUNS.mkdir(exist_ok=True)
-    fresh = RUNS / f".latest-{os.getpid()}"
-    fresh.unlink(missing_ok=True)
+    fresh = RUNS / f".latest-{uuid4().hex[:8]}"  # processes of two hosts may have one number
     make_pointer(fresh, _from_runs(run))
     fresh.replace(RUNS / "latest")
 
@@ -168,7 +176,7 @@ def reopen_run(run: Path) -> None:
     """Mark a finished run as unfinished; `runs/latest` falls back to the newest of the others."""
     (run / _FINISHED).unlink(missing_ok=True)
     if _latest() == run.resolve():
-        (RUNS / "latest").unlink()
+        (RUNS / "latest").unlink(missing_ok=True)
         if other := _last_finished():
             _point_latest(other)
 
@@ -296,7 +304,7 @@ def _known() -> Iterator[Path]:
         return
     for entry in RUNS.iterdir():
         run = follow_pointer(entry)
-        if entry.name != "latest" and (run / CONFIG).is_file():
+        if entry.name != "latest" and is_file(run / CONFIG):
             yield run.resolve()
 
 

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch.utils.tensorboard import SummaryWriter
 
-from pathoseg.annotations.annotation import IGNORE, ClassTable
+from pathoseg.annotations.annotation import ClassTable
 from pathoseg.outputs.atomic import naming, replaced, write_rows, write_text
+from pathoseg.training.run_folder import METRICS, VALIDATION
 
-VALIDATION = "validation.json"
 COLUMNS = (
     "epoch",
     "step",
@@ -38,7 +38,7 @@ class RunLog:
     """
 
     def __init__(self, run: Path, columns: Sequence[str], step: int) -> None:
-        self._csv = run / "metrics.csv"
+        self._csv = run / METRICS
         self._pictures = run / "predictions"
         self._columns = (*COLUMNS, *columns)
         self._folder = run / "tensorboard"
@@ -128,9 +128,7 @@ def comparison(
     Returns:
         (h, 3 w, 3).
     """
-    palette = np.zeros((256, 3), np.uint8)
-    palette[1 : len(classes)] = classes.colours
-    palette[IGNORE] = (128, 128, 128)
+    palette = classes.palette()
     return np.concatenate([image, palette[truth], palette[prediction]], axis=1)
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from pathoseg.annotations.annotation import IGNORE, AnnotationReport, ClassTable
 from pathoseg.config import Config
+from pathoseg.errors import first_names
 from pathoseg.geometry import Box, Mpp, Size, area_text
 from pathoseg.tiles.class_pixels import count_tiles
 from pathoseg.tiles.grid import TileGrid
@@ -26,7 +27,6 @@ FEWEST_TILES = 10  # of a class, below which training has too little of it
 _UNLIKE = 1.2  # times coarser or finer: beyond what augmentation covers (as of slides at inference)
 _MOST = 0.5  # the share from which something is "mostly" so
 _ROUNDING = 1e-9  # share of an area below which a difference of sums is none
-_TOLD = 4  # names in a message, of however many
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ Columns = Sequence[tuple[str, bool]]
 """Title of each column of a table, and whether its cells are numbers."""
 
 
-def class_table(
+def rows_by_class(
     facts: Sequence[SlideFacts], classes: ClassTable
 ) -> tuple[Columns, list[list[str]]]:
     """Return columns and rows: of each class, how much there is to learn and to validate from."""
@@ -190,14 +190,9 @@ def class_table(
     return [("Class", False), *((title, True) for title in titles)], rows
 
 
-def slide_cells(facts: SlideFacts, classes: Sequence[str]) -> dict[str, str]:
-    """Return the cells of a slide's row by column; a class has mm², regions or objects, and tiles.
-
-    Args:
-        facts: Of the slide.
-        classes: Their names.
-    """
-    cells = {
+def slide_cells(facts: SlideFacts) -> dict[str, str]:
+    """Return the cells of a slide's row by column, without those of classes."""
+    return {
         "Slide": facts.member.slide,
         "Split": facts.member.split,
         "µm/px": f"{facts.mpp.mean:.4g}",
@@ -205,11 +200,25 @@ def slide_cells(facts: SlideFacts, classes: Sequence[str]) -> dict[str, str]:
         "Of interest": area_text(facts.interest_mm2),
         "Tiles": str(facts.tiles),
     }
+
+
+def class_cells(facts: SlideFacts | None, classes: Sequence[str]) -> list[str]:
+    """Return the cells of a slide's row for classes: mm², regions or objects, and tiles of each.
+
+    A class may be called like another column, so these are no part of `slide_cells`.
+
+    Args:
+        facts: Of the slide; of None the cells are empty.
+        classes: Their names.
+    """
+    if facts is None:
+        return [""] * len(classes)
+    cells = []
     for index, name in enumerate(classes, start=1):
         area, tiles = facts.areas_mm2[index], facts.class_tiles[index]
         regions = facts.regions(name)
         parts = [area_text(area), *([] if regions is None else [str(regions)]), str(tiles)]
-        cells[name] = " · ".join(parts) if tiles or area > 0 else "–"
+        cells.append(" · ".join(parts) if tiles or area > 0 else "–")
     return cells
 
 
@@ -272,9 +281,7 @@ def facts_of_training(
     facts = []
     for own in tiles:
         source = by_file[own.slide]
-        size, frame = source.frame.size, source.frame
-        level0 = Size(round(size.width * frame.scale_x), round(size.height * frame.scale_y))
-        found = slide_facts(members[source.name], own, config, level0)
+        found = slide_facts(members[source.name], own, config, source.size)
         facts.append(replace(found, padding=math.nan))  # `with_tile` has said it
     return facts
 
@@ -320,7 +327,7 @@ def _about_slides(
         have = "slide has" if len(unlabelled) == 1 else "slides have"
         yield (
             f"{len(unlabelled)} {have} no annotation and {_are(unlabelled)} left out: "
-            f"{some(unlabelled)}."
+            f"{first_names(unlabelled)}."
         )
     if not any(one.member.split == "val" for one in facts):
         yield "No slide validates: the last epoch is kept, whatever it is worth."
@@ -329,8 +336,8 @@ def _about_slides(
     if alike:
         yield (
             f"Every slide counts as a patient of its own, and {len(alike)} beginnings of names "
-            f"come several times: {some(alike)}. If these are patients, they may be on both sides "
-            f"of the split, and figures too good: say whose slides they are in {TABLE}."
+            f"come several times: {first_names(alike)}. If these are patients, they may be on both "
+            f"sides of the split, and figures too good: say whose slides they are in {TABLE}."
         )
     usual = median_low(one.mpp.mean for one in facts)
     unlike = [
@@ -341,7 +348,7 @@ def _about_slides(
     if unlike:
         yield (
             f"{len(unlike)} of {len(facts)} slides have another resolution than the middle one, "
-            f"{usual:.4g} µm per pixel: {some(unlike)}. See whether that is true."
+            f"{usual:.4g} µm per pixel: {first_names(unlike)}. See whether that is true."
         )
     oblong = [
         f"{one.member.slide} ({one.mpp.x:.4g} × {one.mpp.y:.4g} µm)"
@@ -349,12 +356,12 @@ def _about_slides(
         if max(one.mpp.x / one.mpp.y, one.mpp.y / one.mpp.x) > _UNLIKE
     ]
     if oblong:
-        yield f"Pixels are no squares, see whether that is true: {some(oblong)}."
+        yield f"Pixels are no squares, see whether that is true: {first_names(oblong)}."
     coarse = [one.member.slide for one in facts if one.mpp.mean > _UNLIKE * config.tiles.mpp]
     if coarse:
         yield (
             f"{len(coarse)} of {len(facts)} slides are coarser than the {config.tiles.mpp:g} µm "
-            f"per pixel of the model, and enlarged: {some(coarse)}."
+            f"per pixel of the model, and enlarged: {first_names(coarse)}."
         )
 
 
@@ -372,7 +379,9 @@ def _about_classes(facts: Sequence[SlideFacts], classes: ClassTable) -> Iterator
             tiles[one.member.split] += one.class_tiles[index]
         if not tiles["train"]:
             others = sorted({one.member.slide for one in facts if one.class_tiles[index]})
-            where = f"only on slides that are held out ({some(others)})" if others else "nowhere"
+            where = (
+                f"only on slides that are held out ({first_names(others)})" if others else "nowhere"
+            )
             yield f"{name} is {where}: the model cannot learn it."
             continue
         if tiles["train"] < FEWEST_TILES:
@@ -390,7 +399,7 @@ def _about_annotations(facts: Sequence[SlideFacts]) -> Iterator[str]:
         others = [one.member.slide for one in facts if not one.annotation.of_interest]
         yield (
             f"{len(boxed)} of {len(facts)} slides have regions of interest. The others count as "
-            f"annotated everywhere, which may not be meant: {some(others)}."
+            f"annotated everywhere, which may not be meant: {first_names(others)}."
         )
     glass = [
         f"{one.member.slide} ({name}, {share:.0%})"
@@ -400,18 +409,18 @@ def _about_annotations(facts: Sequence[SlideFacts]) -> Iterator[str]:
     ]
     if glass:
         yield (
-            f"Labels lie mostly on glass: {some(glass)}. Are they another slide's, or shifted? "
-            "([annotations] frame, [tissue])"
+            f"Labels lie mostly on glass: {first_names(glass)}. Are they another slide's, or "
+            "shifted? ([annotations] frame, [tissue])"
         )
     bare = [one.member.slide for one in facts if one.tissue_mm2 == 0]
     if bare:
-        yield f"No tissue is found on {some(bare)} ([tissue] threshold)."
+        yield f"No tissue is found on {first_names(bare)} ([tissue] threshold)."
 
 
 def _about_tiles(facts: Sequence[SlideFacts]) -> Iterator[str]:
     empty = [one.member.slide for one in facts if not one.tiles]
     if empty:
-        yield f"No tile is cut from {some(empty)}: there is neither tissue nor annotation."
+        yield f"No tile is cut from {first_names(empty)}: there is neither tissue nor annotation."
     padded = [one for one in facts if one.padding > _MOST]
     if padded:
         share = sum(one.padding for one in padded) / len(padded)
@@ -419,13 +428,6 @@ def _about_tiles(facts: Sequence[SlideFacts]) -> Iterator[str]:
             f"Tiles of {padded[0].tile} px are {share:.0%} padding on {len(padded)} of "
             f"{len(facts)} slides: choose smaller ones (--tile)."
         )
-
-
-def some(names: Collection[str]) -> str:
-    """The first of some names, and how many more there are."""
-    shown = list(names)[:_TOLD]
-    more = len(names) - len(shown)
-    return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
 def _are(things: Collection[str]) -> str:

@@ -14,10 +14,10 @@ from typing import Literal, cast, get_args
 from pathoseg.config import DataConfig
 from pathoseg.errors import PathosegError
 from pathoseg.outputs.atomic import write_rows
+from pathoseg.platform_support import composed
 
 Split = Literal["train", "val", "test"]
 TABLE = "slides.csv"
-_RECORDED = "splits.csv"
 _ANNOTATION = "annotation"  # the column of its hash in that file
 
 
@@ -36,6 +36,8 @@ def split_slides(
     seed: int,
     val_share: float,
     classes: Mapping[str, Collection[str]] = MappingProxyType({}),
+    *,
+    is_recorded: bool = False,
 ) -> dict[str, Member]:
     """Assign every slide a split.
 
@@ -51,6 +53,7 @@ def split_slides(
         seed: Seed of the run.
         val_share: Share of the patients without a given split that validate.
         classes: Slide name → the classes that it holds.
+        is_recorded: True if `write_splits` has written the table.
 
     Returns:
         Slide name → its member.
@@ -59,7 +62,7 @@ def split_slides(
         PathosegError: The table misses a slide or a column, names an unknown split, or puts one
             patient on both sides.
     """
-    rows = _Rows(table, names)
+    rows = _Rows(table, names, is_recorded=is_recorded)
     patients: dict[str, str] = {}
     given: dict[str, Split | None] = {}
     held: dict[str, set[str]] = {}
@@ -142,7 +145,8 @@ def changed_annotations(table: Path, annotations: Mapping[str, str]) -> list[str
     Raises:
         PathosegError: The table cannot be read.
     """
-    before = {name: row.get(_ANNOTATION) for name, row in read_rows(table).items()}
+    rows = read_rows(table, is_recorded=True)
+    before = {name: row.get(_ANNOTATION) for name, row in rows.items()}
     return [name for name, now in annotations.items() if (before.get(name) or now) != now]
 
 
@@ -212,8 +216,13 @@ def _drawn_to_validate(
     return chosen
 
 
-def read_rows(table: Path) -> dict[str, dict[str, str]]:
+def read_rows(table: Path, *, is_recorded: bool = False) -> dict[str, dict[str, str]]:
     """Read a table of slides.
+
+    Args:
+        table: CSV, of the user or of a run.
+        is_recorded: True if `write_splits` has written it, with the very names of the slides: they
+            need not be UTF-8, and may end in blanks.
 
     Returns:
         Its rows by the slide's name; in each, text by column name in lower case.
@@ -221,8 +230,6 @@ def read_rows(table: Path) -> dict[str, dict[str, str]]:
     Raises:
         PathosegError: It cannot be read, has no column `slide`, or two rows of a slide differ.
     """
-    # What a run has recorded has the very names: they need not be UTF-8, and may end in blanks.
-    is_recorded = table.name == _RECORDED
     errors, blanks = ("surrogateescape", "") if is_recorded else ("strict", None)
     try:
         with table.open(newline="", encoding="utf-8-sig", errors=errors) as file:
@@ -253,17 +260,22 @@ class _Rows:
     """The rows of a table of slides.
 
     A row names a slide by its path in the folder of slides, or by its file's name alone where no
-    other slide is called so; the suffix may be left out.
+    other slide is called so; the suffix may be left out. Letters may be composed (NFC) in one name
+    and decomposed (NFD) in the other; of two names that differ in nothing else, each is itself.
 
     Args:
         table: The file; None holds nothing.
         names: All slides.
+        is_recorded: As for `read_rows`.
     """
 
-    def __init__(self, table: Path | None, names: Iterable[str]) -> None:
+    def __init__(
+        self, table: Path | None, names: Iterable[str], *, is_recorded: bool = False
+    ) -> None:
         self._table = table
-        self._rows = read_rows(table) if table else {}
-        paths = [PurePosixPath(name) for name in names]
+        self._written = read_rows(table, is_recorded=is_recorded) if table else {}
+        self._rows = {composed(name): row for name, row in self._written.items()}
+        paths = [PurePosixPath(composed(name)) for name in names]
         self._called = Counter(called for path in paths for called in {path.name, path.stem})
         own = {path.as_posix() for path in paths}
         own |= {path.with_suffix("").as_posix() for path in paths}
@@ -275,8 +287,10 @@ class _Rows:
         Raises:
             PathosegError: The only row that could be meant could also mean another slide.
         """
-        path = PurePosixPath(name)
-        for key in (name, path.with_suffix("").as_posix()):
+        if name in self._written:
+            return self._written[name]
+        path = PurePosixPath(composed(name))
+        for key in (path.as_posix(), path.with_suffix("").as_posix()):
             if key in self._rows:
                 return self._rows[key]
         found = next((key for key in (path.name, path.stem) if key in self._others), None)

@@ -34,7 +34,16 @@ Seen = Mapping[str, list[Any]]
 class Judge(Protocol):
     """Accumulator of the predictions of a validation, which computes figures of them."""
 
-    def add(self, logits: torch.Tensor, targets: torch.Tensor) -> None: ...
+    def add(self, logits: torch.Tensor, targets: torch.Tensor) -> None:
+        """Count the predictions of a batch.
+
+        Args:
+            logits: As the network returns them, floating point: (n, classes, h, w); with objects
+                (n, classes + 1, h, w), the last channel being the height; of tiles (n, classes).
+            targets: As `Task.targets` returns them without a context; 255 is not counted.
+        """
+        ...
+
     def seen(self) -> Seen:
         """The counts so far, as plain lists for JSON."""
         ...
@@ -62,9 +71,16 @@ class Task(Protocol):
         ...
 
     def targets(self, labels: LabelPlanes) -> NDArray[Any]:
-        """Return the targets of the loss: planes of each pixel, or the class of each tile.
+        """Return the targets of the loss for a batch.
 
-        Where labels of a context are known its classes are the last plane.
+        Args:
+            labels: Of n tiles of h × w pixels.
+
+        Returns:
+            Classes of pixels: (n, h, w), uint8. With objects (n, 2, h, w), float32: class, and
+            height in pixels (-1 where it is not known). Of tiles (n,), int64. Where labels of a
+            context are known its classes are one more plane of pixels, the last. A class of 255 is
+            not known.
         """
         ...
 

@@ -215,7 +215,7 @@ class Trainer:
         self._is_stopping = False  # as all ranks know; a signal may come to one of them at any time
         self._begun = self._progress  # what `leave` saves
         self._tidy: Callable[[], None] = lambda: None
-        self._lay()
+        self._set_total_steps()
 
     @property
     def progress(self) -> Progress:
@@ -242,8 +242,11 @@ class Trainer:
             save_checkpoint(self._run / "checkpoints" / LAST, at, state)
         return at
 
-    def _lay(self) -> None:
-        """Lay the learning rate over the limits, or begin the step budget of a time limit."""
+    def _set_total_steps(self) -> None:
+        """Set the number of steps that the learning-rate schedule spans.
+
+        Under a time limit the step budget begins to measure it instead.
+        """
         at, config = self._progress, self._config
         if config.time_limit is None:
             at.total_steps = (config.epochs or _DEFAULT_EPOCHS) * self._epoch_steps
@@ -253,13 +256,13 @@ class Trainer:
             self._budget = StepBudget(config.time_limit, between, batches)
 
     def prolong(self) -> None:
-        """Lay the learning rate over limits other than those the run was begun with; save that.
+        """Let the learning-rate schedule span other limits than the run was begun with; save that.
 
         It goes on as in a run that had these limits from its start, so a finished cosine of twice
         the steps falls from about half its peak to zero once more. Patience counts from here.
         """
         self._progress.total_steps, self._progress.prolonged = None, self._progress.epoch
-        self._lay()
+        self._set_total_steps()
         self._save()
 
     def fit(self, interruption: Interruption) -> Progress:
@@ -348,7 +351,7 @@ class Trainer:
                 )
                 bar.advance(self._training.batch)
                 if self._budget is not None:
-                    self._lay_schedule(bar)
+                    self._fix_total_steps(bar)
                 if self._is_stopping:
                     self._save()
                     interruption.raise_if_asked()
@@ -385,7 +388,7 @@ class Trainer:
         if self._budget is not None:
             self._budget.saw(self._elapsed - began)
 
-    def _lay_schedule(self, bar: Bar) -> None:
+    def _fix_total_steps(self, bar: Bar) -> None:
         """Turn the time limit into steps, once, and record them before anything else."""
         assert self._budget is not None
         if not self._budget.ready:

@@ -121,7 +121,7 @@ def cut_with_tissue(
         options,
         slides,
     )
-    if config.tiles.stain != "none":
+    if config.tiles.stain != "none" and len(tiles):
         boxes = [tiles.box(position) for position in range(len(tiles))]
         with slides.borrow(source.slide) as slide:
             tiles.stain = fit_stain(slide, source.frame, boxes, tissue, config.tiles.stain)

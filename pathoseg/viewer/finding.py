@@ -11,13 +11,13 @@ from pathlib import Path, PurePosixPath
 
 from pathoseg.annotations.reading import annotation_of
 from pathoseg.errors import PathosegError
-from pathoseg.inference.result_folder import STATES, SUMMARY, State, read_state, state_file
+from pathoseg.inference.result_folder import MASK, STATES, SUMMARY, State, read_state, state_file
 from pathoseg.outputs.report import Summary, read_summary
-from pathoseg.slides.folder import find_slides, is_data, is_slide
+from pathoseg.slides.folder import find_slides, is_data, is_slide, with_a_name
 from pathoseg.slides.zarr_folder import is_zarr_slide
-from pathoseg.viewer.slide_view import FILES, Entry
+from pathoseg.viewer.slide_view import Entry
 
-_RESULT_FILES = {FILES.mask, SUMMARY}
+_RESULT_FILES = {MASK, SUMMARY}
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,8 @@ def find_entries(
             )
         found = dict[str, Path]()
         if path.is_file() or is_zarr_slide(path):
-            found = {path.name: path}
+            slide = with_a_name(path)
+            found = {slide.name: slide}
         else:
             results, batches = _results_below(path)
             own = [*_segmented(path, results, batches)]
@@ -121,7 +122,7 @@ def _results_below(out: Path) -> tuple[list[Path], list[Path]]:
     results, batches = list[Path](), list[Path]()
     for place, folders, files in os.walk(out):
         folder = Path(place)
-        if FILES.mask in files or (SUMMARY in files and _is_result(folder)):
+        if MASK in files or (SUMMARY in files and _is_result(folder)):
             results.append(folder)
             folders.clear()
         elif folder != out and is_data([*folders, *files]):

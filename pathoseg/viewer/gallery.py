@@ -17,17 +17,17 @@ from pathoseg.geometry import Box, Frame
 from pathoseg.outputs.report import Summary
 from pathoseg.viewer.drawing import DIFFERENCES, Style
 from pathoseg.viewer.feature_index import MOST_BYTES, FeatureIndex, NotFoundError, Turns
-from pathoseg.viewer.slide_view import FILES, TILE, Entry, Handles, SlideView
+from pathoseg.viewer.slide_view import OBJECT_FILES, REGION_FILES, TILE, Entry, Handles, SlideView
 
 LAYERS = ("slide", "prediction", "truth", "difference", "probability")
 DRAWN_OVER = ("truth", "difference")  # the layers for which annotations have to be read
 _CACHE_BYTES = 128 << 20
 _MOST_OPEN = 16  # slides whose headers and annotations are held
 _PATIENCE = 0.3  # seconds that an answer waits for a table
-_TABLES: Mapping[str, tuple[str, ...]] = {"regions": FILES.regions, "objects": FILES.objects}
+_TABLES: Mapping[str, tuple[str, ...]] = {"regions": REGION_FILES, "objects": OBJECT_FILES}
 
 
-class TileCache:
+class EncodedTiles:
     """Encoded tiles, the ones used last, within a bound of bytes. Any thread may ask.
 
     Args:
@@ -77,7 +77,7 @@ class Gallery:
     ) -> None:
         self.readers = readers
         self._tell = tell
-        self.cache = TileCache()
+        self.cache = EncodedTiles()
         self._handles = Handles(readers)
         self._views = [
             SlideView(entry, self._handles, assume_mpp, options, tell) for entry in entries

@@ -21,6 +21,7 @@ from pathoseg.annotations.feature_stream import features
 from pathoseg.annotations.reading import class_table, read_labels
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, Mpp, Size
+from pathoseg.inference.result_folder import MASK, OBJECTS, PROBABILITY, REGIONS, UNCERTAINTY
 from pathoseg.outputs.mask_reader import MaskReader
 from pathoseg.outputs.overlay import thumbnail_frame
 from pathoseg.outputs.report import Summary
@@ -34,6 +35,7 @@ from pathoseg.viewer.feature_index import classification
 TILE = 512
 THUMBNAIL = 320
 _FEATURES_FOR_COLOURS = 5_000
+REGION_FILES, OBJECT_FILES = ((name, f"{name}.gz") for name in (REGIONS, OBJECTS))
 _MOST_PROBLEMS = 20
 _MOST_KNOWN = 64  # headers of slides that may have to be opened once more: more than threads read
 _UNKNOWN_MPP = Mpp(1.0, 1.0)
@@ -67,20 +69,6 @@ class Entry:
     problem: str = ""
     summary: Summary | None = None
     batch: Path = Path()
-
-
-@dataclass(frozen=True)
-class Files:
-    """Names of the files of a result's folder."""
-
-    mask: str = "mask.ome.tiff"
-    probability: str = "probability.ome.tiff"
-    uncertainty: str = "uncertainty.ome.tiff"
-    regions: tuple[str, ...] = ("regions.geojson", "regions.geojson.gz")
-    objects: tuple[str, ...] = ("objects.geojson", "objects.geojson.gz")
-
-
-FILES = Files()
 
 
 class Handles:
@@ -250,9 +238,9 @@ class SlideView:
             except PathosegError as error:
                 refused = error
                 problems.append(str(error))
-        if self.entry.result is not None and (self.entry.result / FILES.mask).exists():
+        if self.entry.result is not None and (self.entry.result / MASK).exists():
             try:
-                mask = MaskReader(self.entry.result / FILES.mask)
+                mask = MaskReader(self.entry.result / MASK)
             except PathosegError as error:
                 refused = refused or error
                 problems.append(str(error))
@@ -301,7 +289,7 @@ class SlideView:
     def _colours_of_regions(self, missing: set[str]) -> dict[str, Colour]:
         """The colours that the first regions have in GeoJSON."""
         found = dict[str, Colour]()
-        path = self.file_of(FILES.regions)
+        path = self.file_of(REGION_FILES)
         if path is None:
             return found
         with suppress(OSError, EOFError, ValueError, RecursionError, zlib_error):
@@ -317,7 +305,7 @@ class SlideView:
         found = list[Channel]()
         if self.entry.result is None:
             return found
-        for name in (FILES.probability, FILES.uncertainty):
+        for name in (PROBABILITY, UNCERTAINTY):
             path = self.entry.result / name
             if not path.exists():
                 continue

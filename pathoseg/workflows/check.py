@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pathoseg.annotations.annotation import ClassTable
 from pathoseg.config import Config
 from pathoseg.config_file import load_config
-from pathoseg.errors import PathosegError, UnreadableError
+from pathoseg.errors import PathosegError, UnreadableError, first_names
 from pathoseg.geometry import Box, Frame, ModelInput, Mpp, Size, area_text
 from pathoseg.inference.infer_options import refuse_unfit
 from pathoseg.interruption import Interruption
@@ -60,13 +60,13 @@ from pathoseg.training.labelled_slides import (
 from pathoseg.training.run_folder import refuse_unwritable
 from pathoseg.training.slide_facts import (
     SlideFacts,
+    class_cells,
     class_lines,
-    class_table,
     context_lines,
+    rows_by_class,
     shares_on_glass,
     slide_cells,
     slide_facts,
-    some,
     warnings_of,
 )
 from pathoseg.training.splits import Member, find_table, split_slides
@@ -323,7 +323,9 @@ class _Check:
                 said = said.replace(str(file), "")
             found[said].append(name)
         for first, *others in found.values():
-            whose = f"{1 + len(others)} slides ({some([first, *others])})" if others else first
+            whose = (
+                f"{1 + len(others)} slides ({first_names([first, *others])})" if others else first
+            )
             yield f"{whose}: {errors[first]}"
 
     def conclude(self) -> None:
@@ -345,7 +347,7 @@ class _Check:
         if self._unreadable:
             self.warnings.append(
                 f"Of the slides without an annotation, {len(self._unreadable)} cannot be read: "
-                f"{some(self._unreadable)}. {TABLE} says why."
+                f"{first_names(self._unreadable)}. {TABLE} says why."
             )
 
     def row(self, seen: _Seen) -> dict[str, object]:
@@ -404,7 +406,7 @@ class _Check:
             sum(one.member.split == part for one in facts) for part in ("train", "val", "test")
         ]
         columns, rows = self._table(is_page=True)
-        class_columns, class_rows = class_table(facts, self.classes or ClassTable((), ()))
+        class_columns, class_rows = rows_by_class(facts, self.classes or ClassTable((), ()))
         return CheckPage(
             folders=self.config.data.told_folders,
             classes=list(zip(names, self.classes.colours, strict=True)) if self.classes else [],
@@ -441,18 +443,17 @@ class _Check:
         columns += [("Tissue mm²", True)]
         columns += [(name, True) for name in ("Of interest", "Ignored") if optional[name]]
         columns += [("Tiles", True), *([("Padding", True)] if optional["Padding"] else [])]
-        columns += [(name, True) for name in shown]
         if names and not shown:
             columns += [("Labelled mm²", True), ("Classes", True)]
         rows = []
         for one in self.slides:
-            cells = dict.fromkeys((title for title, _ in columns), "")
-            cells |= self._cells(one, names)
-            rows.append([cells[title] for title, _ in columns])
-        return columns, rows
+            cells = self._cells(one, names)
+            fixed = [cells.get(title, "") for title, _ in columns]
+            rows.append([*fixed, *class_cells(one.facts, shown)])
+        return [*columns, *((name, True) for name in shown)], rows
 
     def _cells(self, seen: _Seen, names: Sequence[str]) -> dict[str, str]:
-        """Texts of a slide's row by column."""
+        """Return the texts of a slide's row by column, without those of classes."""
         facts, cells = seen.facts, {"Slide": seen.name}
         if seen.mpp and seen.size:
             cells["µm/px"] = f"{seen.mpp.mean:.4g}"
@@ -464,7 +465,7 @@ class _Check:
         held = sum(count > 0 for count in facts.class_tiles[1:])
         return {
             **cells,
-            **slide_cells(facts, names),
+            **slide_cells(facts),
             "Split": facts.member.split if self.members else "?",
             "Tissue mm²": area_text(facts.tissue_mm2),
             "Ignored": area_text(facts.ignored_mm2) if _ignores(facts) else "0",

@@ -155,7 +155,7 @@ def check_first_weights(name: str | None) -> None:
     """Refuse an earlier model to start from that is not there.
 
     Args:
-        name: Of its run, bundle or checkpoint; None starts from none.
+        name: Path of a run, a bundle or a .safetensors file; None begins with random weights.
 
     Raises:
         PathosegError: There is none.

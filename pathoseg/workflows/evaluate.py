@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -122,45 +122,25 @@ def _evaluate(
     records = RecordedSplits.of(bundle.parent, config, files)
     asked = [name for name in files if split in (None, records.split_of(name))]
     if not asked:
-        found = {*map(records.split_of, files)}
-        near = get_close_matches(str(split), {*get_args(Split), UNSEEN, *found} - {split}, n=1)
-        hint = f"Did you mean {near[0]}? " if near else ""
-        raise PathosegError(
-            f"No annotated slide in {folders} is of the split {split!r}.",
-            f"{hint}They are of these: {', '.join(sorted(found))}; what the model's run never saw "
-            f"is {UNSEEN}.",
-        )
+        raise _none_of_split(str(split), folders, {*map(records.split_of, files)})
     read = read_slides(config, class_table_of(card), only=asked)  # the others are not read
     sources = labelled_slides(config, read, class_table_of(card))
     chosen = sources.usable
     for source in chosen:  # a class that the model does not know is refused before hours of work
         source.labels.rasterise(Box(0, 0, 1, 1), source.frame, class_table_of(card))
     segmenter = load_segmenter(bundle, config, factory, spent)
-    warnings = [*records.warnings(chosen)]
-    compared = dict[str, list[_Compared]]()
     failed = {} if config.data.skip_bad_slides else dict(read.bad)
     for name, error in failed.items():
         say(f"{name} is not compared: {error}")
-    tried = len(failed) + len(chosen)
     advice = "Nothing is written; run the same command again."
     with Interruption(advice, ends_process) as interruption:
         interruption.leave = spent.tell
-        for source in chosen:
-            try:
-                one = _compare(segmenter, source, config, records, interruption)
-            except PathosegError as error:
-                failed[source.name] = error
-                if len(failed) == tried:
-                    raise
-                say(f"{source.name} is not compared: {error}")
-                continue
-            compared.setdefault(one.slide.split, []).append(one)
-            warnings += one.warnings
-            for line in _lines(one.slide.name, one.slide.split, one.slide.figures):
-                answer(line)
-    splits = tuple(
-        _split(part, compared[part], segmenter, config) for part in TELLING if part in compared
-    )
+        compared = _compare_all(segmenter, chosen, config, records, failed, interruption)
+    of_split = defaultdict[str, list[_Compared]](list)
+    for one in compared:
+        of_split[one.slide.split].append(one)
+    splits = [_split(part, of_split[part], segmenter, config) for part in TELLING if of_split[part]]
+    warnings = [*records.warnings(chosen), *(told for one in compared for told in one.warnings)]
     for part in splits:
         warnings += _never_annotated(part, segmenter.classes.names)
     evaluation = Evaluation(
@@ -180,28 +160,83 @@ def _evaluate(
             **{name: why for name, why in sources.left_out.items() if name in asked},
             **{name: each.problem for name, each in failed.items()},
         },
-        splits=splits,
+        splits=tuple(splits),
         version=__version__,
     )
     path, has_replaced = write_evaluation(out or bundle.parent, split, evaluation)
-    for part in splits:
-        for line in _lines("all", part.name, {name: f.value for name, f in part.figures.items()}):
-            answer(line)
-        answer(_interval_line(part.figures, part.patients))
-    for warning in warnings:
-        answer(f"Take care: {warning}")
-    for name, reason in evaluation.left_out.items():
-        answer(f"Left out: {name}: {reason}")
-    for note in (*sources.remarks, *sources.notes):
-        answer(note)
+    _answer(evaluation, (*sources.remarks, *sources.notes))
     instead = ", in place of an earlier one" if has_replaced else ""
     say(f"Written to {path}{instead}; to read: {path.with_suffix('.html')}")
     if failed:
         raise PathosegError(
-            f"{len(failed)} of {tried} slides could not be compared: {', '.join(failed)}.",
+            f"{len(failed)} of {len(failed) + len(compared)} slides could not be compared: "
+            f"{', '.join(failed)}.",
             f"The figures in {path} are of the others; the reasons stand above and there.",
         )
     return path
+
+
+def _none_of_split(split: str, folders: str, found: Collection[str]) -> PathosegError:
+    """Return the refusal of a split that no slide in `folders` has; they have those `found`."""
+    near = get_close_matches(split, {*get_args(Split), UNSEEN, *found} - {split}, n=1)
+    hint = f"Did you mean {near[0]}? " if near else ""
+    return PathosegError(
+        f"No annotated slide in {folders} is of the split {split!r}.",
+        f"{hint}They are of these: {', '.join(sorted(found))}; what the model's run never saw "
+        f"is {UNSEEN}.",
+    )
+
+
+def _compare_all(
+    segmenter: Segmenter,
+    chosen: Sequence[LabelledSlide],
+    config: Config,
+    records: RecordedSplits,
+    failed: dict[str, PathosegError],
+    interruption: Interruption,
+) -> list[_Compared]:
+    """Compare the model with each slide, and print a slide's figures when they are known.
+
+    Args:
+        segmenter: The model.
+        chosen: The slides.
+        config: The options.
+        records: The splits and patients of the slides.
+        failed: By name, why slides could not be compared; those that fail here are added.
+        interruption: Asked after every tile.
+
+    Raises:
+        PathosegError: None of the slides, nor of those that failed before, can be compared.
+        StoppedError: A signal came.
+    """
+    compared, tried = list[_Compared](), len(failed) + len(chosen)
+    for source in chosen:
+        try:
+            one = _compare(segmenter, source, config, records, interruption)
+        except PathosegError as error:
+            failed[source.name] = error
+            if len(failed) == tried:
+                raise
+            say(f"{source.name} is not compared: {error}")
+            continue
+        compared.append(one)
+        for line in _lines(one.slide.name, one.slide.split, one.slide.figures):
+            answer(line)
+    return compared
+
+
+def _answer(evaluation: Evaluation, notes: Iterable[str]) -> None:
+    """Print the figures of each split, and below them what is to be known of them."""
+    for part in evaluation.splits:
+        for line in _lines("all", part.name, {name: f.value for name, f in part.figures.items()}):
+            answer(line)
+        answer(_interval_line(part.figures, part.patients))
+    for warning in evaluation.warnings:
+        answer(f"Take care: {warning}")
+    for name, reason in evaluation.left_out.items():
+        answer(f"Left out: {name}: {reason}")
+    for note in notes:
+        answer(note)
 
 
 def _configured(

@@ -14,16 +14,16 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pathoseg.annotations.reading import annotation_of, few
+from pathoseg.annotations.reading import annotation_of
 from pathoseg.config import Config
 from pathoseg.config_file import load_config
-from pathoseg.errors import PathosegError, StoppedError
+from pathoseg.errors import PathosegError, StoppedError, first_names
 from pathoseg.host_memory import share_one_heap
 from pathoseg.inference.leases import Leases
 from pathoseg.inference.provenance import provenance_of, refuse_other_results
@@ -69,10 +69,10 @@ from pathoseg.parallel.comm.launcher import (
 from pathoseg.parallel.comm.local_ranks import start_workers
 from pathoseg.platform_support import cores_to_use, parent_lives, process_age
 from pathoseg.progress import say
-from pathoseg.slides.folder import find_slides
+from pathoseg.slides.folder import find_slides, with_a_name
 from pathoseg.slides.slide import model_frame, open_slide
 from pathoseg.slides.zarr_folder import is_zarr
-from pathoseg.time_spent import time_told
+from pathoseg.time_spent import TimeSpent, time_told
 from pathoseg.training.distributed import errors_left_to_rank_0, say_ranks, silent
 from pathoseg.training.run_folder import bundle_of
 from pathoseg.version import __version__
@@ -94,80 +94,85 @@ _WITHOUT_INTEREST = {
 _calls = count()  # of `infer` in this process, under a launcher
 
 
-def infer(
-    inputs: Sequence[Path],
-    model: Path | None,
-    out: Path,
-    config_file: Path | None,
-    flags: Mapping[str, Mapping[str, Any]],
-    resume: bool,
-    factory: str | None,
-    arguments: Sequence[str] | None = None,
-    annotations: Path | None = None,
-    overwrite: bool = False,
-    verbose: bool = False,
-) -> int:
-    """Segment every slide of `inputs` (slides, or folders of slides) into `out`.
+@dataclass(frozen=True)
+class InferArguments:
+    """The arguments of a segmentation.
 
-    All processes that do so at the same time share the work: the ranks of one job, and jobs that
-    know nothing of each other. They send each other nothing, and meet in `out` alone.
-
-    Args:
+    Attributes:
         inputs: Slides and folders of slides.
         model: Run or bundle; None is the newest finished run.
         out: Folder of the results.
         config_file: TOML file, or None.
         flags: What overrules it, by table and key.
+        annotations: Folder of annotations, whose regions of interest get figures of their own.
         resume: Keep what earlier batches have done, and go on where they stopped.
+        overwrite: Use `out` also where it holds results of another model or of other options.
         factory: The user's own network that may be imported.
-        arguments: The command line's, for ranks to be started; None starts none. With them a stop
+        verbose: Tell in the end where the time went, of ranks that of rank 0.
+        command_line: Its arguments, for ranks to be started; None starts none. With them a stop
             ends the process where a layer under way takes longer than two seconds; without, that
             layer is waited for.
-        annotations: Folder of annotations, whose regions of interest get figures of their own.
-        overwrite: Use `out` also where it holds results of another model or of other options.
-        verbose: Tell in the end where the time went, of ranks that of rank 0.
+    """
+
+    inputs: Sequence[Path]
+    model: Path | None
+    out: Path
+    config_file: Path | None = None
+    flags: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    annotations: Path | None = None
+    resume: bool = False
+    overwrite: bool = False
+    factory: str | None = None
+    verbose: bool = False
+    command_line: Sequence[str] | None = None
+
+    @property
+    def is_command(self) -> bool:
+        """True if this is all that its process does."""
+        return self.command_line is not None
+
+
+def infer(asked: InferArguments) -> int:
+    """Segment every slide of the inputs (slides, or folders of slides).
+
+    All processes that do so at the same time share the work: the ranks of one job, and jobs that
+    know nothing of each other. They send each other nothing, and meet in the folder of the results
+    alone.
 
     Returns:
-        The exit code: 0, 1 where slides of several failed (each stands in `out/failures.csv`), or
-        2 on other ranks than 0 of a command whose only slide failed.
+        The exit code: 0, 1 where slides of several failed (each stands in `failures.csv`), or 2 on
+        other ranks than 0 of a command whose only slide failed.
 
     Raises:
         PathosegError: The model, the only slide or an option cannot be used, or an input is
-            missing, or two slides would have one annotation, or `out` holds results of another
+            missing, or two slides would have one annotation, or the folder holds results of another
             model, of other options or of other slides with the same names.
         StoppedError: A signal came; what is finished is kept.
     """
     entered = time.monotonic()
     share_one_heap()
-    config = load_config(config_file, flags)
+    config = load_config(asked.config_file, asked.flags)
     _refuse_without_library(config)
-    world = find_world()
+    world, out = find_world(), asked.out
     if config.parallel.ranks > 1 and world.launcher is None:
-        if arguments is None:
-            raise one_process_error(config.parallel.ranks, "infer")
-        with silent():  # rank 0 tells it
-            _find_request(inputs, annotations, model, out, config, overwrite)
-        check_device(config.parallel.device)
-        command = [sys.executable, "-m", "pathoseg", *arguments]
-        return start_workers(config.parallel.ranks, command)
+        return _start_ranks(asked, config)
     advice = f"What is done is in {out}. Go on with the same command and --resume."
     leads = world.rank == 0
-    ends_process = arguments is not None  # as a command, which is all that its process does
     with (
-        time_told(verbose and leads) as spent,
-        Interruption(advice, ends_process) as interruption,
+        time_told(asked.verbose and leads) as spent,
+        Interruption(advice, asked.is_command) as interruption,
         _stopped_with_launcher(interruption, world),
     ):
         with _one_voice(world) as cores:
             say_ranks(config.parallel.ranks, world)
             readers = config.infer.readers or cores
             config = replace(config, infer=replace(config.infer, readers=readers))
-            request = _find_request(inputs, annotations, model, out, config, overwrite)
+            request = _find_request(asked, config)
             check_device(config.parallel.device)  # refused a second before the rest is imported
             from pathoseg.inference.segmenter import load_segmenter
             from pathoseg.inference.slide_job import SlideJob, WorkerContext
 
-            segmenter = load_segmenter(request.bundle, config, factory, spent, leads)
+            segmenter = load_segmenter(request.bundle, config, asked.factory, spent, leads)
             if request.only is not None:  # refused before anything is written
                 with open_slide(request.only, config.data.assume_mpp) as opened:
                     model_frame(opened, segmenter.card.mpp)
@@ -179,46 +184,81 @@ def infer(
                 # as results of earlier calls are not part of it.
                 is_first = next(_calls) == 0
                 since -= process_age() if is_first else time.monotonic() - entered
+        context = WorkerContext(
+            segmenter,
+            config,
+            out,
+            leases,
+            interruption,
+            resume=asked.resume,
+            since=since,
+            provenance=request.provenance,
+            overwrite=asked.overwrite,
+        )
+        batch = [
+            SlideJob(request.names[slide], slide, folder, context, request.annotated.get(slide))
+            for slide, folder in request.folders.items()
+        ]
         with leases:
-            context = WorkerContext(
-                segmenter,
-                config,
-                out,
-                leases,
-                interruption,
-                resume=resume,
-                since=since,
-                provenance=request.provenance,
-                overwrite=overwrite,
-            )
-            batch = [
-                SlideJob(request.names[slide], slide, folder, context, request.annotated.get(slide))
-                for slide, folder in request.folders.items()
-            ]
-
-            def report_stop() -> None:
-                with suppress(OSError):  # the stop is what is to be told
-                    _write_tables(context, batch, request.bundle, is_stopped=True)
-
-            def leave() -> None:
-                report_stop()
-                leases.close()
-                spent.tell()
-
-            interruption.leave = leave
             try:
-                _work(batch, out, interruption)
-                _write_tables(context, batch, request.bundle, is_stopped=False)
-            except (PathosegError, StoppedError) as end:
-                report_stop()
-                # Of commands rank 0 tells it for all.
-                if world.rank and ends_process and isinstance(end, StoppedError):
-                    raise SystemExit(end.exit_code) from None
+                _segment(context, batch, request.bundle, spent)
+            except StoppedError as stop:
+                if world.rank and asked.is_command:  # rank 0 tells it for all
+                    raise SystemExit(stop.exit_code) from None
                 raise
-            sweep(out)
-    if annotations is not None and leads:
+    if asked.annotations is not None and leads:
         _tell_without_interest(batch)
-    return _verdict(batch, out, leads=leads, is_command=ends_process)
+    return _verdict(batch, out, leads=leads, is_command=asked.is_command)
+
+
+def _start_ranks(asked: InferArguments, config: Config) -> int:
+    """Start the ranks that are asked for, of a command; return their exit code.
+
+    Raises:
+        PathosegError: As `infer`, or it is called by a program of the user's.
+    """
+    ranks = config.parallel.ranks
+    if asked.command_line is None:
+        raise one_process_error(ranks, "infer")
+    with silent():  # rank 0 tells it
+        _find_request(asked, config)
+    check_device(config.parallel.device)
+    return start_workers(ranks, [sys.executable, "-m", "pathoseg", *asked.command_line])
+
+
+def _segment(
+    context: WorkerContext, batch: Sequence[SlideJob], bundle: Path, spent: TimeSpent
+) -> None:
+    """Segment the slides of a batch and write its tables, also where it is stopped.
+
+    Args:
+        context: This process, which holds its leases.
+        batch: The slides.
+        bundle: The model's folder.
+        spent: Told where the process is ended.
+
+    Raises:
+        PathosegError: As `infer`.
+        StoppedError: A signal came.
+    """
+
+    def report_stop() -> None:
+        with suppress(OSError):  # the stop is what is to be told
+            _write_tables(context, batch, bundle, is_stopped=True)
+
+    def leave() -> None:
+        report_stop()
+        context.leases.close()
+        spent.tell()
+
+    context.interruption.leave = leave
+    try:
+        _work(batch, context.out, context.interruption)
+        _write_tables(context, batch, bundle, is_stopped=False)
+    except (PathosegError, StoppedError):
+        report_stop()
+        raise
+    sweep(context.out)
 
 
 @dataclass(frozen=True)
@@ -245,29 +285,22 @@ class _Request:
         return next(iter(self.folders)) if len(self.folders) == 1 else None
 
 
-def _find_request(
-    inputs: Sequence[Path],
-    annotations: Path | None,
-    model: Path | None,
-    out: Path,
-    config: Config,
-    overwrite: bool,
-) -> _Request:
+def _find_request(asked: InferArguments, config: Config) -> _Request:
     """Find the slides and the model, and refuse what can be refused before the model is loaded.
 
     Raises:
         PathosegError: As `infer`.
     """
-    names = _slides(inputs, annotations)
-    annotated = _annotations(names, annotations)
+    out, names = asked.out, _slides(asked.inputs, asked.annotations)
+    annotated = _annotations(names, asked.annotations)
     folders = result_folders(out, names)
     if len(folders) == 1 and not (slide := next(iter(folders))).exists():
         raise PathosegError(f"{slide} does not exist.", "Check the path.")
     refuse_strangers(out, folders)
     _refuse_strange_tables(out)
-    bundle = bundle_of(model)
+    bundle = bundle_of(asked.model)
     request = _Request(names, annotated, folders, bundle, provenance_of(bundle, config))
-    if not overwrite:
+    if not asked.overwrite:
         refuse_other_results(out, request.provenance, folders.values())
         refuse_namesakes(out, folders)
     if request.only is not None:
@@ -353,8 +386,11 @@ def _slides(inputs: Sequence[Path], annotations: Path | None) -> dict[Path, str]
     slides, passed_over = dict[Path, str](), () if annotations is None else (annotations,)
     seen = set[Path]()  # of earlier arguments, wherever they begin
     for path in inputs:
-        is_folder = path.is_dir() and not is_zarr(path)
-        found = find_slides([path], passed_over) if is_folder else {path.name: path}
+        if path.is_dir() and not is_zarr(path):
+            found = find_slides([path], passed_over)
+        else:
+            slide = with_a_name(path)
+            found = {slide.name: slide}
         new = {slide: name for name, slide in found.items() if slide.resolve() not in seen}
         slides |= new
         seen.update(slide.resolve() for slide in new)
@@ -396,10 +432,11 @@ def _work(batch: Sequence[SlideJob], out: Path, interruption: Interruption) -> N
             continue
         if not is_told and time.monotonic() - idle > _PATIENCE:
             hosts = sorted({state.host for slide in left if (state := slide.state)})
-            where = f" on {few(hosts)}" if hosts else ""
+            where = f" on {first_names(hosts)}" if hosts else ""
+            names = first_names([slide.name for slide in left])
             say(
-                f"Waiting for {few([slide.name for slide in left])}, which other processes have "
-                f"begun{where}. What a dead one has begun is free within a minute."
+                f"Waiting for {names}, which other processes have begun{where}. "
+                "What a dead one has begun is free within a minute."
             )
             is_told = True
         interruption.raise_if_asked()
@@ -428,7 +465,7 @@ def _tell_without_interest(batch: Sequence[SlideJob]) -> None:
             and not read_summary(slide.folder / SUMMARY).regions_of_interest
         ]
         if names:
-            say(f"{told}: {few(names)}.")
+            say(f"{told}: {first_names(names)}.")
 
 
 def _write_tables(

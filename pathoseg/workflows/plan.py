@@ -34,7 +34,7 @@ from pathoseg.progress import answer, progress_bar, say
 from pathoseg.training.encoder_training import prepare_encoder, with_low_rank
 from pathoseg.training.first_weights import take_encoder
 from pathoseg.training.read_network import ReadNetwork
-from pathoseg.training.run_folder import refuse_unwritable
+from pathoseg.training.run_folder import PLAN, TIMELINE, refuse_unwritable
 from pathoseg.training.step_plan import (
     Found,
     Prices,
@@ -48,8 +48,6 @@ from pathoseg.training.step_plan import (
     with_dtype,
     with_wire,
 )
-
-PLAN, TIMELINE = "plan.json", "timeline.svg"
 
 _SHOWN = 10
 _CLOSE = 1.02  # a tile is called the largest that fits if one of so many times its side does not

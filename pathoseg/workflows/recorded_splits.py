@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pathoseg.config import Config
 from pathoseg.config_file import UNNUMBERED, load_config
+from pathoseg.platform_support import composed
 from pathoseg.training.labelled_slides import LabelledSlide
 from pathoseg.training.run_folder import CONFIG, SPLITS
 from pathoseg.training.splits import find_table, patients_in, read_rows
@@ -46,8 +47,11 @@ class RecordedSplits:
         Raises:
             PathosegError: The records or the table cannot be read.
         """
-        rows = read_rows(run / SPLITS) if (run / SPLITS).is_file() else {}
-        names = {name: name for name in files}
+        table = run / SPLITS
+        rows = read_rows(table, is_recorded=True) if table.is_file() else {}
+        # A copy on another system may compose the letters of its names in another way.
+        spelt = {composed(name): name for name in rows}
+        names = {name: name if name in rows else spelt.get(composed(name), name) for name in files}
         placed = set[str]()
         if (run / CONFIG).is_file():
             # In the run's folders a slide is what the run calls it, wherever its name begins now:
@@ -59,18 +63,23 @@ class RecordedSplits:
                     if not path.is_relative_to(root):
                         continue
                     name = path.relative_to(root).as_posix()
+                    if name not in rows:
+                        name = spelt.get(composed(name), name)
                     if name in rows or ours not in placed:
                         names[ours] = name
                         placed.add(ours)
-        table = find_table(config.data)
-        patients = patients_in(table, [*names])
-        patients |= {ours: rows[its]["patient"] for ours, its in names.items() if its in rows}
+        # The folder of a model that was moved may have a table of the user's, without a column.
+        splits = {name: row.get("split", "") for name, row in rows.items()}
+        recorded = {name: row.get("patient") or name for name, row in rows.items()}
+        table_now = find_table(config.data)
+        patients = patients_in(table_now, [*names])
+        patients |= {ours: recorded[its] for ours, its in names.items() if its in rows}
         return cls(
             names,
-            {name: row["split"] for name, row in rows.items() if row["split"] in TELLING},
+            {name: split for name, split in splits.items() if split in TELLING},
             patients,
-            {row["patient"] for row in rows.values() if row["split"] == "train"},
-            table is not None or any(row["patient"] != name for name, row in rows.items()),
+            {recorded[name] for name, split in splits.items() if split == "train"},
+            table_now is not None or any(patient != name for name, patient in recorded.items()),
         )
 
     def split_of(self, name: str) -> str:

@@ -12,10 +12,9 @@ from pathlib import Path
 import torch
 
 from pathoseg.annotations.annotation import ClassTable
-from pathoseg.annotations.reading import few
 from pathoseg.config import Config
 from pathoseg.config_file import UNNUMBERED, given_options, load_config, write_config
-from pathoseg.errors import PathosegError
+from pathoseg.errors import PathosegError, first_names
 from pathoseg.inference.leases import BEAT, LEASE, LeaseFile, Leases, read_lease
 from pathoseg.inference.segmenter import class_table_of
 from pathoseg.memory_size import memory_text
@@ -32,6 +31,7 @@ from pathoseg.training.encoder_training import with_low_rank
 from pathoseg.training.first_weights import factory_of, take_encoder, takes_weights
 from pathoseg.training.run_folder import (
     CONFIG,
+    PLAN,
     SPLITS,
     START,
     is_finished,
@@ -46,7 +46,6 @@ from pathoseg.training.run_folder import (
 from pathoseg.training.splits import Member, changed_annotations, write_splits
 from pathoseg.training.trainer import check_limits, limits_text
 from pathoseg.workflows.early_checks import TrainingArguments, resumed_run
-from pathoseg.workflows.plan import PLAN
 
 _LEASE = ".lease"  # of the process that trains, in the run's folder
 _LOOK = 0.2  # seconds between two looks at it
@@ -266,7 +265,7 @@ def begin_run(
     elif changed := changed_annotations(run / SPLITS, annotations):
         say(
             "Take care: annotations have changed since the run began, which goes on with them as "
-            f"they are now: those of {few(changed)}."
+            f"they are now: those of {first_names(changed)}."
         )
     if plan is not None:
         write_text(run / PLAN, plan.to_json())

@@ -67,19 +67,22 @@ from pathoseg.training.labelled_slides import (
     with_tile,
 )
 from pathoseg.training.one_device import OneDevice
-from pathoseg.training.pipeline_engine import TIMELINE, Drawing, PipelineEngine, draw_step
+from pathoseg.training.pipeline_engine import Drawing, PipelineEngine, draw_step
 from pathoseg.training.read_network import read_alone
 from pathoseg.training.run_folder import (
     CONFIG,
+    METRICS,
+    TIMELINE,
     clear_run,
     finish_run,
 )
 from pathoseg.training.slide_facts import (
     SlideFacts,
+    class_cells,
     class_lines,
-    class_table,
     context_lines,
     facts_of_training,
+    rows_by_class,
     slide_cells,
     warnings_of,
 )
@@ -267,7 +270,7 @@ def _train(
     if asked.trace and not (folder / TIMELINE).exists():
         say("No step is drawn: the run had too few, as the first ones warm up.")
     kept = f"{'Last' if progress.score is None else 'Best'} epoch: {progress.best_epoch}"
-    figures = folder / "metrics.csv"
+    figures = folder / METRICS
     say(f"{kept}. Model: {folder / 'model'}. Figures: {figures}; to read: {folder / PAGE}")
     return folder
 
@@ -305,12 +308,13 @@ def _read_input(run: StartedRun) -> _Input:
     """Read slides and annotations, split them, and build the network for their classes."""
     config, recorded = run.config, run.splits
     # A run goes on with the slides and splits that it began with.
-    own = None if recorded is None else read_rows(recorded).keys()
+    own = None if recorded is None else read_rows(recorded, is_recorded=True).keys()
     sources = find_labelled_slides(config, run.classes, own)
     table = find_table(config.data) if recorded is None else recorded
     loss = build_loss(config.loss, config.model.task, len(sources.classes))
     held = classes_held(sources)
-    members = split_slides([*held], table, config.seed, config.data.val_share, held)
+    share, is_recorded = config.data.val_share, recorded is not None
+    members = split_slides([*held], table, config.seed, share, held, is_recorded=is_recorded)
     model, origin = first_network(run.folder, config, sources.classes, run.start_from)
     if isinstance(run.start_from, EarlierModel):
         warn_of_seen(run.start_from, members)
@@ -443,15 +447,16 @@ def _report(
     """Return what the page of the run tells beside what is in the run's folder."""
     config, sources, plan = given.config, given.sources, given.plan
     classes, by_name = sources.classes, {one.member.slide: one for one in facts}
-    class_columns, class_rows = class_table(facts, classes)
+    class_columns, class_rows = rows_by_class(facts, classes)
     titles = ["Slide", "Split", "Patient", "µm/px", "Pixels", "Of interest", "Tiles"]
     slide_rows = []
     for name, member in sorted(given.members.items(), key=lambda item: (item[1].split, item[0])):
-        cells = {"Slide": name, "Split": member.split}
-        if name in by_name:
-            cells = slide_cells(by_name[name], classes.names)
-        cells["Patient"] = member.patient
-        slide_rows.append([cells.get(title, "") for title in (*titles, *classes.names)])
+        own = by_name.get(name)
+        cells = {"Slide": name, "Split": member.split, "Patient": member.patient}
+        if own is not None:
+            cells |= slide_cells(own)
+        fixed = [cells.get(title, "") for title in titles]
+        slide_rows.append([*fixed, *class_cells(own, classes.names)])
     device, ranks = pick_device(config.parallel.device), 1 if plan is None else plan.ranks
     name = processor_name() if device.type == "cpu" else device_name(device)
     order = "" if plan is None or ranks == 1 else f": {plan.order}, {plan.stages} stages"

@@ -123,10 +123,10 @@ def _configured(
                 )
             shown.append(found)
         if config_file is None:
-            notes = run.data.annotations
-            if notes is not None and not given.get("annotations"):
-                notes = str(_found(Path(notes), places) or notes)
-            config = replace(run, data=replace(run.data, annotations=notes))
+            annotations = run.data.annotations
+            if annotations is not None and not given.get("annotations"):
+                annotations = str(_found(Path(annotations), places) or annotations)
+            config = replace(run, data=replace(run.data, annotations=annotations))
     return config, shown
 
 
@@ -140,7 +140,7 @@ def _places(run: Path, folders: Sequence[Path]) -> list[Path]:
         run: Its folder.
         folders: The folders of slides that it names.
     """
-    names = read_rows(run / SPLITS)
+    names = read_rows(run / SPLITS, is_recorded=True)
 
     def has_none(place: Path) -> bool:
         return not any((place / folder / name).exists() for folder in folders for name in names)

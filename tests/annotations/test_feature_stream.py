@@ -70,7 +70,7 @@ def test_members_that_nobody_needs_are_not_kept(tmp_path: Path) -> None:
     "text",
     [
         *["", " ", "3", "[1, 2", "[1 2]", "[1,]", "[1]]", "{} {}", "[" * 100_000],
-        *['{"features": [1]', '{"a" 1}', '{"a": tru}', '{"type": "Feature",}'],
+        *["{[1]: 2}", '{"features": [1]', '{"a" 1}', '{"a": tru}', '{"type": "Feature",}'],
         *[b"\xff\xfe[]", b'["\x80"]'],
     ],
 )

@@ -100,6 +100,7 @@ def test_rulers_and_points_are_passed_over(tmp_path: Path) -> None:
         (_region(SQUARE), "Region stands outside"),
         (_layer('<Region><Vertex Y="1"/></Region>'), "lacks the attribute 'X'"),
         (_layer(_region(SQUARE), colour="red"), "could not convert"),
+        (_layer(_region(SQUARE), colour="inf"), "infinity"),
         (_layer(_region([(0, 0), (float("inf"), 0), (1, 1)])), "pixel of any slide"),
     ],
 )

@@ -19,6 +19,7 @@ from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.mask_image import MaskLabels
 from pathoseg.annotations.raster import PolygonLabels
 from pathoseg.annotations.reading import (
+    annotation_of,
     class_table,
     colour_names,
     find_annotation,
@@ -28,6 +29,7 @@ from pathoseg.annotations.reading import (
     what_is_left_out,
     what_is_limited,
 )
+from pathoseg.config_file import load_config
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, Mpp, Size
 
@@ -174,6 +176,19 @@ def test_classes_are_renamed_merged_and_ignored(tmp_path: Path, write: Any) -> N
         labels.rasterise(Box(0, 0, 100, 1), Frame.at(SLIDE, Mpp(0.25, 0.25), 0.25), TABLE)
 
 
+def test_classes_are_the_same_however_their_letters_are_composed(tmp_path: Path) -> None:
+    names = ("Dru\u0308se", "Dr\xfcse", "Mu\u0308ll", "Ro\u0308te")
+    path = _geojson(tmp_path, *(_square(20 * n, 0, name=name) for n, name in enumerate(names)))
+    rename = {"M\xfcll": "Fla\u0308che"}
+    options = AnnotationOptions(rename=rename, roi=("r\xf6te",))
+    labels = read_labels(path, SLIDE, (0, 0), options)
+    assert {*labels.classes()} == {"Dr\xfcse", "Fl\xe4che"}
+    assert labels.report.of_interest == 1
+    assert unknown_names([labels], rename) == []
+    flags = {"data": {"classes": ["Fla\u0308che"]}}
+    assert load_config(None, flags).data.classes == ("Fl\xe4che",)
+
+
 def test_names_of_outlines_leave_masks_as_they_are(tmp_path: Path) -> None:
     options = AnnotationOptions(rename={"Tumor": "tumour"})
     labels = read_labels(_mask_to_rename(tmp_path), SLIDE, (0, 0), options)
@@ -301,7 +316,7 @@ def test_what_is_not_learnt_from_is_said_once_for_each_kind(tmp_path: Path) -> N
     strays = {tmp_path / "slid.geojson": tmp_path / "slide.svs", tmp_path / "x.geojson": None}
     place = "in 1 file (slide.geojson)."
     say = "[annotations] unclassified can say what they are."
-    many = "b.geojson, c.geojson, d.geojson, 2 more"
+    many = "b.geojson, c.geojson, d.geojson, e.geojson and 1 more"
     assert what_is_left_out(reports, strays, TABLE) == [
         f"Points: 2 not used, {place}",
         f"Lines: 1 not used, {place}",
@@ -425,6 +440,23 @@ def test_a_slide_is_never_its_own_mask(tmp_path: Path) -> None:
     assert find_annotation(slide, masks) == masks / "a.png"
 
 
+@pytest.mark.parametrize("suffix", [".geojson", "_mask.png"])
+@pytest.mark.parametrize("spelt", [("M\xfcller", "Mu\u0308ller"), ("Mu\u0308ller", "M\xfcller")])
+def test_an_annotation_is_found_however_its_letters_are_composed(
+    tmp_path: Path, suffix: str, spelt: tuple[str, str]
+) -> None:
+    slide, file = tmp_path / f"{spelt[0]}/{spelt[0]}.svs", f"{spelt[1]}{suffix}"
+    slide.parent.mkdir()
+    for folder in (slide.parent, tmp_path / "notes" / spelt[1]):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / file).touch()
+    assert find_annotation(slide, None) == slide.parent / file
+    assert stray_annotations(slide.parent, [slide]) == {}
+    name = slide.relative_to(tmp_path).as_posix()
+    found = annotation_of(name, slide, tmp_path / "notes", {})
+    assert found == tmp_path / "notes" / spelt[1] / file
+
+
 def test_two_annotations_of_one_slide_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.xml").touch()
     (tmp_path / "a_mask.png").touch()
@@ -487,7 +519,10 @@ def test_names_that_no_file_has_are_told_with_those_that_are_there(tmp_path: Pat
 
     assert told({}) == told({**RENAME, "Mark": "x*", "annotation": "tumour"}) == []
     [line] = told({**RENAME, "class1": "tumour"})
-    assert 'has a class "class1"; there are "class 1", "class 2", "class 3", 8 more.' in line
+    assert (
+        'has a class "class1"; there are "class 1", "class 2", "class 3", "class 4" and 7 more.'
+        in line
+    )
     [line] = told({"tumor ": "tumour"})
     assert 'has a class "tumor "; there are "Tumor", "tumour", ' in line
 

@@ -148,6 +148,14 @@ def test_what_is_stored_in_another_way_is_left_to_pillow(
     assert _tiled(path) is None
 
 
+def test_an_odd_palette_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "s_mask.tif"
+    palette = [(320, "H", 4, (0, 1, 2, 3), True)]
+    imwrite(path, np.zeros((32, 32), np.uint8), tile=(16, 16), extratags=palette)
+    with pytest.raises(PathosegError, match=r"s_mask\.tif cannot be read as a mask"):
+        MaskLabels(path, Size(32, 32))
+
+
 @pytest.mark.parametrize(
     ("codec", "harm"),
     # Only streams of zlib tell that they are damaged.

@@ -16,7 +16,7 @@ from pathoseg.geometry import Box
 from pathoseg.inference.prediction import Context, predict
 from pathoseg.models.bundle import Bundle
 from pathoseg.models.model_options import ModelConfig
-from pathoseg.outputs.stitch import Prediction
+from pathoseg.outputs.stitch import TilePrediction
 from pathoseg.slides.region import Region
 
 CARD = Bundle(
@@ -93,7 +93,7 @@ class Partial(Plain):
 
 def _predicted(
     model: nn.Module, rows: Sequence[Sequence[int]], batch: int, part: Box | None = None
-) -> list[Prediction]:
+) -> list[TilePrediction]:
     def read(number: int) -> tuple[Region, Context]:
         return Region(TILES[number]), {}
 

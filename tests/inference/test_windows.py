@@ -13,7 +13,7 @@ from pathoseg.geometry import Size
 from pathoseg.inference import windows as windows_file
 from pathoseg.inference.windows import WindowOptions, Windows, most_pixels
 from pathoseg.models.unet import UNet
-from pathoseg.outputs.stitch import Prediction
+from pathoseg.outputs.stitch import TilePrediction
 
 CELL = 8
 TISSUE = arrays.arrays(np.bool_, st.tuples(st.integers(1, 9), st.integers(1, 9)))
@@ -91,7 +91,7 @@ def test_joined_windows_are_one_pass(
         found = Windows(extent, WindowOptions(4, 2000, 4), CELL, tissue)
     first = data.draw(st.integers(0, found.rows))
 
-    def predictions() -> list[Prediction]:
+    def predictions() -> list[TilePrediction]:
         given = []
         for number in range(found.first_of(first), len(found)):
             box = found.box(number)

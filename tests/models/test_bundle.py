@@ -23,6 +23,7 @@ from pathoseg.errors import PathosegError
 from pathoseg.models.build import build_model
 from pathoseg.models.bundle import Bundle, load_bundle, save_bundle
 from pathoseg.models.model_options import ModelConfig
+from pathoseg.platform_support import composed
 from pathoseg.version import __version__
 
 CONFIG = ModelConfig("unet", "segment", 3, width=4, depth=2)
@@ -101,7 +102,7 @@ def test_weights_open_in_plain_pytorch(bundle: Path) -> None:
 
 @given(
     mpp=st.floats(1e-3, 100, allow_nan=False),
-    names=st.lists(st.text(min_size=1), min_size=2, max_size=2, unique=True),
+    names=st.lists(st.text(min_size=1), min_size=2, max_size=2, unique_by=composed),
     training=st.dictionaries(
         st.text(),
         st.none()
@@ -119,6 +120,10 @@ def test_every_possible_card_survives(
     card = replace(CARD, mpp=mpp, class_names=tuple(names), training=training, stain=None)
     save_bundle(tmp_path, _model().state_dict(), card)
     assert load_bundle(tmp_path)[1] == card
+
+
+def test_the_letters_of_classes_are_composed() -> None:
+    assert replace(CARD, class_names=("a", "Dru\u0308se")).class_names == ("a", "Dr\xfcse")
 
 
 @given(st.lists(st.floats(0.05, 5), min_size=1, max_size=4).map(tuple), st.floats(0.05, 5))

@@ -16,7 +16,7 @@ from torch import nn
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Size
 from pathoseg.outputs.stitch import (
-    Prediction,
+    TilePrediction,
     argmax,
     certainty_planes,
     settle_certainty,
@@ -53,7 +53,7 @@ def weights(tile: int, shared: int, margin: int, first: bool, last: bool) -> NDA
 
 
 def blend_of_everything(
-    grid: TileGrid, predictions: list[Prediction], margin: int
+    grid: TileGrid, predictions: list[TilePrediction], margin: int
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_]]:
     """Probabilities, which pixels a tile has read, and which a tile covers."""
     padded = (grid.box(len(grid) - 1).bottom, grid.box(len(grid) - 1).right)
@@ -94,7 +94,7 @@ def test_bands_equal_the_blend_of_everything(
     unread = data.draw(st.sampled_from([0.0, 0.1, 1.0]), "share of unread pixels")
     rng = np.random.default_rng(seed)
     shape = (grid.tile.height, grid.tile.width)
-    predictions: list[Prediction] = [
+    predictions: list[TilePrediction] = [
         (
             index,
             torch.from_numpy(rng.random((CLASSES, *shape), np.float32)),
@@ -175,7 +175,7 @@ def test_tiles_of_a_network_equal_the_whole(tile: int, overlap: int) -> None:
             probabilities: torch.Tensor = network(pixels)[0]
             return probabilities
 
-    tiles: Iterator[Prediction] = (
+    tiles: Iterator[TilePrediction] = (
         (index, predict(image[:, :, box.y : box.bottom, box.x : box.right]), None)
         for index, box in enumerate(grid)
     )
@@ -188,7 +188,7 @@ def test_a_band_is_done_before_the_next_row_is_asked_for() -> None:
     grid = TileGrid.cover(Size(40, 40), 16, 4)
     asked = []
 
-    def predictions() -> Iterator[Prediction]:
+    def predictions() -> Iterator[TilePrediction]:
         for index in range(len(grid)):
             asked.append(index)
             yield index, torch.ones(2, 16, 16), None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +45,13 @@ def test_slides_sorted_by_name_without_the_rest(tmp_path: Path, image: Any) -> N
 def test_masks_beside_their_slides_are_none(tmp_path: Path, image: Any) -> None:
     for name in ("a.svs", "a_mask.png", "b.tif", "b_mask.TIF", "c_mask.png", "d_mask.jpg"):
         image(name)
-    image("a_mask.ome.tif")
+    image("Mu\u0308ller.svs")
+    for name in ("a_mask.ome.tif", "a.svs_mask.png", "b.tif_classes.tif", "M\xfcller_mask.png"):
+        image(name)
     image("d.png")
     image("masks/b_mask.png")
-    assert _names(tmp_path) == ["a.svs", "b.tif", "c_mask.png", "d.png", "d_mask.jpg"]
+    slides = ["Mu\u0308ller.svs", "a.svs", "b.tif", "c_mask.png", "d.png", "d_mask.jpg"]
+    assert _names(tmp_path) == slides
 
 
 def test_a_damaged_slide_stays_in_the_list(tmp_path: Path) -> None:
@@ -55,11 +60,53 @@ def test_a_damaged_slide_stays_in_the_list(tmp_path: Path) -> None:
     assert _names(tmp_path) == ["empty.svs", "text.ndpi"]
 
 
-def _dicom(path: Path, series: str) -> None:
-    """The part of a DICOM header that names its series."""
+def test_a_folder_that_may_not_be_entered_is_passed_over(
+    tmp_path: Path, image: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    for name in ("a.png", "private/b.png", "listed/c.png"):
+        image(name)
+    stat, iterdir = os.stat, Path.iterdir
+
+    def refusing(path: Any, **options: Any) -> os.stat_result:
+        if Path(path).parent in (tmp_path / "private", tmp_path / "listed"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    def not_listing(path: Path) -> Iterator[Path]:
+        if path == tmp_path / "private":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return iterdir(path)
+
+    monkeypatch.setattr(os, "stat", refusing)
+    monkeypatch.setattr(Path, "iterdir", not_listing)
+    assert _names(tmp_path) == ["a.png"]
+    assert "private cannot be listed (Permission denied): it is passed over." in caplog.text
+
+
+def _dicom(path: Path, series: str, before: bytes = b"") -> None:
+    """The part of a DICOM header that names its series, with other elements before that."""
+    kind = b"\x08\x00\x16\x00UI\x02\x001\0"
+    path.write_bytes(bytes(128) + b"DICM" + kind + before + _series_of(series) + bytes(64))
+
+
+def _series_of(series: str) -> bytes:
     uid = series.encode() + b"\0" * (len(series) % 2)
-    tag = b"\x20\x00\x0e\x00UI" + len(uid).to_bytes(2, "little") + uid
-    path.write_bytes(bytes(128) + b"DICM" + b"\x08\x00\x16\x00UI\x02\x001\0" + tag + bytes(64))
+    return b"\x20\x00\x0e\x00UI" + len(uid).to_bytes(2, "little") + uid
+
+
+@pytest.mark.parametrize("is_told", [True, False], ids=["length", "delimiters"])
+def test_a_series_that_another_refers_to_is_not_its_own(tmp_path: Path, is_told: bool) -> None:
+    content = _series_of("1.2.3")
+    if is_told:
+        item = b"\xfe\xff\x00\xe0" + len(content).to_bytes(4, "little") + content
+        sequence = len(item).to_bytes(4, "little") + item
+    else:
+        item = b"\xfe\xff\x00\xe0\xff\xff\xff\xff" + content + b"\xfe\xff\x0d\xe0" + bytes(4)
+        sequence = b"\xff\xff\xff\xff" + item + b"\xfe\xff\xdd\xe0" + bytes(4)
+    referenced = b"\x08\x00\x15\x11SQ\0\0" + sequence
+    for name, series in [("a.dcm", "4.5"), ("b.dcm", "4.5"), ("c.dcm", "4.6")]:
+        _dicom(tmp_path / name, series, referenced)
+    assert _names(tmp_path) == ["a.dcm", "c.dcm"]
 
 
 def test_a_dicom_series_is_one_slide(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathoseg.annotations.annotation import ClassTable
 from pathoseg.config import Config
 from pathoseg.config_file import load_config
 from pathoseg.errors import PathosegError
+from pathoseg.geometry import Size
 from pathoseg.interruption import Interruption
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.slide_pool import SlidePool
@@ -22,9 +23,9 @@ from pathoseg.training.labelled_slides import (
     find_labelled_slides,
     read_slides,
 )
-from pathoseg.training.slide_facts import class_lines, slide_facts
+from pathoseg.training.slide_facts import class_lines, facts_of_training, slide_facts
 from pathoseg.training.splits import Member
-from pathoseg.training.training_tiles import cut_labelled_slides, training_set
+from pathoseg.training.training_tiles import cut, cut_labelled_slides, training_set
 from tests.conftest import draw_disc
 
 QUPATH = """{"type": "FeatureCollection", "features": [%s]}"""
@@ -81,6 +82,25 @@ def test_objects_come_from_masks_and_outlines_to_a_batch(config: Config) -> None
     pool.close()
     facts = [slide_facts(members[one.slide.name], one, config, one.frame.size) for one in tiles]
     assert "2 tiles, 0.002048 mm², 32 objects" in next(class_lines(facts, sources.classes))
+
+
+def test_no_stain_is_fitted_on_a_slide_of_which_no_tile_is_cut(tmp_path: Path) -> None:
+    Image.new("RGB", (65, 63), (255, 255, 255)).save(tmp_path / "blank.png")
+    (tmp_path / "blank.geojson").write_text(QUPATH % "")
+    draw_disc(tmp_path / "a.png", 0)
+    flags = {
+        "data": {"slides": str(tmp_path), "assume_mpp": 0.25},
+        "tiles": {"tile": 32, "mpp": 0.5, "stain": "macenko"},
+    }
+    config = load_config(None, flags)
+    sources = find_labelled_slides(config)
+    [blank] = [one for one in sources.usable if one.name == "blank.png"]
+    tiles = cut(config, blank, sources, SlidePool(lambda path: open_slide(path, 0.25)), 0)
+    assert len(tiles) == 0
+    assert tiles.stain is None
+    members = {"blank.png": Member("blank.png", "blank.png", "train")}
+    [facts] = facts_of_training(config, sources, members, [tiles])
+    assert facts.size == Size(65, 63), "not that of the frame, times two"
 
 
 def test_masks_of_classes_are_bad_slides_of_the_task(config: Config, tmp_path: Path) -> None:

@@ -8,14 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pathoseg.config import Config
 from pathoseg.errors import PathosegError
 from pathoseg.training.splits import (
+    Member,
     changed_annotations,
     patients_in,
     read_rows,
     split_slides,
     write_splits,
 )
+from pathoseg.workflows.recorded_splits import RecordedSplits
 
 
 def _table(folder: Path, text: str) -> Path:
@@ -29,7 +32,7 @@ def test_a_table_is_obeyed_and_round_trips(tmp_path: Path) -> None:
     members = split_slides(["a.svs", "b.svs", "c.svs"], table, 0, 0.2)
     assert [members[name].split for name in members] == ["train", "train", "test"]
     write_splits(tmp_path / "splits.csv", members.values(), {})
-    assert split_slides(list(members), tmp_path / "splits.csv", 9, 0.9) == members
+    assert split_slides(list(members), tmp_path / "splits.csv", 9, 0.9, is_recorded=True) == members
 
 
 def test_names_that_are_no_utf_8_round_trip(tmp_path: Path) -> None:
@@ -37,14 +40,39 @@ def test_names_that_are_no_utf_8_round_trip(tmp_path: Path) -> None:
     write_splits(tmp_path / "splits.csv", members.values(), {})
     assert "Drüse.svs".encode() in (tmp_path / "splits.csv").read_bytes()
     assert b"Dr\xfcse.svs" in (tmp_path / "splits.csv").read_bytes()
-    assert split_slides(list(members), tmp_path / "splits.csv", 9, 0.9) == members
+    assert split_slides(list(members), tmp_path / "splits.csv", 9, 0.9, is_recorded=True) == members
 
 
 def test_names_that_end_in_blanks_round_trip(tmp_path: Path) -> None:
     members = split_slides([" a.svs", "b /c.svs", "d.svs ", "e\\f.svs"], None, 0, 0.5)
     write_splits(tmp_path / "splits.csv", members.values(), {})
-    assert read_rows(tmp_path / "splits.csv").keys() == members.keys()
-    assert split_slides(list(members), tmp_path / "splits.csv", 9, 0.9) == members
+    assert read_rows(tmp_path / "splits.csv", is_recorded=True).keys() == members.keys()
+    assert split_slides(list(members), tmp_path / "splits.csv", 9, 0.9, is_recorded=True) == members
+
+
+def test_a_table_of_the_user_is_none_of_a_run_s_by_its_name(tmp_path: Path) -> None:
+    table = tmp_path / "splits.csv"
+    table.write_text("slide, patient ,split\na\\b.svs, p1,train \n")
+    assert split_slides(["a/b.svs"], table, 0, 0.2) == {"a/b.svs": Member("a/b.svs", "p1", "train")}
+
+
+def test_names_are_the_same_however_their_letters_are_composed(tmp_path: Path) -> None:
+    names = ["Mu\u0308ller.svs", "Bl\xf6d.svs"]
+    table = _table(tmp_path, "slide,patient\nM\xfcller.svs,p1\nBlo\u0308d,p2\n")
+    assert patients_in(table, names) == dict(zip(names, ("p1", "p2"), strict=True))
+    names = ["Mu\u0308ller.svs", "M\xfcller.svs"]
+    table = _table(tmp_path, "slide,patient\nM\xfcller.svs,p1\nMu\u0308ller.svs,p2\n")
+    assert patients_in(table, names) == {names[0]: "p2", names[1]: "p1"}, "they are two files"
+
+
+@pytest.mark.parametrize("columns", ["slide,split", "slide,patient", "slide,patient,split"])
+def test_a_model_s_folder_may_have_a_table_of_the_user_s(tmp_path: Path, columns: str) -> None:
+    row = dict(zip(columns.split(","), ("Mu\u0308ller.svs", "train", "train"), strict=False))
+    (tmp_path / "splits.csv").write_text(f"{columns}\n{','.join(row.values())}\n")
+    files = {"M\xfcller.svs": tmp_path / "M\xfcller.svs"}
+    records = RecordedSplits.of(tmp_path, Config(), files)
+    assert records.split_of("M\xfcller.svs") == row.get("split", "unseen")
+    assert records.patients["M\xfcller.svs"] == row.get("patient", "Mu\u0308ller.svs")
 
 
 def test_annotations_that_have_changed_are_found(tmp_path: Path) -> None:

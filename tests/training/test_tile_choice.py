@@ -24,7 +24,9 @@ SIDES = st.integers(1, 3000)
 def _images(sizes: list[tuple[int, int]]) -> LabelledSlides:
     frames = [Frame(Size(*size), 1.0, 1.0, Mpp(0.5, 0.5)) for size in sizes]
     labels: Any = SimpleNamespace()
-    usable = tuple(LabelledSlide("slide.png", Path("slide.png"), labels, frame) for frame in frames)
+    usable = tuple(
+        LabelledSlide("slide.png", Path("slide.png"), labels, frame, frame.size) for frame in frames
+    )
     return LabelledSlides(usable, ClassTable((), ()), {})
 
 

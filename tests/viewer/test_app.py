@@ -34,7 +34,7 @@ from pathoseg.viewer import gallery as gallery_module
 from pathoseg.viewer import slide_view
 from pathoseg.viewer.app import make_app
 from pathoseg.viewer.drawing import GREY, differences, hatched
-from pathoseg.viewer.gallery import Gallery, TileCache
+from pathoseg.viewer.gallery import EncodedTiles, Gallery
 from tests.viewer import conftest
 from tests.viewer.conftest import CLASSES, HEIGHT, PORT, TOKEN, WIDTH, Place, Served
 
@@ -311,7 +311,7 @@ def test_a_class_that_is_only_drawn_has_a_colour_of_its_own(
     keys=st.lists(st.integers(0, 15), max_size=60),
 )
 def test_the_cache_never_holds_more_than_its_bound(sizes: list[int], keys: list[int]) -> None:
-    cache, made = TileCache(100), dict[int, bytes]()
+    cache, made = EncodedTiles(100), dict[int, bytes]()
     for key, size in zip(keys, sizes, strict=False):
         tile = made.setdefault(key, bytes([key]) * size)
         assert cache.get(key, lambda tile=tile: tile) == tile  # type: ignore[misc]

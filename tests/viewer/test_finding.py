@@ -29,6 +29,18 @@ def test_a_slide_and_its_result_are_one(place: Place) -> None:
     assert {entry.name for entry in alone} == {"a.svs", "b.svs"}
 
 
+def test_a_slide_may_be_the_folder_one_is_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slide = tmp_path / "a.ome.zarr"
+    (slide / "0").mkdir(parents=True)
+    (slide / "zarr.json").write_text('{"attributes": {"ome": {"multiscales": []}}}')
+    for here, given in ((slide, Path()), (slide / "0", Path(".."))):
+        monkeypatch.chdir(here)
+        [entry] = find_entries([given])
+        assert (entry.name, entry.slide) == ("a.ome.zarr", slide)
+
+
 def test_a_batch_that_is_under_way(own_place: Place) -> None:
     out, slides = own_place.folder / "results", own_place.folder / "slides"
     begun = State(str(slides / "c.svs"), "begun", "key", 1, "host")

@@ -72,6 +72,20 @@ def test_it_says_what_train_does(toy_slides: Path, command: Command) -> None:
     assert page.count("data:image/png;base64,") == 2 * 4, "a picture and its labels each"
 
 
+@pytest.mark.usefixtures("toy_slides")
+@pytest.mark.parametrize("name", ["Slide", "Tiles"])
+def test_a_class_that_is_called_like_a_column_has_its_own(command: Command, name: str) -> None:
+    tiny = Path("tiny.toml")
+    tiny.write_text(tiny.read_text().replace("disc", name))
+    code, said = command(*CHECK)
+    assert code == 0, said
+    [head] = [line.split() for line in said.splitlines() if line.split()[:2] == ["Slide", "Split"]]
+    [row] = [line.split() for line in said.splitlines() if line.split()[:1] == ["slide0.png"]]
+    assert head.count(name) == 2
+    assert row[0:6:5] == ["slide0.png", "9"], "the column's own"
+    assert _rows()["slide0.png"][f"tiles_{name}"] == row[-1]
+
+
 def test_a_bad_slide_is_told_in_a_line_and_stops_no_other(
     toy_slides: Path, command: Command
 ) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from pathoseg.errors import StoppedError
 from pathoseg.interruption import Interruption
 from pathoseg.workflows.early_checks import TrainingArguments
-from pathoseg.workflows.infer import infer
+from pathoseg.workflows.infer import InferArguments, infer
 from pathoseg.workflows.train import train
 from tests.conftest import draw_toy_slides
 from tests.forked import Forked
@@ -219,8 +219,9 @@ def test_a_process_that_gets_sigterm_within_a_step_leaves_it(
 def test_a_slide_is_left_within_a_tile_and_taken_up_again(place: Path, questions: int) -> None:
     def predict(out: str, when: int) -> bytes:
         _At.when, _At.questions = when, 0
-        slide = [Path("slides/slide0.png")]
-        assert infer(slide, Path("calm"), Path(out), None, data, when == 0, "dropping_4:Net") == 0
+        slide, resume, factory = Path("slides/slide0.png"), when == 0, "dropping_4:Net"
+        given = (Path("calm"), Path(out), None, data)
+        assert infer(InferArguments([slide], *given, resume=resume, factory=factory)) == 0
         return (Path(out) / "slide0" / "mask.ome.tiff").read_bytes()
 
     data = {"data": {"assume_mpp": 0.5}}

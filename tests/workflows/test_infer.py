@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -35,7 +36,7 @@ from pathoseg.inference import leases, slide_job
 from pathoseg.inference.leases import Leases
 from pathoseg.inference.result_folder import STATES, State, state_file, write_state
 from pathoseg.inference.segmenter import Segmenter
-from pathoseg.inference.slide_job import WorkerContext
+from pathoseg.inference.slide_job import SlideJob, WorkerContext
 from pathoseg.inference.windows import Windows
 from pathoseg.models.build import edge_reach
 from pathoseg.models.bundle import load_bundle
@@ -43,7 +44,7 @@ from pathoseg.models.model_options import ModelConfig
 from pathoseg.outputs.batch_report import BatchResults
 from pathoseg.slides import region
 from pathoseg.slides.region import read_region
-from pathoseg.slides.slide import open_slide
+from pathoseg.slides.slide import Slide, open_slide
 from pathoseg.tiles.grid import TileGrid
 from pathoseg.training.run_folder import bundle_of
 from pathoseg.workflows import infer as workflow
@@ -721,6 +722,54 @@ def test_a_stain_is_fitted_on_the_models_own_tiles(
     infer = ("infer", slide, "--model", model, "--out", tmp_path / "out", *MPP)
     code, said = command(*infer, "--config", tmp_path / "c.toml")
     assert code == 0, said
+
+
+@pytest.mark.parametrize("method", ["macenko", "reinhard"])
+def test_a_slide_of_little_stain_keeps_its_colours(
+    tmp_path: Path, tiny_bundle: SaveBundle, method: str
+) -> None:
+    Image.new("RGB", (64, 64), (250, 250, 250)).save(tmp_path / "glass.png")
+    flags = {"tissue": {"method": "all"}}
+    segmenter = Segmenter(*load_bundle(tiny_bundle(stain=method)), load_config(None, flags))
+    with open_slide(tmp_path / "glass.png", assume_mpp=0.5) as slide:
+        plan = segmenter.plan(slide)
+    assert plan.indices
+    assert plan.stain is None
+    assert "too little stained tissue for the model's stain normalisation" in plan.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_told"), [(MemoryError(), False), (ValueError(), False), (RuntimeError(), True)]
+)
+def test_a_helper_leaves_a_slide_that_it_cannot_read_to_the_leader(
+    tmp_path: Path, error: Exception, is_told: bool
+) -> None:
+    def fail(slide: Slide) -> None:
+        raise error
+
+    config = load_config(None, {"data": {"assume_mpp": 0.5}})
+    model = SimpleNamespace(plan=fail, tiling=None, model_id="1")
+    given = {"out": tmp_path, "segmenter": model, "config": config, "since": 0.0}
+    context = cast(WorkerContext, SimpleNamespace(**given))
+    slide = _draw(tmp_path / "a.png", width=8, height=8)
+    job = SlideJob("a.png", slide, tmp_path / "a", context)
+    job._rows.mkdir(parents=True)
+    (tmp_path / STATES).mkdir()
+    write_state(state_file(tmp_path, job.folder), State(str(slide), "begun", job._key, 1, "host"))
+    with pytest.raises(RuntimeError) if is_told else nullcontext():
+        assert not job.help()
+    assert job._left == (not is_told)
+
+
+def test_a_slide_may_be_the_folder_one_is_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slide = tmp_path / "a.ome.zarr"
+    (slide / "0").mkdir(parents=True)
+    (slide / "zarr.json").write_text('{"attributes": {"ome": {"multiscales": []}}}')
+    for here, given in ((slide, Path()), (slide / "0", Path(".."))):
+        monkeypatch.chdir(here)
+        assert workflow._slides([given], None) == {slide: "a.ome.zarr"}
 
 
 def test_tables_are_written_by_the_last_one_that_finds_something_new(
