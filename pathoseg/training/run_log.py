@@ -15,6 +15,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from pathoseg.annotations.annotation import ClassTable
 from pathoseg.outputs.atomic import naming, replaced, write_rows, write_text
+from pathoseg.platform_support import composed
 from pathoseg.training.run_folder import METRICS, VALIDATION
 
 COLUMNS = (
@@ -57,8 +58,9 @@ class RunLog:
             rows: The figures of all epochs so far, by column.
         """
         empty = dict.fromkeys(self._columns, "")
-        known = ({**empty, **{key: _number(each) for key, each in row.items()}} for row in rows)
-        write_rows(self._csv, known, self._columns)
+        # Rows of earlier versions may have classes whose letters are decomposed.
+        written = ({composed(key): _number(each) for key, each in row.items()} for row in rows)
+        write_rows(self._csv, ({**empty, **row} for row in written), self._columns)
         last = rows[-1]
         with naming(self._folder):
             for name, value in last.items():

@@ -22,7 +22,8 @@ def test_metrics_are_utf_8_whatever_the_locale_is(
 
     monkeypatch.setattr(Path, "open", in_ascii)
     log = run_log.RunLog(tmp_path, ["val_dice_Drüse"], 0)
-    log.epoch([{"epoch": 1, "step": 2, "val_dice_Drüse": 0.5}])
+    decomposed = "val_dice_Dru\u0308se"
+    log.epoch([{"epoch": 1, "step": 2, decomposed: 0.5}])
     head, row = (tmp_path / "metrics.csv").read_bytes().decode().splitlines()
     assert head.endswith(",val_dice_Drüse")
     assert row.startswith("1,2,")
