@@ -195,7 +195,12 @@ def test_ranks_end_with_their_launcher(
     _until(lambda: len(_rows(out, "tall")) > 2, process)
     ranks = psutil.Process(process.pid).children()
     assert len(ranks) == 2
+    for rank in ranks:
+        rank.suspend()
     process.kill()
+    time.sleep(1.1)  # they look once a second, and would be done before on a fast machine
+    for rank in ranks:
+        rank.resume()
     _, left = psutil.wait_procs(ranks, timeout=60)
     assert not left
     monkeypatch.undo()
