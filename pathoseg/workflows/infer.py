@@ -184,22 +184,22 @@ def infer(asked: InferArguments) -> int:
                 # as results of earlier calls are not part of it.
                 is_first = next(_calls) == 0
                 since -= process_age() if is_first else time.monotonic() - entered
-        context = WorkerContext(
-            segmenter,
-            config,
-            out,
-            leases,
-            interruption,
-            resume=asked.resume,
-            since=since,
-            provenance=request.provenance,
-            overwrite=asked.overwrite,
-        )
-        batch = [
-            SlideJob(request.names[slide], slide, folder, context, request.annotated.get(slide))
-            for slide, folder in request.folders.items()
-        ]
         with leases:
+            context = WorkerContext(
+                segmenter,
+                config,
+                out,
+                leases,
+                interruption,
+                resume=asked.resume,
+                since=since,
+                provenance=request.provenance,
+                overwrite=asked.overwrite,
+            )
+            batch = [
+                SlideJob(request.names[slide], slide, folder, context, request.annotated.get(slide))
+                for slide, folder in request.folders.items()
+            ]
             try:
                 _segment(context, batch, request.bundle, spent)
             except StoppedError as stop:
