@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 import os
 from pathlib import Path
 
@@ -62,9 +63,12 @@ def test_the_folder_of_an_mrxs_file_counts(tmp_path: Path) -> None:
 
 def test_all_files_of_a_dicom_series_count(tmp_path: Path) -> None:
     def write(name: str, series: str, kind: str = "77.1.6") -> Path:
-        head = bytes(128) + f"DICM1.2.840.10008.5.1.4.1.1.{kind}".encode()
-        uid = b"\x20\x00\x0e\x00UI" + len(series).to_bytes(2, "little") + series.encode()
-        (tmp_path / name).write_bytes(head + uid + bytes(200))
+        named = ((0x0008_0016, f"1.2.840.10008.5.1.4.1.1.{kind}"), (0x0020_000E, series))
+        content = bytes(128) + b"DICM"
+        for tag, text in named:
+            value = text.encode() + bytes(len(text) % 2)
+            content += struct.pack("<HH2sH", tag >> 16, tag & 0xFFFF, b"UI", len(value)) + value
+        (tmp_path / name).write_bytes(content + bytes(200))
         return tmp_path / name
 
     slide = write("1.dcm", "1.23")
