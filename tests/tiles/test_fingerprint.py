@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import struct
 import os
+import struct
 from pathlib import Path
 
 import pytest
