@@ -101,7 +101,7 @@ DOORS: dict[str, set[str]] = {
     "zarr": {"tiles/cache.py", "slides/zarr_reader.py", "outputs/mask_zarr.py"},
     "yaozarrs": {"outputs/mask_zarr.py"},
     "highdicom": {"outputs/mask_dicom.py"},
-    "pydicom": {"outputs/mask_dicom.py"},
+    "pydicom": {"slides/folder.py", "outputs/mask_dicom.py"},
     "tifffile": {
         *("slides/tiff_reader.py", "slides/tile_table.py"),
         *("outputs/mask_tiff.py", "outputs/mask_reader.py"),

@@ -10,13 +10,14 @@ if TYPE_CHECKING:
     from pathoseg.parallel.comm.transport import Transport
     from pathoseg.parallel.cost.hardware import load_hardware
     from pathoseg.parallel.fitting import Fit, fit
-    from pathoseg.parallel.planning.plan import PlanRequest
+    from pathoseg.parallel.planning.plan import Plan, PlanRequest
     from pathoseg.parallel.runtime.stage import Training
 
-__all__ = ["Fit", "PlanRequest", "Training", "Transport", "connect", "fit", "load_hardware"]
+__all__ = ["Fit", "Plan", "PlanRequest", "Training", "Transport", "connect", "fit", "load_hardware"]
 
 _PLACES = {
     "Fit": "fitting",
+    "Plan": "planning.plan",
     "PlanRequest": "planning.plan",
     "Training": "runtime.stage",
     "Transport": "comm.transport",

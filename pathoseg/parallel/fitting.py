@@ -16,7 +16,7 @@ from pathoseg.parallel.activations.offload import OffloadMode
 from pathoseg.parallel.activations.stage_offload import Park
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.cost.cost_model import cost_model
-from pathoseg.parallel.cost.hardware import Hardware
+from pathoseg.parallel.cost.hardware import Hardware, load_hardware
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.planning.infeasibility import nothing_fits
 from pathoseg.parallel.planning.kernel_workspace import workspace_of
@@ -144,8 +144,8 @@ def fit(
     model: nn.Module,
     example: Tensor | Mapping[str, Tensor],
     training: Training,
-    request: PlanRequest,
-    hardware: Hardware,
+    request: PlanRequest | Plan,
+    hardware: Hardware | str,
     transport: Transport,
     device: torch.device,
     optimizer_slots: int = 2,
@@ -158,15 +158,17 @@ def fit(
         model: Any module; it is changed, see `Runner`.
         example: One microbatch of its input, or of each by name; only shapes and dtypes count.
         training: Loss, optimizer, seed, precision and clipping.
-        request: Ranks, memory and batch, and what of the plan is settled already.
-        hardware: By which layers are priced (`load_hardware`); in a precision of which it states no
-            rate, by that of float32.
+        request: Ranks, memory and batch, and what of the plan is settled already; or a plan that
+            was made before (`Plan.from_json`), of which rank 0's counts.
+        hardware: By which layers are priced, or its name (`load_hardware`); in a precision of which
+            it states no rate, by that of float32. A plan that was made before needs none.
         transport: Joins the ranks (`connect`).
         device: The device on which this rank computes.
         optimizer_slots: Tensors that the optimizer keeps for each parameter.
 
     Raises:
-        PathosegError: The model cannot be read or cut, or is TorchScript; or nothing fits.
+        PathosegError: The model cannot be read or cut, or is TorchScript; or nothing fits; or the
+            plan is another model's, microbatch's or number of ranks'.
     """
     if isinstance(model, torch.jit.ScriptModule):
         raise PathosegError(
@@ -176,7 +178,9 @@ def fit(
     traced = Traced(model, example, training.dtype)
 
     def choose() -> Plan:
-        rated = hardware
+        if isinstance(request, Plan):
+            return request
+        rated = load_hardware(hardware) if isinstance(hardware, str) else hardware
         made = {value.dtype for layer in traced.graph.layers for value in layer.outputs}
         for dtype in sorted(each for each in made if "float" in each):
             rated = rated.with_rate(dtype)

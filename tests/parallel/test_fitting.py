@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from pathoseg.errors import PathosegError
-from pathoseg.parallel import PlanRequest, Training, fit, fitting, load_hardware
+from pathoseg.parallel import Plan, PlanRequest, Training, fit, fitting, load_hardware
 from pathoseg.parallel.comm.local_ranks import start_local
 from pathoseg.parallel.cost.cost_model import cost_model
 from pathoseg.parallel.fitting import Fit
@@ -260,6 +260,7 @@ def _fitted(transport: ThreadTransport, **changed: Any) -> Fit:
         "memory": 2**30,
         "trained": True,
         "hardware": "cpu",
+        "plan": None,
         "model": nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 1)),
     } | changed
     model, example = given["model"], torch.zeros(2).long()
@@ -268,9 +269,9 @@ def _fitted(transport: ThreadTransport, **changed: Any) -> Fit:
     training = Training(
         lambda returned, _: returned.flatten(), given["optimizer"], 0, given["dtype"]
     )
-    request = PlanRequest(1, given["memory"], 2, "sequential")
-    device, hardware = torch.device("cpu"), load_hardware(given["hardware"])
-    return fit(model, example, training, request, hardware, transport, device)
+    request = given["plan"] or PlanRequest(1, given["memory"], 2, "sequential")
+    device = torch.device("cpu")
+    return fit(model, example, training, request, given["hardware"], transport, device)
 
 
 def _trains(run: Fit) -> bool:
@@ -288,6 +289,19 @@ def test_a_model_trains_in_a_precision_of_which_no_rate_is_known() -> None:
     def body(transport: ThreadTransport) -> bool:
         model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 1)).double()
         return _trains(_fitted(transport, model=model, hardware="a10"))
+
+    assert run_ranks(1, body) == [True]
+
+
+def test_a_plan_that_was_made_before_is_taken() -> None:
+    def body(transport: ThreadTransport) -> bool:
+        made = _fitted(transport).plan
+        again = Plan.from_json(made.to_json())
+        run = _fitted(transport, plan=again, hardware="none is needed")
+        other = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 2))
+        with pytest.raises(PathosegError, match="The plan is for"):
+            _fitted(transport, plan=again, model=other)
+        return run.plan == made and _trains(run)
 
     assert run_ranks(1, body) == [True]
 

@@ -53,10 +53,9 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         for name in ("ranks", "memory", "batch", "stages"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise PathosegError(
-                    f"{name} is {getattr(self, name)}.", "Choose a whole number from 1."
-                )
+            value = getattr(self, name)
+            if (name, value) != ("stages", None) and not (isinstance(value, int) and value > 0):
+                raise PathosegError(f"{name} is {value!r}.", "Choose a whole number from 1.")
         find_order(self.order)
         if self.cut and self.stages not in (None, len(self.cut) + 1):
             raise PathosegError(
@@ -186,7 +185,7 @@ class Plan:
         """
         if digest(graph) != self.digest or self.bounds[-1] != len(graph.layers):
             shape = input_shape(graph)
-            own, other = (f"{s[0]} × {s[-2]}×{s[-1]} px" for s in (self.input, shape))
+            own, other = map(_told, (self.input, shape))
             raise PathosegError(
                 f"The plan is for a {self.model} on microbatches of {own}, and not for this "
                 f"{graph.model} on {other}.",
@@ -265,6 +264,11 @@ def digest(graph: LayerGraph) -> str:
         (layer.name, layer.kind, [value.shape for value in layer.outputs]) for layer in graph.layers
     ]
     return hashlib.sha256(json.dumps([graph.model, inputs, layers]).encode()).hexdigest()[:16]
+
+
+def _told(shape: tuple[int, ...]) -> str:
+    """Return the shape of a microbatch in words."""
+    return f"{shape[0]} × {shape[-2]}×{shape[-1]} px" if len(shape) > 2 else f"shape {shape}"
 
 
 def input_shape(graph: LayerGraph) -> tuple[int, ...]:

@@ -341,6 +341,7 @@ def test_the_larger_microbatch_is_taken_where_it_is_faster() -> None:
     [
         ({"ranks": 0}, "ranks is 0"),
         ({"memory": 0}, "memory is 0"),
+        ({"memory": "1 GiB"}, "memory is '1 GiB'"),
         ({"stages": 0}, "stages is 0"),
         ({"batch": 3}, "no multiple of a microbatch of 2"),
         ({"order": "gems"}, "no order 'gems'"),
