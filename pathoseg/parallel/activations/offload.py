@@ -224,7 +224,7 @@ class Overlapped:
         self._ahead_bytes += ticket.size
 
     def _use(self, ticket: Ticket) -> None:
-        """From here on the compute finds the bytes."""
+        """Make the compute lane wait for a copy back, and begin the next ones."""
         self._streams.wait(Lane.COMPUTE, ticket.back)
         ticket.used = True
         self._ahead_bytes -= ticket.size

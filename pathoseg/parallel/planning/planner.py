@@ -50,7 +50,7 @@ _GAIN = 0.98  # synthesised orders and branches are tried if they may take less 
 
 
 class Candidate(NamedTuple):
-    """Everything of a plan but the cut.
+    """A point of the search: all of a plan but the cut.
 
     Attributes:
         priced: The graph.

@@ -264,7 +264,7 @@ class StageCosts:
         leaving = memory.backward_workspace - whole.backward_workspace
         return replace(
             whole,
-            backward=whole.backward + retained.again,
+            backward=whole.backward + retained.recompute_seconds,
             activations=whole.activations - memory.activations + retained.kept + heard,
             forward_workspace=retained.forward_peak - retained.kept,
             backward_workspace=retained.backward_peak - retained.kept - leaving,

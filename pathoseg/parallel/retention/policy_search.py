@@ -12,7 +12,7 @@ from pathoseg.parallel.retention.policy_milp import (
     GAP,
     Copying,
     RetentionProgram,
-    least,
+    lower_bound,
     relax,
     solve,
     windows,
@@ -122,13 +122,13 @@ class Chooser:
         options and copies as a fluid; inf if none fits."""
         self._prepare()
         posed = self._whole(cap, in_flight)
-        return least(posed.program) * posed.second
+        return lower_bound(posed.program) * posed.second
 
     def seconds(self, choice: Choice, in_flight: int = 1) -> float:
         """Return the simulated seconds of a microbatch with so many in flight."""
         cost = StageCost(
             sum(self._facts.forward.values()),
-            sum(self._facts.backward.values()) + choice.retained.again,
+            sum(self._facts.backward.values()) + choice.retained.recompute_seconds,
             tensors=choice.retained.tensors,
         )
         order = gpipe(linear(1), 2 * in_flight, in_flight)

@@ -298,7 +298,7 @@ def _blocks(
 
 
 def _signature(facts: StageFacts, block: Block, moved: bool = False) -> Hashable:
-    """Equal for blocks whose every choice costs the same.
+    """Return a key that is equal for blocks on which every policy costs the same.
 
     If moved, also for blocks that read other storages, made as far ahead of them.
     """
