@@ -5,14 +5,15 @@ Four layers, of which a, b, c save what the next one reads; autograd holds a `Ha
     layer               a          b            c           d
     makes               A          B            C           loss       `Made`: a storage, its maker
     fate                KEEP       RECOMPUTE    OFFLOAD
-    piece of content    Kept       Dropped      Away                   `Handle.piece`
+    piece of content    Kept       Dropped      OffloadedPiece         `Handle.piece`
 
     forward    (1) Each layer is `Recorded`: what it read, saved, returned and overwrote.
                (2) After the last one, `plan_again` goes through the dropped pieces, latest need
                    first: B is made by b, which becomes a `Rerun` with A as its source.
     backward   (3) d, then c ask for C and B: `unpack` calls `storage()` of the piece. Kept has it;
-                   Away fetches it from the host; Dropped has its layer run (`Rerun.give`), and
-                   ahead of it, in the forward's order, whatever made sources that are gone.
+                   OffloadedPiece fetches it from the host; Dropped has its layer run
+                   (`Rerun.give`), and ahead of it, in the forward's order, whatever made sources
+                   that are gone.
                (4) A layer that has run lets go of its sources; a piece ends with its last handle.
 
 A storage that is written into has versions: a piece is the content of one of them. Of the fate
@@ -121,7 +122,7 @@ class Kept(_Content):
         return self.tensor.untyped_storage()
 
 
-class Away(_Content):
+class OffloadedPiece(_Content):
     """Content in host memory, once it has left; freed there with the last reference to this.
 
     Attributes:
@@ -176,7 +177,7 @@ class Dropped(_Content):
         return self.made
 
 
-Piece = Kept | Away | Dropped
+Piece = Kept | OffloadedPiece | Dropped
 
 
 @dataclass(slots=True, eq=False)
@@ -354,10 +355,10 @@ def plan_again(
     Raises:
         PathosegError: A layer read what was overwritten since.
     """
-    turns = count()
+    numbers = count()
 
     def want(piece: Dropped, made: Made, version: int, passing: bool) -> _Wanted:
-        return _Wanted(-piece.needed, next(turns), piece, made, version, passing)
+        return _Wanted(-piece.needed, next(numbers), piece, made, version, passing)
 
     wanted = [
         want(piece, made, version, passing=made.fate is not Fate.TWICE)
@@ -392,7 +393,7 @@ class _Wanted(NamedTuple):
     """Dropped content that is asked for; of the same need, what was asked for first comes first."""
 
     need: int
-    turn: int
+    number: int
     piece: Dropped
     made: Made
     version: int

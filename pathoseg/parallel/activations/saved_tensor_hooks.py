@@ -5,10 +5,10 @@ The life of one saved tensor, from a layer's forward to its backward:
     (1) run      a layer of the stage runs, and with it `_position` says whose saves these are
     (2) _pack    autograd hands over each tensor that the layer saves
     (3) _made    whose storage is it? one seen first is this layer's; its fate is the layer's:
-                     KEEP ............ Kept      the tensor stays on the device
-                     OFFLOAD ......... Away      its bytes leave for the host now, or at the end of
-                                                 the layer that makes them (SMALL ones stay)
-                     RECOMPUTE, TWICE  Dropped   nothing is kept
+                     KEEP ............ Kept: the tensor stays on the device
+                     OFFLOAD ......... OffloadedPiece: its bytes leave for the host now, or at the
+                                       end of the layer that makes them (SMALL ones stay)
+                     RECOMPUTE, TWICE  Dropped: nothing is kept
     (4) Handle   autograd holds this in place of the tensor: the piece, and where in it the tensor
                  lies; without memory, but with the tensor's version counter
     (5) finish   the forward is over: dropped pieces learn which layers make them (`plan_again`)
@@ -31,13 +31,13 @@ from torch import Tensor, nn
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.activations.offload import Copies, Label
 from pathoseg.parallel.activations.rematerialize import (
-    Away,
     Dropped,
     Fate,
     Handle,
     Kept,
     Leaf,
     Made,
+    OffloadedPiece,
     Piece,
     Place,
     Recorded,
@@ -167,7 +167,7 @@ class Recording:
         self._recorded: dict[int, Recorded] = {}
         self._notes: dict[str, Any] = {}
         self._pieces: list[tuple[ref[Piece], Made, int]] = []
-        self._leaving: list[tuple[ref[Away], Label]] = []
+        self._leaving: list[tuple[ref[OffloadedPiece], Label]] = []
         self._count = 0
 
     def hooks(self) -> AbstractContextManager[Any]:
@@ -223,7 +223,7 @@ class Recording:
             self._recorded,
             context,
         )
-        away = [piece for piece, _, _ in alive if isinstance(piece, Away)]
+        away = [piece for piece, _, _ in alive if isinstance(piece, OffloadedPiece)]
         away.sort(key=lambda piece: -piece.needed)
         # Autograd holds on to the hooks, and through them to this.
         self._storages, self._recorded, self._notes = Storages(()), {}, {}
@@ -314,7 +314,7 @@ class Recording:
         assert self._copies is not None
         maker = made.makers[0][0]
         label = Label(self._hooks._number, self._microbatch, self._names[maker])
-        piece = Away(self._copies, storage)
+        piece = OffloadedPiece(self._copies, storage)
         if maker == self._position:
             # Kernels still fill it: RReLU its noise, a GRU's cell the other parts of its gates.
             self._leaving.append((ref(piece), label))

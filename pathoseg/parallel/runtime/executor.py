@@ -264,12 +264,12 @@ class _Execution:
     def run(self) -> None:
         """Run all actions in turn, and wait until all that was sent has left."""
         stage_offload = self._setup.stage_offload
-        turns = stage_offload.turns(self._actions)
+        needs = stage_offload.needs_by_position(self._actions)
         for position, action in enumerate(self._actions):
             self.doing = action
             self._messages.post(position)  # (1)
             with (
-                stage_offload.during(turns.get(position), changed_by(action.kind)),  # (2)
+                stage_offload.during(needs.get(position), changed_by(action.kind)),  # (2)
                 nullcontext() if self._trace is None else self._trace.during(action),
             ):
                 self._perform(action)

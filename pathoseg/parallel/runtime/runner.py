@@ -158,8 +158,10 @@ class Runner:
         streams = streams_of(device)
         copies: Copies | None = None
         if any(retention.offloaded for retention in retentions.values()):
-            turns = take_turns(whole.lists[rank])
-            copies = copies_of(memory.form, streams, device, memory.window, host_bytes, turns)
+            shares_window = take_turns(whole.lists[rank])
+            copies = copies_of(
+                memory.form, streams, device, memory.window, host_bytes, shares_window
+            )
         # Before parameters are parked: it reads their layouts.
         reductions = self._make_reductions(whole, held)
         stage_copies: Copies | None = None

@@ -35,7 +35,7 @@ from pathoseg.device import widest
 from pathoseg.errors import PathosegError
 from pathoseg.gradient_step import loss_sum
 from pathoseg.parallel.activations.offload import Copies
-from pathoseg.parallel.activations.rematerialize import Away, Piece
+from pathoseg.parallel.activations.rematerialize import OffloadedPiece, Piece
 from pathoseg.parallel.activations.running_statistics import (
     STATISTICS,
     RunningStatistics,
@@ -339,7 +339,7 @@ class Stage:
         if self._copies is None or visit is None or not visit.away:
             return
         pieces = [known() for known in visit.away]
-        self._copies.ask([piece.ticket for piece in pieces if isinstance(piece, Away)])
+        self._copies.ask([piece.ticket for piece in pieces if isinstance(piece, OffloadedPiece)])
         visit.away = []
 
     def _run(

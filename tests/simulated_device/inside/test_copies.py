@@ -31,8 +31,8 @@ def _bytes(size: int, value: int) -> Tensor:
     return torch.full((size,), value % 251, dtype=torch.uint8, device=SIM)
 
 
-def _copies(form: OffloadMode, window: int, host: int, turns: bool = False) -> Copies:
-    copies = copies_of(form, streams_of(SIM), SIM, window, host, turns)
+def _copies(form: OffloadMode, window: int, host: int, shares_window: bool = False) -> Copies:
+    copies = copies_of(form, streams_of(SIM), SIM, window, host, shares_window)
     assert copies is not None
     return copies
 
@@ -44,7 +44,7 @@ def _copies(form: OffloadMode, window: int, host: int, turns: bool = False) -> C
     form=st.sampled_from([*FORMS, *[OffloadMode.OVERLAPPED] * 5]),
     window=st.sampled_from([0, 30, 100, 10_000]),
     host=st.sampled_from([0, 512, 2_000, 20_000]),
-    turns=st.booleans(),
+    shares_window=st.booleans(),
     passes=st.sampled_from([0.0, 0.3, 1.0]),
     data=st.data(),
 )
@@ -54,7 +54,7 @@ def test_bytes_come_back_as_they_left(
     form: OffloadMode,
     window: int,
     host: int,
-    turns: bool,
+    shares_window: bool,
     passes: float,
     data: st.DataObject,
 ) -> None:
@@ -64,7 +64,7 @@ def test_bytes_come_back_as_they_left(
     """
     sim.reset()
     sim.set_passes(passes)
-    copies = _copies(form, window, host, turns)
+    copies = _copies(form, window, host, shares_window)
     held: deque[list[tuple[int, bool, Any]]] = deque()
     value = 0
     while visits or held:
