@@ -102,7 +102,7 @@ class Greedy:
         choice = self._fitting(setting, cap, in_flight, fill)
         if choice is None:
             return None, inf
-        key = choice.retention, choice.window, in_flight
+        key = choice.policy, choice.window, in_flight
         if key not in self._seconds:
             self._seconds[key] = self._judge.seconds(choice, in_flight)
         return choice, self._seconds[key]

@@ -297,16 +297,16 @@ class Direct:
     Args:
         streams: The lanes of the device.
         device: The device.
-        form: One of the four modes that copy at once.
+        mode: One of the four modes that copy at once.
     """
 
-    def __init__(self, streams: Streams, device: torch.device, form: OffloadMode) -> None:
+    def __init__(self, streams: Streams, device: torch.device, mode: OffloadMode) -> None:
         self.copied: list[Copied] | None = None
         self.peak = 0
         self._held = 0
         self._streams, self._device = streams, device
-        self._pins = form.pins and is_pinned_for(device)
-        self._goes_on = form in (OffloadMode.NON_BLOCKING, OffloadMode.PINNED_NON_BLOCKING)
+        self._pins = mode.pins and is_pinned_for(device)
+        self._goes_on = mode in (OffloadMode.NON_BLOCKING, OffloadMode.PINNED_NON_BLOCKING)
 
     def leave(self, source: Tensor, label: Label, lasting: bool = False) -> _HostCopy:
         host = torch.empty(source.numel(), dtype=torch.uint8, pin_memory=self._pins)
@@ -341,7 +341,7 @@ class Direct:
 
 
 def copies_of(
-    form: OffloadMode,
+    mode: OffloadMode,
     streams: Streams,
     device: torch.device,
     window: int,
@@ -351,7 +351,7 @@ def copies_of(
     """Make the copies of one rank in an offload mode; None in the mode `NONE`.
 
     Args:
-        form: The mode.
+        mode: The mode.
         streams: The lanes of the device.
         device: The device on which the rank computes.
         window: Bytes on the device that may wait to leave, and as many that may be back early.
@@ -361,9 +361,9 @@ def copies_of(
     Raises:
         PathosegError: The host has not as much memory to pin.
     """
-    if form is OffloadMode.NONE:
+    if mode is OffloadMode.NONE:
         return None
-    if form is OffloadMode.OVERLAPPED:
+    if mode is OffloadMode.OVERLAPPED:
         arena = Arena(host_bytes, device)
         return Overlapped(streams, device, arena, window, shares_window)
-    return Direct(streams, device, form)
+    return Direct(streams, device, mode)

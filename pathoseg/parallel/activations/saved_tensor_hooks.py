@@ -65,12 +65,12 @@ class SavedTensorHooks:
         traced: The model.
         layers: Positions of the stage's layers.
         number: The stage's number.
-        retention: The layers whose saved tensors are offloaded or recomputed.
+        policy: The layers whose saved tensors are offloaded or recomputed.
         copies: Copies to the host; None where everything stays on the device.
         parks: Whether the stage's parameters may leave the device ahead of a backward.
 
     Raises:
-        PathosegError: The retention names a layer that is not there, or twice.
+        PathosegError: The policy names a layer that is not there, or twice.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class SavedTensorHooks:
         traced: Traced,
         layers: range,
         number: int,
-        retention: ActivationPolicy,
+        policy: ActivationPolicy,
         copies: Copies | None,
         parks: bool = False,
     ) -> None:
@@ -88,9 +88,9 @@ class SavedTensorHooks:
         self._fates: dict[int, Fate] = {}
         positions = {name: position for position, name in self._names.items()}
         for names, fate in (
-            (retention.offloaded, Fate.OFFLOAD),
-            (retention.recomputed, Fate.RECOMPUTE),
-            (retention.twice, Fate.TWICE),
+            (policy.offloaded, Fate.OFFLOAD),
+            (policy.recomputed, Fate.RECOMPUTE),
+            (policy.twice, Fate.TWICE),
         ):
             for name in names:
                 position = positions.get(name)
@@ -104,7 +104,7 @@ class SavedTensorHooks:
                 self._fates[position] = fate
         if copies is None:
             self._fates = {at: f for at, f in self._fates.items() if f is not Fate.OFFLOAD}
-        self.recomputes = retention.runs_again
+        self.recomputes = policy.runs_again
         own = [graph.layers[position] for position in layers]
         self._parameters = _owners(traced.model, (name for each in own for name in each.parameters))
         # Of norms others in each microbatch (`RunningStatistics.lend`).
@@ -151,7 +151,7 @@ class SavedTensorHooks:
 
 
 class Recording:
-    """One forward of a stage: its tensors are saved as the stage's retention says.
+    """One forward of a stage: its tensors are saved as the stage's policy says.
 
     It runs the layers in place of the segment (`run`), within `hooks`; `finish` ends it.
     """

@@ -175,7 +175,7 @@ def arrangements(
     options: Sequence[Sequence[PolicyOption]],
     counts: Sequence[Sequence[int]],
 ) -> Iterator[ActivationPolicy]:
-    """Yield retentions in which each option is taken so often.
+    """Yield activation policies in which each option is taken so often.
 
     First the one in which those of a run take turns, as copies hide best; then the one that needs
     least memory.
@@ -334,8 +334,8 @@ class RetentionProgram:
             if number
         )
         window = max(largest, ceil(values[self._window] * self._cap)) if largest else 0
-        for retention in arrangements(self._facts, self._runs, self._options, counts):
-            yield retention, window
+        for policy in arrangements(self._facts, self._runs, self._options, counts):
+            yield policy, window
 
     def _take(self, cap: int, at_once: int) -> None:
         """Every block is in one option; the window takes the largest layer, so many times."""

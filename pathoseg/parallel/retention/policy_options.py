@@ -279,10 +279,10 @@ class Retained:
         return sum(saved.bytes for saved in self.tensors.values())
 
 
-def retain(facts: StageFacts, retention: ActivationPolicy) -> Retained:
+def retain(facts: StageFacts, policy: ActivationPolicy) -> Retained:
     """Return what a stage holds and runs again under an activation policy."""
-    away, again = set(retention.offloaded), set(retention.recomputed)
-    more = set(retention.twice)
+    away, again = set(policy.offloaded), set(policy.recomputed)
+    more = set(policy.twice)
     dropped: set[int] = set()
     twice: set[int] = set()
     copied: dict[str, list[int]] = {}

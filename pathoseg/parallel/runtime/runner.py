@@ -138,8 +138,8 @@ class Runner:
         self._prepare(whole)
         self._rank_parameters.settle(device)
         held = [stage for stage in range(whole.stages) if rank in whole.placement.holders(stage)]
-        every = memory.retentions(whole)
-        retentions = {stage: every[stage] for stage in held}
+        every = memory.policies(whole)
+        policies = {stage: every[stage] for stage in held}
         mine = set(self._rank_parameters.own)
         trained = {
             name: parameter
@@ -148,7 +148,7 @@ class Runner:
         }
         self.own = {name: parameter for name, parameter in trained.items() if name in mine}
         self.optimizer = _optimizer_of([*self.own.values()], training.optimizer)
-        parked = memory.parked if memory.form is not OffloadMode.NONE else frozenset()
+        parked = memory.parked if memory.mode is not OffloadMode.NONE else frozenset()
         stages = {stage: self._rank_parameters.of(stage) for stage in held}
         sizes = [parked_bytes(parked, each, training.optimizer) for each in stages.values()]
         host_bytes = memory.on_host(rank)
@@ -157,20 +157,20 @@ class Runner:
         compare_hosts(world, taken, computes)
         streams = streams_of(device)
         copies: Copies | None = None
-        if any(retention.offloaded for retention in retentions.values()):
+        if any(policy.offloaded for policy in policies.values()):
             shares_window = take_turns(whole.lists[rank])
             copies = copies_of(
-                memory.form, streams, device, memory.window, host_bytes, shares_window
+                memory.mode, streams, device, memory.window, host_bytes, shares_window
             )
         # Before parameters are parked: it reads their layouts.
         reductions = self._make_reductions(whole, held)
         stage_copies: Copies | None = None
         if parked:
             most = max(sizes, default=0)
-            stage_copies = copies_of(memory.form, streams, device, most, sum(sizes))
+            stage_copies = copies_of(memory.mode, streams, device, most, sum(sizes))
         self._stage_offload = StageOffload(parked, stages, self.optimizer, stage_copies)
         parks = Park.PARAMETERS in parked
-        self._stages = self._make_stages(traced, partition, whole, retentions, copies, parks)
+        self._stages = self._make_stages(traced, partition, whole, policies, copies, parks)
         counted = [name for name in self._rank_parameters.told if name in trained]
         norm = GradientNorm(trained, counted, transport, device, self._stage_offload)
         self._scale = LossScale(training.dtype is torch.float16)
@@ -200,7 +200,7 @@ class Runner:
         traced: Traced,
         partition: Partition,
         schedule: Schedule,
-        retentions: Mapping[int, ActivationPolicy],
+        policies: Mapping[int, ActivationPolicy],
         copies: Copies | None,
         parks: bool,
     ) -> dict[int, Stage]:
@@ -214,12 +214,12 @@ class Runner:
                 self._training,
                 self.device,
                 alone=is_single and number not in recomputed and _in_order(schedule, number),
-                retention=retention,
+                policy=policy,
                 copies=copies,
                 parks=parks,
                 sharding=self._sharding,
             )
-            for number, retention in retentions.items()
+            for number, policy in policies.items()
         }
 
     def _make_reductions(

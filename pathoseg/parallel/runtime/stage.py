@@ -139,7 +139,7 @@ class Stage:
         device: The device on which it runs.
         alone: Whether there is one copy, which runs each forward once and in the order of the
             microbatches: then layers keep running state of any kind by themselves.
-        retention: The layers whose saved tensors are offloaded or recomputed.
+        policy: The layers whose saved tensors are offloaded or recomputed.
         copies: Copies to the host, where it offloads.
         parks: Whether its parameters may leave the device between its visits.
         sharding: Cuts its tiles into strips, of which this rank has one; None leaves them whole.
@@ -162,7 +162,7 @@ class Stage:
         training: Training,
         device: torch.device,
         alone: bool,
-        retention: ActivationPolicy,
+        policy: ActivationPolicy,
         copies: Copies | None,
         parks: bool = False,
         sharding: Sharding | None = None,
@@ -180,16 +180,16 @@ class Stage:
         self._device, self._dtype = device, training.dtype
         self._layers = layers
         self._segment = self._segment_of_steps = traced.segment(layers)
-        self._compiles = training.compiles and not retention.runs_again and sharding is None
+        self._compiles = training.compiles and not policy.runs_again and sharding is None
         self._randomness = Randomness(traced, layers, training.seed, device)
         self._returned = set(traced.graph.outputs) if self.is_last else set()
         self._visits: dict[int, _Visit] = {}
-        self._hooks = SavedTensorHooks(traced, layers, number, retention, copies, parks)
+        self._hooks = SavedTensorHooks(traced, layers, number, policy, copies, parks)
         self._copies = copies
         self._sharding = sharding
         self._to_check: dict[str, Tensor] = {}
         self._frozen: dict[str, nn.Parameter] = {}
-        if not alone or retention.runs_again:
+        if not alone or policy.runs_again:
             used = (name for at in layers for name in traced.graph.layers[at].parameters)
             untrained = (name for name in used if not traced.graph.parameters[name].trained)
             self._frozen = {name: traced.model.get_parameter(name) for name in untrained}

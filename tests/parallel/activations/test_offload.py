@@ -253,9 +253,9 @@ def _round_trip(copies: Copies, device: torch.device) -> None:
     assert copies.peak >= 5 * 200
 
 
-@pytest.mark.parametrize("form", [form for form in OffloadMode if form is not OffloadMode.NONE])
-def test_every_form_brings_back_what_left(form: OffloadMode) -> None:
-    copies = copies_of(form, HostStreams(), CPU, 500, 0)
+@pytest.mark.parametrize("mode", [mode for mode in OffloadMode if mode is not OffloadMode.NONE])
+def test_every_mode_brings_back_what_left(mode: OffloadMode) -> None:
+    copies = copies_of(mode, HostStreams(), CPU, 500, 0)
     assert copies is not None
     copies.copied = []
     _round_trip(copies, CPU)
@@ -265,11 +265,11 @@ def test_every_form_brings_back_what_left(form: OffloadMode) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("form", [form for form in OffloadMode if form is not OffloadMode.NONE])
-def test_every_form_brings_back_what_left_a_cuda_device(form: OffloadMode) -> None:
+@pytest.mark.parametrize("mode", [mode for mode in OffloadMode if mode is not OffloadMode.NONE])
+def test_every_mode_brings_back_what_left_a_cuda_device(mode: OffloadMode) -> None:
     device = torch.device("cuda")
     streams = streams_of(device)
-    copies = copies_of(form, streams, device, 500, 100_000)
+    copies = copies_of(mode, streams, device, 500, 100_000)
     assert copies is not None
     copies.copied = []
     streams.start_clock()

@@ -259,8 +259,8 @@ def _whole(facts: StageFacts, in_flight: int) -> int:
 
 def _holds_what_it_says(facts: StageFacts, choice: Choice, cap: int, in_flight: int) -> None:
     assert choice.need(in_flight) <= cap
-    assert choice.retained == retain(facts, choice.retention)
-    assert not {*choice.retention.offloaded} & {*choice.retention.recomputed}
+    assert choice.retained == retain(facts, choice.policy)
+    assert not {*choice.policy.offloaded} & {*choice.policy.recomputed}
     for saved in choice.retained.tensors.values():
         assert saved.bytes >= SMALL
     largest = max((s.bytes for s in choice.retained.tensors.values()), default=0)
