@@ -12,7 +12,8 @@ The life of one saved tensor, from a layer's forward to its backward:
     (4) Handle   autograd holds this in place of the tensor: the piece, and where in it the tensor
                  lies; without memory, but with the tensor's version counter
     (5) finish   the forward is over: dropped pieces learn which layers make them (`plan_again`)
-    (6) unpack   the backward asks for the tensor (rematerialize.py): there, fetched, or made again
+    (6) tensor   the backward asks the Handle for it (rematerialize.py): there, fetched, or made
+                 again
 
 A storage saved by several layers, or as several views, is one piece. A parameter is Kept, and never
 by its own tensor where stages park: its bytes may be away meanwhile, and back before the backward.
@@ -43,11 +44,9 @@ from pathoseg.parallel.activations.rematerialize import (
     Recorded,
     Storages,
     is_plain,
-    leaves_in,
     leaves_of,
     map_leaves,
     plan_again,
-    unpack,
 )
 from pathoseg.parallel.activations.running_statistics import norms_at, uncounted
 from pathoseg.parallel.graph.activation_policy import SMALL, ActivationPolicy
@@ -171,8 +170,8 @@ class Recording:
         self._count = 0
 
     def hooks(self) -> AbstractContextManager[Any]:
-        """Return a context in which autograd's saved tensors go through `_pack` and `unpack`."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
+        """Return a context in which saved tensors go through `_pack` and `Handle.tensor`."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, Handle.tensor)
 
     def run(self, position: int, step: Step, values: Mapping[str, Any]) -> Any:
         """(1) Run a layer.
@@ -238,7 +237,7 @@ class Recording:
                 found.append((values[name], note))
             else:
                 tensors = filter(is_plain, leaves_of(values[name], Tensor))
-                found += zip(tensors, leaves_in(note), strict=True)
+                found += zip(tensors, leaves_of(note, Leaf), strict=True)
         saves: list[tuple[Made, int] | None] = []
         self._saves = saves
         made = step.run(values)

@@ -47,7 +47,8 @@ from pathoseg.parallel.graph.layer_graph import Partition, StageEdge
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.runtime.rng import Randomness
 from pathoseg.parallel.schedule.action import Edge, numbered
-from pathoseg.parallel.shards.sharding import Sharding, whole
+from pathoseg.parallel.shards.sharding import Sharding
+from pathoseg.parallel.shards.strip import whole
 
 # (model output, targets) -> losses of shape (samples,)
 Loss = Callable[[Any, Any], Tensor]
