@@ -120,6 +120,11 @@ class StageOffload:
         """Return True if any kind of tensor is offloaded."""
         return bool(self._parked)
 
+    @property
+    def parks_parameters(self) -> bool:
+        """Return True if parameters are offloaded."""
+        return Park.PARAMETERS in self._parked
+
     def needs_by_position(self, actions: Sequence[Action]) -> dict[int, StageNeeds]:
         """Find the tensors that each action of a rank's list needs on the device.
 
