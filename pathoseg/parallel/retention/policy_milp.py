@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import ceil, inf
 from typing import Any, NamedTuple
@@ -291,7 +291,9 @@ class RetentionProgram:
         self._taken: list[list[tuple[int, int]]] = []
         self._take(cap, copying.at_once)
         self._hold(cap, in_flight)
-        self._run(cap, in_flight)
+        window = (self._window, self._beta * cap / self._second_of_copies)
+        given = self._forward(window, in_flight)
+        self._backward(window, in_flight, given)
 
     @property
     def size(self) -> int:
@@ -413,20 +415,31 @@ class RetentionProgram:
                     program.at_most(1, *some, *deep)
                 yield (there, size / cap), range(owner + 1, asking + 1)
 
-    def _run(self, cap: int, in_flight: int) -> None:
-        """The time, of which forward and backward take at least what they compute.
+    # Copies are a fluid. After each run of blocks, in the order of a pass: t the time, c what has
+    # been copied, g what the forward gave to be copied, u what the backward has used, and W the
+    # window, all as the time that their copies take; n microbatches are in flight.
+    #
+    #   each pass (1) t' ≥ t + computing               with what is recomputed
+    #             (2) c' - c ≤ t' - t                  copies flow while layers compute
+    #   forward   (3) c ≤ g + (n - 1) · behind         nothing is copied before it is given
+    #             (4) g + (n - 1) · behind - c ≤ W     no more than a window waits to leave
+    #             (5) g - c ≤ behind, at the end; where one window serves both, g ≤ c
+    #   backward  (6) u ≤ c + early                    nothing is used before it is back
+    #             (7) c + early - u ≤ W                no more than a window is back
+    #             (8) g - c ≤ short, at the end; early = ahead - (n - 1) · short, ahead ≤ W
+    #
+    # What a forward leaves `behind` is still there for the next microbatch's, and what a backward
+    # was `short` of is not there for the next: it is the last one in flight that has to do with
+    # the window.
 
-        What a forward gives to be copied beyond what is copied meanwhile is still there for the
-        next microbatch's, and what a backward uses beyond what comes meanwhile is not there for
-        the next: it is the last one in flight that has to do with the window.
-        """
-        program, facts, second = self.program, self._facts, self.second
-        copying, others = self._second_of_copies, in_flight - 1.0
-        window = (self._window, self._beta * cap / copying)
-        given: list[list[Term]] = [[]]  # after each run, what was given to be copied
+    def _forward(self, window: Term, in_flight: int) -> list[list[Term]]:
+        """Constrain the forward; return, ahead of each run and after all, what was given."""
+        program, copying = self.program, self._second_of_copies
+        others = in_flight - 1.0
+        given: list[list[Term]] = [[]]
         clock: list[Term] = []
         copied: list[Term] = []
-        behind = program.variable()  # after each forward
+        behind = program.variable()
         for run, taken, options in zip(self._runs, self._taken, self._options, strict=True):
             copies = [
                 (count, each.copies / copying)
@@ -435,43 +448,53 @@ class RetentionProgram:
             total = program.variable()
             program.equal(0, *given[-1], *copies, (total, -1))
             given.append([(total, 1.0)])
-            computing = sum(facts.forward[at] for block in run.blocks for at in block.layers)
-            clock, copied = self._pass(clock, copied, computing / second, [])
-            program.at_most(0, *copied, *negated(*given[-1], (behind, others)))
-            program.at_most(0, *given[-1], *negated(*copied, window), (behind, others))
-        tail = [(behind, 1.0)] if windows(in_flight) > 1 else []  # copied beside the backward
-        program.at_most(0, *given[-1], *negated(*copied, *tail))
+            clock, copied = self._pass(clock, copied, run, self._facts.forward, [])
+            program.at_most(0, *copied, *negated(*given[-1], (behind, others)))  # (3)
+            program.at_most(0, *given[-1], *negated(*copied, window), (behind, others))  # (4)
+        tail = [(behind, 1.0)] if windows(in_flight) > 1 else []
+        program.at_most(0, *given[-1], *negated(*copied, *tail))  # (5)
         program.cost[clock[0][0]] += 1.0
         program.cost[given[-1][0][0]] += _TIE
-        clock, copied = [], []
-        early: list[Term] = []  # what of the last microbatch was there ahead of its backward
-        short = program.variable()  # after each backward
+        return given
+
+    def _backward(self, window: Term, in_flight: int, given: Sequence[list[Term]]) -> None:
+        """Constrain the backward of what the forward gave to be copied."""
+        program = self.program
+        clock: list[Term] = []
+        copied: list[Term] = []
+        early: list[Term] = []
+        short = program.variable()
         if in_flight > 1:
             ahead = program.variable()
             program.at_most(0, (ahead, 1.0), *negated(window))
-            early = [(ahead, 1.0), (short, -others)]
+            early = [(ahead, 1.0), (short, 1.0 - in_flight)]
         backwards = zip(self._runs, self._taken, self._options, given[:-1], strict=True)
         for run, taken, options, before in reversed([*backwards]):
             again = [
-                (count, each.recompute_seconds / second)
+                (count, each.recompute_seconds / self.second)
                 for (count, _), each in zip(taken, options, strict=True)
             ]
-            computing = sum(facts.backward[at] for block in run.blocks for at in block.layers)
-            clock, copied = self._pass(clock, copied, computing / second, again)
+            clock, copied = self._pass(clock, copied, run, self._facts.backward, again)
             used = [*given[-1], *negated(*before)]
-            program.at_most(0, *used, *negated(*copied, *early))
-            program.at_most(0, *copied, *early, *negated(*used, window))
-        program.at_most(0, *given[-1], *negated(*copied, (short, 1.0)))
+            program.at_most(0, *used, *negated(*copied, *early))  # (6)
+            program.at_most(0, *copied, *early, *negated(*used, window))  # (7)
+        program.at_most(0, *given[-1], *negated(*copied, (short, 1.0)))  # (8)
         program.cost[clock[0][0]] += 1.0
 
     def _pass(
-        self, clock: list[Term], copied: list[Term], computing: float, again: list[Term]
+        self,
+        clock: list[Term],
+        copied: list[Term],
+        run: BlockRun,
+        seconds: Mapping[int, float],
+        again: list[Term],
     ) -> tuple[list[Term], list[Term]]:
         """Return the time and the bytes copied after a run has computed."""
         program = self.program
+        computing = sum(seconds[at] for block in run.blocks for at in block.layers)
         later, more = [(program.variable(), 1.0)], [(program.variable(), 1.0)]
-        program.at_most(-computing, *clock, *again, *negated(*later))
-        program.at_most(0, *more, *negated(*copied), *clock, *negated(*later))
+        program.at_most(-computing / self.second, *clock, *again, *negated(*later))  # (1)
+        program.at_most(0, *more, *negated(*copied), *clock, *negated(*later))  # (2)
         return later, more
 
 
